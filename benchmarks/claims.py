@@ -1,12 +1,12 @@
-"""What the notes claim about training, measured: one thing is changed at a time, equal budgets, several seeds.
+"""Measure the notes' claims about training: one change at a time, equal budgets, several seeds.
 
     python benchmarks/claims.py input.txt --lines train.en --out dev/results/claims.jsonl
     python benchmarks/claims.py --table dev/results/claims.jsonl --figure docs/figures/claims-depth.svg
 
-``input.txt``: a long text (Tiny Shakespeare in docs/training-claims.md); ``--lines``: many short documents, one a line,
-of which the last thousand are held out.  A JSON line for each run: the validation loss at the end, the norm of the
-gradient of each layer's parameters at the first step and after a hundred (before clipping).  Runs that the file has
-already are not made again.  ``--table`` prints Markdown: mean and spread (least to most) over the seeds.
+``input.txt`` is a long text (Tiny Shakespeare in training-claims.md); ``--lines`` has many short documents, one per
+line, of which the last thousand are held out. The output is a JSON line per run: the final validation loss, and the
+norm of each layer's gradient at the first step and after a hundred (before clipping). Runs that are already in the
+file are skipped. ``--table`` prints Markdown: mean and range over the seeds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.benchmarks.results import commit_id, machine_info
+from kvad.benchmarks.scorers import UncachedScorer
 from kvad.errors import NumericalError
-from kvad.evaluation.readers import UncachedScorer
 from kvad.evaluation.text import WindowOptions, encode_documents, evaluate_text, opening_token
 from kvad.inspection.plot import PlotSeries, draw_series
 from kvad.llm import LLM
@@ -35,16 +35,21 @@ from kvad.train.loop.run import train_model
 from kvad.train.monitoring.callbacks import Callback, StepReport, TrainingContext
 from kvad.train.setup.initialize import init_weights
 
-BASE = Path(__file__).parent.parent / "runs" / "claims.toml"
-LOOKED_AT = (1, 100)  # steps whose gradients are measured
-HELD_OUT = 1000  # lines
+BASE = Path(__file__).parent.parent / "recipes" / "claims.toml"
+MEASURED_STEPS = (1, 100)  # steps whose gradients are measured
+NUM_HELD_OUT = 1000  # lines
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``changes``: KEY=VALUE, as of ``--set``.  ``glorot``: matrices begin as Glorot & Bengio's.  ``bare``: a layer's
-    branches are not added to what they read, but stand in its place.  ``lines``: trained and judged on short documents,
-    each judged alone."""
+    """A change of the base run.
+
+    Args:
+        changes: KEY=VALUE, as for ``--set``.
+        glorot: Initialize matrices after Glorot & Bengio.
+        bare: Replace a layer's input by its branches' outputs, without residuals.
+        lines: Train on short documents and evaluate each separately.
+    """
 
     name: str
     changes: tuple[str, ...] = ()
@@ -66,7 +71,7 @@ CLAIMS: dict[str, tuple[Variant, ...]] = {
     ),
     "parts": (
         Variant("as it is: tied head, 8 heads, rotary"),
-        Variant("untied head", ("tie=false",)),
+        Variant("untied head", ("tie_embeddings=false",)),
         Variant("1 head", ("decoder.layer_types.L.attention.num_heads=1",)),
         Variant("no positions", ("decoder.layer_types.L.attention.position=null",)),
         Variant("no residuals", bare=True),
@@ -80,8 +85,8 @@ CLAIMS: dict[str, tuple[Variant, ...]] = {
 }
 
 
-class Look(Callback):
-    """Changes the model before its first step, and measures the gradients of its layers."""
+class GradientNorms(Callback):
+    """Callback that changes the model before its first step, and measures the gradients of its layers."""
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
@@ -96,10 +101,10 @@ class Look(Callback):
                 module._add = lambda _x, branch: branch  # type: ignore[method-assign]
 
     def on_step(self, report: StepReport) -> None:
-        if report.step in LOOKED_AT:
+        if report.step in MEASURED_STEPS:
             assert self.model.decoder is not None
             every = _norm(list(self.model.parameters()))
-            scale = report.grad_norm / every if every else 0.0  # what is left in them is clipped
+            scale = report.grad_norm / every if every else 0.0  # undo the clipping
             self.depths[report.step] = [scale * _norm(list(each.parameters())) for each in self.model.decoder.layers]
 
 
@@ -109,59 +114,59 @@ def _norm(parameters: Sequence[torch.nn.Parameter]) -> float:
 
 
 def run(variant: Variant, seed: int, text: Path, lines: Path | None) -> dict[str, Any]:
-    """One training.  A loss that is no number is a result too."""
+    """Run one training. A loss that is not a number is recorded too."""
     changes = [tuple(change.split("=", 1)) for change in (*variant.changes, f"train.seed={seed}")]
     config = RunConfig.from_dict(apply_overrides(read_toml(BASE), changes))  # type: ignore[arg-type]
-    look = Look(variant)
+    look = GradientNorms(variant)
     with tempfile.TemporaryDirectory() as folder:
         corpus = text
         if variant.lines:
             assert lines is not None
             every = lines.read_text("utf-8").splitlines()
-            corpus, held = Path(folder, "lines.txt"), every[-HELD_OUT:]
-            corpus.write_text("\n".join(every[:-HELD_OUT]) + "\n", "utf-8")
+            corpus, held_out = Path(folder, "lines.txt"), every[-NUM_HELD_OUT:]
+            corpus.write_text("\n".join(every[:-NUM_HELD_OUT]) + "\n", "utf-8")
         try:
             outcome = train_model(config, [corpus], Path(folder, "run"), callbacks=[look])
         except NumericalError as error:
             return {"loss": None, "why": str(error), "depths": look.depths}
         if outcome.reason == "interrupted":  # no result
             raise KeyboardInterrupt
-        found = {"loss": outcome.val_loss, "tokens": outcome.tokens, "depths": look.depths}
-        return {**found, "loss": _alone(Path(folder, "run"), held)} if variant.lines else found
+        runs = {"loss": outcome.val_loss, "tokens": outcome.tokens, "depths": look.depths}
+        return {**runs, "loss": _document_loss(Path(folder, "run"), held_out)} if variant.lines else runs
 
 
-def _alone(out: Path, held: Sequence[str]) -> float:
-    """Mean nats per token of documents, each read by itself behind the separator."""
-    with LLM.load(out, rows=1, capacity=256) as llm:
+def _document_loss(out: Path, held_out: Sequence[str]) -> float:
+    """Return the mean nats per token of documents, each evaluated separately after the separator."""
+    with LLM.load(out, max_num_seqs=1, max_seq_len=256) as llm:
         assert llm.tokenizer is not None
         how = WindowOptions(256, 128, "start")
-        documents = encode_documents(llm.tokenizer, held)
+        documents = encode_documents(llm.tokenizer, held_out)
         return evaluate_text(UncachedScorer(llm.model), documents, how, opening_token(llm)).loss
 
 
 def table(path: Path) -> str:
-    """Markdown."""
+    """Format the results as Markdown."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    found = ["| | | loss, mean | least to most | runs |", "|---|---|--:|--:|--:|"]
+    runs = ["| | | loss, mean | range | runs |", "|---|---|--:|--:|--:|"]
     for claim, variants in CLAIMS.items():
         for variant in variants:
-            mine = [line for line in lines if (line["claim"], line["variant"]) == (claim, variant.name)]
-            losses = [line["loss"] for line in mine if line["loss"] is not None]
-            said = f"{statistics.mean(losses):.3f} | {min(losses):.3f} to {max(losses):.3f}" if losses else "none |"
-            lost = f", {len(mine) - len(losses)} broke" if len(losses) < len(mine) else ""
-            found.append(f"| {claim} | {variant.name} | {said} | {len(mine)}{lost} |")
-    return "\n".join(found)
+            variant_runs = [line for line in lines if (line["claim"], line["variant"]) == (claim, variant.name)]
+            losses = [line["loss"] for line in variant_runs if line["loss"] is not None]
+            label = f"{statistics.mean(losses):.3f} | {min(losses):.3f} to {max(losses):.3f}" if losses else "none |"
+            nan_runs = f", {len(variant_runs) - len(losses)} broke" if len(losses) < len(variant_runs) else ""
+            runs.append(f"| {claim} | {variant.name} | {label} | {len(variant_runs)}{nan_runs} |")
+    return "\n".join(runs)
 
 
 def figure(path: Path, out: Path) -> None:
-    """The gradient of each layer at the first step, a mean over the seeds."""
+    """Plot the gradient of each layer at the first step, averaged over the seeds."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     series = []
     for variant in CLAIMS["norms"][::2]:
-        mine = [line["depths"] for line in lines if (line["claim"], line["variant"]) == ("norms", variant.name)]
-        for step in LOOKED_AT:
-            kept = [each[str(step)] for each in mine if str(step) in each]
-            means = [statistics.mean(layer) for layer in zip(*kept, strict=True)]
+        variant_runs = [line["depths"] for line in lines if (line["claim"], line["variant"]) == ("norms", variant.name)]
+        for step in MEASURED_STEPS:
+            stored_runs = [each[str(step)] for each in variant_runs if str(step) in each]
+            means = [statistics.mean(layer) for layer in zip(*stored_runs, strict=True)]
             name = f"{variant.name.split(',')[0]}, step {step}"
             series.append(PlotSeries(name, list(range(1, len(means) + 1)), means, dots=True))
     draw_series(series, [out], x_label="layer", y_label="norm of its gradient", log_y=True)
@@ -176,33 +181,33 @@ def main() -> None:
     parser.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS))
     parser.add_argument("--table", type=Path, metavar="FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE")
-    asked = parser.parse_args()
-    if asked.table is not None:
-        print(table(asked.table))
-        if asked.figure is not None:
-            figure(asked.table, asked.figure)
+    options = parser.parse_args()
+    if options.table is not None:
+        print(table(options.table))
+        if options.figure is not None:
+            figure(options.table, options.figure)
         return
-    if asked.text is None or ("documents" in asked.claims and asked.lines is None):
+    if options.text is None or ("documents" in options.claims and options.lines is None):
         parser.error("a text, and --lines for the claim about documents")
-    before = asked.out.read_text().splitlines() if asked.out.exists() else []
+    before = options.out.read_text().splitlines() if options.out.exists() else []
     there = {(line["claim"], line["variant"], line["seed"]) for line in map(json.loads, before)}
-    for seed in range(1, asked.seeds + 1):
-        for claim in asked.claims:
+    for seed in range(1, options.seeds + 1):
+        for claim in options.claims:
             for variant in CLAIMS[claim]:
                 if (claim, variant.name, seed) in there:
                     continue
-                found = run(variant, seed, asked.text, asked.lines)
+                runs = run(variant, seed, options.text, options.lines)
                 line = {
                     "claim": claim,
                     "variant": variant.name,
                     "seed": seed,
-                    **found,
+                    **runs,
                     "machine": machine_info(),
                     "commit": commit_id(),
                 }
-                with asked.out.open("a") as file:
+                with options.out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-                print(f"{claim}: {variant.name}, seed {seed}: {found['loss']}", flush=True)
+                print(f"{claim}: {variant.name}, seed {seed}: {runs['loss']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A decoding step by the format of the cache: the same model, the same random keys and values, taking turns.
+"""Time of a decoding step by cache format: the same model and random keys and values, in alternation.
 
     python benchmarks/codecs.py --context 1024 8192
     python benchmarks/codecs.py --context 8192 --formats float32 int8 int8/int4 --dtype bfloat16
 
-The demo preset's shape, one row, its blocks in any order.  Keys and values are drawn at random and encoded, so that
-there is nothing to prefill: times do not depend on them.  One JSON line per context: milliseconds of a step by format
-(medians, of the clock and of the processor: on a busy machine believe the second, with one thread), the ratio to the
-first, and the bytes that a token takes.
+The shape is that of the demo preset, one sequence with blocks in random order. Keys and values are random and
+encoded, so no prefill is needed; times do not depend on them. The output is one JSON line per context: milliseconds
+of a step by format (medians of wall and processor time; on a busy machine use the latter, with one thread), the ratio
+to the first, and the bytes per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.benchmarks.results import commit_id, machine_info
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import build_groups, group_bytes
@@ -34,7 +34,7 @@ BLOCK = 16
 
 
 def filled(model: Transformer, cache: CacheConfig) -> KVCache:
-    """One row at its whole length."""
+    """Fill the cache with one sequence of full length."""
     memory = KVCache(build_groups(attention_specs(model.config), cache))
     (group,) = memory.groups
     blocks = torch.arange(RESERVED_BLOCKS, group.num_blocks)
@@ -44,7 +44,7 @@ def filled(model: Transformer, cache: CacheConfig) -> KVCache:
 
 
 def stepper(model: Transformer, cache: CacheConfig) -> Callable[[], None]:
-    """Computes the row's last token again and again."""
+    """Return a function that computes the sequence's last token."""
     memory, last = filled(model, cache), cache.max_seq_len - 1
     (group,) = memory.groups
     table = torch.randperm(group.num_usable_blocks, generator=torch.Generator().manual_seed(0)) + RESERVED_BLOCKS

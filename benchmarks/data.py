@@ -1,13 +1,13 @@
-"""How fast texts become tokens and rows, and how full the rows are: one JSON line per measure.
+"""Speed of tokenizing texts and building rows, and how full the rows are: one JSON line per measure.
 
     python benchmarks/data.py [TEXT_OR_FOLDER ...] [--megabytes 16] [--context 2048] [--consumed 400 20000]
 
-Without texts: the sources of this Python's library.  ``prepare``: ``kvad data prepare`` (read, encode, frame, write and
-hash) against ``tokenizers.encode_batch`` of the same vocabulary on the same texts, which keeps nothing; both on all
-cores, best of three, in turns.  ``rows``: tokens that come out of each packing and order in a second of processor time,
-and how many times what training takes (``--consumed``, tokens/s): of rows for GPT-2-124M (``--context``, 8 to a batch),
-and of those of ``recipes/shakespeare-char-cpu.toml`` (64 tokens, 12 to a batch).  ``packing``: how full the rows are.
-``padding``: real tokens a second of a small model, packed and with a document a row.
+Default texts: the sources of Python's standard library. ``prepare``: ``kvad data prepare`` (read, encode, frame,
+write and hash) compared with ``tokenizers.encode_batch`` with the same vocabulary and texts, which stores nothing;
+both on all cores, best of three, in alternation. ``rows``: tokens per second of processor time of each packing and
+order, and the ratio to the speed of training (``--consumed``, tokens/s): rows for GPT-2-124M (``--context``, 8 per
+batch) and for ``recipes/shakespeare-char-cpu.toml`` (64 tokens, 12 per batch). ``packing``: fill of the rows.
+``padding``: real tokens per second of a small model, packed and with one document per row.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.data.collate import Batch, PackedRow, collate_rows
-from kvad.train.data.document_dataset import DocumentDataset
-from kvad.train.data.streaming import StreamingDataset, stream_store, stream_texts
+from kvad.train.data.document_packer import DocumentPacker
+from kvad.train.data.packed_dataset import PackedDataset
+from kvad.train.data.streaming import StreamPacker, stream_store, stream_texts
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 from kvad.train.setup.prepared import PreparedData, prepare_data
 from kvad.train.sources.documents import open_corpus
@@ -44,18 +45,18 @@ def emit(measure: str, **values: object) -> None:
 
 
 def best(*runs: Callable[[], object], times: int = 3) -> list[float]:
-    """The shortest time of each in seconds, taken in turns."""
-    found = [float("inf")] * len(runs)
+    """Return the shortest time of each in seconds, measured in alternation."""
+    shortest = [float("inf")] * len(runs)
     for _ in range(times):
         for number, run in enumerate(runs):
             began = time.perf_counter()
             run()
-            found[number] = min(found[number], time.perf_counter() - began)
-    return found
+            shortest[number] = min(shortest[number], time.perf_counter() - began)
+    return shortest
 
 
 def chosen(paths: list[Path], limit: float, folder: Path) -> Path:
-    """Texts of about ``limit`` MB together in one folder."""
+    """Copy texts of about ``limit`` MB to one folder."""
     files = paths or find_sources().files
     if len(paths) == 1 and paths[0].is_dir():
         files = sorted(path for path in paths[0].rglob("*") if path.is_file())
@@ -83,15 +84,15 @@ def measure_prepare(texts: Path, folder: Path, vocab: int) -> None:
     tokenizer = train_tokenizer("bpe", whole[:: max(1, len(whole) // 100)], vocab_size=vocab)
     backend = tokenizer._backend  # type: ignore[attr-defined]
 
-    def ours() -> None:
+    def run_kvad() -> None:
         prepare_data(RunConfig(), corpus, tokenizer, folder / "data", overwrite=True)
 
     encode, fast, write = best(
         lambda: backend.encode_batch(whole, add_special_tokens=False),
         lambda: backend.encode_batch_fast(whole, add_special_tokens=False),
-        ours,
+        run_kvad,
     )
-    size = corpus.num_bytes / 1e6
+    size = sum(source.num_bytes for source in corpus.sources) / 1e6
     emit(
         "prepare",
         megabytes=round(size, 2),
@@ -103,15 +104,15 @@ def measure_prepare(texts: Path, folder: Path, vocab: int) -> None:
     )
 
 
-def made(texts: Path, folder: Path, settings: RunConfig) -> DocumentDataset | StreamingDataset:
-    found = PreparedData(folder / "data")
+def made(texts: Path, folder: Path, settings: RunConfig) -> PackedDataset:
+    prepared = PreparedData(folder / "data")
     if settings.data.order in ("epochs", "windows"):
-        return DocumentDataset(found.store, settings)
+        return PackedDataset(DocumentPacker(prepared.store, settings), settings)
     if settings.data.order == "stream":
-        units = stream_texts(open_corpus([texts], errors="replace", hashed=False), found.tokenizer)
+        units = stream_texts(open_corpus([texts], errors="replace", hashed=False), prepared.tokenizer)
     else:
-        units = stream_store(found.store, 0, found.store.num_documents, pairs=False)
-    return StreamingDataset([(units, 1.0)], settings, 0, pairs=False, what="")
+        units = stream_store(prepared.store, 0, prepared.store.num_documents, pairs=False)
+    return PackedDataset(StreamPacker([(units, 1.0)], settings, pairs=False, description=""), settings)
 
 
 def measure_rows(texts: Path, folder: Path, model: str, context: int, batch: int, consumed: float) -> None:
@@ -129,7 +130,7 @@ def measure_rows(texts: Path, folder: Path, model: str, context: int, batch: int
 def measure_packing(texts: Path, folder: Path, context: int) -> None:
     for packing in ("split", "first-fit", "best-fit"):
         use = made(texts, folder, config(context, "epochs", packing)).packing_stats()
-        lost = use.num_cropped / (use.num_used + use.num_cropped)
+        unused = use.num_cropped / (use.num_used + use.num_cropped)
         emit(
             "packing",
             packing=packing,
@@ -137,17 +138,18 @@ def measure_packing(texts: Path, folder: Path, context: int) -> None:
             rows=use.rows,
             taken=round(use.num_used / use.capacity, 4),
             padding=round(1 - use.num_used / use.capacity, 4),
-            cropped=round(lost, 4),
+            cropped=round(unused, 4),
         )
 
 
 def measure_padding(texts: Path, folder: Path) -> None:
-    """Documents of at most 128 tokens (lines), packed by first fit and one to a row, as batches of as many rows."""
+    """Batch documents of at most 128 tokens (lines), packed by first fit and one per row, with equally many rows."""
     lines = open_corpus([texts], errors="replace", lines=True)
     with tempfile.TemporaryDirectory() as other:
         store_folder = Path(other) / "data"
         prepare_data(RunConfig(), lines, PreparedData(folder / "data").tokenizer, store_folder)
-        data = DocumentDataset(PreparedData(store_folder).store, config(128, "epochs", "first-fit"))
+        settings = config(128, "epochs", "first-fit")
+        data = PackedDataset(DocumentPacker(PreparedData(store_folder).store, settings), settings)
         packed = data.rows(np.arange(32))
         apart: list[PackedRow] = [[part] for row in packed for part in row][::3]
         model = Transformer(RunConfig.from_dict({"model": {"preset": "tiny"}}).resolve(4096))
@@ -175,17 +177,17 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=16)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=4096)
-    told = "tokens/s of training GPT-2-124M and recipes/shakespeare-char-cpu.toml on this machine"
-    parser.add_argument("--consumed", type=float, nargs=2, default=(400, 20000), help=told)
-    wanted = parser.parse_args()
+    options = "tokens/s of training GPT-2-124M and recipes/shakespeare-char-cpu.toml on this machine"
+    parser.add_argument("--consumed", type=float, nargs=2, default=(400, 20000), help=options)
+    measures = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts = chosen(wanted.texts, wanted.megabytes, folder)
-        measure_prepare(texts, folder, wanted.vocab)
-        measure_rows(texts, folder, "gpt2-124m", wanted.context, 8, wanted.consumed[0])
-        measure_rows(texts, folder, "shakespeare-char-cpu", 64, 12, wanted.consumed[1])
-        measure_packing(texts, folder, wanted.context)
+        texts = chosen(measures.texts, measures.megabytes, folder)
+        measure_prepare(texts, folder, measures.vocab)
+        measure_rows(texts, folder, "gpt2-124m", measures.context, 8, measures.consumed[0])
+        measure_rows(texts, folder, "shakespeare-char-cpu", 64, 12, measures.consumed[1])
+        measure_packing(texts, folder, measures.context)
         measure_padding(texts, folder)
 
 

@@ -1,12 +1,12 @@
-"""What `--deterministic` costs: the same random weights with it and without, by turns, medians.
+"""Cost of `--deterministic`: the same random weights with and without it, in alternation, medians.
 
     python benchmarks/deterministic.py demo
     python benchmarks/deterministic.py 135m --dtype bfloat16 --repeats 5
 
-With one thread (OMP_NUM_THREADS=1) and ``--clock cpu`` what else the machine does counts for less.
+One thread (OMP_NUM_THREADS=1) and ``--clock cpu`` reduce the effect of other programs.
 
-One JSON line per measure (one row, eight rows, a prompt of 512 tokens): tokens per second of each side, the ratio, the
-seconds that an engine takes to try its shapes.
+The output is one JSON line per measure (one sequence, eight sequences, a prompt of 512 tokens): tokens per second of
+each side, the ratio, and the seconds in which an engine tries its shapes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 import torch
 
-from kvad.benchmarks.cache_speed import machine_info
+from kvad.benchmarks.results import machine_info
 from kvad.cache.config import CacheConfig
 from kvad.config.model import ModelConfig
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
 from kvad.train.config.presets import MODEL_PRESETS
@@ -47,14 +47,14 @@ def engine_of(config: ModelConfig, dtype: str, deterministic: bool) -> Engine:
     cache = CacheConfig(
         dtype=dtype, max_num_seqs=8, max_seq_len=576, prefill_chunk_size=512, enable_prefix_caching=False
     )
-    return Engine(model, cache, deterministic=deterministic)
+    return Engine(model, cache, EngineConfig(deterministic=deterministic))
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def seconds(engine: Engine, rows: int, prompt: int, new: int, clock: Callable[[], float]) -> float:
-    """Of the prompt where one token is asked for; else of all tokens after the first."""
+    """Return seconds of the prompt if one token is generated, else of all tokens after the first."""
     draw = torch.Generator().manual_seed(rows)
     for _ in range(rows):
         tokens = torch.randint(0, 4000, (prompt,), generator=draw).tolist()
@@ -74,31 +74,31 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
-    asked = parser.parse_args()
-    config = MODEL_PRESETS["demo"](4096, 1024) if asked.shape == "demo" else ModelConfig.from_dict(SMOLLM)
+    options = parser.parse_args()
+    config = MODEL_PRESETS["demo"](4096, 1024) if options.shape == "demo" else ModelConfig.from_dict(SMOLLM)
     began = time.perf_counter()
-    plain = engine_of(config, asked.dtype, False)
+    plain = engine_of(config, options.dtype, False)
     between = time.perf_counter()
-    sides = {"plain": plain, "deterministic": engine_of(config, asked.dtype, True)}
+    sides = {"plain": plain, "deterministic": engine_of(config, options.dtype, True)}
     tried = time.perf_counter() - between - (between - began)
     for name, (rows, prompt, new) in MEASURES.items():
         taken: dict[str, list[float]] = {side: [] for side in sides}
-        for turn in range(asked.repeats + 1):
+        for turn in range(options.repeats + 1):
             for side, engine in sides.items():
-                spent = seconds(engine, rows, prompt, new, CLOCKS[asked.clock])
+                spent = seconds(engine, rows, prompt, new, CLOCKS[options.clock])
                 if turn:
                     taken[side].append(spent)
         work = prompt if new == 1 else rows * (new - 1)
         rates = {side: round(work / statistics.median(each), 1) for side, each in taken.items()}
         ratio = round(rates["deterministic"] / rates["plain"], 3)
-        line = {"bench": f"deterministic {asked.shape} {asked.dtype}", "measure": name, "tokens_per_second": rates}
+        line = {"bench": f"deterministic {options.shape} {options.dtype}", "measure": name, "tokens_per_second": rates}
         print(
             json.dumps(
                 line
                 | {
                     "ratio": ratio,
                     "tried_s": round(tried, 2),
-                    "clock": asked.clock,
+                    "clock": options.clock,
                     "seconds": taken,
                     "machine": machine_info(),
                 }

@@ -1,14 +1,14 @@
-"""A decoding step by policy: the same model, rows of random tokens, policies taking turns, through the whole engine.
+"""Time of a decoding step by policy: the same model, random tokens, policies in alternation, through the engine.
 
     python benchmarks/policies.py --context 1024 32768 --policies "sinks(4, 1020)"
     python benchmarks/policies.py --context 8192 --policies full "heavy-hitters(1024)" "tova(1024)" "quest(1024)"
     python benchmarks/policies.py --context 1024 16384 --policies full --rotate write read
     python benchmarks/policies.py --context 4096 --policies full --layout contiguous paged
 
-The demo preset's shape, one row.  Every row is computed up to its context, then decodes; what is measured is a step
-from plan to settle, cuts and descents included, which come every so many steps: the mean of ``--steps`` steps, beside
-the median.  One JSON line for all: milliseconds of a step (of the clock and of the processor: on a busy machine believe
-the second, with one thread), the ratio to the first, the slots that the row holds, and the bytes of the pool.
+The shape is that of the demo preset, one sequence. It is computed up to its context, then decodes; a step is measured
+from schedule to commit, including periodic evictions and demotions: the mean of ``--steps`` steps, and the median.
+The output is one JSON line: milliseconds of a step (wall and processor time; on a busy machine use the latter, with
+one thread), the ratio to the first, the slots of the sequence, and the bytes of the pool.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 
 import torch
 
-from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.benchmarks.results import commit_id, machine_info
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import group_bytes
 from kvad.engine.engine import Engine
@@ -32,8 +32,8 @@ from kvad.train.config.presets import MODEL_PRESETS
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-class Row:
-    """One engine with one row, at its context."""
+class Side:
+    """One engine with one sequence at its context."""
 
     def __init__(self, model: Transformer, context: int, steps: int, **cache: object) -> None:
         fields: dict[str, object] = {
@@ -49,7 +49,7 @@ class Row:
         self.engine.add_request(prompt, SamplingParams(max_tokens=steps + 8, temperature=0))
         self.seconds: dict[str, list[float]] = {clock: [] for clock in CLOCKS}
         while not self.engine.step():
-            pass  # the prompt
+            pass  # compute the prompt
 
     def step(self) -> None:
         began = {clock: now() for clock, now in CLOCKS.items()}
@@ -57,9 +57,9 @@ class Row:
         for clock, now in CLOCKS.items():
             self.seconds[clock].append(now() - began[clock])
 
-    def told(self) -> dict[str, object]:
-        ledger, memory = self.engine.kv_cache_manager, self.engine.kv_cache
-        used, groups = ledger.stats().used, memory.groups
+    def results(self) -> dict[str, object]:
+        manager, memory = self.engine.kv_cache_manager, self.engine.kv_cache
+        used, groups = manager.stats().used, memory.groups
         return {
             "ms": round(1e3 * statistics.median(self.seconds["wall"]), 3),
             "cpu_ms": round(1e3 * statistics.median(self.seconds["cpu"]), 3),
@@ -80,22 +80,24 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     model = Transformer(MODEL_PRESETS["demo"](4096, 2 * max(options.context))).eval()
-    rows: dict[str, Row] = {}
+    rows: dict[str, Side] = {}
     for context, policy, rotate, layout in itertools.product(
         options.context, options.policies, options.rotate, options.layout
     ):
-        said = (policy, f"@{context}", rotate * (rotate != "write"), layout * (layout != "paged"))
-        name = " ".join(each for each in said if each)
+        last_tokens = (policy, f"@{context}", rotate * (rotate != "write"), layout * (layout != "paged"))
+        name = " ".join(each for each in last_tokens if each)
         fields = {"policy": policy, "rope_at": rotate, "layout": layout, "dtype": options.dtype}
-        rows[name] = Row(model, context, options.steps, **fields)
+        rows[name] = Side(model, context, options.steps, **fields)
     for _ in range(options.steps):
         for row in rows.values():
             row.step()
-    told = {name: row.told() for name, row in rows.items()}
-    first = next(iter(told.values()))
-    for each in told.values():
+    results = {name: row.results() for name, row in rows.items()}
+    first = next(iter(results.values()))
+    for each in results.values():
         each["cpu_ratio"] = round(float(str(each["cpu_ms_mean"])) / float(str(first["cpu_ms_mean"])), 3)
-    print(json.dumps({"bench": "policies", "rows": told, "machine": machine_info(), "commit": commit_id()}), flush=True)
+    print(
+        json.dumps({"bench": "policies", "rows": results, "machine": machine_info(), "commit": commit_id()}), flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A row that gives way: computed again, swapped to memory, swapped to disk; by its length, as one line of JSON.
+"""A preempted sequence, recomputed, swapped to RAM, or swapped to disk, by its length, as one line of JSON.
 
     python benchmarks/preempt.py [--lengths 256 512 1024 2048 4096] [--repeats 5] [--folder DIR] [--dtype float32]
 
-A model of the demo's shape (random weights, a longer limit) reads a prompt of each length, gives way and comes back.
-Seconds are the median of what an engine spends until the row's next token: of its steps, or of the copies and the
-file's writing and reading (each waited for).  ``predicted`` is what ``engine/costs.py`` believed after a warm-up;
-``chosen`` is what it would do, and ``right`` whether that was the cheaper of what was measured.  ``crossover`` is the
-shortest row of those measured for which a swap is cheaper, None where none is; ``pays_above``: as nothing of these rows
-survives in the pool, so many of their tokens would have to be missing for a swap to be worth it.
+A model of the demo's shape (random weights, a longer limit) computes a prompt of each length, is preempted and
+resumed. Seconds are the median time of the engine until the next token: of its steps, or of the copies and of writing
+and reading the file (each waited for). ``predicted`` is the estimate of the cost model after a warm-up; ``chosen`` is
+its choice, and ``right`` is true if that was the cheaper measured one. ``crossover`` is the shortest measured
+sequence for which a swap is cheaper, or None; ``pays_above`` is the number of missing tokens above which a swap pays,
+because nothing of these sequences survives in the pool.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.benchmarks.results import commit_id, machine_info
 from kvad.cache.config import CacheConfig
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.preemption import SwapCostModel
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
@@ -35,8 +35,8 @@ WAYS = ("computed", "memory", "disk")
 CHUNK = 512
 
 
-class Forced(SwapCostModel):
-    """Measures as ever, and swaps as it is told."""
+class FixedChoice(SwapCostModel):
+    """Measures as usual, with a fixed choice."""
 
     swaps = True
 
@@ -58,25 +58,25 @@ def engine_of(model: Transformer, way: str, folder: Path, capacity: int, dtype: 
         dtype=dtype,
         swap_space={"computed": None, "memory": 1 << 34, "disk": 0}[way],
     )
-    costs = Forced()
+    costs = FixedChoice()
     costs.swaps = way != "computed"
-    return Engine(model, cache, cost_model=costs, swap_dir=folder if way == "disk" else None)
+    return Engine(model, cache, EngineConfig(cost_model=costs, swap_dir=folder if way == "disk" else None))
 
 
-def trip(engine: Engine, prompt: list[int]) -> tuple[float, int]:
-    """(seconds between giving way and the next token, bytes of the row)."""
+def preempt_and_resume(engine: Engine, prompt: list[int]) -> tuple[float, int]:
+    """Return (seconds between preemption and the next token, bytes of the sequence)."""
     number = engine.add_request(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
     (row,) = engine.scheduler.sequences(number)
     while row.num_generated_tokens < 1:
         engine.step()
-    engine.step()  # what a token costs anyway
+    engine.step()  # the usual cost of a token
     began = time.perf_counter()
     engine.step()
     token = time.perf_counter() - began
     nbytes = engine.preemption.nbytes(row)
     began = time.perf_counter()
     engine.scheduler._preempt(row)
-    away(engine)
+    swap_out_and_wait(engine)
     while row.num_generated_tokens < 4 and not engine.idle:
         engine.step()
     seconds = time.perf_counter() - began - token
@@ -84,15 +84,15 @@ def trip(engine: Engine, prompt: list[int]) -> tuple[float, int]:
     return seconds, nbytes
 
 
-def away(engine: Engine) -> None:
-    """Have the row copied out, and written where it is to be: nobody else is there to do it in between."""
-    parking, ledger = engine.preemption.swap_space, engine.kv_cache_manager
-    if parking is None or not len(parking):
+def swap_out_and_wait(engine: Engine) -> None:
+    """Copy the sequence out and wait until it is written, because no other sequence runs meanwhile."""
+    swap_space, manager = engine.preemption.swap_space, engine.kv_cache_manager
+    if swap_space is None or not len(swap_space):
         return
-    engine.kv_cache.apply(ledger._away.attach_to_ops(ledger._no_moves(), ()))
-    parking.poll()
-    while parking.pending:
-        parking.wait()
+    engine.kv_cache.apply(manager._swapped.attach_to_ops(manager._empty_ops(), ()))
+    swap_space.poll()
+    while swap_space.pending:
+        swap_space.wait()
 
 
 def run(lengths: list[int], repeats: int, folder: Path, dtype: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def run(lengths: list[int], repeats: int, folder: Path, dtype: str) -> dict[str,
     engines = {way: engine_of(model, way, folder / way, capacity, dtype) for way in WAYS}
     for engine in engines.values():
         for _ in range(2):
-            trip(engine, [1] * min(CHUNK * 2, max(lengths)))
+            preempt_and_resume(engine, [1] * min(CHUNK * 2, max(lengths)))
     rows = [measured(engines, length, repeats) for length in lengths]
     result = {
         "bench": "preempt",
@@ -126,8 +126,8 @@ def measured(engines: dict[str, Engine], length: int, repeats: int) -> dict[str,
     spent: dict[str, list[float]] = {way: [] for way in WAYS}
     nbytes = 0
     for at in range(repeats):
-        for way in WAYS:  # by turns: the machine is shared
-            seconds, nbytes = trip(engines[way], [(at + token) % 2000 for token in range(length)])
+        for way in WAYS:  # in alternation, because the machine is shared
+            seconds, nbytes = preempt_and_resume(engines[way], [(at + token) % 2000 for token in range(length)])
             spent[way].append(seconds)
     ms = {way: round(1e3 * statistics.median(each), 3) for way, each in spent.items()}
     costs = {way: engines[way].preemption.costs for way in WAYS}
@@ -139,14 +139,14 @@ def measured(engines: dict[str, Engine], length: int, repeats: int) -> dict[str,
     }
     chosen = {way: way if predicted[way] < predicted["computed"] else "computed" for way in ("memory", "disk")}
     right = {way: ms[chosen[way]] == min(ms[way], ms["computed"]) for way in chosen}
-    told = {way: round(1e3 * each, 3) for way, each in predicted.items()}
+    estimates = {way: round(1e3 * each, 3) for way, each in predicted.items()}
     pays = {way: round(tokens * max(0.0, ms[way]) / ms["computed"], 1) for way in chosen}
     return {
         "tokens": tokens,
         "bytes": nbytes,
         "ms": ms,
         "pays_above": pays,
-        "predicted": told,
+        "predicted": estimates,
         "chosen": chosen,
         "right": right,
     }

@@ -1,17 +1,17 @@
-"""Resident memory of generation against ``kvad plan``, as one line of JSON.
+"""Resident memory of generation compared with ``kvad plan``, as one line of JSON.
 
     python benchmarks/resident.py [--rows 8] [--context 4096] [--layout paged|contiguous]
-                                    [--dtype float32] [--chunk 512]
-                             [--policy "sinks(4, 2044)"]
+                                  [--dtype float32] [--chunk 512]
+                                  [--policy "sinks(4, 2044)"]
 
-The baseline is this process after one warm step with a minimal pool.  Then an engine with a pool of at least 1 GiB
-fills every row to its last token, so that every block is touched.  All numbers are above the baseline:
+The baseline is this process after one warm step with a minimal pool. Then an engine with a pool of at least 1 GiB
+fills every sequence to its last token, so that every block is touched. All numbers are above the baseline:
 
-* ``resident``: what the process holds when its last step is done and the engine is idle.  It asks the C library then
-  to give back freed scratch (``kvad/ops/heap.py``); this program does nothing of the kind after the baseline.  Asked
-  for: 2% or 48 MiB of the plan, whichever is larger; exit code 1 beyond it.
-* ``between``: the most between two steps, with what the C library keeps of freed scratch; by luck.
-* ``peak``: the most at any moment; the plan's bound is pool, scratch and activations.
+* ``resident``: bytes after the last step, with an idle engine, which asks the C library to return freed scratch
+  (``kvad/ops/malloc.py``); this program does nothing of the kind after the baseline. Requirement: within 2% or
+  48 MiB of the plan, whichever is larger; otherwise the exit code is 1.
+* ``between``: the maximum between two steps, including freed scratch that the C library retains; it varies.
+* ``peak``: the maximum at any moment; the plan's bound is pool, scratch and activations.
 
 Linux only: it reads ``/proc/self/status`` (VmRSS, VmHWM) and resets the peak by ``/proc/self/clear_refs``.
 """
@@ -43,13 +43,13 @@ TOLERANCE, FLOOR = 0.02, 48 * MIB
 
 
 def model_config(limit: int) -> ModelConfig:
-    """Small weights and wide keys and values: 32 KiB per token in float32, so that 1 GiB fills quickly."""
+    """Small weights, large keys and values: 32 KiB per token in float32, so that 1 GiB fills quickly."""
     layer = LayerConfig(AttentionConfig(8, 8, head_dim=64), GatedMLPConfig(256))
     return ModelConfig(128, 512, limit, StackConfig(8, {"L": layer}))
 
 
 def status(field: str) -> int:
-    """Bytes of ``VmRSS`` (now) or ``VmHWM`` (the most since the last reset)."""
+    """Return bytes of ``VmRSS`` (now) or ``VmHWM`` (the maximum since the last reset)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -61,7 +61,7 @@ def reset_peak() -> None:
 
 
 def generate(engine: Engine, rows: int, prompt: int, new: int) -> int:
-    """Run ``rows`` rows to their end; the most that was resident between two steps."""
+    """Run ``rows`` sequences to their end; return the maximum resident bytes between two steps."""
     for row in range(rows):
         tokens = [(31 * row + i) % 512 for i in range(prompt)]
         engine.add_request(tokens, SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True))
@@ -75,7 +75,7 @@ def generate(engine: Engine, rows: int, prompt: int, new: int) -> int:
 
 
 def trimmed() -> int:
-    """Resident bytes without what glibc keeps of freed memory (other C libraries keep what they keep)."""
+    """Return resident bytes without freed memory that glibc retains (other C libraries may retain more)."""
     gc.collect()
     give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if give_back is not None:
@@ -83,12 +83,12 @@ def trimmed() -> int:
     return status("VmRSS")
 
 
-def measure(asked: CacheConfig, new: int) -> dict[str, object]:
-    config = model_config(asked.max_seq_len)
+def measure(options: CacheConfig, new: int) -> dict[str, object]:
+    config = model_config(options.max_seq_len)
     torch.manual_seed(0)
     model = Transformer(config).to(torch.float32).eval()
     least = CacheConfig(
-        layout=asked.layout, dtype=asked.dtype, max_num_seqs=1, max_seq_len=32, prefill_chunk_size=16, block_size=16
+        layout=options.layout, dtype=options.dtype, max_num_seqs=1, max_seq_len=32, prefill_chunk_size=16, block_size=16
     )
     warm = Engine(model, least)
     generate(warm, 1, 16, 4)
@@ -96,31 +96,31 @@ def measure(asked: CacheConfig, new: int) -> dict[str, object]:
     warm.close()
     del warm
     baseline = trimmed()
-    plan = plan_memory(config, asked)
+    plan = plan_memory(config, options)
     if plan.pool < 1 << 30:
         raise SystemExit(f"a pool of {plan.pool:,} bytes: ask for 1 GiB at least (more --rows or --context)")
     reset_peak()
     began = time.perf_counter()
-    engine = Engine(model, asked)
+    engine = Engine(model, options)
     after_start = sum(leaf.nbytes for leaf in engine.kv_cache.tensors())
-    between = generate(engine, asked.max_num_seqs, asked.max_seq_len - new, new) - baseline
+    between = generate(engine, options.max_num_seqs, options.max_seq_len - new, new) - baseline
     seconds, peak, resident = time.perf_counter() - began, status("VmHWM") - baseline, status("VmRSS") - baseline
     assert after_start == sum(leaf.nbytes for leaf in engine.kv_cache.tensors()) == plan.pool
-    return {**report(asked, plan, resident, between, peak), "warm_pool": small, "seconds": round(seconds, 1)}
+    return {**report(options, plan, resident, between, peak), "warm_pool": small, "seconds": round(seconds, 1)}
 
 
-def report(asked: CacheConfig, plan: MemoryPlan, resident: int, between: int, peak: int) -> dict[str, object]:
+def report(options: CacheConfig, plan: MemoryPlan, resident: int, between: int, peak: int) -> dict[str, object]:
     predicted = plan.pool
     allowed = max(TOLERANCE * predicted, FLOOR)
     bound = plan.pool + plan.scratch + plan.activations
     return {
         "bench": "resident",
-        "layout": asked.layout,
-        "dtype": asked.dtype,
-        "policy": asked.policy,
-        "rows": asked.max_num_seqs,
-        "context": asked.max_seq_len,
-        "chunk": asked.prefill_chunk_size,
+        "layout": options.layout,
+        "dtype": options.dtype,
+        "policy": options.policy,
+        "rows": options.max_num_seqs,
+        "context": options.max_seq_len,
+        "chunk": options.prefill_chunk_size,
         "planned_pool": predicted,
         "resident": resident,
         "difference_mib": round((resident - predicted) / MIB, 2),
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new", type=int, default=16, help="generated tokens of each row")
     parser.add_argument("--policy", default="full")
     args = parser.parse_args(argv)
-    asked = CacheConfig(
+    options = CacheConfig(
         layout=args.layout,
         dtype=args.dtype,
         max_num_seqs=args.rows,
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         enable_prefix_caching=False,
         policy=args.policy,
     )
-    result = measure(asked, args.new)
+    result = measure(options, args.new)
     print(json.dumps(result))
     return 0 if result["within"] else 1
 

@@ -1,10 +1,10 @@
-"""What scheduled sampling costs: seconds of an optimizer step, beside plain teacher forcing, in the same run.
+"""Cost of scheduled sampling: seconds of an optimizer step compared with teacher forcing, in the same run.
 
     python benchmarks/scheduled_sampling.py
     python benchmarks/scheduled_sampling.py --preset transformer-base --steps 5
 
-One JSON line.  Steps of both kinds take turns on the same rows, with random weights and half of the decoder's tokens
-sampled; medians of seconds, and their ratio.  A step is gradient, clipping and AdamW.
+The output is one JSON line. Steps of both kinds alternate on the same rows, with random weights and half of the
+decoder's tokens sampled; medians of seconds, and their ratio. A step is gradient, clipping and AdamW.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from pathlib import Path
 
 import torch
 
-from kvad.benchmarks.cache_speed import machine_info
+from kvad.benchmarks.results import machine_info
 from kvad.model.transformer import Transformer
 from kvad.train.config.run import RunConfig
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 from kvad.train.objectives.scheduled_sampling import ScheduledSamplingObjective
 from kvad.train.optim.optimizer import OptimizersContainer
+from kvad.train.setup.corpora import resolve_corpus
 from kvad.train.setup.initialize import init_weights
 from kvad.train.setup.objective_factory import resolve_objective
-from kvad.train.setup.run_data import RunData, resolve_corpus
+from kvad.train.setup.run_data import RunData
 
 
 def main() -> None:
@@ -35,17 +36,19 @@ def main() -> None:
     parser.add_argument("--preset", default="transformer-tiny")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--batch", type=int, default=8)
-    asked = parser.parse_args()
-    config = configured(asked.preset, asked.batch)
+    options = parser.parse_args()
+    config = configured(options.preset, options.batch)
     with tempfile.TemporaryDirectory() as folder:
         pairs = Path(folder, "pairs.tsv")
         draw = random.Random(0)
         texts = (" ".join(str(draw.randrange(1000)) for _ in range(12)) for _ in range(800))
         pairs.write_text("".join(f"{text}\t{text[::-1]}\n" for text in texts))
-        material = RunData(config, resolve_corpus("seq2seq", [pairs]), lambda text: None)
-        tokenizer = material.make_tokenizer()
-        material.open(Path(folder, "data"), tokenizer)
-        print(json.dumps({**measured(config, material, tokenizer.vocab_size, asked.steps), **machine_info()}))
+        run_data = RunData(config, resolve_corpus("seq2seq", [pairs]), lambda text: None)
+        tokenizer = run_data.make_tokenizer()
+        run_data.open(Path(folder, "data"), tokenizer)
+        print(
+            json.dumps({**measured(config, run_data, tokenizer.vocab_size, options.steps), "machine": machine_info()})
+        )
 
 
 def configured(preset: str, batch: int) -> RunConfig:
@@ -59,7 +62,7 @@ def configured(preset: str, batch: int) -> RunConfig:
     return resolve_objective(RunConfig.from_dict(content), "encoder-decoder")
 
 
-def measured(config: RunConfig, material: RunData, vocab: int, steps: int) -> dict[str, object]:
+def measured(config: RunConfig, run_data: RunData, vocab: int, steps: int) -> dict[str, object]:
     torch.manual_seed(0)
     model = Transformer(config.resolve(vocab))
     init_weights(model)
@@ -71,17 +74,16 @@ def measured(config: RunConfig, material: RunData, vocab: int, steps: int) -> di
     }
     seconds: dict[str, list[float]] = {name: [] for name in objectives}
     for step in range(1, steps + 2):
-        batches = material.data.micro_batches(step)
+        batches = run_data.data.micro_batches(step)
         total = sum(len(batch.targets) for batch in batches)
         for name, objective in objectives.items():
             began = time.perf_counter()
             optimization.begin_step(step, 0.0)
             for batch in batches:
                 objective.accumulate_gradients(batch, total)
-            optimization.clip_grad_norm()
-            optimization.step()
+            optimization.step(optimization.clip_grad_norm())
             seconds[name].append(time.perf_counter() - began)
-    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first warms up
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first step is warm-up
     return {
         "bench": "scheduled-sampling",
         "preset": config.model["preset"],

@@ -1,8 +1,9 @@
-"""Scheduler and ledger with no model: row-steps per second, as one line of JSON.
+"""Scheduler and KVCacheManager without a model: sequence-steps per second, as one line of JSON.
 
     python benchmarks/scheduler.py [--rows 64] [--steps 2000] [--groups full|mixed]
 
-A row-step is one decoding row in one step: planned, placed, settled, committed.  The issue asks for 50,000 a second.
+A sequence-step is one decoding sequence in one step: scheduled, allocated and committed. The requirement is 50,000
+per second.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ LOCAL = AttentionSpec(True, 256, 8, 64, 64)
 
 
 def run(rows: int, steps: int, mixers: tuple[AttentionSpec, ...]) -> dict[str, object]:
-    """Decode ``rows`` rows of ``steps`` tokens after prompts of 1 to 64 tokens; only full decode steps are timed."""
+    """Decode ``rows`` sequences for ``steps`` tokens after prompts of 1 to 64 tokens; only full decode steps are
+    timed.
+    """
     config = CacheConfig(max_num_seqs=rows, max_seq_len=steps + 64, prefill_chunk_size=64)
-    ledger = KVCacheManager(build_groups(mixers, config), prefix_caching=True, max_num_seqs=rows)
+    manager = KVCacheManager(build_groups(mixers, config), prefix_caching=True, max_num_seqs=rows)
     scheduler = Scheduler(
-        ledger, max_num_seqs=rows, max_num_batched_tokens=rows * 64, prefill_chunk_size=64, limit=steps + 64
+        manager, max_num_seqs=rows, max_num_batched_tokens=rows * 64, prefill_chunk_size=64, limit=steps + 64
     )
     for request in range(rows):
         scheduler.add_request(request, [request + 1] * (1 + request), SamplingParams(max_tokens=steps))
@@ -41,17 +44,17 @@ def run(rows: int, steps: int, mixers: tuple[AttentionSpec, ...]) -> dict[str, o
         scheduler.update_from_output(plan, results)
         now = time.perf_counter()
         if done == 0:
-            began = now  # the first step reads the prompts
+            began = now  # the first step computes the prompts
         else:
             slowest = max(slowest, now - at)
         done += 1
     seconds = time.perf_counter() - began
-    ledger.check()
+    manager.check()
     return {
         "bench": "scheduler",
         "rows": rows,
         "steps": done - 1,
-        "groups": len(ledger.groups),
+        "groups": len(manager.groups),
         "row_steps_per_s": round(rows * (done - 1) / seconds),
         "us_per_row_step": round(seconds / (rows * (done - 1)) * 1e6, 3),
         "slowest_step_ms": round(slowest * 1e3, 3),

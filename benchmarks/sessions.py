@@ -1,13 +1,11 @@
-"""A session restored from its file against the same tokens prefilled: seconds to the first new token of each.
+"""A session restored from its file compared with prefill: seconds to the first new token of each.
 
     python benchmarks/sessions.py --tokens 4096
     python benchmarks/sessions.py --tokens 32768 --dtype float32 --cold
 
-Random weights of the shape of SmolLM 135M; both are measured.  ``restore_s`` is all of it: the file
-read and every checksum compared, the blocks filled, and one step; ``fingerprint_s`` (every weight hashed, once in the
-life of a process) stands beside it.  ``--cold``: the file is dropped from the page cache first.
-
-One JSON line.
+Random weights of SmolLM 135M's shape; both sides are measured. ``restore_s`` includes everything: reading the file,
+comparing every checksum, filling the blocks, and one step; ``fingerprint_s`` (a hash of every weight, once per
+process) is reported separately. ``--cold`` drops the file from the page cache first. The output is one JSON line.
 """
 
 from __future__ import annotations
@@ -22,29 +20,29 @@ from pathlib import Path
 import torch
 from deterministic import SMOLLM
 
-from kvad.benchmarks.cache_speed import machine_info
+from kvad.benchmarks.results import machine_info
 from kvad.cache.config import CacheConfig
 from kvad.cache.sessions.file import load_session, save_session
 from kvad.config.model import ModelConfig
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
 
 
-def engine_of(model: Transformer, asked: argparse.Namespace) -> Engine:
+def engine_of(model: Transformer, options: argparse.Namespace) -> Engine:
     cache = CacheConfig(
-        dtype=asked.dtype,
+        dtype=options.dtype,
         max_num_seqs=1,
-        max_seq_len=asked.tokens + 64,
+        max_seq_len=options.tokens + 64,
         prefill_chunk_size=512,
-        layout=asked.layout,
-        policy=asked.policy,
+        layout=options.layout,
+        policy=options.policy,
     )
-    return Engine(model, cache, max_num_batched_tokens=512)
+    return Engine(model, cache, EngineConfig(max_num_batched_tokens=512))
 
 
 def first_token(engine: Engine, tokens: list[int], **options: object) -> tuple[float, int, int]:
-    """(seconds, request, the token)."""
+    """Return (seconds, request, the token)."""
     began = time.perf_counter()
     request = engine.add_request(tokens, SamplingParams(max_tokens=1, temperature=0), **options)  # type: ignore[arg-type]
     token, seconds = -1, 0.0
@@ -63,31 +61,31 @@ def main() -> None:
     parser.add_argument("--policy", default="full")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--folder", type=Path, default=None, help="where the file is written [a temporary folder]")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.manual_seed(0)
-    config = ModelConfig.from_dict({**SMOLLM, "max_seq_len": asked.tokens + 64})
-    model = Transformer(config).to(getattr(torch, asked.dtype)).eval()
+    config = ModelConfig.from_dict({**SMOLLM, "max_seq_len": options.tokens + 64})
+    model = Transformer(config).to(getattr(torch, options.dtype)).eval()
     draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 4000, (asked.tokens,), generator=draw).tolist()
+    tokens = torch.randint(0, 4000, (options.tokens,), generator=draw).tolist()
 
-    engine = engine_of(model, asked)
-    first_token(engine, tokens[:64])  # warms up
-    prefill, request, _ = first_token(engine, tokens[:-1], keep=True)
+    engine = engine_of(model, options)
+    first_token(engine, tokens[:64])  # warm-up
+    prefill, request, _ = first_token(engine, tokens[:-1], keep_state=True)
     state = engine.pop_state(request)
-    _, _, right = first_token(engine, tokens)  # its prefix is in the pool, but for the last block
+    _, _, right = first_token(engine, tokens)  # its prefix is in the pool, except the last block
     began = time.perf_counter()
     identity = engine.cache_fingerprint(state.regime)
     hashed = time.perf_counter() - began
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "bench.session"
         began = time.perf_counter()
         nbytes = save_session(path, state, identity, tokens, {})
         saved = time.perf_counter() - began
         engine.close()
         del state, engine
-        other = engine_of(model, asked)
+        other = engine_of(model, options)
         other.cache_fingerprint("")
-        if asked.cold:
+        if options.cold:
             file = os.open(path, os.O_RDONLY)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
@@ -100,12 +98,12 @@ def main() -> None:
         )
         read = time.perf_counter() - began
         filled, request, token = first_token(other, tokens, resume=loaded.state)
-    assert token == right and other.metrics(request).num_cached_tokens == asked.tokens - 1, (
+    assert token == right and other.metrics(request).num_cached_tokens == options.tokens - 1, (
         "another token, or not restored"
     )
     line = {
-        "bench": f"session 135m {asked.dtype} {asked.layout} {asked.policy}",
-        "tokens": asked.tokens,
+        "bench": f"session 135m {options.dtype} {options.layout} {options.policy}",
+        "tokens": options.tokens,
         "bytes": nbytes,
         "prefill_s": round(prefill, 3),
         "restore_s": round(read + filled, 3),
@@ -114,7 +112,7 @@ def main() -> None:
         "fill_s": round(filled, 3),
         "save_s": round(saved, 3),
         "fingerprint_s": round(hashed, 3),
-        "cold": asked.cold,
+        "cold": options.cold,
         "machine": machine_info(),
     }
     print(json.dumps(line), flush=True)

@@ -1,14 +1,14 @@
-"""A stream that is larger than its pool beside the same stream in memory: what spilling costs, and what it moves.
+"""A sequence larger than its pool compared with the same sequence in the pool: cost and bytes of token offload.
 
     python benchmarks/spill.py --context 4096 --pool 1024
     python benchmarks/spill.py --context 8192 --pool 2048 --dtype bfloat16 --folder /mnt/ssd
 
-The demo preset's shape, one row, which decodes near ``--context`` tokens with a pool of ``--pool``.  Three engines take
-turns, step by step: everything in the pool; older tokens in host memory; older tokens on disk.  The files were just
-written, so they are read from the system's own cache wherever that has room: ``--cold`` asks it to drop them before
-each step.  Beside that, the same bytes are read from the same files one after the other, without a model: the share of
-the disk's own speed.  One JSON line: tokens/s of decoding (of the clock and of the processor, medians) and of reading
-the prompt, bytes moved per token, and what lies where.
+The shape is that of the demo preset, one sequence, which decodes near ``--context`` tokens with a pool of ``--pool``.
+Three engines alternate step by step: everything in the pool; older tokens in RAM; older tokens on disk. The files
+were just written, so they are read from the page cache if it has room; ``--cold`` drops them before each step. For
+comparison the same bytes are read from the same files sequentially, without a model. The output is one JSON line:
+tokens/s of decoding (wall and processor time, medians) and of the prompt, bytes read per token, and the bytes in each
+place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 
 import torch
 
-from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.benchmarks.results import commit_id, machine_info
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import group_bytes
 from kvad.cache.offload.token_offload import TILE
@@ -35,7 +35,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Row:
-    """One engine with one row, whose prompt is read."""
+    """One engine with one sequence whose prompt is computed."""
 
     def __init__(self, model: Transformer, context: int, steps: int, **cache: object) -> None:
         self.engine = Engine(model, CacheConfig(max_num_seqs=1, enable_prefix_caching=False, **cache))  # type: ignore[arg-type]
@@ -59,8 +59,9 @@ class Row:
         return stats.written, stats.from_ram, stats.from_disk
 
     def files(self) -> list[int]:
-        spill = self.engine.kv_cache.offload_reader
-        return [] if spill is None else [file for spool in spill.spools.values() for file in spool._files]
+        reader = self.engine.kv_cache.offload_reader
+        files = {} if reader is None else reader.offload_files
+        return [file for offload_file in files.values() for file in offload_file._files]
 
     def step(self, cold: bool) -> None:
         for file in self.files() if cold else ():
@@ -72,7 +73,7 @@ class Row:
             self.seconds[clock].append(now() - began[clock])
         self.tokens += [piece.token_id for piece in pieces if piece.token_id is not None]
 
-    def told(self) -> dict[str, object]:
+    def result(self) -> dict[str, object]:
         memory, steps = self.engine.kv_cache, len(self.seconds["wall"])
         per_token = [(now - before) // steps for now, before in zip(self.moved(), self.before, strict=True)]
         plan = None if memory.offload_reader is None else memory.offload_reader.plan
@@ -88,7 +89,7 @@ class Row:
 
 
 def sequential(row: Row, cold: bool) -> float:
-    """Bytes per second of reading a row's files a tile at a time, and nothing else."""
+    """Return bytes per second of reading a sequence's files one tile at a time."""
     buffer, rates = bytearray(TILE), []
     for _ in range(5):
         for file in row.files() if cold else ():
@@ -117,24 +118,24 @@ def main() -> None:
     model = Transformer(MODEL_PRESETS["demo"](4096, limit)).eval()
     fields = {"block_size": 16, "prefill_chunk_size": 512, "dtype": options.dtype}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        spilled = {**fields, "max_seq_len": options.pool, "overflow": "offload", "offload_dir": folder}
+        offload_options = {**fields, "max_seq_len": options.pool, "overflow": "offload", "offload_dir": folder}
         rows = {
-            "memory": Row(model, options.context, options.steps, capacity=limit, **fields),
-            "spilled to host memory": Row(model, options.context, options.steps, spill_ram=1 << 40, **spilled),
-            "spilled to disk": Row(model, options.context, options.steps, spill_ram=0, **spilled),
+            "memory": Row(model, options.context, options.steps, max_seq_len=limit, **fields),
+            "offloaded to RAM": Row(model, options.context, options.steps, offload_ram=1 << 40, **offload_options),
+            "offloaded to disk": Row(model, options.context, options.steps, offload_ram=0, **offload_options),
         }
         for _ in range(options.steps):
             for row in rows.values():
                 row.step(options.cold)
-        told = {name: row.told() for name, row in rows.items()}
-        disk = rows["spilled to disk"]
+        results = {name: row.result() for name, row in rows.items()}
+        disk = rows["offloaded to disk"]
         line = {
             "bench": "spill",
             "context": options.context,
             "pool": options.pool,
             "dtype": options.dtype,
             "cold": options.cold,
-            "rows": told,
+            "rows": results,
             "same_tokens": all(row.tokens == rows["memory"].tokens for row in rows.values()),
             "sequential_bytes_per_s": round(sequential(disk, options.cold)),
             "machine": machine_info(),

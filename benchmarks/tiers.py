@@ -1,14 +1,14 @@
-"""What the prefix cache and its tiers cost and save, against a miss and against the disk itself, in the same run.
+"""Costs and savings of the prefix cache and its block stores, compared with a miss and with the disk, in the same
+run.
 
     python benchmarks/tiers.py demo
     python benchmarks/tiers.py 135m --folder /var/tmp/tier
 
-One JSON line per measure.  ``disk``: bytes per second of blocks that a row is fetched, through tickets, checksums and
-all, beside the same bytes read from one file, into one small buffer and into memory that is kept, with the page cache
-dropped and with it warm, by turns.  ``first token``:
-seconds to the first token of a prompt of 2,048 tokens, missed, and found in the pool, in RAM and on disk.
-``bookkeeping``: microseconds of processor time per token for hashes, names, claims and publishing, without tiers and
-with one that keeps nothing and one that has all.  Random weights.
+The output is one JSON line per measure. ``disk``: bytes per second of blocks loaded for a sequence, including
+checksums, and of the same bytes read from one file, into one small buffer and into new memory, with the page cache
+dropped and warm, in alternation. ``first token``: seconds to the first token of a prompt of 2,048 tokens, not cached,
+and found in the pool, in RAM and on disk. ``bookkeeping``: microseconds of processor time per token for hashing,
+lookup, allocation and publishing, without stores, with an empty one and with one that has all blocks. Random weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from kvad.benchmarks.cache_speed import machine_info
+from kvad.benchmarks.results import machine_info
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import build_groups
 from kvad.cache.manager.kv_cache_manager import KVCacheManager
@@ -53,7 +53,7 @@ SMOLLM = {  # the shape of SmolLM 135M
 }
 
 
-def told(measure: str, **numbers: object) -> None:
+def report(measure: str, **numbers: object) -> None:
     print(json.dumps({"bench": "tiers", "measure": measure, **numbers, "machine": machine_info()}), flush=True)
 
 
@@ -61,7 +61,7 @@ def told(measure: str, **numbers: object) -> None:
 
 
 def drop(paths: list[Path]) -> None:
-    """Of these files nothing is in memory any more."""
+    """Drop these files from the page cache."""
     for path in paths:
         file = os.open(path, os.O_RDONLY)
         os.fsync(file)
@@ -69,11 +69,11 @@ def drop(paths: list[Path]) -> None:
         os.close(file)
 
 
-def sequential(path: Path, *, kept: bool) -> float:
-    """Seconds to read a file, a mebibyte at a time: all into one place, or ``kept``, into memory that is new."""
+def sequential(path: Path, *, keep_all: bool) -> float:
+    """Return the seconds to read a file, a mebibyte at a time: into one buffer, or if ``kept`` into new memory."""
     size, piece, file, at = path.stat().st_size, memoryview(bytearray(1 << 20)), os.open(path, os.O_RDONLY), 0
     began = time.perf_counter()
-    whole = memoryview(mmap.mmap(-1, size)) if kept else None
+    whole = memoryview(mmap.mmap(-1, size)) if keep_all else None
     while count := os.preadv(file, [piece if whole is None else whole[at : at + (1 << 20)]], at) if at < size else 0:
         at += count
     seconds = time.perf_counter() - began
@@ -81,46 +81,46 @@ def sequential(path: Path, *, kept: bool) -> float:
     return seconds
 
 
-def fetched(folder: Path, names: list[BlockKey], size: int) -> float:
-    """Seconds until all tickets are done."""
-    tiers = BlockStore([size], [4], disk=DiskBlockStore(folder, 1 << 40), identity=CacheFingerprint(model="m"))
+def load_seconds(folder: Path, names: list[BlockKey], size: int) -> float:
+    """Return the seconds until all loads are complete."""
+    store = BlockStore([size], [4], disk_store=DiskBlockStore(folder, 1 << 40), fingerprint=CacheFingerprint(model="m"))
     began = time.perf_counter()
-    tickets = [tiers.load(name, (0,)) for name in names]
-    while not all(ticket.done for ticket in tickets):
-        tiers.wait(0.01)
+    loads = [store.load(name, (0,)) for name in names]
+    while not all(load.done for load in loads):
+        store.wait(0.01)
     seconds = time.perf_counter() - began
-    assert all(ticket.buffers is not None for ticket in tickets)
-    tiers.close()
+    assert all(load.buffers is not None for load in loads)
+    store.close()
     return seconds
 
 
 def disk(folder: Path, size: int, count: int, repeats: int) -> None:
-    tiers = BlockStore(
+    store = BlockStore(
         [size],
         [4],
-        disk=DiskBlockStore(folder / "blocks", 1 << 40),
-        identity=CacheFingerprint(model="m"),
-        queue=1 << 40,
+        disk_store=DiskBlockStore(folder / "blocks", 1 << 40),
+        fingerprint=CacheFingerprint(model="m"),
+        max_queued_bytes=1 << 40,
     )
     names = [BlockKey(f"{number:032x}", "", number.to_bytes(8, "little") * 16) for number in range(count)]
     block = os.urandom(size)
     began = time.perf_counter()
     for name in names:
-        number = tiers.request_copy(name, (0,), evicted=False)
+        number = store.request_copy(name, (0,), evicted=False)
         assert number is not None
-        tiers.put(number, {0: block})
-    assert tiers.flush(600)
+        store.put(number, {0: block})
+    assert store.flush(600)
     written = time.perf_counter() - began
-    tiers.close()
+    store.close()
     whole = folder / "whole"
     with whole.open("wb") as file:
         for _ in range(count):
             file.write(block)
     paths = [whole, *(folder / "blocks").glob("*.kv")]
     ways = {
-        "tier": lambda: fetched(folder / "blocks", names, size),
-        "sequential": lambda: sequential(whole, kept=False),
-        "sequential_kept": lambda: sequential(whole, kept=True),
+        "store": lambda: load_seconds(folder / "blocks", names, size),
+        "sequential": lambda: sequential(whole, keep_all=False),
+        "sequential_kept": lambda: sequential(whole, keep_all=True),
     }
     for state in ("cold", "warm"):
         seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -131,8 +131,8 @@ def disk(folder: Path, size: int, count: int, repeats: int) -> None:
                 seconds[way].append(read())
         rates = {way: size * count / statistics.median(each) / 1e6 for way, each in seconds.items()}
         numbers = {f"{way}_mb_s": round(rate) for way, rate in rates.items()}
-        numbers |= {f"of_{way}": round(rates["tier"] / rates[way], 3) for way in list(ways)[1:]}
-        told(
+        numbers |= {f"of_{way}": round(rates["store"] / rates[way], 3) for way in list(ways)[1:]}
+        report(
             f"disk {state}", block_bytes=size, blocks=count, written_mb_s=round(size * count / written / 1e6), **numbers
         )
 
@@ -163,7 +163,7 @@ def tokens(config: ModelConfig, folder: Path, repeats: int) -> None:
         engine = Engine(model, CacheConfig(**cache, prefix_cache_dir=os.fspath(place), prefix_cache_ram=1 << 40))
         seconds["miss"].append(first_token(engine, prompt))
         seconds["pool"].append(first_token(engine, prompt))
-        first_token(engine, other)  # the pool has room for one
+        first_token(engine, other)  # the pool has room for one prompt
         seconds["ram"].append(first_token(engine, prompt))
         engine.close()
         for state in ("disk cold", "disk"):
@@ -175,14 +175,14 @@ def tokens(config: ModelConfig, folder: Path, repeats: int) -> None:
         shutil.rmtree(place)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     ratios = {name: round(each / medians["miss"], 4) for name, each in medians.items()}
-    told("first token", prompt=PROMPT, seconds={name: round(each, 4) for name, each in medians.items()}, ratio=ratios)
+    report("first token", prompt=PROMPT, seconds={name: round(each, 4) for name, each in medians.items()}, ratio=ratios)
 
 
 # ---------------------------------------------------------------- the host
 
 
 class Instant:
-    """A tier of no bytes: ``has`` nothing, or all."""
+    """A store without bytes that has no block, or all."""
 
     def __init__(self, full: bool) -> None:
         self.full, self.number = full, 0
@@ -191,9 +191,9 @@ class Instant:
         return self.full
 
     def load(self, name: BlockKey, wanted: tuple[int, ...]) -> LoadHandle:
-        ticket = LoadHandle(name, wanted)
-        ticket.complete(dict.fromkeys(wanted, b""), "disk")
-        return ticket
+        load = LoadHandle(name, wanted)
+        load.complete(dict.fromkeys(wanted, b""), "disk")
+        return load
 
     def request_copy(self, name: BlockKey, wanted: tuple[int, ...], *, evicted: bool) -> int | None:
         self.number += 1
@@ -208,25 +208,25 @@ class Instant:
 
 
 def bookkeeping(repeats: int) -> None:
-    """A prompt of 2,048 tokens is admitted, placed and committed: all that the host does for it but scheduling."""
-    placed = build_groups([AttentionSpec(True, None, 2, 64, 64)], CacheConfig(max_num_seqs=2, max_seq_len=PROMPT + 64))
-    for name, tier in (("no tier", None), ("empty tier", Instant(False)), ("full tier", Instant(True))):
-        found = []
+    """Admit, allocate and commit a prompt of 2,048 tokens: all host work except scheduling."""
+    groups = build_groups([AttentionSpec(True, None, 2, 64, 64)], CacheConfig(max_num_seqs=2, max_seq_len=PROMPT + 64))
+    for name, store in (("no store", None), ("empty store", Instant(False)), ("full store", Instant(True))):
+        seconds_per_token = []
         for number in range(repeats):
-            ledger = KVCacheManager(placed, prefix_caching=True, max_num_seqs=2, block_store=tier)
+            manager = KVCacheManager(groups, prefix_caching=True, max_num_seqs=2, block_store=store)
             prompt = [number, *range(PROMPT)]
             began = time.process_time()
             fetch = None
-            if tier is not None:
-                fetch = ledger.prefetch(prompt, b"root")
+            if store is not None:
+                fetch = manager.prefetch(prompt, b"root")
                 fetch.start()
-            length = ledger.add_sequence(0, prompt, b"root", None, fetch) or 0
-            assert length == (PROMPT if tier is not None and tier.full else 0)
-            ledger.allocate_slots([(0, length, len(prompt) - length)])
-            ledger.commit(0, prompt[length:])
-            ledger.free(0)
-            found.append(time.process_time() - began)
-        told("bookkeeping", tier=name, us_per_token=round(1e6 * statistics.median(found) / PROMPT, 3))
+            length = manager.add_sequence(0, prompt, b"root", None, fetch) or 0
+            assert length == (PROMPT if store is not None and store.full else 0)
+            manager.allocate_slots([(0, length, len(prompt) - length)])
+            manager.commit(0, prompt[length:])
+            manager.free(0)
+            seconds_per_token.append(time.process_time() - began)
+        report("bookkeeping", store=name, us_per_token=round(1e6 * statistics.median(seconds_per_token) / PROMPT, 3))
 
 
 def main() -> None:
@@ -235,16 +235,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="On the disk to be measured [default: a temporary one].")
     parser.add_argument("--mib", type=int, default=256, help="Of blocks, for the disk.")
     parser.add_argument("--repeats", type=int, default=3)
-    asked = parser.parse_args()
-    config = MODEL_PRESETS["demo"](4096, 4096) if asked.shape == "demo" else ModelConfig.from_dict(SMOLLM)
+    options = parser.parse_args()
+    config = MODEL_PRESETS["demo"](4096, 4096) if options.shape == "demo" else ModelConfig.from_dict(SMOLLM)
     kinds = next(iter(config.stack.layer_types.values())).attention
     heads = kinds.num_kv_heads or kinds.num_heads
     size = 16 * (8 + config.stack.num_layers * heads * 2 * (config.hidden_size // kinds.num_heads) * 4)
-    folder = Path(tempfile.mkdtemp(prefix="kvad-tiers-", dir=asked.folder))
+    folder = Path(tempfile.mkdtemp(prefix="kvad-tiers-", dir=options.folder))
     try:
-        bookkeeping(5 * asked.repeats)
-        disk(folder, size, max(1, (asked.mib << 20) // size), asked.repeats)
-        tokens(config, folder, asked.repeats)
+        bookkeeping(5 * options.repeats)
+        disk(folder, size, max(1, (options.mib << 20) // size), options.repeats)
+        tokens(config, folder, options.repeats)
     finally:
         shutil.rmtree(folder)
 

@@ -1,10 +1,11 @@
-"""Encoders and encoder-decoders against transformers, on the same random weights, alternating, medians.
+"""Encoders and encoder-decoders compared with transformers, on the same random weights, alternating, medians.
 
     python benchmarks/topologies.py encoder                 BERT-base shape, 32 rows of 128 tokens
-    python benchmarks/topologies.py translate --beams 4     Marian shape (6 + 6 x 512), 32 sources of 24 tokens, 32 new
+    python benchmarks/topologies.py translate --beams 4     Marian shape (6 + 6 x 512), 32 sources of 24 tokens, 32
+    new
 
-One JSON line per run: seconds of each side, the medians, their ratio, machine.  Needs the extra ``oracle``;
-ctranslate2 takes part where it is installed.
+The output is one JSON line per run: seconds of each side, the medians, their ratio, the machine. Requires the extra
+``oracle``; ctranslate2 is included if installed.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from typing import Any
 
 import torch
 
-from kvad.benchmarks.cache_speed import machine_info
+from kvad.benchmarks.results import machine_info
 from kvad.cache.config import CacheConfig
 from kvad.checkpoint.loader import load_model
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.verify.replay import run_uncached
 
 
 def alternate(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side, run by turns after one warm-up each."""
+    """Return the seconds of each side, run in alternation after one warm-up each."""
     for run in sides.values():
         run()
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -63,21 +64,23 @@ def encoder(folder: Path, repeats: int, rows: int, length: int) -> None:
     from transformers import BertConfig, BertForMaskedLM, BertModel
 
     BertForMaskedLM(BertConfig()).save_pretrained(folder)
-    theirs = BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    reference_model = BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
     model, _ = load_model(folder)
-    engine = Engine(model, CacheConfig(max_seq_len=512, max_num_seqs=rows), max_num_batched_tokens=rows * length)
+    engine = Engine(
+        model, CacheConfig(max_seq_len=512, max_num_seqs=rows), EngineConfig(max_num_batched_tokens=rows * length)
+    )
     ids = torch.randint(1000, 30000, (rows, length), generator=torch.Generator().manual_seed(0))
 
-    def ours() -> None:
+    def run_kvad() -> None:
         for row in ids.tolist():
             engine.add_encoder_request(row, "mean")
         run_engine(engine)
 
     @torch.inference_mode()
     def transformers() -> None:
-        theirs(ids).last_hidden_state.mean(dim=1)
+        reference_model(ids).last_hidden_state.mean(dim=1)
 
-    seconds = alternate({"kvad": ours, "transformers": transformers}, repeats)
+    seconds = alternate({"kvad": run_kvad, "transformers": transformers}, repeats)
     report("encoder", seconds, rows * length, "tokens", rows=rows, length=length)
 
 
@@ -91,26 +94,26 @@ def translate(folder: Path, repeats: int, rows: int, length: int, beams: int, ne
     )  # fmt: skip
     torch.manual_seed(0)
     MarianMTModel(config).save_pretrained(folder)
-    theirs = MarianMTModel.from_pretrained(folder).eval()
-    theirs.generation_config = GenerationConfig(
+    reference_model = MarianMTModel.from_pretrained(folder).eval()
+    reference_model.generation_config = GenerationConfig(
         decoder_start_token_id=32000, pad_token_id=32000, num_beams=beams, max_new_tokens=new, min_new_tokens=new,
         eos_token_id=0, do_sample=False,
     )  # fmt: skip
     model, _ = load_model(folder)
-    seats = rows * beams
-    cache = CacheConfig(max_seq_len=new + 1, max_num_seqs=seats, max_source_len=length)
-    engine = Engine(model, cache, max_num_batched_tokens=max(2048, seats))
+    num_seqs = rows * beams
+    cache = CacheConfig(max_seq_len=new + 1, max_num_seqs=num_seqs, max_source_len=length)
+    engine = Engine(model, cache, EngineConfig(max_num_batched_tokens=max(2048, num_seqs)))
     ids = torch.randint(5, 31000, (rows, length), generator=torch.Generator().manual_seed(0))
     sampling = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, num_beams=beams, stop_token_ids=(0,))
 
-    def ours() -> None:
+    def run_kvad() -> None:
         for row in ids.tolist():
             engine.add_request([32000], sampling, encoder_token_ids=row)
         run_engine(engine)
         engine.kv_cache_manager.reset_prefix_cache()
 
     def transformers() -> None:
-        theirs.generate(ids, attention_mask=torch.ones_like(ids))
+        reference_model.generate(ids, attention_mask=torch.ones_like(ids))
 
     def without_cache() -> None:
         target = [32000]
@@ -119,37 +122,39 @@ def translate(folder: Path, repeats: int, rows: int, length: int, beams: int, ne
             for _ in range(new):
                 target.append(int(run_uncached(model, target, source=source)[-1].argmax()))
 
-    sides: dict[str, Callable[[], Any]] = {"kvad": ours, "transformers": transformers}
-    fast = ctranslate2(theirs, ids.tolist(), beams, new, folder / "ct2")
+    sides: dict[str, Callable[[], Any]] = {"kvad": run_kvad, "transformers": transformers}
+    fast = ctranslate2(reference_model, ids.tolist(), beams, new, folder / "ct2")
     if fast is not None:
         sides["ctranslate2"] = fast
     seconds = alternate(sides, repeats)
     report("translate", seconds, rows * new, "tokens", rows=rows, length=length, beams=beams, new=new)
     if beams == 1:
-        alone = alternate(
+        batched = alternate(
             {"cached": lambda: one(engine, ids[0].tolist(), sampling), "recomputed": without_cache}, repeats
         )
-        report("translate one row", alone, new, "tokens", length=length, new=new)
+        report("translate one row", batched, new, "tokens", length=length, new=new)
 
 
-def ctranslate2(theirs: Any, ids: list[list[int]], beams: int, new: int, folder: Path) -> Callable[[], Any] | None:
-    """CTranslate2 on the same weights in float32, where it is installed (``pip install ctranslate2``)."""
+def ctranslate2(
+    reference_model: Any, ids: list[list[int]], beams: int, new: int, folder: Path
+) -> Callable[[], Any] | None:
+    """Run CTranslate2 on the same weights in float32, if it is installed (``pip install ctranslate2``)."""
     try:
         import ctranslate2
         from ctranslate2.converters.transformers import MarianMTLoader
     except ImportError:
         return None
-    vocab = theirs.config.vocab_size
+    vocab = reference_model.config.vocab_size
 
     class Names:
-        """What the converter asks a tokenizer for: a name for each id."""
+        """The tokenizer interface that the converter requires: a name for each id."""
 
         eos_token, unk_token = "</s>", "t1"
 
         def get_vocab(self) -> dict[str, int]:
             return {"</s>": 0, "<pad>": vocab - 1, **{f"t{i}": i for i in range(1, vocab - 1)}}
 
-    spec = MarianMTLoader()(theirs, Names())
+    spec = MarianMTLoader()(reference_model, Names())
     spec.validate()
     folder.mkdir()
     spec.save(str(folder))
@@ -172,8 +177,10 @@ def one(engine: Engine, source: list[int], sampling: SamplingParams) -> None:
 
 
 def load(folder: Path, repeats: int) -> None:
-    """Ready to generate (model and engine made, one token generated once apart) against reading the file once; the file
-    is in the page cache, as the bar says.  Peak memory is that of a process of its own, over what it had before."""
+    """Compare the time until ready to generate (model and engine, then one token) with reading the file once.
+
+    The file is in the page cache. Peak memory is that of a separate process, above its baseline.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -206,13 +213,13 @@ def ready(folder: Path) -> Engine:
 
 
 def high_water() -> int:
-    """The most bytes that were resident (Linux; getrusage's number is inherited from the parent)."""
+    """Return the peak resident bytes (Linux; getrusage's number is inherited from the parent)."""
     status = Path("/proc/self/status").read_text("utf-8")
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def child(folder: Path) -> None:
-    """What the process holds at most, over what torch and kvad took before; then with a token generated."""
+    """Print the peak memory of the process above torch and kvad, before and after one generated token."""
     before = high_water()
     engine = ready(folder)
     loaded = high_water()
@@ -220,8 +227,8 @@ def child(folder: Path) -> None:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, temperature=0))
     run_engine(engine)
     peak = high_water()
-    said = {"peak_when_ready": loaded - before, "peak_after_two_tokens": peak - before}
-    print(json.dumps({**said, "two_tokens_seconds": round(time.perf_counter() - began, 3)}))
+    peaks = {"peak_when_ready": loaded - before, "peak_after_two_tokens": peak - before}
+    print(json.dumps({**peaks, "two_tokens_seconds": round(time.perf_counter() - began, 3)}))
 
 
 def main() -> None:

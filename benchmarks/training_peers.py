@@ -1,19 +1,19 @@
-"""A training step of GPT-2's shape: kvad, a loop as nanoGPT's, and transformers.Trainer, a step of each by turns.
+"""A training step of GPT-2's shape: kvad, a loop like nanoGPT's, and transformers.Trainer, in alternation.
 
-    python benchmarks/training_peers.py --precision fp32                              # GPT-2 124M, 4 rows of 512 tokens
+    python benchmarks/training_peers.py --precision fp32                              # GPT-2 124M, 4 rows of 512
+    tokens
     OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 nice python benchmarks/training_peers.py --clock cpu      # on a busy machine
     python benchmarks/training_peers.py --layers 4 --width 128 --heads 4 --vocab 66 --batch 12 --context 64 --steps 50
 
-Each peer is a process of its own that runs its own loop, and waits within it for its turn: ``kvad`` is ``Trainer.fit``
-over ``DocumentData``; ``nanogpt`` is the loop that nanoGPT's README describes, written here from that in plain PyTorch;
-``transformers`` is ``Trainer.train`` of ``GPT2LMHeadModel`` (``pip install transformers accelerate``).  For all of
-them: the same weights, the same rows of random tokens, the same function (tanh GELU, learned positions, biases, a
-tied head), scaled_dot_product_attention, fused AdamW with the same groups, a gradient clipped at 1.0, no dropout.
+Each program is a process that runs its own loop and waits in it for its turn: ``kvad`` is ``Trainer.fit`` with a
+document dataset; ``nanogpt`` is the loop that nanoGPT's README describes, written here in plain PyTorch;
+``transformers`` is ``Trainer.train`` of ``GPT2LMHeadModel`` (``pip install transformers accelerate``). All have the
+same weights, the same rows of random tokens, the same function (tanh GELU, learned positions, biases, a tied head),
+scaled_dot_product_attention, fused AdamW with the same groups, a gradient clipped at 1.0, no dropout.
 
-One JSON line per precision: medians of a step in milliseconds, tokens per second, and how many times the better peer
-kvad is.  ``first`` and ``last`` are losses: that work is equal is checked on the first (1e-4 in fp32, before any
-update), and the last, after all updates, says that optimizers are too.  ``peak_mb``: the most memory that each process
-ever held.
+The output is one JSON line per precision: medians of a step in milliseconds, tokens per second, and kvad's speed
+relative to the faster of the others. ``first`` and ``last`` are losses: the first verifies equal work (1e-4 in fp32,
+before any update), the last, after all updates, equal optimizers. ``peak_mb`` is the peak memory of each process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.benchmarks.results import commit_id, machine_info
 from kvad.checkpoint.handle import CheckpointSnapshot, TrainingState
 from kvad.config.layers import (
     AttentionConfig,
@@ -52,7 +52,8 @@ from kvad.config.layers import (
 from kvad.config.model import ModelConfig
 from kvad.model.transformer import Transformer
 from kvad.train.config.run import RunConfig
-from kvad.train.data.document_dataset import DocumentDataset, RowOrder
+from kvad.train.data.document_packer import DocumentPacker, SplitRows
+from kvad.train.data.packed_dataset import PackedDataset
 from kvad.train.data.token_store import TokenStore
 from kvad.train.loop.checkpointer import AsyncCheckpointer
 from kvad.train.loop.trainer import Trainer, TrainerState
@@ -65,7 +66,7 @@ TOKENS = 1 << 18
 
 
 class Turn:
-    """The child's end: says what a step took, and waits until it is told to go on."""
+    """Child's side of the alternation: reports the time of a step and waits for the next turn."""
 
     def __init__(self) -> None:
         self._out, sys.stdout = sys.stdout, sys.stderr
@@ -82,31 +83,36 @@ class Turn:
         self.say(wall=wall, cpu=cpu, loss=loss, peak=peak)
 
 
-def shape(asked: argparse.Namespace) -> ModelConfig:
-    mixer = AttentionConfig(asked.heads, position=None, qkv_bias=True, out_bias=True)
+def shape(options: argparse.Namespace) -> ModelConfig:
+    mixer = AttentionConfig(options.heads, position=None, qkv_bias=True, out_bias=True)
     layer = LayerConfig(
-        mixer, PlainMLPConfig(4 * asked.width, "gelu_tanh", bias=True), NormConfig("layer", 1e-5, bias=True)
+        mixer, PlainMLPConfig(4 * options.width, "gelu_tanh", bias=True), NormConfig("layer", 1e-5, bias=True)
     )
-    embed = EmbeddingConfig(LearnedPositionsConfig(asked.context))
+    embed = EmbeddingConfig(LearnedPositionsConfig(options.context))
     return ModelConfig(
-        asked.width, asked.vocab, asked.context, StackConfig(asked.layers, {"L": layer}), embedding=embed
+        options.width, options.vocab, options.context, StackConfig(options.layers, {"L": layer}), embedding=embed
     )
 
 
-def settings(asked: argparse.Namespace) -> RunConfig:
+def settings(options: argparse.Namespace) -> RunConfig:
     optim = {"lr": LR, "schedule": "constant", "warmup_steps": 0, "beta1": BETAS[0], "beta2": BETAS[1]}
     return RunConfig.from_dict(
         {
-            "data": {"seq_len": asked.context, "order": "windows"},
+            "data": {"seq_len": options.context, "order": "windows"},
             "optim": {**optim, "weight_decay": DECAY, "max_grad_norm": CLIP},
-            "train": {"steps": 10**6, "batch_size": asked.batch, "precision": asked.precision, "eval_interval": 10**6}
-            | {"save_interval": 10**6, "compile": asked.compile},
+            "train": {
+                "steps": 10**6,
+                "batch_size": options.batch,
+                "precision": options.precision,
+                "eval_interval": 10**6,
+            }
+            | {"save_interval": 10**6, "compile": options.compile},
         }
     )
 
 
 def write_store(folder: Path, vocab: int) -> None:
-    """One long document of random tokens, as ``kvad data prepare`` would leave it."""
+    """Write one long document of random tokens, as ``kvad data prepare`` would."""
     tokens = np.random.default_rng(0).integers(0, vocab, TOKENS)
     tokens.astype("<u2").tofile(folder / "tokens-00000.bin")
     np.array([0, TOKENS], "<u8").tofile(folder / "offsets.bin")
@@ -114,20 +120,20 @@ def write_store(folder: Path, vocab: int) -> None:
 
 def open_store(folder: Path) -> TokenStore:
     return TokenStore(
-        folder, {"key": "", "dtype": "uint16", "shards": [{"file": "tokens-00000.bin", "tokens": TOKENS}]}
+        folder, {"fingerprint": "", "dtype": "uint16", "shards": [{"file": "tokens-00000.bin", "tokens": TOKENS}]}
     )
 
 
 # ---------------------------------------------------------------- kvad
 
 
-def run_kvad(asked: argparse.Namespace, turn: Turn) -> None:
+def run_kvad(options: argparse.Namespace, turn: Turn) -> None:
     from kvad.train.loop.acceleration import apply_acceleration
 
-    config, model = settings(asked), fresh(asked)
+    config, model = settings(options), fresh(options)
     apply_acceleration(model, config.train)
-    data = DocumentDataset(open_store(asked.store), config)
-    objective = CrossEntropyObjective(model, Autocast(asked.precision, "cpu"))
+    data = PackedDataset(DocumentPacker(open_store(options.store), config), config)
+    objective = CrossEntropyObjective(model, Autocast(options.precision, "cpu"))
 
     class Turns(Callback):
         def on_start(self, _report: StartReport) -> None:
@@ -143,9 +149,9 @@ def run_kvad(asked: argparse.Namespace, turn: Turn) -> None:
     Trainer(model, objective, optimization, data, config.train, TrainerState(), saver, callbacks=[Turns()]).fit()
 
 
-def fresh(asked: argparse.Namespace) -> Transformer:
+def fresh(options: argparse.Namespace) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(shape(asked))
+    return Transformer(shape(options))
 
 
 # ---------------------------------------------------------------- nanoGPT's loop
@@ -169,12 +175,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, asked: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(asked.vocab, asked.width)
-        self.positions = nn.Embedding(asked.context, asked.width)
-        self.blocks = nn.ModuleList(Block(asked.width, asked.heads) for _ in range(asked.layers))
-        self.norm = nn.LayerNorm(asked.width)
+        self.tokens = nn.Embedding(options.vocab, options.width)
+        self.positions = nn.Embedding(options.context, options.width)
+        self.blocks = nn.ModuleList(Block(options.width, options.heads) for _ in range(options.layers))
+        self.norm = nn.LayerNorm(options.width)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
@@ -184,19 +190,19 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
-def run_nanogpt(asked: argparse.Namespace, turn: Turn) -> None:
-    model = GPT(asked).train()
-    model.load_state_dict(dict(zip(model.state_dict(), as_gpt(fresh(asked)), strict=True)))
+def run_nanogpt(options: argparse.Namespace, turn: Turn) -> None:
+    model = GPT(options).train()
+    model.load_state_dict(dict(zip(model.state_dict(), as_gpt(fresh(options)), strict=True)))
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
-    run = torch.compile(model) if asked.compile else model
-    autocast = torch.autocast("cpu", torch.bfloat16) if asked.precision == "bf16" else nullcontext()
-    store = np.memmap(asked.store / "tokens-00000.bin", "<u2", "r")
+    run = torch.compile(model) if options.compile else model
+    autocast = torch.autocast("cpu", torch.bfloat16) if options.precision == "bf16" else nullcontext()
+    store = np.memmap(options.store / "tokens-00000.bin", "<u2", "r")
     turn.say()
-    for starts in all_starts(asked):
-        rows = [torch.from_numpy(store[at : at + asked.context + 1].astype(np.int64)) for at in starts]
+    for starts in all_starts(options):
+        rows = [torch.from_numpy(store[at : at + options.context + 1].astype(np.int64)) for at in starts]
         inputs, targets = torch.stack([row[:-1] for row in rows]), torch.stack([row[1:] for row in rows])
         with autocast:
             loss = run(inputs, targets)
@@ -208,60 +214,66 @@ def run_nanogpt(asked: argparse.Namespace, turn: Turn) -> None:
 
 
 def as_gpt(model: Transformer) -> list[Tensor]:
-    """kvad's weights in the order of :class:`GPT`'s."""
+    """Return kvad's weights in the order of ``GPT``'s."""
     of = model.state_dict()
-    found = [of["embed.tokens.weight"], of["embed.positions.weight"]]
+    results = [of["embed.tokens.weight"], of["embed.positions.weight"]]
     for number in range(len(model.stack.layers)):
         for name in ("norm1", "norm2", "mixer.qkv", "mixer.out", "mlp.up", "mlp.down"):
             for kind in ("weight", "bias"):
                 names = [f"mixer.{part}" for part in "qkv"] if name == "mixer.qkv" else [name]
-                found.append(torch.cat([of[f"decoder.layers.{number}.{each}.{kind}"] for each in names]))
-    return [*found, of["decoder.norm.weight"], of["decoder.norm.bias"]]
+                results.append(torch.cat([of[f"decoder.layers.{number}.{each}.{kind}"] for each in names]))
+    return [*results, of["decoder.norm.weight"], of["decoder.norm.bias"]]
 
 
-def all_starts(asked: argparse.Namespace) -> list[list[int]]:
-    """Where the rows of each step begin: kvad's own order."""
-    config, store = settings(asked), open_store(asked.store)
-    training = DocumentDataset(store, config).training
+def all_starts(options: argparse.Namespace) -> list[list[int]]:
+    """Return the start positions of each step's rows, in kvad's order."""
+    config, store = settings(options), open_store(options.store)
+    training = DocumentPacker(store, config).training
     assert training.spans[0, 0] == 0, "the first tokens are for training"
-    order = RowOrder("windows", len(training), asked.context, asked.batch, config.train.seed)
-    return [order.starts(step).tolist() for step in range(asked.steps + asked.warm + 2)]
+    rows = SplitRows(training, options.context, options.batch, config.train.seed, windows=True)
+    steps = range(options.steps + options.warm + 2)
+    return [rows.starts(np.arange(options.batch) + step * options.batch).tolist() for step in steps]
 
 
 # ---------------------------------------------------------------- transformers
 
 
-def run_transformers(asked: argparse.Namespace, turn: Turn) -> None:
+def run_transformers(options: argparse.Namespace, turn: Turn) -> None:
     import transformers
     from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
     config = GPT2Config(
-        asked.vocab, asked.context, asked.width, asked.layers, asked.heads, activation_function="gelu_pytorch_tanh"
+        options.vocab,
+        options.context,
+        options.width,
+        options.layers,
+        options.heads,
+        activation_function="gelu_pytorch_tanh",
     )
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     config.use_cache, config._attn_implementation, config.loss_type = False, "sdpa", "ForCausalLM"
     model = GPT2LMHeadModel(config)
-    values = as_gpt(fresh(asked))
+    values = as_gpt(fresh(options))
     order = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     names = ["wte.weight", "wpe.weight"]
-    names += [f"h.{n}.{part}.{kind}" for n in range(asked.layers) for part in order for kind in ("weight", "bias")]
-    theirs = dict(model.transformer.named_parameters())
+    names += [f"h.{n}.{part}.{kind}" for n in range(options.layers) for part in order for kind in ("weight", "bias")]
+    reference_weights = dict(model.transformer.named_parameters())
     for name, value in zip([*names, "ln_f.weight", "ln_f.bias"], values, strict=True):
-        turned = value.dim() == 2 and ".c_" in name  # their layers hold [in, out]
-        theirs[name].data.copy_(value.mT if turned else value)
-    store = np.memmap(asked.store / "tokens-00000.bin", "<u2", "r")
+        turned = value.dim() == 2 and ".c_" in name  # their layers store [in, out]
+        reference_weights[name].data.copy_(value.mT if turned else value)
+    store = np.memmap(options.store / "tokens-00000.bin", "<u2", "r")
 
     class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         def __init__(self) -> None:
-            self.starts = [at for starts in all_starts(asked) for at in starts]
+            self.starts = [at for starts in all_starts(options) for at in starts]
 
         def __len__(self) -> int:
             return len(self.starts)
 
         def __getitem__(self, number: int) -> dict[str, Tensor]:
             at = self.starts[number]
-            row = torch.from_numpy(store[at : at + asked.context + 1].astype(np.int64))
-            return {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}  # shifted here already
+            row = torch.from_numpy(store[at : at + options.context + 1].astype(np.int64))
+            return {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}  # already shifted
 
     class Ordered(transformers.Trainer):
         loss = 0.0
@@ -285,8 +297,8 @@ def run_transformers(asked: argparse.Namespace, turn: Turn) -> None:
         arguments = TrainingArguments(
             out,
             use_cpu=True,
-            bf16=asked.precision == "bf16",
-            per_device_train_batch_size=asked.batch,
+            bf16=options.precision == "bf16",
+            per_device_train_batch_size=options.batch,
             learning_rate=LR,
             lr_scheduler_type="constant",
             adam_beta1=BETAS[0],
@@ -300,13 +312,13 @@ def run_transformers(asked: argparse.Namespace, turn: Turn) -> None:
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_pin_memory=False,
-            torch_compile=asked.compile,
+            torch_compile=options.compile,
         )
         trainer = Ordered(model=model, args=arguments, train_dataset=Rows(), callbacks=[Turns()])
         trainer.train()
 
 
-# ---------------------------------------------------------------- by turns
+# ---------------------------------------------------------------- alternation
 
 PEERS: dict[str, Callable[[argparse.Namespace, Turn], None]] = {
     "kvad": run_kvad,
@@ -316,7 +328,7 @@ PEERS: dict[str, Callable[[argparse.Namespace, Turn], None]] = {
 
 
 class Peer:
-    """The parent's end of a child."""
+    """Parent's side of a child process."""
 
     def __init__(self, name: str, options: list[str]) -> None:
         command = [sys.executable, __file__, *options, "--child", name]
@@ -330,8 +342,8 @@ class Peer:
         line = out.readline()
         if not line:
             raise SystemExit(f"{self.name}: ended with code {self._process.wait()}")
-        found: dict[str, float] = json.loads(line)
-        return found
+        results: dict[str, float] = json.loads(line)
+        return results
 
     def step(self) -> None:
         assert self._process.stdin is not None
@@ -344,38 +356,35 @@ class Peer:
         self._process.stdin.close()
         self._process.wait()
 
-    def found(self, asked: argparse.Namespace) -> dict[str, float]:
-        middle = statistics.median(step[asked.clock] for step in self.steps[asked.warm :])
+    def results(self, options: argparse.Namespace) -> dict[str, float]:
+        middle = statistics.median(step[options.clock] for step in self.steps[options.warm :])
         return {
             "step_ms": round(1e3 * middle, 1),
-            "tokens_per_s": round(asked.batch * asked.context / middle, 1),
+            "tokens_per_s": round(options.batch * options.context / middle, 1),
             "first": round(self.steps[0]["loss"], 6),
             "last": round(self.steps[-1]["loss"], 6),
             "peak_mb": round(self.steps[-1]["peak"]),
         }
 
 
-def by_turns(asked: argparse.Namespace, precision: str, folder: Path) -> dict[str, object]:
+def by_turns(options: argparse.Namespace, precision: str, folder: Path) -> dict[str, object]:
     given = ("layers", "width", "heads", "vocab", "batch", "context", "steps", "warm")
-    options = [word for name in given for word in (f"--{name}", str(getattr(asked, name)))]
-    options += ["--store", str(folder), "--precision", precision] + ["--compile"] * asked.compile
-    peers = [Peer(name, options) for name in asked.peers]
-    for _ in range(asked.warm + asked.steps):
+    arguments = [word for name in given for word in (f"--{name}", str(getattr(options, name)))]
+    arguments += ["--store", str(folder), "--precision", precision] + ["--compile"] * options.compile
+    peers = [Peer(name, arguments) for name in options.peers]
+    for _ in range(options.warm + options.steps):
         for peer in peers:
             peer.step()
     for peer in peers:
         peer.close()
-    found = {peer.name: peer.found(asked) for peer in peers}
-    first = [values["first"] for values in found.values()]
-    near = 1e-4 if precision == "fp32" else 2e-2
-    assert max(first) - min(first) <= near, f"this is not the same work: {found}"
-    others = [values["tokens_per_s"] for name, values in found.items() if name != "kvad"]
-    times = (
-        {"perplexity_ratio": round(found["kvad"]["tokens_per_s"] / max(others), 3)}
-        if "kvad" in found and others
-        else {}
-    )
-    return {"precision": precision, **found, **times}
+    results = {peer.name: peer.results(options) for peer in peers}
+    first = [values["first"] for values in results.values()]
+    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    assert max(first) - min(first) <= tolerance, f"this is not the same work: {results}"
+    others = [values["tokens_per_s"] for name, values in results.items() if name != "kvad"]
+    has_both = "kvad" in results and others
+    times = {"times": round(results["kvad"]["tokens_per_s"] / max(others), 3)} if has_both else {}
+    return {"precision": precision, **results, **times}
 
 
 def main() -> None:
@@ -389,21 +398,23 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="as each of them compiles")
     parser.add_argument("--child", choices=list(PEERS), help=argparse.SUPPRESS)
     parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.child is not None:
-        asked.precision = asked.precision[0]
-        PEERS[asked.child](asked, Turn())
+    options = parser.parse_args()
+    if options.child is not None:
+        options.precision = options.precision[0]
+        PEERS[options.child](options, Turn())
         return
-    if "transformers" in asked.peers and not (find_spec("transformers") and find_spec("accelerate")):
-        parser.error("transformers.Trainer is not here: pip install transformers accelerate, or --peers kvad nanogpt")
+    if "transformers" in options.peers and not (find_spec("transformers") and find_spec("accelerate")):
+        parser.error(
+            "transformers.Trainer is not installed: pip install transformers accelerate, or --peers kvad nanogpt"
+        )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_store(folder, asked.vocab)
-        for precision in asked.precision:
-            found = by_turns(asked, precision, folder)
-            said = {"clock": asked.clock, "threads": torch.get_num_threads(), "steps": asked.steps}
-            said |= {size: getattr(asked, size) for size in sizes} | {"compile": asked.compile}
-            print(json.dumps({**found, **said, "commit": commit_id(), "machine": machine_info()}), flush=True)
+        write_store(folder, options.vocab)
+        for precision in options.precision:
+            results = by_turns(options, precision, folder)
+            report = {"clock": options.clock, "threads": torch.get_num_threads(), "steps": options.steps}
+            report |= {size: getattr(options, size) for size in sizes} | {"compile": options.compile}
+            print(json.dumps({**results, **report, "commit": commit_id(), "machine": machine_info()}), flush=True)
 
 
 if __name__ == "__main__":

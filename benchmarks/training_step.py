@@ -1,12 +1,12 @@
-"""An optimizer step of a run file's model, by optimizer and by how its activations are kept: the same rows, by turns.
+"""An optimizer step of a run file's model, by optimizer and by activation checkpointing: the same rows, alternating.
 
     OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python benchmarks/training_step.py recipes/shakespeare-char-cpu.toml
     python benchmarks/training_step.py recipes/shakespeare-char-cpu.toml --clock wall --repeats 20
 
-Random tokens: what is computed does not depend on them.  One JSON line: medians in milliseconds, of the processor's
-clock unless told otherwise (on a busy machine believe that one, with one thread); ``update`` is the optimizer's part
-of the step.  ``kept``: bytes that autograd holds after a forward pass, beside the parameters; recomputed, a layer's own
-come back one layer at a time.  ``state``: bytes that the optimizer remembers.
+The tokens are random, because the work does not depend on them. The output is one JSON line: medians in milliseconds
+of processor time by default (use it on a busy machine, with one thread); ``update`` is the optimizer's part of the
+step. ``kept``: bytes that autograd stores after a forward pass, without the parameters; with recomputation the
+activations of one layer exist at a time. ``state``: bytes of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from kvad.benchmarks.cache_speed import commit_id, machine_info
+from kvad.benchmarks.results import commit_id, machine_info
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput, SubBatch
@@ -33,8 +33,8 @@ from kvad.train.optim.optimizer import OptimizersContainer
 
 CASES: dict[str, tuple[dict[str, str], bool]] = {
     "adamw": ({}, False),
-    "adafactor": ({"cache_key": "adafactor"}, False),
-    "muon": ({"cache_key": "muon"}, False),
+    "adafactor": ({"name": "adafactor"}, False),
+    "muon": ({"name": "muon"}, False),
     "adamw, recomputed": ({}, True),
 }
 
@@ -73,17 +73,17 @@ class Case:
 
     def kept(self, batch: Batch) -> int:
         parameters = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        held = {}
+        storages = {}
 
         def hold(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
-                held[storage.data_ptr()] = storage  # kept alive: an address is one storage's
+                storages[storage.data_ptr()] = storage  # kept alive, so that an address identifies one storage
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
             self.model(batch.model_input, NoCache(self.model.config))
-        return sum(storage.nbytes() for storage in held.values())
+        return sum(storage.nbytes() for storage in storages.values())
 
 
 def main() -> None:
@@ -92,15 +92,15 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=66)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
-    asked = parser.parse_args()
-    run = RunConfig.load(asked.run)
-    clock = time.process_time if asked.clock == "cpu" else time.perf_counter
-    cases = {name: Case(run, asked.vocab, *case) for name, case in CASES.items()}
-    batch = rows(run, asked.vocab)
-    for _ in range(asked.repeats + 2):
+    options = parser.parse_args()
+    run = RunConfig.load(options.run)
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    cases = {name: Case(run, options.vocab, *case) for name, case in CASES.items()}
+    batch = rows(run, options.vocab)
+    for _ in range(options.repeats + 2):
         for case in cases.values():
             case.step(batch, clock)
-    found = {
+    measured = {
         name: {
             "step_ms": round(statistics.median(case.steps[2:]), 2),
             "update_ms": round(statistics.median(case.updates[2:]), 2),
@@ -110,10 +110,16 @@ def main() -> None:
         for name, case in cases.items()
     }
     parameters = sum(p.numel() for p in cases["adamw"].model.parameters())
-    said = {"run": asked.run.name, "parameters": parameters, "clock": asked.clock, "repeats": asked.repeats}
+    printed = {"run": options.run.name, "parameters": parameters, "clock": options.clock, "repeats": options.repeats}
     print(
         json.dumps(
-            {**said, "threads": torch.get_num_threads(), **found, "commit": commit_id(), "machine": machine_info()}
+            {
+                **printed,
+                "threads": torch.get_num_threads(),
+                **measured,
+                "commit": commit_id(),
+                "machine": machine_info(),
+            }
         )
     )
 

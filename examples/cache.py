@@ -1,4 +1,4 @@
-"""A KV cache on one page, in plain PyTorch: section 4.19 of note 004, corrected (see dev/notes.md).
+"""A KV cache on one page, in plain PyTorch: section 4.19 of note 004, corrected (see docs/reference/notes.md).
 
     python examples/cache.py                                  # random weights: cached equals uncached
     python examples/cache.py runs/demo "5 17 3" "8 2 9 9 4"   # a checkpoint of kvad, two prompts of token ids

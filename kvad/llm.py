@@ -4,46 +4,59 @@
     llm = LLM.load("runs/demo")
     print(llm.generate("def ", max_tokens=64, temperature=0).text)
 
-Every method takes text or token ids, one prompt or many. It may be called from several threads: their requests share
-one engine and one batch, which the thread that holds the lock runs. As a context manager it frees its pool.
-
-The prompt of an encoder-decoder is its encoder input: ``generate("Ein Haus.", language="eng_Latn")``. An encoder
-embeds, tags, classifies or fills masks, depending on its head.
+Every method takes text or token ids, one prompt or many, from any thread: all requests share one engine and one batch.
+As a context manager it frees its pool. The prompt of an encoder-decoder is its encoder input: ``generate("Ein Haus.",
+language="eng_Latn")``. An encoder embeds, tags, classifies or fills masks, depending on its head.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad import cache as cache_lib
 from kvad import checkpoint
+from kvad import config as cfg
 from kvad import engine as engine_lib
 from kvad import text as text_lib
 from kvad.cache import CacheConfig, sessions
 from kvad.cache.sizing import available_bytes, plan_memory, require_memory
 from kvad.checkpoint import CheckpointHandle, GenerationConfig, open_checkpoint
-from kvad.config import ClassificationHeadConfig, LanguageHeadConfig, ModelConfig, PoolingHeadConfig
-from kvad.engine import Completion, Engine, ForwardTrace, PromptEncoder, Session, StreamChunk, scheduling, trace_forward
-from kvad.engine.scheduling import SamplingParams, TokenLogprob
-from kvad.errors import ConfigError, RequestError, UsageError, suggest
-from kvad.model import NoCache, Summarizer, Transformer
+from kvad.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    ForwardTrace,
+    PromptEncoder,
+    Session,
+    StreamChunk,
+    trace_forward,
+)
+from kvad.engine.scheduling import SamplingOptions, SamplingParams
+from kvad.errors import RequestError, suggest
+from kvad.model import NoCache, Transformer
 from kvad.model_input import ModelInput, SubBatch
 from kvad.text import Tokenizer
 
+options = engine_lib.options
+output = engine_lib.output
 T = TypeVar("T")
+PromptInput = options.PromptInput
+RequestHandle = engine_lib.client.RequestHandle
+GenerateOptions = options.GenerateOptions
+ScoreOptions = options.ScoreOptions
+Prompts = Sequence[str] | Sequence[Sequence[int]]
 
 
 class LLM:
-    """A model, its tokenizer and one engine, built with :meth:`load` or from parts."""
+    """A model, its tokenizer and one engine, built with ``load`` or from parts."""
 
     def __init__(
         self,
@@ -52,69 +65,43 @@ class LLM:
         cache_config: CacheConfig,
         *,
         generation: GenerationConfig | None = None,
-        max_num_batched_tokens: int = 2048,
-        deterministic: bool = False,
-        summarizer: Summarizer | None = None,
-        swap_dir: str | Path | None = None,
+        engine_config: EngineConfig | None = None,
         name: str = "",
         chat_template_fingerprint: str = "",
-        adapter_fingerprint: str = "",
     ) -> None:
         self.name = name  # stored in session files, like the chat template's fingerprint
         self.chat_template_fingerprint = chat_template_fingerprint
         self.model, self.tokenizer, self.cache_config = model.eval(), tokenizer, cache_config
         self.generation = GenerationConfig() if generation is None else generation
-        eos_token_ids = frozenset(self.generation.eos_token_ids)
-        self.engine = Engine(
-            self.model,
-            cache_config,
-            tokenizer=tokenizer,
-            max_num_batched_tokens=max_num_batched_tokens,
-            deterministic=deterministic,
-            summarizer=summarizer,
-            stop_tokens=eos_token_ids,
-            swap_dir=swap_dir,
-            adapter_fingerprint=adapter_fingerprint,
-        )
+        engine_config = EngineConfig() if engine_config is None else engine_config
+        stop_tokens = frozenset(self.generation.eos_token_ids) or engine_config.stop_tokens
+        engine_config = dataclasses.replace(engine_config, stop_tokens=stop_tokens)
+        self.engine = Engine(self.model, cache_config, engine_config, tokenizer=tokenizer)
         self.texts = PromptEncoder(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
         self._client = engine_lib.client.EngineClient(self.engine)
+        self._supported = engine_lib.validation.supported_tasks(model.config)  # hint of errors about other tasks
 
     @staticmethod
     def load(
-        path: str | Path,
+        path: str | Path | CheckpointHandle,
         *,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device = "cpu",
         cache_config: CacheConfig | None = None,
-        cache_dtype: str | torch.dtype | None = None,
-        cache_key_dtype: str | torch.dtype | None = None,
-        cache_value_dtype: str | torch.dtype | None = None,
-        summarizer: str | Path | None = None,
         adapter: str | Path | None = None,
         revision: str | None = None,
-        deterministic: bool = False,
-        swap_dir: str | Path | None = None,
-        **cache: Any,
+        **settings: Unpack[options.LoadOptions],
     ) -> LLM:
         """Load a checkpoint: a kvad folder or run, a Hugging Face folder, or a name on the hub.
 
         Args:
-            path: The checkpoint. If it is a LoRA adapter, its base is the model that it names.
+            path: The checkpoint, opened or not. If it is a LoRA adapter, its base is the model that it names.
             dtype: Dtype of the computation (default: the stored dtype). Dtypes are names or torch dtypes.
             device: Device of model and cache.
             cache_config: Configuration of the cache; alternatively its fields as keywords (``max_num_seqs=4``).
-            cache_dtype: Format of stored keys and values, see ``kvad/cache/quantization.py`` (default: the model's
-                dtype).
-            cache_key_dtype: Format of stored keys.
-            cache_value_dtype: Format of stored values.
-            summarizer: Folder or run of ``kvad train --objective summarizer``, for ``policy="tiered(...)"`` with
-                summaries.
             adapter: LoRA adapter (kvad's or PEFT's) that is merged into the weights.
             revision: Revision on the hub.
-            deterministic: Make results independent of the batch, bit for bit (CPU only, slower: docs/performance.md).
-            swap_dir: Folder for preempted sequences that exceed the swap space in RAM.
-            **cache: Fields of ``CacheConfig``, for example ``policy``, ``overflow``, ``prefix_cache_dir``.
-                ``endless=True`` alone means ``overflow="sinks"``.
+            **settings: ``kvad.engine.options.LoadOptions``; ``endless=True`` alone means ``overflow="sinks"``.
 
         Raises:
             CheckpointError: If the checkpoint is incomplete, or summarizer or adapter belong to another model.
@@ -122,115 +109,78 @@ class LLM:
             ConfigError: If a dtype or the cache configuration is invalid, or ``deterministic`` is unavailable.
             MemoryPlanError: If the cache would not fit, before it is allocated.
         """
-        dtype, cache_dtype = (
-            _dtype_name("dtype", dtype),
-            _dtype_name("cache.dtype", cache_dtype, cache_lib.quantization.FORMATS),
-        )
-        for field_name, dtype_option in (("key_dtype", cache_key_dtype), ("value_dtype", cache_value_dtype)):
-            if dtype_option is not None:
-                cache[field_name] = _dtype_name(f"cache.{field_name}", dtype_option, cache_lib.quantization.FORMATS)
-        torch_device = _device(device)
-        if cache_config is not None and (cache or cache_dtype is not None):
-            raise RequestError(
-                f"cache_config= and {next(iter(cache), 'cache_dtype')}= are both given", "Set it in the CacheConfig."
-            )
-        checkpoint_handle = open_checkpoint(path, revision=revision)
+        fields: dict[str, Any] = dict(settings)
+        summarizer, swap_dir = fields.pop("summarizer", None), fields.pop("swap_dir", None)
+        deterministic = fields.pop("deterministic", False)
+        given = [name for name, value in fields.items() if name not in options.CACHE_DTYPE_FIELDS or value is not None]
+        if cache_config is not None and given:
+            raise RequestError(f"cache_config= and {given[0]}= are both given", "Set it in the CacheConfig.")
+        dtype, torch_device = options.dtype_name("dtype", dtype, checkpoint.native.DTYPES), options.find_device(device)
+        handle = path if isinstance(path, CheckpointHandle) else open_checkpoint(path, revision=revision)
         if adapter is not None:
-            checkpoint_handle = checkpoint.adapter.merge_adapter(checkpoint_handle, Path(adapter))
-        compute_dtype = _compute_dtype(checkpoint_handle, dtype, torch_device)
-        resolved_config = (
-            cache_config
-            if cache_config is not None
-            else default_cache_config(checkpoint_handle.config, cache_dtype or compute_dtype, **cache)
-        )
-        summarizer_shape = None if summarizer is None else checkpoint.folder.read_summarizer_shape(Path(summarizer))
+            handle = checkpoint.adapter.merge_adapter(handle, Path(adapter))
+        compute_dtype = dtype or str(handle.stored_dtype).removeprefix("torch.")
+        if dtype is None and compute_dtype == "float16" and torch_device.type == "cpu":
+            compute_dtype = "float32"  # float16 on a CPU is storage only
+        cache_config = cache_config or options.resolve_cache(handle.config, compute_dtype, fields)
         if torch_device.type == "cpu":
-            memory_plan = plan_memory(
-                checkpoint_handle.config,
-                resolved_config,
-                weights_dtype=compute_dtype,
-                summarizer_shape=summarizer_shape,
-                deterministic=deterministic,
-            )
-            require_memory(memory_plan, available_bytes())
-        for name in checkpoint_handle.generation.ignored_fields:
-            warnings.warn(f"{checkpoint_handle.path}: generation_config.json: {name} is not applied", stacklevel=2)
-        loaded_summarizer = (
-            None if summarizer is None else checkpoint.summarizer.load_summarizer(Path(summarizer), checkpoint_handle)
-        )
-        model = checkpoint.loader.load_weights(checkpoint_handle, dtype, torch_device)
-        return LLM(
-            model,
-            checkpoint_handle.tokenizer,
-            resolved_config,
-            generation=checkpoint_handle.generation,
+            _check_memory(handle, cache_config, compute_dtype, summarizer, deterministic=deterministic)
+        for name in handle.generation.ignored_fields:
+            warnings.warn(f"{handle.path}: generation_config.json: {name} is not applied", stacklevel=2)
+        engine_config = EngineConfig(
             deterministic=deterministic,
-            summarizer=loaded_summarizer,
+            summarizer=summarizer and checkpoint.summarizer.load_summarizer(Path(summarizer), handle),
             swap_dir=swap_dir,
-            name=str(path),
-            chat_template_fingerprint=text_lib.chat_template.template_fingerprint(checkpoint_handle.tokenizer_folder),
-            adapter_fingerprint=checkpoint_handle.adapter_fingerprint
-            if isinstance(checkpoint_handle, checkpoint.adapter.AdaptedCheckpoint)
+            adapter_fingerprint=handle.adapter_fingerprint
+            if isinstance(handle, checkpoint.adapter.AdaptedCheckpoint)
             else "",
+        )
+        return LLM(
+            checkpoint.loader.load_weights(handle, dtype, torch_device),
+            handle.tokenizer,
+            cache_config,
+            generation=handle.generation,
+            engine_config=engine_config,
+            name=str(handle.path if isinstance(path, CheckpointHandle) else path),
+            chat_template_fingerprint=text_lib.chat_template.template_fingerprint(handle.tokenizer_folder),
         )
 
     # ------------------------------------------------------------ text
 
     @overload
-    def generate(self, prompts: str, sampling_params: SamplingParams | None = None, **options: Any) -> Completion: ...
-    @overload
-    def generate(
-        self, prompts: Sequence[int], sampling_params: SamplingParams | None = None, **options: Any
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: PromptInput, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
     ) -> Completion: ...
     @overload
     def generate(
-        self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
-        sampling_params: SamplingParams | None = None,
-        **options: Any,
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
     ) -> list[Completion]: ...
     def generate(
         self,
-        prompts: Any,
+        prompts: PromptInput | Prompts,
         sampling_params: SamplingParams | None = None,
-        *,
-        target_prefix: engine_lib.client.PromptInput | None = None,
-        language: str | None = None,
-        source_language: str | None = None,
-        **options: Any,
+        **settings: Unpack[GenerateOptions],
     ) -> Completion | list[Completion]:
         """Continue one or many prompts; for an encoder-decoder, decode one or many encoder inputs.
 
         Args:
             prompts: Texts or token ids.
             sampling_params: Options; alternatively their fields as keywords, with the checkpoint's defaults.
-            target_prefix: Start of the target (ids: the whole start).
-            language: Target language, for models with language tokens.
-            source_language: Language of the encoder input.
-            **options: Fields of :class:`SamplingParams`.
+            **settings: Fields of ``SamplingParams``, and for an encoder-decoder ``GenerateOptions``.
 
         Raises:
             RequestError: If a prompt or an option cannot be served.
             NumericalError: If logits are NaN or infinite.
         """
-        params = self._sampling_params(sampling_params, options, language, target_prefix)
-        submit = self._submitter(params, target_prefix, source_language)
-        results: Completion | list[Completion] = self._run_each(prompts, submit, engine_lib.client.RequestHandle.result)
+        submit = self._submitter(sampling_params, settings)
+        results: Completion | list[Completion] = self._client.run_each(prompts, submit, RequestHandle.result)
         return results
 
     def stream(
-        self,
-        prompt: engine_lib.client.PromptInput,
-        sampling_params: SamplingParams | None = None,
-        *,
-        target_prefix: engine_lib.client.PromptInput | None = None,
-        language: str | None = None,
-        source_language: str | None = None,
-        **options: Any,
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
     ) -> Generator[StreamChunk, None, None]:
         """Yield chunks of one prompt's samples; closing the iterator aborts the rest."""
-        params = self._sampling_params(sampling_params, options, language, target_prefix)
-        handle = self._submitter(params, target_prefix, source_language)(prompt)
+        handle = self._submitter(sampling_params, settings)(prompt)
         try:
             yield from handle.chunks()
         finally:
@@ -249,13 +199,10 @@ class LLM:
             StorageError: If the file is damaged or belongs to another model or cache.
         """
         self._client.check_open()
-        path = None
-        if isinstance(name, Path):
-            path = name
-        elif name is not None:
-            path = sessions.directory.session_path(
-                name, Path(folder) if folder is not None else sessions.directory.default_session_dir()
-            )
+        path = name if isinstance(name, Path) else None
+        if isinstance(name, str):
+            directory = sessions.directory.default_session_dir() if folder is None else Path(folder)
+            path = sessions.directory.session_path(name, directory)
             sessions.directory.remove_session_leftovers(path.parent)
         session_name = name if isinstance(name, str) else "" if path is None else path.stem
         session = Session(
@@ -271,46 +218,34 @@ class LLM:
             session.load()
         return session
 
-    def _resolve_sampling(self, sampling_params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-        return _sampling_params(sampling_params, options, self.generation)
+    def _resolve_sampling(self, sampling_params: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
+        if sampling_params is None:
+            return options.resolve_sampling(fields, self.generation)
+        if not isinstance(sampling_params, SamplingParams):
+            raise RequestError(
+                f"sampling_params: must be SamplingParams, got {sampling_params!r}", "Pass its fields as keywords."
+            )
+        if fields:
+            name = next(iter(fields))
+            raise RequestError(f"sampling_params= and {name}= are both given", "Set it in the SamplingParams.")
+        return sampling_params
 
     # ------------------------------------------------------------ tensors and scores
 
     @overload
     def score(  # type: ignore[overload-overlap]
-        self,
-        texts: str,
-        *,
-        top_logprobs: int = 0,
-        encoder_input: engine_lib.client.PromptInput | None = None,
-        source_language: str | None = None,
-    ) -> engine_lib.output.TextScore: ...
+        self, texts: PromptInput, **settings: Unpack[ScoreOptions]
+    ) -> output.TextScore: ...
     @overload
+    def score(self, texts: Prompts, **settings: Unpack[ScoreOptions]) -> list[output.TextScore]: ...
     def score(
         self,
-        texts: Sequence[int],
+        texts: PromptInput | Prompts,
         *,
         top_logprobs: int = 0,
-        encoder_input: engine_lib.client.PromptInput | None = None,
+        encoder_input: PromptInput | None = None,
         source_language: str | None = None,
-    ) -> engine_lib.output.TextScore: ...
-    @overload
-    def score(
-        self,
-        texts: Sequence[str] | Sequence[Sequence[int]],
-        *,
-        top_logprobs: int = 0,
-        encoder_input: engine_lib.client.PromptInput | None = None,
-        source_language: str | None = None,
-    ) -> list[engine_lib.output.TextScore]: ...
-    def score(
-        self,
-        texts: Any,
-        *,
-        top_logprobs: int = 0,
-        encoder_input: engine_lib.client.PromptInput | None = None,
-        source_language: str | None = None,
-    ) -> engine_lib.output.TextScore | list[engine_lib.output.TextScore]:
+    ) -> output.TextScore | list[output.TextScore]:
         """Return each token's log-probability given the tokens before it, computed with the cache.
 
         Args:
@@ -319,65 +254,51 @@ class LLM:
             encoder_input: Input of the encoder.
             source_language: Language of the encoder input.
         """
+        if self._is_encoder_decoder and encoder_input is None:
+            message = "encoder_input: this model scores targets of an encoder input"
+            raise RequestError(message, "Give the text that the targets answer.")
+        if not self._is_encoder_decoder and encoder_input is not None:
+            raise RequestError("encoder_input: this model has no encoder input", "Omit encoder_input=.")
+        source = None if encoder_input is None else self.texts.encode_source(encoder_input, source_language)
         sampling_params = SamplingParams(max_tokens=0, prompt_logprobs=top_logprobs)
-        is_encoder_decoder = self._is_encoder_decoder()
-        if is_encoder_decoder != (encoder_input is not None):
-            message = (
-                "encoder_input: this model scores targets of an encoder input"
-                if is_encoder_decoder
-                else "encoder_input: this model has no encoder input"
-            )
-            raise RequestError(
-                message, "Give the text that the targets answer." if is_encoder_decoder else "Omit encoder_input=."
-            )
-        encoder_tokens = None if encoder_input is None else self.texts.encode_source(encoder_input, source_language)
-        token_ids: dict[int, list[int]] = {}
 
-        def submit(text: engine_lib.client.PromptInput) -> engine_lib.client.RequestHandle:
-            tokens = self.texts.encode_prompt(text) if encoder_tokens is None else self.texts.encode_target(text)
-            handle = self._submit(tokens, sampling_params, encoder_tokens)
-            token_ids[handle.request] = tokens
-            return handle
+        def submit(text: PromptInput) -> RequestHandle:
+            tokens = self.texts.encode_prompt(text) if source is None else self.texts.encode_target(text)
+            return self._submit(tokens, sampling_params, source, tokens)
 
-        def read_score(handle: engine_lib.client.RequestHandle) -> engine_lib.output.TextScore:
-            return _text_score(token_ids[handle.request], handle.result().prompt_logprobs)
+        def read_score(handle: RequestHandle) -> output.TextScore:
+            scores = handle.result().prompt_logprobs
+            logprobs, alternatives = [score.logprob for score in scores], [score.top_logprobs for score in scores]
+            return output.TextScore(tuple(handle.token_ids), (None, *logprobs), ((), *alternatives))
 
-        results: engine_lib.output.TextScore | list[engine_lib.output.TextScore] = self._run_each(
-            texts, submit, read_score
-        )
+        results: output.TextScore | list[output.TextScore] = self._client.run_each(texts, submit, read_score)
         return results
 
     @torch.inference_mode()
-    def logits(
-        self, tokens: engine_lib.client.PromptInput, encoder_input: engine_lib.client.PromptInput | None = None
-    ) -> Tensor:
+    def logits(self, tokens: PromptInput, encoder_input: PromptInput | None = None) -> Tensor:
         """Return logits [T, V] without a cache: the reference for all caches.
 
         For an encoder-decoder, ``tokens`` are the target's; for an encoder, the head's output is returned: [T, V], [T,
         labels], or [labels] or [E] if the head pools the text.
         """
         self._client.check_open()
-        if encoder_input is not None and not self._is_encoder_decoder():
+        if encoder_input is not None and not self._is_encoder_decoder:
             raise RequestError("encoder_input: this model has no encoder input", "Omit encoder_input=.")
-        if self._kind == "encoder":
-            ids = self.texts.encode_source(tokens)
+        if self._kind == "decoder":
+            model_input = self._model_input(self.texts.encode_prompt(tokens, whole=True))
+        elif self._kind == "encoder":
+            model_input = self._model_input(self.texts.encode_source(tokens))
         else:
-            ids = (
-                self.texts.encode_target(tokens)
-                if self._is_encoder_decoder()
-                else self.texts.encode_prompt(tokens, whole=True)
-            )
-        model_input = self._model_input(ids)
-        if self._is_encoder_decoder():
             if encoder_input is None:
                 raise RequestError("encoder_input: required by this model", "Give the text to translate.")
+            model_input = self._model_input(self.texts.encode_target(tokens))
             model_input = model_input._replace(encoder_input=self._model_input(self.texts.encode_source(encoder_input)))
         hidden = self.model(model_input, NoCache(self.model.config, kernel=self.model.kernel))
         if self.model.config.pools_sequence:
             return self.model.pooled_outputs(hidden, model_input)[0]
         return self.model.logits(hidden, model_input.logit_indices)
 
-    def embed(self, texts: Any, *, pool: Literal["mean", "first", "head"] | None = None) -> Tensor:
+    def embed(self, texts: PromptInput | Prompts, *, pool: Literal["mean", "first", "head"] | None = None) -> Tensor:
         """Return one vector per text, [N, E] (N = 1 for one text).
 
         Args:
@@ -390,75 +311,69 @@ class LLM:
         """
         if pool not in (None, "mean", "first", "head"):
             raise RequestError(f"pool: unknown mode {pool!r}", suggest(str(pool), ("mean", "first", "head")))
-        if pool == "head" and not isinstance(self.model.config.head, PoolingHeadConfig):
+        if pool == "head" and not isinstance(self.model.config.head, cfg.PoolingHeadConfig):
             raise RequestError("pool: this model's head does not pool", "Use mean or first.")
-        rows = torch.stack(self._encoded_texts(texts, pool or self.generation.pooling or "mean"))
-        return F.normalize(rows, dim=-1) if pool is None and self.generation.normalize else rows
+        vectors = self._encode_each(texts, lambda ids, out: out, pool or self.generation.pooling or "mean")
+        stacked = torch.stack([vectors] if isinstance(vectors, Tensor) else vectors)
+        return F.normalize(stacked, dim=-1) if pool is None and self.generation.normalize else stacked
 
-    def tag(self, texts: Any) -> Any:
+    @overload
+    def tag(self, texts: PromptInput) -> tuple[output.TokenLabel, ...]: ...  # type: ignore[overload-overlap]
+    @overload
+    def tag(self, texts: Prompts) -> list[tuple[output.TokenLabel, ...]]: ...
+    def tag(self, texts: PromptInput | Prompts) -> Any:
         """Return the words of one or many texts with their labels, from a head that labels tokens."""
-        self._require_classifier("token", "label tokens")
-        head = self.model.config.head
-        assert isinstance(head, ClassificationHeadConfig)
-        tokenizer = self._tokenizer()
-        return self._encode_each(
-            texts, lambda ids, out: engine_lib.output.label_tokens(tokenizer, ids, out, head.labels)
-        )
+        labels, tokenizer = self._classifier_labels("token", "label tokens"), self._tokenizer()
+        return self._encode_each(texts, lambda ids, out: output.label_tokens(tokenizer, ids, out, labels))
 
-    def classify(self, texts: Any) -> Any:
+    @overload
+    def classify(self, texts: PromptInput) -> tuple[output.Label, ...]: ...  # type: ignore[overload-overlap]
+    @overload
+    def classify(self, texts: Prompts) -> list[tuple[output.Label, ...]]: ...
+    def classify(self, texts: PromptInput | Prompts) -> Any:
         """Return the labels of one or many texts, most probable first, from a text head."""
-        self._require_classifier("row", "label whole texts")
-        head = self.model.config.head
-        assert isinstance(head, ClassificationHeadConfig)
-        return self._encode_each(texts, lambda ids, out: engine_lib.output.rank_labels(out, head.labels))
+        labels = self._classifier_labels("row", "label whole texts")
+        return self._encode_each(texts, lambda ids, out: output.rank_labels(out, labels))
 
-    def fill_mask(self, texts: Any, *, top: int = 5) -> Any:
+    @overload
+    def fill_mask(  # type: ignore[overload-overlap]
+        self, texts: PromptInput, *, top: int = 5
+    ) -> tuple[tuple[output.MaskPrediction, ...], ...]: ...
+    @overload
+    def fill_mask(self, texts: Prompts, *, top: int = 5) -> list[tuple[tuple[output.MaskPrediction, ...], ...]]: ...
+    def fill_mask(self, texts: PromptInput | Prompts, *, top: int = 5) -> Any:
         """Return the ``top`` most probable tokens for each mask of one or many texts."""
-        if self._kind != "encoder" or not isinstance(self.model.config.head, LanguageHeadConfig):
-            raise RequestError("this model does not fill masks", self._supported_tasks())
+        if self._kind != "encoder" or not isinstance(self.model.config.head, cfg.LanguageHeadConfig):
+            raise RequestError("this model does not fill masks", self._supported)
         tokenizer = self._tokenizer()
-        return self._encode_each(
-            texts, lambda ids, out: engine_lib.output.fill_masks(tokenizer, ids, out, top), specials=True
-        )
+        return self._encode_each(texts, lambda ids, out: output.fill_masks(tokenizer, ids, out, top), specials=True)
 
     def trace(
         self,
-        prompt: engine_lib.client.PromptInput,
+        prompt: PromptInput,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
         *,
         cached: bool = False,
     ) -> ForwardTrace:
-        """Return q, k, v, scores, weights, head outputs and hidden states of layers and heads.
-
-        ``cached`` uses a paged cache created for this call, in the model's dtype. Other requests wait meanwhile.
-        """
+        """Return tensors of layers and heads; ``cached``: from a paged cache of this call. Other requests wait."""
         self._client.check_open()
         if self._kind != "decoder":
             raise RequestError(f"tracing an {self._kind} is not supported", "Trace a decoder.")
         tokens = self.texts.encode_prompt(prompt, whole=True)
         pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
-        all_layers = range(self.model.config.stack.num_layers)
-        layer_indices = list(all_layers if layers is None else layers)
-        for layer in layer_indices:
-            if layer not in all_layers:
-                raise RequestError(f"layers: must be in 0..{all_layers[-1]}, got {layer}")
-            count = self.model.config.stack.layer_config(layer).attention.num_heads
-            for head in heads or ():
-                if not 0 <= head < count:
-                    raise RequestError(f"heads: must be in 0..{count - 1} for layer {layer}, got {head}")
         with self._client.lock:  # the trace hooks the model itself
-            return trace_forward(self.model, tokens, pieces, layers=layer_indices, heads=heads, cached=cached)
+            return trace_forward(self.model, tokens, pieces, layers=layers, heads=heads, cached=cached)
 
     # ------------------------------------------------------------ tokens and options
 
-    def encode(self, prompt: engine_lib.client.PromptInput) -> list[int]:
+    def encode(self, prompt: PromptInput) -> list[int]:
         """Return the token ids of a prompt (or encoder input) as the model receives them."""
         return self.texts.encode_prompt(prompt) if self._kind == "decoder" else self.texts.encode_source(prompt)
 
-    def sampling_params(self, **options: Any) -> SamplingParams:
+    def sampling_params(self, **settings: Unpack[SamplingOptions]) -> SamplingParams:
         """Return these options over the checkpoint's defaults; raise RequestError for invalid ones."""
-        return resolve_sampling(options, self.generation)
+        return options.resolve_sampling(settings, self.generation)
 
     # ------------------------------------------------------------ closing
 
@@ -480,6 +395,7 @@ class LLM:
     def _kind(self) -> str:
         return self.model.config.kind
 
+    @property
     def _is_encoder_decoder(self) -> bool:
         return self._kind == "encoder-decoder"
 
@@ -494,76 +410,52 @@ class LLM:
         sub_batch = SubBatch(1, len(ids), len(ids))
         return ModelInput(tokens, positions, (sub_batch,), positions, max_seq_lens=torch.full_like(positions, len(ids)))
 
-    def _sampling_params(
-        self,
-        sampling_params: SamplingParams | None,
-        options: dict[str, Any],
-        language: str | None,
-        target_prefix: engine_lib.client.PromptInput | None,
-    ) -> SamplingParams:
-        params = _sampling_params(sampling_params, options, self.generation)
-        if language is not None:
-            if options.get("forced_bos_token_id") is not None:
-                raise RequestError(
-                    "language= and forced_bos_token_id= are both given", "A language is a forced first token."
-                )
-            if not isinstance(target_prefix, str | None):
-                raise RequestError(
-                    "language= and target_prefix= as ids are both given", "Ids are the whole start of the target."
-                )
-            return dataclasses.replace(params, forced_bos_token_id=self.texts.language_token(language))
-        return params
-
     def _submitter(
-        self,
-        sampling_params: SamplingParams,
-        target_prefix: engine_lib.client.PromptInput | None,
-        source_language: str | None,
-    ) -> Callable[[engine_lib.client.PromptInput], engine_lib.client.RequestHandle]:
+        self, sampling_params: SamplingParams | None, settings: GenerateOptions
+    ) -> Callable[[PromptInput], RequestHandle]:
+        """Return the function that submits one prompt with these settings."""
+        fields: dict[str, Any] = dict(settings)
+        target_prefix, language = fields.pop("target_prefix", None), fields.pop("language", None)
+        source_language = fields.pop("source_language", None)
+        params = self._resolve_sampling(sampling_params, fields)
+        if language is not None:
+            if fields.get("forced_bos_token_id") is not None:
+                message = "language= and forced_bos_token_id= are both given"
+                raise RequestError(message, "A language is a forced first token.")
+            if not isinstance(target_prefix, str | None):
+                message = "language= and target_prefix= as ids are both given"
+                raise RequestError(message, "Ids are the whole start of the target.")
+            params = dataclasses.replace(params, forced_bos_token_id=self.texts.language_token(language))
         if self._kind == "encoder":
-            raise RequestError("this model is an encoder and cannot continue a text", self._supported_tasks())
-        if not self._is_encoder_decoder():
+            raise RequestError("this model is an encoder and cannot continue a text", self._supported)
+        if not self._is_encoder_decoder:
             if target_prefix is not None or source_language is not None:
-                raise RequestError(
-                    "target_prefix= and source_language= require an encoder-decoder", "Put the text into the prompt."
-                )
-            return lambda prompt: self._submit(self.texts.encode_prompt(prompt), sampling_params, None)
+                message = "target_prefix= and source_language= require an encoder-decoder"
+                raise RequestError(message, "Put the text into the prompt.")
+
+            def submit_prompt(prompt: PromptInput) -> RequestHandle:
+                tokens = self.texts.encode_prompt(prompt)
+                return self._submit(tokens, params, None, tokens)
+
+            return submit_prompt
         target_prefix = None if target_prefix == "" else target_prefix
-        start = self.texts.encode_target(target_prefix, sampling_params.forced_bos_token_id)
-        params = (
-            sampling_params if target_prefix is None else dataclasses.replace(sampling_params, forced_bos_token_id=None)
-        )
-        return lambda text: self._submit(start, params, self.texts.encode_source(text, source_language))
+        start = self.texts.encode_target(target_prefix, params.forced_bos_token_id)
+        if target_prefix is not None:
+            params = dataclasses.replace(params, forced_bos_token_id=None)
+
+        def submit_source(text: PromptInput) -> RequestHandle:
+            source = self.texts.encode_source(text, source_language)
+            return self._submit(start, params, source, source)
+
+        return submit_source
 
     def _submit(
-        self, tokens: list[int], sampling_params: SamplingParams, encoder_input: list[int] | None
-    ) -> engine_lib.client.RequestHandle:
-        def queue(engine: Engine) -> int:
-            return engine.add_request(tokens, sampling_params, encoder_token_ids=encoder_input)
-
-        return self._client.submit(queue, sampling_params, len(tokens if encoder_input is None else encoder_input))
-
-    def _run_each(
-        self,
-        prompts: Any,
-        submit: Callable[[Any], engine_lib.client.RequestHandle],
-        convert: Callable[[engine_lib.client.RequestHandle], T],
-    ) -> Any:
-        """Submit one or many prompts and convert their results; abort all of them on an exception."""
-        is_single, prompt_list = engine_lib.client.normalize_prompts(prompts)
-        handles: list[engine_lib.client.RequestHandle] = []
-        try:
-            for prompt in prompt_list:
-                handles.append(submit(prompt))
-            results = [convert(handle) for handle in handles]
-        except BaseException:
-            self._client.cancel(handles)
-            raise
-        return results[0] if is_single else results
-
-    def _encoded_texts(self, texts: Any, encoder_output: Literal["head", "mean", "first"]) -> list[Tensor]:
-        outputs = self._encode_each(texts, lambda ids, out: out, encoder_output)
-        return [outputs] if isinstance(outputs, Tensor) else outputs
+        self, tokens: list[int], params: SamplingParams, source: list[int] | None, counted: list[int]
+    ) -> RequestHandle:
+        """Submit a request; ``counted`` are the tokens that its usage counts as the prompt."""
+        return self._client.submit(
+            lambda engine: engine.add_request(tokens, params, encoder_token_ids=source), params, counted
+        )
 
     def _encode_each(
         self,
@@ -576,146 +468,28 @@ class LLM:
         """Return the converted encoder output of one or many texts."""
         if self.model.encoder is None:
             raise RequestError("this model has no encoder", "It continues prompts.")
-        token_ids: dict[int, list[int]] = {}
 
-        def submit(text: engine_lib.client.PromptInput) -> engine_lib.client.RequestHandle:
+        def submit(text: PromptInput) -> RequestHandle:
             ids = self.texts.encode_source(text, specials=specials)
-            handle = self._client.submit(
-                lambda engine: engine.add_encoder_request(ids, encoder_output), SamplingParams(), len(ids)
+            return self._client.submit(
+                lambda engine: engine.add_encoder_request(ids, encoder_output), SamplingParams(), ids
             )
-            token_ids[handle.request] = ids
-            return handle
 
-        return self._run_each(texts, submit, lambda handle: convert(token_ids[handle.request], handle.encoder_output()))
+        return self._client.run_each(texts, submit, lambda handle: convert(handle.token_ids, handle.encoder_output()))
 
-    def _require_classifier(self, level: str, task: str) -> None:
+    def _classifier_labels(self, level: str, task: str) -> tuple[str, ...]:
         head = self.model.config.head
-        if not isinstance(head, ClassificationHeadConfig) or head.level != level:
-            raise RequestError(f"this model does not {task}", self._supported_tasks())
-
-    def _supported_tasks(self) -> str:
-        head = self.model.config.head
-        if self._kind != "encoder":
-            return "It can generate, score and return logits."
-        if isinstance(head, LanguageHeadConfig):
-            return "It can fill masks, embed and return logits."
-        if isinstance(head, ClassificationHeadConfig):
-            return f"It can {'tag' if head.level == 'token' else 'classify'}, embed and return logits."
-        return "It can embed."
+        if not isinstance(head, cfg.ClassificationHeadConfig) or head.level != level:
+            raise RequestError(f"this model does not {task}", self._supported)
+        return head.labels
 
 
-def _dtype_name(key: str, dtype: Any, known: Iterable[str] | None = None) -> str | None:
-    """Return a dtype's name (``torch.float32`` -> "float32"), or raise ConfigError."""
-    known = checkpoint.native.DTYPES if known is None else known
-    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    is_custom_format = (
-        isinstance(name, str) and ":" in name and known is cache_lib.quantization.FORMATS
-    )  # resolved by the cache configuration
-    if name is None or is_custom_format or (isinstance(name, str) and name in known):
-        return name
-    raise ConfigError(f"{key}: unknown dtype {name!r}", suggest(str(name), known))
-
-
-def _device(device: Any) -> torch.device:
-    """Return the device; raise UsageError if it is unknown or unavailable."""
-    try:
-        torch_device = torch.device(device)
-    except (RuntimeError, TypeError, ValueError):
-        raise UsageError(f"unknown device {device!r}", "Use 'cpu', 'cuda' or 'cuda:1'.") from None
-    if torch_device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            f"device {str(torch_device)!r}: this torch finds no CUDA device", "Omit device= to use the CPU."
-        )
-    try:
-        torch.zeros(1, device=torch_device).item()
-    except (AssertionError, RuntimeError) as error:  # includes NotImplementedError of missing backends
-        reason = str(error).partition("\n")[0]
-        raise UsageError(
-            f"device {str(torch_device)!r} cannot be used here: {reason}", "Omit device= to use the CPU."
-        ) from None
-    return torch_device
-
-
-def _compute_dtype(checkpoint_handle: CheckpointHandle, dtype: str | None, device: torch.device) -> str:
-    """Return the compute dtype: as given, else as stored (float16 is widened on a CPU)."""
-    if dtype is not None:
-        return dtype
-    stored_dtype = str(checkpoint_handle.stored_dtype).removeprefix("torch.")
-    return "float32" if stored_dtype == "float16" and device.type == "cpu" else stored_dtype
-
-
-def default_cache_config(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
-    """Return a paged cache in the model's dtype for sequences up to the model's limit."""
-    known = [f.name for f in dataclasses.fields(CacheConfig)]
-    for name in fields:
-        if name not in known:
-            raise RequestError(f"unknown cache option {name!r}", suggest(name, known))
-    chosen: dict[str, Any] = {
-        "max_seq_len": model.max_seq_len,
-        "dtype": dtype,
-        **cache_lib.config.resolve_endless(fields),
-    }
-    if model.encoder_input is not None:
-        chosen = {"max_source_len": model.encoder_input.max_seq_len, **chosen}
-    if isinstance(chosen["max_seq_len"], int) and chosen["max_seq_len"] > model.max_seq_len:
-        raise RequestError(f"a context of {chosen['capacity']} tokens exceeds the model's limit of {model.max_seq_len}")
-    return CacheConfig(**chosen)
-
-
-def _sampling_params(
-    sampling_params: SamplingParams | None, options: dict[str, Any], generation: GenerationConfig
-) -> SamplingParams:
-    if sampling_params is None:
-        return resolve_sampling(options, generation)
-    if not isinstance(sampling_params, SamplingParams):
-        raise RequestError(
-            f"sampling_params: must be SamplingParams, got {sampling_params!r}", "Pass its fields as keywords."
-        )
-    if options:
-        raise RequestError(
-            f"sampling_params= and {next(iter(options))}= are both given", "Set it in the SamplingParams."
-        )
-    return sampling_params
-
-
-def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -> SamplingParams:
-    """Combine the given options with the checkpoint's defaults.
-
-    Options for sampling, or more samples than beams, drop the checkpoint's beam search and greedy mode; ``num_beams``
-    drops its sampling options. Raises RequestError for an unknown name or an invalid value.
-    """
-    defaults: dict[str, Any] = dict(generation.sampling or {})
-    bad_words = (*((token,) for token in generation.suppress_tokens), *generation.bad_words_ids)
-    if bad_words:
-        defaults["bad_words_ids"] = bad_words
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        if getattr(generation, name) is not None:
-            defaults[name] = getattr(generation, name)
-    wants_more_samples = options.get("n", 1) > defaults.get("num_beams", 1)
-    if wants_more_samples or (
-        {*scheduling.request.SAMPLING_ONLY_FIELDS, *scheduling.request.NON_BEAM_FIELDS} & options.keys()
-        and not options.keys() & set(scheduling.request.BEAM_ONLY_FIELDS)
-    ):
-        defaults = {name: value for name, value in defaults.items() if name not in scheduling.request.BEAM_ONLY_FIELDS}
-    if options.get("num_beams", 1) != 1:
-        defaults = {
-            name: value
-            for name, value in defaults.items()
-            if name not in (*scheduling.request.SAMPLING_ONLY_FIELDS, *scheduling.request.NON_BEAM_FIELDS)
-        }
-        defaults["temperature"] = 0.0
-    if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
-        defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
-    if options.get("num_beams", defaults.get("num_beams", 1)) == 1:  # drop a file's beam options if no beam search runs
-        defaults = {name: value for name, value in defaults.items() if name not in scheduling.request.BEAM_ONLY_FIELDS}
-        if defaults.get("temperature") == 0 and (
-            wants_more_samples or options.keys() & set(scheduling.request.SAMPLING_ONLY_FIELDS)
-        ):
-            del defaults["temperature"]
-    return SamplingParams.from_options(**{**defaults, **options})
-
-
-def _text_score(tokens: Sequence[int], scores: Sequence[TokenLogprob]) -> engine_lib.output.TextScore:
-    return engine_lib.output.TextScore(
-        tuple(tokens), (None, *(s.logprob for s in scores)), ((), *(s.top_logprobs for s in scores))
+def _check_memory(
+    handle: CheckpointHandle, cache: CacheConfig, dtype: str, summarizer: str | Path | None, *, deterministic: bool
+) -> None:
+    """Raise MemoryPlanError if the model and its cache would not fit into host memory."""
+    shape = None if summarizer is None else checkpoint.folder.read_summarizer_shape(Path(summarizer))
+    memory_plan = plan_memory(
+        handle.config, cache, weights_dtype=dtype, summarizer_shape=shape, deterministic=deterministic
     )
+    require_memory(memory_plan, available_bytes())

@@ -239,7 +239,7 @@ class CacheView(Protocol):
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         """Rotate, write, read and attend: q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].
 
-        With k = v = None, read what :meth:`write` wrote (cross-attention).
+        With k = v = None, read what ``write`` wrote (cross-attention).
         """
         ...
 
@@ -278,9 +278,9 @@ class BlockOps(NamedTuple):
     ``swap_in``: (key, per group as many blocks): copied back from the host.
     ``drop_swapped``: keys of swapped sequences that are discarded.
     ``load``: (number, per group a block or none): copied from the block store.
-    ``evict``: per group, :class:`EvictOp`.
+    ``evict``: per group, ``EvictOp``.
     ``quantize``: per group, (source block, target block): a block of the upper level, in this group's formats.
-    ``merge``: per group, :class:`MergeOp`: a block of the upper level, summarized.
+    ``merge``: per group, ``MergeOp``: a block of the upper level, summarized.
     ``clear``: per group, blocks with a new owner: positions become -1 and contents zero.
     ``copy``: per group, (source block, target block, slots copied): copy-on-write; the target's other slots are empty.
     """

@@ -1,13 +1,14 @@
-"""Settings of every test: a known number of threads, reproducible hypothesis, and ``--sample N`` of a suite."""
+"""Settings of all tests: a fixed number of threads, reproducible hypothesis, and ``--sample N`` of a suite."""
 
 import os
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before anything imports torch: workers side by side must not fight over the cores, and sums must not depend on them.
+# Set before torch is imported, so that parallel workers share the cores and sums are reproducible.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    if "PYTEST_XDIST_WORKER" in os.environ:  # it inherits the controller's setting, which is meant for one process
+    # a worker inherits the controller's setting, which is meant for one process
+    if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ[_name] = "1"
     else:
         os.environ.setdefault(_name, "2")
@@ -31,13 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    wanted: int | None = config.getoption("--sample")
-    if wanted is None:
+    selected: int | None = config.getoption("--sample")
+    if selected is None:
         return
     brief = [item for item in items if _minutes(item) <= 1]
-    chosen = brief[:: max(1, -(-len(brief) // wanted))]
-    kept = set(map(id, chosen))
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    chosen = brief[:: max(1, -(-len(brief) // selected))]
+    sampled = set(map(id, chosen))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in sampled])
     items[:] = chosen
 
 

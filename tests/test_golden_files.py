@@ -1,4 +1,4 @@
-"""Stored files of every format, written once by `tests/support/golden_files.py`, are read by the code of today."""
+"""Stored files of every format, written once by `tests/support/golden_files.py`, are read by the current code."""
 
 import json
 import shutil
@@ -21,41 +21,41 @@ def files(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["run-hf", "run-native"])
-def test_a_checkpoint_of_each_layout_gives_its_scores(name):
+def test_checkpoint_of_each_layout_has_its_scores(name):
     assert scores(GOLDEN / name) == pytest.approx(EXPECTED[name], abs=1e-5)
 
 
-def test_an_adapter_gives_its_scores():
+def test_adapter_has_its_scores():
     adapted = scores(GOLDEN / "run-hf", adapter=GOLDEN / "adapter")
     assert adapted == pytest.approx(EXPECTED["adapter"], abs=1e-5)
     assert adapted != pytest.approx(EXPECTED["run-hf"], abs=1e-5)
 
 
-def test_a_summarizer_is_loaded():
+def test_summarizer_is_loaded():
     policy = "tiered(8, quantized=0, interval=8, summaries=8, ratio=4)"
     with LLM.load(GOLDEN / "run-hf", summarizer=GOLDEN / "summarizer", policy=policy, block_size=4) as llm:
         assert llm.generate(PROMPT, max_tokens=8, temperature=0).choices[0].token_ids
 
 
-def test_a_session_continues(files):
+def test_session_continues(files):
     with LLM.load(files / "run-hf") as llm:
         session = llm.session("notes", files / "sessions")
         session.generate("", max_tokens=2, temperature=0)
         assert session.reused >= 10 and not session.missed
 
 
-def test_a_prefix_is_found_in_its_directory(files):
+def test_prefix_is_found_in_its_directory(files):
     with LLM.load(files / "run-hf", prefix_cache_dir=files / "prefix-cache", block_size=4) as llm:
         assert llm.generate(PROMPT + "x", max_tokens=1, temperature=0).usage.num_cached_tokens == 12
 
 
-def test_prepared_data_and_a_run_folder_are_read(files):
+def test_prepared_data_and_run_folder_are_read(files):
     run("data", "check", files / "run-hf", files / "prepared")
     run("train", "--resume", "--out", files / "run-native")
     assert (files / "run-native" / "checkpoints" / "step-00000004").is_dir()
 
 
-def test_a_damaged_copy_is_rejected(files):
+def test_damaged_copy_is_rejected(files):
     session = files / "sessions" / "notes.session"
     content = bytearray(session.read_bytes())
     content[len(content) // 2] ^= 1

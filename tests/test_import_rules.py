@@ -1,4 +1,4 @@
-"""The import rules of docs/architecture.md, checked on kvad and on small trees that break them."""
+"""The import rules of docs/contributing/architecture.md, checked on kvad and on small trees that break them."""
 
 import importlib
 import os
@@ -20,7 +20,7 @@ DOOR = "if TYPE_CHECKING:\n  from kvad.{0}.{1} import {2} as {2}\n"
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
-def test_kvad_keeps_the_rule(rule):
+def test_kvad_has_no_violations(rule):
     assert rule(KVAD) == []
 
 
@@ -105,17 +105,17 @@ def tree(files):
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_rule_is_reported(case):
+def test_violation_is_reported(case):
     rule, files = BROKEN[case]
     assert rule(tree(files))
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
-def test_every_rule_is_broken_once(rule):
+def test_every_rule_has_a_violating_example(rule):
     assert any(broken is rule for broken, _ in BROKEN.values())
 
 
-def test_a_correct_tree_has_no_violations():
+def test_correct_tree_has_no_violations():
     files = {
         "errors": "class E: ...",
         "model_input": "import typing\nif typing.TYPE_CHECKING:\n  import torch\nelse:\n  import math",
@@ -130,12 +130,12 @@ def test_a_correct_tree_has_no_violations():
     assert {rule.__name__: rule(tree(files)) for rule in rules.RULES} == {rule.__name__: [] for rule in rules.RULES}
 
 
-def test_the_rules_read_all_of_kvad():
+def test_rules_read_all_of_kvad():
     assert {"kvad", "kvad.errors", "kvad.cli.main", "kvad.cache.manager.block_pool"} <= set(KVAD.trees)
     assert sum(len(imports) for imports in KVAD.files.values()) > 2000
 
 
-# --- the same at run time
+# --- at run time
 
 
 def modules_after(program):
@@ -158,7 +158,7 @@ def test_torch_free_modules_load_no_torch():
     assert "torch" not in loaded
 
 
-def test_a_loaded_torch_is_noticed():
+def test_loaded_torch_is_detected():
     loaded, ran = modules_after("import torch")
     assert ran.returncode == 0 and "torch" in loaded
 
@@ -206,7 +206,7 @@ def test_every_public_name_of_a_door_loads(package):
     assert set(getattr(door, "__all__", ())) <= set(dir(door))
 
 
-def test_the_front_door():
+def test_public_names_of_kvad():
     assert kvad.__all__ == ["LLM", "KvadError", "__version__"]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         kvad.nothing  # noqa: B018

@@ -1,4 +1,4 @@
-"""The three-line face: every method, text or ids, one or many, alone or among others; and what it refuses."""
+"""The LLM class: every method with text or ids, one or many prompts, in a batch or in threads; and its errors."""
 
 import math
 import threading
@@ -35,19 +35,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    """float64, so that what comes from the cache is what the model says, to 1e-10."""
-    with LLM.load(folder, dtype="float64", max_num_seqs=4, block_size=4) as opened:
-        yield opened
+    """float64, so that cached outputs equal uncached ones to 1e-10."""
+    with LLM.load(folder, dtype="float64", max_num_seqs=4, block_size=4) as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    with LLM.load(write_model(tmp_path_factory.mktemp("models") / "bare", tokenizer=False)) as opened:
-        yield opened
+def llm_without_tokenizer(tmp_path_factory):
+    with LLM.load(write_model(tmp_path_factory.mktemp("models") / "bare", tokenizer=False)) as loaded:
+        yield loaded
 
 
-def greedy(llm, tokens, count):
-    """What the model says without any cache, token after token."""
+def uncached_greedy(llm, tokens, count):
+    """Return the greedy tokens of the uncached model."""
     tokens, out = llm.encode(tokens), []
     for _ in range(count):
         out.append(int(llm.logits(tokens + out)[-1].argmax()))
@@ -57,28 +57,27 @@ def greedy(llm, tokens, count):
 # ---------------------------------------------------------------- generate
 
 
-def test_three_lines(folder):
+def test_load_generate_close(folder):
     llm = kvad.LLM.load(folder)
     done = llm.generate("def ", max_tokens=8, temperature=0)
     assert done.text == llm.tokenizer.decode(done.tokens) and done.finish_reason == "length"
     llm.close()
 
 
-def test_generate_is_what_the_model_says_without_a_cache(llm):
+def test_generate_equals_the_uncached_model(llm):
     done = llm.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True)
-    assert done.tokens == greedy(llm, PROMPT, 12)
+    assert done.tokens == uncached_greedy(llm, PROMPT, 12)
     assert (done.usage.num_prompt_tokens, done.usage.num_completion_tokens) == (len(PROMPT), 12)
     assert 0 < done.timings.first_token <= done.timings.total and done.timings.tokens_per_second > 0
     assert len(done.choices) == 1 and done.choices[0].text == done.text and done.prompt_logprobs == ()
 
 
-def test_timings_are_the_requests_own_and_not_those_of_who_waits(llm, monkeypatch):
-    """On a clock that counts steps: the long one is drained first, and the short one had long been done."""
+def test_timings_do_not_include_waiting_for_the_result(llm, monkeypatch):
+    """The clock counts steps: the long request is read first, when the short one is long finished."""
     steps = llm.engine.scheduler.stats
     monkeypatch.setattr(llm.engine.scheduler, "_clock", lambda: float(steps().steps))
     collectors = [
-        llm._submitter(SamplingParams(max_tokens=n, temperature=0, ignore_eos=True), None, None)(PROMPT)
-        for n in (40, 4)
+        llm._submitter(SamplingParams(max_tokens=n, temperature=0, ignore_eos=True), {})(PROMPT) for n in (40, 4)
     ]
     long, short = (collector.result().timings for collector in collectors)
     assert (long.total, short.total) == (39 + long.first_token, 3 + short.first_token)
@@ -87,7 +86,7 @@ def test_timings_are_the_requests_own_and_not_those_of_who_waits(llm, monkeypatc
     assert nothing.first_token == nothing.total and nothing.tokens_per_second == 0.0
 
 
-def test_text_or_ids_one_or_many(llm):
+def test_generate_accepts_text_or_ids_one_or_many(llm):
     options = {"max_tokens": 6, "temperature": 0}
     ids = [list(text.encode()) for text in ("ab", "cde")]
     one = llm.generate("ab", **options)
@@ -100,19 +99,19 @@ def test_text_or_ids_one_or_many(llm):
     assert llm.generate("ab", SamplingParams(**options)).tokens == one.tokens
 
 
-def test_more_prompts_than_seats(llm):
+def test_more_prompts_than_max_num_seqs(llm):
     prompts = [f"poem {i}" for i in range(11)]
     many = llm.generate(prompts, max_tokens=5, seed=3)
     assert [done.tokens for done in many] == [llm.generate(p, max_tokens=5, seed=3).tokens for p in prompts]
 
 
-def test_an_empty_text_begins_with_the_opening_token(llm):
+def test_empty_text_begins_with_the_opening_token(llm):
     opening = llm.tokenizer.special_tokens.separator
     assert llm.encode("") == [opening] == llm.encode([])
-    assert llm.generate("", max_tokens=5, temperature=0).tokens == greedy(llm, [opening], 5)
+    assert llm.generate("", max_tokens=5, temperature=0).tokens == uncached_greedy(llm, [opening], 5)
 
 
-def test_n_samples_differ_and_each_is_its_own(llm):
+def test_samples_differ_and_do_not_depend_on_n(llm):
     done = llm.generate(PROMPT, n=6, max_tokens=8, seed=7)
     assert len(done.choices) == 6 and len({sample.token_ids for sample in done.choices}) > 3
     assert done.usage.num_completion_tokens == sum(len(sample.token_ids) for sample in done.choices)
@@ -120,29 +119,29 @@ def test_n_samples_differ_and_each_is_its_own(llm):
     assert [s.token_ids for s in fewer.choices] == [s.token_ids for s in done.choices[:2]]
 
 
-def test_a_seed_means_the_same_whoever_else_is_in_the_batch(llm):
-    alone = llm.generate(PROMPT, max_tokens=16, seed=11)
-    assert llm.generate(PROMPT, max_tokens=16, seed=11).tokens == alone.tokens
-    assert llm.generate(PROMPT, max_tokens=16, seed=12).tokens != alone.tokens
-    crowd = llm.generate([*OTHERS[:2], PROMPT, *OTHERS[2:]], max_tokens=16, seed=11)
-    assert crowd[2].tokens == alone.tokens
+def test_seeded_output_does_not_depend_on_the_batch(llm):
+    single = llm.generate(PROMPT, max_tokens=16, seed=11)
+    assert llm.generate(PROMPT, max_tokens=16, seed=11).tokens == single.tokens
+    assert llm.generate(PROMPT, max_tokens=16, seed=12).tokens != single.tokens
+    batch = llm.generate([*OTHERS[:2], PROMPT, *OTHERS[2:]], max_tokens=16, seed=11)
+    assert batch[2].tokens == single.tokens
 
 
-def test_a_prefix_that_is_known_is_not_computed_again(llm):
+def test_cached_prefix_is_not_recomputed(llm):
     prompt = "the same beginning, again and again"
     first = llm.generate(prompt, max_tokens=4, temperature=0)
-    again = llm.generate(prompt, max_tokens=4, temperature=0)
-    assert again.usage.num_cached_tokens == (len(prompt) - 1) // 4 * 4 and again.tokens == first.tokens
-    assert first.usage.num_cached_tokens < again.usage.num_cached_tokens
+    second = llm.generate(prompt, max_tokens=4, temperature=0)
+    assert second.usage.num_cached_tokens == (len(prompt) - 1) // 4 * 4 and second.tokens == first.tokens
+    assert first.usage.num_cached_tokens < second.usage.num_cached_tokens
 
 
 @pytest.mark.parametrize("stop", ["aa", "aaa", "ab"])
 def test_stop_strings(llm, stop):
-    options = {"max_tokens": 8, "temperature": 0, "logit_bias": {97: 500.0}}  # it says nothing but a
+    options = {"max_tokens": 8, "temperature": 0, "logit_bias": {97: 500.0}}  # only "a" can be sampled
     done = llm.generate(PROMPT, stop=(stop,), **options)
-    met = stop != "ab"
-    assert done.text == ("" if met else "aaaaaaaa")
-    assert (done.finish_reason, len(done.tokens)) == (("stop", len(stop)) if met else ("length", 8))
+    stopped = stop != "ab"
+    assert done.text == ("" if stopped else "aaaaaaaa")
+    assert (done.finish_reason, len(done.tokens)) == (("stop", len(stop)) if stopped else ("length", 8))
 
 
 def test_stop_tokens_and_the_end_of_a_document(llm):
@@ -151,20 +150,20 @@ def test_stop_tokens_and_the_end_of_a_document(llm):
     done = llm.generate(PROMPT, **biased)
     assert (done.text, done.tokens, done.finish_reason) == ("", (end,), "stop")
     assert llm.generate(PROMPT, ignore_eos=True, **biased).tokens == (end,) * 5
-    kept = llm.generate(PROMPT, min_tokens=3, **biased).tokens
-    assert len(kept) == 4 and end not in kept[:3]
+    continued = llm.generate(PROMPT, min_tokens=3, **biased).tokens
+    assert len(continued) == 4 and end not in continued[:3]
     free = llm.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True).tokens
     assert (
         llm.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True, stop_token_ids=(free[2],)).tokens == free[:3]
     )
 
 
-def test_no_tokens_at_all(llm):
+def test_zero_max_tokens(llm):
     done = llm.generate(PROMPT, max_tokens=0)
     assert (done.text, done.tokens, done.finish_reason) == ("", (), "length")
 
 
-def test_without_max_tokens_it_goes_to_the_models_limit(llm):
+def test_without_max_tokens_the_model_limit_applies(llm):
     done = llm.generate("x" * (LIMIT - 5), temperature=0, ignore_eos=True)
     assert len(done.tokens) == 5 and done.finish_reason == "length"
 
@@ -172,7 +171,7 @@ def test_without_max_tokens_it_goes_to_the_models_limit(llm):
 # ---------------------------------------------------------------- numbers
 
 
-def test_logprobs_are_those_of_the_model(llm):
+def test_logprobs_equal_the_model(llm):
     done = llm.generate(PROMPT, max_tokens=6, seed=2, temperature=0.5, top_k=3, logprobs=4, ignore_eos=True)
     expected = llm.logits(llm.encode(PROMPT) + list(done.tokens)).log_softmax(-1)[len(PROMPT) - 1 : -1]
     assert [score.token_id for score in done.logprobs] == list(done.tokens)
@@ -185,10 +184,10 @@ def test_logprobs_are_those_of_the_model(llm):
     assert llm.generate(PROMPT, max_tokens=2).logprobs == ()
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_prompt_logprobs_are_the_models(folder, warm):
+@pytest.mark.parametrize("prefix_cached", [False, True])
+def test_prompt_logprobs_equal_the_model(folder, prefix_cached):
     with LLM.load(folder, dtype="float64", block_size=4, prefill_chunk_size=5) as llm:
-        if warm:
+        if prefix_cached:
             llm.generate(PROMPT, max_tokens=1)
         scores = llm.generate(PROMPT, max_tokens=3, prompt_logprobs=2, n=2).prompt_logprobs
         expected = llm.logits(PROMPT).log_softmax(-1)
@@ -209,13 +208,13 @@ def test_score_is_the_sum_of_log_probabilities(llm):
     assert score.alternatives[0] == () and all(len(top) == 3 for top in score.alternatives[1:])
 
 
-def test_score_of_one_or_many_texts_or_ids(llm):
+def test_score_accepts_one_or_many_texts_or_ids(llm):
     ids = list(PROMPT.encode())
     one = llm.score(PROMPT)
     assert llm.score(ids) == one
     assert llm.score([PROMPT, "ab"])[0] == one and llm.score([ids, [1, 2]])[0] == one
-    alone = llm.score("a")
-    assert alone.logprobs == (None,) and alone.total_logprob == 0 and math.isnan(alone.perplexity)
+    single = llm.score("a")
+    assert single.logprobs == (None,) and single.total_logprob == 0 and math.isnan(single.perplexity)
 
 
 def test_logits(llm):
@@ -227,32 +226,32 @@ def test_logits(llm):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_trace(llm, cached):
-    found = llm.trace("abcd", layers=[1], heads=[0, 3], cached=cached)
-    assert found.token_texts == ("a", "b", "c", "d") and list(found.layers) == [1]
-    layer = found.layers[1]
+    outputs = llm.trace("abcd", layers=[1], heads=[0, 3], cached=cached)
+    assert outputs.token_texts == ("a", "b", "c", "d") and list(outputs.layers) == [1]
+    layer = outputs.layers[1]
     assert layer.weights.shape == (2, 4, 4) and layer.q.shape[:2] == (4, 2) and layer.hidden.shape == (4, 24)
     assert torch.allclose(layer.weights.sum(-1), torch.ones(2, 4, dtype=torch.float64))
     assert layer.weights.triu(1).abs().max() == 0
-    assert (found.logits - llm.logits("abcd")).abs().max() <= 1e-10
-    whole = llm.trace("abcd", cached=cached)
-    assert list(whole.layers) == [0, 1] and torch.equal(whole.layers[1].weights[[0, 3]], layer.weights)
+    assert (outputs.logits - llm.logits("abcd")).abs().max() <= 1e-10
+    full_trace = llm.trace("abcd", cached=cached)
+    assert list(full_trace.layers) == [0, 1] and torch.equal(full_trace.layers[1].weights[[0, 3]], layer.weights)
 
 
 # ---------------------------------------------------------------- stream
 
 
-def test_a_stream_is_generate_in_pieces(llm):
+def test_stream_equals_generate(llm):
     pieces = list(llm.stream(PROMPT, max_tokens=9, seed=4, n=2, logprobs=1))
     done = llm.generate(PROMPT, max_tokens=9, seed=4, n=2, logprobs=1)
     for number, sample in enumerate(done.choices):
-        mine = [piece for piece in pieces if piece.sample_index == number]
-        assert "".join(piece.text for piece in mine) == sample.text
-        assert tuple(piece.token_id for piece in mine if piece.token_id is not None) == sample.token_ids
-        assert [piece.finish_reason for piece in mine if piece.finish_reason] == [sample.finish_reason]
-        assert tuple(piece.logprob for piece in mine if piece.logprob) == sample.logprobs
+        chunks = [piece for piece in pieces if piece.sample_index == number]
+        assert "".join(piece.text for piece in chunks) == sample.text
+        assert tuple(piece.token_id for piece in chunks if piece.token_id is not None) == sample.token_ids
+        assert [piece.finish_reason for piece in chunks if piece.finish_reason] == [sample.finish_reason]
+        assert tuple(piece.logprob for piece in chunks if piece.logprob) == sample.logprobs
 
 
-def test_closing_a_stream_cancels_what_is_left(llm):
+def test_closing_a_stream_cancels_the_request(llm):
     stream = llm.stream(PROMPT, max_tokens=50, ignore_eos=True)
     next(stream)
     assert llm.engine.kv_cache_manager.stats().used[0] > 0 and not llm.engine.idle
@@ -261,30 +260,30 @@ def test_closing_a_stream_cancels_what_is_left(llm):
     llm.engine.scheduler.check()
 
 
-def test_streams_side_by_side(llm):
+def test_concurrent_streams(llm):
     expected = [llm.generate(p, max_tokens=7, seed=1).tokens for p in OTHERS]
     streams = [llm.stream(p, max_tokens=7, seed=1) for p in OTHERS]
-    found = [[] for _ in streams]
-    live = dict(enumerate(streams))
-    while live:
-        for number, stream in list(live.items()):
+    outputs = [[] for _ in streams]
+    running = dict(enumerate(streams))
+    while running:
+        for number, stream in list(running.items()):
             piece = next(stream, None)
             if piece is None:
-                del live[number]
+                del running[number]
             elif piece.token_id is not None:
-                found[number].append(piece.token_id)
-    assert [tuple(tokens) for tokens in found] == expected
+                outputs[number].append(piece.token_id)
+    assert [tuple(tokens) for tokens in outputs] == expected
 
 
 # ---------------------------------------------------------------- threads
 
 
-def test_threads_share_one_engine_and_each_gets_its_own(llm):
+def test_threads_share_one_engine(llm):
     prompts = [f"{i} poems" for i in range(12)]
     expected = [llm.generate(p, max_tokens=8, seed=i).tokens for i, p in enumerate(prompts)]
     start = threading.Barrier(6)
 
-    def ask(number):
+    def generate_one(number):
         if number < 6:
             start.wait()
         if number % 3 == 0:
@@ -294,15 +293,15 @@ def test_threads_share_one_engine_and_each_gets_its_own(llm):
         return llm.generate(prompts[number], max_tokens=8, seed=number).tokens
 
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(ask, range(12))) == expected
+        assert list(pool.map(generate_one, range(12))) == expected
     assert llm.engine.idle and not llm._client._chunk_queues
     llm.engine.scheduler.check()
 
 
-def test_a_bad_request_in_one_thread_disturbs_no_other(llm):
+def test_invalid_request_does_not_affect_other_threads(llm):
     expected = llm.generate(PROMPT, max_tokens=8, seed=1).tokens
 
-    def ask(number):
+    def generate_one(number):
         if number % 2:
             with pytest.raises(RequestError):
                 llm.generate("x" * 200)
@@ -310,13 +309,13 @@ def test_a_bad_request_in_one_thread_disturbs_no_other(llm):
         return llm.generate(PROMPT, max_tokens=8, seed=1).tokens
 
     with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(ask, range(8))) == {expected}
+        assert set(pool.map(generate_one, range(8))) == {expected}
 
 
 # ---------------------------------------------------------------- load and close
 
 
-def test_as_a_context_manager_it_frees_its_pool(folder):
+def test_context_manager_frees_the_pool(folder):
     with LLM.load(folder) as llm:
         llm.generate("a", max_tokens=2)
         running = llm.stream("b", max_tokens=9)
@@ -334,7 +333,7 @@ def test_as_a_context_manager_it_frees_its_pool(folder):
     assert llm.encode("ab") == [97, 98]
 
 
-def test_load_takes_a_dtype_and_a_cache(folder):
+def test_load_accepts_a_dtype_and_cache_options(folder):
     with LLM.load(
         folder, dtype="float64", max_num_seqs=2, max_seq_len=32, layout="contiguous", cache_dtype="bfloat16"
     ) as llm:
@@ -348,7 +347,7 @@ def test_load_takes_a_dtype_and_a_cache(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"max_num_seqs": 0}, ConfigError, "cache.max_num_seqs"),
         ({"layout": "heap"}, ConfigError, "cache.layout"),
@@ -367,14 +366,14 @@ def test_load_takes_a_dtype_and_a_cache(folder):
         ({"max_num_seqs": 3_000_000_000}, MemoryPlanError, "available"),
     ],
 )
-def test_load_refuses_what_cannot_be(folder, options, error, says):
+def test_load_refuses_invalid_options(folder, options, error, message):
     with pytest.raises(error) as caught:
         LLM.load(folder, **options)
-    assert says in caught.value.message
+    assert message in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"dtype": "foo"}, "dtype: unknown dtype 'foo'"),
         ({"dtype": "float23"}, "did you mean 'float32'"),
@@ -397,35 +396,35 @@ def test_load_refuses_what_cannot_be(folder, options, error, says):
         ({"device": "meta"}, "device 'meta' cannot be used here"),
     ],
 )
-def test_load_refuses_a_dtype_or_a_device_that_is_not_there(folder, monkeypatch, options, says):
+def test_load_refuses_unknown_dtypes_and_devices(folder, monkeypatch, options, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError) as caught:
         LLM.load(folder, **options)
-    assert says in str(caught.value) and caught.value.hint
+    assert message in str(caught.value) and caught.value.hint
 
 
-def test_load_takes_dtypes_and_devices_of_torch(folder):
+def test_load_accepts_torch_dtypes_and_devices(folder):
     with LLM.load(folder, dtype=torch.float64, cache_dtype=torch.float16, device=torch.device("cpu")) as llm:
         assert (llm.model.embedding.tokens.weight.dtype, llm.cache_config.dtype) == (torch.float64, "float16")
 
 
-def test_load_refuses_a_folder_that_is_no_checkpoint(tmp_path):
+def test_load_refuses_a_folder_without_a_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError):
             LLM.load(path)
 
 
-def test_the_pool_is_what_plan_says(folder):
+def test_pool_bytes_equal_the_plan(folder):
     with LLM.load(folder, max_num_seqs=3, max_seq_len=40) as llm:
-        held = sum(leaf.numel() * leaf.element_size() for leaf in llm.engine.kv_cache.tensors())
-        assert held == plan_memory(llm.model.config, llm.cache_config).pool
+        allocated = sum(leaf.numel() * leaf.element_size() for leaf in llm.engine.kv_cache.tensors())
+        assert allocated == plan_memory(llm.model.config, llm.cache_config).pool
 
 
 # ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "says"),
+    ("prompt", "options", "message"),
     [
         ("x" * (LIMIT + 1), {}, f"prompt: must have at most {LIMIT} tokens, got {LIMIT + 1}"),
         ([1, 999], {}, "token id must be below 257, got 999"),
@@ -448,25 +447,26 @@ def test_the_pool_is_what_plan_says(folder):
         ([[1], 5], {}, "prompt: must be text or token ids"),
     ],
 )
-def test_requests_that_cannot_be(llm, prompt, options, says):
+def test_invalid_requests_are_refused(llm, prompt, options, message):
     for call in (llm.generate, lambda *a, **k: list(llm.stream(*a, **k))):
         with pytest.raises(RequestError) as caught:
             call(prompt, **options)
-        assert says in caught.value.message
+        assert message in caught.value.message
     assert llm.engine.idle and not llm._client._chunk_queues
 
 
-def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(llm):
+def test_invalid_prompt_cancels_the_whole_call(llm):
     with pytest.raises(RequestError):
         llm.generate(["a", "x" * 200, "b"], max_tokens=4)
     assert llm.engine.idle and not llm._client._chunk_queues and llm.engine.kv_cache_manager.stats().used == (0,)
 
 
 @pytest.mark.parametrize(
-    ("layers", "heads", "says"), [([2], None, "layers: must be in 0..1, got 2"), ([0], [4], "heads: must be in 0..3")]
+    ("layers", "heads", "message"),
+    [([2], None, "layers: must be in 0..1, got 2"), ([0], [4], "heads: must be in 0..3")],
 )
-def test_trace_refuses_what_is_not_there(llm, layers, heads, says):
-    with pytest.raises(RequestError, match=says):
+def test_trace_refuses_unknown_layers_and_heads(llm, layers, heads, message):
+    with pytest.raises(RequestError, match=message):
         llm.trace("ab", layers, heads)
 
 
@@ -475,18 +475,18 @@ def test_lone_surrogates_are_refused(llm):
         llm.generate("a\ud800")
 
 
-def test_without_a_tokenizer_ids_do(bare):
-    done = bare.generate([3, 4], max_tokens=4, temperature=0)
-    assert done.tokens == greedy(bare, [3, 4], 4) and done.text == ""
-    assert bare.trace([3, 4]).token_texts == ("3", "4")
-    for prompt, says in (("hi", "no tokenizer"), ([], "no opening token")):
-        with pytest.raises(RequestError, match=says):
-            bare.generate(prompt)
+def test_ids_without_a_tokenizer(llm_without_tokenizer):
+    done = llm_without_tokenizer.generate([3, 4], max_tokens=4, temperature=0)
+    assert done.tokens == uncached_greedy(llm_without_tokenizer, [3, 4], 4) and done.text == ""
+    assert llm_without_tokenizer.trace([3, 4]).token_texts == ("3", "4")
+    for prompt, message in (("hi", "no tokenizer"), ([], "no opening token")):
+        with pytest.raises(RequestError, match=message):
+            llm_without_tokenizer.generate(prompt)
     with pytest.raises(RequestError, match="stop: requires a tokenizer"):
-        bare.generate([3], stop=("x",))
+        llm_without_tokenizer.generate([3], stop=("x",))
 
 
-def test_a_model_that_says_nan_is_a_named_error_and_the_next_call_works(folder):
+def test_nan_is_an_error_and_the_next_call_works(folder):
     with LLM.load(folder) as llm:
         expected = llm.generate("ok", max_tokens=3, temperature=0).tokens
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""LLM.session: turns, files, what was reused, and what is refused."""
+"""LLM.session: turns, files, reuse of the cache, and errors."""
 
 import errno
 import subprocess
@@ -35,8 +35,8 @@ def llm(model):
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_a_session_says_what_the_whole_text_would(model, tmp_path, name):
-    said, tokens = [], []
+def test_session_equals_one_long_prompt(model, tmp_path, name):
+    turns, tokens = [], []
     for turn in ("hello there", ", and you", "?", ""):
         with LLM.load(model, max_num_seqs=2, **CACHES[name]) as opened:
             session = opened.session("trip", tmp_path)
@@ -50,11 +50,11 @@ def test_a_session_says_what_the_whole_text_would(model, tmp_path, name):
             tokens = session.tokens
             assert tokens[-len(right.tokens) :] == list(right.tokens) or len(right.text) < 6
             assert session.save() == (tmp_path / "trip.session").stat().st_size
-        said.append(done.text)
-    assert len(said) == 4
+        turns.append(done.text)
+    assert len(turns) == 4
 
 
-def test_turns_in_one_process_use_what_is_there(llm):
+def test_turns_reuse_the_cache(llm):
     session = llm.session()
     session.generate("a text of more than a block or two, so", **GREEDY)
     assert session.reused == 0
@@ -63,17 +63,17 @@ def test_turns_in_one_process_use_what_is_there(llm):
     assert session.tokens[:4] == list(b"a te")
 
 
-def test_a_stream_that_is_closed_leaves_what_came(llm):
+def test_closed_stream_keeps_its_tokens(llm):
     session = llm.session()
     stream = session.stream("hello", **{**GREEDY, "max_tokens": 40})
-    came = [next(stream).token_id for _ in range(3)]
+    chunks = [next(stream).token_id for _ in range(3)]
     stream.close()
-    assert session.tokens[:5] == list(b"hello") and len(session.tokens) <= 5 + len(came)
+    assert session.tokens[:5] == list(b"hello") and len(session.tokens) <= 5 + len(chunks)
     right = llm.generate([*session.tokens, *b" you"], **GREEDY).text
     assert session.generate(" you", **GREEDY).text == right
 
 
-def test_a_turn_that_fails_changes_nothing(llm, tmp_path):
+def test_failed_turn_changes_nothing(llm, tmp_path):
     session = llm.session("trip", tmp_path)
     session.generate("hello", **GREEDY)
     before = list(session.tokens)
@@ -93,7 +93,7 @@ def test_a_turn_that_fails_changes_nothing(llm, tmp_path):
         llm.session().load()
 
 
-def test_reading_alone_leaves_one_token_to_compute(model, tmp_path):
+def test_prefill_only_leaves_one_token_to_compute(model, tmp_path):
     for fields in CACHES.values():
         with LLM.load(model, max_num_seqs=2, **fields) as opened:
             session = opened.session("read", tmp_path)
@@ -109,7 +109,7 @@ def test_reading_alone_leaves_one_token_to_compute(model, tmp_path):
         (tmp_path / "read.session").unlink()
 
 
-def test_a_seed_goes_with_the_session(model, tmp_path):
+def test_seed_is_stored_in_the_session(model, tmp_path):
     sampled = {"temperature": 1.3, "max_tokens": 5, "ignore_eos": True}
     with LLM.load(model, max_num_seqs=2) as opened:
         session = opened.session("trip", tmp_path)
@@ -122,7 +122,7 @@ def test_a_seed_goes_with_the_session(model, tmp_path):
         assert session.seed == 7 and session.generate("", **sampled).text == right
 
 
-def test_a_session_of_another_model_says_which_part(model, tmp_path):
+def test_session_of_another_model_names_the_difference(model, tmp_path):
     with LLM.load(model, max_num_seqs=2) as opened:
         session = opened.session("trip", tmp_path)
         session.generate("hello there", **GREEDY)
@@ -142,7 +142,7 @@ def test_a_session_of_another_model_says_which_part(model, tmp_path):
         other.session("trip", tmp_path)
 
 
-def test_a_session_of_a_closed_llm(model, tmp_path):
+def test_session_of_a_closed_llm(model, tmp_path):
     with LLM.load(model, max_num_seqs=1) as opened:
         session = opened.session("trip", tmp_path)
         session.generate("hello", **GREEDY)
@@ -167,11 +167,11 @@ def test_names_and_paths(llm, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["trip.session"]
 
 
-def test_a_disk_that_fails(llm, tmp_path):
+def test_failing_disk(llm, tmp_path):
     def session_of(disk):
-        made = Session(llm._client, llm.texts, llm._resolve_sampling, path=tmp_path / "trip.session", fs=disk)
-        made.generate("hello", **GREEDY)
-        return made
+        session_files = Session(llm._client, llm.texts, llm._resolve_sampling, path=tmp_path / "trip.session", fs=disk)
+        session_files.generate("hello", **GREEDY)
+        return session_files
 
     session_of(FailingDisk()).save()
     before = (tmp_path / "trip.session").read_bytes()
@@ -179,15 +179,15 @@ def test_a_disk_that_fails(llm, tmp_path):
     with pytest.raises(SaveError, match="No space left"):
         session.save()
     assert (tmp_path / "trip.session").read_bytes() == before
-    assert session.save()  # the next time it does not fail
+    assert session.save()  # the second save succeeds
     session = session_of(FailingDisk(1, which=("read",)))
     with pytest.raises(StorageError, match="Input/output error") as caught:
         session.load()
     assert caught.value.reason == "unread" and session.generate(" x", **GREEDY).text is not None
 
 
-def test_the_page_on_sessions_does_what_it_says(model, tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[1] / "docs" / "kv-cache" / "sessions.md").read_text("utf-8")
+def test_commands_of_the_sessions_page(model, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "explanation" / "kv-cache" / "sessions.md").read_text("utf-8")
     code = page.partition("```python\n")[2].partition("```")[0]
     monkeypatch.setenv("KVAD_SESSION_DIR", str(tmp_path))
     assert code.count('"runs/demo"') == 2

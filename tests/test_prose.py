@@ -37,15 +37,15 @@ def openings(tree):
 
 def names(tree):
     """Return the names that a module defines or assigns and that contain a banned word."""
-    found = set()
+    names_with_banned_words = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found.add(node.name)
+            names_with_banned_words.add(node.name)
         elif isinstance(node, ast.arg):
-            found.add(node.arg)
+            names_with_banned_words.add(node.arg)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found.add(node.id if isinstance(node, ast.Name) else node.attr)
-    words = {name: re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name) for name in found}
+            names_with_banned_words.add(node.id if isinstance(node, ast.Name) else node.attr)
+    words = {name: re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name) for name in names_with_banned_words}
     return sorted(name for name, parts in words.items() if any(NAME_WORDS.fullmatch(part) for part in parts))
 
 
@@ -59,7 +59,7 @@ def test_plain_words(path):
         assert not names(tree)
 
 
-def test_the_checks_find_what_they_look_for():
+def test_checks_find_banned_words():
     assert phrases("x\nThe row goes on.") == [(2, "The row goes on.")]
     tree = ast.parse('def told():\n  """What was told."""\n  self.old_seat = lane = 1\ndef f(ledger): ...')
     assert openings(tree) == ["What was told."]

@@ -9,7 +9,10 @@ from kvad._lazy import lazy_names
 if TYPE_CHECKING:
     from kvad.benchmarks import cache_quality as cache_quality
     from kvad.benchmarks import cache_speed as cache_speed
+    from kvad.benchmarks import engine_runs as engine_runs
     from kvad.benchmarks import needle_tasks as needle_tasks
+    from kvad.benchmarks import results as results
+    from kvad.benchmarks import scorers as scorers
     from kvad.benchmarks import streaming_perplexity as streaming_perplexity
     from kvad.benchmarks import variants as variants
     from kvad.benchmarks.cache_quality import bench_quality as bench_quality
@@ -18,27 +21,4 @@ if TYPE_CHECKING:
     from kvad.benchmarks.variants import Variant as Variant
     from kvad.benchmarks.variants import select_variants as select_variants
 
-__all__ = [
-    "Variant",
-    "bench_cache",
-    "bench_quality",
-    "bench_streaming",
-    "cache_quality",
-    "cache_speed",
-    "needle_tasks",
-    "select_variants",
-    "streaming_perplexity",
-    "variants",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Variant": "variants",
-        "bench_cache": "cache_speed",
-        "bench_quality": "cache_quality",
-        "bench_streaming": "streaming_perplexity",
-        "select_variants": "variants",
-    },
-    ("cache_quality", "cache_speed", "needle_tasks", "streaming_perplexity", "variants"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -4,30 +4,21 @@ The three generate the same tokens greedily, in one process, taking turns betwee
 what slows the machine slows all of them; every number is a median over repeats.  The first is the real engine, with
 its scheduler, sampler and detokenizer; the other two run nothing but the model and an argmax.  ``torch.cat`` lives
 here only: it is how a cache is often written first, and it copies everything once per token.
-
-A small chart for the terminal: several series on logarithmic axes, in plain ASCII.
-
-Promises: every point is drawn within the frame, a later series never hides a legend, and the text fits in ``width``
-columns plus the labels at its left.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import platform
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvad import config, ops
+from kvad.benchmarks.results import commit_id, machine_info
 from kvad.cache import CacheGroup, group_bytes
 from kvad.config import attention_specs
 from kvad.engine import Engine, StepTimes
@@ -52,42 +43,30 @@ Progress = Callable[[str, int, int], None]  # (curve, tokens done over all repea
 
 @dataclass(frozen=True)
 class TimingCurve:
-    """Timing of one method.
+    """Timing of one method."""
 
-    ``seconds``: total at each mark; ``fastest``, ``slowest``: over the repeats; ``exponent``: the slope of log seconds
-    over log tokens; ``early``, ``late``: milliseconds of the 32nd token and of the last.
-    """
-
-    seconds: tuple[float, ...]
-    fastest: tuple[float, ...]
+    seconds: tuple[float, ...]  # total at each mark
+    fastest: tuple[float, ...]  # over the repeats
     slowest: tuple[float, ...]
-    exponent: float
-    early: float
-    late: float
+    exponent: float  # slope of log seconds over log tokens
+    early: float  # milliseconds of the 32nd token
+    late: float  # milliseconds of the last token
 
 
 @dataclass(frozen=True)
 class FlopCount:
-    """FLOPs and bytes of generating ``tokens`` tokens, and the factor of recomputation.
-
-    Counted from the shapes, and by document 004's formula, which starts from one token.
-    """
+    """FLOPs and bytes of generating ``tokens`` tokens, and the factor of recomputation."""
 
     tokens: int
     cached: config.flops.Cost
     recomputed: config.flops.Cost
-    gain: config.flops.Gain
-    formula: config.flops.Gain
+    gain: config.flops.Gain  # counted from the shapes
+    formula: config.flops.Gain  # by document 004's formula, which starts from one token
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Result of ``kvad bench cache``.
-
-    ``speedup``: seconds of recomputation over seconds with the cache, at each of ``tokens``; ``engine_ms``,
-    ``model_ms``: of one decoding step; ``flatness``: the last token's time over the 32nd's, with the cache;
-    ``outputs_agree``: number of leading tokens that are equal in all curves.
-    """
+    """Result of ``kvad bench cache``."""
 
     what: str
     machine: str
@@ -100,11 +79,11 @@ class BenchResult:
     repeats: int
     tokens: tuple[int, ...]
     curves: dict[str, TimingCurve]
-    speedup: tuple[float, ...]
-    engine_ms: float
+    speedup: tuple[float, ...]  # seconds of recomputation over seconds with the cache, at each of tokens
+    engine_ms: float  # of one decoding step
     model_ms: float
-    flatness: float
-    outputs_agree: int
+    flatness: float  # the last token's time over the 32nd's, with the cache
+    outputs_agree: int  # leading tokens that are equal in all curves
     counted: tuple[FlopCount, ...]
 
     def lines(self) -> list[dict[str, object]]:
@@ -212,10 +191,7 @@ def _dtype(llm: LLM) -> str:
 
 
 class _Bench:
-    """Runs the curves in turns.
-
-    Every engine run has a separate prefix salt, so nothing is reused.
-    """
+    """Runs the curves in turns; every engine run has a separate prefix salt, so nothing is reused."""
 
     def __init__(self, llm: LLM, start: list[int], marks: Sequence[int]) -> None:
         self.model, self.start, self.marks = llm.model, start, marks
@@ -266,20 +242,14 @@ class _Bench:
             self.engine.abort_request(request)
 
     @torch.inference_mode()
-    def _next(self, tokens: Sequence[int], first: int, memory: CacheProtocol, limit: int) -> int:
+    def _next(self, tokens: Sequence[int], first: int, cache: CacheProtocol, limit: int) -> int:
         """Run ``tokens`` at positions from ``first`` on, and choose the next token."""
-        device = self.engine.device
-        ids = torch.tensor(tokens, device=device)
-        at = torch.arange(first, first + len(tokens), device=device)
-        sub_batch = SubBatch(1, len(tokens), first + len(tokens))
-        step = ModelInput(
-            ids,
-            at,
-            (sub_batch,),
-            torch.tensor([len(tokens) - 1], device=device),
-            max_seq_lens=torch.full_like(at, limit),
-        )
-        return int(self.model.logits(self.model(step, memory), step.logit_indices).argmax())
+        ids = torch.tensor(tokens, device=self.engine.device)
+        positions = torch.arange(first, first + len(tokens), device=ids.device)
+        sub_batches = (SubBatch(1, len(tokens), first + len(tokens)),)
+        last, limits = torch.tensor([len(tokens) - 1], device=ids.device), torch.full_like(positions, limit)
+        model_input = ModelInput(ids, positions, sub_batches, last, max_seq_lens=limits)
+        return int(self.model.logits(self.model(model_input, cache), last).argmax())
 
     def _recomputed(self, total: int) -> Iterator[int]:
         tokens, memory = list(self.start), NoCache(self.model.config)
@@ -308,33 +278,30 @@ class ConcatCache:
     def open(self, step: ModelInput) -> Sequence[CacheView]:
         angles, queries = ops.rotary.RotaryCache(step.positions), TokenPositions(step.positions.unsqueeze(0))
         self.positions = torch.cat((self.positions, queries.position), dim=1)
-        reaches = {AttentionPattern.from_spec(spec) for spec in self.specs}
-        readings = {
-            reach: ops.attention.AttentionMask(queries, TokenPositions(self.positions), reach) for reach in reaches
-        }
-        return [
-            _ConcatView(self, at, readings[AttentionPattern.from_spec(s)], angles) for at, s in enumerate(self.specs)
-        ]
+        patterns = [AttentionPattern.from_spec(spec) for spec in self.specs]
+        keys = TokenPositions(self.positions)
+        masks = {pattern: ops.attention.AttentionMask(queries, keys, pattern) for pattern in patterns}
+        return [_ConcatView(self, layer, masks[pattern], angles) for layer, pattern in enumerate(patterns)]
 
 
 class _ConcatView:
     def __init__(
-        self, memory: ConcatCache, layer: int, reading: ops.attention.AttentionMask, angles: ops.rotary.RotaryCache
+        self, cache: ConcatCache, layer: int, mask: ops.attention.AttentionMask, angles: ops.rotary.RotaryCache
     ) -> None:
-        self._memory, self._layer, self._reading, self._angles = memory, layer, reading, angles
+        self._cache, self._layer, self._mask, self._angles = cache, layer, mask, angles
 
     def write(self, k: Tensor, v: Tensor) -> None:
         raise AssertionError("self-attention reads no source")
 
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: AttentionParams) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         assert k is not None and v is not None
-        if score.rotary is not None:
-            q, k = self._angles.rotate(q, score.rotary), self._angles.rotate(k, score.rotary)
-        keys, values, layer = self._memory.keys, self._memory.values, self._layer
+        if params.rotary is not None:
+            q, k = self._angles.rotate(q, params.rotary), self._angles.rotate(k, params.rotary)
+        keys, values, layer = self._cache.keys, self._cache.values, self._layer
         keys[layer] = torch.cat((keys[layer], k.transpose(0, 1).unsqueeze(0)), dim=2)
         values[layer] = torch.cat((values[layer], v.transpose(0, 1).unsqueeze(0)), dim=2)
         return ops.attention.dot_product_attention(
-            q.unsqueeze(0), keys[layer], values[layer], self._reading, score
+            q.unsqueeze(0), keys[layer], values[layer], self._mask, params
         ).out.squeeze(0)
 
 
@@ -363,104 +330,3 @@ def _milliseconds(runs: Sequence[Sequence[float]], at: int) -> float:
 def loglog_slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Return the least-squares slope of (log x, log y): 1 for a linear cost, 2 for a quadratic one."""
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
-
-
-def machine_info() -> str:
-    """Describe the processor, the cores of this process, torch's threads and version."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def commit_id() -> str:
-    """Return the commit of kvad's checkout, ``-dirty`` with changes.
-
-    "" if installed without one.
-    """
-    here = Path(__file__).resolve().parent
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
-
-
-POINT_CHARS = "o*x+#@"
-
-ChartPoints = Sequence[tuple[float, float]]
-
-
-def ascii_chart(series: Mapping[str, ChartPoints], *, x: str, y: str, width: int = 60, height: int = 14) -> str:
-    """Draw ``{"cache": [(64, 0.2), (128, 0.4)], ...}`` as text.
-
-    X and y name the axes, all values are above 0.
-    """
-    points = [point for line in series.values() for point in line]
-    assert points and all(a > 0 and b > 0 for a, b in points), "a logarithmic axis has no zero"
-    across = _Axis([a for a, _ in points], width)
-    up = _Axis([b for _, b in points], height)
-    grid = [[" "] * width for _ in range(height)]
-    for mark, line in zip(POINT_CHARS, series.values(), strict=False):
-        cells = [(across.cell(a), up.cell(b)) for a, b in line]
-        for one, two in pairwise(cells):
-            _dots(grid, one, two)
-        for column, row in cells:
-            grid[height - 1 - row][column] = mark
-    return "\n".join([y, *_rows(grid, up), *_below(across, sorted({a for a, _ in points}), x), _legend(series)])
-
-
-class _Axis:
-    """Maps values to ``cells`` cells by their logarithms."""
-
-    def __init__(self, values: Sequence[float], cells: int) -> None:
-        self.low, self.high, self.cells = min(values), max(values), cells
-
-    def cell(self, value: float) -> int:
-        if self.high == self.low:
-            return self.cells // 2
-        return round((self.cells - 1) * math.log(value / self.low) / math.log(self.high / self.low))
-
-    def value(self, cell: int) -> float:
-        return self.low * math.exp(math.log(self.high / self.low) * cell / max(1, self.cells - 1))
-
-
-def _dots(grid: list[list[str]], one: tuple[int, int], two: tuple[int, int]) -> None:
-    """Draw a dotted line between two cells, without overwriting other characters."""
-    steps = max(abs(two[0] - one[0]), abs(two[1] - one[1]))
-    for step in range(1, steps):
-        column = round(one[0] + (two[0] - one[0]) * step / steps)
-        row = len(grid) - 1 - round(one[1] + (two[1] - one[1]) * step / steps)
-        if grid[row][column] == " ":
-            grid[row][column] = "."
-
-
-def _rows(grid: list[list[str]], up: _Axis) -> list[str]:
-    last = len(grid) - 1
-    labels = {at: f"{up.value(last - at):.3g}" for at in (0, last // 2, last)}
-    return [f"{labels.get(at, ''):>8} |{''.join(cells).rstrip()}" for at, cells in enumerate(grid)]
-
-
-def _below(across: _Axis, values: Sequence[float], name: str) -> list[str]:
-    ticks = [" "] * (across.cells + 8)
-    for value in values:
-        text, at = f"{value:g}", across.cell(value)
-        start = max(0, min(at - len(text) // 2, len(ticks) - len(text)))
-        if all(cell == " " for cell in ticks[max(0, start - 1) : start + len(text) + 1]):
-            ticks[start : start + len(text)] = text
-    return [" " * 9 + "+" + "-" * across.cells, (" " * 10 + "".join(ticks)).rstrip() + f"  {name}"]
-
-
-def _legend(series: Mapping[str, ChartPoints]) -> str:
-    return " " * 10 + "   ".join(f"{mark} {name}" for mark, name in zip(POINT_CHARS, series, strict=False))

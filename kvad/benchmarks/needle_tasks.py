@@ -2,11 +2,10 @@
 
 In the manner of RULER (Hsieh et al. 2024): a haystack of whole lines, needles between two of them, a question.
 ``single`` hides one needle, ``many`` the same one among others like it, ``chain`` a variable that is reached over
-several links.  A :class:`Task` is a pure function of (kind, language, length, depth, seed), and so of the tokenizer
-that the language holds; its needle stands where ``at`` says.
+several links. A ``NeedleTask`` is a pure function of (kind, language with its tokenizer, length, depth, seed).
 
-Two languages: :class:`LookupLanguage`, for the models of ``recipes/lookup-cpu.toml``, and :class:`EnglishLanguage`,
-RULER's sentences in real text (``kvad.datasets.stdlib_sources``), for any checkpoint with a tokenizer.  No torch.
+Two languages: ``LookupLanguage``, for the models of ``recipes/lookup-cpu.toml``, and ``EnglishLanguage``,
+RULER's sentences in real text (``kvad.datasets.stdlib_sources``), for any checkpoint with a tokenizer. No torch.
 """
 
 from __future__ import annotations
@@ -31,40 +30,29 @@ SLACK = 8  # tokens of an English answer beyond its parts
 
 
 class NeedleQuestion(NamedTuple):
-    """Needles and a question.
+    """Needles and a question."""
 
-    ``needles`` in their order; ``expected``: parts of an answer; ``target_index``: the needle whose position is the
-    depth, None if all are needed; ``prompt_question``: the question within the prompt, and ``answer_prefix``: the text
-    that then leads to the answer; ``question``: both in one, without a question in the prompt.
-    """
-
-    needles: tuple[str, ...]
-    target_index: int | None
-    prompt_question: str
-    answer_prefix: str
-    question: str
-    parts: tuple[str, ...]
+    needles: tuple[str, ...]  # in their order
+    target_index: int | None  # the needle whose position is the depth; None: all are needed
+    prompt_question: str  # the question within the prompt
+    answer_prefix: str  # the text that then leads to the answer
+    question: str  # both in one, without a question in the prompt
+    parts: tuple[str, ...]  # of the answer
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """One task.
-
-    ``prompt``: what is read before the last eviction: the ``context``, and the question if it is given beforehand. Then
-    follow the tokens of ``question``, one by one, and at most ``answer_tokens`` of an answer: at most ``length`` in
-    total. ``needle_positions``: index in the prompt at which each needle begins; ``depth``: share of the haystack
-    before the target; ``expected``: parts of the answer.
-    """
+    """One task of at most ``length`` tokens: the prompt, the question, token by token, and an answer."""
 
     kind: Kind
     length: int
-    depth: float
+    depth: float  # share of the haystack before the target
     seed: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # read before the last eviction: the context, and the question if it is given beforehand
     question: tuple[int, ...]
-    expected: tuple[str, ...]
-    answer_tokens: int
-    needle_positions: tuple[int, ...]
+    expected: tuple[str, ...]  # parts of the answer
+    answer_tokens: int  # at most
+    needle_positions: tuple[int, ...]  # index in the prompt at which each needle begins
 
 
 class HaystackLanguage(Protocol):
@@ -95,7 +83,7 @@ class HaystackLanguage(Protocol):
 
 
 class LookupLanguage:
-    """The language of :mod:`kvad.datasets.synthetic`: questions end in the key, answers are the words that follow."""
+    """The language of ``kvad.datasets.synthetic``: questions end in the key, answers are the words that follow."""
 
     name = "lookup"
 
@@ -117,17 +105,17 @@ class LookupLanguage:
     def make_question(self, kind: Kind, seed: int, others: int) -> NeedleQuestion:
         rng = random.Random(seed)
         keys, value = rng.sample(datasets.synthetic.KEYS, others + LINKS + 1), rng.choice(datasets.synthetic.VALUES)
+        target: int | None = None
         if kind == "chain":
             names = keys[:LINKS]
-            bound = [value, *names]
-            needles = tuple(f"{key} {to}" for key, to in zip(names, bound, strict=False))
-            question = f"? {names[-1]}"
-            return NeedleQuestion(needles, None, question, question, question, (*reversed(names[:-1]), value))
-        needles = tuple(f"{key} {rng.choice(datasets.synthetic.VALUES)}" for key in keys[1 : others + 1])
-        target = rng.randrange(others + 1)
-        needles = (*needles[:target], f"{keys[0]} {value}", *needles[target:])
-        question = f"? {keys[0]}"
-        return NeedleQuestion(needles, target, question, question, question, (value,))
+            needles = tuple(f"{key} {to}" for key, to in zip(names, [value, *names], strict=False))
+            question, parts = f"? {names[-1]}", (*reversed(names[:-1]), value)
+        else:
+            needles = tuple(f"{key} {rng.choice(datasets.synthetic.VALUES)}" for key in keys[1 : others + 1])
+            target = rng.randrange(others + 1)
+            needles = (*needles[:target], f"{keys[0]} {value}", *needles[target:])
+            question, parts = f"? {keys[0]}", (value,)
+        return NeedleQuestion(needles, target, question, question, question, parts)
 
     def answer_tokens(self, parts: Sequence[str]) -> int:
         return len(parts)
@@ -163,7 +151,7 @@ class EnglishLanguage:
     def make_question(self, kind: Kind, seed: int, others: int) -> NeedleQuestion:
         rng = random.Random(seed)
         if kind == "chain":
-            names, value = _drawn(rng, LINKS, _variable), _number(rng)
+            names, value = _draw_distinct(rng, LINKS, _variable), _number(rng)
             bound = [value, *(f"VAR {name}" for name in names)]
             needles = tuple(f"VAR {name} = {to}\n" for name, to in zip(names, bound, strict=False))
             question = f"Question: Find all variables that are assigned the value {value} in the text above."
@@ -172,9 +160,12 @@ class EnglishLanguage:
                 f"{LINKS} variables are assigned the value {value}, they are:"
             )
             return NeedleQuestion(needles, None, question, lead, question + lead, tuple(names))
-        names = _drawn(rng, others + 1, lambda rng: f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}")
-        numbers = _drawn(rng, others + 1, _number)
-        needles = tuple(_needle(name, number) for name, number in zip(names, numbers, strict=True))
+        names = _draw_distinct(rng, others + 1, lambda rng: f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}")
+        numbers = _draw_distinct(rng, others + 1, _number)
+        needles = tuple(
+            f"One of the special magic numbers for {name} is: {number}.\n"
+            for name, number in zip(names, numbers, strict=True)
+        )
         target = rng.randrange(others + 1)
         what = f"special magic number for {names[target]} mentioned in the provided text"
         question, lead = f"What is the {what}?", f" The {what} is:"
@@ -192,10 +183,7 @@ class EnglishLanguage:
 def choose_language(
     name: str, tokenizer: Tokenizer, texts: Callable[[], Sequence[str]], opening: Sequence[int] = ()
 ) -> HaystackLanguage:
-    """Return the language.
-
-    ``auto`` is Lookup if each of its words is one token, else English in ``texts()``.
-    """
+    """Return the language; ``auto`` is Lookup if each of its words is one token, else English in ``texts()``."""
     if name not in ("auto", "lookup", "english"):
         raise UsageError(f"unknown language {name!r}", "auto, lookup or english")
     knows = _knows_lookup(tokenizer)
@@ -231,22 +219,20 @@ def make_task(
     align: int = 1,
     question_in_prompt: bool = False,
 ) -> NeedleTask:
-    """Make a task of at most ``length`` tokens, answer included.
+    """Make a task of at most ``length`` tokens, answer included; UsageError if needles and question do not fit.
 
-    UsageError if needles and question do not fit.
-
-    ``question_in_prompt``: the prompt ends in the question. The length of a prompt of at least ``align`` tokens is a
-    multiple of it: a cache that evicts at this interval then does so right after it.
+    Args:
+        align: The length of a prompt of at least ``align`` tokens is a multiple of it, so a cache that evicts at this
+            interval does so right after the prompt.
+        question_in_prompt: The prompt ends in the question.
     """
-    own = stable_seed(kind, language.name, length, round(1000 * depth), seed)
-    sample = language.make_question(kind, own, language.num_distractors(length) if kind == "many" else 0)
+    task_seed = stable_seed(kind, language.name, length, round(1000 * depth), seed)
+    sample = language.make_question(kind, task_seed, language.num_distractors(length) if kind == "many" else 0)
     needles = [language.encode(needle) for needle in sample.needles]
     before = language.encode(sample.prompt_question) if question_in_prompt else []
-    question, room = (
-        language.encode(sample.answer_prefix if question_in_prompt else sample.question),
-        language.answer_tokens(sample.parts),
-    )
-    fixed = len(language.opening) + sum(map(len, needles)) + len(before)
+    question = language.encode(sample.answer_prefix if question_in_prompt else sample.question)
+    room, opening = language.answer_tokens(sample.parts), language.opening
+    fixed = len(opening) + sum(map(len, needles)) + len(before)
     most = length - room - len(question)
     hay = (most // align * align or most) - fixed
     if hay < 0:
@@ -255,14 +241,13 @@ def make_task(
             f"{fixed + len(question) + room}",
             "ask for longer ones with --lengths",
         )
-    lines = _haystack(language, own, hay)
-    cuts = _needle_depths(len(needles), sample.target_index, depth, random.Random(own))
-    context, at, passed = _insert_needles(lines, needles, cuts)
+    lines = _haystack(language, task_seed, hay)
+    depths = _needle_depths(len(needles), sample.target_index, depth, random.Random(task_seed))
+    context, starts, passed = _insert_needles(lines, needles, depths)
     real = passed[sample.target_index or 0] / hay if hay else 0.0
-    opening = language.opening
-    places = tuple(place + len(opening) for place in at)
+    positions = tuple(start + len(opening) for start in starts)
     prompt = (*opening, *context, *before)
-    return NeedleTask(kind, length, real, seed, prompt, tuple(question), sample.parts, room, places)
+    return NeedleTask(kind, length, real, seed, prompt, tuple(question), sample.parts, room, positions)
 
 
 def stable_seed(*parts: object) -> int:
@@ -273,9 +258,7 @@ def stable_seed(*parts: object) -> int:
 def _insert_needles(
     lines: Sequence[Sequence[int]], needles: Sequence[Sequence[int]], cuts: Sequence[float]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Insert needles.
-
-    Return (lines, index at which each needle begins, hay before it), nearest to its depth.
+    """Insert needles; return (lines, index at which each needle begins, hay before it), nearest to its depth.
 
     lines of 5, 5 and 4 tokens, one needle of 2 at depth 0.5:  edges 0 5 10 14, nearest to 7 is 5:  5 hay, needle, 9 hay
     """
@@ -293,15 +276,15 @@ def _insert_needles(
 
 def _haystack(language: HaystackLanguage, seed: int, size: int) -> list[list[int]]:
     """Return lines of ``size`` tokens in total; the last may be truncated."""
-    found, total = list[list[int]](), 0
+    lines, total = list[list[int]](), 0
     for line in language.lines(seed):
         if total >= size:
             break
         ids = language.encode(line)[: size - total]
         if ids:
-            found.append(ids)
+            lines.append(ids)
             total += len(ids)
-    return found
+    return lines
 
 
 def _needle_depths(count: int, target: int | None, depth: float, rng: random.Random) -> list[float]:
@@ -316,10 +299,6 @@ def _needle_depths(count: int, target: int | None, depth: float, rng: random.Ran
     return [*before, depth, *after]
 
 
-def _needle(name: str, number: str) -> str:
-    return f"One of the special magic numbers for {name} is: {number}.\n"
-
-
 def _number(rng: random.Random) -> str:
     return str(rng.randrange(1_000_000, 10_000_000))
 
@@ -328,12 +307,12 @@ def _variable(rng: random.Random) -> str:
     return "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(5))
 
 
-def _drawn(rng: random.Random, count: int, draw: Callable[[random.Random], str]) -> list[str]:
+def _draw_distinct(rng: random.Random, count: int, draw: Callable[[random.Random], str]) -> list[str]:
     """Draw ``count`` different items."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[draw(rng)] = None
-    return list(found)
+    items: dict[str, None] = {}
+    while len(items) < count:
+        items[draw(rng)] = None
+    return list(items)
 
 
 # Names of needles: common words without a meaning together.

@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.benchmarks.cache_quality import attach_logit_hook
+from kvad.benchmarks.scorers import CachedScorer, ScoredRow, UncachedScorer
 from kvad.benchmarks.variants import Variant, build_engine
-from kvad.engine.scheduling import SamplingParams, SchedulerOutput
-from kvad.errors import EngineError, UsageError
+from kvad.errors import UsageError
 from kvad.llm import LLM
-from kvad.model import NoCache
-from kvad.model_input import ModelInput, SubBatch
 
 BATCH = 4096  # tokens of the windows that the reference computes at a time
 Progress = Callable[[str, int, int], None]  # (label, tokens done, total)
@@ -49,10 +46,7 @@ class SpanPerplexity:
 
 @dataclass(frozen=True)
 class StreamingResult:
-    """Result of ``kvad bench streaming``.
-
-    ``worst``: the largest ratio; ``mean``: over all tokens.
-    """
+    """Result of ``kvad bench streaming``."""
 
     cache: str
     tokens: int
@@ -61,8 +55,8 @@ class StreamingResult:
     spans: tuple[SpanPerplexity, ...]
     flatness: float
     raw: float
-    worst: float
-    mean: float
+    worst: float  # the largest ratio
+    mean: float  # over all tokens
 
 
 def bench_streaming(
@@ -110,32 +104,13 @@ def bench_streaming(
 
 def _cached_logprobs(llm: LLM, variant: Variant, tokens: Sequence[int], chunk: int, progress: Progress) -> Tensor:
     """Return [T], the log-probability of every token through the cache, 0 for the first."""
-    ids, found = torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.float64)
-
-    def record(plan: SchedulerOutput, logits: Tensor) -> None:
-        (work,) = plan.scheduled
-        first = work.start + work.logit_offsets.start
-        last = min(first + len(work.logit_offsets), len(tokens) - 1)
-        if last > first:
-            message = F.log_softmax(logits[: last - first].float(), dim=-1).cpu()
-            found[first + 1 : last + 1] = message.gather(-1, ids[first + 1 : last + 1, None]).squeeze(-1).double()
-        progress("stream", last, len(tokens))
-
     limit = llm.model.config.max_seq_len
-    engine = build_engine(llm, variant, limit, rows=1, capacity=limit, chunk=chunk)
-    try:
-        attach_logit_hook(engine, record)
-        engine.add_request(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))
-        while not engine.idle:
-            for piece in engine.step():
-                if piece.error is not None:
-                    raise EngineError(f"bench streaming: {piece.error}")
-    finally:
-        engine.close()
-    return found
+    with closing(build_engine(llm, variant, limit, rows=1, capacity=limit, chunk=chunk)) as engine:
+        scorer = CachedScorer(engine, lambda position: progress("stream", position, len(tokens)))
+        (scores,) = scorer.score([ScoredRow(torch.tensor(tokens))])
+    return torch.cat([torch.zeros(1), -scores.nats])
 
 
-@torch.inference_mode()
 def reference_logprobs_windowed(
     llm: LLM, tokens: Sequence[int], progress: Progress = lambda _what, _done, _total: None
 ) -> Tensor:
@@ -143,36 +118,18 @@ def reference_logprobs_windowed(
 
     Each is computed from at least three quarters of the limit before it, if available.
     """
-    limit = min(llm.model.config.max_seq_len, len(tokens))
-    stride = max(1, limit // 4)
-    ids, found = torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.float64)
-    starts = list(dict.fromkeys((*range(0, len(tokens) - limit, stride), len(tokens) - limit)))
-    known = 1
-    for low in range(0, len(starts), max(1, BATCH // limit)):
-        batch = starts[low : low + max(1, BATCH // limit)]
-        rows = torch.stack([ids[start : start + limit] for start in batch])
-        logits = _uncached_logprobs(llm, rows)[:, :-1]
-        message = (
-            F.log_softmax(logits.float(), dim=-1).gather(-1, rows[:, 1:, None].to(logits.device)).squeeze(-1).cpu()
-        )
-        for start, row in zip(batch, message, strict=True):
-            found[known : start + limit] = row[known - start - 1 :].double()
+    limit, scorer = min(llm.model.config.max_seq_len, len(tokens)), UncachedScorer(llm.model)
+    ids, logprobs = torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.float64)
+    starts = list(dict.fromkeys((*range(0, len(tokens) - limit, max(1, limit // 4)), len(tokens) - limit)))
+    known, at_once = 1, max(1, BATCH // limit)
+    for low in range(0, len(starts), at_once):
+        batch = starts[low : low + at_once]
+        windows = [ScoredRow(ids[start : start + limit]) for start in batch]
+        for start, scores in zip(batch, scorer.score(windows), strict=True):
+            logprobs[known : start + limit] = -scores.nats[known - start - 1 :]
             known = start + limit
         progress("reference", known, len(tokens))
-    return found
-
-
-def _uncached_logprobs(llm: LLM, rows: Tensor) -> Tensor:
-    """Compute [R, L] -> [R, L, V] without a cache."""
-    model, (count, length) = llm.model, rows.shape
-    flat = rows.reshape(-1).to(model.token_embedding.device)
-    every = torch.arange(len(flat), device=flat.device)
-    positions = every % length
-    step = ModelInput(
-        flat, positions, (SubBatch(count, length, length),), every, max_seq_lens=torch.full_like(every, length)
-    )
-    logits: Tensor = model.logits(model(step, NoCache(model.config)), every)
-    return logits.view(count, length, -1)
+    return logprobs
 
 
 def _perplexity(logprobs: Tensor) -> float:

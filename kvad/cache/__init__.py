@@ -1,7 +1,7 @@
 """CacheConfig, policies, cache groups and quantization formats.
 
 The host side (``manager``, ``sizing``) works on integers and imports no torch, so it can be simulated. The device side
-(``device``) holds tensors and decides nothing. They meet in :class:`~kvad.model_input.ModelInput`.
+(``device``) holds tensors and decides nothing. They meet in ``kvad.model_input.ModelInput``.
 """
 
 from __future__ import annotations
@@ -24,31 +24,4 @@ if TYPE_CHECKING:
     from kvad.cache.policy import CachePolicy as CachePolicy
     from kvad.cache.policy_parser import parse_policy as parse_policy
 
-__all__ = [
-    "CacheConfig",
-    "CacheGroup",
-    "CachePolicy",
-    "build_groups",
-    "config",
-    "group_bytes",
-    "groups",
-    "parse_policy",
-    "policy",
-    "policy_parser",
-    "quantization",
-    "resolve_for_model",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "CacheConfig": "config",
-        "CacheGroup": "groups",
-        "CachePolicy": "policy",
-        "build_groups": "groups",
-        "group_bytes": "groups",
-        "parse_policy": "policy_parser",
-        "resolve_for_model": "config",
-    },
-    ("config", "groups", "policy", "policy_parser", "quantization"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,6 +1,6 @@
 """CacheConfig: the requested layout, sizes, formats and policy of a cache, independent of a model. No torch.
 
-:func:`resolve_for_model` adapts it to a model, ``groups.py`` computes blocks and bytes, ``sizing/memory_plan.py`` the
+``resolve_for_model`` adapts it to a model, ``groups.py`` computes blocks and bytes, ``sizing/memory_plan.py`` the
 total memory. Invalid values are refused at construction, with the valid ones in the hint.
 
 The overflow mode decides what happens when a sequence reaches its limit L, and when the pool has no free blocks. L is
@@ -22,7 +22,7 @@ the model's or the cache's limit, whichever is lower.
 
 ``engine/scheduling/limits.py`` applies the limits. No token is dropped unless such a mode or policy was requested.
 
-A mode that continues is a policy, which :func:`resolve_for_model` computes:
+A mode that continues is a policy, which ``resolve_for_model`` computes:
 
 * ``window`` and ``sinks`` apply from the start, with sequences that never end. A sequence shorter than L sees all its
   tokens, so nothing is lost before. Positions that are added to the embeddings cannot be renumbered: refused.
@@ -41,16 +41,18 @@ A mode that continues is a policy, which :func:`resolve_for_model` computes:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
+from kvad import config as cfg
 from kvad.cache.policy import CachePolicy, KeepAll, OffloadPolicy, Sinks, TieredPolicy, Window
 from kvad.cache.policy_parser import parse_policy, restrict_specs
 from kvad.cache.quantization import get_format, join_format_names
 from kvad.config import AttentionSpec, ModelConfig
-from kvad.errors import ConfigError, suggest
+from kvad.errors import ConfigError
 
 OverflowMode = Literal["preempt", "stop", "reject", "window", "sinks", "summarize", "offload"]
 LengthLimit = Literal["max_tokens", "model", "cache", "pool"]  # limit that ends a sequence
@@ -82,84 +84,53 @@ WRITE_QUEUE_BYTES = 64 << 20  # pending writes to it; beyond, blocks are not sto
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """Configuration of a cache.
-
-    Raises:
-        ConfigError: If a value is invalid.
-    """
+    """Configuration of a cache; ConfigError if a value is invalid."""
 
     layout: Literal["paged", "contiguous"] = "paged"
     dtype: str = "float32"  # format of keys and values (quantization.py), unless the next two are given
     key_dtype: str | None = None
     value_dtype: str | None = None
-    block_size: int = 16  # slots per block; no-op for contiguous, where a block holds a sequence
-    max_num_seqs: int = 8  # maximum number of running sequences
-    max_seq_len: int  # maximum tokens per sequence
-    prefill_chunk_size: int = 512  # maximum new tokens per sequence and step
-    num_blocks: int | None = None  # paged: usable blocks of a full group; None: max_num_seqs x max_seq_len tokens
+    block_size: cfg.PositiveInt = 16  # slots per block; no-op for contiguous, where a block holds a sequence
+    max_num_seqs: cfg.PositiveInt = 8  # maximum number of running sequences
+    max_seq_len: cfg.PositiveInt  # maximum tokens per sequence
+    prefill_chunk_size: cfg.PositiveInt = 512  # maximum new tokens per sequence and step
+    num_blocks: cfg.PositiveInt | None = None  # paged: usable blocks of a full group; None: enough for all sequences
     enable_prefix_caching: bool = True  # reuse blocks of equal prefixes (paged only)
-    max_source_len: int = 0  # maximum encoder tokens of an encoder-decoder; no-op for other models
+    max_source_len: cfg.NonNegativeInt = 0  # maximum encoder tokens of an encoder-decoder; no-op for other models
     policy: str = "full"  # which tokens stay: policy_parser.py
     endless: bool = False  # sequences continue beyond the model's limit: no layer may keep all tokens
     rope_at: Literal["write", "read"] = "write"  # rotate keys when they are stored, or each time they are read
-    residual_length: int = 128  # latest tokens in full precision before channel formats; no-op for other formats
+    residual_length: cfg.PositiveInt = 128  # channel formats only: latest tokens in full precision
     overflow: OverflowMode = "preempt"  # behavior at a length limit or when the pool is full
-    watermark: float = 0.0  # fraction of a pool's blocks that an admission leaves free for growth
-    offload_ram: int = 1 << 30  # bytes of host memory for offloaded tokens; the rest is on disk
-    offload_dir: str | None = None  # directory of temporary offload files; None: the user's cache directory
-    swap_space: int | None = None  # bytes of host memory for swapped sequences; None: only those that must be swapped
-    prefix_cache_dir: str | None = None  # directory of published blocks that outlive the process
-    prefix_cache_size: int | None = None  # maximum bytes in it; None: DEFAULT_PREFIX_CACHE_SIZE
-    prefix_cache_ram: int | None = None  # bytes of host memory for blocks that the pool evicts
+    watermark: cfg.Fraction = 0.0  # fraction of a pool's blocks that an admission leaves free for growth
+    offload_ram: cfg.NonNegativeInt = 1 << 30  # bytes of host memory for offloaded tokens; the rest is on disk
+    offload_dir: str | Path | None = None  # directory of temporary offload files; None: the user's cache directory
+    swap_space: cfg.NonNegativeInt | None = None  # bytes of host memory for swapped sequences; None: only if required
+    prefix_cache_dir: str | Path | None = None  # directory of published blocks that outlive the process
+    prefix_cache_size: cfg.PositiveInt | None = None  # maximum bytes in it; None: DEFAULT_PREFIX_CACHE_SIZE
+    prefix_cache_ram: cfg.PositiveInt | None = None  # bytes of host memory for blocks that the pool evicts
     prefix_cache_eviction: Literal["lru", "arc"] = "lru"  # eviction order of prefix_cache_dir
 
     def __post_init__(self) -> None:
+        cfg.check_fields(self, "cache")
         self._check_prefix_cache()
-        _check_choice(OVERFLOW_MODES, "overflow", self.overflow)
-        if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
-            raise ConfigError(f"cache.watermark: must be a number, got {self.watermark!r}")
-        if not 0 <= self.watermark < 1:
-            raise ConfigError(f"cache.watermark: must be in [0, 1), got {self.watermark:g}", "Use 0, the default")
-        if self.swap_space is not None:
-            _check_min(0, "swap_space", self.swap_space)
-        _check_choice(("write", "read"), "rope_at", self.rope_at)
-        _check_choice(("paged", "contiguous"), "layout", self.layout)
         self._check_formats()
-        for name, minimum in (
-            ("block_size", 1),
-            ("max_num_seqs", 1),
-            ("max_seq_len", 1),
-            ("prefill_chunk_size", 1),
-            ("max_source_len", 0),
-        ):
-            _check_min(minimum, name, getattr(self, name))
-        if self.num_blocks is not None:
-            _check_min(1, "num_blocks", self.num_blocks)
         if self.num_blocks is not None and self.layout == "contiguous":
             raise ConfigError(
                 "cache.num_blocks: a contiguous cache has one block per sequence", "Set cache.max_num_seqs"
             )
-        _check_min(1, "residual_length", self.residual_length)
-        _check_min(0, "offload_ram", self.offload_ram)
         self.resolved_policy  # noqa: B018  refuse an invalid policy now
 
     def _check_prefix_cache(self) -> None:
-        for name in ("prefix_cache_size", "prefix_cache_ram"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_min(1, name, value)
-        if self.prefix_cache_dir is not None and not self.prefix_cache_dir:
+        if self.prefix_cache_dir == "":
             raise ConfigError("cache.prefix_cache_dir: must not be empty", "Give a directory, or omit it")
-        if self.prefix_cache_dir is None and (
-            self.prefix_cache_size is not None or self.prefix_cache_eviction != "lru"
-        ):
+        is_configured = self.prefix_cache_size is not None or self.prefix_cache_eviction != "lru"
+        if self.prefix_cache_dir is None and is_configured:
             raise ConfigError(
                 "cache.prefix_cache_size: requires cache.prefix_cache_dir", "Give a directory: --prefix-cache-dir DIR"
             )
-        _check_choice(("lru", "arc"), "prefix_cache_eviction", self.prefix_cache_eviction)
-        if (self.prefix_cache_dir is not None or self.prefix_cache_ram is not None) and (
-            self.layout == "contiguous" or not self.enable_prefix_caching
-        ):
+        has_store = self.prefix_cache_dir is not None or self.prefix_cache_ram is not None
+        if has_store and (self.layout == "contiguous" or not self.enable_prefix_caching):
             reason = "a contiguous cache" if self.layout == "contiguous" else "enable_prefix_caching=False"
             raise ConfigError(
                 f"cache.prefix_cache_dir: {reason} shares no blocks", "Use cache.layout='paged' with prefix caching"
@@ -194,13 +165,12 @@ class CacheConfig:
                 f"cache.key_dtype: {self.key_dtype} packs whole blocks once, but {policy} removes tokens from them",
                 f"cache.key_dtype={self.key_dtype.partition('-')[0]!r} has a scale per token",
             )
-        block_size = self.block_size
-        recent, interval = (
-            -(-tokens // block_size) * block_size for tokens in (self.residual_length, DEMOTION_INTERVAL)
-        )
-        return TieredPolicy(
-            recent, key_format=self.key_dtype, value_format=self.value_dtype or self.dtype, interval=interval
-        )
+        recent, interval = map(self._whole_blocks, (self.residual_length, DEMOTION_INTERVAL))
+        value_format = self.value_dtype or self.dtype
+        return TieredPolicy(recent, key_format=self.key_dtype, value_format=value_format, interval=interval)
+
+    def _whole_blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size) * self.block_size
 
     def restrict(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Restrict the specs of a model's layers to this policy. The uncached reference uses the same specs."""
@@ -235,27 +205,11 @@ class CacheConfig:
         return join_format_names(self.key_dtype or self.dtype, self.value_dtype or self.dtype)
 
 
-def _check_choice(names: Collection[str], name: str, value: object) -> None:
-    if value not in names:
-        raise ConfigError(f"cache.{name}: {value!r}", suggest(str(value), names))
-
-
-def _check_min(minimum: int, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"cache.{name}: must be a whole number, got {value!r}")
-    if value < minimum:
-        raise ConfigError(f"cache.{name}: must be at least {minimum}, got {value}")
-
-
 MAX_RATIO, MAX_INTERVAL = 8, 128  # of summaries: maximum tokens per summary, maximum interval
 
 
 def resolve_for_model(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
-    """Return the config with the policy of its overflow mode for this model. Applying it twice changes nothing.
-
-    Raises:
-        ConfigError: If the model, the policy and the overflow mode do not fit together.
-    """
+    """Return the config with the policy of its overflow mode for this model. Applying it twice changes nothing."""
     if config.decoder is None:
         if cache.policy != "full" or cache.endless or cache.overflow in CONTINUING_MODES:
             raise ConfigError("cache.policy: an encoder has no cache", "Omit it")
@@ -300,24 +254,31 @@ def _policy_for(config: ModelConfig, cache: CacheConfig, max_len: int) -> CacheP
     return Sinks(NUM_SINKS, max_len - NUM_SINKS)
 
 
-def _summary_policy(config: ModelConfig, cache: CacheConfig) -> TieredPolicy:
-    block_size, num_extra = cache.block_size, config.max_seq_len - cache.max_seq_len
-    if num_extra <= 0:
-        raise ConfigError(
-            f"cache.overflow: summarize: max_seq_len must be below the model's limit of {config.max_seq_len} tokens, "
-            "because summaries keep their positions",
-            f"Use --max-seq-len {max(1, config.max_seq_len // 2)}, or overflow=sinks",
-        )
+def _check_longer_than_cache(config: ModelConfig, cache: CacheConfig, reason: str, suggestion: str) -> None:
+    """Check that a mode that moves older tokens in whole blocks has tokens to move."""
+    mode, block_size, limit = cache.overflow, cache.block_size, config.max_seq_len
+    if limit <= cache.max_seq_len:
+        message = f"cache.overflow: {mode}: max_seq_len must be below the model's limit of {limit} tokens"
+        raise ConfigError(message + reason, suggestion)
     if cache.layout == "contiguous":
-        raise ConfigError(
-            "cache.overflow: summarize: tokens are summarized in whole blocks", "Use cache.layout='paged'"
-        )
+        verb = "summarized" if mode == "summarize" else "offloaded"
+        raise ConfigError(f"cache.overflow: {mode}: tokens are {verb} in whole blocks", "Use cache.layout='paged'")
     if cache.max_seq_len < 2 * block_size:
+        purpose = ", for the first and the latest tokens" if mode == "summarize" else ""
         raise ConfigError(
-            f"cache.overflow: summarize: max_seq_len {cache.max_seq_len} is less than two blocks of {block_size}, "
-            "for the first and the latest tokens",
+            f"cache.overflow: {mode}: max_seq_len {cache.max_seq_len} is less than two blocks of {block_size}{purpose}",
             f"Use a max_seq_len of at least {2 * block_size}, or smaller blocks",
         )
+
+
+def _summary_policy(config: ModelConfig, cache: CacheConfig) -> TieredPolicy:
+    _check_longer_than_cache(
+        config,
+        cache,
+        ", because summaries keep their positions",
+        f"Use --max-seq-len {max(1, config.max_seq_len // 2)}, or overflow=sinks",
+    )
+    block_size = cache.block_size
     ratio = max((candidate for candidate in range(2, MAX_RATIO + 1) if block_size % candidate == 0), default=0)
     if not ratio:
         raise ConfigError(
@@ -325,12 +286,11 @@ def _summary_policy(config: ModelConfig, cache: CacheConfig) -> TieredPolicy:
             "Use cache.block_size=16",
         )
     interval = max(1, min(MAX_INTERVAL, cache.max_seq_len // 4) // block_size) * block_size
-    whole_length = cache.max_seq_len // block_size * block_size
-    summaries = -(-(config.max_seq_len - whole_length) // ratio)
+    num_whole = cache.max_seq_len // block_size * block_size
     return TieredPolicy(
-        whole_length - block_size,
+        num_whole - block_size,
         quantized=0,
-        summaries=summaries,
+        summaries=-(-(config.max_seq_len - num_whole) // ratio),
         ratio=ratio,
         interval=interval,
         num_sinks=block_size,
@@ -338,19 +298,8 @@ def _summary_policy(config: ModelConfig, cache: CacheConfig) -> TieredPolicy:
 
 
 def _offload_policy(config: ModelConfig, cache: CacheConfig) -> OffloadPolicy:
+    _check_longer_than_cache(config, cache, "", f"Use --max-seq-len {max(1, config.max_seq_len // 4)}, or omit it")
     block_size = cache.block_size
-    if config.max_seq_len <= cache.max_seq_len:
-        raise ConfigError(
-            f"cache.overflow: offload: max_seq_len must be below the model's limit of {config.max_seq_len} tokens",
-            f"Use --max-seq-len {max(1, config.max_seq_len // 4)}, or omit it",
-        )
-    if cache.layout == "contiguous":
-        raise ConfigError("cache.overflow: offload: tokens are offloaded in whole blocks", "Use cache.layout='paged'")
-    if cache.max_seq_len < 2 * block_size:
-        raise ConfigError(
-            f"cache.overflow: offload: max_seq_len {cache.max_seq_len} is less than two blocks of {block_size}",
-            f"Use a max_seq_len of at least {2 * block_size}, or smaller blocks",
-        )
     interval = max(1, min(cache.prefill_chunk_size, cache.max_seq_len // 4) // block_size) * block_size
     recent = cache.max_seq_len // block_size * block_size - interval
     return OffloadPolicy(recent, -(-(config.max_seq_len - recent) // block_size) * block_size, interval)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvad.cache.policy import ALL_QUERIES, EvictionContext, EvictionPolicy, check_minimum
+from kvad import config as cfg
+from kvad.cache.policy import ALL_QUERIES, EvictionContext, EvictionPolicy
 from kvad.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ class HeavyHitters(EvictionPolicy):
 
     name: ClassVar[str] = "heavy-hitters"
 
-    recent: int = -1
+    recent: cfg.NonNegativeInt = -1  # -1: half of the budget
     average: int = 0
 
     def __post_init__(self) -> None:
-        if self.recent == -1:
+        if self.recent == -1 and isinstance(self.budget, int):
             object.__setattr__(self, "recent", self.budget // 2)
         super().__post_init__()
 
@@ -56,18 +57,16 @@ class SnapKV(EvictionPolicy):
 
     name: ClassVar[str] = "snapkv"
 
-    recent: int = -1
-    window: int = 32
-    kernel: int = 5
+    recent: cfg.NonNegativeInt = -1  # -1: the window
+    window: cfg.PositiveInt = 32
+    kernel: cfg.PositiveInt = 5
 
     def __post_init__(self) -> None:
-        check_minimum(1, "snapkv", "window", self.window)
-        check_minimum(1, "snapkv", "kernel", self.kernel)
-        if self.kernel % 2 == 0:
-            raise ConfigError(f"cache.policy: snapkv: kernel must be odd, got {self.kernel}")
-        if self.recent == -1:
+        if self.recent == -1 and isinstance(self.budget, int):
             object.__setattr__(self, "recent", min(self.window, self.budget))
         super().__post_init__()
+        if self.kernel % 2 == 0:
+            raise ConfigError(f"cache.policy: snapkv: kernel must be odd, got {self.kernel}")
 
     @property
     def observed_queries(self) -> int:

@@ -2,7 +2,7 @@
 
 These functions return exactly the bytes that KVCache allocates. No torch.
 
-Layers with equal specs share block tables: one :class:`CacheGroup`. For a sequence of length ``n``, a group holds:
+Layers with equal specs share block tables: one ``CacheGroup``. For a sequence of length ``n``, a group holds:
 
 * Full attention: all tokens, ``ceil(n / block_size)`` blocks.
 * Cross-attention: the encoder tokens, written once, in a pool with one longest input per sequence.
@@ -32,7 +32,6 @@ from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
 from kvad.model_input import RESERVED_BLOCKS
 
-MAX_PLANNED_SEQS = 4096  # upper bound of the search in find_fits
 POSITION_BYTES = 8  # position of a slot, int64, once per group
 
 StatefulPolicy = EvictionPolicy | TieredPolicy | OffloadPolicy | Quest
@@ -66,11 +65,8 @@ class CacheGroup(NamedTuple):
     @property
     def tensor_formats(self) -> tuple[tuple[CacheFormat, int], tuple[CacheFormat, int]]:
         """(format, head dim) of a layer's keys, and of its values."""
-        spec = self.spec
-        return (get_format(self.key_format, "keys"), spec.head_dim), (
-            get_format(self.value_format, "values"),
-            spec.value_dim,
-        )
+        keys, values = get_format(self.key_format, "keys"), get_format(self.value_format, "values")
+        return (keys, self.spec.head_dim), (values, self.spec.value_dim)
 
     @property
     def weight_format(self) -> str:
@@ -99,20 +95,8 @@ class GroupBytes(NamedTuple):
         return self.payload + self.scales + self.metadata
 
 
-class MemoryFit(NamedTuple):
-    """``num_seqs`` sequences of ``max_seq_len`` tokens need ``bytes`` bytes of cache."""
-
-    num_seqs: int
-    max_seq_len: int
-    bytes: int
-
-
 def build_groups(specs: Sequence[AttentionSpec], config: CacheConfig) -> tuple[CacheGroup, ...]:
-    """Build the cache groups: token groups by their first layer, lower groups, cross-attention groups.
-
-    Raises:
-        ConfigError: If a layer cannot be cached with this config.
-    """
+    """Build the cache groups: token groups by their first layer, lower groups, cross-attention groups."""
     layers: dict[tuple[AttentionSpec, StatefulPolicy | None], list[int]] = {}
     for index, spec in enumerate(config.restrict(specs)):
         if not spec.causal and not spec.is_cross_attention:
@@ -120,9 +104,7 @@ def build_groups(specs: Sequence[AttentionSpec], config: CacheConfig) -> tuple[C
                 f"layer {index} is bidirectional: a new token changes the keys of earlier tokens",
                 "Run a bidirectional model without a cache",
             )
-        if (
-            config.endless and spec.window is None and not spec.is_cross_attention
-        ):  # eviction policies keep original positions
+        if config.endless and spec.window is None and not spec.is_cross_attention:  # Eviction keeps positions.
             hint = f"Use a policy that drops old tokens: sinks(4, {max(1, config.max_seq_len - 4)})"
             raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a sequence", hint)
         policy = config.resolved_policy.for_layer(index)
@@ -144,11 +126,8 @@ def build_groups(specs: Sequence[AttentionSpec], config: CacheConfig) -> tuple[C
     lower_groups = [
         level for group_index, group in enumerate(token_groups) for level in _lower_groups(group, group_index, config)
     ]
-    groups = (
-        *token_groups,
-        *_with_indices(lower_groups, len(token_groups)),
-        *(group for group in layer_groups if group.spec.is_cross_attention),
-    )
+    cross_groups = [group for group in layer_groups if group.spec.is_cross_attention]
+    groups = (*token_groups, *_with_indices(lower_groups, len(token_groups)), *cross_groups)
     for group in groups:
         _check_widths(group)
     return groups
@@ -162,12 +141,7 @@ def _lower_groups(group: CacheGroup, group_index: int, config: CacheConfig) -> l
     block_size = config.block_size
     if isinstance(policy, OffloadPolicy):
         return [_offload_group(group, policy, group_index, config)]
-    for name in ("recent", "interval", "num_sinks", "quantized"):
-        if (value := getattr(policy, name)) > 0 and value % block_size:
-            raise ConfigError(
-                f"cache.policy: {policy}: {name} must be a multiple of the block size {block_size}, got {value}",
-                f"Use {name}={_ceil_div(value, block_size) * block_size}",
-            )
+    _check_multiples(policy, ("recent", "interval", "num_sinks", "quantized"), block_size)
     if policy.summaries and block_size % policy.ratio:
         raise ConfigError(
             f"cache.policy: {policy}: ratio must divide the block size {block_size}, got {policy.ratio}",
@@ -180,49 +154,39 @@ def _lower_groups(group: CacheGroup, group_index: int, config: CacheConfig) -> l
     if policy.quantized:
         max_level_blocks = max_blocks if policy.quantized == -1 else min(max_blocks, policy.quantized // block_size)
         blocks_per_seq = min(max_older_blocks, max_level_blocks + blocks_per_step)
-        usable = (
-            config.max_num_seqs * blocks_per_seq
-            if policy.quantized != -1 or config.num_blocks is None
-            else config.num_blocks
-        )
-        level = LowerLevel(group_index, -1, max_level_blocks)
+        num_blocks = config.num_blocks if policy.quantized == -1 else None
+        group = _with_blocks(base, blocks_per_seq, config, num_blocks)
         lower_groups.append(
-            base._replace(
-                num_blocks=usable + RESERVED_BLOCKS,
-                max_blocks_per_seq=blocks_per_seq,
+            group._replace(
                 key_format=policy.key_format,
                 value_format=policy.value_format,
-                lower_level=level,
+                lower_level=LowerLevel(group_index, -1, max_level_blocks),
             )
         )
     if policy.summaries:
         max_level_blocks = _ceil_div(policy.summaries, block_size)
         blocks_per_seq = max_level_blocks + _ceil_div(blocks_per_step, policy.ratio) + 1
-        blocks_per_seq = (
-            blocks_per_seq
-            if config.exceeds_max_seq_len
-            else min(blocks_per_seq, _ceil_div(max_older_blocks, policy.ratio) + 1)
-        )
+        if not config.exceeds_max_seq_len:
+            blocks_per_seq = min(blocks_per_seq, _ceil_div(max_older_blocks, policy.ratio) + 1)
         level = LowerLevel(group_index, len(lower_groups) - 1, max_level_blocks, policy.ratio)
-        lower_groups.append(
-            base._replace(
-                num_blocks=config.max_num_seqs * blocks_per_seq + RESERVED_BLOCKS,
-                max_blocks_per_seq=blocks_per_seq,
-                lower_level=level,
-            )
-        )
+        lower_groups.append(_with_blocks(base, blocks_per_seq, config)._replace(lower_level=level))
     return lower_groups
+
+
+def _check_multiples(policy: TieredPolicy | OffloadPolicy, names: Iterable[str], block_size: int) -> None:
+    for name in names:
+        if (value := getattr(policy, name)) > 0 and value % block_size:
+            raise ConfigError(
+                f"cache.policy: {policy}: {name} must be a multiple of the block size {block_size}, got {value}",
+                f"Use {name}={_ceil_div(value, block_size) * block_size}",
+            )
 
 
 def _check_offload(token_groups: Sequence[CacheGroup]) -> None:
     """Refuse offloading and lossy layers together: an offloading sequence is recomputed, a lossy one must not be."""
-    policies = [
-        group.eviction_policy or group.demotion_policy
-        for group in token_groups
-        if group.eviction_policy or group.demotion_policy
-    ]
+    policies = [group.eviction_policy or group.demotion_policy for group in token_groups]
     offloading = [policy for policy in policies if isinstance(policy, OffloadPolicy)]
-    lossy = [policy for policy in policies if not isinstance(policy, OffloadPolicy)]
+    lossy = [policy for policy in policies if isinstance(policy, EvictionPolicy | TieredPolicy)]
     if offloading and lossy:
         raise ConfigError(
             f"cache.policy: {offloading[0]} and {lossy[0]} cannot be combined",
@@ -232,26 +196,13 @@ def _check_offload(token_groups: Sequence[CacheGroup]) -> None:
 
 def _offload_group(group: CacheGroup, policy: OffloadPolicy, group_index: int, config: CacheConfig) -> CacheGroup:
     block_size = config.block_size
-    for name in ("recent", "interval", "max_offloaded"):
-        if (value := getattr(policy, name)) > 0 and value % block_size:
-            raise ConfigError(
-                f"cache.policy: {policy}: {name} must be a multiple of the block size {block_size}, got {value}",
-                f"Use {name}={_ceil_div(value, block_size) * block_size}",
-            )
+    _check_multiples(policy, ("recent", "interval", "max_offloaded"), block_size)
     max_older_blocks = max(1, _ceil_div(config.max_seq_len, block_size) - policy.recent // block_size)
     if policy.max_offloaded != -1:
-        max_older_blocks = (
-            policy.max_offloaded // block_size
-            if config.exceeds_max_seq_len
-            else min(max_older_blocks, policy.max_offloaded // block_size)
-        )
+        limit = policy.max_offloaded // block_size
+        max_older_blocks = limit if config.exceeds_max_seq_len else min(max_older_blocks, limit)
     level = LowerLevel(group_index, -1, max_older_blocks, is_offloaded=True)
-    return group._replace(
-        num_blocks=config.max_num_seqs * max_older_blocks + RESERVED_BLOCKS,
-        max_blocks_per_seq=max_older_blocks,
-        demotion_policy=None,
-        lower_level=level,
-    )
+    return _with_blocks(group, max_older_blocks, config)._replace(demotion_policy=None, lower_level=level)
 
 
 def _with_indices(lower_groups: Sequence[CacheGroup], first: int) -> list[CacheGroup]:
@@ -285,49 +236,66 @@ def grows_with_length(layers: Iterable[tuple[AttentionSpec, StatefulPolicy | Non
     )
 
 
+def _with_blocks(
+    group: CacheGroup, blocks_per_seq: int, config: CacheConfig, num_blocks: int | None = None
+) -> CacheGroup:
+    """Set the size of a group's pool: ``num_blocks`` usable blocks, by default those of all sequences."""
+    usable = config.max_num_seqs * blocks_per_seq if num_blocks is None else num_blocks
+    return group._replace(num_blocks=usable + RESERVED_BLOCKS, max_blocks_per_seq=blocks_per_seq)
+
+
 def _build_group(
     spec: AttentionSpec, policy: StatefulPolicy | None, layers: tuple[int, ...], config: CacheConfig
 ) -> CacheGroup:
-    eviction = policy if isinstance(policy, EvictionPolicy) else None
     if isinstance(policy, Quest):
         _check_quest(policy, config)
     if isinstance(policy, TieredPolicy | OffloadPolicy) and config.layout == "contiguous":
         raise ConfigError(f"cache.policy: {policy}: tokens are demoted in whole blocks", "Use cache.layout='paged'")
-    if spec.is_cross_attention:
-        return _cross_group(spec, layers, config)
-    slots = config.max_seq_len
+    if spec.is_cross_attention and config.max_source_len < 1:
+        raise ConfigError(
+            "cache.max_source_len: must be at least 1 for an encoder-decoder, got 0", "Set the maximum encoder tokens"
+        )
+    group = CacheGroup(
+        spec,
+        layers,
+        config.block_size,
+        num_blocks=0,
+        max_blocks_per_seq=0,
+        eviction_policy=policy if isinstance(policy, EvictionPolicy) else None,
+        demotion_policy=policy if isinstance(policy, TieredPolicy | OffloadPolicy) else None,
+        sparse_read_policy=policy if isinstance(policy, Quest) else None,
+    )
+    if config.layout == "contiguous":
+        return _with_blocks(
+            group._replace(block_size=_contiguous_slots(spec, group.eviction_policy, config)), 1, config
+        )
+    if spec.is_cross_attention:  # room for one encoder input per sequence
+        return _with_blocks(group, _ceil_div(config.max_source_len, config.block_size), config)
+    max_blocks, block_size = _ceil_div(config.max_seq_len, config.block_size), config.block_size
     if spec.window is not None:
         slots = spec.window + min(config.prefill_chunk_size, config.max_seq_len) - 1
-    if config.layout == "contiguous":
-        slots += spec.num_sinks
-        if eviction is not None:
-            slots = eviction.budget + eviction.interval
-        max_slots = slots if config.endless else config.max_seq_len
-        return CacheGroup(spec, layers, min(slots, max_slots), config.max_num_seqs + RESERVED_BLOCKS, 1, eviction)
-    max_blocks = _ceil_div(config.max_seq_len, config.block_size)
+        num_held = _ceil_div(spec.num_sinks, block_size) + _ceil_div(slots, block_size) + 1
+    elif isinstance(policy, EvictionPolicy):
+        num_held = min(max_blocks, _ceil_div(policy.budget + policy.interval, block_size))
+    elif isinstance(policy, TieredPolicy | OffloadPolicy):
+        num_held = _ceil_div(policy.num_sinks, block_size) + _ceil_div(policy.recent + policy.interval, block_size)
+    else:
+        num_held = max_blocks
+    is_bounded = spec.window is not None or isinstance(policy, EvictionPolicy | TieredPolicy)
+    blocks_per_seq = num_held if config.exceeds_max_seq_len else min(max_blocks, num_held)
+    return _with_blocks(group, blocks_per_seq, config, None if is_bounded else config.num_blocks)
+
+
+def _contiguous_slots(spec: AttentionSpec, eviction: EvictionPolicy | None, config: CacheConfig) -> int:
+    """Return the slots of a sequence: its maximum length, a window's ring, or an eviction policy's maximum."""
+    if spec.is_cross_attention:
+        return config.max_source_len
+    slots = config.max_seq_len
     if spec.window is not None:
-        blocks_per_seq = _ceil_div(spec.num_sinks, config.block_size) + _ceil_div(slots, config.block_size) + 1
-        blocks_per_seq = blocks_per_seq if config.exceeds_max_seq_len else min(max_blocks, blocks_per_seq)
-        return CacheGroup(
-            spec, layers, config.block_size, config.max_num_seqs * blocks_per_seq + RESERVED_BLOCKS, blocks_per_seq
-        )
+        slots = spec.window + min(config.prefill_chunk_size, config.max_seq_len) - 1 + spec.num_sinks
     if eviction is not None:
-        blocks_per_seq = min(max_blocks, _ceil_div(eviction.budget + eviction.interval, config.block_size))
-        usable = config.max_num_seqs * blocks_per_seq
-        return CacheGroup(spec, layers, config.block_size, usable + RESERVED_BLOCKS, blocks_per_seq, eviction)
-    if isinstance(policy, TieredPolicy | OffloadPolicy):
-        num_held = _ceil_div(policy.num_sinks, config.block_size) + _ceil_div(
-            policy.recent + policy.interval, config.block_size
-        )
-        blocks_per_seq = num_held if config.exceeds_max_seq_len else min(max_blocks, num_held)
-        num_blocks = config.num_blocks if isinstance(policy, OffloadPolicy) else None
-        usable = config.max_num_seqs * blocks_per_seq if num_blocks is None else num_blocks
-        return CacheGroup(
-            spec, layers, config.block_size, usable + RESERVED_BLOCKS, blocks_per_seq, demotion_policy=policy
-        )
-    usable = config.max_num_seqs * max_blocks if config.num_blocks is None else config.num_blocks
-    quest = policy if isinstance(policy, Quest) else None
-    return CacheGroup(spec, layers, config.block_size, usable + RESERVED_BLOCKS, max_blocks, sparse_read_policy=quest)
+        slots = eviction.budget + eviction.interval
+    return slots if config.endless else min(slots, config.max_seq_len)
 
 
 def _check_quest(policy: Quest, config: CacheConfig) -> None:
@@ -340,20 +308,6 @@ def _check_quest(policy: Quest, config: CacheConfig) -> None:
             f"cache.policy: {policy}: block bounds require rotated keys, but they are stored unrotated",
             "Use cache.rope_at='write'",
         )
-
-
-def _cross_group(spec: AttentionSpec, layers: tuple[int, ...], config: CacheConfig) -> CacheGroup:
-    """Build a cross-attention group with room for one encoder input per sequence."""
-    if config.max_source_len < 1:
-        raise ConfigError(
-            "cache.max_source_len: must be at least 1 for an encoder-decoder, got 0", "Set the maximum encoder tokens"
-        )
-    if config.layout == "contiguous":
-        return CacheGroup(spec, layers, config.max_source_len, config.max_num_seqs + RESERVED_BLOCKS, 1)
-    blocks_per_seq = _ceil_div(config.max_source_len, config.block_size)
-    return CacheGroup(
-        spec, layers, config.block_size, config.max_num_seqs * blocks_per_seq + RESERVED_BLOCKS, blocks_per_seq
-    )
 
 
 def group_bytes(group: CacheGroup) -> GroupBytes:
@@ -385,9 +339,8 @@ def group_bytes(group: CacheGroup) -> GroupBytes:
 
 def _bound_bytes(group: CacheGroup) -> int:
     """Return the bytes of key bounds per block, layer and head: minimum and maximum of each channel."""
-    return (
-        0 if group.sparse_read_policy is None else 2 * group.spec.head_dim * (8 if group.key_format == "float64" else 4)
-    )
+    wide = 8 if group.key_format == "float64" else 4
+    return 0 if group.sparse_read_policy is None else 2 * group.spec.head_dim * wide
 
 
 def _head_metadata_bytes(group: CacheGroup) -> int:

@@ -3,16 +3,16 @@
 A policy is a function of its own sequence's history: other sequences and a full pool do not change which tokens it
 keeps. There are four kinds; ``policy_parser.py`` has their names and combinations.
 
-* By *position* (:class:`Window`, :class:`Sinks`, :class:`BlockWindow`): a mask (``AttentionPattern``). Every query of a
+* By *position* (``Window``, ``Sinks``, ``BlockWindow``): a mask (``AttentionPattern``). Every query of a
   chunk sees what it would see alone, so the cache is exact against the model with the same mask, for all chunk sizes.
   Blocks that no later query can see are freed at once.
-* By *score* (:class:`EvictionPolicy`, ``eviction_policies.py``): tokens are scored per layer and kv head, and the best
+* By *score* (``EvictionPolicy``, ``eviction_policies.py``): tokens are scored per layer and kv head, and the best
   ``budget`` tokens stay. A sequence evicts when its length reaches a multiple of ``interval``, where the scheduler
   ends a chunk, so chunk sizes do not matter either; in between it holds up to ``budget + interval`` tokens. Lossy by
   design.
-* By *level* (:class:`TieredPolicy`): older tokens are quantized, the oldest are summarized. Or they leave the pool
-  unchanged (:class:`OffloadPolicy`): nothing is lost, and reading them takes longer.
-* By *query* (:class:`Quest`): all tokens stay, and each query reads the blocks that may matter to it.
+* By *level* (``TieredPolicy``): older tokens are quantized, the oldest are summarized. Or they leave the pool
+  unchanged (``OffloadPolicy``): nothing is lost, and reading them takes longer.
+* By *query* (``Quest``): all tokens stay, and each query reads the blocks that may matter to it.
 
 Standard library only, because sizing and planning import it.
 """
@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
+from kvad import config as cfg
 from kvad.cache.quantization import get_format
 from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
@@ -41,6 +42,13 @@ class CachePolicy:
     """
 
     name: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        cfg.check_fields(self, f"cache.policy: {self._class_name}")
+
+    @property
+    def _class_name(self) -> str:
+        return self.name or f"{type(self).__module__}:{type(self).__qualname__}"
 
     def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
         """Return the layer's spec with the tokens that stay visible. A layer with a narrower window is unchanged."""
@@ -70,8 +78,7 @@ class CachePolicy:
         while arguments and arguments[-1][0] == arguments[-1][1]:
             arguments.pop()
         text = ", ".join(str(value) for value, _ in arguments)
-        name = self.name or f"{type(self).__module__}:{type(self).__qualname__}"
-        return f"{name}({text})" if text else name
+        return f"{self._class_name}({text})" if text else self._class_name
 
 
 @dataclass(frozen=True)
@@ -87,10 +94,7 @@ class Window(CachePolicy):
 
     name: ClassVar[str] = "window"
 
-    size: int
-
-    def __post_init__(self) -> None:
-        check_minimum(1, "window", "size", self.size)
+    size: cfg.PositiveInt
 
     def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
         return _with_window(spec, self.size)
@@ -102,12 +106,8 @@ class Sinks(CachePolicy):
 
     name: ClassVar[str] = "sinks"
 
-    num_sinks: int
-    window: int
-
-    def __post_init__(self) -> None:
-        check_minimum(1, "sinks", "sinks", self.num_sinks)
-        check_minimum(1, "sinks", "window", self.window)
+    num_sinks: cfg.PositiveInt
+    window: cfg.PositiveInt
 
     def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
         return _with_window(spec, self.window, num_sinks=self.num_sinks)
@@ -119,12 +119,8 @@ class BlockWindow(CachePolicy):
 
     name: ClassVar[str] = "block-window"
 
-    size: int
-    block_size: int = 0
-
-    def __post_init__(self) -> None:
-        check_minimum(1, "block-window", "size", self.size)
-        check_minimum(0, "block-window", "block_size", self.block_size)
+    size: cfg.PositiveInt
+    block_size: cfg.NonNegativeInt = 0
 
     def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
         window_step = self.block_size or block_size
@@ -160,15 +156,13 @@ class EvictionContext(NamedTuple):
 class EvictionPolicy(CachePolicy):
     """Base class of policies that score tokens. Subclasses define ``score`` and ``observed_queries``."""
 
-    budget: int  # tokens that stay at each eviction
-    interval: int = 64  # evict when the length reaches a multiple of it
-    recent: int = 1  # the last tokens, which always stay
-    num_sinks: int = 0  # the first tokens, which always stay
+    budget: cfg.PositiveInt  # tokens that stay at each eviction
+    interval: cfg.PositiveInt = 64  # evict when the length reaches a multiple of it
+    recent: cfg.NonNegativeInt = 1  # the last tokens, which always stay
+    num_sinks: cfg.NonNegativeInt = 0  # the first tokens, which always stay
 
     def __post_init__(self) -> None:
-        name = str(self).partition("(")[0]
-        for field, minimum in (("budget", 1), ("interval", 1), ("recent", 0), ("num_sinks", 0)):
-            check_minimum(minimum, name, field, getattr(self, field))
+        super().__post_init__()
         if self.num_sinks + self.recent > self.budget:
             raise ConfigError(
                 f"cache.policy: {self}: {self.num_sinks} sinks and {self.recent} recent tokens exceed the budget",
@@ -207,8 +201,18 @@ class EvictionPolicy(CachePolicy):
         raise NotImplementedError
 
 
+class DemotionPolicy(CachePolicy):
+    """Base class of policies that move older tokens to lower levels."""
+
+    interval: int  # demote when the length reaches a multiple of it
+
+    def next_trigger_length(self, length: int) -> int:
+        """Return the first length above ``length`` at which the sequence demotes."""
+        return (length // self.interval + 1) * self.interval
+
+
 @dataclass(frozen=True)
-class TieredPolicy(CachePolicy):
+class TieredPolicy(DemotionPolicy):
     """Sinks and recent tokens stay unchanged, older ones are quantized, the oldest summarized, then dropped.
 
     A summary is the mean of the values and of the unrotated keys, at the mean position; log(ratio) is added to its
@@ -218,25 +222,17 @@ class TieredPolicy(CachePolicy):
 
     name: ClassVar[str] = "tiered"
 
-    recent: int  # latest tokens, unchanged
-    quantized: int = -1  # maximum number of quantized tokens; -1: all older tokens
+    recent: cfg.PositiveInt  # latest tokens, unchanged
+    quantized: Annotated[int, cfg.Range(-1)] = -1  # maximum number of quantized tokens; -1: all older tokens
     key_format: str = "int8"  # of quantized tokens
     value_format: str = "int8"
-    summaries: int = 0  # maximum number of summaries
-    ratio: int = 8  # tokens per summary
-    interval: int = 128  # demote when the length reaches a multiple of it
-    num_sinks: int = 0  # first tokens, unchanged
+    summaries: cfg.NonNegativeInt = 0  # maximum number of summaries
+    ratio: Annotated[int, cfg.Range(2)] = 8  # tokens per summary
+    interval: cfg.PositiveInt = 128  # demote when the length reaches a multiple of it
+    num_sinks: cfg.NonNegativeInt = 0  # first tokens, unchanged
 
     def __post_init__(self) -> None:
-        for name, minimum in (
-            ("recent", 1),
-            ("quantized", -1),
-            ("summaries", 0),
-            ("ratio", 2),
-            ("interval", 1),
-            ("num_sinks", 0),
-        ):
-            check_minimum(minimum, "tiered", name, getattr(self, name))
+        super().__post_init__()
         for name in ("key_format", "value_format"):
             get_format(getattr(self, name), f"cache.policy: tiered: {name}")
         if self.quantized == -1 and self.summaries:
@@ -249,13 +245,9 @@ class TieredPolicy(CachePolicy):
     def tiered(self) -> TieredPolicy | None:
         return self
 
-    def next_trigger_length(self, length: int) -> int:
-        """Return the first length above ``length`` at which the sequence demotes."""
-        return (length // self.interval + 1) * self.interval
-
 
 @dataclass(frozen=True)
-class OffloadPolicy(CachePolicy):
+class OffloadPolicy(DemotionPolicy):
     """All tokens stay: the latest in the pool, older ones unchanged in host memory and on disk.
 
     All sizes are in tokens and are multiples of the block size.
@@ -266,13 +258,12 @@ class OffloadPolicy(CachePolicy):
     quantized: ClassVar[int] = -1  # as in TieredPolicy: no token is dropped
     summaries: ClassVar[int] = 0
 
-    recent: int  # latest tokens in the pool, and up to ``interval`` more
-    max_offloaded: int = -1  # older tokens; -1: all
-    interval: int = 64  # offload when the length reaches a multiple of it
+    recent: cfg.PositiveInt  # latest tokens in the pool, and up to ``interval`` more
+    max_offloaded: Annotated[int, cfg.Range(-1)] = -1  # older tokens; -1: all
+    interval: cfg.PositiveInt = 64  # offload when the length reaches a multiple of it
 
     def __post_init__(self) -> None:
-        for name, minimum in (("recent", 1), ("max_offloaded", -1), ("interval", 1)):
-            check_minimum(minimum, "offload", name, getattr(self, name))
+        super().__post_init__()
         if self.max_offloaded == 0:
             raise ConfigError(
                 f"cache.policy: {self}: max_offloaded must be -1 or at least 1, got 0",
@@ -283,10 +274,6 @@ class OffloadPolicy(CachePolicy):
     def tiered(self) -> OffloadPolicy | None:
         return self
 
-    def next_trigger_length(self, length: int) -> int:
-        """Return the first length above ``length`` at which the sequence demotes."""
-        return (length // self.interval + 1) * self.interval
-
 
 @dataclass(frozen=True)
 class Quest(CachePolicy):
@@ -294,17 +281,8 @@ class Quest(CachePolicy):
 
     name: ClassVar[str] = "quest"
 
-    budget: int  # tokens that a query reads, in whole blocks
-
-    def __post_init__(self) -> None:
-        check_minimum(1, "quest", "budget", self.budget)
+    budget: cfg.PositiveInt  # tokens that a query reads, in whole blocks
 
     @property
     def sparse_read(self) -> Quest | None:
         return self
-
-
-def check_minimum(minimum: int, policy: str, name: str, value: object) -> None:
-    """Raise ConfigError if a policy's argument is not an integer of at least ``minimum``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ConfigError(f"cache.policy: {policy}: {name} must be a whole number of at least {minimum}, got {value!r}")

@@ -1,4 +1,4 @@
-"""Policy strings: policies by name, per layer, and combined. :data:`POLICY_HELP` has one line per policy.
+"""Policy strings: policies by name, per layer, and combined. ``POLICY_HELP`` has one line per policy.
 
 A custom policy is named ``package.module:Class(...)``. Arguments are the fields of the policy's class, by position or
 by name: ``tiered(64, quantized=256)``.
@@ -45,9 +45,8 @@ class PerLayerPolicy(CachePolicy):
         return next((policy for first, last, policy in self.layers if first <= layer <= last), self.default)
 
     def __str__(self) -> str:
-        return "; ".join(
-            [*(f"{_layer_range(first, last)}: {policy}" for first, last, policy in self.layers), str(self.default)]
-        )
+        layers = [f"{_layer_range(first, last)}: {policy}" for first, last, policy in self.layers]
+        return "; ".join([*layers, str(self.default)])
 
 
 @dataclass(frozen=True)
@@ -61,30 +60,27 @@ class CombinedPolicy(CachePolicy):
 
     @property
     def tiered(self) -> TieredPolicy | OffloadPolicy | None:
-        parts = [policy.tiered for policy in self.policies if policy.tiered is not None]
-        if parts and any(policy not in (parts[0], KeepAll()) for policy in self.policies):
-            raise ConfigError(
-                f"cache.policy: {self}: a tiered policy cannot be combined",
-                "Protect tokens by its num_sinks= and recent=",
-            )
-        return parts[0] if parts else None
+        part = next((policy.tiered for policy in self.policies if policy.tiered is not None), None)
+        self._check_alone(part, "a tiered policy", "Protect tokens by its num_sinks= and recent=")
+        return part
 
     @property
     def sparse_read(self) -> Quest | None:
-        parts = [policy.sparse_read for policy in self.policies if policy.sparse_read is not None]
-        if parts and any(policy not in (parts[0], KeepAll()) for policy in self.policies):
-            raise ConfigError(f"cache.policy: {self}: quest cannot be combined")
-        return parts[0] if parts else None
+        part = next((policy.sparse_read for policy in self.policies if policy.sparse_read is not None), None)
+        self._check_alone(part, "quest", "")
+        return part
 
     @property
     def eviction(self) -> EvictionPolicy | None:
-        parts = [policy.eviction for policy in self.policies if policy.eviction is not None]
-        if parts and any(policy not in (parts[0], KeepAll()) for policy in self.policies):
-            raise ConfigError(
-                f"cache.policy: {self}: an eviction policy cannot be combined",
-                "Protect tokens by its num_sinks= and recent=, or give other layers another policy",
-            )
-        return parts[0] if parts else None
+        part = next((policy.eviction for policy in self.policies if policy.eviction is not None), None)
+        hint = "Protect tokens by its num_sinks= and recent=, or give other layers another policy"
+        self._check_alone(part, "an eviction policy", hint)
+        return part
+
+    def _check_alone(self, part: CachePolicy | None, kind: str, hint: str) -> None:
+        """Check that a part that is not a window is combined with KeepAll only."""
+        if part is not None and any(policy not in (part, KeepAll()) for policy in self.policies):
+            raise ConfigError(f"cache.policy: {self}: {kind} cannot be combined", hint)
 
     def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
         restricted = [policy.restrict(spec, block_size) for policy in self.policies]
@@ -92,11 +88,8 @@ class CombinedPolicy(CachePolicy):
         if not narrower:
             return spec
         narrowest = min(narrower, key=lambda candidate: candidate.window or UNBOUNDED)
-        if any(
-            (candidate.window or UNBOUNDED) - candidate.window_step + 1 < (narrowest.window or UNBOUNDED)
-            for candidate in narrower
-            if candidate is not narrowest
-        ):
+        smallest = [(other.window or UNBOUNDED) - other.window_step + 1 for other in narrower if other is not narrowest]
+        if any(size < (narrowest.window or UNBOUNDED) for size in smallest):
             raise ConfigError(
                 f"cache.policy: {self}: windows of similar size with different steps cannot be combined",
                 "Make one of them wider by a block",
@@ -116,7 +109,7 @@ def restrict_specs(
 ) -> tuple[AttentionSpec, ...]:
     """Restrict the specs of a model's layers to a policy; cross-attention is unchanged.
 
-    ``renumber`` is ``renumber_positions`` of :class:`kvad.model_input.AttentionPattern`.
+    ``renumber`` is ``renumber_positions`` of ``kvad.model_input.AttentionPattern``.
     """
     restricted = []
     for layer, spec in enumerate(specs):
@@ -138,11 +131,7 @@ _LAYERS = re.compile(r"(\d+)(?:(-)(\d+)?)?\s*:\s*(.*)")
 
 
 def parse_policy(text: str) -> CachePolicy:
-    """Parse a policy string.
-
-    Raises:
-        ConfigError: If it is invalid; the hint has the nearest name or the signature.
-    """
+    """Parse a policy string; ConfigError, with the nearest name or the signature, if it is invalid."""
     parts = [part.strip() for part in text.split(";")]
     if len(parts) == 1 and not _LAYERS.fullmatch(parts[0]):
         return _parse_sum(parts[0])
@@ -199,7 +188,8 @@ def _parse_call(text: str) -> CachePolicy:
     try:
         inspect.signature(factory).bind(*values, **named)
     except TypeError as error:
-        signature = ", ".join(str(parameter) for parameter in inspect.signature(factory).parameters.values())
+        parameters = inspect.signature(factory).parameters.values()
+        signature = ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in parameters)
         raise ConfigError(f"cache.policy: {text}: {error}", f"The signature is {name}({signature})") from error
     policy = factory(*values, **named)
     if not isinstance(policy, CachePolicy):
@@ -220,23 +210,10 @@ def _parse_argument(text: str, policy_text: str) -> int | float | str:
     )
 
 
-POLICIES: dict[str, Callable[..., CachePolicy]] = {
-    policy.name: policy
-    for policy in (
-        KeepAll,
-        Window,
-        Sinks,
-        BlockWindow,
-        HeavyHitters,
-        SnapKV,
-        TOVA,
-        KeyNorm,
-        Random,
-        TieredPolicy,
-        OffloadPolicy,
-        Quest,
-    )
-}
+_CLASSES: tuple[type[CachePolicy], ...] = (
+    KeepAll, Window, Sinks, BlockWindow, HeavyHitters, SnapKV, TOVA, KeyNorm, Random, TieredPolicy, OffloadPolicy, Quest
+)  # fmt: skip
+POLICIES: dict[str, Callable[..., CachePolicy]] = {policy.name: policy for policy in _CLASSES}
 
 POLICY_HELP = {
     "full": "all tokens stay",

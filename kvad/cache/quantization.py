@@ -1,6 +1,6 @@
 """Formats of stored keys and values: the arrays of each format and its rounding error. No torch.
 
-:meth:`CacheFormat.arrays` is the list that the memory plan sums and ``device/tensors.py`` allocates, so planned and
+``CacheFormat.arrays`` is the list that the memory plan sums and ``device/tensors.py`` allocates, so planned and
 allocated bytes are equal. ``kvad/ops/quantize.py`` encodes and decodes.
 
 ==============  =============================================================  =================================
@@ -24,7 +24,7 @@ channels differ far more from each other than a channel differs between tokens (
 
 A custom format is named "package.module:Class", a class without constructor arguments and with three methods:
 ``arrays(dim)`` as here, with granularity "slot", the first named "data"; ``encode`` and ``decode`` as in
-``kvad/ops/quantize.py``. It may define ``loss``, ``eps`` and ``max_value`` as in :class:`CacheFormat`; the default
+``kvad/ops/quantize.py``. It may define ``loss``, ``eps`` and ``max_value`` as in ``CacheFormat``; the default
 is "lossy".
 """
 
@@ -85,15 +85,12 @@ class CacheFormat:
             return (ArraySpec("data", "slot", self.name, dim),)
         if self.kind == "fp8":
             return (ArraySpec("data", "slot", "uint8", dim),)
-        data = (
-            ArraySpec("data", "slot", "uint8", dim // 2)
-            if self.needs_even_dim
-            else ArraySpec("data", "slot", "int8", dim)
-        )
+        dtype, width = ("uint8", dim // 2) if self.needs_even_dim else ("int8", dim)
+        data, scale = ArraySpec("data", "slot", dtype, width), ArraySpec("scale", "slot", "float32", 1)
         if self.kind == "channel":
-            return (data, ArraySpec("scale", "block", "float16", dim), ArraySpec("zero", "block", "float16", dim))
-        scale = ArraySpec("scale", "slot", "float32", 1)
-        return (data, scale, ArraySpec("zero", "slot", "float32", 1)) if self.needs_even_dim else (data, scale)
+            scale = ArraySpec("scale", "block", "float16", dim)
+        has_zero = self.kind == "channel" or self.needs_even_dim
+        return (data, scale, scale._replace(name="zero")) if has_zero else (data, scale)
 
 
 FORMATS = {
@@ -114,11 +111,7 @@ FORMATS = {
 
 
 def get_format(name: str, key: str = "format") -> CacheFormat:
-    """Return the format of a name. ``key`` is the configuration key for errors.
-
-    Raises:
-        ConfigError: If the name is unknown; the hint has the nearest name.
-    """
+    """Return the format of a name; ``key`` is the configuration key for errors."""
     if ":" in str(name):
         return _custom_format(name, key)
     if name not in FORMATS:

@@ -28,43 +28,4 @@ if TYPE_CHECKING:
     from kvad.checkpoint.handle import CheckpointHandle as CheckpointHandle
     from kvad.checkpoint.loader import open_checkpoint as open_checkpoint
 
-__all__ = [
-    "CheckpointHandle",
-    "GenerationConfig",
-    "adapter",
-    "conversion",
-    "export",
-    "folder",
-    "generation_config",
-    "handle",
-    "hf_layout",
-    "hub",
-    "loader",
-    "native",
-    "open_checkpoint",
-    "peft",
-    "safetensors_header",
-    "safetensors_io",
-    "summarizer",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {"CheckpointHandle": "handle", "GenerationConfig": "generation_config", "open_checkpoint": "loader"},
-    (
-        "adapter",
-        "conversion",
-        "export",
-        "folder",
-        "generation_config",
-        "handle",
-        "hf_layout",
-        "hub",
-        "loader",
-        "native",
-        "peft",
-        "safetensors_header",
-        "safetensors_io",
-        "summarizer",
-    ),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -9,7 +9,7 @@ An adapter has its own folder, separate from its base::
     manifest.json, training/    as in a checkpoint (``native.py``)
 
 A folder written by PEFT has the first two.  If ``adapter.json`` has the fingerprint of the base's weights
-(``model/fingerprint.py``), any other base is refused.  :class:`AdaptedCheckpoint` merges the adapter lazily and is
+(``model/fingerprint.py``), any other base is refused.  ``AdaptedCheckpoint`` merges the adapter lazily and is
 read like any other checkpoint.
 """
 
@@ -33,22 +33,18 @@ from kvad.checkpoint.families import find_family
 from kvad.checkpoint.folder import (
     CONFIG,
     MANIFEST,
-    TRAINING,
     check_file,
-    file_digest,
     format_error,
     list_steps,
-    prune_steps,
     read_json,
     read_manifest,
     resolve_best_link,
-    step_folder,
 )
 from kvad.checkpoint.generation_config import GENERATION_FILE, GenerationConfig, read_generation_config, write_pooling
 from kvad.checkpoint.handle import TOKENIZER_FILES, CheckpointHandle, LazyTensors, TrainingState
 from kvad.checkpoint.hf_layout import HFCheckpoint
 from kvad.checkpoint.hub import resolve_model_path
-from kvad.checkpoint.native import open_folder, save_checkpoint, save_tensors, write_json
+from kvad.checkpoint.native import finish_folder, new_step, open_folder, save_checkpoint, save_tensors, write_json
 from kvad.checkpoint.peft import (
     AdapterTargets,
     check_peft_config,
@@ -69,10 +65,7 @@ FORMAT = 2
 
 
 def base_fingerprint(handle: CheckpointHandle) -> str:
-    """Return the fingerprint of config and all weights.
-
-    Takes about a second per gigabyte and core.
-    """
+    """Return the fingerprint of config and all weights (a second per gigabyte and core)."""
     return model.fingerprint.state_fingerprint(handle.config, dict(handle.weights()))
 
 
@@ -92,11 +85,7 @@ class AdapterFormat:
     tokenizer_files: Mapping[str, bytes]  # content by file name
 
     def check(self, parts: Sequence[str]) -> None:
-        """Check that the layout can hold adapters of these linear layers.
-
-        Raises:
-            CheckpointError: If it cannot hold one of them.
-        """
+        """Raise CheckpointError if the layout cannot hold adapters of these linear layers."""
         shapes = mergeable_linears(self.config)
         factors = {
             name: model.lora.LoraFactors(torch.zeros(1, shapes[name][1]), torch.zeros(shapes[name][0], 1), 1.0)
@@ -106,13 +95,7 @@ class AdapterFormat:
 
 
 def adapter_format(handle: CheckpointHandle, where: str, fingerprint: str) -> AdapterFormat:
-    """Build the format for adapters of a base.
-
-    Args:
-        handle: The base.
-        where: Path or name that the base was opened by.
-        fingerprint: Result of :func:`base_fingerprint`.
-    """
+    """Build the format for adapters of a base that was opened by the name ``where``."""
     family_targets = _adapter_targets(handle)
     targets = native_targets(handle.config) if family_targets is None else family_targets
     names = "kvad" if family_targets is None else "peft"
@@ -132,35 +115,27 @@ def save_adapter(
     form: AdapterFormat,
     factors: Mapping[str, model.lora.LoraFactors],
     *,
-    rank: int,
-    alpha: float,
-    use_rslora: bool,
-    dropout: float,
     training: TrainingState | None = None,
     replaces: Sequence[Path] = (),
+    **settings: Any,
 ) -> None:
     """Write an adapter's folder atomically.
 
     Args:
         folder: Folder to write.
-        form: Format, from :func:`adapter_format`.
+        form: Format, from ``adapter_format``.
         factors: Trained matrices by the name of the linear layer.
-        rank: Rank of the adapters.
-        alpha: Scale numerator.
-        use_rslora: Scale by alpha / sqrt(rank) instead of alpha / rank.
-        dropout: Dropout used in training; recorded only.
         training: Training state, if training can be resumed.
         replaces: Sibling folders that are removed in the same move.
+        settings: ``rank``, ``alpha``, ``use_rslora`` and ``dropout`` of ``write_peft_config``.
 
     Raises:
         CheckpointError: If the layout cannot hold an adapter of one of the layers.
-        SaveError: If the folder cannot be written.
     """
     from kvad import __version__
 
     tensors, modules = write_factors(form.targets, mergeable_linears(form.config), factors)
-    settings = {"rank": rank, "alpha": alpha, "use_rslora": use_rslora, "dropout": dropout}
-    peft_config = write_peft_config(form.targets, modules, kind=form.config.kind, base=form.folder, **settings)  # type: ignore[arg-type]
+    peft_config = write_peft_config(form.targets, modules, kind=form.config.kind, base=form.folder, **settings)
     record = {"kvad": __version__, "format": FORMAT, "names": form.names, "parts": list(factors)}
     with storage.atomic.new_folder(folder, replaces=replaces) as temp_folder:
         write_json(temp_folder / CONFIG_FILE, peft_config)
@@ -168,16 +143,7 @@ def save_adapter(
         write_json(temp_folder / METADATA_FILE, {**record, "base": form.base, "fingerprint": form.fingerprint})
         for name, content_bytes in form.tokenizer_files.items():
             (temp_folder / name).write_bytes(content_bytes)
-        if training is not None:
-            (temp_folder / TRAINING).mkdir()
-            write_json(temp_folder / TRAINING / "state.json", training.state)
-            save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
-        files = {
-            path.relative_to(temp_folder).as_posix(): file_digest(path)
-            for path in sorted(temp_folder.rglob("*"))
-            if path.is_file()
-        }
-        write_json(temp_folder / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
+        finish_folder(folder, temp_folder, training)
 
 
 def save_adapter_step(
@@ -191,14 +157,9 @@ def save_adapter_step(
     fresh: bool,
     **options: Any,
 ) -> Path:
-    """Write ``run/checkpoints/step-N`` and prune older steps, as ``native.save_step`` does.
-
-    ``options`` are passed to :func:`save_adapter`.
-    """
-    folder = step_folder(run, step)
-    storage.atomic.recover_interrupted(folder.parent)
-    save_adapter(folder, form, factors, replaces=list_steps(run) if fresh else (), **options)
-    prune_steps(run, keep, best)
+    """Write a step of a run, as ``native.save_step`` does; ``options`` are passed to ``save_adapter``."""
+    with new_step(run, step, keep=keep, best=best, fresh=fresh) as (folder, replaced):
+        save_adapter(folder, form, factors, replaces=replaced, **options)
     return folder
 
 
@@ -229,11 +190,7 @@ class StoredAdapter:
         return base if isinstance(base, str) and base else None
 
     def factors(self, base: CheckpointHandle) -> dict[str, model.lora.LoraFactors]:
-        """Read the matrices by the name of the linear layer of ``base``.
-
-        Raises:
-            CheckpointError: If they do not fit ``base``.
-        """
+        """Read the matrices by the name of the linear layer of ``base``, which they must fit."""
         if self.metadata.get("names") == "kvad":
             targets: AdapterTargets | None = native_targets(base.config)
         else:
@@ -249,11 +206,7 @@ class StoredAdapter:
         return read_factors(targets, shapes, LazyTensors(self.path / TENSORS), self.content, where, parts)
 
     def check_base(self, base: CheckpointHandle) -> None:
-        """Compare ``base`` with the recorded fingerprint, if any.
-
-        Raises:
-            CheckpointError: If the adapter was trained on another model.
-        """
+        """Raise CheckpointError if the recorded fingerprint is not that of ``base``."""
         fingerprint = self.metadata.get("fingerprint")
         if fingerprint is not None and base_fingerprint(base) != fingerprint:
             raise CheckpointError(
@@ -262,11 +215,7 @@ class StoredAdapter:
 
 
 def open_adapter(path: Path) -> StoredAdapter:
-    """Open an adapter's folder, or the newest of a run.
-
-    Raises:
-        CheckpointError: If it is not a complete LoRA adapter.
-    """
+    """Open an adapter's folder, or the newest of a run."""
     path = Path(path)
     folder = find_adapter(path)
     if folder is None:
@@ -290,11 +239,7 @@ def open_adapter(path: Path) -> StoredAdapter:
 
 
 def merge_adapter(base: CheckpointHandle, path: Path) -> AdaptedCheckpoint:
-    """Return ``base`` with the adapter in ``path`` merged in.
-
-    Raises:
-        CheckpointError: If ``base`` is itself an adapter, or ``path`` is not a complete adapter.
-    """
+    """Return ``base``, which must not be an adapter, with the adapter in ``path`` merged in."""
     if isinstance(base, AdaptedCheckpoint):
         raise CheckpointError(
             f"{base.path} is already an adapter", "Merge it first with kvad merge BASE ADAPTER --out DIR."
@@ -304,11 +249,7 @@ def merge_adapter(base: CheckpointHandle, path: Path) -> AdaptedCheckpoint:
 
 
 def open_adapted(path: Path) -> AdaptedCheckpoint:
-    """Open an adapter together with the base that it names.
-
-    Raises:
-        CheckpointError: If the base is not recorded or cannot be opened.
-    """
+    """Open an adapter together with the base that it names."""
     adapter = open_adapter(path)
     if adapter.base is None:
         raise CheckpointError(f"{adapter.path} is an adapter that does not name its base", _base_hint(path))
@@ -326,18 +267,15 @@ def _base_hint(path: Path) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _BaseAndAdapter:
-    base: CheckpointHandle
-    adapter: StoredAdapter
-
-
-@dataclass(frozen=True)
-class AdaptedCheckpoint(CheckpointHandle, _BaseAndAdapter):
+class AdaptedCheckpoint(CheckpointHandle):
     """A base with an adapter merged in; ``path`` is the adapter's folder.
 
     Everything but the weights is the base's, except for what kvad stored with an adapter that was trained on
     conversations: a chat template, and the tokens that end a turn.
     """
+
+    base: CheckpointHandle
+    adapter: StoredAdapter
 
     @property
     def config(self) -> ModelConfig:
@@ -383,8 +321,7 @@ class AdaptedCheckpoint(CheckpointHandle, _BaseAndAdapter):
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged weights; merged in at least float32 and rounded once.
 
-        Raises:
-            CheckpointError: If the adapter was trained on another base; raised before the first tensor.
+        Raises CheckpointError before the first tensor if the adapter was trained on another base.
         """
         self.adapter.check_base(self.base)
         for name, tensor in self.base.weights():
@@ -395,10 +332,7 @@ class AdaptedCheckpoint(CheckpointHandle, _BaseAndAdapter):
                 yield name, model.lora.merge_weight(tensor, factors, dtype)
 
     def fingerprint(self) -> str:
-        """Return the sha256 (hex) of base and adapter.
-
-        Without a manifest all weights of the base are hashed.
-        """
+        """Return the sha256 (hex) of base (all weights if it has no manifest) and adapter."""
         base = self.base.fingerprint() if self.base.files is not None else base_fingerprint(self.base)
         return hashlib.sha256(f"{base} {self.adapter_fingerprint}".encode()).hexdigest()
 
@@ -421,14 +355,7 @@ def _companion_file(adapted: AdaptedCheckpoint, name: str) -> Path:
 def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | None = None) -> None:
     """Write the merged model in its base's layout, with the base's other files.
 
-    Args:
-        adapted: Base with an adapter.
-        out: Folder to write.
-        dtype: Dtype of the stored weights (default: the base's).
-
-    Raises:
-        CheckpointError: If adapter and base do not fit.
-        SaveError: If the folder cannot be written.
+    ``dtype`` is the dtype of the stored weights (default: the base's).
     """
     base = adapted.base
     tensors = dict(adapted.weights_as(dtype))

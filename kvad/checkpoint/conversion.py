@@ -1,17 +1,17 @@
 """Reading and writing Hugging Face checkpoints: the parts that all families share.
 
-A family (``families/*.py``) has two functions and a table, and no ``nn.Module``: :attr:`Family.read` builds a
-:class:`ModelConfig` from a ``config.json``, :attr:`Family.write_fields` is the inverse, which :meth:`Family.write`
-checks by reading it back, and :attr:`Family.rules` pairs kvad's modules with Hugging Face's.  A :class:`TensorRule`
+A family (``families/*.py``) has two functions and a table, and no ``nn.Module``: ``Family.read`` builds a
+``ModelConfig`` from a ``config.json``, ``Family.write_fields`` is the inverse, which ``Family.write``
+checks by reading it back, and ``Family.rules`` pairs kvad's modules with Hugging Face's.  A ``TensorRule``
 works in both directions, so that every model that can be loaded can be exported:
 
     tensor_rule("decoder.layers.0.attention.out", "model.layers.0.self_attn.o_proj")     .weight and .bias, unchanged
     tensor_rule("decoder.layers.0.attention.out", "transformer.h.0.attn.c_proj", TRANSPOSED)     [in, out] in their file
     tensor_rule(("decoder.layers.0.attention.q", "...k", "...v"), "...attn.c_attn", STACKED)     three modules in one
 
-Nothing is dropped silently: a tensor in the file that no rule names and :attr:`Family.ignored` does not list is an
+Nothing is dropped silently: a tensor in the file that no rule names and ``Family.ignored`` does not list is an
 error, like a tensor that is missing or of another shape; a config field that changes the model and that kvad cannot
-express is refused by name (:meth:`HFConfigReader.require_one_of`).  Code from a repository is never run.
+express is refused by name (``HFConfigReader.require_one_of``).  Code from a repository is never run.
 """
 
 from __future__ import annotations
@@ -84,12 +84,13 @@ def grouped_transform(groups: int) -> TensorTransform:
 
 
 class TensorRule(NamedTuple):
-    """Pair of kvad's and Hugging Face's modules or tensors; see :func:`expand_rules`."""
+    """Pair of kvad's and Hugging Face's modules or tensors."""
 
     kvad_names: tuple[str, ...]
     hf_names: tuple[str, ...]
     transform: TensorTransform = SAME
     missing_ok: bool = False  # the file may lack it (a buffer of older files); kvad's tensor is zero then
+    shapes: tuple[Shape, ...] = ()  # of kvad's tensors, in a rule about tensors (``expand_rules``)
 
 
 def tensor_rule(
@@ -116,27 +117,11 @@ def prefix_rules(
         yield tensor_rule(f"{kvad_prefix}.{kvad_name}", f"{hf_prefix}.{hf_name}", transform)
 
 
-class _ExpandedRule(NamedTuple):
-    """A rule about tensors instead of modules."""
-
-    kvad_names: tuple[str, ...]
-    hf_names: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    transform: TensorTransform
-    missing_ok: bool
-
-
-def expand_rules(rules: Iterable[TensorRule], shapes: Mapping[str, Shape]) -> list[_ExpandedRule]:
+def expand_rules(rules: Iterable[TensorRule], shapes: Mapping[str, Shape]) -> list[TensorRule]:
     """Expand rules about modules to rules about tensors, one for each suffix in the model.
 
-    Rules about modules that this model lacks (a norm, a bias) are dropped.
-
-    Args:
-        rules: A family's rules.
-        shapes: Shapes of all tensors of the model by kvad's names.
-
-    Raises:
-        AssertionError: If a tensor is named by no rule, or by two; that is a bug in the family.
+    Rules about modules that this model lacks (a norm, a bias) are dropped.  ``shapes`` are those of all tensors of the
+    model; a tensor that no rule or two rules name is a bug in the family (AssertionError).
     """
     suffixes: dict[str, list[str]] = {}
     for name in shapes:
@@ -151,27 +136,17 @@ def expand_rules(rules: Iterable[TensorRule], shapes: Mapping[str, Shape]) -> li
             assert not named & set(kvad_names), f"{kvad_names}: named twice"
             named |= set(kvad_names)
             hf_names = tuple(module + suffix for module in rule.hf_names)
-            expanded.append(
-                _ExpandedRule(
-                    kvad_names, hf_names, tuple(shapes[name] for name in kvad_names), rule.transform, rule.missing_ok
-                )
-            )
+            kvad_shapes = tuple(shapes[name] for name in kvad_names)
+            expanded.append(TensorRule(kvad_names, hf_names, rule.transform, rule.missing_ok, kvad_shapes))
     unnamed = sorted(set(shapes) - named)
     assert not unnamed, f"no rule for {unnamed[:5]}"
     return expanded
 
 
 def read_tensors(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield kvad's tensors, one rule at a time.
+    """Yield kvad's tensors, one rule at a time; ``where`` is the path for messages.
 
-    Args:
-        family: The file's family.
-        config: The model.
-        stored: Tensors of the file.
-        where: Path for messages.
-
-    Raises:
-        CheckpointError: If a tensor is missing, unexpected, or of another shape.
+    Raises CheckpointError if a tensor is missing, unexpected, or of another shape.
     """
     used: set[str] = set()
     copies: dict[str, str] = {}  # name -> tensor that it must equal
@@ -199,10 +174,7 @@ def read_tensors(family: Family, config: ModelConfig, stored: HFTensors, where: 
 
 
 def find_mismatches(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> list[str]:
-    """Return all names and shapes that :func:`read_tensors` would refuse.
-
-    ``stored`` may be on the meta device.
-    """
+    """Return what ``read_tensors`` would refuse; ``stored`` may be on the meta device."""
     messages: list[str] = []
     used: set[str] = set()
     for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
@@ -287,7 +259,7 @@ def _find_name(name: str, stored: HFTensors, family: Family) -> str | None:
     return None
 
 
-def _read(rule: _ExpandedRule, tensors: Sequence[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
+def _read(rule: TensorRule, tensors: Sequence[tuple[str, Tensor]], where: str) -> Iterator[tuple[str, Tensor]]:
     try:
         converted = list(rule.transform.read([tensor for _, tensor in tensors], rule.shapes))
     except RuntimeError:
@@ -346,35 +318,24 @@ class HFConfigReader:
         return default if value is None else value
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """Return the integer under the first of ``names`` that is present.
-
-        Raises:
-            CheckpointError: If the value is not an integer, or there is neither a value nor a default.
-        """
-        for name in names:
-            value = self.get(name)
-            if value is not None:
-                if not isinstance(value, int) or isinstance(value, bool):
-                    raise CheckpointError(f"{self.where}: {name}: must be an integer, got {value!r}")
-                return value
-        if default is None:
-            raise CheckpointError(f"{self.where}: {names[0]} is missing")
-        return default
+        """Return the integer under the first of ``names`` that is present."""
+        value: int = self._first(names, int, "an integer", default)
+        return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """Return the number under the first of ``names`` that is present.
+        """Return the number under the first of ``names`` that is present."""
+        return float(self._first(names, (int, float), "a number", default))
 
-        Raises as :meth:`integer` does.
-        """
-        for name in names:
-            value = self.get(name)
-            if value is not None:
-                if not isinstance(value, (int, float)) or isinstance(value, bool):
-                    raise CheckpointError(f"{self.where}: {name}: must be a number, got {value!r}")
-                return float(value)
-        if default is None:
-            raise CheckpointError(f"{self.where}: {names[0]} is missing")
-        return default
+    def _first(self, names: tuple[str, ...], kind: Any, label: str, default: Any) -> Any:
+        name = next((name for name in names if name in self), None)
+        if name is None:
+            if default is None:
+                raise CheckpointError(f"{self.where}: {names[0]} is missing")
+            return default
+        value = self.content[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {name}: must be {label}, got {value!r}")
+        return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a boolean.  Raises CheckpointError for any other value."""
@@ -391,11 +352,7 @@ class HFConfigReader:
         return choices[value]
 
     def require_one_of(self, name: str, *allowed: Any, reason: str = "") -> None:
-        """Check that a field is absent, null, or one of ``allowed``.
-
-        Raises:
-            CheckpointError: If it has any other value; ``reason`` is the hint.
-        """
+        """Refuse a field, with ``reason`` as hint, unless it is absent, null, or in ``allowed``."""
         value = self.content.get(name)
         if value is not None and value not in allowed:
             raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", reason)
@@ -413,7 +370,7 @@ class Family:
     """Conversion of one family's configs and tensors.
 
     ``write_fields`` returns the ``config.json`` of a model, with ``model_type`` and ``architectures``.  It may leave
-    out what transformers has no field for, because :meth:`write` detects the difference.
+    out what transformers has no field for, because ``write`` detects the difference.
     """
 
     types: tuple[str, ...]  # ``model_type`` values that are read
@@ -433,8 +390,7 @@ class Family:
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """Return the ``config.json`` of a model, checked by reading it back.
 
-        Raises:
-            CheckpointError: If the family cannot express the model; the message names the first part that would differ.
+        Raises CheckpointError if the family cannot express the model; it names the first part that would differ.
         """
         name = self.types[0]
         try:
@@ -442,18 +398,9 @@ class Family:
             name = content["model_type"]
             read_back = self.read(HFConfigReader(content, name))
         except (CheckpointError, ConfigError) as error:
-            message = (
-                error.message
-                if "cannot express" in error.message
-                else f"{name} cannot express this model: {error.message}"
-            )
-            raise CheckpointError(message) from error
-        except (
-            AssertionError,
-            AttributeError,
-            KeyError,
-            TypeError,
-        ) as error:  # the family was given a model of another kind
+            prefix = "" if "cannot express" in error.message else f"{name} cannot express this model: "
+            raise CheckpointError(prefix + error.message) from error
+        except (AssertionError, AttributeError, KeyError, TypeError) as error:  # a model of another kind
             raise CheckpointError(f"{name} cannot express this {config.kind}: {error}") from error
         fields, read_back_fields = canonical_config(config), canonical_config(read_back)
         for part in {**fields, **read_back_fields}:

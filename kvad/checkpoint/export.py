@@ -60,10 +60,6 @@ def export_hf(
 
     Returns:
         The name of the transformers class that loads it.
-
-    Raises:
-        CheckpointError: If no family can express the model.
-        SaveError: If the folder cannot be written.
     """
     layout = choose_family(handle.config, family or handle.origin)
     with storage.atomic.new_folder(out) as temp_folder:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kvad import config, storage
+from kvad.checkpoint.safetensors_header import is_truncated
 from kvad.errors import CheckpointError, SaveError
 
 CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
@@ -38,11 +39,7 @@ _STEP = re.compile(r"step-\d+")
 
 
 def locate(path: Path) -> Path:
-    """Return the checkpoint folder of ``path``: itself, or the newest step of the run.
-
-    Raises:
-        CheckpointError: If there is none; the message names what is missing.
-    """
+    """Return the checkpoint folder of ``path``: itself, or the newest step of the run."""
     path = resolve_best_link(path)
     if (path / CONFIG).is_file():
         return path
@@ -115,11 +112,7 @@ def _content(path: Path) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        CheckpointError: If the file is missing or is not a JSON object; the message names the file.
-    """
+    """Return the object in a JSON file; a CheckpointError names the file."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -159,20 +152,12 @@ def is_native(path: Path) -> bool:
 
 
 def list_files(path: Path) -> dict[str, dict[str, Any]] | None:
-    """Return :func:`read_manifest` of a folder that kvad wrote, None for any other folder."""
+    """Return ``read_manifest`` of a folder that kvad wrote, None for any other folder."""
     return read_manifest(path) if is_native(path) else None
 
 
 def read_manifest(path: Path, tensors: str = MODEL) -> dict[str, dict[str, Any]]:
-    """Return the manifest entries of a checkpoint folder by file name.
-
-    Args:
-        path: Checkpoint folder.
-        tensors: Name of the tensor file that must be listed.
-
-    Raises:
-        CheckpointError: If the manifest is missing, malformed, or of another format.
-    """
+    """Return the manifest entries by file name, with ``tensors`` among them."""
     content = read_json(path / MANIFEST)
     files = content.get("files")
     if content.get("format") != FORMAT:
@@ -187,24 +172,16 @@ def _is_entry(value: object) -> bool:
 
 
 def check_file(path: Path, entry: Mapping[str, Any], *, verify: bool = False) -> None:
-    """Compare a file with its manifest entry.
+    """Compare a file with its manifest entry, with ``verify`` its sha256 too.
 
     Tensor files must have the recorded size.  Text files may have been edited by hand and are compared only with
     ``verify``.
-
-    Args:
-        path: File to check.
-        entry: Manifest entry of the file.
-        verify: Also compare the sha256.
-
-    Raises:
-        CheckpointError: If the file is missing, truncated, or different.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing", "The checkpoint is incomplete. Copy it again.")
     size, saved_size = path.stat().st_size, entry["bytes"]
     if size != saved_size and (verify or path.suffix == ".safetensors"):
-        if size < saved_size and path.suffix == ".safetensors" and _is_truncated(path, size):
+        if size < saved_size and path.suffix == ".safetensors" and is_truncated(path):
             raise CheckpointError(
                 f"{path} is truncated: {size:,} of {saved_size:,} bytes", _older_checkpoint_hint(path)
             )
@@ -215,20 +192,6 @@ def check_file(path: Path, entry: Mapping[str, Any], *, verify: bool = False) ->
         raise CheckpointError(
             f"{path} differs from its manifest: same size, other sha256", _older_checkpoint_hint(path)
         )
-
-
-def _is_truncated(path: Path, size: int) -> bool:
-    """Return True if a safetensors file ends before its last tensor."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 + length:
-            return True
-        try:
-            header = json.loads(file.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            return size < 8 + length + max(ends, default=0)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            return False  # not a safetensors header: the file was replaced, not truncated
 
 
 def _older_checkpoint_hint(path: Path) -> str:
@@ -243,13 +206,8 @@ def _older_checkpoint_hint(path: Path) -> str:
 def prune_steps(run: Path, keep: int, best: int | None) -> None:
     """Link ``best`` and delete all steps but the newest ``keep`` and the best one.
 
-    Args:
-        run: Run folder.
-        keep: Number of newest steps to retain.
-        best: Number of the best step.  With None, or a step that no longer exists, the run has no ``best`` link.
-
-    Raises:
-        SaveError: If the link cannot be written.  No step is deleted then.
+    With None, or a step that no longer exists, the run has no ``best`` link.  If the link cannot be written
+    (SaveError), no step is deleted.
     """
     steps = list_steps(run)
     best_step = None if best is None else step_folder(run, best)
@@ -294,11 +252,7 @@ SUMMARIZER_FORMAT = 2
 
 
 def read_summarizer_folder(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return a summarizer's folder (of a run: its newest step) and its summarizer.json.
-
-    Raises:
-        CheckpointError: If it is not a complete summarizer.
-    """
+    """Return a summarizer's folder (of a run: its newest step) and its summarizer.json."""
     path = resolve_best_link(Path(path))
     steps = list_steps(path)
     folder = path if (path / SUMMARIZER_FILE).is_file() or not steps else steps[-1]
@@ -322,9 +276,6 @@ def read_summarizer_folder(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def read_summarizer_shape(path: Path) -> config.parameter_shapes.SummarizerShape:
-    """Return the shape of a summarizer.
-
-    Raises CheckpointError as :func:`read_summarizer_folder` does.
-    """
+    """Return the shape of a summarizer."""
     _, content = read_summarizer_folder(path)
     return config.parameter_shapes.SummarizerShape(content["ratio"], content["hidden_size"])

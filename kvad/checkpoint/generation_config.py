@@ -63,13 +63,9 @@ class GenerationConfig:
 
 
 def read_pooling(folder: Path) -> tuple[Literal["mean", "first"] | None, bool]:
-    """Read how a sentence-transformers folder pools hidden states.
+    """Read how a sentence-transformers folder pools hidden states, and whether vectors are normalized.
 
-    Returns:
-        Pooling method and whether vectors are normalized; (None, False) for any other folder.
-
-    Raises:
-        CheckpointError: If the pooling method is not supported.
+    The result is (None, False) for any other folder.
     """
     modules = folder / "modules.json"
     if not modules.exists():
@@ -98,12 +94,7 @@ def read_pooling(folder: Path) -> tuple[Literal["mean", "first"] | None, bool]:
 
 
 def read_generation_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> GenerationConfig:
-    """Read generation defaults.
-
-    Args:
-        config: Content of ``config.json``.
-        generation: Content of ``generation_config.json``.  If None, ``config`` is used in its place.
-    """
+    """Read generation defaults from ``generation_config.json``, or without it from ``config.json``."""
     fields = config if generation is None else generation
 
     def token_or_none(name: str) -> int | None:
@@ -121,14 +112,13 @@ def read_generation_config(config: Mapping[str, Any], generation: Mapping[str, A
             raise CheckpointError(f"generation_config.json: {name}: must be token ids, got {value!r}")
         return values
 
-    eos_token_ids = tuple(list_values("eos_token_id"))
     bad_words = [tuple(tokens) if isinstance(tokens, list) else (tokens,) for tokens in list_values("bad_words_ids")]
     single_bad_words = [tokens[0] for tokens in bad_words if len(tokens) == 1]
     suppressed = list_values("suppress_tokens")
     return GenerationConfig(
         decoder_start_token_id=token_or_none("decoder_start_token_id"),
         bos_token_id=token_or_none("bos_token_id"),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=tuple(list_values("eos_token_id")),
         source_eos_token_id=token_or_none(SOURCE_EOS_KEY),
         pad_token_id=token_or_none("pad_token_id"),
         forced_bos_token_id=token_or_none("forced_bos_token_id"),
@@ -146,15 +136,9 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, int | float | bool | str]:
     """Return the recommended search or sampling parameters; greedy unless ``do_sample``."""
     names = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram_size"}
     names |= {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
-    max_length = fields.get(
-        "max_length"
-    )  # counts the token that opens a target; for a decoder it is the model's limit anyway
-    if (
-        isinstance(max_length, int)
-        and max_length > 1
-        and "decoder_start_token_id" in fields
-        and "max_new_tokens" not in fields
-    ):
+    # ``max_length`` counts the token that opens a target; for a decoder it is the model's limit anyway.
+    max_length, has_start = fields.get("max_length"), "decoder_start_token_id" in fields
+    if isinstance(max_length, int) and max_length > 1 and has_start and "max_new_tokens" not in fields:
         fields = {**fields, "max_new_tokens": max_length - 1}
     if fields.get("do_sample", False):
         names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
@@ -183,11 +167,11 @@ def generation_json(generation: GenerationConfig) -> dict[str, Any] | None:
     """Return the content of ``generation_config.json``, or None if all fields are defaults."""
     if generation == GenerationConfig():
         return None
+    bad_words = [*([token] for token in generation.suppress_tokens), *map(list, generation.bad_words_ids)]
     fields = config_json_fields(generation) | {
         "forced_bos_token_id": generation.forced_bos_token_id,
         "forced_eos_token_id": generation.forced_eos_token_id,
-        "bad_words_ids": [*([token] for token in generation.suppress_tokens), *map(list, generation.bad_words_ids)]
-        or None,
+        "bad_words_ids": bad_words or None,
         SOURCE_EOS_KEY: generation.source_eos_token_id,
     }
     names = {"min_tokens": "min_new_tokens", "max_tokens": "max_new_tokens"}

@@ -33,10 +33,7 @@ class TrainingState(NamedTuple):
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of one memory-mapped safetensors file.
-
-    A tensor's bytes are read when they are used.
-    """
+    """Tensors of one memory-mapped safetensors file; bytes are read when they are used."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,11 +72,7 @@ def read_training_state(path: Path) -> TrainingState | None:
 
 @dataclass(frozen=True)
 class CheckpointHandle(ABC):
-    """An opened checkpoint.
-
-    The layouts are :class:`kvad.checkpoint.native.NativeCheckpoint` and
-    :class:`kvad.checkpoint.hf_layout.HFCheckpoint`.
-    """
+    """An opened checkpoint in kvad's layout (``native.py``) or Hugging Face's (``hf_layout.py``)."""
 
     path: Path
     files: Mapping[str, Mapping[str, Any]] | None = None  # manifest entry by file name; None if kvad did not write it
@@ -110,11 +103,7 @@ class CheckpointHandle(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors by kvad's names.
-
-        Raises:
-            CheckpointError: If a tensor is missing, unexpected, or of another shape.
-        """
+        """Yield all tensors by kvad's names; a CheckpointError names one that does not fit."""
 
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors in ``dtype`` (None: as stored)."""
@@ -128,11 +117,7 @@ class CheckpointHandle(ABC):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, or None if the folder has none.
-
-        Raises:
-            TokenizerError: If the tokenizer cannot be read.
-        """
+        """The tokenizer, or None if the folder has none."""
         return self.read_tokenizer()
 
     def read_tokenizer(self) -> Tokenizer | None:
@@ -146,10 +131,7 @@ class CheckpointHandle(ABC):
         return read_training_state(self.path)
 
     def fingerprint(self) -> str:
-        """Return the sha256 (hex) of the model.
-
-        It covers config and tokenizer as they are now, and the weights as listed in the manifest.
-        """
+        """Return the sha256 (hex) of config and tokenizer, and of the weights by the manifest."""
         assert self.files is not None, "only checkpoints that kvad wrote have a manifest"
         digest = hashlib.sha256(str(self.files[MODEL]["sha256"]).encode())
         digest.update(json.dumps(self.config.to_dict(), sort_keys=True).encode())

@@ -1,8 +1,8 @@
 """Hugging Face's layout: the family that can hold a model, its JSON files, and its folders.
 
-A family can hold a model if it writes a config that it reads back as the same model (:meth:`Family.write`).
+A family can hold a model if it writes a config that it reads back as the same model (``Family.write``).
 
-:class:`HFCheckpoint` opens a folder in Hugging Face's layout, written by kvad or not: its family's config, its
+``HFCheckpoint`` opens a folder in Hugging Face's layout, written by kvad or not: its family's config, its
 tokenizer, and its tensors under kvad's names, read lazily.
 
 No code in the folder is executed: ``auto_map`` is ignored and no pickle is opened.
@@ -57,15 +57,9 @@ class HFLayout(NamedTuple):
 
 
 def choose_family(config: ModelConfig, requested: str | None = None) -> HFLayout:
-    """Choose a family that can hold a model.
+    """Choose a family that can hold a model: the ``requested`` ``model_type``, else the first that can.
 
-    Args:
-        config: The model.
-        requested: A ``model_type``; None tries all families.
-
-    Raises:
-        CheckpointError: If the family cannot express the model (the message names the part), or no family can.
-        UsageError: If the family is unknown.
+    A CheckpointError names the part that the family cannot express.
     """
     if requested is not None:
         if requested not in FAMILIES:
@@ -84,15 +78,7 @@ def choose_layout(config: ModelConfig, generation: GenerationConfig, requested: 
     """Choose a layout from which training can resume.
 
     A config read back from it has the same parameter names, by which the optimizer state is stored, and the same
-    generation defaults.
-
-    Args:
-        config: The model.
-        generation: Generation defaults of the model.
-        requested: A ``model_type``; None tries all families.
-
-    Raises:
-        CheckpointError: If there is no such layout; the message names the reason.
+    generation defaults.  A CheckpointError gives the reason why there is none.
     """
     layout = choose_family(config, requested)
     read_back = layout.family.read(HFConfigReader(layout.content, CONFIG))
@@ -135,11 +121,7 @@ def _content(layout: HFLayout, generation: GenerationConfig, dtype: torch.dtype)
 
 
 def read_hf_config(path: Path) -> tuple[ModelConfig, str | None]:
-    """Read the model and the dtype of a ``config.json``, without looking at any weights.
-
-    Raises:
-        CheckpointError: If the family, an option or a quantization is not supported.
-    """
+    """Read the model and the dtype of a ``config.json``, without looking at any weights."""
     fields = HFConfigReader(read_json(path), str(path))
     if fields.get("quantization_config") or fields.get("compression_config"):
         hint = "Use the model that it was made from; the model card names it."
@@ -219,9 +201,5 @@ class HFCheckpoint(CheckpointHandle):
         return self.tensors.total_bytes
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield kvad's tensors, mapped or computed one rule at a time.
-
-        Raises:
-            CheckpointError: As :func:`read_tensors` does.
-        """
+        """Yield kvad's tensors, mapped or computed one rule at a time."""
         yield from read_tensors(self.family, self.config, self.tensors, str(self.path))

@@ -90,11 +90,6 @@ def resolve_model_path(
         progress: tqdm class for huggingface_hub.
         weights: False if config and tokenizer suffice, whatever the weights are.
         adapters: Accept an adapter's folder.
-
-    Raises:
-        UsageError: If the name is invalid.
-        CheckpointError: If the folder or model does not exist, cannot be downloaded, or cannot be read.
-        SaveError: If the download cannot be written.
     """
     name = re.sub(r"^hf:/(?!/)", PREFIX, os.fspath(name_or_path))  # pathlib collapses two slashes to one
     path = Path(os.path.expanduser(name))  # pathlib's expanduser and is_dir raise for some names
@@ -115,10 +110,7 @@ def resolve_model_path(
 
 
 def _parse(name: str) -> tuple[str, str | None]:
-    """Return repository and revision of a name on the hub.
-
-    Raises CheckpointError for a path or an invalid name.
-    """
+    """Return repository and revision of a name on the hub."""
     bare_name = name.removeprefix(PREFIX)
     match = _NAME.fullmatch(bare_name)
     if bare_name == name and _looks_like_path(name):
@@ -242,10 +234,7 @@ def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_disk_full(error: Exception) -> bool:
-    """Return True if the disk is full.
-
-    Hf_xet, written in Rust, reports this only in the message.
-    """
+    """Return True if the disk is full, which hf_xet (Rust) reports only in the message."""
     return any(
         (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)) or "os error 28" in str(cause)
         for cause in _error_chain(error)
@@ -262,10 +251,7 @@ def _http_status(error: Exception) -> int | None:
 
 
 def _is_network_error(error: Exception) -> bool:
-    """Return True for a network error.
-
-    Such are errors of requests (huggingface_hub < 1) and httpx, and huggingface_hub's own error for a short file.
-    """
+    """Return True for errors of requests and httpx, and huggingface_hub's for a short file."""
     libraries = {cls.__module__.partition(".")[0] for cls in type(error).__mro__}
     return (
         isinstance(error, ConnectionError | TimeoutError)
@@ -301,11 +287,7 @@ def _nearest_cached(request: _HubRequest) -> list[str]:
 
 
 def check_readable_weights(folder: Path) -> None:
-    """Check that kvad reads the weights of a folder.
-
-    Raises:
-        CheckpointError: If it does not; the hint names an alternative.
-    """
+    """Raise CheckpointError, which names an alternative, for weights that kvad does not read."""
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file", _suggestions(folder.name) or "Give the folder that it is in.")
     if not folder.is_dir():

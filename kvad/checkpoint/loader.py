@@ -24,16 +24,8 @@ def open_checkpoint(
 ) -> CheckpointHandle:
     """Open a folder, a run, or a name on the hub; no tensor is read.
 
-    An adapter's folder is opened as its base model with the adapter merged in.
-
-    Args:
-        where: Path, or name on the hub.
-        verify: Compare files with their sha256; see :func:`open_folder`.
-        revision: Revision on the hub.
-        token: Access token for the hub.
-
-    Raises:
-        CheckpointError: If it is not a complete checkpoint.
+    An adapter's folder is opened as its base model with the adapter merged in.  ``verify`` is that of
+    ``open_folder``; ``revision`` and ``token`` are the hub's.
     """
     folder = resolve_model_path(where, revision=revision, token=token, adapters=True)
     return open_folder(folder, verify=verify) if find_adapter(folder) is None else open_adapted(folder)
@@ -48,10 +40,7 @@ def load_model(
     revision: str | None = None,
     token: str | None = None,
 ) -> tuple[Transformer, CheckpointHandle]:
-    """Load the model of a checkpoint.
-
-    Raises as :func:`open_checkpoint` and :func:`load_weights` do.
-    """
+    """Load the model of a checkpoint; see ``open_checkpoint``, ``load_weights``."""
     parse_dtype(dtype, torch.device(device))  # reports a wrong dtype before anything is downloaded
     handle = open_checkpoint(where, verify=verify, revision=revision, token=token)
     return load_weights(handle, dtype, device), handle
@@ -62,17 +51,8 @@ def load_weights(
 ) -> Transformer:
     """Load the model of an opened checkpoint for inference: eval mode, no gradients.
 
-    On the CPU and in the stored dtype, weights remain memory-mapped.
-
-    Args:
-        handle: Opened checkpoint.
-        dtype: Dtype of the weights.  None is the stored one, but on the CPU, which cannot compute in float16, float16
-            becomes float32.
-        device: Device of the weights.
-
-    Raises:
-        UsageError: If the dtype is unknown or the device cannot compute in it.
-        CheckpointError: If a tensor is missing, unexpected, or of another shape.
+    On the CPU and in the stored dtype, weights remain memory-mapped.  With ``dtype`` None they have the stored dtype,
+    but float16 becomes float32 on the CPU, which cannot compute in float16.
     """
     target_dtype = parse_dtype(dtype, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
@@ -89,11 +69,7 @@ def load_weights(
 
 
 def parse_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
-    """Return the torch dtype of a name or a torch dtype.
-
-    Raises:
-        UsageError: If the dtype is unknown or the device cannot compute in it.
-    """
+    """Return a torch dtype; raise UsageError if it is unknown or the device cannot compute in it."""
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r}", suggest(dtype, DTYPES))
     parsed = DTYPES[dtype] if isinstance(dtype, str) else dtype

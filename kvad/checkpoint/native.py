@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -99,12 +100,7 @@ def save_checkpoint(
         extra_files, files: Files to copy unchanged; further files by name and content.
         origin: ``model_type`` of an imported model (kvad's layout).
         replaces: Sibling folders that are removed in the same move.
-
-    Raises:
-        SaveError: If the folder cannot be written.
     """
-    from kvad import __version__
-
     folder = Path(folder)
     with storage.atomic.new_folder(folder, replaces=replaces) as temp_folder:
         generation_config = GenerationConfig() if generation is None else generation
@@ -123,16 +119,23 @@ def save_checkpoint(
             (temp_folder / name).write_bytes(content)
         if tokenizer is not None:
             tokenizer.save(temp_folder)
-        if training is not None:
-            (temp_folder / TRAINING).mkdir()
-            write_json(temp_folder / TRAINING / "state.json", training.state)
-            save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
-        entries = {
-            path.relative_to(temp_folder).as_posix(): file_digest(path)
-            for path in sorted(temp_folder.rglob("*"))
-            if path.is_file()
-        }
-        write_json(temp_folder / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": entries})
+        finish_folder(folder, temp_folder, training)
+
+
+def finish_folder(folder: Path, temp_folder: Path, training: TrainingState | None) -> None:
+    """Write the training state, if any, and the manifest into ``temp_folder``, which becomes ``folder``."""
+    from kvad import __version__
+
+    if training is not None:
+        (temp_folder / TRAINING).mkdir()
+        write_json(temp_folder / TRAINING / "state.json", training.state)
+        save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
+    files = {
+        path.relative_to(temp_folder).as_posix(): file_digest(path)
+        for path in sorted(temp_folder.rglob("*"))
+        if path.is_file()
+    }
+    write_json(temp_folder / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
 
 
 def _content(config: ModelConfig, generation: GenerationConfig, origin: str | None) -> dict[str, Any]:
@@ -145,6 +148,25 @@ def _content(config: ModelConfig, generation: GenerationConfig, origin: str | No
     return content if origin is None else {**content, "origin": origin}
 
 
+@contextmanager
+def new_step(
+    run: Path, step: int, *, keep: int = 2, best: int | None = None, fresh: bool = False
+) -> Iterator[tuple[Path, Sequence[Path]]]:
+    """Yield the folder ``run/checkpoints/step-N`` and those that it replaces, then prune older steps.
+
+    Args:
+        run: Run folder.
+        step: Number of the step.
+        keep: Number of newest steps to retain.
+        best: Number of the best step, if any; the run's ``best`` links to it.
+        fresh: First save of a new run; the steps of an old one are replaced in the same move.
+    """
+    folder = step_folder(run, step)
+    storage.atomic.recover_interrupted(folder.parent)  # restores folders that a killed process had set aside
+    yield folder, list_steps(run) if fresh else ()
+    prune_steps(run, keep, best)
+
+
 def save_step(
     run: Path,
     step: int,
@@ -153,50 +175,17 @@ def save_step(
     tokenizer: Tokenizer | None,
     training: TrainingState | None = None,
     *,
-    layout: HFLayout | None = None,
-    generation: GenerationConfig | None = None,
-    files: Mapping[str, bytes] = MappingProxyType({}),
-    origin: str | None = None,
     keep: int = 2,
     best: int | None = None,
     fresh: bool = False,
+    **options: Any,
 ) -> Path:
-    """Write ``run/checkpoints/step-N``, then prune older steps (``folder.prune_steps``).
+    """Write a step of a run and return its folder.
 
-    Args:
-        run: Run folder.
-        step: Number of the step.
-        config: The model.
-        tensors: State dict by kvad's names.
-        tokenizer: Tokenizer to save, if any.
-        training: Training state.
-        layout: As in :func:`save_checkpoint`, like ``generation``, ``files`` and ``origin``.
-        keep: Number of newest steps to retain.
-        best: Number of the best step, if any; the run's ``best`` links to it.
-        fresh: First save of a new run; the steps of an old one are replaced in the same move.
-
-    Returns:
-        The folder of the step.
-
-    Raises:
-        SaveError: If the folder cannot be written.
+    ``keep``, ``best`` and ``fresh`` are those of ``new_step``, the others those of ``save_checkpoint``.
     """
-    folder = step_folder(run, step)
-    storage.atomic.recover_interrupted(folder.parent)  # restores folders that a killed process had set aside
-    old_steps = list_steps(run) if fresh else ()
-    save_checkpoint(
-        folder,
-        config,
-        tensors,
-        tokenizer,
-        training,
-        layout=layout,
-        generation=generation,
-        files=files,
-        origin=origin,
-        replaces=old_steps,
-    )
-    prune_steps(run, keep, best)
+    with new_step(run, step, keep=keep, best=best, fresh=fresh) as (folder, replaced):
+        save_checkpoint(folder, config, tensors, tokenizer, training, replaces=replaced, **options)
     return folder
 
 
@@ -208,10 +197,7 @@ def write_json(path: Path, value: object) -> None:
 def save_tensors(
     folder: Path, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file.
-
-    Raises SaveError, which names ``folder``, if it cannot be written.
-    """
+    """Write a safetensors file; a SaveError names ``folder``."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(contiguous, path, metadata)
@@ -232,7 +218,7 @@ class NativeCheckpoint(CheckpointHandle):
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        """The generation defaults.  Raises ConfigError as :attr:`config` does."""
+        """The generation defaults.  Raises ConfigError as ``config`` does."""
         content = read_json(self.path / CONFIG).get("generation")
         try:
             return (
@@ -267,12 +253,7 @@ class NativeCheckpoint(CheckpointHandle):
 def open_folder(folder: Path, *, verify: Verify = False) -> CheckpointHandle:
     """Open a checkpoint folder in either layout, or the newest one of a run; no tensor is read.
 
-    Args:
-        folder: Checkpoint or run folder.
-        verify: True compares every file with its sha256; "tensors" only tensor files, as text may be edited by hand.
-
-    Raises:
-        CheckpointError: If it is not a complete checkpoint.
+    ``verify`` compares every file with its sha256; with "tensors" only tensor files, as text may be edited by hand.
     """
     path = locate(Path(folder))
     if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():

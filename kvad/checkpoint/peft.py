@@ -37,10 +37,7 @@ EMBEDDINGS = (".tokens", ".positions", ".token_types")
 
 
 def mergeable_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return name -> [out, in] of every matrix that an adapter may be added to.
-
-    Adapters from elsewhere may also be on routers, and on heads that are not tied.
-    """
+    """Return name -> [out, in] of all matrices that an adapter, also another tool's, may be on."""
     linears: dict[str, tuple[int, int]] = {}
     for name, shape in config_lib.parameter_shapes.weight_shapes(config).items():
         module, _, parameter = name.rpartition(".")
@@ -58,13 +55,8 @@ def trainable_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def match_targets(config: ModelConfig, targets: Iterable[str]) -> list[str]:
     """Return the linear layers that ``targets`` name, in the order of the parameters.
 
-    Args:
-        config: The model.
-        targets: Each is ``all``, a component of a dotted name (``q``, ``cross_attention``, ``mlp``, ``encoder``), or a
-            dotted pattern for its end (``cross_attention.q``, ``layers.*.attention.v``).
-
-    Raises:
-        ConfigError: If a target matches no layer; the hint is the most similar name.
+    A target is ``all``, a component of a dotted name (``q``, ``cross_attention``, ``mlp``, ``encoder``), or a dotted
+    pattern for its end (``cross_attention.q``, ``layers.*.attention.v``).  Raises ConfigError if one matches no layer.
     """
     linears = list(trainable_linears(config))
     chosen: set[str] = set()
@@ -179,18 +171,9 @@ def _row_order(out_sizes: Sequence[int], write: Any) -> tuple[Tensor | None, boo
 def write_factors(
     targets: AdapterTargets, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, model.lora.LoraFactors]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:
-    """Convert adapters to PEFT's tensors.
+    """Convert adapters by kvad's names to PEFT's tensors, and the rank and scale of every adapted module.
 
-    Args:
-        targets: Targets of the model.
-        shapes: [out, in] of kvad's linear layers.
-        factors: Adapters by kvad's names.
-
-    Returns:
-        Tensors by PEFT's names, and rank and scale of every adapted module.
-
-    Raises:
-        CheckpointError: If PEFT's layout has no place for one of the adapters.
+    ``shapes`` are [out, in].  Raises CheckpointError if PEFT's layout has no place for one of the adapters.
     """
     impossible = [name for name in factors if name in targets.unsupported]
     if impossible:
@@ -250,13 +233,11 @@ def write_peft_config(
 
     Args:
         targets: Targets of the model.
-        modules: Rank and scale by module, from :func:`write_factors`.
+        modules: Rank and scale by module, from ``write_factors``.
         kind: Kind of the model.
         base: Path or name of the base.
-        rank: Rank of the adapters.
-        alpha: Scale numerator.
-        use_rslora: Scale by alpha / sqrt(rank).
-        dropout: Dropout used in training.
+        rank, alpha, dropout: Settings of the training.
+        use_rslora: Scale by alpha / sqrt(rank) instead of alpha / rank.
     """
     transposed = {target.peft_name: target.transposed for target in targets.targets}
     ranks, alphas = {}, {}
@@ -287,10 +268,7 @@ def write_peft_config(
 
 
 def _suffixes(chosen: Iterable[str], modules: Sequence[str]) -> list[str]:
-    """Return the shortest suffixes that match all of ``chosen`` and no other module.
-
-    PEFT compares suffixes.
-    """
+    """Return the shortest suffixes, which PEFT compares, of all of ``chosen`` and no other module."""
     chosen = set(chosen)
     others = [name for name in modules if name not in chosen]
     suffixes: set[str] = set()
@@ -310,11 +288,7 @@ def _suffixes(chosen: Iterable[str], modules: Sequence[str]) -> list[str]:
 
 
 def check_peft_config(content: Mapping[str, Any], where: str) -> None:
-    """Check that an adapter is two matrices per module and nothing else.
-
-    Raises:
-        CheckpointError: If a field has an unsupported value; nothing is ignored silently.
-    """
+    """Check that an adapter is two matrices per module; nothing is ignored silently."""
 
     def refuse(label: str, hint: str = "Merge it into its base with PEFT's merge_and_unload().") -> None:
         raise CheckpointError(f"{where}: {label} is not supported", hint)
@@ -357,9 +331,6 @@ def read_factors(
         content: ``adapter_config.json``.
         where: Path for messages.
         adapted: Layers that were adapted, for a file that kvad wrote: an adapter of a fused module is split again.
-
-    Raises:
-        CheckpointError: If a tensor belongs to no layer or has another shape than the model's.
     """
     factors: dict[str, model.lora.LoraFactors] = {}
     by_name = {name: target for target in targets.targets for name in _name_variants(target.peft_name, targets.prefix)}
@@ -392,7 +363,7 @@ def read_factors(
 def _split(
     kvad_names: Sequence[str], out_sizes: Sequence[int], joined: model.lora.LoraFactors, adapted: set[str] | None
 ) -> dict[str, model.lora.LoraFactors]:
-    """Reverse :func:`_join`; layers without an adapter are left out."""
+    """Reverse ``_join``; layers without an adapter are left out."""
     adapted_names = [name for name in kvad_names if adapted is None or name in adapted]
     rows = dict(zip(kvad_names, joined.b.split(list(out_sizes)), strict=True))
     rank, is_concatenated = joined.a.shape[0], adapted is not None and len(adapted_names) > 1
@@ -426,10 +397,7 @@ def _scale(module: str, rank: int, content: Mapping[str, Any], where: str) -> fl
 
 
 def _pattern_value(module: str, pattern: Mapping[str, Any], default: Any) -> Any:
-    """Return the value of the first key that matches the module's name or its dotted suffix.
-
-    PEFT reads the keys as regular expressions.
-    """
+    """Return the value of the first key, a regular expression, for the module's dotted suffix."""
     for key, value in pattern.items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", module)

@@ -1,11 +1,7 @@
 """Tensors of a model folder in Hugging Face's layout: validated, read lazily, written.
 
 A folder has ``model.safetensors``, or ``model.safetensors.index.json`` and the shards that it lists (if both exist,
-the single file is read, as in transformers).  A file::
-
-    8 bytes      n, little-endian
-    n bytes      {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {"format": "pt"}}
-    the rest     the tensors' bytes, row by row, without gaps; offsets count from here
+the single file is read, as in transformers).  ``safetensors_header.py`` describes and checks the format.
 
 Invariant: nothing is mapped, and nothing beyond a header is allocated, before all headers of a folder are consistent;
 an inconsistency raises a one-line CheckpointError that names file and tensor.  After that a tensor is a private view
@@ -14,7 +10,7 @@ is done in chunks of ``READ_CHUNK`` bytes that are read, not mapped, so that no 
 process.  A mapped file must not be truncated by others while it is in use (the system would end the process);
 replacing it is harmless.
 
-The format: github.com/huggingface/safetensors.  Its ``safe_open`` maps a file as fast, but retains the pages of every
+``safe_open`` of the library maps a file as fast, but retains the pages of every
 tensor that is only converted: converting a 2.2 GB checkpoint to float32 peaked at 6.5 GB, here at 4.4 GB in 1 to 1.5
 times the time.  It also opens the file once more after the check, and cannot read tensors that a header of odd length
 misaligns.
@@ -22,19 +18,16 @@ misaligns.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import mmap
 import os
-import stat
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -43,93 +36,40 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvad import storage as storage_lib
+from kvad.checkpoint import safetensors_header
 from kvad.checkpoint.hub import INDEX, SINGLE, check_readable_weights
+from kvad.checkpoint.safetensors_header import (
+    MAX_HEADER_BYTES,
+    RETRY_HINT,
+    TensorInfo,
+    open_file,
+    parse_header,
+    short_repr,
+    strict_json,
+    tensor_label,
+)
 from kvad.errors import CheckpointError, SaveError
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-MAX_HEADER_BYTES = 100_000_000  # the format's limit, used for the index too
-LARGEST, MAX_DIMS = 2**63 - 1, 64  # limits of torch
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in safetensors_header.DTYPES.items()}
 READ_CHUNK = 1 << 20  # bytes read at a time in a conversion; fits into the processor's cache
 # Private and writable, but no memory is reserved for writes: a file may be larger than the memory.
 UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-FIELDS = {"dtype", "shape", "data_offsets"}
-RETRY_HINT = "Download or copy it again."
 
 
-class TensorEntry(NamedTuple):
-    """Location of a tensor: ``size`` bytes from byte ``start`` of its file, header included."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    size: int
-
-
-# ---------------------------------------------------------------- headers
-
-
-def read_tensor_header(path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of one safetensors file, in the order of their data; no tensor is read.
-
-    Raises:
-        CheckpointError: If the file is missing or inconsistent.
-    """
-    return _Shard(path).entries
+# ---------------------------------------------------------------- reading
 
 
 class _Shard:
-    """One open file: its entries are checked, its bytes are mapped on first use."""
+    """One open file: its header is checked, its bytes are mapped on first use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = open_file(path)
+        weakref.finalize(self, os.close, self._file)
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe must not block
-            weakref.finalize(self, os.close, self._file)
-            status = os.fstat(self._file)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file")
-            self.entries = self._read_entries(status.st_size)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing", f"The checkpoint is incomplete. {RETRY_HINT}") from error
+            self.entries = {tensor.name: tensor for tensor in parse_header(self._file, path)}
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-
-    def _read_entries(self, size: int) -> dict[str, TensorEntry]:
-        beginning = os.pread(self._file, 64, 0)
-        length = int.from_bytes(beginning[:8], "little")
-        if beginning.startswith(b"version https://git-lfs"):
-            raise CheckpointError(f"{self.path} is a Git LFS pointer, not the file itself", "Run git lfs pull.")
-        if size < 8 or length > size - 8:
-            sizes = f"{size:,} bytes, of which the header has {length:,}" if size >= 8 else f"{size:,} bytes"
-            raise CheckpointError(f"{self.path} is truncated, or not a safetensors file: {sizes}", RETRY_HINT)
-        if length > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{self.path}: the header must have at most {MAX_HEADER_BYTES:,} bytes, got {length:,}"
-            )
-        header = _strict_json(os.pread(self._file, length, 8), f"{self.path}: the header")
-        _check_metadata(header.pop("__metadata__", None), self.path)
-        entries = [(name, _entry(value, 8 + length, f"{self.path}: {_tensor(name)}")) for name, value in header.items()]
-        entries.sort(key=lambda pair: (pair[1].start, pair[1].size))
-        _check_offsets(self.path, entries, 8 + length, size)
-        return dict(entries)
 
     @cached_property
     def _mapped(self) -> mmap.mmap:
@@ -138,12 +78,13 @@ class _Shard:
         except OSError as error:
             raise CheckpointError(f"cannot map {self.path}: {error.strerror}") from error
 
-    def view(self, entry: TensorEntry) -> Tensor:
+    def view(self, entry: TensorInfo) -> Tensor:
         """Return the mapped tensor without reading it; a misaligned tensor is copied."""
-        if entry.size == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        raw = torch.frombuffer(self._mapped, dtype=torch.uint8, count=entry.size, offset=entry.start)
-        return (raw.clone() if entry.start % entry.dtype.itemsize else raw).view(entry.dtype).view(entry.shape)
+        dtype = _dtype(entry)
+        if entry.bytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        raw = torch.frombuffer(self._mapped, dtype=torch.uint8, count=entry.bytes, offset=entry.start)
+        return (raw.clone() if entry.start % dtype.itemsize else raw).view(dtype).view(entry.shape)
 
     def read(self, start: int, into: memoryview) -> None:
         while into:
@@ -153,89 +94,9 @@ class _Shard:
             start, into = start + count, into[count:]
 
 
-def _strict_json(content: bytes, label: str) -> dict[str, Any]:
-    """Parse JSON that is UTF-8, an object, and without duplicate keys at any depth."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            names = sorted(name for name, _ in pairs)
-            duplicate = next(name for name, next_name in itertools.pairwise(names) if name == next_name)
-            raise CheckpointError(f"{label} contains {_short(duplicate)} twice")
-        return result
-
-    try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise CheckpointError(f"{label} is not JSON: {reason}", RETRY_HINT) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{label} is not a JSON object")
-    return value
-
-
-def _check_metadata(metadata: object, path: Path) -> None:
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    ):
-        raise CheckpointError(f"{path}: __metadata__ must be an object of strings")
-
-
-def _entry(value: object, data: int, where: str) -> TensorEntry:
-    """Parse a header entry; ``data`` is the offset of the file's data."""
-    if not isinstance(value, dict) or set(value) != FIELDS:
-        raise CheckpointError(f"{where}: its entry must be {{dtype, shape, data_offsets}}")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(
-            f"{where} has dtype {_short(dtype)}, which kvad does not read", f"Supported: {', '.join(DTYPES)}."
-        )
-    if not _are_counts(shape) or len(shape) > MAX_DIMS or math.prod(max(1, n) for n in shape) > LARGEST // 16:
-        raise CheckpointError(f"{where}: its shape must be a list of sizes")
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: its data_offsets must be [begin, end]")
-    size, expected_size = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
-    if size != expected_size:
-        raise CheckpointError(f"{where}: {dtype} {shape} has {expected_size:,} bytes, its data_offsets span {size:,}")
-    return TensorEntry(DTYPES[dtype], tuple(shape), data + offsets[0], size)
-
-
-def _are_counts(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= LARGEST for n in value)
-
-
-def _check_offsets(path: Path, entries: Sequence[tuple[str, TensorEntry]], data: int, size: int) -> None:
-    """Check that tensors are contiguous from the end of the header to the end of the file."""
-    end, previous = data, "the header"
-    for name, entry in entries:
-        if not name.isprintable():
-            raise CheckpointError(f"{path}: the name of {_tensor(name)} is not printable")
-        if entry.start < end:
-            raise CheckpointError(f"{path}: {_tensor(name)} begins at byte {entry.start:,}, inside {previous}")
-        if entry.start > end:
-            raise CheckpointError(
-                f"{path}: bytes {end:,} to {entry.start:,}, before {_tensor(name)}, belong to no tensor"
-            )
-        end, previous = entry.start + entry.size, _tensor(name)
-    if end > size:
-        raise CheckpointError(f"{path} is truncated: {size:,} of {end:,} bytes", RETRY_HINT)
-    if end < size:
-        raise CheckpointError(f"{path} is too long: {size:,} bytes, its tensors end at {end:,}", RETRY_HINT)
-
-
-def _tensor(name: str) -> str:
-    return f"tensor {_short(name)}"
-
-
-def _short(value: object) -> str:
-    """Format any value for a one-line message."""
-    if not isinstance(value, str | int | float | None):
-        return f"a {type(value).__name__}"
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-# ---------------------------------------------------------------- reading
+def _dtype(entry: TensorInfo) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype
 
 
 class ShardedTensors(Mapping[str, Tensor]):
@@ -246,11 +107,11 @@ class ShardedTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, shards: Iterable[_Shard]) -> None:
         self.path = folder
-        self._entries: dict[str, tuple[_Shard, TensorEntry]] = {}
+        self._entries: dict[str, tuple[_Shard, TensorInfo]] = {}
         for shard in shards:
             for name, entry in shard.entries.items():
                 if name in self._entries:
-                    raise CheckpointError(f"{shard.path}: {_tensor(name)} is in {self.file_name(name).name} too")
+                    raise CheckpointError(f"{shard.path}: {tensor_label(name)} is in {self.file_name(name).name} too")
                 self._entries[name] = shard, entry
 
     def __getitem__(self, name: str) -> Tensor:
@@ -270,14 +131,14 @@ class ShardedTensors(Mapping[str, Tensor]):
         return self._entries[name][1].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._entries[name][1].dtype
+        return _dtype(self._entries[name][1])
 
     def bytes(self, name: str) -> int:
-        return self._entries[name][1].size
+        return self._entries[name][1].bytes
 
     @property
     def total_bytes(self) -> int:
-        return sum(entry.size for _, entry in self._entries.values())
+        return sum(entry.bytes for _, entry in self._entries.values())
 
     def file_name(self, name: str) -> Path:
         return self._entries[name][0].path
@@ -290,14 +151,11 @@ class ShardedTensors(Mapping[str, Tensor]):
     def chunks(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield (index of the first element, elements [N]) in order, in chunks of ``READ_CHUNK``.
 
-        Each chunk overwrites the one before it.
-
-        Args:
-            name: Name of the tensor.
-            rows: First and last + 1 row to read, numbered from the first of them (default: all).
+        Each chunk overwrites the one before it.  ``rows`` are the first and the last + 1 row to read (default: all).
         """
         shard, entry = self._entries[name]
-        start, size, itemsize = entry.start, entry.size, entry.dtype.itemsize
+        dtype = _dtype(entry)
+        start, size, itemsize = entry.start, entry.bytes, dtype.itemsize
         if rows is not None:
             row_bytes = math.prod(entry.shape[1:]) * itemsize
             assert 0 <= rows[0] <= rows[1] <= entry.shape[0], (name, rows)
@@ -307,15 +165,12 @@ class ShardedTensors(Mapping[str, Tensor]):
         for offset in range(0, size, READ_CHUNK):
             count = min(size - offset, READ_CHUNK)
             shard.read(start + offset, memoryview(buffer)[:count])
-            yield offset // itemsize, torch.frombuffer(buffer, dtype=torch.uint8, count=count).view(entry.dtype)
+            yield offset // itemsize, torch.frombuffer(buffer, dtype=torch.uint8, count=count).view(dtype)
 
     def copy_into(self, out: Tensor, name: str, rows: tuple[int, int] | None = None) -> None:
         """Fill ``out``, of any dtype and on any device, without retaining a page of the file.
 
-        Args:
-            out: Contiguous tensor of the stored shape, or of the shape of ``rows``.
-            name: Name of the tensor.
-            rows: First and last + 1 row to read (one matrix of a fused one).
+        ``out`` is contiguous, of the stored shape or that of ``rows`` (one matrix of a fused one).
         """
         shape = self.shape(name)
         expected = shape if rows is None else (rows[1] - rows[0], *shape[1:])
@@ -338,9 +193,7 @@ class ShardedTensors(Mapping[str, Tensor]):
 def open_tensors(folder: Path) -> ShardedTensors:
     """Check every header of a model folder and return its tensors; no tensor is read.
 
-    Raises:
-        CheckpointError: If the folder is incomplete or inconsistent, or kvad does not read its kind of weights (pickle,
-            GGUF, quantized, an adapter alone).
+    Kinds of weights that kvad does not read (pickle, GGUF, quantized, an adapter alone) are refused by name.
     """
     folder = Path(folder)
     check_readable_weights(folder)
@@ -355,14 +208,11 @@ def open_tensors(folder: Path) -> ShardedTensors:
 
 
 def _read_index(path: Path) -> dict[str, list[str]]:
-    """Return tensor names by file name.
-
-    The index's total_size is ignored, because it is often wrong.
-    """
+    """Return tensor names by file name; the index's total_size is often wrong and ignored."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_HEADER_BYTES:
             raise CheckpointError(f"{path} must be a file of at most {MAX_HEADER_BYTES:,} bytes")
-        weight_map = _strict_json(path.read_bytes(), str(path)).get("weight_map")
+        weight_map = strict_json(path.read_bytes(), str(path)).get("weight_map")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if not isinstance(weight_map, dict) or not weight_map:
@@ -371,7 +221,7 @@ def _read_index(path: Path) -> dict[str, list[str]]:
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not _is_plain(file_name):
             raise CheckpointError(
-                f"{path}: {_tensor(name)}: must be in a file of the same folder, got {_short(file_name)}"
+                f"{path}: {tensor_label(name)}: must be in a file of the same folder, got {short_repr(file_name)}"
             )
         tensors_by_file.setdefault(file_name, []).append(name)
     return tensors_by_file
@@ -384,7 +234,7 @@ def _is_plain(name: str) -> bool:
 
 def _open_shard(path: Path, tensor_names: list[str]) -> _Shard:
     if not path.exists():
-        message = f"{path} is missing, which has {_tensor(tensor_names[0])} by the index"
+        message = f"{path} is missing, which has {tensor_label(tensor_names[0])} by the index"
         raise CheckpointError(message, f"The checkpoint is incomplete. {RETRY_HINT}")
     return _Shard(path)
 
@@ -394,11 +244,13 @@ def _check_index(path: Path, tensors_by_file: Mapping[str, list[str]], tensors: 
     for name, file in file_by_tensor.items():
         if name not in tensors or tensors.file_name(name).name != file:
             raise CheckpointError(
-                f"{path.with_name(file)} lacks {_tensor(name)}, which it has by the index", RETRY_HINT
+                f"{path.with_name(file)} lacks {tensor_label(name)}, which it has by the index", RETRY_HINT
             )
     for name in tensors:
         if name not in file_by_tensor:
-            raise CheckpointError(f"{tensors.file_name(name)} has {_tensor(name)}, which {path.name} lacks", RETRY_HINT)
+            raise CheckpointError(
+                f"{tensors.file_name(name)} has {tensor_label(name)}, which {path.name} lacks", RETRY_HINT
+            )
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
@@ -416,10 +268,7 @@ def find_nonfinite(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
 
 
 def _count_nonfinite(chunk: Tensor) -> int:
-    """Count NaN and infinite elements.
-
-    A finite sum proves that there are none, in one fast pass.
-    """
+    """Count NaN and infinite elements; a finite sum proves in one pass that there are none."""
     if not chunk.is_floating_point() and not chunk.is_complex():
         return 0
     if chunk.is_complex():
@@ -451,12 +300,6 @@ def write_sharded(
         tensors: Tensors by name, or pairs; one shard at a time is held in memory.  Tied tensors occur once.
         max_shard_bytes: Maximum size of a file.
         metadata: Metadata of every file (default: {"format": "pt"}).
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        SaveError: If the folder cannot be written, or has weights already.
     """
     temp_files: list[tuple[Path, dict[str, int]]] = []
     files: list[Path] = []
@@ -498,10 +341,7 @@ def _make_room(folder: Path) -> None:
 
 
 def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Group tensors in their order into shards of ``max_bytes``.
-
-    A larger tensor gets a separate shard.
-    """
+    """Group tensors in order into shards of ``max_bytes``; a larger tensor has its own shard."""
     shard: dict[str, Tensor] = {}
     names: set[str] = set()
     seen: dict[tuple[int, int, int], StorageWeakRef] = {}  # a held reference keeps its address from being reused

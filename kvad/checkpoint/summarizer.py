@@ -9,7 +9,7 @@ A folder, separate from the model's::
     training/                training state, if training can be resumed
 
 A summarizer belongs to one model and is refused for another: ``model`` is the fingerprint of config and weights
-(:func:`sampled_fingerprint`).
+(``sampled_fingerprint``).
 """
 
 from __future__ import annotations
@@ -25,20 +25,9 @@ from typing import Any
 from torch import Tensor
 
 from kvad import storage
-from kvad.checkpoint.folder import (
-    MANIFEST,
-    SUMMARIZER_FILE,
-    SUMMARIZER_FORMAT,
-    SUMMARIZER_TENSORS,
-    TRAINING,
-    file_digest,
-    list_steps,
-    prune_steps,
-    read_summarizer_folder,
-    step_folder,
-)
+from kvad.checkpoint.folder import SUMMARIZER_FILE, SUMMARIZER_FORMAT, SUMMARIZER_TENSORS, read_summarizer_folder
 from kvad.checkpoint.handle import CheckpointHandle, LazyTensors, TrainingState, read_training_state
-from kvad.checkpoint.native import save_tensors, write_json
+from kvad.checkpoint.native import finish_folder, new_step, save_tensors, write_json
 from kvad.config import attention_specs, canonical_config
 from kvad.errors import CheckpointError
 from kvad.model import Summarizer
@@ -64,12 +53,9 @@ def save_summarizer_step(
     model: str,
     settings: dict[str, Any],
     training: TrainingState,
-    *,
-    keep: int = 2,
-    best: int | None = None,
-    fresh: bool = False,
+    **retention: Any,
 ) -> Path:
-    """Write ``run/checkpoints/step-N`` atomically and prune older steps.
+    """Write a step of a run and return its folder.
 
     Args:
         run: Run folder.
@@ -78,33 +64,18 @@ def save_summarizer_step(
         model: Fingerprint of the model that it was trained for.
         settings: Other fields of summarizer.json, with ratio and hidden_size among them.
         training: Training state.
-        keep: Number of newest steps to retain.
-        best: Number of the best step, if any.
-        fresh: First save of a new run; the steps of an old one are replaced.
-
-    Raises:
-        SaveError: If the folder cannot be written.
+        retention: ``keep``, ``best`` and ``fresh`` of ``kvad.checkpoint.native.new_step``.
     """
     from kvad import __version__
 
-    folder = step_folder(run, step)
-    storage.atomic.recover_interrupted(folder.parent)
-    with storage.atomic.new_folder(folder, replaces=list_steps(run) if fresh else ()) as temp_folder:
-        write_json(
-            temp_folder / SUMMARIZER_FILE,
-            {"kvad": __version__, "format": SUMMARIZER_FORMAT, "model": model, **settings},
-        )
+    content = {"kvad": __version__, "format": SUMMARIZER_FORMAT, "model": model, **settings}
+    with (
+        new_step(run, step, **retention) as (folder, replaced),
+        storage.atomic.new_folder(folder, replaces=replaced) as temp_folder,
+    ):
+        write_json(temp_folder / SUMMARIZER_FILE, content)
         save_tensors(folder, temp_folder / SUMMARIZER_TENSORS, tensors)
-        (temp_folder / TRAINING).mkdir()
-        write_json(temp_folder / TRAINING / "state.json", training.state)
-        save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
-        files = {
-            path.relative_to(temp_folder).as_posix(): file_digest(path)
-            for path in sorted(temp_folder.rglob("*"))
-            if path.is_file()
-        }
-        write_json(temp_folder / MANIFEST, {"kvad": __version__, "format": SUMMARIZER_FORMAT, "files": files})
-    prune_steps(run, keep, best)
+        finish_folder(folder, temp_folder, training)
     return folder
 
 
@@ -126,12 +97,7 @@ class StoredSummarizer:
         return read_training_state(self.path)
 
     def load(self, handle: CheckpointHandle) -> Summarizer:
-        """Load the summarizer for a model.
-
-        Raises:
-            CheckpointError: If it was trained for another model, or a tensor is missing, unexpected, or of another
-                shape.
-        """
+        """Load the summarizer; raise CheckpointError if it was trained for another model."""
         if sampled_fingerprint(handle) != self.model:
             raise CheckpointError(
                 f"{self.path}: this summarizer was trained for another model than {handle.path}",
@@ -147,16 +113,10 @@ class StoredSummarizer:
 
 
 def open_summarizer(path: Path) -> StoredSummarizer:
-    """Open a summarizer's folder, or the newest of a run.
-
-    Raises CheckpointError if it is incomplete.
-    """
+    """Open a summarizer's folder, or the newest of a run."""
     return StoredSummarizer(*read_summarizer_folder(path))
 
 
 def load_summarizer(path: Path, handle: CheckpointHandle) -> Summarizer:
-    """Load the summarizer in ``path`` for a model.
-
-    Raises CheckpointError, also for another model's.
-    """
+    """Load the summarizer in ``path``, which must be trained for this model."""
     return open_summarizer(path).load(handle)

@@ -12,6 +12,4 @@ from kvad._lazy import lazy_names
 if TYPE_CHECKING:
     from kvad.cli import main as main
 
-__all__ = ["main"]
-
-__getattr__, __dir__ = lazy_names(__name__, {}, ("main",))
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -15,29 +15,26 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 import click
 
-from kvad.cli.model_options import DTYPES, adapter_option, deterministic_option
-from kvad.cli.options import console, json_line
+from kvad.cli.fields import argument, option
+from kvad.cli.output import ProgressLine, json_line, note
+from kvad.cli.parameters import DtypeOption, ModelArgument, QuietOption, WeightOptions
 from kvad.errors import EngineError, RequestError, UsageError, format_count
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from kvad.checkpoint import CheckpointHandle
     from kvad.config import ModelConfig
     from kvad.llm import LLM
     from kvad.text import Tokenizer
 
 T = TypeVar("T")
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 WINDOW_SIZES = (64, 256, 1024, 4096)  # lines; the last size repeats
 BATCH_LINES = 64  # lines per call of the engine
@@ -45,19 +42,11 @@ READ_CHUNK = 1 << 17  # bytes per read
 POLL_SECONDS = 0.02  # seconds to wait for a pipe
 
 
-def line_options(command: Command) -> Command:
-    """Add the FILE argument and the options of the commands that read lines."""
-    options = [
-        click.argument("file", required=False, metavar="[FILE|-]", type=click.Path(path_type=Path, allow_dash=True)),
-        adapter_option,
-        click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the computation [default: as stored]."),
-        deterministic_option,
-        click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr."),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line of input."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+class LineOptions(ModelArgument, WeightOptions, DtypeOption, QuietOption):
+    """Options of the commands that read lines."""
+
+    file: Path | None = argument("[FILE|-]")
+    as_json: bool = option("Print one JSON object per line of input", flag="--json", common=True)
 
 
 # ---------------------------------------------------------------- the model
@@ -65,15 +54,15 @@ def line_options(command: Command) -> Command:
 
 def model_capabilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
     """Return the kind of a model and the commands that accept it."""
-    from kvad.config import ClassificationHeadConfig, LanguageHeadConfig
+    from kvad import config as cfg
 
     if config.kind == "decoder":
         return "a decoder", ("generate", "chat")
     if config.kind == "encoder-decoder":
         return "an encoder-decoder", ("translate", "embed")
-    if isinstance(config.head, LanguageHeadConfig):
+    if isinstance(config.head, cfg.LanguageHeadConfig):
         return "an encoder that predicts masked tokens", ("fill-mask", "embed")
-    if isinstance(config.head, ClassificationHeadConfig):
+    if isinstance(config.head, cfg.ClassificationHeadConfig):
         tokens = config.head.level == "token"
         return f"an encoder that labels {'tokens' if tokens else 'texts'}", ("tag" if tokens else "classify", "embed")
     return "an encoder that embeds", ("embed",)
@@ -153,9 +142,7 @@ class LineSource:
     def __enter__(self) -> LineSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._path is not None:
             self._file.close()
 
@@ -264,19 +251,14 @@ def _decode(raw: bytes, number: int) -> str:
 # ---------------------------------------------------------------- lines out
 
 
-def printer(task: LineTask[T], *, as_json: bool) -> Callable[[LineResult[T]], None]:
-    """Create a function that prints an answer to stdout, as text or as a JSON object."""
-
-    def show(line: LineResult[T]) -> None:
-        answer = task.empty if line.answer is None else line.answer
-        if not as_json and task.plain is not None:
-            click.echo(task.plain(line.number, answer))
-        elif line.error is not None:
-            click.echo(json_line({"line": line.number, "error": line.error}))
-        else:
-            click.echo(json_line({"line": line.number, **task.fields(answer)}))
-
-    return show
+def print_answer(task: LineTask[T], line: LineResult[T], *, as_json: bool) -> None:
+    """Print an answer to stdout, as text or as a JSON object."""
+    answer = task.empty if line.answer is None else line.answer
+    if not as_json and task.plain is not None:
+        click.echo(task.plain(line.number, answer))
+    else:
+        fields = {"error": line.error} if line.error is not None else task.fields(answer)
+        click.echo(json_line({"line": line.number, **fields}))
 
 
 def print_answers(
@@ -286,61 +268,26 @@ def print_answers(
 
     The first warning of the tokenizer is printed, and the number of the others.
     """
-    number = failed = num_warnings = 0
+    number = failed = num_warnings = num_bytes = 0
+    start = time.monotonic()
     try:
-        with _progress(lines.total, quiet) as progress:
+        with ProgressLine(quiet=quiet or sys.stdout.isatty()) as progress:
             for line in answers:
                 show(line)
-                number = line.number
+                number, num_bytes = line.number, num_bytes + line.size
                 num_warnings += bool(line.note)
                 if line.note and num_warnings == 1:
-                    progress.write(f"kvad: line {number}: {line.note.removeprefix('kvad: ')}")
+                    progress.note(f"line {number}: {line.note.removeprefix('kvad: ')}")
                 if line.error is not None:
                     failed += 1
-                    progress.write(f"kvad: line {number}: {line.error}")
-                progress.advance(number, line.size)
+                    progress.note(f"line {number}: {line.error}")
+                rate = number / max(1e-3, time.monotonic() - start)
+                progress.update(f"{format_count(number, 'line')}, {rate:,.1f} lines/s", num_bytes, lines.total)
     except KeyboardInterrupt:
-        click.echo(f"kvad: interrupted after {format_count(number, 'line')}", err=True)
+        note(f"interrupted after {format_count(number, 'line')}")
         raise
     if num_warnings > 1:
-        click.echo(f"kvad: the same in {format_count(num_warnings - 1, 'other line')}", err=True)
+        note(f"the same in {format_count(num_warnings - 1, 'other line')}")
     if failed:
-        click.echo(f"kvad: {failed:,} of {format_count(number, 'line')} failed", err=True)
+        note(f"{failed:,} of {format_count(number, 'line')} failed")
     return failed
-
-
-class _NoProgress:
-    """Progress without a bar."""
-
-    def advance(self, number: int, size: int) -> None:
-        """Report that ``number`` lines are done, the last with ``size`` bytes."""
-
-    def write(self, text: str) -> None:
-        click.echo(text, err=True)
-
-
-class _ProgressBar(_NoProgress):
-    """Progress bar on stderr; text is written above it."""
-
-    def __init__(self, bar: Progress, total: int | None) -> None:
-        self._bar, self._task, self._start = bar, bar.add_task("0 lines", total=total), time.monotonic()
-
-    def advance(self, number: int, size: int) -> None:
-        rate = number / max(1e-3, time.monotonic() - self._start)
-        self._bar.update(self._task, advance=size, description=f"{format_count(number, 'line')}, {rate:,.1f} lines/s")
-
-    def write(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress(total: int | None, quiet: bool) -> Iterator[_NoProgress]:
-    """Show a bar if stderr is a terminal and stdout is not."""
-    if quiet or not sys.stderr.isatty() or sys.stdout.isatty():
-        yield _NoProgress()
-        return
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (BarColumn(bar_width=24), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console(), transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
-        yield _ProgressBar(bar, total)

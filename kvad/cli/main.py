@@ -23,7 +23,6 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
 from kvad import __version__
-from kvad.cli.options import normalize_metavars
 from kvad.errors import KvadError, UsageError, suggest
 
 COMPLETE_VARIABLE = "_KVAD_COMPLETE"
@@ -192,7 +191,7 @@ class LazyGroup(click.Group):
                 raise
             raise KvadError(f"{cmd_name!r} is not part of this installation: {module} is missing") from error
         assert isinstance(command, click.Command), f"{module}:{attribute} is not a click command"
-        return normalize_metavars(_accept_debug(command))
+        return _accept_debug(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -7,34 +7,47 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from kvad.cli.cache_options import PrefixCacheUse, prefix_cache_lines, prefix_cache_use
-from kvad.cli.options import Line, counter_diff, format_bytes
+from kvad import cache as cache_lib
+from kvad.cache import group_bytes
+from kvad.cli.output import format_bytes
+from kvad.config import attention_specs
 from kvad.errors import format_count
+from kvad.model_input import AttentionPattern
 
 if TYPE_CHECKING:
-    from kvad.cache import CacheGroup
+    from _typeshed import DataclassInstance
+
+    from kvad.cache import CacheGroup, offload
     from kvad.cache.device import OffloadStats
     from kvad.engine import StreamChunk, scheduling
     from kvad.engine.scheduling import RequestMetrics
     from kvad.llm import LLM
 
+    PreemptionStats = scheduling.preemption.PreemptionStats
 
-def preemption_diff(
-    before: scheduling.preemption.PreemptionStats, now: scheduling.preemption.PreemptionStats
-) -> scheduling.preemption.PreemptionStats:
+CounterT = TypeVar("CounterT", bound="DataclassInstance")
+Line = tuple[str, str]  # label, text
+
+
+def _counter_diff(before: CounterT, now: CounterT, names: Iterable[str]) -> CounterT:
+    """Return ``now`` with the named counters reduced by their values in ``before``."""
+    return replace(now, **{name: getattr(now, name) - getattr(before, name) for name in names})
+
+
+def _preemption_diff(before: PreemptionStats, now: PreemptionStats) -> PreemptionStats:
     """Return the preemptions between two snapshots; swapped bytes and copy costs are those of ``now``."""
     counts = ("recomputed", "recomputed_tokens", "to_ram", "to_disk", "swapped_bytes", "num_lost")
     swap_counts = ("written", "written_bytes", "read", "read_bytes", "failed")
     seconds = {direction: spent - before.seconds.get(direction, 0.0) for direction, spent in now.seconds.items()}
-    swap_space = counter_diff(before.swap_space, now.swap_space, swap_counts)
-    return replace(counter_diff(before, now, counts), seconds=seconds, swap_space=swap_space)
+    swap_space = _counter_diff(before.swap_space, now.swap_space, swap_counts)
+    return replace(_counter_diff(before, now, counts), seconds=seconds, swap_space=swap_space)
 
 
-def preemption_lines(stats: scheduling.preemption.PreemptionStats) -> list[Line]:
+def _preemption_lines(stats: PreemptionStats) -> list[Line]:
     """Format the preemptions; no line if no sequence was preempted."""
     if not (stats.recomputed or stats.to_ram or stats.to_disk):
         return []
@@ -100,7 +113,7 @@ class RunStats:
     prefix_hits: int
     prefix_misses: int
     preemptions: int
-    preemptions_by_kind: scheduling.preemption.PreemptionStats
+    preemptions_by_kind: PreemptionStats
     evictions: int
     finish_limits: Mapping[str, int]  # limit ("max_tokens", "model", "cache", "pool") or finish reason -> samples
     offload: OffloadStats | None
@@ -108,10 +121,7 @@ class RunStats:
 
 
 def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
-    """Return the current use of each cache group; the peak is since the last :class:`RunMeter` was created."""
-    from kvad import cache as cache_lib
-    from kvad.cache import group_bytes
-
+    """Return the current use of each cache group; the peak is since the last ``RunMeter`` was created."""
     manager, uses = llm.engine.kv_cache_manager, []
     stats = manager.stats()
     for index, group in enumerate(manager.groups):
@@ -144,21 +154,15 @@ def _describe(group: CacheGroup) -> str:
     )
 
 
-def offload_use(llm: LLM) -> OffloadStats | None:
-    """Return the token offload since the engine started; None if the cache offloads nothing."""
-    reader = llm.engine.kv_cache.offload_reader
-    return None if reader is None else reader.stats()
-
-
 class RunMeter:
-    """Counter of one run: create it before the first request, pass every chunk to :meth:`add`, read :meth:`stats`."""
+    """Counter of one run: create it before the first request, pass every chunk to ``add``, read ``stats``."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._times, self._cache_before = replace(llm.engine.times), llm.engine.kv_cache_manager.stats()
         self._preemption_before = llm.engine.preemption.stats()
         llm.engine.kv_cache_manager.reset_peak()
-        self._offload_before = offload_use(llm)
+        self._offload_before = self._offload_stats()
         self._metrics: dict[int, RequestMetrics] = {}
         self._finish_limits: Counter[str] = Counter()
         self._tokens = 0
@@ -195,20 +199,22 @@ class RunMeter:
             prefix_hits=cache.hits - self._cache_before.hits,
             prefix_misses=cache.misses - self._cache_before.misses,
             preemptions=sum(usage.num_preemptions for usage in usages),
-            preemptions_by_kind=preemption_diff(self._preemption_before, self._llm.engine.preemption.stats()),
+            preemptions_by_kind=_preemption_diff(self._preemption_before, self._llm.engine.preemption.stats()),
             evictions=sum(cache.evictions) - sum(self._cache_before.evictions),
             finish_limits=dict(self._finish_limits),
-            offload=_offload_since(self._offload_before, offload_use(self._llm)),
+            offload=self._offload_since_start(),
             prefix_cache=prefix_cache_use(self._llm),
         )
 
+    def _offload_stats(self) -> OffloadStats | None:
+        reader = self._llm.engine.kv_cache.offload_reader
+        return None if reader is None else reader.stats()
 
-def _offload_since(before: OffloadStats | None, now: OffloadStats | None) -> OffloadStats | None:
-    return (
-        None
-        if now is None or before is None
-        else counter_diff(before, now, ("written", "from_ram", "from_disk", "failed"))
-    )
+    def _offload_since_start(self) -> OffloadStats | None:
+        before, now = self._offload_before, self._offload_stats()
+        if now is None or before is None:
+            return None
+        return _counter_diff(before, now, ("written", "from_ram", "from_disk", "failed"))
 
 
 def stats_lines(stats: RunStats) -> list[str]:
@@ -223,11 +229,11 @@ def stats_lines(stats: RunStats) -> list[str]:
         ("speed", f"{stats.tokens_per_second:.1f} tokens/s, the first token after {1e3 * stats.first_token:.1f} ms"),
         ("per token", f"{stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine"),
         *cache_lines(stats.cache),
-        *offload_lines(stats.offload),
+        *_offload_lines(stats.offload),
         ("prefix", f"{format_count(stats.prefix_hits, 'hit')}, {format_count(stats.prefix_misses, 'miss', 'misses')}"),
         *prefix_cache_lines(stats.prefix_cache),
         ("pressure", f"{format_count(stats.preemptions, 'preemption')}, {format_count(stats.evictions, 'eviction')}"),
-        *preemption_lines(stats.preemptions_by_kind),
+        *_preemption_lines(stats.preemptions_by_kind),
         ("ended", ended or "nothing"),
     ]
     return [f"{label:<11} {line}" for label, line in lines]
@@ -252,7 +258,7 @@ def _cache_line(use: CacheGroupUse) -> str:
     )
 
 
-def offload_lines(stats: OffloadStats | None) -> list[Line]:
+def _offload_lines(stats: OffloadStats | None) -> list[Line]:
     if stats is None:
         return []
     from_disk = "" if stats.folder is None else f", {format_bytes(stats.from_disk)} from disk"
@@ -260,3 +266,95 @@ def offload_lines(stats: OffloadStats | None) -> list[Line]:
     failed = f"; {format_count(stats.failed, 'operation')} on disk failed" if stats.failed else ""
     read = f"{format_bytes(stats.from_ram)} read from memory{from_disk}"
     return [("offloaded", f"{format_bytes(stats.written)} written, {read}{files}{failed}")]
+
+
+# ---------------------------------------------------------------- limits and evictions
+
+
+def describe_limit(llm: LLM, limit: cache_lib.config.LengthLimit | None) -> str:
+    """Describe the limit that ended a text; "" if the model or the caller ended it."""
+    config, cache = llm.model.config, llm.engine.cache
+    more = "" if config.embedding.position is not None else "; --endless continues without the oldest tokens"
+    if limit == "model":
+        return (
+            f"ended at the model's limit of {format_count(config.max_seq_len, 'token')}{'' if cache.endless else more}"
+        )
+    if limit == "cache":
+        return f"ended at the cache's limit of {format_count(cache.max_seq_len, 'token')} (--max-seq-len)"
+    return "ended because the cache ran out of blocks" if limit == "pool" else ""
+
+
+def describe_evicted(llm: LLM, length: int) -> str:
+    """Describe the tokens that the policy evicted from a sequence of ``length`` tokens; "" if none."""
+    cache, manager, specs = llm.engine.cache, llm.engine.kv_cache_manager, attention_specs(llm.model.config)
+    lossy_groups = [
+        group
+        for group in manager.token_groups
+        if group.eviction_policy or group.demotion_policy or group.spec != specs[group.layers[0]]
+    ]
+    count = max((_num_evicted(group, length) for group in lossy_groups), default=0)
+    if not count:
+        return ""
+    action = "were quantized or summarized" if cache.resolved_policy.tiered else "were evicted"
+    return f"{count:,} of {format_count(length, 'token')} {action}: {cache.policy}"
+
+
+def _num_evicted(group: CacheGroup, length: int) -> int:
+    if isinstance(group.demotion_policy, cache_lib.policy.OffloadPolicy):
+        return 0
+    if group.eviction_policy is not None:
+        return max(
+            0, length // group.eviction_policy.interval * group.eviction_policy.interval - group.eviction_policy.budget
+        )
+    if isinstance(group.demotion_policy, cache_lib.policy.TieredPolicy):
+        policy = group.demotion_policy
+        num_demoted = length // policy.interval * policy.interval - policy.recent - policy.num_sinks
+        return max(0, num_demoted // group.block_size * group.block_size)
+    return max(0, AttentionPattern.from_spec(group.spec).first_visible(length) - group.spec.num_sinks)
+
+
+# ---------------------------------------------------------------- prefix cache
+
+
+@dataclass(frozen=True)
+class PrefixCacheUse:
+    """Use of the prefix cache since the model was loaded, and its contents now."""
+
+    pool_tokens: int  # tokens found in the pool
+    ram_tokens: int  # tokens loaded from RAM
+    disk_tokens: int  # tokens loaded from disk
+    misses: Mapping[str, int]  # reason -> lookups that ended early for it
+    store: offload.block_store.BlockStoreStats
+
+
+def prefix_cache_use(llm: LLM) -> PrefixCacheUse | None:
+    """Return the use of the prefix cache; None if blocks are stored in the pool only."""
+    block_store, prefix_offload = llm.engine.block_store, llm.engine.kv_cache_manager.prefix_offload
+    if block_store is None or prefix_offload is None:
+        return None
+    hits, hit_tokens = prefix_offload.hits, llm.engine.kv_cache_manager.stats().hit_tokens
+    ram, disk = hits.tokens["ram"], hits.tokens["disk"]
+    return PrefixCacheUse(hit_tokens - ram - disk, ram, disk, dict(Counter(hits.misses)), block_store.stats())
+
+
+def prefix_cache_lines(use: PrefixCacheUse | None) -> list[Line]:
+    if use is None:
+        return []
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(use.misses.items())) or "none"
+    ram, disk = use.store.ram, use.store.disk
+    copied = f"{format_bytes(use.store.bytes_out)} out of the pool, {format_bytes(use.store.bytes_in)} into it"
+    evicted = format_count(ram.evictions + disk.evictions, "block")
+    places = f"{use.ram_tokens:,} from RAM, {use.disk_tokens:,} from disk"
+    lines = [
+        ("hits", f"{format_count(use.pool_tokens, 'token')} from the pool, {places}; misses: {reasons}"),
+        ("copied", f"{copied}; {evicted} evicted, {disk.failures} failed, {use.store.num_not_written} late"),
+    ]
+    if ram.num_blocks:
+        contents = f"{ram.compressed} compressed, {format_bytes(ram.bytes)}"
+        lines.append(("prefix RAM", f"{format_count(ram.num_blocks, 'block')}, {contents}"))
+    if disk.limit:
+        contents = f"{disk.pinned} pinned, {format_bytes(disk.bytes)} of {format_bytes(disk.limit)}"
+        lines.append(("prefix disk", f"{format_count(disk.num_blocks, 'block')}, {contents}"))
+    if disk.disabled_reason:
+        lines.append(("prefix disk", f"off: {disk.disabled_reason}"))
+    return lines

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvad.config.model import AttentionSpec as AttentionSpec
     from kvad.config.model import EncoderInputConfig as EncoderInputConfig
     from kvad.config.model import ModelConfig as ModelConfig
+    from kvad.config.model import attention_dims as attention_dims
     from kvad.config.model import attention_specs as attention_specs
     from kvad.config.model import canonical_config as canonical_config
     from kvad.config.model import embedding_size as embedding_size
@@ -49,93 +50,13 @@ if TYPE_CHECKING:
     from kvad.config.model import head_dim as head_dim
     from kvad.config.model import head_input_size as head_input_size
     from kvad.config.parameter_shapes import DTYPE_BYTES as DTYPE_BYTES
+    from kvad.config.validation import Fraction as Fraction
+    from kvad.config.validation import NonNegativeFloat as NonNegativeFloat
+    from kvad.config.validation import NonNegativeInt as NonNegativeInt
+    from kvad.config.validation import OpenFraction as OpenFraction
+    from kvad.config.validation import PositiveFloat as PositiveFloat
+    from kvad.config.validation import PositiveInt as PositiveInt
+    from kvad.config.validation import Range as Range
+    from kvad.config.validation import check_fields as check_fields
 
-__all__ = [
-    "DTYPE_BYTES",
-    "Activation",
-    "AlibiConfig",
-    "AttentionConfig",
-    "AttentionSpec",
-    "ClassificationHeadConfig",
-    "CustomPositionsConfig",
-    "DropoutConfig",
-    "DynamicScalingConfig",
-    "EmbeddingConfig",
-    "EncoderInputConfig",
-    "GatedMLPConfig",
-    "HeadTransformConfig",
-    "LanguageHeadConfig",
-    "LayerConfig",
-    "LearnedPositionsConfig",
-    "LinearScalingConfig",
-    "Llama3ScalingConfig",
-    "LongRopeScalingConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "NormConfig",
-    "PlainMLPConfig",
-    "Pooling",
-    "PoolingHeadConfig",
-    "RopeConfig",
-    "RopeScalingConfig",
-    "SinusoidalPositionsConfig",
-    "StackConfig",
-    "T5BiasConfig",
-    "YarnScalingConfig",
-    "attention_specs",
-    "canonical_config",
-    "embedding_size",
-    "encoder_attention_specs",
-    "encoder_hidden_size",
-    "flops",
-    "head_dim",
-    "head_input_size",
-    "parameter_shapes",
-    "plugins",
-    "serialization",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "DTYPE_BYTES": "parameter_shapes",
-        "Activation": "layers",
-        "AlibiConfig": "layers",
-        "AttentionConfig": "layers",
-        "AttentionSpec": "model",
-        "ClassificationHeadConfig": "layers",
-        "CustomPositionsConfig": "layers",
-        "DropoutConfig": "layers",
-        "DynamicScalingConfig": "layers",
-        "EmbeddingConfig": "layers",
-        "EncoderInputConfig": "model",
-        "GatedMLPConfig": "layers",
-        "HeadTransformConfig": "layers",
-        "LanguageHeadConfig": "layers",
-        "LayerConfig": "layers",
-        "LearnedPositionsConfig": "layers",
-        "LinearScalingConfig": "layers",
-        "Llama3ScalingConfig": "layers",
-        "LongRopeScalingConfig": "layers",
-        "MoEConfig": "layers",
-        "ModelConfig": "model",
-        "NormConfig": "layers",
-        "PlainMLPConfig": "layers",
-        "Pooling": "layers",
-        "PoolingHeadConfig": "layers",
-        "RopeConfig": "layers",
-        "RopeScalingConfig": "layers",
-        "SinusoidalPositionsConfig": "layers",
-        "StackConfig": "layers",
-        "T5BiasConfig": "layers",
-        "YarnScalingConfig": "layers",
-        "attention_specs": "model",
-        "canonical_config": "model",
-        "embedding_size": "model",
-        "encoder_attention_specs": "model",
-        "encoder_hidden_size": "model",
-        "head_dim": "model",
-        "head_input_size": "model",
-    },
-    ("flops", "parameter_shapes", "plugins", "serialization"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -18,24 +18,23 @@ its input and of its weight. This is the convention of PaLM (Chowdhery et al. 20
 token, with every product counted. Omitted: activation checkpointing, the first pass of scheduled sampling, and the
 products of adapters, with which frozen weights have one more product only.
 
-No torch.
+In all functions, ``source`` is the number of tokens of an encoder-decoder's encoder input, ``element`` the bytes per
+number, and ``stored`` the bytes per number in the cache, by default ``element``. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
-from kvad.config.layers import (
-    AttentionConfig,
-    ClassificationHeadConfig,
-    EmbeddingConfig,
-    GatedMLPConfig,
-    MoEConfig,
-    PlainMLPConfig,
-    PoolingHeadConfig,
-)
-from kvad.config.model import ModelConfig, attention_specs, encoder_hidden_size, head_dim, head_input_size
+from kvad.config.layers import LanguageHeadConfig
+from kvad.config.model import AttentionDims, ModelConfig, attention_dims, attention_specs, head_input_size
+from kvad.config.parameter_shapes import parameters
+
+Part = Literal["encoder", "source", "decoder", "head"]  # source: keys and values of cross-attention
 
 
 class Cost(NamedTuple):
@@ -56,9 +55,6 @@ class Cost(NamedTuple):
     def bytes(self) -> int:
         return self.weights + self.bytes_written + self.bytes_read
 
-    def add(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 class Gain(NamedTuple):
     """Ratio of the cost of recomputation to that of a cache."""
@@ -67,22 +63,22 @@ class Gain(NamedTuple):
     projections: float
 
 
+def sum_costs(costs: Iterable[Cost]) -> Cost:
+    """Add costs field by field."""
+    return Cost(*map(sum, zip(Cost(), *costs, strict=True)))
+
+
 def uncached_pass(config: ModelConfig, length: int, *, source: int = 0, element: int = 4) -> Cost:
     """Return the cost of all ``length`` tokens at once, with logits of the last: one step of recomputation.
 
     An encoder alone reads ``length`` tokens, and its head is applied to all of them or to the pooled sequence. A window
     is a mask and saves nothing.
-
-    Args:
-        config: The model.
-        length: Tokens of the sequence.
-        source: Tokens of an encoder-decoder's encoder input.
-        element: Bytes per number.
     """
     if config.decoder is None:
         return encoder_pass(config, length, element=element)
     read = encoder_pass(config, source, element=element) if source else Cost()
-    return read.add(_decoder_pass(config, length, [length] * config.decoder.num_layers, source, element, element))
+    slots = [length] * config.decoder.num_layers
+    return sum_costs([read, _decoder_pass(config, length, slots, source, element, element)])
 
 
 def cached_pass(
@@ -91,14 +87,6 @@ def cached_pass(
     """Return the cost of the last ``new`` of ``length`` tokens, with logits of the last.
 
     The encoder's input has been encoded before. A layer with a window reads its last ``window + new - 1`` tokens.
-
-    Args:
-        config: The model.
-        new: New tokens.
-        length: Tokens of the sequence, new ones included.
-        source: Tokens of an encoder-decoder's encoder input.
-        element: Bytes per number.
-        stored: Bytes per number in the cache, by default ``element``.
     """
     own = [spec for spec in attention_specs(config) if not spec.is_cross_attention]
     slots = [length if spec.window is None else min(length, spec.window + new - 1) for spec in own]
@@ -106,21 +94,14 @@ def cached_pass(
 
 
 def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: float | None = None) -> Cost:
-    """Return the cost of the encoder over ``length`` tokens.
-
-    An encoder alone includes its head; otherwise the keys and values of cross-attention are included, with ``stored``
-    bytes per number.
-    """
-    cost, width = _encoder(config, length, element), encoder_hidden_size(config)
+    """Return the cost of the encoder over ``length`` tokens, with its head, or cross-attention's keys and values."""
+    cost = _encoder_layers(config, length, element)
     if config.decoder is None:
-        return cost.add(_head_cost(config, 1 if config.pools_sequence else length, element))
-    for spec in (spec for spec in attention_specs(config) if spec.is_cross_attention):
-        values = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
-        written = round(length * values * (element if stored is None else stored))
-        cost = cost.add(
-            Cost(projections=2 * length * width * values, weights=width * values * element, bytes_written=written)
-        )
-    return cost
+        return sum_costs([cost, _linear_cost(config, "head", 1 if config.pools_sequence else length, element)])
+    projected = _linear_cost(config, "source", length, element)
+    size = element if stored is None else stored
+    written = sum(round(length * spec.kv_size * size) for spec in attention_specs(config) if spec.is_cross_attention)
+    return sum_costs([cost, projected, Cost(bytes_written=written)])
 
 
 def training_pass(
@@ -136,15 +117,14 @@ def training_pass(
         source: Tokens per row of the encoder input.
         frozen: The weights are not trained.
     """
-    row = Cost()
+    costs = []
     if config.encoder is not None:
-        row = row.add(_encoder(config, source if config.decoder is not None else length, 0))
+        costs.append(_encoder_layers(config, source if config.decoder is not None else length, 0))
     if config.decoder is not None:
-        row = row.add(_decoder_layers(config, length, [length] * config.decoder.num_layers, source, 0, 0))
-        for spec in (spec for spec in attention_specs(config) if spec.is_cross_attention):
-            values = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
-            row = row.add(Cost(projections=2 * source * encoder_hidden_size(config) * values))
-    weighted = rows * row.projections + _head_cost(config, num_targets, 0).head
+        costs.append(_decoder_layers(config, length, [length] * config.decoder.num_layers, source, 0, 0))
+        costs.append(_linear_cost(config, "source", source, 0))
+    row = sum_costs(costs)
+    weighted = rows * row.projections + _linear_cost(config, "head", num_targets, 0).head
     return (2 if frozen else 3) * weighted + 3 * rows * row.attention
 
 
@@ -155,7 +135,8 @@ def generation_cost(
     cached = [encoder_pass(config, source, element=element, stored=stored)] if source else []
     cached += [cached_pass(config, prompt, prompt, source=source, element=element, stored=stored)]
     cached += [cached_pass(config, 1, prompt + i, source=source, element=element, stored=stored) for i in range(1, new)]
-    return _sum(cached), _sum(uncached_pass(config, prompt + i, source=source, element=element) for i in range(new))
+    recomputed = [uncached_pass(config, prompt + i, source=source, element=element) for i in range(new)]
+    return sum_costs(cached), sum_costs(recomputed)
 
 
 def closed_form_flops(tokens: int) -> Gain:
@@ -163,95 +144,95 @@ def closed_form_flops(tokens: int) -> Gain:
     return Gain(2 * tokens / 3, tokens / 2)
 
 
-def _sum(costs: Iterable[Cost]) -> Cost:
-    total = Cost()
-    for cost in costs:
-        total = total.add(cost)
-    return total
-
-
-def _encoder(config: ModelConfig, length: int, element: int) -> Cost:
-    """Return the cost of the encoder's layers over one text."""
+def _encoder_layers(config: ModelConfig, length: int, element: int) -> Cost:
+    """Return the cost of the encoder over one text, which stores nothing."""
     assert config.encoder is not None, "this model has no encoder"
-    width = encoder_hidden_size(config)
-    cost = _projection(
-        config.embedding if config.encoder_input is None else config.encoder_input.embedding, width, length, element
-    )
-    for index in range(config.encoder.num_layers):
-        layer = config.encoder.layer_config(index)
-        cost = cost.add(_layer(config, layer.attention, width, width, length, length, element))
-        cost = cost.add(_mlp(layer.mlp, width, length, element))
-    return cost
+    layers = [config.encoder.layer_config(index) for index in range(config.encoder.num_layers)]
+    attention = [_attention_cost(attention_dims(config, layer.attention), length, length, 0) for layer in layers]
+    return sum_costs([_linear_cost(config, "encoder", length, element), *attention])
 
 
-def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
-    return _decoder_layers(config, new, slots, source, element, stored).add(_head_cost(config, 1, element))
+def _decoder_pass(
+    config: ModelConfig, new: int, slots: Sequence[int], source: int, element: int, stored: float
+) -> Cost:
+    layers = _decoder_layers(config, new, slots, source, element, stored)
+    return sum_costs([layers, _linear_cost(config, "head", 1, element)])
 
 
-def _decoder_layers(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
+def _decoder_layers(
+    config: ModelConfig, new: int, slots: Sequence[int], source: int, element: int, stored: float
+) -> Cost:
     assert config.decoder is not None, "this model has no decoder"
     assert bool(source) == (config.encoder is not None), "only an encoder-decoder reads a source"
-    cost = _projection(config.embedding, config.hidden_size, new, element)
-    for index, seen in enumerate(slots):
+    costs = [_linear_cost(config, "decoder", new, element)]
+    for index, num_read in enumerate(slots):
         layer = config.decoder.layer_config(index)
-        cost = cost.add(
-            _layer(config, layer.attention, config.hidden_size, config.hidden_size, new, seen, element, stored)
-        )
-        cost = cost.add(_mlp(layer.mlp, config.hidden_size, new, element))
+        dims = attention_dims(config, layer.attention)
+        costs += [_attention_cost(dims, new, num_read, stored), Cost(bytes_written=round(new * dims.kv_size * stored))]
         if layer.cross_attention is not None:
-            cost = cost.add(_layer(config, layer.cross_attention, config.hidden_size, 0, new, source, element, stored))
-    return cost
+            costs.append(_attention_cost(attention_dims(config, layer.cross_attention), new, source, stored))
+    return sum_costs(costs)
 
 
-def _projection(embed: EmbeddingConfig, width: int, new: int, element: int) -> Cost:
-    """Return the cost of projecting a token table to the hidden size."""
-    matrix = 0 if embed.embedding_size is None else embed.embedding_size * width
-    return Cost(projections=2 * new * matrix, weights=matrix * element)
+def _attention_cost(dims: AttentionDims, new: int, num_read: int, stored: float) -> Cost:
+    return Cost(attention=2 * new * num_read * dims.query_size, bytes_read=round(num_read * dims.kv_size * stored))
 
 
-def _layer(
-    config: ModelConfig,
-    spec: AttentionConfig,
-    width: int,
-    own: int,
-    new: int,
-    seen: int,
-    element: int,
-    stored: float = 0,
-) -> Cost:
-    """Return the cost of one attention; ``own`` is the input size of keys and values, 0 if they are only read."""
-    dim, kv_heads = head_dim(config, spec), spec.num_kv_heads or spec.num_heads
-    value_dim = spec.value_dim or dim
-    values = kv_heads * (dim + value_dim)
-    matrices = width * spec.num_heads * (dim + value_dim) + own * values
-    return Cost(
-        projections=2 * new * matrices,
-        attention=2 * new * seen * spec.num_heads * (dim + value_dim),
-        weights=matrices * element,
-        bytes_written=round(new * values * stored) if own else 0,
-        bytes_read=round(seen * values * stored),
-    )
+class _ConfigKey:
+    """A config as the key of a cache, by identity: its mappings cannot be hashed."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def __hash__(self) -> int:
+        return id(self.config)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ConfigKey) and self.config is other.config
 
 
-def _mlp(mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig, width: int, new: int, element: int) -> Cost:
-    expert = (2 if isinstance(mlp, PlainMLPConfig) else 3) * width * mlp.intermediate_size
-    if not isinstance(mlp, MoEConfig):
-        return Cost(projections=2 * new * expert, weights=expert * element)
-    router = width * mlp.num_experts
-    chosen = min(mlp.num_experts, new * mlp.num_experts_per_token)
-    active = mlp.num_experts_per_token * expert + router
-    return Cost(projections=2 * new * active, weights=(chosen * expert + router) * element)
+class _LinearSizes(NamedTuple):
+    """Numbers in the weights of a part's linear layers."""
+
+    plain: int
+    experts: Mapping[tuple[int, int], int]  # per expert, by (experts, active experts per token)
 
 
-def _head_cost(config: ModelConfig, count: int, element: int) -> Cost:
-    """Return the cost of the head for ``count`` tokens or pooled sequences."""
-    head, width = config.head, head_input_size(config)
-    outputs = (
-        0
-        if isinstance(head, PoolingHeadConfig)
-        else len(head.labels)
-        if isinstance(head, ClassificationHeadConfig)
-        else config.vocab_size
-    )
-    matrices = width * outputs + (0 if head.transform is None else config.hidden_size * width)
-    return Cost(head=2 * count * matrices, weights=matrices * element)
+@functools.lru_cache(maxsize=16)
+def _linear_sizes(key: _ConfigKey) -> Mapping[Part, _LinearSizes]:
+    """Return the sizes of all parts; every step of a generation needs them."""
+    config = key.config
+    plain: Counter[Part] = Counter()
+    experts: dict[Part, Counter[tuple[int, int]]] = {part: Counter() for part in get_args(Part)}
+    for parameter in parameters(config):
+        if parameter.is_matrix:
+            part, size = _part_of(config, parameter.name), math.prod(parameter.shape)
+            if active := parameter.experts_per_token:
+                num_experts = parameter.shape[0]
+                experts[part][num_experts, active] += size // num_experts
+            else:
+                plain[part] += size
+    if config.tie_embeddings and isinstance(config.head, LanguageHeadConfig):
+        plain["head"] += config.vocab_size * head_input_size(config)
+    return {part: _LinearSizes(plain[part], each) for part, each in experts.items()}
+
+
+def _linear_cost(config: ModelConfig, part: Part, tokens: int, element: int) -> Cost:
+    """Return the cost of a part's linear layers for ``tokens`` tokens."""
+    sizes = _linear_sizes(_ConfigKey(config))[part]
+    used_per_token = num_read = sizes.plain
+    for (num_experts, active), size in sizes.experts.items():
+        used_per_token += size * active
+        num_read += size * min(num_experts, tokens * active)
+    if part == "head":
+        return Cost(head=2 * tokens * used_per_token, weights=used_per_token * element)
+    return Cost(projections=2 * tokens * used_per_token, weights=num_read * element)
+
+
+def _part_of(config: ModelConfig, name: str) -> Part:
+    root = name.partition(".")[0]
+    if root == "head":
+        return "head"
+    if ".cross_attention.k." in name or ".cross_attention.v." in name:
+        return "source"
+    return "encoder" if root in ("encoder", "encoder_embedding") or config.decoder is None else "decoder"

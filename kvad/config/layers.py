@@ -1,6 +1,6 @@
 """Configuration of a model's parts: positions, norms, attention, MLPs, layers, stacks and heads.
 
-Frozen dataclasses; :mod:`kvad.config.model` combines and validates them. Standard library only.
+Frozen dataclasses; ``kvad.config.model`` combines and validates them. Standard library only.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from kvad.config.validation import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh"]
 Pooling = Literal["first", "mean"]
@@ -20,7 +22,7 @@ Pooling = Literal["first", "mean"]
 class LinearScalingConfig:
     """Position interpolation (Chen et al. 2023): positions are divided by ``factor``."""
 
-    factor: float
+    factor: PositiveFloat
     kind: Literal["linear"] = "linear"
 
 
@@ -32,8 +34,8 @@ class DynamicScalingConfig:
     n is fixed at admission, so stored keys are never rotated by another base.
     """
 
-    factor: float  # f above
-    original_max_seq_len: int  # the length that the model was trained with
+    factor: PositiveFloat  # f above
+    original_max_seq_len: PositiveInt  # the length that the model was trained with
     kind: Literal["dynamic"] = "dynamic"
 
 
@@ -41,9 +43,9 @@ class DynamicScalingConfig:
 class Llama3ScalingConfig:
     """Llama 3.1 scaling: low frequencies are divided by ``factor``, high ones unchanged, others interpolated."""
 
-    factor: float
-    original_max_seq_len: int
-    low_freq_factor: float = 1.0
+    factor: PositiveFloat
+    original_max_seq_len: PositiveInt
+    low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: float = 4.0
     kind: Literal["llama3"] = "llama3"
 
@@ -55,12 +57,12 @@ class YarnScalingConfig:
     ``attention_factor`` None means 0.1 ln(factor) + 1, or the ratio of the two mscale terms if they are given.
     """
 
-    factor: float
-    original_max_seq_len: int
+    factor: PositiveFloat
+    original_max_seq_len: PositiveInt
     beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_slow: PositiveFloat = 1.0
     truncate: bool = True
-    attention_factor: float | None = None
+    attention_factor: PositiveFloat | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     kind: Literal["yarn"] = "yarn"
@@ -70,11 +72,11 @@ class YarnScalingConfig:
 class LongRopeScalingConfig:
     """LongRoPE (Ding et al. 2024): one factor per frequency, chosen by the length of the sequence."""
 
-    short_factor: tuple[float, ...]  # [D_rot/2] for sequences up to original_max_seq_len
-    long_factor: tuple[float, ...]  # [D_rot/2] for longer sequences
-    original_max_seq_len: int
-    factor: float | None = None  # max_seq_len / original_max_seq_len, if given; determines the attention factor
-    attention_factor: float | None = None
+    short_factor: tuple[PositiveFloat, ...]  # [D_rot/2] for sequences up to original_max_seq_len
+    long_factor: tuple[PositiveFloat, ...]  # [D_rot/2] for longer sequences
+    original_max_seq_len: PositiveInt
+    factor: PositiveFloat | None = None  # max_seq_len / original_max_seq_len, if given; determines the attention factor
+    attention_factor: PositiveFloat | None = None
     kind: Literal["longrope"] = "longrope"
 
 
@@ -87,7 +89,7 @@ RopeScalingConfig = (
 class RopeConfig:
     """Rotary position embedding (RoPE)."""
 
-    theta: float = 10000.0
+    theta: PositiveFloat = 10000.0
     partial_rotary_factor: float = 1.0  # the fraction of each head's dims that is rotated, from the front
     interleaved: bool = False  # pairs (0,1), (2,3), ... as in GPT-J
     scaling: RopeScalingConfig | None = None
@@ -118,7 +120,7 @@ class T5BiasConfig:
 
 @dataclass(frozen=True)
 class CustomPositionsConfig:
-    """Custom position encoding (docs/extending.md)."""
+    """Custom position encoding (docs/contributing/extending.md)."""
 
     name: str  # "package.module:Class"
     options: Mapping[str, float | int | str] = field(default_factory=dict)  # keyword arguments of the class
@@ -130,7 +132,7 @@ class LearnedPositionsConfig:
     """Learned absolute positions, added to the embeddings (GPT-2)."""
 
     num_positions: int  # rows of the table
-    offset: int = 0  # added to the position (OPT: 2)
+    offset: NonNegativeInt = 0  # added to the position (OPT: 2)
     kind: Literal["learned"] = "learned"
 
 
@@ -142,9 +144,9 @@ class SinusoidalPositionsConfig:
     ``fairseq`` (concat with the half-1 frequencies; M2M100, XGLM).
     """
 
-    base: float = 10000.0
+    base: PositiveFloat = 10000.0
     form: Literal["interleaved", "concat", "fairseq"] = "interleaved"
-    offset: int = 0
+    offset: NonNegativeInt = 0
     kind: Literal["sinusoidal"] = "sinusoidal"
 
 
@@ -156,7 +158,7 @@ class NormConfig:
     """LayerNorm, (x - mean) / sqrt(var + eps) * w (+ b), or RMSNorm, x / sqrt(mean(x^2) + eps) * (w or 1 + w)."""
 
     kind: Literal["layer", "rms"] = "rms"
-    eps: float = 1e-5
+    eps: NonNegativeFloat = 1e-5
     bias: bool = False
     unit_offset: bool = False  # the weight is stored as w - 1 (Gemma)
     weight: bool = True  # False: no weight (OLMo)
@@ -169,11 +171,11 @@ class DropoutConfig:
     ``embedding`` and ``residual``: Vaswani et al. 2017, sec. 5.4; ``output``: T5 (Raffel et al. 2020, sec. 2.1).
     """
 
-    embedding: float = 0.0  # vectors that enter a stack: sums with positions, after the embedding's norm
-    residual: float = 0.0  # output of each branch, before it is added to the residual stream
-    attention: float = 0.0  # softmax weights
-    hidden: float = 0.0  # activations of an MLP
-    output: float = 0.0  # output of a stack
+    embedding: Fraction = 0.0  # vectors that enter a stack: sums with positions, after the embedding's norm
+    residual: Fraction = 0.0  # output of each branch, before it is added to the residual stream
+    attention: Fraction = 0.0  # softmax weights
+    hidden: Fraction = 0.0  # activations of an MLP
+    output: Fraction = 0.0  # output of a stack
 
 
 @dataclass(frozen=True)
@@ -184,29 +186,29 @@ class AttentionConfig:
     each, ``full`` over the whole projection.
     """
 
-    num_heads: int
-    num_kv_heads: int | None = None  # None: num_heads
-    head_dim: int | None = None  # None: hidden_size / num_heads
-    value_dim: int | None = None  # None: head_dim
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt | None = None  # None: num_heads
+    head_dim: PositiveInt | None = None  # None: hidden_size / num_heads
+    value_dim: PositiveInt | None = None  # None: head_dim
     position: RopeConfig | AlibiConfig | T5BiasConfig | CustomPositionsConfig | None = field(default_factory=RopeConfig)
     causal: bool = True
-    window: int | None = None
+    window: PositiveInt | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "head", "each", "full"] = "none"
     qk_norm_config: NormConfig | None = None  # None: the layer's norm
-    clip_qkv: float | None = None  # clamps q, k and v to [-clip_qkv, clip_qkv]
-    logit_softcap: float | None = None
+    clip_qkv: PositiveFloat | None = None  # clamps q, k and v to [-clip_qkv, clip_qkv]
+    logit_softcap: PositiveFloat | None = None
     sink_logits: bool = False  # one learned logit per head joins the softmax's denominator
     softmax_scale: Literal["default", "none"] | float = "default"  # "default": 1/sqrt(head_dim); "none": 1 (T5)
-    custom_class: str | None = None  # "package.module:Class" of a custom attention (docs/extending.md)
+    custom_class: str | None = None  # "package.module:Class" of a custom attention (docs/contributing/extending.md)
 
 
 @dataclass(frozen=True)
 class PlainMLPConfig:
     """MLP with two matrices: ``down(act(up(x)))``."""
 
-    intermediate_size: int
+    intermediate_size: PositiveInt
     activation: Activation = "gelu"
     bias: bool = False
     kind: Literal["plain"] = "plain"
@@ -216,7 +218,7 @@ class PlainMLPConfig:
 class GatedMLPConfig:
     """Gated MLP, ``down(act(gate(x)) * up(x))`` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
 
-    intermediate_size: int
+    intermediate_size: PositiveInt
     activation: Activation = "silu"
     bias: bool = False
     kind: Literal["gated"] = "gated"
@@ -232,15 +234,15 @@ class MoEConfig:
     clamped to at most the limit and up to [-limit, limit].
     """
 
-    intermediate_size: int  # of one expert
+    intermediate_size: PositiveInt  # of one expert
     num_experts: int
-    num_experts_per_token: int
+    num_experts_per_token: PositiveInt
     activation: Activation = "silu"
     bias: bool = False
     router_bias: bool = False
     router: Literal["softmax_first", "softmax_last"] = "softmax_first"
     swiglu_alpha: float | None = None
-    swiglu_limit: float | None = None
+    swiglu_limit: PositiveFloat | None = None
     kind: Literal["moe"] = "moe"
 
 
@@ -264,7 +266,7 @@ class StackConfig:
     ``parallel`` x + attention(norm(x)) + mlp(norm(x)); ``parallel_pair`` the same with a norm for each (GPT-NeoX).
     """
 
-    num_layers: int
+    num_layers: PositiveInt
     layer_types: Mapping[str, LayerConfig]  # by the letters of layer_pattern
     layer_pattern: str = "L"
     norm_position: Literal["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"] = "pre"
@@ -291,8 +293,10 @@ class EmbeddingConfig:
     position: LearnedPositionsConfig | SinusoidalPositionsConfig | None = None
     scale: float = 1.0
     norm: NormConfig | None = None
-    num_token_types: int = 0  # rows of the token type table (BERT); tokens have type 0 unless the input gives another
-    embedding_size: int | None = None  # columns of the table; None: hidden_size
+    num_token_types: NonNegativeInt = (
+        0  # rows of the token type table (BERT); tokens have type 0 unless the input gives another
+    )
+    embedding_size: PositiveInt | None = None  # columns of the table; None: hidden_size
     projection: Literal["start", "end"] = "end"
     norm_first: bool = False  # positions and token types are added after the norm (BlenderbotSmall's decoder)
 
@@ -304,7 +308,7 @@ class HeadTransformConfig:
     activation: Activation | None = "gelu"
     bias: bool = True
     norm: NormConfig | None = None
-    output_size: int | None = None  # None: hidden_size
+    output_size: PositiveInt | None = None  # None: hidden_size
 
 
 @dataclass(frozen=True)
@@ -312,7 +316,7 @@ class LanguageHeadConfig:
     """Head of a causal or masked language model: logits ``softcap(scale * (W h + b))`` over the vocabulary."""
 
     bias: bool = False
-    logit_softcap: float | None = None
+    logit_softcap: PositiveFloat | None = None
     logit_scale: float = 1.0
     transform: HeadTransformConfig | None = None
     kind: Literal["language"] = "language"

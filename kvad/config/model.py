@@ -21,16 +21,12 @@ from kvad.config.layers import (
     DropoutConfig,
     DynamicScalingConfig,
     EmbeddingConfig,
-    GatedMLPConfig,
     LanguageHeadConfig,
     LayerConfig,
     LearnedPositionsConfig,
-    LinearScalingConfig,
     Llama3ScalingConfig,
     LongRopeScalingConfig,
     MoEConfig,
-    NormConfig,
-    PlainMLPConfig,
     PoolingHeadConfig,
     RopeConfig,
     RopeScalingConfig,
@@ -40,6 +36,7 @@ from kvad.config.layers import (
     YarnScalingConfig,
 )
 from kvad.config.serialization import from_dict, to_dict
+from kvad.config.validation import PositiveInt, check_fields
 from kvad.errors import ConfigError, suggest
 
 
@@ -47,19 +44,19 @@ from kvad.errors import ConfigError, suggest
 class EncoderInputConfig:
     """The encoder's input in an encoder-decoder."""
 
-    max_seq_len: int
+    max_seq_len: PositiveInt
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
-    vocab_size: int | None = None  # None: the encoder shares the decoder's token table
-    hidden_size: int | None = None  # of the encoder's layers, if not the decoder's (T5Gemma 9B-2B)
+    vocab_size: PositiveInt | None = None  # None: the encoder shares the decoder's token table
+    hidden_size: PositiveInt | None = None  # of the encoder's layers, if not the decoder's (T5Gemma 9B-2B)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A Transformer: a decoder, an encoder, or both."""
 
-    hidden_size: int
-    vocab_size: int
-    max_seq_len: int  # longest sequence: prompt and generated tokens, or an encoder's tokens
+    hidden_size: PositiveInt
+    vocab_size: PositiveInt
+    max_seq_len: PositiveInt  # longest sequence: prompt and generated tokens, or an encoder's tokens
     decoder: StackConfig | None = None
     encoder: StackConfig | None = None
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)  # of the decoder, or of an encoder alone
@@ -94,11 +91,7 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ModelConfig:
-        """Build the configuration from JSON values.
-
-        Raises:
-            ConfigError: For an unknown or invalid key, such as ``decoder.layer_types.L.attention.num_heads``.
-        """
+        """Build the configuration from JSON values; a ConfigError names the key: ``decoder.layer_types.L.mlp.kind``."""
         return from_dict(ModelConfig, data)
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,11 +100,7 @@ class ModelConfig:
 
     @staticmethod
     def load(path: Path) -> ModelConfig:
-        """Read a JSON file: a configuration, or a checkpoint's ``config.json`` with the key ``"model"``.
-
-        Raises:
-            ConfigError: If the file is missing, is not JSON, or is not a valid configuration.
-        """
+        """Read a JSON file: a configuration, or a checkpoint's ``config.json`` with the key ``"model"``."""
         try:
             data = json.loads(path.read_text("utf-8"))
         except FileNotFoundError as error:
@@ -153,11 +142,9 @@ def canonical_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _filled(config: ModelConfig, attention: AttentionConfig) -> AttentionConfig:
-    dim, kv_heads = head_dim(config, attention), attention.num_kv_heads or attention.num_heads
-    scale = {"default": dim**-0.5, "none": 1.0}.get(str(attention.softmax_scale), attention.softmax_scale)
-    return replace(
-        attention, head_dim=dim, num_kv_heads=kv_heads, value_dim=attention.value_dim or dim, softmax_scale=scale
-    )
+    dims = attention_dims(config, attention)
+    scale = {"default": dims.head_dim**-0.5, "none": 1.0}.get(str(attention.softmax_scale), attention.softmax_scale)
+    return replace(attention, softmax_scale=scale, **dims._asdict())
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -166,6 +153,57 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     for key, part in value.items():
         yield from _flat(f"{name}.{key}", part)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+class AttentionDims(NamedTuple):
+    """Sizes of an attention layer, with the defaults filled in."""
+
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_dim: int  # D
+    value_dim: int  # Dv
+
+    @property
+    def query_size(self) -> int:
+        """H (D + Dv): numbers of a token's queries and outputs."""
+        return self.num_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def kv_size(self) -> int:
+        """K (D + Dv): numbers of a token's keys and values."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+
+def attention_dims(config: ModelConfig, attention: AttentionConfig) -> AttentionDims:
+    """Return the sizes of an attention layer of this model."""
+    dim = head_dim(config, attention)
+    kv_heads = attention.num_kv_heads or attention.num_heads
+    return AttentionDims(attention.num_heads, kv_heads, dim, attention.value_dim or dim)
+
+
+def head_dim(config: ModelConfig, attention: AttentionConfig) -> int:
+    """Return the head dim of a layer: its own, or hidden_size / num_heads."""
+    return attention.head_dim if attention.head_dim is not None else config.hidden_size // attention.num_heads
+
+
+def encoder_hidden_size(config: ModelConfig) -> int:
+    """Return the hidden size of the encoder's layers, which cross-attention reads."""
+    size = None if config.encoder_input is None else config.encoder_input.hidden_size
+    return config.hidden_size if size is None else size
+
+
+def embedding_size(config: ModelConfig) -> int:
+    """Return the number of columns of the token table."""
+    return config.hidden_size if config.embedding.embedding_size is None else config.embedding.embedding_size
+
+
+def head_input_size(config: ModelConfig) -> int:
+    """Return the input size of the head's output matrix."""
+    transform = config.head.transform
+    return config.hidden_size if transform is None or transform.output_size is None else transform.output_size
 
 
 # ---------------------------------------------------------------- requirements of the attention layers
@@ -188,10 +226,10 @@ class AttentionSpec(NamedTuple):
     layer_window: int | None = None
     renumber_positions: bool = False
 
-
-def head_dim(config: ModelConfig, attention: AttentionConfig) -> int:
-    """Return the head dim of a layer: its own, or hidden_size / num_heads."""
-    return attention.head_dim if attention.head_dim is not None else config.hidden_size // attention.num_heads
+    @property
+    def kv_size(self) -> int:
+        """K (D + Dv): numbers of a token's keys and values."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
 def attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
@@ -220,19 +258,18 @@ def encoder_attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
 
 
 def _spec(config: ModelConfig, attention: AttentionConfig, max_len: int) -> AttentionSpec:
-    dim = head_dim(config, attention)
     window = attention.window if attention.window is not None and attention.window < max_len else None
-    return AttentionSpec(
-        attention.causal, window, attention.num_kv_heads or attention.num_heads, dim, attention.value_dim or dim
-    )
+    _, kv_heads, dim, value_dim = attention_dims(config, attention)
+    return AttentionSpec(attention.causal, window, kv_heads, dim, value_dim)
 
 
 # ---------------------------------------------------------------- validation
+#
+# Ranges are part of the fields' types (validation.py); these functions check fields against each other.
 
 
 def _check_model(config: ModelConfig) -> None:
-    for name in ("hidden_size", "vocab_size", "max_seq_len"):
-        _check_min(1, getattr(config, name), name)
+    check_fields(config)
     if config.decoder is None and config.encoder is None:
         raise ConfigError("a model needs a decoder, an encoder, or both")
     for name, stack in (("decoder", config.decoder), ("encoder", config.encoder)):
@@ -241,13 +278,9 @@ def _check_model(config: ModelConfig) -> None:
     _check_embedding(config.hidden_size, config.embedding, config.max_seq_len, "embedding")
     _check_encoder_input(config)
     _check_head(config)
-    for name, rate in to_dict(config.dropout).items():
-        if not 0 <= rate < 1:
-            raise ConfigError(f"dropout.{name}: must be in [0, 1), got {rate}")
 
 
 def _check_stack(config: ModelConfig, stack: StackConfig, where: str) -> None:
-    _check_min(1, stack.num_layers, f"{where}.num_layers")
     if not stack.layer_pattern:
         raise ConfigError(f"{where}.layer_pattern: must not be empty", "name a type per layer, as in 'LLLG'")
     for letter in stack.layer_pattern:
@@ -259,19 +292,22 @@ def _check_stack(config: ModelConfig, stack: StackConfig, where: str) -> None:
         if letter not in stack.layer_pattern:
             raise ConfigError(f"{at}: is not used by layer_pattern {stack.layer_pattern!r}", "omit it")
         _check_attention(config, layer.attention, f"{at}.attention")
-        _check_mlp(layer.mlp, f"{at}.mlp")
-        _check_eps(layer.norm, f"{at}.norm")
+        if isinstance(layer.mlp, MoEConfig) and layer.mlp.num_experts < layer.mlp.num_experts_per_token:
+            raise ConfigError(
+                f"{at}.mlp.num_experts: must be at least {layer.mlp.num_experts_per_token}, got {layer.mlp.num_experts}"
+            )
         if not layer.pre_attention_norm and stack.norm_position != "pre":
             raise ConfigError(
                 f"{at}.pre_attention_norm: must be true with norm_position {stack.norm_position}",
                 "only norm_position pre allows false",
             )
-        _check_cross(config, stack, layer, where, at)
+        _check_cross_attention(config, stack, layer, where, at)
 
 
-def _check_cross(config: ModelConfig, stack: StackConfig, layer: LayerConfig, where: str, at: str) -> None:
+def _check_cross_attention(config: ModelConfig, stack: StackConfig, layer: LayerConfig, where: str, at: str) -> None:
     required = where == "decoder" and config.encoder is not None
-    if layer.cross_attention is None:
+    cross = layer.cross_attention
+    if cross is None:
         if required:
             raise ConfigError(
                 f"missing key {at}.cross_attention", "every decoder layer of an encoder-decoder needs cross-attention"
@@ -284,173 +320,97 @@ def _check_cross(config: ModelConfig, stack: StackConfig, layer: LayerConfig, wh
             f"{at}.cross_attention: is not supported with norm_position {stack.norm_position}",
             "use pre, post or sandwich",
         )
-    _check_attention(config, layer.cross_attention, f"{at}.cross_attention")
-    if (
-        layer.cross_attention.causal
-        or layer.cross_attention.window is not None
-        or layer.cross_attention.position is not None
-    ):
+    _check_attention(config, cross, f"{at}.cross_attention")
+    if cross.causal or cross.window is not None or cross.position is not None:
         raise ConfigError(
             f"{at}.cross_attention: must have no mask, window or positions", "set causal = false, position = null"
         )
 
 
-def _check_mlp(mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig, where: str) -> None:
-    _check_min(1, mlp.intermediate_size, f"{where}.intermediate_size")
-    if isinstance(mlp, MoEConfig):
-        _check_min(1, mlp.num_experts_per_token, f"{where}.num_experts_per_token")
-        _check_min(mlp.num_experts_per_token, mlp.num_experts, f"{where}.num_experts")
-        _check_positive(mlp.swiglu_limit, f"{where}.swiglu_limit")
-
-
 def _check_encoder_input(config: ModelConfig) -> None:
     is_encoder_decoder = config.decoder is not None and config.encoder is not None
-    if config.encoder_input is None:
+    encoder_input = config.encoder_input
+    if encoder_input is None:
         if is_encoder_decoder:
             raise ConfigError("missing key encoder_input", "an encoder-decoder needs its max_seq_len and embedding")
         return
     if not is_encoder_decoder:
         raise ConfigError("encoder_input: only an encoder-decoder has one", "omit it")
-    _check_min(1, config.encoder_input.max_seq_len, "encoder_input.max_seq_len")
-    if config.encoder_input.vocab_size is not None:
-        _check_min(1, config.encoder_input.vocab_size, "encoder_input.vocab_size")
-    elif config.encoder_input.embedding.embedding_size != config.embedding.embedding_size:
-        raise ConfigError(
-            "encoder_input.embedding.embedding_size: must equal embedding.embedding_size of the shared table",
-            "set encoder_input.vocab_size for a separate table",
-        )
-    elif config.encoder_input.embedding.embedding_size is None and config.encoder_input.hidden_size not in (
-        None,
-        config.hidden_size,
-    ):
-        raise ConfigError(
-            "encoder_input.hidden_size: must equal hidden_size, because the token table is shared",
-            "set encoder_input.vocab_size for a separate table",
-        )
-    if config.encoder_input.hidden_size is not None:
-        _check_min(1, config.encoder_input.hidden_size, "encoder_input.hidden_size")
+    if encoder_input.vocab_size is None:
+        hint = "set encoder_input.vocab_size for a separate table"
+        if encoder_input.embedding.embedding_size != config.embedding.embedding_size:
+            raise ConfigError(
+                "encoder_input.embedding.embedding_size: must equal embedding.embedding_size of the shared table", hint
+            )
+        has_own_size = encoder_input.hidden_size not in (None, config.hidden_size)
+        if encoder_input.embedding.embedding_size is None and has_own_size:
+            raise ConfigError(
+                "encoder_input.hidden_size: must equal hidden_size, because the token table is shared", hint
+            )
+    if encoder_input.hidden_size is not None:
         for letter, layer in () if config.encoder is None else config.encoder.layer_types.items():
             if layer.attention.head_dim is None:
                 raise ConfigError(
                     f"missing key encoder.layer_types.{letter}.attention.head_dim", "encoder_input.hidden_size needs it"
                 )
-    _check_embedding(
-        encoder_hidden_size(config),
-        config.encoder_input.embedding,
-        config.encoder_input.max_seq_len,
-        "encoder_input.embedding",
-    )
+    hidden_size = encoder_hidden_size(config)
+    _check_embedding(hidden_size, encoder_input.embedding, encoder_input.max_seq_len, "encoder_input.embedding")
 
 
 def _check_head(config: ModelConfig) -> None:
     head = config.head
-    if isinstance(head, LanguageHeadConfig):
-        _check_positive(head.logit_softcap, "head.logit_softcap")
-    elif config.decoder is not None:
+    if config.decoder is not None and not isinstance(head, LanguageHeadConfig):
         raise ConfigError(f"head.kind: must be language for a decoder, got {head.kind}")
     if isinstance(head, ClassificationHeadConfig) and not head.labels:
         raise ConfigError("head.labels: must not be empty", "name the classes")
-    transform = head.transform
-    if transform is not None:
-        if transform.norm is not None:
-            _check_eps(transform.norm, "head.transform.norm")
-        if transform.output_size is not None:
-            _check_min(1, transform.output_size, "head.transform.output_size")
-    if (
-        isinstance(head, LanguageHeadConfig)
-        and config.tie_embeddings
-        and head_input_size(config) != embedding_size(config)
-    ):
+    columns, needed = embedding_size(config), head_input_size(config)
+    if isinstance(head, LanguageHeadConfig) and config.tie_embeddings and needed != columns:
         raise ConfigError(
-            f"tie_embeddings: the token table has {embedding_size(config)} columns, the head needs"
-            f" {head_input_size(config)}",
+            f"tie_embeddings: the token table has {columns} columns, the head needs {needed}",
             "set head.transform.output_size, or tie_embeddings = false",
         )
 
 
-def encoder_hidden_size(config: ModelConfig) -> int:
-    """Return the hidden size of the encoder's layers, which cross-attention reads."""
-    return (
-        config.hidden_size
-        if config.encoder_input is None or config.encoder_input.hidden_size is None
-        else config.encoder_input.hidden_size
-    )
-
-
-def embedding_size(config: ModelConfig) -> int:
-    """Return the number of columns of the token table."""
-    return config.hidden_size if config.embedding.embedding_size is None else config.embedding.embedding_size
-
-
-def head_input_size(config: ModelConfig) -> int:
-    """Return the input size of the head's output matrix."""
-    transform = config.head.transform
-    return config.hidden_size if transform is None or transform.output_size is None else transform.output_size
-
-
 def _check_embedding(hidden_size: int, embed: EmbeddingConfig, max_len: int, where: str) -> None:
-    if embed.norm is not None:
-        _check_eps(embed.norm, f"{where}.norm")
-    elif embed.norm_first:
+    if embed.norm is None and embed.norm_first:
         raise ConfigError(f"{where}.norm_first: must be false without a norm", "omit it")
-    _check_min(0, embed.num_token_types, f"{where}.num_token_types")
-    if embed.embedding_size is not None:
-        _check_min(1, embed.embedding_size, f"{where}.embedding_size")
     size = hidden_size if embed.embedding_size is None or embed.projection == "start" else embed.embedding_size
-    _check_position(embed.position, size, max_len, f"{where}.position")
-
-
-def _check_position(
-    position: LearnedPositionsConfig | SinusoidalPositionsConfig | None, size: int, max_len: int, where: str
-) -> None:
-    if position is not None:
-        _check_min(0, position.offset, f"{where}.offset")
+    position = embed.position
     if isinstance(position, LearnedPositionsConfig) and max_len + position.offset > position.num_positions:
         raise ConfigError(
-            f"{where}.num_positions: must be at least max_seq_len {max_len} + offset {position.offset},"
+            f"{where}.position.num_positions: must be at least max_seq_len {max_len} + offset {position.offset},"
             f" got {position.num_positions}"
         )
     if isinstance(position, SinusoidalPositionsConfig):
-        _check_positive(position.base, f"{where}.base")
         if size % 2:
-            raise ConfigError(f"{where}.kind: sinusoidal needs an even hidden_size, got {size}")
+            raise ConfigError(f"{where}.position.kind: sinusoidal needs an even hidden_size, got {size}")
         if position.form == "fairseq" and size < 4:
-            raise ConfigError(f"{where}.form: fairseq needs a hidden_size of at least 4, got {size}")
+            raise ConfigError(f"{where}.position.form: fairseq needs a hidden_size of at least 4, got {size}")
 
 
 def _check_attention(config: ModelConfig, attention: AttentionConfig, where: str) -> None:
-    _check_min(1, attention.num_heads, f"{where}.num_heads")
-    kv_heads = attention.num_heads if attention.num_kv_heads is None else attention.num_kv_heads
-    _check_min(1, kv_heads, f"{where}.num_kv_heads")
-    if attention.num_heads % kv_heads:
+    kv_heads, position = attention.num_kv_heads, attention.position
+    if kv_heads is not None and attention.num_heads % kv_heads:
         raise ConfigError(f"{where}.num_kv_heads: must divide num_heads {attention.num_heads}, got {kv_heads}")
     if attention.head_dim is None and config.hidden_size % attention.num_heads:
         raise ConfigError(
             f"{where}.num_heads: must divide hidden_size {config.hidden_size}, got {attention.num_heads}",
             f"or set {where}.head_dim",
         )
-    dim = head_dim(config, attention)
-    _check_min(1, dim, f"{where}.head_dim")
-    for name in ("value_dim", "window"):
-        if getattr(attention, name) is not None:
-            _check_min(1, getattr(attention, name), f"{where}.{name}")
-    _check_positive(attention.logit_softcap, f"{where}.logit_softcap")
-    _check_positive(attention.clip_qkv, f"{where}.clip_qkv")
-    if attention.qk_norm_config is not None:
-        _check_eps(attention.qk_norm_config, f"{where}.qk_norm_config")
-        if attention.qk_norm == "none":
-            raise ConfigError(f"{where}.qk_norm_config: must be null with qk_norm none", "omit it")
-    if isinstance(attention.position, AlibiConfig) and attention.position.round_to_bfloat16 and not attention.causal:
+    if attention.qk_norm_config is not None and attention.qk_norm == "none":
+        raise ConfigError(f"{where}.qk_norm_config: must be null with qk_norm none", "omit it")
+    if isinstance(position, AlibiConfig) and position.round_to_bfloat16 and not attention.causal:
         raise ConfigError(f"{where}.position.round_to_bfloat16: must be false in a layer that is not causal")
-    if isinstance(attention.position, RopeConfig):
-        _check_rope(attention.position, dim, f"{where}.position")
-    if isinstance(attention.position, T5BiasConfig):
-        _check_buckets(attention.position, f"{where}.position")
+    if isinstance(position, RopeConfig):
+        _check_rope(position, head_dim(config, attention), f"{where}.position")
+    if isinstance(position, T5BiasConfig):
+        _check_buckets(position, f"{where}.position")
 
 
 def _check_buckets(bias: T5BiasConfig, where: str) -> None:
     directions = 2 if bias.bidirectional else 1
-    _check_min(2 * directions, bias.num_buckets, f"{where}.num_buckets")
+    if bias.num_buckets < 2 * directions:
+        raise ConfigError(f"{where}.num_buckets: must be at least {2 * directions}, got {bias.num_buckets}")
     num_exact = bias.num_buckets // directions // 2
     if bias.max_distance <= num_exact:
         raise ConfigError(f"{where}.max_distance: must exceed the {num_exact} exact buckets, got {bias.max_distance}")
@@ -463,51 +423,19 @@ def _check_rope(rope: RopeConfig, dim: int, where: str) -> None:
             f"{where}.partial_rotary_factor: must rotate an even number of dims, got"
             f" {rope.partial_rotary_factor} of head_dim {dim} = {rotated}"
         )
-    _check_positive(rope.theta, f"{where}.theta")
     if rope.scaling is not None:
         _check_scaling(rope.scaling, rotated, f"{where}.scaling")
 
 
 def _check_scaling(scaling: RopeScalingConfig, rotated: int, where: str) -> None:
-    _check_positive(scaling.factor, f"{where}.factor")
-    if not isinstance(scaling, LinearScalingConfig):
-        _check_min(1, scaling.original_max_seq_len, f"{where}.original_max_seq_len")
-    if isinstance(scaling, DynamicScalingConfig) and rotated == 2:
-        raise ConfigError(f"{where}.kind: dynamic needs more than 2 rotated dims, got {rotated}")
-    if isinstance(scaling, (YarnScalingConfig, LongRopeScalingConfig)):
-        _check_positive(scaling.attention_factor, f"{where}.attention_factor")
-    if isinstance(scaling, YarnScalingConfig):
-        _check_positive(scaling.beta_slow, f"{where}.beta_slow")
-        if scaling.beta_fast < scaling.beta_slow:
-            raise ConfigError(
-                f"{where}.beta_fast: must be at least beta_slow {scaling.beta_slow}, got {scaling.beta_fast}"
-            )
-    if isinstance(scaling, Llama3ScalingConfig):
-        _check_positive(scaling.low_freq_factor, f"{where}.low_freq_factor")
-        if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise ConfigError(
-                f"{where}.high_freq_factor: must be above low_freq_factor {scaling.low_freq_factor},"
-                f" got {scaling.high_freq_factor}"
-            )
-    if isinstance(scaling, LongRopeScalingConfig):
-        for name in ("short_factor", "long_factor"):
-            factors = getattr(scaling, name)
-            if len(factors) != rotated // 2:
-                raise ConfigError(f"{where}.{name}: must have {rotated // 2} factors, got {len(factors)}")
-            for index, factor in enumerate(factors):
-                _check_positive(factor, f"{where}.{name}[{index}]")
-
-
-def _check_eps(norm: NormConfig, where: str) -> None:
-    if norm.eps < 0:
-        raise ConfigError(f"{where}.eps: must not be negative, got {norm.eps}")
-
-
-def _check_positive(value: float | None, where: str) -> None:
-    if value is not None and value <= 0:
-        raise ConfigError(f"{where}: must be above 0, got {value}")
-
-
-def _check_min(minimum: int, value: int, where: str) -> None:
-    if value < minimum:
-        raise ConfigError(f"{where}: must be at least {minimum}, got {value}")
+    match scaling:
+        case DynamicScalingConfig() if rotated == 2:
+            raise ConfigError(f"{where}.kind: dynamic needs more than 2 rotated dims, got {rotated}")
+        case YarnScalingConfig(beta_fast=fast, beta_slow=slow) if fast < slow:
+            raise ConfigError(f"{where}.beta_fast: must be at least beta_slow {slow}, got {fast}")
+        case Llama3ScalingConfig(high_freq_factor=high, low_freq_factor=low) if high <= low:
+            raise ConfigError(f"{where}.high_freq_factor: must be above low_freq_factor {low}, got {high}")
+        case LongRopeScalingConfig(short_factor=short, long_factor=long):
+            for name, factors in (("short_factor", short), ("long_factor", long)):
+                if len(factors) != rotated // 2:
+                    raise ConfigError(f"{where}.{name}: must have {rotated // 2} factors, got {len(factors)}")

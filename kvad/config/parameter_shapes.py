@@ -26,18 +26,37 @@ from kvad.config.layers import (
     StackConfig,
     T5BiasConfig,
 )
-from kvad.config.model import AttentionSpec, ModelConfig, embedding_size, encoder_hidden_size, head_dim, head_input_size
+from kvad.config.model import (
+    AttentionSpec,
+    ModelConfig,
+    attention_dims,
+    embedding_size,
+    encoder_hidden_size,
+    head_dim,
+    head_input_size,
+)
 from kvad.config.plugins import load_plugin
 
 TensorShape = tuple[int, ...]
-NamedShapes = Iterator[tuple[str, TensorShape]]
+
+
+class Parameter(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    name: str
+    shape: TensorShape
+    is_matrix: bool = False  # [out, in] of a linear layer, or [experts, out, in]
+    experts_per_token: int = 0  # experts that each token chooses; 0: not experts
+
+
+Parameters = Iterator[Parameter]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, TensorShape]:
     """Return the shape of every tensor of a checkpoint by name."""
-    return dict(_model(config))
+    return {parameter.name: parameter.shape for parameter in parameters(config)}
 
 
 class SummarizerShape(NamedTuple):
@@ -94,7 +113,7 @@ def lookup_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def tensor_component(name: str) -> str:
-    """Return the member of :data:`COMPONENTS` that a tensor belongs to."""
+    """Return the member of ``COMPONENTS`` that a tensor belongs to."""
     pieces = name.split(".")
     if any(piece.startswith("norm") or piece.endswith("_norm") for piece in pieces):
         return "norms"
@@ -104,14 +123,15 @@ def tensor_component(name: str) -> str:
 
 
 def component_sizes(shapes: Mapping[str, TensorShape]) -> dict[str, int]:
-    """Return the number of parameters by component, in the order of :data:`COMPONENTS`."""
+    """Return the number of parameters by component, in the order of ``COMPONENTS``."""
     counts = dict.fromkeys(COMPONENTS, 0)
     for name, shape in shapes.items():
         counts[tensor_component(name)] += math.prod(shape)
     return counts
 
 
-def _model(config: ModelConfig) -> NamedShapes:
+def parameters(config: ModelConfig) -> Parameters:
+    """Yield every tensor of a checkpoint."""
     yield from _embedding("embedding", config.hidden_size, config.vocab_size, config.embedding)
     if config.encoder_input is not None:
         yield from _embedding(
@@ -127,22 +147,22 @@ def _model(config: ModelConfig) -> NamedShapes:
     yield from _head(config)
 
 
-def _embedding(name: str, width: int, vocab: int | None, embed: EmbeddingConfig) -> NamedShapes:
+def _embedding(name: str, width: int, vocab: int | None, embed: EmbeddingConfig) -> Parameters:
     table = width if embed.embedding_size is None else embed.embedding_size
     inner = width if embed.projection == "start" else table
     if vocab is not None:
-        yield f"{name}.tokens.weight", (vocab, table)
+        yield Parameter(f"{name}.tokens.weight", (vocab, table))
     if isinstance(embed.position, LearnedPositionsConfig):
-        yield f"{name}.positions.weight", (embed.position.num_positions, inner)
+        yield Parameter(f"{name}.positions.weight", (embed.position.num_positions, inner))
     if embed.num_token_types:
-        yield f"{name}.token_types.weight", (embed.num_token_types, inner)
+        yield Parameter(f"{name}.token_types.weight", (embed.num_token_types, inner))
     if embed.norm is not None:
         yield from _norm(f"{name}.norm", (inner,), embed.norm)
     if embed.embedding_size is not None:
         yield from _linear(f"{name}.projection", table, width, embed.projection == "end")
 
 
-def _stack(name: str, config: ModelConfig, stack: StackConfig, width: int) -> NamedShapes:
+def _stack(name: str, config: ModelConfig, stack: StackConfig, width: int) -> Parameters:
     for index in range(stack.num_layers):
         yield from _layer(f"{name}.layers.{index}", config, stack, stack.layer_config(index), width)
     if stack.final_norm:
@@ -150,14 +170,14 @@ def _stack(name: str, config: ModelConfig, stack: StackConfig, width: int) -> Na
     for letter, kind in stack.layer_types.items():
         position = kind.attention.position
         if isinstance(position, T5BiasConfig) and position.shared:
-            yield f"{name}.relative_bias.{letter}", (position.num_buckets, kind.attention.num_heads)
+            yield Parameter(f"{name}.relative_bias.{letter}", (position.num_buckets, kind.attention.num_heads))
         if isinstance(position, CustomPositionsConfig):
             cls = load_plugin(position.name, "position.name")
             shapes = getattr(cls, "shapes", _none)(kind.attention, head_dim(config, kind.attention), **position.options)
-            yield from ((f"{name}.positions.{letter}.{own}", shape) for own, shape in shapes.items())
+            yield from (Parameter(f"{name}.positions.{letter}.{own}", shape) for own, shape in shapes.items())
 
 
-def _head(config: ModelConfig) -> NamedShapes:
+def _head(config: ModelConfig) -> Parameters:
     head, width = config.head, config.hidden_size
     if head.transform is not None:
         width = head_input_size(config)
@@ -168,12 +188,12 @@ def _head(config: ModelConfig) -> NamedShapes:
         return
     outputs = config.vocab_size if isinstance(head, LanguageHeadConfig) else len(head.labels)
     if isinstance(head, ClassificationHeadConfig) or not config.tie_embeddings:
-        yield "head.weight", (outputs, width)
+        yield Parameter("head.weight", (outputs, width), is_matrix=True)
     if head.bias:
-        yield "head.bias", (outputs,)
+        yield Parameter("head.bias", (outputs,))
 
 
-def _layer(name: str, config: ModelConfig, stack: StackConfig, layer: LayerConfig, width: int) -> NamedShapes:
+def _layer(name: str, config: ModelConfig, stack: StackConfig, layer: LayerConfig, width: int) -> Parameters:
     yield from _attention(f"{name}.attention", config, layer.attention, layer.norm, width, width)
     if layer.cross_attention is not None:
         yield from _attention(
@@ -191,59 +211,54 @@ def _layer(name: str, config: ModelConfig, stack: StackConfig, layer: LayerConfi
 
 def _attention(
     name: str, config: ModelConfig, attention: AttentionConfig, norm: NormConfig, width: int, source: int
-) -> NamedShapes:
-    """Yield the shapes of one attention; ``source`` is the input size of keys and values."""
-    dim, kv_heads = head_dim(config, attention), attention.num_kv_heads or attention.num_heads
-    value_dim = attention.value_dim or dim
-    yield from _linear(f"{name}.q", width, attention.num_heads * dim, attention.qkv_bias)
+) -> Parameters:
+    """Yield the parameters of one attention; ``source`` is the input size of keys and values."""
+    heads, kv_heads, dim, value_dim = attention_dims(config, attention)
+    yield from _linear(f"{name}.q", width, heads * dim, attention.qkv_bias)
     yield from _linear(f"{name}.k", source, kv_heads * dim, attention.qkv_bias)
     yield from _linear(f"{name}.v", source, kv_heads * value_dim, attention.qkv_bias)
-    yield from _linear(f"{name}.out", attention.num_heads * value_dim, width, attention.out_bias)
+    yield from _linear(f"{name}.out", heads * value_dim, width, attention.out_bias)
     if attention.qk_norm != "none":
-        for part, heads in (("q_norm", attention.num_heads), ("k_norm", kv_heads)):
-            shapes: dict[str, TensorShape] = {"head": (dim,), "each": (heads, dim), "full": (heads * dim,)}
+        for part, count in (("q_norm", heads), ("k_norm", kv_heads)):
+            shapes: dict[str, TensorShape] = {"head": (dim,), "each": (count, dim), "full": (count * dim,)}
             yield from _norm(f"{name}.{part}", shapes[attention.qk_norm], attention.qk_norm_config or norm)
     if attention.sink_logits:
-        yield f"{name}.sink_logits", (attention.num_heads,)
+        yield Parameter(f"{name}.sink_logits", (heads,))
     if isinstance(attention.position, T5BiasConfig) and not attention.position.shared:
-        yield f"{name}.relative_bias", (attention.position.num_buckets, attention.num_heads)
+        yield Parameter(f"{name}.relative_bias", (attention.position.num_buckets, heads))
     if attention.custom_class is not None:
-        shapes = getattr(load_plugin(attention.custom_class, "attention.custom_class"), "shapes", _none)(
-            config, attention
-        )
-        yield from ((f"{name}.{own}", shape) for own, shape in shapes.items())
+        cls = load_plugin(attention.custom_class, "attention.custom_class")
+        shapes = getattr(cls, "shapes", _none)(config, attention)
+        yield from (Parameter(f"{name}.{own}", shape) for own, shape in shapes.items())
 
 
 def _none(*_: object, **__: object) -> dict[str, TensorShape]:
     return {}
 
 
-def _mlp(name: str, width: int, mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig) -> NamedShapes:
+def _mlp(name: str, width: int, mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig) -> Parameters:
+    hidden = mlp.intermediate_size
+    sizes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}  # outputs, inputs
     if isinstance(mlp, MoEConfig):
         yield from _linear(f"{name}.router", width, mlp.num_experts, mlp.router_bias)
-        for part, outputs, inputs in (
-            ("gate", mlp.intermediate_size, width),
-            ("up", mlp.intermediate_size, width),
-            ("down", width, mlp.intermediate_size),
-        ):
-            yield f"{name}.{part}", (mlp.num_experts, outputs, inputs)
+        for part, shape in sizes.items():
+            yield Parameter(f"{name}.{part}", (mlp.num_experts, *shape), True, mlp.num_experts_per_token)
             if mlp.bias:
-                yield f"{name}.{part}_bias", (mlp.num_experts, outputs)
+                yield Parameter(f"{name}.{part}_bias", (mlp.num_experts, shape[0]), False, mlp.num_experts_per_token)
         return
-    if isinstance(mlp, GatedMLPConfig):
-        yield from _linear(f"{name}.gate", width, mlp.intermediate_size, mlp.bias)
-    yield from _linear(f"{name}.up", width, mlp.intermediate_size, mlp.bias)
-    yield from _linear(f"{name}.down", mlp.intermediate_size, width, mlp.bias)
+    for part, (outputs, inputs) in sizes.items():
+        if part != "gate" or isinstance(mlp, GatedMLPConfig):
+            yield from _linear(f"{name}.{part}", inputs, outputs, mlp.bias)
 
 
-def _linear(name: str, inputs: int, outputs: int, bias: bool) -> NamedShapes:
-    yield f"{name}.weight", (outputs, inputs)
+def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Parameters:
+    yield Parameter(f"{name}.weight", (outputs, inputs), is_matrix=True)
     if bias:
-        yield f"{name}.bias", (outputs,)
+        yield Parameter(f"{name}.bias", (outputs,))
 
 
-def _norm(name: str, shape: TensorShape, norm: NormConfig) -> NamedShapes:
+def _norm(name: str, shape: TensorShape, norm: NormConfig) -> Parameters:
     if norm.weight:
-        yield f"{name}.weight", shape
+        yield Parameter(f"{name}.weight", shape)
     if norm.bias:
-        yield f"{name}.bias", shape
+        yield Parameter(f"{name}.bias", shape)

@@ -9,15 +9,7 @@ from kvad.errors import ConfigError
 
 
 def load_plugin(name: str, where: str) -> Any:
-    """Import the object called ``name``.
-
-    Args:
-        name: "package.module:Class".
-        where: The configuration key, for errors.
-
-    Raises:
-        ConfigError: If the module cannot be imported or has no such attribute.
-    """
+    """Import the object called ``name``; ``where`` is the configuration key, for errors."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ConfigError(f"{where}: must name a class, got {name!r}", "write it as package.module:Class")

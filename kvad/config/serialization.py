@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
+from kvad.config.validation import check_value
 from kvad.errors import ConfigError, suggest
 
 T = TypeVar("T")
@@ -31,16 +31,7 @@ def to_dict(value: Any) -> Any:
 
 
 def from_dict(cls: type[T], data: Any, where: str = "") -> T:
-    """Build the dataclass ``cls`` from JSON values.
-
-    Args:
-        cls: The dataclass.
-        data: A mapping of its fields.
-        where: Dotted key of ``data``, for errors.
-
-    Raises:
-        ConfigError: For an unknown key, a missing key or a wrong value, named by its dotted key.
-    """
+    """Build the dataclass ``cls`` from JSON values; ``where`` is the dotted key of ``data``, for errors."""
     return typing.cast("T", _read(cls, data, where))
 
 
@@ -65,31 +56,19 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return _read_union(typing.get_args(kind), data, where)
-    if origin is Literal:
-        allowed = typing.get_args(kind)
-        if data not in allowed:
-            raise ConfigError(f"{where}: must be one of {', '.join(map(repr, allowed))}, got {data!r}")
-        return data
     if origin is tuple:
         if not isinstance(data, (list, tuple)):
             raise ConfigError(f"{where}: must be a list, got {data!r}")
         return tuple(_read(typing.get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is not None and issubclass(origin, Mapping):
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(data, Mapping):
             raise ConfigError(f"{where}: must be an object, got {data!r}")
         return {key: _read(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in data.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(typing.cast("type[Any]", kind), data, where)
-    return _read_scalar(kind, data, where)
-
-
-def _read_scalar(kind: Any, data: Any, where: str) -> Any:
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
-        raise ConfigError(f"{where}: must be {kind.__name__}, got {data!r}")
-    if kind is float and not math.isfinite(data):
-        raise ConfigError(f"{where}: must be a finite number, got {data!r}")
+        data = float(data)
+    check_value(kind, data, where)
     return data
 
 
@@ -108,9 +87,7 @@ def _read_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
             raise ConfigError(f"{where}.kind: unknown kind {name!r}", suggest(str(name), by_kind))
         return _read(by_kind[name], data, where)
     errors = []
-    for kind in kinds:
-        if kind is type(None) or kind in classes:
-            continue
+    for kind in (kind for kind in kinds if kind is not type(None) and kind not in classes):
         try:
             return _read(kind, data, where)
         except ConfigError as error:

@@ -10,6 +10,4 @@ if TYPE_CHECKING:
     from kvad.datasets import stdlib_sources as stdlib_sources
     from kvad.datasets import synthetic as synthetic
 
-__all__ = ["stdlib_sources", "synthetic"]
-
-__getattr__, __dir__ = lazy_names(__name__, {}, ("stdlib_sources", "synthetic"))
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -8,43 +8,18 @@ from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvad.engine import client as client
+    from kvad.engine import options as options
     from kvad.engine import output as output
+    from kvad.engine import validation as validation
     from kvad.engine.client import PromptEncoder as PromptEncoder
     from kvad.engine.engine import Engine as Engine
     from kvad.engine.engine import StepTimes as StepTimes
-    from kvad.engine.engine import StreamChunk as StreamChunk
+    from kvad.engine.options import EngineConfig as EngineConfig
     from kvad.engine.output import Completion as Completion
     from kvad.engine.prefix_pinning import pin_prefix as pin_prefix
+    from kvad.engine.scheduling import StreamChunk as StreamChunk
     from kvad.engine.session import Session as Session
     from kvad.engine.trace import ForwardTrace as ForwardTrace
     from kvad.engine.trace import trace_forward as trace_forward
 
-__all__ = [
-    "Completion",
-    "Engine",
-    "ForwardTrace",
-    "PromptEncoder",
-    "Session",
-    "StepTimes",
-    "StreamChunk",
-    "client",
-    "output",
-    "pin_prefix",
-    "trace_forward",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Completion": "output",
-        "Engine": "engine",
-        "ForwardTrace": "trace",
-        "PromptEncoder": "client",
-        "Session": "session",
-        "StepTimes": "engine",
-        "StreamChunk": "engine",
-        "pin_prefix": "prefix_pinning",
-        "trace_forward": "trace",
-    },
-    ("client", "output"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,12 +1,12 @@
 """Client of the engine: requests of all threads share one batch.
 
-The thread that holds the lock runs steps for all. A :class:`RequestHandle` collects the chunks of one request.
+The thread that holds the lock runs steps for all. A ``RequestHandle`` collects the chunks of one request.
 Cancelling a handle (a closed iterator, an exception) aborts the rest of its request, also from a finalizer that runs
 during a step.
 
-:class:`PromptEncoder` turns texts into token ids: a decoder's prompts, an encoder-decoder's inputs and targets, an
+``PromptEncoder`` turns texts into token ids: a decoder's prompts, an encoder-decoder's inputs and targets, an
 encoder's texts. It combines the tokenizer's special tokens (``[CLS] x [SEP]``, ``<s> x``) with the checkpoint's start
-of targets (:class:`GenerationConfig`), and checks lengths and ids before anything is queued.
+of targets (``GenerationConfig``), and checks lengths and ids before anything is queued.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kvad import cache
 from kvad.cache.sessions import SequenceState
 from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
-from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.output import Completion, CompletionChoice, CompletionUsage, Timings
-from kvad.engine.scheduling import RequestMetrics, SamplingParams, TokenLogprob
+from kvad.engine.engine import Engine
+from kvad.engine.options import PromptInput
+from kvad.engine.output import Completion, assemble_completion
+from kvad.engine.scheduling import RequestMetrics, SamplingParams, StreamChunk
+from kvad.engine.validation import check_ids, check_source
 from kvad.errors import EngineError, NumericalError, RequestError, suggest
 from kvad.text import Tokenizer
+
+T = TypeVar("T")
 
 
 class EngineClient:
@@ -41,14 +44,31 @@ class EngineClient:
         self._cancelled: deque[int] = deque()  # requests to abort; a finalizer may run during a step
         self._closed = False
 
-    def submit(self, queue: Callable[[Engine], int], sampling_params: SamplingParams, num_prompt: int) -> RequestHandle:
+    def submit(
+        self, queue: Callable[[Engine], int], sampling_params: SamplingParams, token_ids: list[int]
+    ) -> RequestHandle:
         """Submit a request; ``queue`` adds it to the engine and returns its number."""
         with self.lock:
             self.check_open()
             self._abort_cancelled()
             request = queue(self.engine)
             self._chunk_queues[request] = deque()
-            return RequestHandle(self, request, sampling_params, num_prompt, self.engine.metrics(request))
+            return RequestHandle(self, request, sampling_params, token_ids, self.engine.metrics(request))
+
+    def run_each(
+        self, prompts: Any, submit: Callable[[Any], RequestHandle], convert: Callable[[RequestHandle], T]
+    ) -> Any:
+        """Submit one or many prompts and convert their results; abort all of them on an exception."""
+        is_single, prompt_list = normalize_prompts(prompts)
+        handles: list[RequestHandle] = []
+        try:
+            for prompt in prompt_list:
+                handles.append(submit(prompt))
+            results = [convert(handle) for handle in handles]
+        except BaseException:
+            self.cancel(handles)
+            raise
+        return results[0] if is_single else results
 
     def next_chunk(self, request: int) -> StreamChunk:
         """Return the request's next chunk, running engine steps for all requests if needed."""
@@ -67,10 +87,7 @@ class EngineClient:
                         self._chunk_queues[chunk.request].append(chunk)
 
     def cancel(self, handles: Sequence[RequestHandle]) -> None:
-        """Abort the rest of requests.
-
-        May be called from anywhere, also from a finalizer during a step.
-        """
+        """Abort the rest of requests. May be called from anywhere, also from a finalizer during a step."""
         self._cancelled.extend(handle.request for handle in handles)
         if self.lock.acquire(blocking=False):
             try:
@@ -105,19 +122,15 @@ class EngineClient:
                 self.engine.abort_request(request)
 
 
+@dataclass(eq=False)
 class RequestHandle:
-    """Collects the chunks of one request."""
+    """Collects the chunks of one request with the prompt (or encoder input) ``token_ids``."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        request: int,
-        sampling_params: SamplingParams,
-        num_prompt: int,
-        metrics: RequestMetrics,
-    ) -> None:
-        self.client, self.request, self.sampling_params = client, request, sampling_params
-        self._num_prompt, self.metrics = num_prompt, metrics
+    client: EngineClient
+    request: int
+    sampling_params: SamplingParams
+    token_ids: list[int]
+    metrics: RequestMetrics
 
     def chunks(self) -> Iterator[StreamChunk]:
         num_samples_left = self.sampling_params.n
@@ -137,52 +150,10 @@ class RequestHandle:
         return chunk.output
 
     def result(self) -> Completion:
-        n = self.sampling_params.n
-        texts, tokens = [""] * n, [list[int]() for _ in range(n)]
-        scores, finish_reasons = [list[TokenLogprob]() for _ in range(n)], ["stop"] * n
-        cumulative_logprobs: list[float | None] = [None] * n
-        limits: list[cache.config.LengthLimit | None] = [None] * n
-        prompt: list[TokenLogprob] = []
-        for chunk in self.chunks():
-            texts[chunk.sample_index] += chunk.text
-            prompt.extend(chunk.prompt_logprobs)
-            if chunk.token_id is not None:
-                tokens[chunk.sample_index].append(chunk.token_id)
-            if chunk.logprob is not None:
-                scores[chunk.sample_index].append(chunk.logprob)
-            if chunk.finish_reason is not None:
-                finish_reasons[chunk.sample_index], cumulative_logprobs[chunk.sample_index] = (
-                    chunk.finish_reason,
-                    chunk.cumulative_logprob,
-                )
-                limits[chunk.sample_index] = chunk.limit
-        cached = self.metrics.num_cached_tokens
+        """Return the completion of the request."""
+        completion = assemble_completion(self.chunks(), self.sampling_params.n, len(self.token_ids), self.metrics)
         self.client.forget(self.request)
-        choices = tuple(
-            CompletionChoice(text, tuple(ids), tuple(score), finish_reason, cumulative_logprob, limit)
-            for text, ids, score, finish_reason, cumulative_logprob, limit in zip(
-                texts, tokens, scores, finish_reasons, cumulative_logprobs, limits, strict=True
-            )
-        )
-        num_output_tokens = sum(map(len, tokens))
-        return Completion(
-            choices,
-            CompletionUsage(self._num_prompt, num_output_tokens, cached),
-            _timings(self.metrics, num_output_tokens),
-            tuple(prompt),
-        )
-
-
-def _timings(metrics: RequestMetrics, num_output_tokens: int) -> Timings:
-    """Compute timings on the engine's clock, since other requests may have delayed the caller."""
-    assert metrics.finished is not None, "the request has not ended"
-    first = metrics.finished if metrics.first_token is None else metrics.first_token
-    decode = metrics.finished - first
-    rate = (num_output_tokens - 1) / decode if num_output_tokens > 1 and decode > 0 else 0.0
-    return Timings(first - metrics.arrived, metrics.finished - metrics.arrived, rate)
-
-
-PromptInput = str | Sequence[int]
+        return completion
 
 
 @dataclass(frozen=True)
@@ -205,22 +176,17 @@ class PromptEncoder:
             if opening_token is None:
                 raise RequestError("prompt: must have at least 1 token, because this model has no opening token")
             return [opening_token]
-        _check(
-            tokens,
-            "prompt",
-            self.config.vocab_size,
-            len(tokens) if self.endless and not whole else self.config.max_seq_len,
-        )
+        max_len = len(tokens) if self.endless and not whole else self.config.max_seq_len
+        check_ids("prompt", tokens, self.config.vocab_size, max_len)
         return tokens
 
     def encode_continuation(self, text: PromptInput) -> list[int]:
         """Return the token ids of text appended to a prompt, without opening tokens."""
-        tokens = (
-            self._require_tokenizer(self.tokenizer).encode(text)
-            if text and isinstance(text, str)
-            else _integers(text or ())
-        )
-        _check(tokens, "text", self.config.vocab_size, len(tokens))
+        if text and isinstance(text, str):
+            tokens = self._require_tokenizer(self.tokenizer).encode(text)
+        else:
+            tokens = _integers(text or ())
+        check_ids("text", tokens, self.config.vocab_size)
         return tokens
 
     def encode_source(self, text: PromptInput, language: str | None = None, *, specials: bool = False) -> list[int]:
@@ -228,7 +194,7 @@ class PromptEncoder:
 
         ``specials``: parse special tokens in the text, such as ``[MASK]``.
         """
-        source_config, tokenizer = self.config.encoder_input, self.tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is not None and tokenizer.source_tokenizer is not None:
             tokenizer = tokenizer.source_tokenizer
         if language is not None and not isinstance(text, str):
@@ -238,17 +204,7 @@ class PromptEncoder:
             tokens = self.generation.with_source_eos(tokens)
         if not tokens:
             raise RequestError("encoder input: must have at least 1 token, got 0")
-        vocab_size = (
-            self.config.vocab_size
-            if source_config is None or source_config.vocab_size is None
-            else source_config.vocab_size
-        )
-        _check(
-            tokens,
-            "encoder input",
-            vocab_size,
-            self.config.max_seq_len if source_config is None else source_config.max_seq_len,
-        )
+        check_source(self.config, tokens)
         return tokens
 
     def encode_target(self, prefix: PromptInput | None, first: int | None = None) -> list[int]:
@@ -261,9 +217,8 @@ class PromptEncoder:
         else:
             start_token = self.generation.decoder_start_token_id
             if start_token is None:
-                start_token = (
-                    self.generation.bos_token_id if self.generation.bos_token_id is not None else self._opening_token()
-                )
+                bos = self.generation.bos_token_id
+                start_token = self._opening_token() if bos is None else bos
             if start_token is None:
                 raise RequestError(
                     "this checkpoint has no start token for targets", "Pass target_prefix= as token ids."
@@ -272,7 +227,7 @@ class PromptEncoder:
             if prefix:
                 tokens += [] if first is None else [first]
                 tokens += self._require_tokenizer(self.tokenizer).encode(prefix)
-        _check(tokens, "target", self.config.vocab_size, self.config.max_seq_len)
+        check_ids("target", tokens, self.config.vocab_size, self.config.max_seq_len)
         return tokens
 
     def language_token(self, code: str) -> int:
@@ -288,13 +243,9 @@ class PromptEncoder:
         specials = None if self.tokenizer is None else self.tokenizer.special_tokens
         if specials is not None and specials.separator is not None:
             return specials.separator
-        return (
-            self.generation.bos_token_id
-            if self.generation.bos_token_id is not None
-            else specials.bos
-            if specials
-            else None
-        )
+        if self.generation.bos_token_id is not None:
+            return self.generation.bos_token_id
+        return None if specials is None else specials.bos
 
     def _ids(
         self, text: PromptInput, tokenizer: Tokenizer | None, language: str | None, specials: bool = False
@@ -309,14 +260,6 @@ class PromptEncoder:
         if tokenizer is None:
             raise RequestError("this model has no tokenizer", "Give token ids.")
         return tokenizer
-
-
-def _check(tokens: Sequence[int], label: str, vocab_size: int, max_len: int) -> None:
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"{label}: token id must be below {vocab_size}, got {token}")
-    if len(tokens) > max_len:
-        raise RequestError(f"{label}: must have at most {max_len} tokens, got {len(tokens)}", "Shorten it.")
 
 
 def normalize_prompts(prompts: Any) -> tuple[bool, list[Any]]:

@@ -1,6 +1,4 @@
-"""Engine: submit requests, run steps and read chunks of text.
-
-Many sequences share one model and one cache.
+"""Engine: submit requests, run steps and read chunks of text. Many sequences share one model and one cache.
 
 In one step the scheduler chooses sequences and allocates blocks, the model runner computes logits, the sampler chooses
 tokens, and the scheduler is updated. An error in one request ends that request with an error chunk; others continue.
@@ -10,18 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from kvad import cache as cache_lib
 from kvad import model as model_lib
 from kvad import ops
-from kvad.cache import CacheConfig, build_groups, resolve_for_model
+from kvad.cache import CacheConfig, CacheGroup, build_groups, resolve_for_model
 from kvad.cache.device import KVCache
 from kvad.cache.manager import KVCacheManager
 from kvad.cache.sessions import SequenceState
@@ -29,6 +25,7 @@ from kvad.cache.sizing import check_policy
 from kvad.config import attention_specs
 from kvad.engine import scheduling
 from kvad.engine.execution import NONFINITE_ERROR, ModelRunner, sample_outputs
+from kvad.engine.options import EngineConfig
 from kvad.engine.output import OutputTextStream
 from kvad.engine.resume import ResumePoint, StateKeeper, check_single_sequence
 from kvad.engine.scheduling import (
@@ -38,38 +35,19 @@ from kvad.engine.scheduling import (
     Scheduler,
     SchedulerOutput,
     SequenceOutput,
-    TokenLogprob,
+    StreamChunk,
 )
 from kvad.engine.storage import open_block_store, open_offload_reader, open_swap_space
 from kvad.engine.validation import check_source, check_summarizer_groups, check_token_ids, check_topology
 from kvad.errors import ConfigError, KvadError, RequestError
 from kvad.model import Summarizer, Transformer
-from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, FileSystem
+from kvad.storage import CacheFingerprint
 from kvad.text import Tokenizer
 
 # Up to this many bytes of weights, projections with the same input are fused. In a larger model, kernel launches are
 # negligible, and fusing would copy weights that are mapped from a file.
 MAX_PACKED_BYTES = 1 << 28
 POLL_SECONDS = 0.005  # longest wait for loading blocks in one call, if nothing else can run
-
-
-class StreamChunk(NamedTuple):
-    """Output of one step for one sample.
-
-    New text (whole UTF-8, no stop strings), its token, or its end.
-    """
-
-    request: int
-    sample_index: int
-    text: str = ""
-    token_id: int | None = None
-    logprob: TokenLogprob | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: scheduling.request.FinishReason | None = None
-    error: str | None = None
-    output: Tensor | None = None
-    cumulative_logprob: float | None = None
-    limit: cache_lib.config.LengthLimit | None = None
 
 
 @dataclass
@@ -83,83 +61,49 @@ class StepTimes:
 
 
 class Engine:
-    """One model, one cache, many requests.
-
-    Not thread-safe: :class:`kvad.llm.LLM` holds the lock.
+    """One model, one cache, many requests. Not thread-safe: ``EngineClient`` holds the lock.
 
     Args:
         model: The model.
         cache: Configuration of the cache; resolved for this model.
+        config: Options of the engine.
         tokenizer: Tokenizer for output text (None: token ids only).
-        max_num_batched_tokens: New tokens per step.
-        kernel: Attention kernel.
-        deterministic: Make logits and tokens of a request independent of the batch and of chunking, bit for bit (CPU,
-            one process; other machines, builds and numbers of threads round differently).
-        attention_hook: Called with the tensors of every attention layer.
-        summarizer: Computes the policy's summaries; ConfigError if the policy has none, or another ratio.
-        stop_tokens: Tokens that end a text (default: the tokenizer's separator and end token).
-        cache_factory: Builds the KVCache, if it is one of several ranks (``parallel/distributed_cache.py``).
-        weights_fingerprint: Fingerprint of all ranks' weights, for :meth:`cache_fingerprint`.
-        adapter_fingerprint: Fingerprint of an adapter merged into the weights.
-        swap_dir: Folder for preempted sequences when ``cache.swap_space`` is full.
-        cost_model: Costs that decide between swapping and recomputing.
-        fs: File system for offloaded and swapped tokens (replaced in tests).
+
+    Raises:
+        ConfigError: If the options do not match the model or the cache.
     """
 
     def __init__(
         self,
         model: Transformer,
         cache: CacheConfig,
+        config: EngineConfig | None = None,
         *,
         tokenizer: Tokenizer | None = None,
-        max_num_batched_tokens: int = 2048,
-        kernel: ops.attention.Kernel = "auto",
-        deterministic: bool = False,
-        attention_hook: ops.sub_batch.AttentionHook | None = None,
-        summarizer: Summarizer | None = None,
-        stop_tokens: frozenset[int] = frozenset(),
-        cache_factory: Callable[..., KVCache] | None = None,
-        weights_fingerprint: str | None = None,
-        adapter_fingerprint: str = "",
-        swap_dir: str | Path | None = None,
-        cost_model: scheduling.preemption.SwapCostModel | None = None,
-        fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
+        config = EngineConfig() if config is None else config
         cache = resolve_for_model(model.config, cache)
-        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        self.model, self.tokenizer, self.cache, self.config = model, tokenizer, cache, config
         self.device = model.token_embedding.device
-        check_policy(model.config, cache, deterministic=deterministic)
+        check_policy(model.config, cache, deterministic=config.deterministic)
         if sum(parameter.nbytes for parameter in model.parameters()) <= MAX_PACKED_BYTES:
             model.fuse_projections()
-        if deterministic:
-            kernel = model_lib.batch_invariant.make_batch_invariant(model)
         groups = build_groups(attention_specs(model.config), cache)
+        summarizer = config.summarizer
         if summarizer is not None:
             check_summarizer_groups(summarizer, groups)
             summarizer = summarizer.to(self.device)
-        self.deterministic = deterministic
-        self._weights_fingerprint = weights_fingerprint  # computed on first use
-        self._adapter_fingerprint = {"adapter": adapter_fingerprint} if adapter_fingerprint else {}
+        self.limits = LengthLimits.from_config(model.config.max_seq_len, cache)
+        self._weights_fingerprint = config.weights_fingerprint
         self._summaries = "" if summarizer is None else summarizer.fingerprint()
         with ExitStack() as resources:  # an error here leaves no file, thread or lock behind
-            self.kv_cache = (KVCache if cache_factory is None else cache_factory)(
-                groups,
-                device=self.device,
-                rope_at=cache.rope_at,
-                exact_rope=cache.endless,
-                summarizers=None if summarizer is None else summarizer.by_layer(),
-                kernel=kernel,
-                attention_hook=attention_hook,
-                offload_reader=open_offload_reader(cache, groups, fs),
-            )
+            self.kv_cache = self._build_kv_cache(groups, summarizer)
             resources.callback(self.kv_cache.release)
             self.block_store = open_block_store(cache, groups, lambda: self.cache_fingerprint(""))
             if self.block_store is not None:
                 resources.callback(self.block_store.close)
             self.kv_cache.host_store = self.block_store
-            self._root_seed = b""  # prefix of hash chain roots, if blocks outlive the process
-            if self.block_store is not None and cache.prefix_cache_dir is not None:
-                self._root_seed = self.cache_fingerprint("").digest() + f"{cache.block_size}".encode()
+            self._root_seed = self._make_root_seed()
             self.kv_cache_manager = KVCacheManager(
                 groups,
                 prefix_caching=cache.enable_prefix_caching,
@@ -167,22 +111,14 @@ class Engine:
                 watermark=cache.watermark,
                 block_store=self.block_store,
             )
-            self.limits = LengthLimits.from_config(model.config.max_seq_len, cache)
-            prefill_chunk_size = min(
-                cache.prefill_chunk_size, cache.max_seq_len
-            )  # the window's pool is sized for this chunk
-            swap_path = None if swap_dir is None else Path(swap_dir)
-            swap_space = open_swap_space(self.kv_cache, self.kv_cache_manager, cache.swap_space, swap_path, fs)
-            self.preemption = scheduling.preemption.PreemptionManager(
-                self.kv_cache_manager, cost_model, swap_space, self.kv_cache.block_bytes()
-            )
+            self.preemption = self._build_preemption()
             resources.callback(self.preemption.close)
             self.kv_cache.copier.on_copied = self.preemption.on_copied
             self.scheduler = Scheduler(
                 self.kv_cache_manager,
                 max_num_seqs=cache.max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                prefill_chunk_size=prefill_chunk_size,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                prefill_chunk_size=min(cache.prefill_chunk_size, cache.max_seq_len),  # the window's pool is that large
                 limit=self.limits,
                 preemption=self.preemption,
             )
@@ -190,9 +126,37 @@ class Engine:
         self.runner = ModelRunner(model, self.kv_cache)
         self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
         self.times = StepTimes()
-        self._next, self._eos_token_ids = 0, stop_tokens
+        self._next_request = 0
         self._texts: dict[tuple[int, int], OutputTextStream] = {}
         self._undelivered: list[StreamChunk] = []
+
+    def _build_kv_cache(self, groups: Sequence[CacheGroup], summarizer: Summarizer | None) -> KVCache:
+        config, kernel = self.config, self.config.kernel
+        if config.deterministic:
+            kernel = model_lib.batch_invariant.make_batch_invariant(self.model)
+        return config.cache_factory(
+            groups,
+            device=self.device,
+            rope_at=self.cache.rope_at,
+            exact_rope=self.cache.endless,
+            summarizers=None if summarizer is None else summarizer.by_layer(),
+            kernel=kernel,
+            attention_hook=config.attention_hook,
+            offload_reader=open_offload_reader(self.cache, groups, config.fs),
+        )
+
+    def _build_preemption(self) -> scheduling.preemption.PreemptionManager:
+        config, manager = self.config, self.kv_cache_manager
+        swap_dir = None if config.swap_dir is None else Path(config.swap_dir)
+        swap_space = open_swap_space(self.kv_cache, manager, self.cache.swap_space, swap_dir, config.fs)
+        block_bytes = self.kv_cache.block_bytes()
+        return scheduling.preemption.PreemptionManager(manager, config.cost_model, swap_space, block_bytes)
+
+    def _make_root_seed(self) -> bytes:
+        """Return the prefix of hash chain roots: not empty if blocks outlive the process."""
+        if self.block_store is None or self.cache.prefix_cache_dir is None:
+            return b""
+        return self.cache_fingerprint("").digest() + f"{self.cache.block_size}".encode()
 
     def add_request(
         self,
@@ -212,26 +176,21 @@ class Engine:
             cache_salt: Requests share cached blocks only with requests of the same salt.
             encoder_token_ids: Input of an encoder-decoder's encoder.
             resume: State of an earlier request, used up to the first differing token (see ``RequestMetrics``).
-            keep_state: Capture the final state for :meth:`pop_state`. Like ``resume``, for one sample without beams.
+            keep_state: Capture the final state for ``pop_state``. Like ``resume``, for one sample without beams.
 
         Raises:
             RequestError: If the request cannot be served.
         """
         check_topology(self.model.config, encoder_token_ids)
         check_token_ids(self.model.config, prompt_token_ids, sampling_params, encoder_token_ids)
-        if sampling_params.stop and self.tokenizer is None:
-            raise RequestError("stop: requires a tokenizer, and this model has none", "Use stop_token_ids.")
-        if resume is not None or keep_state:
-            check_single_sequence(sampling_params)
-            if self.kv_cache_manager.uses_offload:
-                hint = "Use a larger cache, or another overflow mode."
-                raise RequestError("keep_state, resume: unavailable with token offload", hint)
-        request, texts = self._next, []
+        self._check_options(sampling_params, uses_states=resume is not None or keep_state)
+        request, texts = self._next_request, dict[tuple[int, int], OutputTextStream]()
         if self.tokenizer is not None:
-            texts = [OutputTextStream(self.tokenizer, sampling_params) for _ in range(sampling_params.n)]
+            for sample in range(sampling_params.n):
+                texts[request, sample] = OutputTextStream(self.tokenizer, sampling_params)
+        regime = self.rope_regime(prompt_token_ids, sampling_params)
         prefix_root = self._root(prompt_token_ids, sampling_params, cache_salt, encoder_token_ids)
-        stops = self._stops(sampling_params)
-        regime, resume_point = self.rope_regime(prompt_token_ids, sampling_params), ResumePoint()
+        resume_point = ResumePoint()
         if resume is not None:
             resume_point = self.state_keeper.resume(
                 resume,
@@ -247,8 +206,10 @@ class Engine:
             prompt_token_ids,
             sampling_params,
             prefix_root,
-            stop_tokens=stops,
-            encoder_tokens=encoder_token_ids,
+            stop_tokens=self._stop_tokens(sampling_params),
+            encoder_input=None
+            if encoder_token_ids is None
+            else scheduling.request.EncoderInput(tuple(encoder_token_ids)),
             swapped=resume_point.swapped,
             keep_state=keep_state,
         )
@@ -256,16 +217,23 @@ class Engine:
         self.state_keeper.begin(resume_point)
         if keep_state:
             self.state_keeper.track(request, regime, cache_salt)
-        self._next += 1
-        self._texts.update({(request, number): text for number, text in enumerate(texts)})
+        self._next_request += 1
+        self._texts.update(texts)
         return request
 
-    def add_encoder_request(
-        self, tokens: Sequence[int], encoder_output: Literal["head", "mean", "first"] = "head"
-    ) -> int:
-        """Queue a text for the encoder only.
+    def _check_options(self, sampling_params: SamplingParams, *, uses_states: bool) -> None:
+        if sampling_params.stop and self.tokenizer is None:
+            raise RequestError("stop: requires a tokenizer, and this model has none", "Use stop_token_ids.")
+        if uses_states:
+            check_single_sequence(sampling_params)
+        if uses_states and self.kv_cache_manager.uses_offload:
+            hint = "Use a larger cache, or another overflow mode."
+            raise RequestError("keep_state, resume: unavailable with token offload", hint)
 
-        Its one chunk carries the output (``StreamChunk.output``).
+    def add_encoder_request(
+        self, tokens: Sequence[int], encoder_output: scheduling.request.EncoderOutput = "head"
+    ) -> int:
+        """Queue a text for the encoder only; its one chunk carries the output (``StreamChunk.output``).
 
         The output is a host tensor: [T, labels] or [T, V] of a head per token, [labels] or [E] of a pooling head, [T,
         E] of an encoder-decoder; [E] if ``encoder_output`` is "mean" or "first".
@@ -273,11 +241,9 @@ class Engine:
         if self.model.encoder is None:
             raise RequestError("this model has no encoder", "It continues prompts.")
         check_source(self.model.config, tokens)
-        request = self._next
-        self.scheduler.add_request(
-            request, (), SamplingParams(max_tokens=0), encoder_tokens=tokens, encoder_output=encoder_output
-        )
-        self._next += 1
+        request, encoder_input = self._next_request, scheduling.request.EncoderInput(tuple(tokens), encoder_output)
+        self.scheduler.add_request(request, (), SamplingParams(max_tokens=0), encoder_input=encoder_input)
+        self._next_request += 1
         return request
 
     def step(self) -> list[StreamChunk]:
@@ -290,42 +256,64 @@ class Engine:
             return chunks
         step_start = time.perf_counter()
         output = self.scheduler.schedule()
-        self.state_keeper.collect(self.scheduler.pop_finished_states())  # of sequences that ended to make room
+        self._collect_states()  # of sequences that ended to make room
         if output is None:
             self.flush_offload()
             if self.block_store is not None:
                 self.block_store.wait(POLL_SECONDS)  # nothing runs, and blocks are loading
-            return self._to_chunks(self.scheduler.pop_events())
-        model_start = time.perf_counter()
+            return self._add_texts(self.scheduler.pop_chunks())
         try:
-            if output.encoder_batch is not None:
-                results = self._encode(output.encoder_batch)
-                self.times.model += time.perf_counter() - model_start
-            else:
-                logits = self.runner.execute(output)
-                self.times.model += time.perf_counter() - model_start
-                results = sample_outputs(output, logits)
-                for number, reason in self.kv_cache.failed_rows(
-                    [sub_batch.num_seqs for sub_batch in output.sub_batches]
-                ).items():
-                    results[number] = SequenceOutput(error=reason, retry=True)
-                self._record_compute_cost(output, time.perf_counter() - model_start)
+            results = self._execute(output) if output.encoder_batch is None else self._encode(output.encoder_batch)
         except BaseException as error:  # includes Ctrl-C: the step's sequences end, the engine continues
             self.kv_cache.discard(output.allocation.block_ops)
             fault = SequenceOutput(error=f"the step failed: {type(error).__name__}: {error}")
-            rows = len(output.scheduled) if output.encoder_batch is None else len(output.encoder_batch.sequences)
-            self._undelivered = self._to_chunks(self.scheduler.update_from_output(output, [fault] * rows))
+            count = len(output.scheduled) if output.encoder_batch is None else len(output.encoder_batch.sequences)
+            self._undelivered = self._add_texts(self.scheduler.update_from_output(output, [fault] * count))
             raise
-        events = self.scheduler.update_from_output(output, results)
+        chunks = self.scheduler.update_from_output(output, results)
         self.times.steps += 1
-        self.times.tokens += sum(event.token_id is not None for event in events)
-        chunks = self._to_chunks(events)
-        self.state_keeper.collect(self.scheduler.pop_finished_states())
+        self.times.tokens += sum(chunk.token_id is not None for chunk in chunks)
+        chunks = self._add_texts(chunks)
+        self._collect_states()
         if self.scheduler.idle:
             self.flush_offload()
             ops.malloc.trim_heap()
         self.times.total += time.perf_counter() - step_start
         return chunks
+
+    def _execute(self, output: SchedulerOutput) -> list[SequenceOutput]:
+        """Compute logits and sample."""
+        start = time.perf_counter()
+        logits = self.runner.execute(output)
+        self.times.model += time.perf_counter() - start
+        results = sample_outputs(output, logits)
+        for index, reason in self.kv_cache.failed_rows([batch.num_seqs for batch in output.sub_batches]).items():
+            results[index] = SequenceOutput(error=reason, retry=True)
+        num_tokens = sum(scheduled.num_tokens for scheduled in output.scheduled)
+        if num_tokens > 2 * len(output.scheduled):  # most of them are prompt tokens
+            self.preemption.costs.record_compute(num_tokens, time.perf_counter() - start)
+        return results
+
+    def _encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
+        """Run the encoder; return its outputs if requested."""
+        start = time.perf_counter()
+        hidden, model_input = self.runner.encode(encoder_batch)
+        lengths = [len(seq.request.encoder_tokens) for seq in encoder_batch.sequences]
+        is_finite = [bool(part.all()) for part in hidden.isfinite().all(dim=-1).cpu().split(lengths)]  # one device sync
+        outputs: list[Tensor | None] = [None] * len(lengths)
+        if encoder_batch.allocation is None:
+            outputs = [output.cpu() for output in self.runner.encoder_outputs(hidden, model_input, encoder_batch)]
+        results = []
+        for finite, output in zip(is_finite, outputs, strict=True):
+            finite = finite and (output is None or bool(output.isfinite().all()))
+            results.append(SequenceOutput(output=output) if finite else SequenceOutput(error=NONFINITE_ERROR))
+        self.times.model += time.perf_counter() - start
+        return results
+
+    def _collect_states(self) -> None:
+        states = self.scheduler.pop_finished_states()
+        if states:
+            self.state_keeper.collect(states)
 
     def pop_state(self, request: int) -> SequenceState:
         """Return the final state of a request with ``keep_state``, once.
@@ -358,46 +346,16 @@ class Engine:
             self.kv_cache.apply(block_ops)
 
     def close(self) -> None:
-        """Free the pool and swapped blocks, and close the block store after its last write.
-
-        Errors are raised at the end.
-        """
+        """Free the pool and swapped blocks, and close the block store after its last write; raise errors at the end."""
         with self._resources:
             self.flush_offload()
 
-    def _record_compute_cost(self, output: SchedulerOutput, seconds: float) -> None:
-        """Record the cost per token of a step, if most of its tokens were prompt tokens."""
-        tokens = sum(scheduled.num_tokens for scheduled in output.scheduled)
-        if tokens > 2 * len(output.scheduled):
-            self.preemption.costs.record_compute(tokens, seconds)
-
-    def _encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
-        """Run the encoder; return its outputs if requested."""
-        hidden, model_input = self.runner.encode(encoder_batch)
-        lengths = [sub_batch.num_new_tokens for sub_batch in model_input.sub_batches for _ in range(sub_batch.num_seqs)]
-        finite_rows = hidden.isfinite().all(dim=-1).cpu().split(lengths)  # one device synchronization
-        outputs: Sequence[Tensor | None] = [None] * len(lengths)
-        if encoder_batch.allocation is None:
-            output_kinds = [row.request.encoder_output for row in encoder_batch.sequences]
-            outputs = [
-                encoder_output.cpu()
-                for encoder_output in self.runner.encoder_outputs(hidden, model_input, lengths, output_kinds)
-            ]
-        results = []
-        for row, output in zip(finite_rows, outputs, strict=True):
-            finite = bool(row.all()) and (output is None or bool(output.isfinite().all()))
-            results.append(SequenceOutput(output=output) if finite else SequenceOutput(error=NONFINITE_ERROR))
-        return results
-
-    def _stops(self, sampling_params: SamplingParams) -> frozenset[int]:
-        stop_ids: set[int] = set(sampling_params.stop_token_ids)
-        if not sampling_params.ignore_eos:
-            stop_ids |= self._eos_token_ids
-        if self.tokenizer is not None and not sampling_params.ignore_eos and not self._eos_token_ids:
-            specials = self.tokenizer.special_tokens
-            separator = specials.separator if specials.separator != specials.bos or specials.eos is None else None
-            stop_ids |= {token for token in (separator, specials.eos) if token is not None}
-        return frozenset(stop_ids)
+    def _stop_tokens(self, sampling_params: SamplingParams) -> frozenset[int]:
+        if sampling_params.ignore_eos or self.config.stop_tokens or self.tokenizer is None:
+            return frozenset() if sampling_params.ignore_eos else self.config.stop_tokens
+        specials = self.tokenizer.special_tokens
+        separator = specials.separator if specials.separator != specials.bos or specials.eos is None else None
+        return frozenset(token for token in (separator, specials.eos) if token is not None)
 
     def _root(
         self,
@@ -431,17 +389,17 @@ class Engine:
         if self._weights_fingerprint is None and self.kv_cache.ranks > 1:
             raise ConfigError(
                 f"weights: this rank has only its shard of {self.kv_cache.ranks}",
-                "Pass Engine(weights_fingerprint=...) the fingerprint of the whole model.",
+                "Pass EngineConfig(weights_fingerprint=...) the fingerprint of the whole model.",
             )
         if self._weights_fingerprint is None:
             self._weights_fingerprint = model_lib.fingerprint.weights_fingerprint(self.model)
-        cache = self.cache
+        cache, deterministic = self.cache, " deterministic" if self.config.deterministic else ""
+        adapter = {"adapter": self.config.adapter_fingerprint} if self.config.adapter_fingerprint else {}
         return CacheFingerprint(
             model=self._weights_fingerprint,
             tokenizer="" if self.tokenizer is None else self.tokenizer.fingerprint(),
             template=template,
-            computed=f"{self.model.token_embedding.dtype}".removeprefix("torch.")
-            + self.deterministic * " deterministic",
+            computed=str(self.model.token_embedding.dtype).removeprefix("torch.") + deterministic,
             keys=cache.key_dtype or cache.dtype,
             values=cache.value_dtype or cache.dtype,
             policy=str(cache.resolved_policy),
@@ -450,49 +408,31 @@ class Engine:
             summaries=self._summaries,
             regime=regime,
             salt=cache_salt,
-            **self._adapter_fingerprint,
+            **adapter,
         )
 
-    def _to_chunks(self, events: Sequence[scheduling.request.SequenceEvent]) -> list[StreamChunk]:
-        return [self._to_chunk(event) for event in events]
+    def _add_texts(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
+        return [self._add_text(chunk) for chunk in chunks]
 
-    def _to_chunk(self, event: scheduling.request.SequenceEvent) -> StreamChunk:
-        text = self._texts.get((event.request, event.sample_index))
-        emitted, finish, error = "", event.finish_reason, event.error
+    def _add_text(self, chunk: StreamChunk) -> StreamChunk:
+        """Add the chunk's new text; a stop string or a failing tokenizer ends the sample."""
+        key = chunk.request, chunk.sample_index
+        stream, token, finish = self._texts.get(key), chunk.token_id, chunk.finish_reason
         if finish == "error":
-            self.state_keeper.forget(event.request)
-        if text is not None:
-            try:
-                emitted, finish = self._next_text(text, event)
-            except KvadError as failure:  # an error of this sample only, such as a token that its tokenizer lacks
-                self.scheduler.finish_sequence(event.request, event.sample_index, "error")
-                finish, error = "error", str(failure)
-            if finish is not None:
-                del self._texts[event.request, event.sample_index]
-        numbers = event.token_id, event.logprob, event.prompt_logprobs
-        limit = event.limit if finish == "length" else None
-        return StreamChunk(
-            event.request,
-            event.sample_index,
-            emitted,
-            *numbers,
-            finish,
-            error,
-            event.output,
-            event.cumulative_logprob,
-            limit,
-        )
-
-    def _next_text(
-        self, text: OutputTextStream, event: scheduling.request.SequenceEvent
-    ) -> tuple[str, scheduling.request.FinishReason | None]:
-        """Return the event's new text, and the finish reason if the sample ends."""
-        finish = event.finish_reason
-        emitted, stopped = text.push(
-            None if finish == "stop" else event.token_id
-        )  # a stop token is not part of the text
-        if stopped and finish is None:
-            self.scheduler.finish_sequence(event.request, event.sample_index, "stop")
-        if stopped and finish in (None, "length"):
-            finish = "stop"
-        return emitted + (text.flush() if finish is not None else ""), finish
+            self.state_keeper.forget(chunk.request)
+        if stream is None:
+            return chunk
+        text, error = "", None
+        try:
+            text, stopped = stream.push(None if finish == "stop" else token)  # a stop token is not part of the text
+            if stopped and finish in (None, "length"):
+                finish = "stop"
+            text += stream.flush() if finish is not None else ""
+        except KvadError as failure:  # an error of this sample only, such as a token that its tokenizer lacks
+            text, finish, error = "", "error", str(failure)
+        if finish != chunk.finish_reason:
+            self.scheduler.finish_sequence(*key, finish or "stop")  # ended samples are ignored
+            chunk = chunk._replace(finish_reason=finish, error=error, limit=None)
+        if finish is not None:
+            del self._texts[key]
+        return chunk._replace(text=text)

@@ -1,28 +1,22 @@
-"""Typed, frozen, printable results.
-
-Output text of samples, completions, scores and encoder outputs.
-"""
+"""Printable results: output text of samples, completions, scores and encoder outputs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kvad import cache
 from kvad.engine import scheduling
-from kvad.engine.scheduling import SamplingParams, TokenLogprob
+from kvad.engine.scheduling import RequestMetrics, SamplingParams, StreamChunk, TokenLogprob
 from kvad.errors import RequestError
 from kvad.text import Detokenizer, StopStringMatcher, Tokenizer
 
 
 class OutputTextStream:
-    """Incremental text of one sample.
-
-    Stop strings are matched once ``min_tokens`` are generated.
-    """
+    """Incremental text of one sample; stop strings are matched once ``min_tokens`` are generated."""
 
     def __init__(self, tokenizer: Tokenizer, sampling_params: SamplingParams) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStringMatcher(sampling_params.stop)
@@ -58,9 +52,7 @@ class CompletionUsage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds from submission to the first token and to the end.
-
-    ``tokens_per_second`` after the first token.
+    """Seconds from submission to the first token and to the end, and ``tokens_per_second`` after the first token.
 
     Measured on the scheduler's clock when tokens were computed, not when they were read. Without generated tokens,
     ``first_token`` equals ``total``.
@@ -73,19 +65,14 @@ class Timings:
 
 @dataclass(frozen=True)
 class CompletionChoice:
-    """One continuation.
-
-    ``token_ids`` includes the stop token, ``text`` does not. ``cumulative_logprob``: of a beam search, the sum of
-    log-probabilities over the length penalty. ``limit``: for finish reason "length", the limit: "max_tokens", "model",
-    "cache" (its ``max_seq_len``) or "pool" (no free block).
-    """
+    """One continuation."""
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # with the stop token, which is not part of the text
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: scheduling.request.FinishReason
-    cumulative_logprob: float | None = None
-    limit: cache.config.LengthLimit | None = None
+    cumulative_logprob: float | None = None  # of a beam search: sum of log-probabilities over the length penalty
+    limit: cache.config.LengthLimit | None = None  # the limit reached ("cache": its max_seq_len, "pool": no free block)
 
 
 @dataclass(frozen=True)
@@ -116,6 +103,43 @@ class Completion:
     @property
     def limit(self) -> cache.config.LengthLimit | None:
         return self.choices[0].limit
+
+
+def assemble_completion(
+    chunks: Iterable[StreamChunk], num_samples: int, num_prompt_tokens: int, metrics: RequestMetrics
+) -> Completion:
+    """Build a request's completion from its chunks, which are read to their end."""
+    by_sample: list[list[StreamChunk]] = [[] for _ in range(num_samples)]
+    prompt_logprobs: list[TokenLogprob] = []
+    for chunk in chunks:
+        by_sample[chunk.sample_index].append(chunk)
+        prompt_logprobs += chunk.prompt_logprobs
+    choices = tuple(map(_choice, by_sample))
+    num_output_tokens = sum(len(choice.token_ids) for choice in choices)
+    usage = CompletionUsage(num_prompt_tokens, num_output_tokens, metrics.num_cached_tokens)
+    return Completion(choices, usage, _timings(metrics, num_output_tokens), tuple(prompt_logprobs))
+
+
+def _choice(chunks: Sequence[StreamChunk]) -> CompletionChoice:
+    last = chunks[-1]
+    assert last.finish_reason is not None, "the sample has not ended"
+    return CompletionChoice(
+        "".join(chunk.text for chunk in chunks),
+        tuple(chunk.token_id for chunk in chunks if chunk.token_id is not None),
+        tuple(chunk.logprob for chunk in chunks if chunk.logprob is not None),
+        last.finish_reason,
+        last.cumulative_logprob,
+        last.limit,
+    )
+
+
+def _timings(metrics: RequestMetrics, num_output_tokens: int) -> Timings:
+    """Compute timings on the engine's clock, since other requests may have delayed the caller."""
+    assert metrics.finished is not None, "the request has not ended"
+    first = metrics.finished if metrics.first_token is None else metrics.first_token
+    decode = metrics.finished - first
+    rate = (num_output_tokens - 1) / decode if num_output_tokens > 1 and decode > 0 else 0.0
+    return Timings(first - metrics.arrived, metrics.finished - metrics.arrived, rate)
 
 
 @dataclass(frozen=True)
@@ -198,10 +222,7 @@ def label_tokens(
 def fill_masks(
     tokenizer: Tokenizer, ids: Sequence[int], logits: Tensor, top: int
 ) -> tuple[tuple[MaskPrediction, ...], ...]:
-    """Return ``top`` candidates per mask from ids [T] and logits [T, V].
-
-    Raise RequestError without a mask.
-    """
+    """Return ``top`` candidates per mask from ids [T] and logits [T, V]; raise RequestError without a mask."""
     mask = tokenizer.special_tokens.mask
     mask_indices = [index for index, token in enumerate(ids) if token == mask]
     if mask is None or not mask_indices:

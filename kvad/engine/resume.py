@@ -8,6 +8,7 @@ A cached prefix of that length is used instead: its blocks are already in the po
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvad.cache import sessions
 from kvad.cache.device import KVCache
@@ -18,16 +19,12 @@ from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError
 
 
-class ResumePoint:
-    """Start of a request: nothing (``miss_reason``: why, if that is informative), or a state."""
+class ResumePoint(NamedTuple):
+    """Start of a request: a state, or nothing."""
 
-    def __init__(
-        self,
-        swapped: SwappedSequence | None = None,
-        pending_restore: sessions.state.PendingRestore | None = None,
-        miss_reason: str = "",
-    ) -> None:
-        self.swapped, self.pending_restore, self.miss_reason = swapped, pending_restore, miss_reason
+    swapped: SwappedSequence | None = None
+    pending_restore: sessions.state.PendingRestore | None = None
+    miss_reason: str = ""  # why no state is used, if that is informative
 
 
 class StateKeeper:
@@ -122,7 +119,6 @@ class StateKeeper:
 def check_single_sequence(sampling_params: SamplingParams) -> None:
     """Raise RequestError for several samples or beams: a state holds one sequence."""
     if sampling_params.n > 1 or sampling_params.num_beams > 1:
-        label = (
-            f"{sampling_params.num_beams} beams" if sampling_params.num_beams > 1 else f"{sampling_params.n} samples"
-        )
+        beams, samples = f"{sampling_params.num_beams} beams", f"{sampling_params.n} samples"
+        label = beams if sampling_params.num_beams > 1 else samples
         raise RequestError(f"resume, keep_state: must be one sequence, got {label}", "Omit n= and num_beams=.")

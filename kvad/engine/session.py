@@ -4,7 +4,7 @@ Each turn reuses the state of the last one up to the first differing token. A sa
 (``cache/sessions/file.py``), from which another process continues without recomputing. Tokens that cannot be reused are
 computed, so the output never depends on reuse; ``reused`` and ``missed`` report how much was reused and why not more.
 
-If the engine caches prefixes, a turn leaves its blocks there, and nothing is copied before :meth:`Session.save`.
+If the engine caches prefixes, a turn leaves its blocks there, and nothing is copied before ``Session.save``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from kvad.cache import sessions
 from kvad.cache.sessions import SequenceState, load_session, save_session
-from kvad.engine.client import EngineClient, PromptEncoder, PromptInput, RequestHandle
-from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine.client import EngineClient, PromptEncoder, RequestHandle
+from kvad.engine.engine import Engine
+from kvad.engine.options import PromptInput
 from kvad.engine.output import Completion
-from kvad.engine.scheduling import SamplingParams
+from kvad.engine.scheduling import SamplingOptions, SamplingParams, StreamChunk
 from kvad.errors import RequestError, SaveError, StorageError
 from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, FileSystem
 from kvad.text import ids_of_text
+
+# Fields of the cache configuration in a session file's header.
+STORED_CACHE_FIELDS = (
+    *("policy", "key_dtype", "value_dtype", "dtype", "rope_at", "endless", "overflow"),
+    *("layout", "block_size", "max_seq_len"),
+)
 
 
 class _Turn(NamedTuple):
@@ -34,12 +41,7 @@ class _Turn(NamedTuple):
 
 
 class Session:
-    """A continued text, created by ``LLM.session``; not safe for several threads.
-
-    ``tokens``: the whole text; ``source``: token ids of the encoder input. For the last turn: ``reused``, tokens that
-    were not recomputed; ``missed``, why the previous state was not used; ``seed``, the default of the next turn.
-    ``restored``: tokens whose keys and values were loaded from the file.
-    """
+    """A continued text, created by ``LLM.session``; not safe for several threads."""
 
     def __init__(
         self,
@@ -53,19 +55,15 @@ class Session:
         template: str = "",
         fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
-        self.path, self.name = path, name
-        self.tokens: list[int] = []
-        self.source: list[int] | None = None
-        self.reused = self.restored = self.seed = 0
-        self.missed = ""
-        self.created = _now()
-        self._client, self._prompt_encoder, self._resolve_sampling, self._fs = (
-            client,
-            prompt_encoder,
-            resolve_sampling,
-            fs,
-        )
-        self._model, self._template = model, template
+        self.path, self.name, self.created = path, name, _now()
+        self.tokens: list[int] = []  # the whole text
+        self.source: list[int] | None = None  # token ids of the encoder input
+        self.reused = 0  # tokens that the last turn did not recompute
+        self.missed = ""  # why the last turn did not use the previous state
+        self.restored = 0  # tokens whose keys and values were loaded from the file
+        self.seed = 0  # of the last turn, the default of the next one
+        self._client, self._prompt_encoder, self._fs = client, prompt_encoder, fs
+        self._resolve_sampling, self._model, self._template = resolve_sampling, model, template
         self._state: SequenceState | None = None
 
     # ------------------------------------------------------------ turns
@@ -76,7 +74,7 @@ class Session:
         sampling_params: SamplingParams | None = None,
         *,
         encoder_input: PromptInput | None = None,
-        **options: Any,
+        **options: Unpack[SamplingOptions],
     ) -> Completion:
         """Append ``text`` and the model's continuation to the session.
 
@@ -84,7 +82,7 @@ class Session:
             text: Text or token ids; for an encoder-decoder, part of the target.
             sampling_params: Options; alternatively their fields as keywords.
             encoder_input: Input of an encoder-decoder, with the first turn only.
-            **options: Fields of :class:`SamplingParams`.
+            **options: Fields of ``SamplingParams``.
 
         Raises:
             RequestError: If the turn cannot be served; the session is then unchanged.
@@ -104,16 +102,13 @@ class Session:
         sampling_params: SamplingParams | None = None,
         *,
         encoder_input: PromptInput | None = None,
-        **options: Any,
+        **options: Unpack[SamplingOptions],
     ) -> Generator[StreamChunk, None, None]:
-        """Yield the turn of :meth:`generate` in chunks.
-
-        Closing the iterator ends it with the tokens so far.
-        """
+        """Yield the turn of ``generate`` in chunks; closing the iterator ends it with the tokens so far."""
         return self._stream_turn(*self._prompt(text, encoder_input), sampling_params, options)
 
     def continue_from(
-        self, tokens: Sequence[int], sampling_params: SamplingParams | None = None, **options: Any
+        self, tokens: Sequence[int], sampling_params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
     ) -> Generator[StreamChunk, None, None]:
         """Continue from ``tokens``, the whole text; the rest of the session is dropped.
 
@@ -137,21 +132,23 @@ class Session:
         options: Mapping[str, Any],
     ) -> Generator[StreamChunk, None, None]:
         turn = self._begin(tokens, source, sampling_params, options)
-        text, output_tokens, is_complete = "", list[int](), False
+        chunks: list[StreamChunk] = []
         try:
             for chunk in turn.handle.chunks():
-                text += chunk.text
-                if chunk.token_id is not None:
-                    output_tokens.append(chunk.token_id)
-                is_complete = chunk.finish_reason is not None
+                chunks.append(chunk)
                 yield chunk
         except GeneratorExit:
-            self._end(turn, text, output_tokens, is_complete=is_complete)
+            self._end_stream(turn, chunks)
             raise
         except BaseException:
             self._client.cancel([turn.handle])
             raise
-        self._end(turn, text, output_tokens, is_complete=is_complete)
+        self._end_stream(turn, chunks)
+
+    def _end_stream(self, turn: _Turn, chunks: Sequence[StreamChunk]) -> None:
+        output_tokens = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+        is_complete = bool(chunks) and chunks[-1].finish_reason is not None
+        self._end(turn, "".join(chunk.text for chunk in chunks), output_tokens, is_complete=is_complete)
 
     # ------------------------------------------------------------ files
 
@@ -193,11 +190,9 @@ class Session:
         if path is None:
             raise RequestError("this session has no file", "Give load() a path, or session() a name.")
         self._client.check_open()
-        engine = self._engine
+        kv_cache, engine_id = self._engine.kv_cache, self._engine.state_keeper.engine_id
         try:
-            loaded_session = load_session(
-                path, self._cache_fingerprint, engine.kv_cache, engine.state_keeper.engine_id, self._fs
-            )
+            loaded_session = load_session(path, self._cache_fingerprint, kv_cache, engine_id, self._fs)
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}", "The session is unchanged.", reason="unread") from None
         metadata, state = loaded_session.metadata, loaded_session.state
@@ -219,10 +214,7 @@ class Session:
 
     @property
     def _keeps_state(self) -> bool:
-        """True if a turn's state is captured for the next turn.
-
-        Otherwise the prefix cache finds it, or, with token offload, the text is recomputed.
-        """
+        """True if a turn's state is captured; else the prefix cache has it, or with token offload it is recomputed."""
         manager = self._engine.kv_cache_manager
         return not manager.prefix_caching and not manager.uses_offload
 
@@ -232,10 +224,7 @@ class Session:
     def _metadata(self) -> dict[str, Any]:
         from kvad import __version__
 
-        cache, policy_fields = (
-            self._engine.cache,
-            ("policy", "key_dtype", "value_dtype", "dtype", "rope_at", "endless", "overflow"),
-        )
+        cache = self._engine.cache
         return {
             "name": self.name,
             "model": self._model,
@@ -243,32 +232,25 @@ class Session:
             "saved": _now(),
             "kvad": __version__,
             "seed": self.seed,
-            "cache": {
-                field: getattr(cache, field) for field in (*policy_fields, "layout", "block_size", "max_seq_len")
-            },
+            "cache": {name: getattr(cache, name) for name in STORED_CACHE_FIELDS},
         }
 
     def _prompt(self, text: PromptInput, encoder_input: PromptInput | None) -> tuple[list[int], list[int] | None]:
         """Return the whole token ids of the next turn, and the encoder's token ids."""
-        is_encoder_decoder, encoder_tokens = self._prompt_encoder.config.kind == "encoder-decoder", self.source
-        if encoder_input is not None and (not is_encoder_decoder or encoder_tokens is not None):
-            message = (
-                "this model has no encoder input"
-                if not is_encoder_decoder
-                else "this session already has its encoder input"
-            )
-            raise RequestError(f"encoder_input: {message}", "Omit it.")
+        encoder, encoder_tokens = self._prompt_encoder, self.source
+        is_encoder_decoder = encoder.config.kind == "encoder-decoder"
+        if encoder_input is not None and not is_encoder_decoder:
+            raise RequestError("encoder_input: this model has no encoder input", "Omit it.")
+        if encoder_input is not None and encoder_tokens is not None:
+            raise RequestError("encoder_input: this session already has its encoder input", "Omit it.")
         if is_encoder_decoder and encoder_tokens is None:
             if encoder_input is None:
                 raise RequestError("encoder_input: required by this model", "Give it with the first turn.")
-            encoder_tokens = self._prompt_encoder.encode_source(encoder_input)
-        if not self.tokens:
-            return (
-                self._prompt_encoder.encode_target(text or None)
-                if is_encoder_decoder
-                else self._prompt_encoder.encode_prompt(text)
-            ), encoder_tokens
-        return [*self.tokens, *self._prompt_encoder.encode_continuation(text)], encoder_tokens
+            encoder_tokens = encoder.encode_source(encoder_input)
+        if self.tokens:
+            return [*self.tokens, *encoder.encode_continuation(text)], encoder_tokens
+        tokens = encoder.encode_target(text or None) if is_encoder_decoder else encoder.encode_prompt(text)
+        return tokens, encoder_tokens
 
     def _begin(
         self,
@@ -294,47 +276,35 @@ class Session:
                 tokens, sampling_params, encoder_token_ids=source, resume=state, keep_state=keep_state
             )
 
-        return self._client.submit(queue, sampling_params, len(tokens))
+        return self._client.submit(queue, sampling_params, list(tokens))
 
     def _end(self, turn: _Turn, text: str, output_tokens: Sequence[int], *, is_complete: bool) -> None:
         metrics, tokenizer = turn.handle.metrics, self._prompt_encoder.tokenizer
         self.reused, self.missed = metrics.num_cached_tokens, metrics.resume_miss_reason
         if is_complete and self._keeps_state:
             self._state = self._client.pop_state(turn.handle.request)
-        self.tokens = turn.tokens + list(
-            output_tokens if tokenizer is None else ids_of_text(tokenizer, text, output_tokens)
-        )
+        new_tokens = output_tokens if tokenizer is None else ids_of_text(tokenizer, text, output_tokens)
+        self.tokens = [*turn.tokens, *new_tokens]
         self.source, self.seed = turn.source, turn.seed
         self._client.cancel([turn.handle])
 
     def _complete_state(self) -> SequenceState:
         """Return a state of as many tokens as possible; missing ones are computed now."""
-        state = self._state
-        num_held = (
-            state.length
-            if state is not None and sessions.state.common_prefix_length(state, self.tokens) == state.length
-            else 0
-        )
-        if (
-            state is not None
-            and num_held
-            and (num_held >= len(self.tokens) - 1 or not self._engine.kv_cache_manager.prefix_caching)
-        ):
+        state, caches_prefixes = self._state, self._engine.kv_cache_manager.prefix_caching
+        is_prefix = state is not None and sessions.state.common_prefix_length(state, self.tokens) == state.length > 0
+        if state is not None and is_prefix and (state.length >= len(self.tokens) - 1 or not caches_prefixes):
             return state
         return self._compute_state(self.tokens, self.source)[0]
 
-    def _compute_state(
-        self, tokens: Sequence[int], source: Sequence[int] | None
-    ) -> tuple[SequenceState, tuple[int, str]]:
+    def _compute_state(self, tokens: list[int], source: list[int] | None) -> tuple[SequenceState, tuple[int, str]]:
         """Return the state of these tokens, the number of reused tokens, and why not more."""
         handle = self._queue(tokens, source, SamplingParams(max_tokens=0), keep_state=True)
         try:
             for _ in handle.chunks():
                 pass
-            return self._client.pop_state(handle.request), (
-                handle.metrics.num_cached_tokens,
-                handle.metrics.resume_miss_reason,
-            )
+            metrics = handle.metrics
+            state = self._client.pop_state(handle.request)
+            return state, (metrics.num_cached_tokens, metrics.resume_miss_reason)
         finally:
             self._client.cancel([handle])
 

@@ -1,6 +1,4 @@
-"""Factories for an engine's storage besides the pool.
-
-Block stores, token offload and swap space.
+"""Factories for an engine's storage besides the pool: block stores, token offload and swap space.
 
 If a folder is unavailable (used by another process, or not writable), the engine logs one line and continues without
 it; an invalid folder is a ConfigError.
@@ -31,10 +29,7 @@ LOG = logging.getLogger(__name__)
 def open_offload_reader(
     cache: CacheConfig, groups: Sequence[CacheGroup], fs: FileSystem = REAL_FILE_SYSTEM
 ) -> OffloadReader | None:
-    """Open the storage of offloaded tokens.
-
-    None if there are none. ConfigError: unusable folder.
-    """
+    """Open the storage of offloaded tokens, if any; raise ConfigError for an unusable folder."""
     if not any(group.lower_level is not None and group.lower_level.is_offloaded for group in groups):
         return None
     return OffloadReader(groups, cache.offload_ram, None if cache.offload_dir is None else Path(cache.offload_dir), fs)
@@ -46,19 +41,10 @@ def open_block_store(
     fingerprint: Callable[[], CacheFingerprint],
     fs: FileSystem = REAL_FILE_SYSTEM,
 ) -> BlockStore | None:
-    """Open the block store of a resolved cache configuration.
+    """Open the block store of a resolved cache configuration, or return None if none is configured or available.
 
-    Args:
-        cache: Configuration of the cache.
-        groups: Its cache groups.
-        fingerprint: Computes the cache's fingerprint; called only if blocks outlive the process.
-        fs: File system.
-
-    Returns:
-        None if no store is configured or available.
-
-    Raises:
-        ConfigError: If blocks cannot be shared under the policy, or the folder is not a prefix cache.
+    ``fingerprint`` computes the cache's fingerprint; it is called only if blocks outlive the process. Raises
+    ConfigError if blocks cannot be shared under the policy, or the folder is not a prefix cache.
     """
     if cache.prefix_cache_dir is None and cache.prefix_cache_ram is None:
         return None

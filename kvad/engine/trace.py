@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kvad import config as cfg
 from kvad import ops
 from kvad.cache import CacheConfig, build_groups
 from kvad.cache.device import KVCache
 from kvad.cache.manager import KVCacheManager, TokenSpan
 from kvad.config import attention_specs
+from kvad.errors import RequestError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol, ModelInput, SlotMapping, SubBatch
 
@@ -74,11 +76,12 @@ def trace_forward(
     tokens: Sequence[int],
     token_texts: Sequence[str],
     *,
-    layers: Sequence[int],
+    layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
     cached: bool = False,
 ) -> ForwardTrace:
     """Run ``tokens`` once and record the given ``layers`` and ``heads`` (None: all)."""
+    layers = _checked_layers(model.config.stack, layers, heads)
     recorder = _Recorder(layers)
     blocks = model.stack.layers
     hooks = [blocks[layer].register_forward_hook(recorder.hook(layer)) for layer in layers]  # type: ignore[arg-type]
@@ -89,6 +92,21 @@ def trace_forward(
             hook.remove()
     layer_traces = {layer: _layer(recorder, layer, len(tokens), heads) for layer in layers}
     return ForwardTrace(tuple(tokens), tuple(token_texts), layer_traces, logits)
+
+
+def _checked_layers(stack: cfg.StackConfig, layers: Sequence[int] | None, heads: Sequence[int] | None) -> list[int]:
+    """Return the layers; raise RequestError if one of them, or a head, does not exist."""
+    all_layers = range(stack.num_layers)
+    for layer in layers or ():
+        if layer not in all_layers:
+            raise RequestError(f"layers: must be in 0..{all_layers[-1]}, got {layer}")
+    chosen = list(all_layers if layers is None else layers)
+    for layer in chosen:
+        num_heads = stack.layer_config(layer).attention.num_heads
+        for head in heads or ():
+            if not 0 <= head < num_heads:
+                raise RequestError(f"heads: must be in 0..{num_heads - 1} for layer {layer}, got {head}")
+    return chosen
 
 
 def _uncached(model: Transformer, tokens: Sequence[int], recorder: _Recorder) -> Tensor:

@@ -12,14 +12,7 @@ if TYPE_CHECKING:
     from kvad.evaluation import extrapolation as extrapolation
     from kvad.evaluation import metrics as metrics
     from kvad.evaluation import objectives as objectives
-    from kvad.evaluation import readers as readers
     from kvad.evaluation import text as text
     from kvad.evaluation.training_callbacks import build_callbacks as build_callbacks
 
-__all__ = ["bleu", "build_callbacks", "compare_runs", "extrapolation", "metrics", "objectives", "readers", "text"]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {"build_callbacks": "training_callbacks"},
-    ("bleu", "compare_runs", "extrapolation", "metrics", "objectives", "readers", "text"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

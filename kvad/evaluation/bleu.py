@@ -1,12 +1,12 @@
 """BLEU (Papineni et al. 2002) and chrF (Popovic 2015) of a corpus, by sacrebleu (Post 2018), with its signatures.
 
-A BLEU without its signature cannot be compared: how texts are cut into words moves it by points.  Three forms:
+A BLEU without its signature cannot be compared: the tokenization changes it by points. Three forms:
 
-*detokenised* (the default): texts as people write them, cut by sacrebleu's own 13a; this is the figure to publish.
-*tokenised, words*: both sides are cut by kvad's rule (``text.words.split_words``) and compared at the spaces.
-*tokenised, spaces*: both sides are tokenised already, as ``multi-bleu.perl`` takes them.
+*detokenized* (the default): plain texts, tokenized by sacrebleu's 13a; this is the figure to publish.
+*tokenized, words*: both sides are split by kvad's rule (``text.words.split_words``) and compared at the spaces.
+*tokenized, spaces*: both sides are tokenized already, as ``multi-bleu.perl`` takes them.
 
-sacrebleu is the extra ``kvad[eval]``; ModuleNotFoundError where it is not installed.  No torch.
+sacrebleu is the extra ``kvad[eval]``; ModuleNotFoundError if it is not installed. No torch.
 """
 
 from __future__ import annotations
@@ -22,27 +22,20 @@ BleuTokenization = Literal["words", "spaces"]
 
 @dataclass(frozen=True)
 class BleuOptions:
-    """Options of a text comparison; ``tokenization`` None is detokenized.
+    """Options of a text comparison."""
 
-    ``lowercase``: compare in lower case.
-    """
-
-    tokenization: BleuTokenization | None = None
+    tokenization: BleuTokenization | None = None  # None: detokenized
     lowercase: bool = False
 
 
 @dataclass(frozen=True)
 class BleuScores:
-    """Scores from sacrebleu.
+    """Scores from sacrebleu."""
 
-    ``bleu`` and ``chrf`` from 0 to 100; ``ratio``: words of the output over words of the references; ``precisions``: of
-    1 to 4 consecutive words, in percent; signatures as sacrebleu prints them.
-    """
-
-    bleu: float
+    bleu: float  # 0 to 100, as chrf
     chrf: float
-    ratio: float
-    precisions: tuple[float, ...]
+    ratio: float  # words of the output over words of the references
+    precisions: tuple[float, ...]  # of 1 to 4 consecutive words, in percent
     bleu_signature: str
     chrf_signature: str
 

@@ -26,20 +26,16 @@ LABELS = {"steps": "step", "tokens": "tokens learned", "seconds": "seconds of tr
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Result of a run so far.
-
-    ``loss``: smoothed; ``best``: the lowest validation loss, after ``best_step`` steps; ``tokens_per_second`` over the
-    whole run, evaluations and saves included; ``failed``: the error that ended it.
-    """
+    """Result of a run so far."""
 
     parameters: int
     steps: int
     tokens: int
     seconds: float
-    tokens_per_second: float
-    loss: float
+    tokens_per_second: float  # over the whole run, evaluations and saves included
+    loss: float  # smoothed
     validation: float | None
-    best: float | None
+    best: float | None  # the lowest validation loss
     best_step: int | None
     mfu: float | None
     memory_peak: int | None
@@ -47,17 +43,12 @@ class RunSummary:
     device: str
     threads: int
     finished: bool
-    failed: str | None
+    failed: str | None  # the error that ended it
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run.
-
-    ``config``: its tables, by dotted key, and ``corpus``; ``model``: its [model] (vocabulary 1 if omitted), None if
-    unknown; ``tokenizer``: its fingerprint, None without a checkpoint; ``data``: the fingerprint of its tokens, None
-    without a checkpoint.
-    """
+    """A run."""
 
     name: str
     path: Path
@@ -66,10 +57,10 @@ class RunRecord:
     evals: Sequence[Mapping[str, Any]]
     finished: bool
     failed: str | None
-    config: Mapping[str, Any]
-    model: ModelConfig | None
-    tokenizer: str | None
-    data: str | None
+    config: Mapping[str, Any]  # its tables, by dotted key, and "corpus"
+    model: ModelConfig | None  # its [model] (vocabulary 1 if omitted), None if unknown
+    tokenizer: str | None  # fingerprint, None without a checkpoint
+    data: str | None  # fingerprint of its tokens, None without a checkpoint
 
     def summary(self, smooth: float) -> RunSummary:
         last = self.steps[-1]
@@ -98,7 +89,7 @@ class RunRecord:
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Read runs, named by the distinct parts of their paths.
 
-    Raises as :func:`read_run`, and for a repeated run.
+    Raises as ``read_run``, and for a repeated run.
     """
     places = [path.resolve() for path in paths]
     if twice := next((path for at, path in enumerate(paths) if places[at] in places[:at]), None):
@@ -140,15 +131,15 @@ def _finite(value: object) -> bool:
 
 def _saved(path: Path) -> tuple[dict[str, Any], ModelConfig | None, str | None, str | None]:
     """Return configuration, model, tokenizer and tokens of the newest checkpoint."""
-    found = checkpoint.folder.list_steps(path)
-    if not found or not (found[-1] / checkpoint.folder.TRAINING / "state.json").is_file():
+    steps = checkpoint.folder.list_steps(path)
+    if not steps or not (steps[-1] / checkpoint.folder.TRAINING / "state.json").is_file():
         file = path / "run.toml"
         return (*(_read(read_toml(file)) if file.is_file() else ({}, None)), None, None)
-    state = checkpoint.folder.read_json(found[-1] / checkpoint.folder.TRAINING / "state.json")
+    state = checkpoint.folder.read_json(steps[-1] / checkpoint.folder.TRAINING / "state.json")
     config, model = _read(state.get("run", {}))
     config["corpus"] = state.get("corpus")
     try:
-        tokenizer: str | None = load_tokenizer(found[-1]).fingerprint()
+        tokenizer: str | None = load_tokenizer(steps[-1]).fingerprint()
     except KvadError:  # of adapters and summarizers: it is stored with their model
         tokenizer = None
     return config, model, tokenizer, state.get("data_fingerprint")
@@ -183,14 +174,11 @@ def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]
             yield f"{where}{key}", value
 
 
-# ---------------------------------------------------------------- what differs
+# ---------------------------------------------------------------- differences
 
 
 def run_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return key -> each run's value, for keys whose values differ.
-
-    None if a run has no such key.
-    """
+    """Return key -> each run's value, None if it has no such key, for keys whose values differ."""
     tables = _tables(runs)
     keys = dict.fromkeys(key for table in tables for key in table)
     known = [table for table in tables if table]
@@ -205,18 +193,15 @@ def run_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
 def _tables(runs: Sequence[RunRecord]) -> list[Mapping[str, Any]]:
     """Return each run's keys and values, with canonical models if all are known, else as written."""
     models = [run.model for run in runs if run.config]
-    found = [canonical_config(model) for model in models if model is not None]
-    if len(found) < len(models):
+    canonical = [canonical_config(model) for model in models if model is not None]
+    if len(canonical) < len(models):
         return [run.config for run in runs]
-    same = all(means == found[0] for means in found)  # however they are written
+    same = all(config == canonical[0] for config in canonical)  # however they are written
     return [_built(run, same) for run in runs]
 
 
 def _built(run: RunRecord, same: bool) -> dict[str, Any]:
-    """Return a run's table with its canonical model and the preset's name.
-
-    Without both if all are the ``same``.
-    """
+    """Return a run's table with its canonical model and the preset's name, without both if all are the ``same``."""
     others = {key: value for key, value in run.config.items() if not key.startswith("model.")}
     if same or run.model is None:
         return others
@@ -229,18 +214,18 @@ def _built(run: RunRecord, same: bool) -> dict[str, Any]:
 
 def comparison_warnings(runs: Sequence[RunRecord]) -> list[str]:
     """Return failed runs, and why losses, or validation losses, of these runs are not comparable."""
-    found = [f"{run.name} failed: {run.failed}" for run in runs if run.failed is not None]
+    warnings = [f"{run.name} failed: {run.failed}" for run in runs if run.failed is not None]
     if unsaved := [run.name for run in runs if run.data is None]:
-        found.append(f"no checkpoint of {', '.join(unsaved)} yet: its tokenizer and its texts are not known")
+        warnings.append(f"no checkpoint of {', '.join(unsaved)} yet: its tokenizer and its texts are not known")
     if len({run.tokenizer for run in runs if run.tokenizer is not None}) > 1:
-        found.append(
+        warnings.append(
             "tokenizers differ: losses are nats per token of each, and NOT comparable (kvad eval says bits per byte)"
         )
     if len({run.config["objective.kind"] for run in runs if "objective.kind" in run.config}) > 1:
-        found.append("objectives differ: their losses are NOT comparable")
+        warnings.append("objectives differ: their losses are NOT comparable")
     if len({_validation_key(run) for run in runs if run.data is not None}) > 1:
-        found.append("texts, or what is held out of them, differ: validation losses are of different texts")
-    return found
+        warnings.append("texts, or what is held out of them, differ: validation losses are of different texts")
+    return warnings
 
 
 def _validation_key(run: RunRecord) -> tuple[object, ...]:
@@ -259,10 +244,7 @@ def draw_runs(
 
 
 def plot_run(path: Path) -> list[Path]:
-    """Draw ``loss`` and ``curves`` of a run's folder, each as PNG and SVG.
-
-    ``[]`` if no step was logged yet.
-    """
+    """Draw ``loss`` and ``curves`` of a run's folder, each as PNG and SVG; ``[]`` if no step was logged yet."""
     loss = inspection.plot.draw_loss(path / "metrics.jsonl", [path / "loss.png", path / "loss.svg"])
     return loss and [*loss, *draw_runs([read_run(path)], [path / "curves.png", path / "curves.svg"])]
 
@@ -287,35 +269,33 @@ def loss_panels(
     """Build panels of loss (raw, smoothed, validation), learning rate and gradient norm, a color for each run."""
     key, several = X_AXES[x], len(runs) > 1
     keep = default_smoothing(runs) if smooth is None else smooth
-    loss, rate, norm = (
+    losses, rates, norms = (
         list[inspection.plot.PlotSeries](),
         list[inspection.plot.PlotSeries](),
         list[inspection.plot.PlotSeries](),
     )
-    for colour, run in enumerate(runs):
+    for color, run in enumerate(runs):
         at = [float(line[key]) for line in run.steps]
         raw = [line["loss"] for line in run.steps]
-        loss.append(inspection.plot.PlotSeries("" if several else "training", at, raw, faint=True, color=colour))
+        losses.append(inspection.plot.PlotSeries("" if several else "training", at, raw, faint=True, color=color))
         label = run.name if several else "training, smoothed"
-        loss.append(inspection.plot.PlotSeries(label, at, smooth_curve(raw, keep), color=colour))
+        losses.append(inspection.plot.PlotSeries(label, at, smooth_curve(raw, keep), color=color))
         if run.evals:
-            held = [float(_at(run.steps, key, line["step"])) for line in run.evals]
-            losses = [line["val_loss"] for line in run.evals]
-            other = colour if several else colour + 1
-            loss.append(
-                inspection.plot.PlotSeries(
-                    "" if several else "validation", held, losses, dots=True, dashed=several, color=other
-                )
+            eval_at = [float(_at(run.steps, key, line["step"])) for line in run.evals]
+            values, label = [line["val_loss"] for line in run.evals], "" if several else "validation"
+            eval_color = color if several else color + 1
+            losses.append(
+                inspection.plot.PlotSeries(label, eval_at, values, dots=True, dashed=several, color=eval_color)
             )
-        rate.append(inspection.plot.PlotSeries("", at, [line["lr"] for line in run.steps], color=colour))
-        norms = [(a, line["grad_norm"]) for a, line in zip(at, run.steps, strict=True) if _finite(line["grad_norm"])]
-        norm.append(inspection.plot.PlotSeries("", [a for a, _ in norms], [value for _, value in norms], color=colour))
-    text = "loss (nats per token)"
-    title = "thin: raw; line: smoothed; dots: validation" if several else ""
+        rates.append(inspection.plot.PlotSeries("", at, [line["lr"] for line in run.steps], color=color))
+        points = [(a, line["grad_norm"]) for a, line in zip(at, run.steps, strict=True) if _finite(line["grad_norm"])]
+        norms.append(inspection.plot.PlotSeries("", [a for a, _ in points], [norm for _, norm in points], color=color))
     return [
-        inspection.plot.PlotPanel(text, loss, title),
-        inspection.plot.PlotPanel("learning rate", rate),
-        inspection.plot.PlotPanel("gradient norm", norm, log_y=True),
+        inspection.plot.PlotPanel(
+            "loss (nats per token)", losses, "thin: raw; line: smoothed; dots: validation" * several
+        ),
+        inspection.plot.PlotPanel("learning rate", rates),
+        inspection.plot.PlotPanel("gradient norm", norms, log_y=True),
     ]
 
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvad import benchmarks
 from kvad.config import ModelConfig
 from kvad.errors import DataError, UsageError
-from kvad.evaluation.readers import ScoredRow, TokenScorer, UncachedScorer, max_row_length
 from kvad.model import Transformer
 
 MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -32,17 +32,14 @@ Tick = Callable[[str, int, int], None]  # (label, tokens done, total)
 
 @dataclass(frozen=True)
 class LengthPoint:
-    """Rows of ``length`` tokens, ``multiple`` times the trained length.
-
-    Mean nats and share of hits of ``scored`` tokens, the same at every length; ``whole``: mean nats of all tokens.
-    """
+    """Scores of rows of ``length`` tokens, ``multiple`` times the trained length."""
 
     multiple: float
     length: int
-    scored: int
-    loss: float
+    scored: int  # tokens, the same at every length
+    loss: float  # mean nats of them
     accuracy: float
-    whole: float
+    whole: float  # mean nats of all tokens
 
     @property
     def perplexity(self) -> float:
@@ -55,17 +52,14 @@ class LengthPoint:
 
 @dataclass(frozen=True)
 class LengthCurve:
-    """A length curve.
+    """A length curve."""
 
-    ``positions``: the model's encoding; ``rows``: of every length; ``note``: what was omitted, or "".
-    """
-
-    positions: str
+    positions: str  # the model's encoding
     trained: int
     limit: int
-    rows: int
+    rows: int  # of every length
     points: tuple[LengthPoint, ...]
-    note: str = ""
+    note: str = ""  # what was omitted
 
 
 def position_kinds(config: ModelConfig) -> str:
@@ -83,9 +77,7 @@ def extrapolate(
     most: int = 8_192,
     tick: Tick = lambda _what, _done, _total: None,
 ) -> LengthCurve:
-    """Compute the curve of a decoder over texts [n] (int64 ids.
-
-    Texts shorter than the longest row are omitted).
+    """Compute the curve of a decoder over texts [n] of int64 ids; those shorter than the longest row are omitted.
 
     Args:
         trained: Tokens of the training rows.
@@ -98,59 +90,54 @@ def extrapolate(
     if not multiples or any(multiple <= 0 for multiple in multiples):
         raise UsageError("--length-multiples: numbers above 0, as in 1,2,4,8,16")
     lengths, left = {multiple: round(trained * multiple) for multiple in sorted(set(multiples))}, list[int]()
-    end = max_row_length(model.config)
-    if end is not None:
-        end = max(end, model.config.max_seq_len)
-        left = [length for length in lengths.values() if length > end]
-        lengths = {multiple: length for multiple, length in lengths.items() if length <= end}
+    table_end = benchmarks.scorers.max_row_length(model.config)
+    if table_end is not None:
+        table_end = max(table_end, model.config.max_seq_len)
+        left = [length for length in lengths.values() if length > table_end]
+        lengths = {multiple: length for multiple, length in lengths.items() if length <= table_end}
     if not lengths or min(lengths.values()) < 2:
         raise UsageError(f"--length-multiples: of a trained length of {trained} no row can be read", "larger ones")
     longest, scored = max(lengths.values()), min(trained, *lengths.values()) // 2
     ends = _ends(texts, longest, scored, most)
-    reader = UncachedScorer(model, longest)
-    points = [_point(reader, texts, ends, multiple, length, scored, tick) for multiple, length in lengths.items()]
-    note = "" if not left else f"learned positions end at their table of {end:,}: no rows of {_listed(left)} tokens"
+    scorer = benchmarks.scorers.UncachedScorer(model, longest)
+    points = []
+    for multiple, length in lengths.items():
+        rows = [benchmarks.scorers.ScoredRow(texts[number][end - length : end]) for number, end in ends]
+        points.append(_point(scorer, rows, multiple, scored, tick))
+    omitted = ", ".join(f"{length:,}" for length in left)
+    note = f"learned positions end at their table of {table_end:,}: no rows of {omitted} tokens" if left else ""
     return LengthCurve(position_kinds(model.config), trained, model.config.max_seq_len, len(ends), tuple(points), note)
 
 
-def _listed(lengths: Sequence[int]) -> str:
-    return ", ".join(f"{length:,}" for length in lengths)
-
-
 def _ends(texts: Sequence[Tensor], longest: int, scored: int, most: int) -> list[tuple[int, int]]:
-    """Return (text, end of its row), evenly spread.
-
-    Each row's last ``scored`` tokens are scored, by no other row.
-    """
-    found = [(number, end) for number, text in enumerate(texts) for end in range(longest, len(text) + 1, scored)]
-    if not found:
+    """Return (text, end of its row), evenly spread; a row's last ``scored`` tokens are scored by no other row."""
+    ends = [(number, end) for number, text in enumerate(texts) for end in range(longest, len(text) + 1, scored)]
+    if not ends:
         have = max(map(len, texts), default=0)
         raise DataError(
             f"the longest text has {have:,} tokens, and a row takes {longest:,}",
             "longer texts (--document-unit joined makes one of all), or smaller --length-multiples",
         )
-    count = max(1, min(len(found), most // scored))
-    return [found[number * len(found) // count] for number in range(count)]
+    count = max(1, min(len(ends), most // scored))
+    return [ends[number * len(ends) // count] for number in range(count)]
 
 
 def _point(
-    reader: TokenScorer,
-    texts: Sequence[Tensor],
-    ends: Sequence[tuple[int, int]],
+    scorer: benchmarks.scorers.TokenScorer,
+    rows: Sequence[benchmarks.scorers.ScoredRow],
     multiple: float,
-    length: int,
     scored: int,
     tick: Tick,
 ) -> LengthPoint:
-    own, whole, hits, count, every = 0.0, 0.0, 0, 0, 0
+    nats, all_nats, hits, length = 0.0, 0.0, 0, len(rows[0].tokens)
     at_once = max(1, (1 << 16) // length)
-    for low in range(0, len(ends), at_once):
-        rows = [ScoredRow(texts[number][end - length : end]) for number, end in ends[low : low + at_once]]
-        for read in reader.score(rows):
-            own, whole = own + float(read.nats[-scored:].sum()), whole + float(read.nats.sum())
-            hits, count, every = hits + int(read.correct[-scored:].sum()), count + scored, every + len(read.nats)
-        tick(f"{multiple:g} times the trained length", min(len(ends), low + at_once) * length, len(ends) * length)
-    return LengthPoint(multiple, length, count, own / count, hits / count, whole / every)
+    for low in range(0, len(rows), at_once):
+        for scores in scorer.score(rows[low : low + at_once]):
+            nats, all_nats = nats + float(scores.nats[-scored:].sum()), all_nats + float(scores.nats.sum())
+            hits += int(scores.correct[-scored:].sum())
+        tick(f"{multiple:g} times the trained length", min(len(rows), low + at_once) * length, len(rows) * length)
+    count = scored * len(rows)
+    return LengthPoint(multiple, length, count, nats / count, hits / count, all_nats / (len(rows) * (length - 1)))
 
 
 def join_texts(texts: Sequence[Tensor], opening: int | None) -> Tensor:

@@ -1,15 +1,11 @@
-"""Counts of an evaluation and the numbers derived from them. No torch.
+"""Counts of an evaluation and the numbers derived from them; labeled texts to evaluate on. No torch.
 
-Conventions.  *loss*: mean nats per scored token.  *perplexity* = exp(loss).  *bits per byte* = loss * tokens / (ln 2 *
-bytes): ``tokens`` and UTF-8 ``bytes`` are those of the whole text, so tokens that were not scored (a window's first,
-where nothing stands before it) count as the mean does, and models with different tokenizers can be compared.
-*Perplexity per word* = exp(loss * tokens / words), words being what stands between white space; published word-level
-figures (WikiText, Penn Treebank) count the end of every line as a word too.  *Macro-F1*: the plain mean of F1 over the
-labels that occur in the gold labels or in the predictions, 0 where precision or recall has nothing to divide by
-(scikit-learn's ``f1_score(average="macro", zero_division=0)``).
-
-Labelled texts to judge by, from the files that training reads (``train/tagging.py``, ``train/labelled.py``).  No
-torch.
+*loss*: mean nats per scored token. *perplexity* = exp(loss). *bits per byte* = loss * tokens / (ln 2 * bytes):
+``tokens`` and UTF-8 ``bytes`` are those of the whole text, so tokens that were not scored (the first of a window) count
+as the mean does, and models with different tokenizers can be compared. *Perplexity per word* = exp(loss * tokens /
+words), words being separated by white space; published word-level figures (WikiText, Penn Treebank) count the end of
+every line as a word too. *Macro-F1*: the plain mean of F1 over the labels that occur in the gold labels or in the
+predictions, 0 if precision or recall is undefined (scikit-learn's ``f1_score(average="macro", zero_division=0)``).
 """
 
 from __future__ import annotations
@@ -26,21 +22,16 @@ from kvad.train import sources
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Sums over the scored tokens, and the size of the whole text.
+    """Sums over the scored tokens, and the size of the whole text, without opening tokens."""
 
-    ``nats``: negative log-likelihood; ``hits``: scored tokens that were the likeliest; ``scored``: number of scored
-    tokens; ``tokens``, ``bytes`` (UTF-8), ``words`` and ``lines``: of the text, without opening tokens; ``unknown``:
-    tokens of the text that are UNK.
-    """
-
-    nats: float
-    hits: int
+    nats: float  # negative log-likelihood
+    hits: int  # scored tokens that were the likeliest
     scored: int
     tokens: int
-    bytes: int
+    bytes: int  # of UTF-8
     words: int
     lines: int
-    unknown: int = 0
+    unknown: int = 0  # tokens of the text that are UNK
 
     @property
     def loss(self) -> float:
@@ -153,10 +144,7 @@ class ExactMatch:
 
 
 def count_exact_matches(predicted: Sequence[str], wanted: Sequence[str], *, lower: bool = False) -> ExactMatch:
-    """Equal after white space at both ends is cut off.
-
-    ``lower``: and in lower case.  At least one text.
-    """
+    """Count texts that are equal without white space at both ends (``lower``: and in lower case), at least one."""
 
     def plain(text: str) -> str:
         return text.strip().lower() if lower else text.strip()
@@ -169,18 +157,16 @@ Sentence = tuple[list[str], list[str]]  # words, tags
 
 
 def read_tagged(paths: Sequence[Path], errors: str = "strict") -> list[Sentence]:
-    """``WORD<tab>TAG`` lines, an empty line between sentences.  Raises DataError naming file and line."""
-    found = [each.content for path in paths for each in sources.examples.read_sentences(path, errors)]
-    if not found:
+    """Read ``WORD<tab>TAG`` lines, an empty line between sentences; DataError names file and line."""
+    sentences = [each.content for path in paths for each in sources.examples.read_sentences(path, errors)]
+    if not sentences:
         raise DataError(f"no tagged words in {', '.join(map(str, paths))}")
-    return [(list(each.words), list(each.tags)) for each in found]
+    return [(list(sentence.words), list(sentence.tags)) for sentence in sentences]
 
 
 def read_labeled(paths: Sequence[Path], errors: str = "strict") -> list[tuple[str, str]]:
-    """(text, label) of ``LABEL<tab>TEXT`` lines or of JSON lines.  Raises DataError naming file and line."""
-    found = [
-        each.content for path in paths for each in sources.examples.read_labeled_lines(path, errors) if each is not None
-    ]
-    if not found:
+    """Read (text, label) of ``LABEL<tab>TEXT`` lines or of JSON lines; DataError names file and line."""
+    lines = [line for path in paths for line in sources.examples.read_labeled_lines(path, errors) if line is not None]
+    if not lines:
         raise DataError(f"no labelled texts in {', '.join(map(str, paths))}")
-    return [(each.text, each.label) for each in found]
+    return [(line.content.text, line.content.label) for line in lines]

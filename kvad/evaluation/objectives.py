@@ -10,12 +10,12 @@ import numpy as np
 
 from kvad import text as text_lib
 from kvad.errors import DataError
-from kvad.model import NoCache, Transformer
+from kvad.model import Transformer
 from kvad.text import Tokenizer
 from kvad.train import data, objectives, sources
 from kvad.train.config import ObjectiveConfig
 from kvad.train.data import Batch, Ints, collate_rows
-from kvad.train.objectives import Autocast, EvalResult, evaluate
+from kvad.train.objectives import Autocast, CrossEntropyObjective, EvalResult
 from kvad.train.sources import ChatCorpus
 
 SEED = 0
@@ -34,7 +34,7 @@ def evaluate_objective(
             done += batch.model_input.sub_batches[0].num_seqs
             tick(done)
 
-    found = evaluate(model, batches(), NoCache(model.config), Autocast("fp32", "cpu"))
+    found = CrossEntropyObjective(model, Autocast("fp32", "cpu")).evaluate_loss(batches())
     if not found.targets:
         raise DataError("these texts have no targets: they are too short")
     return found
@@ -42,27 +42,9 @@ def evaluate_objective(
 
 def masked_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, density: float) -> Iterator[Batch]:
     """Build masked-LM batches: encoded texts, divided into rows; DataError without a mask token."""
-    mask, pad = objectives.masked_lm.require_mask_token(tokenizer), tokenizer.special_tokens.pad or 0
-    special = np.array(sorted(set(tokenizer.special_tokens.names().values())), np.int64)
-    choices: Ints = np.setdiff1d(np.arange(tokenizer.vocab_size), special)
-
-    def row(number: int, ids: Ints) -> data.collate.Segment:
-        free: Ints = np.flatnonzero(~np.isin(ids, special))
-        read, drawn = objectives.masked_lm.mask_row(
-            ids,
-            free,
-            choices,
-            mask,
-            density,
-            objectives.masked_lm.row_rng(SEED, objectives.masked_lm.EVAL_STREAM, number),
-        )
-        targets = np.full(len(ids), -1)
-        targets[drawn] = ids[drawn]
-        return data.collate.Segment(read, targets)
-
-    rows = (row(number, ids) for number, ids in enumerate(_rows(tokenizer, texts, window, framed=True)))
-    rows_with_targets = (each for each in rows if (each.targets >= 0).any())
-    return _collated(rows_with_targets, data.collate.CollateConfig(window, pad))
+    shape = data.collate.CollateConfig(window, tokenizer.special_tokens.pad or 0)
+    masking = objectives.masked_lm.TokenMasking(tokenizer, density)
+    return _collated(_transformed(_rows(tokenizer, texts, window, framed=True), masking), shape)
 
 
 def span_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, options: ObjectiveConfig) -> Iterator[Batch]:
@@ -72,18 +54,9 @@ def span_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, option
         DataError: If the tokenizer lacks sentinels.
     """
     raw = objectives.span_corruption.max_raw_length(window, options)
-    speech = objectives.span_corruption.span_tokens(
-        tokenizer, objectives.span_corruption.span_counts(raw, options.noise_density, options.mean_span_length)[1] + 1
-    )
-    rows = (
-        objectives.span_corruption.corrupt_spans(
-            ids.tolist(), options, speech, objectives.masked_lm.row_rng(SEED, objectives.masked_lm.EVAL_STREAM, number)
-        )
-        for number, ids in enumerate(_rows(tokenizer, texts, raw, framed=False))
-        if len(ids) > 1
-    )
-    while some := list(islice(rows, BATCH_ROWS)):
-        yield objectives.span_corruption.build_pair_batch([[pair] for pair in some], speech, window, "cpu")
+    corruption = objectives.span_corruption.SpanCorruption(tokenizer, options, raw)
+    shape = data.collate.CollateConfig(window, corruption.special_tokens.pad, keep_document_ids=True)
+    return _collated(_transformed(_rows(tokenizer, texts, raw, framed=False), corruption), shape)
 
 
 def chat_batches(
@@ -98,11 +71,8 @@ def chat_batches(
     template = text_lib.chat_template.ChatTemplate.load(folder) or text_lib.chat_template.ChatTemplate(
         sources.chat.chatml(tokenizer)
     )
-    corpus = ChatCorpus(
-        sources.examples.ExampleSplit(tuple(sources.pairs.source_info(path) for path in paths), 0, 0, 0),
-        errors,
-        template,
-    )
+    files = tuple(sources.pairs.source_info(path) for path in paths)
+    corpus = ChatCorpus(split=sources.examples.ExampleSplit(files), errors=errors, template=template)
     counts = [0, 0]
 
     def rows() -> Iterator[data.collate.Segment]:
@@ -122,6 +92,15 @@ def _rows(tokenizer: Tokenizer, texts: Iterable[str], length: int, *, framed: bo
         ids = tokenizer.add_special_tokens(ids) if framed else ids
         for low in range(0, len(ids), length):
             yield np.array(ids[low : low + length], np.int64)
+
+
+def _transformed(rows: Iterator[Ints], transform: data.packed_dataset.RowTransform) -> Iterator[data.collate.Segment]:
+    """Yield the transformed rows that have targets."""
+    for number, ids in enumerate(rows):
+        random = data.row_sources.row_rng(SEED, data.row_sources.EVAL_STREAM, number)
+        (segment,) = transform([data.collate.Segment(ids, ids)], random, None)
+        if (segment.targets >= 0).any():
+            yield segment
 
 
 def _collated(rows: Iterator[data.collate.Segment], shape: data.collate.CollateConfig) -> Iterator[Batch]:

@@ -19,17 +19,17 @@ window. All scored tokens have equal weight; means over windows or lines are not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvad import benchmarks
 from kvad.errors import DataError, RequestError, UsageError
 from kvad.evaluation.bleu import BleuOptions, BleuScores, compute_bleu
 from kvad.evaluation.metrics import ExactMatch, LabelScores, Likelihood, count_exact_matches, score_labels
-from kvad.evaluation.readers import RowScores, ScoredRow, TokenScorer
 from kvad.llm import LLM
 from kvad.text import Tokenizer
 
@@ -37,10 +37,24 @@ OpeningMode = Literal["none", "start", "window"]
 ProgressFn = Callable[[int, int], None]  # (done, total)
 AnswerT = TypeVar("AnswerT")
 BATCH_LINES = 64  # lines that an engine gets at once
+PAIR_BATCH = 4 * BATCH_LINES  # pairs that a scorer gets at once
 MAX_BATCH_TOKENS = 1 << 16  # tokens of windows that a scorer gets at once
 
 
 def _quiet(_done: int, _total: int) -> None: ...
+
+
+def _sum_scores(
+    scorer: benchmarks.scorers.TokenScorer, batches: Iterable[Sequence[tuple[benchmarks.scorers.ScoredRow, int]]]
+) -> tuple[float, int, int]:
+    """Return (nats, hits, scored tokens) of batches of rows, each scored from an index of its tokens on."""
+    nats, hits, scored = 0.0, 0, 0
+    for batch in batches:
+        for (_, start), scores in zip(batch, scorer.score([row for row, _ in batch]), strict=True):
+            nats += float(scores.nats[start - 1 :].sum())
+            hits += int(scores.correct[start - 1 :].sum())
+            scored += len(scores.nats) - (start - 1)
+    return nats, hits, scored
 
 
 # ---------------------------------------------------------------- texts
@@ -96,41 +110,33 @@ def opening_token(llm: LLM) -> int | None:
     specials = None if llm.tokenizer is None else llm.tokenizer.special_tokens
     if specials is not None and specials.separator is not None:
         return specials.separator
-    return (
-        llm.generation.bos_token_id
-        if llm.generation.bos_token_id is not None
-        else None
-        if specials is None
-        else specials.bos
-    )
+    if llm.generation.bos_token_id is not None or specials is None:
+        return llm.generation.bos_token_id
+    return specials.bos
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[EvalDocument]:
     """Encode texts, without empty ones; TokenizerError for a text that cannot be encoded."""
     non_empty = [text for text in texts if text]
     return [
-        EvalDocument(torch.tensor(ids, dtype=torch.int64), len(text.encode()), len(text.split()), _lines(text))
+        EvalDocument(
+            torch.tensor(ids, dtype=torch.int64),
+            bytes=len(text.encode()),
+            words=len(text.split()),
+            lines=text.count("\n") + (not text.endswith("\n")),
+        )
         for text, ids in zip(non_empty, tokenizer.encode_batch(non_empty), strict=True)
         if ids
     ]
 
 
-def _lines(text: str) -> int:
-    return text.count("\n") + (not text.endswith("\n"))
-
-
-class _Span(NamedTuple):
-    """One window of one document, after the opening token, if any.
-
-    ``scored``: index within the row.
-    """
-
-    row: ScoredRow
-    scored: int
+Span = tuple[
+    benchmarks.scorers.ScoredRow, int
+]  # one window of one document after the opening token, if any; first scored index
 
 
 def evaluate_text(
-    reader: TokenScorer,
+    reader: benchmarks.scorers.TokenScorer,
     documents: Sequence[EvalDocument],
     how: WindowOptions,
     opening: int | None = None,
@@ -153,116 +159,98 @@ def evaluate_text(
     if how.opening != "none" and opening is None:
         raise UsageError(f"--bos {how.opening}: this model has no token that opens a text", "--bos none")
     spans = [span for document in documents for span in _spans(document.tokens, how, opening)]
-    spans = [span for span in spans if span.scored < len(span.row.tokens)]
+    spans = [(row, start) for row, start in spans if start < len(row.tokens)]
     if not spans:
         raise DataError("the text has fewer than two tokens: there is nothing to score")
-    spans = _spread(spans, most)
-    nats, hits, scored = 0.0, 0, 0
-    for some in _portions(spans, tick):
-        for span, read in zip(some, reader.score([span.row for span in some]), strict=True):
-            own = span.scored - 1
-            nats += float(read.nats[own:].sum())
-            hits += int(read.correct[own:].sum())
-            scored += len(read.nats) - own
-    tokens = sum(len(document.tokens) for document in documents)
-    unk = 0 if unknown is None else sum(int((document.tokens == unknown).sum()) for document in documents)
+    nats, hits, scored = _sum_scores(reader, _span_batches(_spread(spans, most), tick))
+    unknowns = 0 if unknown is None else sum(int((document.tokens == unknown).sum()) for document in documents)
     return Likelihood(
         nats,
         hits,
         scored,
-        tokens,
+        tokens=sum(len(document.tokens) for document in documents),
         bytes=sum(document.bytes for document in documents),
         words=sum(document.words for document in documents),
         lines=sum(document.lines for document in documents),
-        unknown=unk,
+        unknown=unknowns,
     )
 
 
-def _spans(tokens: Tensor, how: WindowOptions, opening: int | None) -> Iterator[_Span]:
+def _spans(tokens: Tensor, how: WindowOptions, opening: int | None) -> Iterator[Span]:
     if how.opening == "window":
         first = torch.tensor([opening])
         for window in sliding_windows(len(tokens), how.window - 1, how.stride):
             known = window.scored - window.start if window.start else 0
-            yield _Span(ScoredRow(torch.cat([first, tokens[window.start : window.stop]])), known + 1)
+            yield benchmarks.scorers.ScoredRow(torch.cat([first, tokens[window.start : window.stop]])), known + 1
         return
     if how.opening == "start":
         tokens = torch.cat([torch.tensor([opening]), tokens])
     for window in sliding_windows(len(tokens), how.window, how.stride):
-        yield _Span(ScoredRow(tokens[window.start : window.stop]), window.scored - window.start)
+        yield benchmarks.scorers.ScoredRow(tokens[window.start : window.stop]), window.scored - window.start
 
 
-def _spread(spans: list[_Span], most: int | None) -> list[_Span]:
+def _spread(spans: list[Span], most: int | None) -> list[Span]:
     """Select evenly spread windows with about ``most`` scored tokens; at least one."""
-    total = sum(len(span.row.tokens) - span.scored for span in spans)
+    total = sum(len(row.tokens) - start for row, start in spans)
     if most is None or most >= total:
         return spans
     count = max(1, len(spans) * most // total)
     return [spans[number * len(spans) // count] for number in range(count)]
 
 
-def _portions(spans: Sequence[_Span], tick: ProgressFn) -> Iterator[list[_Span]]:
-    """Yield windows for one call of the scorer, :data:`MAX_BATCH_TOKENS` tokens.
-
-    ``tick`` gets the tokens read.
-    """
-    total = sum(len(span.row.tokens) for span in spans)
-    some, size, done = list[_Span](), 0, 0
-    for span in spans:
-        some.append(span)
-        size += len(span.row.tokens)
+def _span_batches(spans: Sequence[Span], tick: ProgressFn) -> Iterator[list[Span]]:
+    """Yield windows of ``MAX_BATCH_TOKENS`` tokens; ``tick`` gets the tokens read."""
+    total = sum(len(row.tokens) for row, _ in spans)
+    batch, size, done = list[Span](), 0, 0
+    for row, start in spans:
+        batch.append((row, start))
+        size += len(row.tokens)
         if size >= MAX_BATCH_TOKENS:
-            yield some
+            yield batch
             done += size
             tick(done, total)
-            some, size = [], 0
-    if some:
-        yield some
+            batch, size = [], 0
+    if batch:
+        yield batch
         tick(total, total)
 
 
 # ---------------------------------------------------------------- pairs
 
 
-def build_pair_row(llm: LLM, source: str, target: str) -> tuple[ScoredRow, int]:
-    """Build (a row of an encoder-decoder, number of its given tokens).
-
-    The row has the opening tokens, the text, and its end token, if any.
+def build_pair_row(llm: LLM, source: str, target: str) -> tuple[benchmarks.scorers.ScoredRow, int]:
+    """Build (a row of an encoder-decoder, number of its given tokens): opening tokens, the text, its end token, if any.
 
     Raises:
         RequestError: For a side that exceeds the model's limit.
     """
-    generation_config = llm.generation
-    first = [
-        *llm.texts.encode_target(None),
-        *([] if generation_config.forced_bos_token_id is None else [generation_config.forced_bos_token_id]),
-    ]
+    generation, limit = llm.generation, llm.model.config.max_seq_len
+    given = list(llm.texts.encode_target(None))
+    given += [] if generation.forced_bos_token_id is None else [generation.forced_bos_token_id]
     assert llm.tokenizer is not None
-    tokens = [*first, *llm.tokenizer.encode(target), *generation_config.eos_token_ids[:1]]
-    read = llm.texts.encode_source(source)
-    if len(tokens) - 1 > llm.model.config.max_seq_len:
-        raise RequestError(
-            f"a target has {len(tokens) - 1} tokens and the model's limit is {llm.model.config.max_seq_len}",
-            "shorten it",
-        )
-    return ScoredRow(torch.tensor(tokens), torch.tensor(read)), len(first)
+    tokens = [*given, *llm.tokenizer.encode(target), *generation.eos_token_ids[:1]]
+    source_tokens = llm.texts.encode_source(source)
+    if len(tokens) - 1 > limit:
+        raise RequestError(f"a target has {len(tokens) - 1} tokens and the model's limit is {limit}", "shorten it")
+    return benchmarks.scorers.ScoredRow(torch.tensor(tokens), torch.tensor(source_tokens)), len(given)
 
 
 def evaluate_pairs(
-    llm: LLM, reader: TokenScorer, pairs: Sequence[tuple[str, str]], *, tick: ProgressFn = _quiet
+    llm: LLM, reader: benchmarks.scorers.TokenScorer, pairs: Sequence[tuple[str, str]], *, tick: ProgressFn = _quiet
 ) -> Likelihood:
     """Score targets given their sources, teacher-forced.
 
     ``tokens`` is ``scored``: all of a target's tokens and its end; ``lines`` is the number of pairs, so perplexity per
-    word can count a target's end or not. Raises as :func:`build_pair_row`.
+    word can count a target's end or not. Raises as ``build_pair_row``.
     """
     rows = [build_pair_row(llm, source, target) for source, target in pairs]
-    nats, hits, scored, done = 0.0, 0, 0, 0
-    for some in (rows[low : low + BATCH_LINES * 4] for low in range(0, len(rows), BATCH_LINES * 4)):
-        for (_, given), read in zip(some, reader.score([row for row, _ in some]), strict=True):
-            own = RowScores(read.nats[given - 1 :], read.correct[given - 1 :])
-            nats, hits, scored = nats + float(own.nats.sum()), hits + int(own.correct.sum()), scored + len(own.nats)
-        done += len(some)
-        tick(done, len(rows))
+
+    def batches() -> Iterator[list[Span]]:
+        for low in range(0, len(rows), PAIR_BATCH):
+            yield rows[low : low + PAIR_BATCH]
+            tick(min(low + PAIR_BATCH, len(rows)), len(rows))
+
+    nats, hits, scored = _sum_scores(reader, batches())
     targets = [target for _, target in pairs]
     unknown = None if llm.tokenizer is None else llm.tokenizer.special_tokens.unk
     return Likelihood(
@@ -280,21 +268,20 @@ def evaluate_pairs(
 def generate_answers(
     llm: LLM, prompts: Sequence[str], sampling: dict[str, Any], *, tick: ProgressFn = _quiet
 ) -> list[str]:
-    """Generate the answers to prompts or sources, lines of similar length together.
+    """Generate the answers to prompts or sources, lines of similar length together; "" to an empty prompt.
 
-    ``sampling``: options of :meth:`LLM.generate`. The answer to an empty prompt is an empty text.
+    ``sampling``: options of ``LLM.generate``.
     """
-    found = [""] * len(prompts)
+    answers = [""] * len(prompts)
     order = sorted((n for n, text in enumerate(prompts) if text.strip()), key=lambda n: (len(prompts[n]), n))
     for low in range(0, len(order), BATCH_LINES):
-        some = order[low : low + BATCH_LINES]
-        done = answer_all(
-            lambda texts: llm.generate(texts, **sampling), [prompts[n] for n in some], [n + 1 for n in some]
-        )
-        for number, answer in zip(some, done, strict=True):
-            found[number] = answer.text
-        tick(low + len(some), len(order))
-    return found
+        batch = order[low : low + BATCH_LINES]
+        texts, numbers = [prompts[n] for n in batch], [n + 1 for n in batch]
+        completions = answer_all(lambda texts: llm.generate(texts, **sampling), texts, numbers)
+        for number, completion in zip(batch, completions, strict=True):
+            answers[number] = completion.text
+        tick(low + len(batch), len(order))
+    return answers
 
 
 def answer_all(
@@ -330,20 +317,20 @@ def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: Progress
     Raises:
         DataError: For a sentence whose words are not separate tokens, or one that exceeds the model's limit.
     """
-    found = list[list[str]]()
+    tags = list[list[str]]()
     for low in range(0, len(sentences), BATCH_LINES):
-        some = sentences[low : low + BATCH_LINES]
-        numbers = range(low + 1, low + 1 + len(some))
-        predicted = answer_all(llm.tag, [" ".join(s) for s in some], numbers)
-        for number, words, tagged in zip(numbers, some, predicted, strict=True):
+        batch = sentences[low : low + BATCH_LINES]
+        numbers = range(low + 1, low + 1 + len(batch))
+        predicted = answer_all(llm.tag, [" ".join(words) for words in batch], numbers)
+        for number, words, tagged in zip(numbers, batch, predicted, strict=True):
             if len(tagged) != len(words):
                 raise DataError(
                     f"sentence {number}: the model labels {len(tagged)} words and the file has {len(words)}",
                     "words must hold no spaces and be known to the tokenizer as words",
                 )
-            found.append([one.label for one in tagged])
-        tick(len(found), len(sentences))
-    return found
+            tags.append([word.label for word in tagged])
+        tick(len(tags), len(sentences))
+    return tags
 
 
 def evaluate_tags(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> LabelScores:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -16,19 +17,17 @@ from torch import Tensor
 from kvad import benchmarks
 from kvad.cache import CacheConfig
 from kvad.engine import Engine, PromptEncoder
-from kvad.engine.scheduling import SamplingParams, SchedulerOutput
-from kvad.errors import EngineError, UsageError
+from kvad.engine.scheduling import SamplingParams
+from kvad.errors import UsageError
 from kvad.evaluation import bleu
 from kvad.evaluation.metrics import count_exact_matches
-from kvad.evaluation.readers import ScoredRow
 from kvad.llm import LLM
-from kvad.model import NoCache, Transformer
-from kvad.model_input import ModelInput, SubBatch
+from kvad.model import Transformer
+from kvad.model_input import ModelInput
 from kvad.train import monitoring
 from kvad.train.config import CallbacksConfig
-from kvad.train.data import PairDataset
 from kvad.train.monitoring import Callback, TrainingContext
-from kvad.verify import tolerance
+from kvad.verify import run_uncached, tolerance
 
 
 def build_callbacks(watch: CallbacksConfig) -> list[Callback]:
@@ -52,11 +51,9 @@ class _ModelCallback(Callback):
     def _llm(self, rows: int, capacity: int) -> LLM:
         """Return the copy as an LLM, with a cache of ``rows`` sequences; the caller closes it."""
         model, config = self._copy(), self.subject.model.config
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         source = 0 if config.encoder_input is None else config.encoder_input.max_seq_len
-        cache = CacheConfig(
-            max_num_seqs=rows, max_seq_len=min(config.max_seq_len, capacity), dtype=dtype, max_source_len=source
-        )
+        capacity = min(config.max_seq_len, capacity)
+        cache = CacheConfig(max_num_seqs=rows, max_seq_len=capacity, dtype=_dtype(model), max_source_len=source)
         return LLM(model, self.subject.tokenizer, cache, generation=self.subject.generation)
 
     def _measured(self, step: int, what: str, values: dict[str, float | str], words: str) -> None:
@@ -85,9 +82,8 @@ class CheckCache(_ModelCallback):
 
     def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
         rows = self._held_out()
-        worst, largest, agree, count = _incremental(self._copy(), rows)
-        dtype = str(next(self.subject.model.parameters()).dtype).removeprefix("torch.")
-        most = tolerance(dtype, largest, 0.0)
+        worst, largest, agree, count = _compare_cached(self._copy(), rows)
+        most = tolerance(_dtype(self.subject.model), largest, 0.0)
         values: dict[str, float | str] = {"max_dlogit": worst, "largest_logit": largest, "tolerance": most}
         values |= {"tokens": count, "greedy": agree}
         text = f"cache: {agree} of {count} greedy tokens, max |dlogit| {worst:.1e} of {largest:.3g}"
@@ -95,14 +91,16 @@ class CheckCache(_ModelCallback):
             text += f": BEYOND ROUNDING ({most:.1e}); kvad verify says where"
         self._measured(report.step, "cache", values, text)
 
-    def _held_out(self) -> list[ScoredRow]:
+    def _held_out(self) -> list[benchmarks.scorers.ScoredRow]:
         data, most = self.subject.data, min(self._tokens, self.subject.model.config.max_seq_len - 1)
-        if isinstance(data, PairDataset):
-            pairs = data.examples(self._rows)
-            return [ScoredRow(torch.tensor(target[:most]), torch.tensor(source)) for source, target in pairs]
+        if pairs := data.packer.examples(self._rows):
+            return [
+                benchmarks.scorers.ScoredRow(torch.tensor(target[:most]), torch.tensor(source))
+                for source, target in pairs
+            ]
         pieces = _pieces(next(iter(data.evaluation())).model_input)
         longest = sorted(pieces, key=len, reverse=True)[: self._rows]  # of equal ones, the first
-        return [ScoredRow(piece[:most].cpu()) for piece in longest]
+        return [benchmarks.scorers.ScoredRow(piece[:most].cpu()) for piece in longest]
 
 
 def _pieces(step: ModelInput) -> Iterator[Tensor]:
@@ -113,71 +111,45 @@ def _pieces(step: ModelInput) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _incremental(model: Transformer, rows: Sequence[ScoredRow]) -> tuple[float, float, int, int]:
-    """Return (largest |difference| of a logit, largest |logit|, number of equal greedy tokens, tokens).
+def _compare_cached(model: Transformer, rows: Sequence[benchmarks.scorers.ScoredRow]) -> tuple[float, float, int, int]:
+    """Compare a cache that gets one token at a time with the model without a cache.
 
-    A cache that gets one token at a time, compared with the model without a cache. NaN is an infinite difference.
+    Returns (largest |difference| of a logit, largest |logit|, number of equal greedy tokens, tokens). NaN counts as an
+    infinite difference.
     """
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    true = [_at_once(model, row) for row in rows]
-    longest = max(len(row.tokens) for row in rows)
-    source = max((len(row.source) for row in rows if row.source is not None), default=0)
     cache = CacheConfig(
         max_num_seqs=len(rows),
-        max_seq_len=longest + 1,
-        dtype=dtype,
+        max_seq_len=max(len(row.tokens) for row in rows) + 1,
+        dtype=_dtype(model),
         prefill_chunk_size=1,
         enable_prefix_caching=False,
-        max_source_len=source,
+        max_source_len=max((len(row.source) for row in rows if row.source is not None), default=0),
     )
-    found: dict[int, list[Tensor]] = {}
-
-    def record(plan: SchedulerOutput, logits: Tensor) -> None:
-        start = 0
-        for work in plan.scheduled:
-            found.setdefault(work.sequence.request_id, []).append(
-                logits[start : start + len(work.logit_offsets)].clone()
-            )
-            start += len(work.logit_offsets)
-
-    engine = Engine(model, cache)
-    try:
-        benchmarks.cache_quality.attach_logit_hook(engine, record)
+    requests: dict[int, list[Tensor]] = {}
+    with closing(Engine(model, cache)) as engine:
+        benchmarks.engine_runs.attach_logit_hook(
+            engine, lambda request, _first, logits: requests[request].append(logits.clone())
+        )
         sampling_params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         for row in rows:
-            engine.add_request(
-                row.tokens.tolist(),
-                sampling_params,
-                encoder_token_ids=None if row.source is None else row.source.tolist(),
-            )
-        while not engine.idle:
-            for piece in engine.step():
-                if piece.error is not None:
-                    raise EngineError(f"callbacks.check_cache: {piece.error}")
-    finally:
-        engine.close()
-    have = [torch.cat(found[number])[: len(row.tokens)].double() for number, row in enumerate(rows)]
-    assert [len(one) for one in have] == [len(one) for one in true], "every position was computed"
-    both = list(zip(have, true, strict=True))
-    worst = max(float((a - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in both)
-    agree = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in both)
-    return worst, max(float(b.abs().max()) for b in true), agree, sum(map(len, true))
+            source = None if row.source is None else row.source.tolist()
+            requests[engine.add_request(row.tokens.tolist(), sampling_params, encoder_token_ids=source)] = []
+        benchmarks.engine_runs.run_engine(engine)
+    worst, largest, agree, count = 0.0, 0.0, 0, 0
+    for row, parts in zip(rows, requests.values(), strict=True):
+        source = None if row.source is None else row.source.tolist()
+        limit = len(row.tokens) + 1  # a sequence in the cache may be one token longer
+        true = run_uncached(model, row.tokens.tolist(), limit, source=source).double()
+        have = torch.cat(parts)[: len(true)].double()
+        assert len(have) == len(true), "every position was computed"
+        worst = max(worst, float((have - true).abs().nan_to_num(nan=torch.inf).max()))
+        largest = max(largest, float(true.abs().max()))
+        agree, count = agree + int((have.argmax(-1) == true.argmax(-1)).sum()), count + len(true)
+    return worst, largest, agree, count
 
 
-def _at_once(model: Transformer, row: ScoredRow) -> Tensor:
-    """Compute [T, V] in float64, without a cache; T below the model's limit."""
-    step = _step(row.tokens, model, len(row.tokens) + 1)  # a sequence in the cache may be one token longer
-    if row.source is not None:
-        step = step._replace(encoder_input=_step(row.source, model, len(row.source)))
-    logits: Tensor = model.logits(model(step, NoCache(model.config)), step.logit_indices)
-    return logits.double()
-
-
-def _step(tokens: Tensor, model: Transformer, limit: int) -> ModelInput:
-    tokens = tokens.to(model.token_embedding.device)
-    every = torch.arange(len(tokens), device=tokens.device)
-    sub_batch = SubBatch(1, len(tokens), len(tokens))
-    return ModelInput(tokens, every, (sub_batch,), every, max_seq_lens=torch.full_like(every, limit))
+def _dtype(model: Transformer) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------- samples
@@ -227,12 +199,12 @@ class TranslationBleu(_ModelCallback):
         self._pairs, self._rows = pairs, rows
 
     def on_model(self, subject: TrainingContext) -> None:
-        if not isinstance(subject.data, PairDataset):
+        self._examples = subject.data.packer.examples(self._pairs)
+        if not self._examples:
             raise UsageError(
                 "callbacks.bleu_samples (--bleu-samples): only what is trained on pairs translates", "leave it out"
             )
         super().on_model(subject)
-        self._examples = subject.data.examples(self._pairs)
 
     def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
         sources = [source for source, _ in self._examples]

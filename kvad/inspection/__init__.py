@@ -18,27 +18,4 @@ if TYPE_CHECKING:
     from kvad.inspection.trace_report import trace_to_json as trace_to_json
     from kvad.inspection.trace_text import trace_to_text as trace_to_text
 
-__all__ = [
-    "TraceReport",
-    "attention_plot",
-    "checkpoint",
-    "doctor",
-    "model_tree",
-    "plot",
-    "trace_requests",
-    "trace_to_html",
-    "trace_to_json",
-    "trace_to_text",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "TraceReport": "trace_report",
-        "trace_requests": "cache_trace",
-        "trace_to_html": "trace_html",
-        "trace_to_json": "trace_report",
-        "trace_to_text": "trace_text",
-    },
-    ("attention_plot", "checkpoint", "doctor", "model_tree", "plot"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,34 +1,28 @@
-"""Attention weights as text for a terminal, SVG or JSON, from plain lists of numbers.
+"""Attention weights as text for a terminal or JSON, from plain lists of numbers.
 
-``plot.draw_attention`` draws them as PNG.
+``plot.draw_attention`` draws them as a figure.
 """
 
 from __future__ import annotations
 
 import math
-import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-from xml.sax.saxutils import escape
+
+from rich.cells import cell_len, set_cell_size
 
 SHADES = " ░▒▓█"
 LABEL_WIDTH = 14  # of a token next to its row in a terminal
-CELL = 14  # pixels of a token in an SVG
-MAPS_PER_LINE = 4  # in an SVG
 
 
 class AttentionMap(NamedTuple):
-    """``weights`` [L, S] of one head: a row per query, a column per key.
-
-    ``side``: of a model with an encoder "encoder", "decoder" or "cross" (from the decoder to the encoder);
-    ``queries`` and ``keys``: their tokens (None: those of the text, on both sides).
-    """
+    """Attention weights of one head: a row per query, a column per key."""
 
     layer: int
     head: int
-    weights: Sequence[Sequence[float]]
-    side: str = ""
-    queries: Sequence[str] | None = None
+    weights: Sequence[Sequence[float]]  # [L, S]
+    side: str = ""  # of a model with an encoder: "encoder", "decoder" or "cross" (from decoder to encoder)
+    queries: Sequence[str] | None = None  # tokens; None: those of the text, on both sides
     keys: Sequence[str] | None = None
 
     @property
@@ -43,10 +37,7 @@ class AttentionMap(NamedTuple):
 
 
 def shade(weight: float) -> str:
-    """Return one of ``" ░▒▓█"`` for weights from 0, 0.0156, 0.14, 0.39 and 0.77 on.
-
-    ``?`` for NaN.
-    """
+    """Return one of ``" ░▒▓█"`` for weights from 0, 0.0156, 0.14, 0.39 and 0.77 on; ``?`` for NaN."""
     if not math.isfinite(weight):
         return "?"
     level = round(math.sqrt(min(max(weight, 0.0), 1.0)) * (len(SHADES) - 1))
@@ -110,86 +101,9 @@ def _legend() -> str:
 
 def _fitted(piece: str) -> str:
     """Pad a token to exactly ``LABEL_WIDTH`` columns; a longer one ends in an ellipsis."""
-    shown, used = "", 0
-    for char in piece:
-        wide = _columns(char)
-        if used + wide > LABEL_WIDTH:
-            while used > LABEL_WIDTH - 1:
-                used -= _columns(shown[-1])
-                shown = shown[:-1]
-            shown, used = shown + "…", used + 1
-            break
-        shown, used = shown + char, used + wide
-    return shown + " " * (LABEL_WIDTH - used)
-
-
-def _columns(char: str) -> int:
-    if unicodedata.combining(char):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-# ---------------------------------------------------------------- SVG
-
-
-def attention_to_svg(pieces: Sequence[str], maps: Sequence[AttentionMap]) -> str:
-    """Draw all maps as one SVG, up to four in a line.
-
-    Each cell has its tokens and weight as a title.
-    """
-    tokens = [one.tokens(pieces) for one in maps]
-    words = [*pieces, *(piece for both in tokens for each in both for piece in each)]
-    label = 8 * min(max(map(len, words), default=0), 20) + 12
-    wide = label + CELL * max((len(keys) for _, keys in tokens), default=0) + 16
-    high = label + CELL * max((len(queries) for queries, _ in tokens), default=0) + 24
-    per_line = min(MAPS_PER_LINE, max(len(maps), 1))
-    lines = -(-len(maps) // per_line)
-    parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide * per_line}" height="{high * lines}" '
-            f'viewBox="0 0 {wide * per_line} {high * lines}" font-family="monospace" font-size="11">'
-        ),
-        '<rect width="100%" height="100%" fill="#fff"/>',
-    ]
-    for number, one in enumerate(maps):
-        x, y = wide * (number % per_line), high * (number // per_line)
-        parts += [f'<g transform="translate({x},{y})">', *_svg_map(pieces, one, label), "</g>"]
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _svg_map(pieces: Sequence[str], attention_map: AttentionMap, label: int) -> Iterable[str]:
-    top, (queries, keys) = label + 20, attention_map.tokens(pieces)
-    yield f'<text x="{label}" y="14" font-weight="bold">{attention_map.name}</text>'
-    for index, piece in enumerate(queries):
-        middle = index * CELL + CELL // 2 + 4
-        yield f'<text x="{label - 4}" y="{top + middle}" text-anchor="end">{_short(piece)}</text>'
-    for index, piece in enumerate(keys):
-        at = f"{label + index * CELL + CELL // 2 + 4},{top - 4}"
-        yield f'<text transform="translate({at}) rotate(-90)">{_short(piece)}</text>'
-    for row, weights in enumerate(attention_map.weights):
-        for column, weight in enumerate(weights):
-            if weight == 0:
-                continue
-            known = math.isfinite(weight)
-            colour = (
-                f'fill="#123a8c" fill-opacity="{math.sqrt(min(max(weight, 0), 1)):.3f}"' if known else 'fill="#d00"'
-            )
-            yield (
-                f'<rect x="{label + column * CELL}" y="{top + row * CELL}" width="{CELL}" height="{CELL}" {colour}>'
-                f"<title>{_xml(queries[row])} to {_xml(keys[column])}: {weight:.4f}</title></rect>"
-            )
-    size = f'width="{CELL * len(keys)}" height="{CELL * len(queries)}"'
-    yield f'<rect x="{label}" y="{top}" {size} fill="none" stroke="#999"/>'
-
-
-def _short(piece: str) -> str:
-    return _xml(piece if len(piece) <= 20 else piece[:19] + "…")
-
-
-def _xml(text: str) -> str:
-    """Escape text; characters that XML 1.0 forbids become a replacement character."""
-    held = (char if char in "\t\n\r" or (char >= " " and not 0xD800 <= ord(char) <= 0xDFFF) else "�" for char in text)
-    return escape("".join(held))
+    if cell_len(piece) > LABEL_WIDTH:
+        piece = set_cell_size(piece, LABEL_WIDTH - 1).rstrip() + "…"
+    return set_cell_size(piece, LABEL_WIDTH)
 
 
 # ---------------------------------------------------------------- JSON
@@ -200,17 +114,9 @@ def attention_to_json(tokens: Sequence[int], pieces: Sequence[str], maps: Sequen
 
     A weight that is not finite is null. A model with an encoder also has "side", "queries" and "keys".
     """
-    attention = [
-        {
-            "layer": attention_map.layer,
-            "head": attention_map.head,
-            **(
-                {"side": attention_map.side, "queries": attention_map.queries, "keys": attention_map.keys}
-                if attention_map.side
-                else {}
-            ),
-            "weights": [[weight if math.isfinite(weight) else None for weight in row] for row in attention_map.weights],
-        }
-        for attention_map in maps
-    ]
+    attention = []
+    for one in maps:
+        sides = {"side": one.side, "queries": one.queries, "keys": one.keys} if one.side else {}
+        weights = [[weight if math.isfinite(weight) else None for weight in row] for row in one.weights]
+        attention.append({"layer": one.layer, "head": one.head, **sides, "weights": weights})
     return {"tokens": list(tokens), "pieces": list(pieces), "attention": attention}

@@ -4,7 +4,7 @@
 missing manifest, tensors that are missing, superfluous or of another shape than the configuration gives. ``check``
 reads every file. A Hugging Face folder has no manifest, which is no problem; its tensors are listed by their own names
 and counted by kvad's, and the family's module imports torch. Attention maps need a running model
-(:class:`kvad.llm.LLM`), which is imported only then.
+(``kvad.llm.LLM``), which is imported only then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad import checkpoint, planning
-from kvad import config as config_lib
+from kvad import config as cfg
 from kvad import text as text_lib
 from kvad.cache import sizing
 from kvad.cache.sizing import MemoryPlan
@@ -24,6 +24,7 @@ from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, RequestError, TokenizerError, UsageError
 from kvad.inspection.attention_plot import AttentionMap
 from kvad.planning import plan_target, read_target
+from kvad.text import Tokenizer
 
 NO_MANIFEST = f"{checkpoint.folder.MANIFEST} is missing: whether these files are those that were saved cannot be known"
 
@@ -38,24 +39,19 @@ class TokenizerSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """Summary of a checkpoint.
-
-    ``parameters``: stored numbers by part; ``training``: stored training state or None; ``files``: number of files in
-    the manifest, None without one; ``checked``: all of them match the manifest's sha256; ``origin``: the ``model_type``
-    of a folder in Hugging Face's layout.
-    """
+    """Summary of a checkpoint."""
 
     path: Path
     config: ModelConfig
     tensors: tuple[checkpoint.safetensors_header.TensorInfo, ...]
-    parameters: Mapping[str, int]
+    parameters: Mapping[str, int]  # stored numbers by part
     problems: tuple[str, ...]
     plan: MemoryPlan
     tokenizer: TokenizerSummary | None
-    training: Mapping[str, Any] | None
-    files: int | None
-    checked: bool
-    origin: str | None = None
+    training: Mapping[str, Any] | None  # stored training state
+    files: int | None  # in the manifest, None without one
+    checked: bool  # all of them match the manifest's sha256
+    origin: str | None = None  # the model_type of a folder in Hugging Face's layout
 
     @property
     def num_parameters(self) -> int:
@@ -117,11 +113,12 @@ class _Contents(NamedTuple):
 def _contents(path: Path, config: ModelConfig) -> _Contents:
     tensors = tuple(checkpoint.safetensors_header.read_headers(path / checkpoint.folder.MODEL))
     shapes = {tensor.name: tensor.shape for tensor in tensors}
+    has_tokenizer = (path / text_lib.base.FILE_NAME).is_file()
     return _Contents(
         tensors,
-        config_lib.parameter_shapes.component_sizes(shapes),
-        config_lib.parameter_shapes.mismatches(config, shapes),
-        _tokenizer(path),
+        cfg.parameter_shapes.component_sizes(shapes),
+        cfg.parameter_shapes.mismatches(config, shapes),
+        _tokenizer(text_lib.load_tokenizer(path)) if has_tokenizer else None,
     )
 
 
@@ -130,33 +127,28 @@ def _hf_contents(path: Path, config: ModelConfig) -> _Contents:
     import torch
 
     handle = checkpoint.hf_layout.HFCheckpoint(path)
-    hf_tensors = handle.tensors
-    meta = {
-        name: torch.empty(hf_tensors.shape(name), dtype=hf_tensors.dtype(name), device="meta") for name in hf_tensors
-    }
+    stored = handle.tensors
+    meta = {name: torch.empty(stored.shape(name), dtype=stored.dtype(name), device="meta") for name in stored}
     tensors = tuple(
         checkpoint.safetensors_header.TensorInfo(
-            name, str(hf_tensors.dtype(name)).removeprefix("torch."), hf_tensors.shape(name), hf_tensors.bytes(name)
+            name, str(stored.dtype(name)).removeprefix("torch."), stored.shape(name), stored.bytes(name)
         )
-        for name in hf_tensors
+        for name in stored
     )
     problems = checkpoint.conversion.find_mismatches(handle.family, config, meta, str(path))
     tokenizer = None
     try:
-        hf_tokenizer = handle.tokenizer
-        tokenizer = (
-            None
-            if hf_tokenizer is None
-            else TokenizerSummary(hf_tokenizer.kind, hf_tokenizer.vocab_size, hf_tokenizer.special_tokens.names())
-        )
+        tokenizer = _tokenizer(handle.tokenizer)
     except TokenizerError as error:
         problems.append(error.message)
-    return _Contents(
-        tensors,
-        config_lib.parameter_shapes.component_sizes(config_lib.parameter_shapes.weight_shapes(config)),
-        problems,
-        tokenizer,
-    )
+    sizes = cfg.parameter_shapes.component_sizes(cfg.parameter_shapes.weight_shapes(config))
+    return _Contents(tensors, sizes, problems, tokenizer)
+
+
+def _tokenizer(tokenizer: Tokenizer | None) -> TokenizerSummary | None:
+    if tokenizer is None:
+        return None
+    return TokenizerSummary(tokenizer.kind, tokenizer.vocab_size, tokenizer.special_tokens.names())
 
 
 def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -169,26 +161,14 @@ def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[s
     return problems
 
 
-def _tokenizer(folder: Path) -> TokenizerSummary | None:
-    if not (folder / text_lib.base.FILE_NAME).is_file():
-        return None
-    from kvad.text import load_tokenizer
-
-    tokenizer = load_tokenizer(folder)
-    return TokenizerSummary(tokenizer.kind, tokenizer.vocab_size, tokenizer.special_tokens.names())
-
-
 def _training(folder: Path) -> Mapping[str, Any] | None:
     """Return the training state and the size of its tensors."""
     state = folder / checkpoint.folder.TRAINING / "state.json"
     if not state.is_file():
         return None
     tensors = checkpoint.safetensors_header.read_headers(state.with_suffix(".safetensors"))
-    return {
-        **checkpoint.folder.read_json(state),
-        "tensors": len(tensors),
-        "tensor_bytes": sum(tensor.bytes for tensor in tensors),
-    }
+    sizes = {"tensors": len(tensors), "tensor_bytes": sum(tensor.bytes for tensor in tensors)}
+    return {**checkpoint.folder.read_json(state), **sizes}
 
 
 def attention_maps(
@@ -229,10 +209,7 @@ def attention_maps(
 
 
 def outline_values(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Format one line ``key.inner  value`` per value.
-
-    Nested objects are flattened, null and empty values omitted.
-    """
+    """Format one line ``key.inner  value`` per value; nested objects are flattened, null and empty values omitted."""
     lines = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -243,25 +220,19 @@ def outline_values(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     return lines
 
 
-def _tensor_json(tensor: checkpoint.safetensors_header.TensorInfo, is_native: bool) -> Mapping[str, object]:
-    """Encode a tensor; only native names have a part."""
-    return {
-        **tensor._asdict(),
-        "part": config_lib.parameter_shapes.tensor_component(tensor.name) if is_native else None,
-    }
-
-
 def summary_to_json(summary: CheckpointSummary) -> Mapping[str, object]:
-    """Build the output of ``kvad inspect --json``.
-
-    ``tensors`` are always included, they are small.
-    """
+    """Build the output of ``kvad inspect --json``; ``tensors`` are always included, they are small."""
+    is_native = summary.origin is None
+    tensors = [
+        {**tensor._asdict(), "part": cfg.parameter_shapes.tensor_component(tensor.name) if is_native else None}
+        for tensor in summary.tensors
+    ]
     return {
         "path": summary.path,
         "origin": summary.origin,
         "config": summary.config.to_dict(),
         "parameters": {"total": summary.num_parameters, **summary.parameters},
-        "tensors": [_tensor_json(tensor, summary.origin is None) for tensor in summary.tensors],
+        "tensors": tensors,
         "problems": summary.problems,
         "memory": planning.report.memory_to_json(summary.plan),
         "manifest": None if summary.files is None else {"files": summary.files, "checked": summary.checked},

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvad import checkpoint, storage
-from kvad import config as config_lib
+from kvad import config as cfg
 from kvad.cache import offload
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.config import ModelConfig
@@ -24,15 +24,16 @@ from kvad.text import Tokenizer
 T = TypeVar("T")
 MAX_LISTED = 8  # findings of one kind that are listed
 REDOWNLOAD_HINT = "copy or download it again"
+TENSORS_FIT = "the tensors are those of the config"
 
 
 class CheckResult(NamedTuple):
-    """Result of a check; ``check``: its name, ``advice``: what to do, "" if all is well."""
+    """Result of a check."""
 
     check: str
     ok: bool
     message: str
-    advice: str = ""
+    advice: str = ""  # what to do; "" if all is well
 
 
 def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
@@ -43,16 +44,16 @@ def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
     tensors = yield from _try_check(
         "headers", REDOWNLOAD_HINT, lambda: checkpoint.safetensors_io.open_tensors(folder), _headers, unread
     )
-    opened: CheckpointHandle
+    handle: CheckpointHandle
     if checkpoint.folder.is_hf(folder):
-        opened = checkpoint.hf_layout.HFCheckpoint(folder)
-        config = yield from _examine_foreign(opened, tensors)
+        handle = checkpoint.hf_layout.HFCheckpoint(folder)
+        config = yield from _check_hf(handle, tensors)
     else:
-        opened = checkpoint.native.NativeCheckpoint(folder)
-        config = yield from _examine_own(opened, tensors)
+        handle = checkpoint.native.NativeCheckpoint(folder)
+        config = yield from _check_native(handle, tensors)
     yield from _finite(tensors)
     if config is not None:
-        yield from (finding for finding in _words(config, opened) if finding.message not in unread)
+        yield from (result for result in _text_files(config, handle) if result.message not in unread)
 
 
 def _manifest(folder: Path) -> Iterator[CheckResult]:
@@ -67,61 +68,54 @@ def _manifest(folder: Path) -> Iterator[CheckResult]:
         yield from _checksums(folder, files)
 
 
-def _examine_own(
-    opened: checkpoint.native.NativeCheckpoint, tensors: checkpoint.safetensors_io.ShardedTensors | None
+def _check_native(
+    handle: checkpoint.native.NativeCheckpoint, tensors: checkpoint.safetensors_io.ShardedTensors | None
 ) -> Generator[CheckResult, None, ModelConfig | None]:
-    config = yield from _try_check("config", f"correct {checkpoint.folder.CONFIG}", lambda: opened.config, _config)
+    config = yield from _try_check("config", f"correct {checkpoint.folder.CONFIG}", lambda: handle.config, _config)
     if config is not None and tensors is not None:
-        problems = config_lib.parameter_shapes.mismatches(config, {name: tensors.shape(name) for name in tensors})
-        yield from _problem_results("tensors", problems, "the tensors are those of the config", REDOWNLOAD_HINT)
+        problems = cfg.parameter_shapes.mismatches(config, {name: tensors.shape(name) for name in tensors})
+        yield from _problem_results("tensors", problems, TENSORS_FIT, REDOWNLOAD_HINT)
     return config
 
 
-def _examine_foreign(
-    opened: checkpoint.hf_layout.HFCheckpoint, tensors: checkpoint.safetensors_io.ShardedTensors | None
+def _check_hf(
+    handle: checkpoint.hf_layout.HFCheckpoint, tensors: checkpoint.safetensors_io.ShardedTensors | None
 ) -> Generator[CheckResult, None, ModelConfig | None]:
     def read() -> ModelConfig:
-        return opened.config if tensors is not None else opened.family.read(opened.fields)
+        return handle.config if tensors is not None else handle.family.read(handle.fields)
 
-    config = yield from _try_check(
-        "config", f"correct {checkpoint.folder.CONFIG}", read, lambda made: f"{opened.origin}, {_config(made)}"
-    )
+    advice = f"correct {checkpoint.folder.CONFIG}"
+    config = yield from _try_check("config", advice, read, lambda config: f"{handle.origin}, {_config(config)}")
     if config is not None and tensors is not None:
         yield from _try_check(
-            "tensors",
-            REDOWNLOAD_HINT,
-            lambda: sum(1 for _ in opened.weights()),
-            lambda _: "the tensors are those of the config",
+            "tensors", REDOWNLOAD_HINT, lambda: sum(1 for _ in handle.weights()), lambda _: TENSORS_FIT
         )
     return config
 
 
 def _try_check(
-    check: str, todo: str, make: Callable[[], T], says: Callable[[T], str], failed: set[str] | None = None
+    check: str, advice: str, run: Callable[[], T], describe: Callable[[T], str], failed: set[str] | None = None
 ) -> Generator[CheckResult, None, T | None]:
-    """Call ``make`` and yield a result.
-
-    Returns its value, or None after a failure, which ``failed`` collects.
-    """
+    """Call ``run``, yield a result and return the value, or None after a failure, which ``failed`` collects."""
     try:
-        made = make()
+        value = run()
     except KvadError as error:
         if failed is not None:
             failed.add(error.message)
-        yield CheckResult(check, False, error.message, error.hint or todo)
+        yield CheckResult(check, False, error.message, error.hint or advice)
         return None
-    yield CheckResult(check, True, says(made))
-    return made
+    yield CheckResult(check, True, describe(value))
+    return value
 
 
-def _problem_results(check: str, problems: list[str], well: str, todo: str) -> Iterator[CheckResult]:
+def _problem_results(check: str, problems: list[str], well: str, advice: str) -> Iterator[CheckResult]:
     """Yield a result for each problem, up to a limit."""
     if not problems:
         yield CheckResult(check, True, well)
     for problem in problems[:MAX_LISTED]:
-        yield CheckResult(check, False, problem, todo)
+        yield CheckResult(check, False, problem, advice)
     if len(problems) > MAX_LISTED:
-        yield CheckResult(check, False, f"and {len(problems) - MAX_LISTED:,} more like these", todo)
+        yield CheckResult(check, False, f"and {len(problems) - MAX_LISTED:,} more like these", advice)
 
 
 # ---------------------------------------------------------------- files and tensors
@@ -134,20 +128,18 @@ def _checksums(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator
             checkpoint.folder.check_file(folder / name, entry, verify=True)
         except CheckpointError as error:
             failed = True
-            text = (folder / name).exists() and not name.endswith(".safetensors")
-            yield CheckResult(
-                "sha256", False, error.message, f"{error.hint or REDOWNLOAD_HINT}{', unless you edited it' * text}"
-            )
+            is_text = (folder / name).exists() and not name.endswith(".safetensors")
+            advice = f"{error.hint or REDOWNLOAD_HINT}{', unless you edited it' * is_text}"
+            yield CheckResult("sha256", False, error.message, advice)
     if not failed:
         yield CheckResult("sha256", True, "every file is the one that was saved")
 
 
 def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
-    files = {tensors.file_name(name) for name in tensors}
-    dtypes = sorted({str(tensors.dtype(name)).removeprefix("torch.") for name in tensors})
-    where = format_count(len(files), "file")
+    files = format_count(len({tensors.file_name(name) for name in tensors}), "file")
+    dtypes = ", ".join(sorted({str(tensors.dtype(name)).removeprefix("torch.") for name in tensors}))
     size = format_count(tensors.total_bytes, "byte")
-    return f"{format_count(len(tensors), 'tensor')} in {where}, {', '.join(dtypes)}, {size}"
+    return f"{format_count(len(tensors), 'tensor')} in {files}, {dtypes}, {size}"
 
 
 def _finite(tensors: checkpoint.safetensors_io.ShardedTensors | None) -> Iterator[CheckResult]:
@@ -157,32 +149,28 @@ def _finite(tensors: checkpoint.safetensors_io.ShardedTensors | None) -> Iterato
         f"{name}: {format_count(count, 'element')} NaN or infinite"
         for name, count in checkpoint.safetensors_io.find_nonfinite(tensors)
     ]
-    todo = f"{REDOWNLOAD_HINT}; if it was trained so, go back to an older checkpoint"
-    yield from _problem_results("finite", broken, "every weight is a finite number", todo)
+    advice = f"{REDOWNLOAD_HINT}; if it was trained so, go back to an older checkpoint"
+    yield from _problem_results("finite", broken, "every weight is a finite number", advice)
 
 
 # ---------------------------------------------------------------- config, tokenizer, generation
 
 
 def _config(config: ModelConfig) -> str:
-    num_parameters, longest = (
-        config_lib.parameter_shapes.num_parameters(config),
-        format_count(config.max_seq_len, "token"),
-    )
-    return f"{with_article(config.kind)} of {num_parameters:,} parameters, at most {longest} a row"
+    count, longest = cfg.parameter_shapes.num_parameters(config), format_count(config.max_seq_len, "token")
+    return f"{with_article(config.kind)} of {count:,} parameters, at most {longest} a row"
 
 
-def _words(config: ModelConfig, opened: CheckpointHandle) -> Iterator[CheckResult]:
+def _text_files(config: ModelConfig, handle: CheckpointHandle) -> Iterator[CheckResult]:
     """Check the folder's tokenizer and generation settings."""
-    todo = "put the model's own tokenizer files there"
-    yield from _try_check("tokenizer", todo, lambda: _fitting(config, opened.tokenizer), lambda says: says)
-    generation = yield from _try_check(
-        "generation", f"correct {checkpoint.folder.CONFIG}", lambda: opened.generation, _generation
-    )
+    advice = "put the model's own tokenizer files there"
+    yield from _try_check("tokenizer", advice, lambda: _fitting(config, handle.tokenizer), str)
+    advice = f"correct {checkpoint.folder.CONFIG}"
+    generation = yield from _try_check("generation", advice, lambda: handle.generation, _generation)
     if generation is not None:
         outside = [
             f"{name} {token} is outside the vocabulary of {config.vocab_size:,}"
-            for name, token in _ids(generation)
+            for name, token in _token_ids(generation)
             if not 0 <= token < config.vocab_size
         ]
         if outside:
@@ -193,15 +181,11 @@ def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
     """Describe a tokenizer that fits; raises CheckpointError if it does not."""
     if tokenizer is None:
         return "none: prompts can only be token ids"
-    parts = []
-    vocab = (
-        config.vocab_size
-        if config.encoder_input is None or config.encoder_input.vocab_size is None
-        else config.encoder_input.vocab_size
-    )
+    source_vocab = None if config.encoder_input is None else config.encoder_input.vocab_size
     sides = [("", tokenizer, config.vocab_size)]
     if tokenizer.source_tokenizer is not None:
-        sides.append((" of the source", tokenizer.source_tokenizer, vocab))
+        sides.append((" of the source", tokenizer.source_tokenizer, source_vocab or config.vocab_size))
+    parts = []
     for side, each, places in sides:
         if each.vocab_size > places:
             raise CheckpointError(
@@ -213,26 +197,20 @@ def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
 
 
 def _generation(generation: GenerationConfig) -> str:
-    stops = (
-        f"it ends with {', '.join(map(str, generation.eos_token_ids))}"
-        if generation.eos_token_ids
-        else "no token ends it"
-    )
-    begins = (
-        f"a target begins with {generation.decoder_start_token_id}, "
-        if generation.decoder_start_token_id is not None
-        else ""
-    )
-    return begins + stops
+    start, ends = generation.decoder_start_token_id, ", ".join(map(str, generation.eos_token_ids))
+    begin = "" if start is None else f"a target begins with {start}, "
+    return begin + (f"it ends with {ends}" if ends else "no token ends it")
 
 
-def _ids(generation: GenerationConfig) -> Iterator[tuple[str, int]]:
+def _token_ids(generation: GenerationConfig) -> Iterator[tuple[str, int]]:
     singles = {"start": generation.decoder_start_token_id, "bos": generation.bos_token_id}
     singles |= {"forced_first": generation.forced_bos_token_id, "forced_last": generation.forced_eos_token_id}
     yield from ((name, token) for name, token in singles.items() if token is not None)
     yield from (("end", token) for token in generation.eos_token_ids)
     yield from (("banned", token) for token in generation.suppress_tokens)
 
+
+# ---------------------------------------------------------------- cache directories
 
 FIX_HINT = "kvad doctor --fix removes it"
 
@@ -247,26 +225,20 @@ def check_cache_dir(folder: Path, *, fix: bool = False) -> Iterator[CheckResult]
     Raises:
         UsageError: If it is to be repaired, and another process uses it.
     """
-    file = _locked(folder)
     try:
-        if file is None:
-            if fix:
-                raise UsageError(f"{folder} is in use by another process", "stop it, or look without --fix")
-            yield CheckResult("lock", True, "another process holds it: what it writes now may look half done")
+        lock = REAL_FILE_SYSTEM.lock(folder / offload.disk_store.LOCK_NAME)
+    except BlockingIOError:
+        lock = None
+        if fix:
+            raise UsageError(f"{folder} is in use by another process", "stop it, or look without --fix") from None
+        yield CheckResult("lock", True, "another process holds it: what it writes now may look half done")
+    try:
         yield from _orphans(folder, fix)
         yield from _entries(folder, fix)
         yield from _check_pinned_prefixes(folder)
     finally:
-        if file is not None:
-            REAL_FILE_SYSTEM.close(file)
-
-
-def _locked(folder: Path) -> int | None:
-    """Lock the directory; None if another process uses it."""
-    try:
-        return REAL_FILE_SYSTEM.lock(folder / offload.disk_store.LOCK_NAME)
-    except BlockingIOError:
-        return None
+        if lock is not None:
+            REAL_FILE_SYSTEM.close(lock)
 
 
 def _orphans(folder: Path, fix: bool) -> Iterator[CheckResult]:
@@ -282,38 +254,32 @@ def _orphans(folder: Path, fix: bool) -> Iterator[CheckResult]:
 
 
 def _entries(folder: Path, fix: bool) -> Iterator[CheckResult]:
-    counts, models, sizes = Counter[str](), Counter[str](), 0
+    counts, models, sizes = Counter[str](), set[str](), 0
     for each in sorted(REAL_FILE_SYSTEM.list_files(folder)):
-        if (
-            each.name == offload.disk_store.LOCK_NAME
-            or storage.temp_paths.parse_temp_path(folder / each.name) is not None
-        ):
+        path = folder / each.name
+        if each.name == offload.disk_store.LOCK_NAME or storage.temp_paths.parse_temp_path(path) is not None:
             continue
-        key, dot, ending = each.name.rpartition(".")
-        block = dot + ending == ".kv" and offload.disk_store.KEY_PATTERN.fullmatch(key) is not None
-        if not block and dot + ending != offload.pinned.FILE_SUFFIX:
+        is_block = path.suffix == ".kv" and offload.disk_store.KEY_PATTERN.fullmatch(path.stem) is not None
+        if not is_block and path.suffix != offload.pinned.FILE_SUFFIX:
             yield CheckResult("files", False, f"{each.name} is not the tier's", "move it elsewhere")
             continue
-        why, says = _read(folder / each.name, models)
-        counts[why if block else f"pin {why}"] += 1
-        sizes += each.size if why == "whole" else 0
-        if why == "whole":
-            continue
-        yield from _fix_or_report(why, folder / each.name, says, fix and why == "damaged")
+        state, text = _read(path, models)
+        counts[state if is_block else f"pin {state}"] += 1
+        sizes += each.size if state == "whole" else 0
+        if state != "whole":
+            yield from _fix_or_report(state, path, text, fix and state == "damaged")
     pins = format_count(counts["pin whole"], "pin")
-    whole = f"{format_count(counts['whole'], 'block')} and {pins} whole, {sizes:,} bytes"
-    yield CheckResult(
-        "entries",
-        True,
-        f"{whole}, of {format_count(len(models), 'model or way of keeping', 'models or ways of keeping')}",
-    )
+    contents = f"{format_count(counts['whole'], 'block')} and {pins} whole, {sizes:,} bytes"
+    kinds = format_count(len(models), "model or way of keeping", "models or ways of keeping")
+    yield CheckResult("entries", True, f"{contents}, of {kinds}")
 
 
-def _read(path: Path, models: Counter[str]) -> tuple[str, str]:
+def _read(path: Path, models: set[str]) -> tuple[str, str]:
+    """Return the state of a file and what is wrong with it; its model is added to ``models``."""
     try:
         with storage.container.open_container(path) as entry:
             entry.check()
-            models[str(sorted(entry.header.fingerprint.items()))] += 1
+            models.add(str(sorted(entry.header.fingerprint.items())))
     except StorageError as error:
         return error.reason, error.message.removeprefix(f"{path}: ")
     except OSError as error:
@@ -333,10 +299,8 @@ def _fix_or_report(check: str, path: Path, says: str, fix: bool) -> Iterator[Che
 def _check_pinned_prefixes(folder: Path) -> Iterator[CheckResult]:
     for pin in offload.pinned.read_pinned_prefixes(folder):
         missing = sum(not (folder / f"{key}.kv").exists() for key in pin.keys)
-        if missing:
-            todo = f"kvad prefix add ... --name {pin.name} computes them again"
-            yield CheckResult(
-                "prefix", False, f"{pin.name}: {missing} of {format_count(len(pin.keys), 'block')} are missing", todo
-            )
-        else:
+        if not missing:
             yield CheckResult("prefix", True, f"{pin.name}: {format_count(pin.tokens, 'token')}")
+            continue
+        text = f"{pin.name}: {missing} of {format_count(len(pin.keys), 'block')} are missing"
+        yield CheckResult("prefix", False, text, f"kvad prefix add ... --name {pin.name} computes them again")

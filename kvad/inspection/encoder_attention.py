@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvad import config as cfg
 from kvad import ops
-from kvad.config import StackConfig, attention_specs
+from kvad.config import attention_specs
 from kvad.errors import RequestError
 from kvad.inspection.attention_plot import AttentionMap
 from kvad.llm import LLM
@@ -92,7 +93,7 @@ def _answer(llm: LLM, source: Sequence[int]) -> list[int]:
     )
 
 
-def _check(layers: Sequence[int] | None, heads: Sequence[int] | None, stacks: Sequence[StackConfig]) -> None:
+def _check(layers: Sequence[int] | None, heads: Sequence[int] | None, stacks: Sequence[cfg.StackConfig]) -> None:
     deepest = max(stack.num_layers for stack in stacks)
     widest = max(stack.layer_config(index).attention.num_heads for stack in stacks for index in range(stack.num_layers))
     for name, wanted, count in (("layer", layers, deepest), ("head", heads, widest)):

@@ -141,7 +141,7 @@ function blocks(row) {
     inner.style.width = `${(100 * shares[n]) / top}%`;
     bar.append(inner);
     const group = data.groups[block.group], held = block.tokens ? `${block.tokens} of ${block.first}\u2013${block.last}` : "none";
-    const known = (block.rows > 1 ? `${block.rows} rows` : "1 row") + (block.published ? ", published" : "");
+    const known = (block.rows > 1 ? `${block.rows} sequences` : "1 sequence") + (block.published ? ", published" : "");
     line.append(make("td", String(block.block)), make("td", spans("layer", group.layers)), make("td", group.state),
       make("td", held), make("td", known), make("td", `${(100 * shares[n]).toFixed(1)}%`), bar);
     return line;
@@ -190,7 +190,7 @@ $("groups").replaceChildren(...data.groups.map((group) => make("p",
   `${group.kv_heads} kv heads, blocks of ${group.block_size}`, "dim")));
 $("storage").replaceChildren(...data.storage.map((place) => make("p", `at the end, ${place.text}`, "dim")));
 $("rows").replaceChildren(...data.rows.map((row, number) => {
-  const option = make("option", `row ${number}: ${row.pieces.slice(0, 8).join("").slice(0, 40)}\u2026`);
+  const option = make("option", `sequence ${number}: ${row.pieces.slice(0, 8).join("").slice(0, 40)}\u2026`);
   option.value = number;
   return option;
 }));

@@ -1,8 +1,8 @@
-"""A slide of the cache microscope as one HTML file: the map, the text and a slider over the steps.
+"""The cache trace as one HTML file: the map, the text and a slider over the steps.
 
-It stands alone: style and script (beside this file) are written into it, the slide is JSON in it, and its own policy
-forbids it to load anything or to run any script but that one.  What a model said is data throughout: it stands in the
-file without a single ``<``, and the script shows it as text.  Without scripts a reader gets the terminal's map.
+The file is self-contained: style and script (``trace_html.css``, ``trace_html.js``) and the report as JSON are
+embedded, and its content security policy forbids any other script and any request. Text of the model is data: it is
+embedded without a single ``<``, and the script shows it as text. Without scripts a reader gets the terminal's map.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BODY = """<main>
 <div id="groups"></div>
 <div id="storage"></div>
 <div class="card">
-<div class="bar"><select id="rows" aria-label="row"></select><button id="play">Play</button>
+<div class="bar"><select id="rows" aria-label="sequence"></select><button id="play">Play</button>
 <input id="step" type="range" min="0" value="0" aria-label="step"><span id="now"></span></div>
 <div class="legend" id="legend"></div>
 <p class="dim" id="events"></p>
@@ -34,37 +34,42 @@ BODY = """<main>
 <div id="scroll"><canvas id="map"></canvas></div></div>
 <div class="card"><h2>Token</h2><div id="story"></div></div>
 </div>
-<div class="card"><h2>Blocks at the row's end, and the attention that their tokens got</h2>
-<div class="wide"><table><thead><tr><th>block</th><th>layers</th><th>form</th><th>tokens</th><th>counted by</th>
+<div class="card"><h2>Blocks at the end of the sequence, and the attention that their tokens received</h2>
+<div class="wide"><table><thead><tr><th>block</th><th>layers</th><th>state</th><th>tokens</th><th>used by</th>
 <th>share</th><th></th></tr></thead><tbody id="blocks"></tbody></table></div></div>
 </main>"""
 
 
-def trace_to_html(slide: TraceReport) -> str:
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{rules}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+{body}
+<noscript><pre>{text}</pre></noscript>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def trace_to_html(report: TraceReport) -> str:
     """Build the whole file."""
     style, script = (Path(__file__).with_suffix(ending).read_text(encoding="utf-8") for ending in (".css", ".js"))
-    rules = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
-    title = html.escape(f"{slide.model}: {slide.policy}")
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title>",
-            f"<style>{style}</style>",
-            "</head>",
-            "<body>",
-            BODY,
-            f"<noscript><pre>{html.escape(trace_to_text(slide))}</pre></noscript>",
-            f'<script type="application/json" id="data">{_data(slide)}</script>',
-            f"<script>{script}</script>",
-            "</body>",
-            "</html>",
-            "",
-        ]
+    return PAGE.format(
+        rules=f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
+        title=html.escape(f"{report.model}: {report.policy}"),
+        style=style,
+        body=BODY,
+        text=html.escape(trace_to_text(report)),
+        data=_data(report),
+        script=script,
     )
 
 
@@ -72,7 +77,7 @@ def _digest(source: str) -> str:
     return f"sha256-{b64encode(sha256(source.encode()).digest()).decode()}"
 
 
-def _data(slide: TraceReport) -> str:
+def _data(report: TraceReport) -> str:
     """Encode as JSON that no HTML parser can leave: the three characters with a meaning in HTML are escaped."""
-    text = json.dumps(trace_to_json(slide), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(trace_to_json(report), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

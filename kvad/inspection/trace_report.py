@@ -1,20 +1,20 @@
 """The cache trace as one plain value, and as JSON (``trace_text.py``: as text).
 
-A :class:`Slide` is of one run.  In each of its rows every position is, in each line (layers that keep the same tokens,
-or one kv head of a layer where heads keep others), in exactly one *state* at a time:
+In every line of a sequence (layers that retain the same tokens, or one kv head of a layer if heads differ), every
+position is in exactly one *state* at a time:
 
 ==  ==============  ================================================================================
-#   ``hot``         held as it was computed, by this row alone
-=   ``shared``      the same, in a block that other rows count on, or that was found in the prefix cache
+#   ``hot``         held as it was computed, by this sequence alone
+=   ``shared``      the same, in a block that other sequences reference, or found in the prefix cache
 o   ``quantized``   held in the formats of a tiered policy's quantized level
-~   ``summarized``  one of several tokens that one slot stands for
+~   ``summarized``  one of several tokens that share one slot
 s   ``offloaded``   held as it was computed, in host memory or on disk
-x   ``swapped``     not in the pool: the row was preempted (copied out, or recomputed later)
-.   ``evicted``     no later token of this row will see it
+x   ``swapped``     not in the pool: the sequence was preempted (copied out, or recomputed later)
+.   ``evicted``     not visible to any later token of this sequence
 -   ``unwritten``   not computed: the last sampled token never is
 ==  ==============  ================================================================================
 
-No torch.  ``SCHEMA`` grows when a key of the JSON changes its meaning or goes; new keys may come at any time.
+No torch. ``SCHEMA`` grows when a key of the JSON is removed or changes its meaning; new keys may be added any time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SCHEMA = 1
 STATES = {
@@ -38,31 +38,29 @@ STATES = {
 
 
 class Reason(NamedTuple):
-    """Reason of a change: ``cause``, ``text``, and ``length`` of the sequence at that time.
+    """Reason of a change.
 
-    ==============================  =========================================================================
-    written, own                    computed; in a block that no other sequence references any more
-    hit, shared, fork               in the pool's prefix cache; shared with later sequences; copied from the parent
-    sample prefix-cache                    read from a block store, ``source``: "ram", "packed" (in RAM) or "disk"
-    restored                        as an earlier request left it (``source`` "session"), evictions included window,
-    score, dropped          evicted by a policy: by position, by score, at the end of the last level quantized,
-    summarized,          moved to another level offloaded swapped-out, preempted          preempted: copied out
-    (``source``: to "ram" or "disk"), or dropped swapped-in, recomputed          returned: its copy (``source``: from
-    where), or recomputed lost                            without a reason: a bug ==============================
-    =========================================================================
-
-    For ``score``: the token's ``score``, its ``rank`` among the ``num_candidates`` held tokens (1: the best), and
-    ``lowest_score``, the lowest that stayed (None: the others would have stayed anyway). ``source`` of a hit: "pool".
+    ===========================  ==================================================================================
+    written, own                 computed; in a block that no other sequence references any more
+    hit, shared, fork            in the pool's prefix cache; shared with later sequences; copied from the parent sample
+    prefix-cache                 read from a block store, ``source``: "ram", "packed" (in RAM) or "disk"
+    restored                     as an earlier request left it (``source`` "session"), evictions included
+    window, score, dropped       evicted by a policy: by position, by score, at the end of the last level
+    quantized, summarized        moved to another level, as is offloaded
+    swapped-out, preempted       preempted: copied out (``source``: to "ram" or "disk"), or dropped
+    swapped-in, recomputed       returned: its copy (``source``: from where), or recomputed
+    lost                         without a reason: a bug
+    ===========================  ==================================================================================
     """
 
     cause: str
     text: str
-    length: int
-    score: float | None = None
-    rank: int | None = None
-    num_candidates: int | None = None
-    lowest_score: float | None = None
-    source: str | None = None
+    length: int  # of the sequence at that time
+    score: float | None = None  # of a ranking policy
+    rank: int | None = None  # among the held tokens; 1 is the best
+    num_candidates: int | None = None  # held tokens
+    lowest_score: float | None = None  # that stayed; None: the others would have stayed anyway
+    source: str | None = None  # "pool" for a hit
 
 
 class StateChange(NamedTuple):
@@ -76,34 +74,26 @@ class StateChange(NamedTuple):
 
 
 class GroupTrace(NamedTuple):
-    """The trace of layers; ``head`` None: all kv heads retain the same.
-
-    ``states``: final signs, one per position.
-    """
+    """The trace of layers, or of one kv head."""
 
     group: int
     layers: tuple[int, ...]
-    head: int | None
-    states: str
+    head: int | None  # None: all kv heads retain the same tokens
+    states: str  # final signs, one per position
     changes: tuple[StateChange, ...]
 
 
 class BlockUse(NamedTuple):
-    """A block that the sequence could read at its end.
-
-    ``tokens`` in it, between ``first`` and ``last`` (of a summary: those it represents; if heads differ: of all heads);
-    ``rows``: sequences that reference it; ``published``: a later sequence with the same tokens finds it; ``share``: by
-    layer, share of the sequence's attention that its present tokens received.
-    """
+    """A block that the sequence could read at its end."""
 
     group: int
     block: int
-    tokens: int
+    tokens: int  # in it, between first and last (of a summary: those it represents; if heads differ: of all heads)
     first: int
     last: int
-    rows: int
-    published: bool
-    share: tuple[float, ...]
+    rows: int  # sequences that reference it
+    published: bool  # a later sequence with the same tokens finds it
+    share: tuple[float, ...]  # by layer: share of the sequence's attention that its present tokens received
 
 
 class SequenceEventRecord(NamedTuple):
@@ -114,47 +104,38 @@ class SequenceEventRecord(NamedTuple):
 
 
 class SequenceReport(NamedTuple):
-    """One sample of one request.
-
-    ``tokens`` and ``pieces``: prompt and generated; ``num_prefix_hits``: tokens found in the prefix cache (block stores
-    included), ``restored``: those that an earlier request left; ``attention_mass`` [layers][K][positions]: sum of the
-    attention from this sequence's queries.
-    """
+    """One sample of one request."""
 
     request: int
     sample: int
-    prompt: int
-    num_prefix_hits: int
-    tokens: tuple[int, ...]
+    prompt: int  # number of tokens
+    num_prefix_hits: int  # tokens found in the prefix cache, block stores included
+    tokens: tuple[int, ...]  # prompt and generated
     pieces: tuple[str, ...]
     finish: str | None
     error: str | None
     lines: tuple[GroupTrace, ...]
     blocks: tuple[BlockUse, ...]
-    attention_mass: tuple[tuple[tuple[float, ...], ...], ...]
+    attention_mass: tuple[tuple[tuple[float, ...], ...], ...]  # [layers][K][positions], summed over the queries
     events: tuple[SequenceEventRecord, ...]
-    restored: int = 0
+    restored: int = 0  # tokens that an earlier request left
 
 
 class GroupReport(NamedTuple):
-    """A cache group.
+    """A cache group."""
 
-    ``state``: hot, quantized, summarized or offloaded; ``policy``: of its layers; ``stored``: its formats; ``blocks``
-    that sequences can own; ``bytes`` of the pool.
-    """
-
-    state: str
+    state: str  # of its tokens: hot, quantized, summarized or offloaded
     layers: tuple[int, ...]
     kv_heads: int
     policy: str
-    stored: str
+    stored: str  # formats
     block_size: int
-    blocks: int
-    bytes: int
+    blocks: int  # that sequences can own
+    bytes: int  # of the pool
 
 
 class StepSpan(NamedTuple):
-    """Tokens ``start .. start + count - 1`` of sequence number ``row``."""
+    """Tokens ``start .. start + count - 1`` of sequence ``row`` were computed."""
 
     row: int
     start: int
@@ -162,26 +143,22 @@ class StepSpan(NamedTuple):
 
 
 class TraceStep(NamedTuple):
-    """One step; ``used``: referenced blocks of each group."""
+    """One step."""
 
     step: int
     spans: tuple[StepSpan, ...]
-    used: tuple[int, ...]
+    used: tuple[int, ...]  # referenced blocks of each group
 
 
 class StorageReport(NamedTuple):
-    """Storage used at the end of a run: pool, RAM store, disk store, offload, swap space.
-
-    ``bytes`` in use (``limit`` None: no known bound), in ``blocks`` of ``of`` (None: not in blocks); ``peak``: maximum
-    of bytes, if known; ``text``: a description.
-    """
+    """Storage used at the end of a run: pool, RAM store, disk store, offload or swap space."""
 
     location: str
     bytes: int
-    limit: int | None
-    blocks: int | None
+    limit: int | None  # in bytes; None: no known bound
+    blocks: int | None  # None: not in blocks
     of: int | None
-    peak: int | None
+    peak: int | None  # maximum of bytes, if known
     text: str
 
 
@@ -198,63 +175,32 @@ class TraceReport(NamedTuple):
     storage: tuple[StorageReport, ...] = ()
 
 
-# ---------------------------------------------------------------- JSON
+def trace_to_json(report: TraceReport) -> dict[str, Any]:
+    """Build plain objects, lists, numbers and texts (schema: docs/kv-cache.md); numbers are rounded to 6 digits."""
+    plain: dict[str, Any] = {"schema": SCHEMA, "states": STATES, **_plain(report)}
+    for row, fields in zip(report.rows, plain["rows"], strict=True):
+        fields["counts"] = dict(count_states(row))
+    return plain
 
 
-def trace_to_json(slide: TraceReport) -> dict[str, object]:
-    """Build plain objects, lists, numbers and texts (schema: docs/kv-cache.md).
-
-    Numbers are rounded to 6 digits.
-    """
-    names = "model", "policy", "layout", "layers"
-    return {
-        "schema": SCHEMA,
-        **{name: getattr(slide, name) for name in names},
-        "states": STATES,
-        "storage": [place._asdict() for place in slide.storage],
-        "groups": [{**group._asdict(), "layers": list(group.layers)} for group in slide.groups],
-        "steps": [
-            {"step": step.step, "spans": [span._asdict() for span in step.spans], "used": list(step.used)}
-            for step in slide.steps
-        ],
-        "rows": [_row_json(row) for row in slide.rows],
-    }
-
-
-def _row_json(row: SequenceReport) -> dict[str, object]:
-    return {
-        **row._asdict(),
-        "tokens": list(row.tokens),
-        "pieces": list(row.pieces),
-        "counts": dict(count_states(row)),
-        "lines": [_line_json(line) for line in row.lines],
-        "blocks": [{**block._asdict(), "share": [_short(x) for x in block.share]} for block in row.blocks],
-        "attention_mass": [[[_short(x) for x in head] for head in layer] for layer in row.attention_mass],
-        "events": [each._asdict() for each in row.events],
-    }
-
-
-def _line_json(line: GroupTrace) -> dict[str, object]:
-    changes = [{**change._asdict(), "why": _why_json(change.why)} for change in line.changes]
-    return {**line._asdict(), "layers": list(line.layers), "changes": changes}
-
-
-def _why_json(why: Reason) -> dict[str, object]:
-    fields = {name: value for name, value in why._asdict().items() if value is not None}
-    return {name: _short(value) if isinstance(value, float) else value for name, value in fields.items()}
-
-
-def _short(x: float) -> float | None:
-    return float(f"{x:.6g}") if math.isfinite(x) else None
+def _plain(value: Any) -> Any:
+    """Convert records to objects and tuples to lists; fields of a Reason that do not apply are omitted."""
+    if isinstance(value, Reason):
+        return {name: _plain(field) for name, field in value._asdict().items() if field is not None}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: _plain(field) for name, field in value._asdict().items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 def count_states(row: SequenceReport, lines: Sequence[GroupTrace] | None = None) -> Mapping[str, int]:
     """Count positions in each state, over all layers and kv heads."""
     signs: Counter[str] = Counter()
     for line in row.lines if lines is None else lines:
-        times = (
-            len(line.layers) if line.head is not None else sum(len(row.attention_mass[layer]) for layer in line.layers)
-        )
+        all_heads = sum(len(row.attention_mass[layer]) for layer in line.layers)
         for sign, number in Counter(line.states).items():
-            signs[sign] += number * times
+            signs[sign] += number * (all_heads if line.head is None else len(line.layers))
     return {state: signs[sign] for state, sign in STATES.items()}

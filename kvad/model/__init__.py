@@ -20,33 +20,4 @@ if TYPE_CHECKING:
     from kvad.model.summarizer import Summarizer as Summarizer
     from kvad.model.transformer import Transformer as Transformer
 
-__all__ = [
-    "NoCache",
-    "Summarizer",
-    "Transformer",
-    "attention",
-    "batch_invariant",
-    "fingerprint",
-    "heads",
-    "layers",
-    "lora",
-    "positions",
-    "summarizer",
-    "transformer",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {"NoCache": "no_cache", "Summarizer": "summarizer", "Transformer": "transformer"},
-    (
-        "attention",
-        "batch_invariant",
-        "fingerprint",
-        "heads",
-        "layers",
-        "lora",
-        "positions",
-        "summarizer",
-        "transformer",
-    ),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

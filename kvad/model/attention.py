@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad import ops
-from kvad.config import ModelConfig
+from kvad.config import ModelConfig, attention_dims, encoder_hidden_size
 from kvad.model.layers import Norm, dropout_active
 from kvad.model_input import AlibiSlopes, AttentionParams, CacheView, PositionBias, RelativeBuckets, Rotary
 
@@ -38,9 +38,7 @@ class Attention(nn.Module):
         super().__init__()
         width = config.hidden_size if width is None else width
         key_input_size = width if key_input_size is None else key_input_size
-        self.heads, self.kv_heads = spec.num_heads, spec.num_kv_heads or spec.num_heads
-        self.head_dim = cfg.head_dim(config, spec)
-        self.value_dim = spec.value_dim or self.head_dim
+        self.heads, self.kv_heads, self.head_dim, self.value_dim = attention_dims(config, spec)
         self.spec, self.dropout = spec, config.dropout.attention
         self.q = ops.linear.Linear(width, self.heads * self.head_dim, spec.qkv_bias)
         self.k = ops.linear.Linear(key_input_size, self.kv_heads * self.head_dim, spec.qkv_bias)
@@ -107,7 +105,7 @@ class CrossAttention(Attention):
     def __init__(
         self, config: ModelConfig, spec: cfg.AttentionConfig, norm: cfg.NormConfig, width: int | None = None
     ) -> None:
-        super().__init__(config, spec, norm, width, cfg.encoder_hidden_size(config))
+        super().__init__(config, spec, norm, width, encoder_hidden_size(config))
         self.kv = ops.linear.PackedLinear()
 
     def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding = None) -> Tensor:

@@ -20,11 +20,13 @@ from kvad.model.heads import ClassificationHead, LanguageHead
 from kvad.model.layers import GatedMLP, MixtureOfExperts
 from kvad.model.transformer import Transformer
 
+MatmulShape = ops.batch_invariant.MatmulShape
+
 
 def make_batch_invariant(model: Transformer) -> ops.batch_invariant.TileSizes:
     """Change a model permanently to tiles that are batch-invariant on this machine.
 
-    Call it after :meth:`Transformer.fuse_projections`, if both are used.
+    Call it after ``Transformer.fuse_projections``, if both are used.
 
     Returns:
         The tile sizes of attention, which are the kernel of the model's cache. They may differ from the layers' sizes.
@@ -54,24 +56,21 @@ def _check(model: Transformer) -> None:
         raise ConfigError("deterministic: is not supported in float16", "use dtype=float32 or bfloat16")
     stacks = (model.config.decoder, model.config.encoder)
     for layer in (layer for stack in stacks if stack is not None for layer in stack.layer_types.values()):
-        attention = layer.attention
-        name = (
-            attention.position.name
-            if isinstance(attention.position, cfg.CustomPositionsConfig)
-            else attention.custom_class
-        )
+        position, name = layer.attention.position, layer.attention.custom_class
+        if isinstance(position, cfg.CustomPositionsConfig):
+            name = position.name
         if name is not None:
             raise ConfigError(f"deterministic: is not supported with the custom class {name}")
 
 
-def _attentions(model: Transformer) -> Iterator[ops.batch_invariant.MatmulShape]:
+def _attentions(model: Transformer) -> Iterator[MatmulShape]:
     """Yield the shapes of the products of queries and keys, and of weights and values."""
     for module in model.modules():
         if isinstance(module, Attention):
             yield from _attention(module, model.token_embedding.dtype)
 
 
-def _products(model: Transformer) -> Iterator[ops.batch_invariant.MatmulShape]:
+def _products(model: Transformer) -> Iterator[MatmulShape]:
     """Yield the shapes of all products with weights."""
     dtype, packed = model.token_embedding.dtype, set[nn.Module]()
     packs: list[tuple[ops.linear.PackedLinear, tuple[ops.linear.Linear, ...]]]
@@ -86,25 +85,21 @@ def _products(model: Transformer) -> Iterator[ops.batch_invariant.MatmulShape]:
             continue
         for pack, layers in packs:
             if pack.shape is not None:
-                yield ops.batch_invariant.MatmulShape(pack.shape[1], pack.shape[0], dtype, layers[0].bias is not None)
+                yield MatmulShape(pack.shape[1], pack.shape[0], dtype, layers[0].bias is not None)
                 packed.update(layers)
     for module in model.modules():
         if isinstance(module, ops.linear.Linear) and module not in packed:
-            yield ops.batch_invariant.MatmulShape(
-                module.in_features, module.out_features, dtype, module.bias is not None
-            )
+            yield MatmulShape(module.in_features, module.out_features, dtype, module.bias is not None)
         elif isinstance(module, MixtureOfExperts):
             for weight, bias in ((module.gate, module.gate_bias), (module.down, module.down_bias)):
-                yield ops.batch_invariant.MatmulShape(weight.shape[2], weight.shape[1], dtype, bias is not None)
+                yield MatmulShape(weight.shape[2], weight.shape[1], dtype, bias is not None)
         elif isinstance(module, (LanguageHead, ClassificationHead)):
             head = model.token_embedding if module.weight is None else module.weight
-            yield ops.batch_invariant.MatmulShape(head.shape[1], head.shape[0], dtype, module.bias is not None)
+            yield MatmulShape(head.shape[1], head.shape[0], dtype, module.bias is not None)
 
 
-def _attention(layer: Attention, dtype: torch.dtype) -> Iterator[ops.batch_invariant.MatmulShape]:
+def _attention(layer: Attention, dtype: torch.dtype) -> Iterator[MatmulShape]:
     group, wide = layer.heads // layer.kv_heads, ops.batch_invariant.compute_dtype(dtype)
     for batch in {1, layer.kv_heads, 4 * layer.kv_heads}:
-        yield ops.batch_invariant.MatmulShape(layer.head_dim, ops.batch_invariant.KEYS, wide, batch=batch, group=group)
-        yield ops.batch_invariant.MatmulShape(
-            ops.batch_invariant.KEYS, layer.value_dim, wide, batch=batch, group=group, across=True
-        )
+        yield MatmulShape(layer.head_dim, ops.batch_invariant.KEYS, wide, batch=batch, group=group)
+        yield MatmulShape(ops.batch_invariant.KEYS, layer.value_dim, wide, batch=batch, group=group, across=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad import ops
-from kvad.config import ModelConfig
+from kvad.config import ModelConfig, head_input_size
 from kvad.model.layers import ACTIVATIONS, Norm
 from kvad.model_input import SubBatch
 
@@ -32,6 +32,10 @@ class HeadTransform(nn.Module):
         return out if self.norm is None else self.norm(out)
 
 
+def _build_transform(config: ModelConfig) -> HeadTransform | None:
+    return None if config.head.transform is None else HeadTransform(config.hidden_size, config.head.transform)
+
+
 class LanguageHead(nn.Module):
     """Language head; if tied (Press & Wolf 2017), it uses the token table and has no weight."""
 
@@ -40,10 +44,9 @@ class LanguageHead(nn.Module):
     def __init__(self, config: ModelConfig, spec: cfg.LanguageHeadConfig) -> None:
         super().__init__()
         self.spec = spec
-        self.transform = None if spec.transform is None else HeadTransform(config.hidden_size, spec.transform)
-        self.weight = (
-            None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, cfg.head_input_size(config)))
-        )
+        self.transform = _build_transform(config)
+        size = head_input_size(config)
+        self.weight = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, size))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if spec.bias else None
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
@@ -69,8 +72,8 @@ class ClassificationHead(nn.Module):
     def __init__(self, config: ModelConfig, spec: cfg.ClassificationHeadConfig) -> None:
         super().__init__()
         self.spec = spec
-        self.transform = None if spec.transform is None else HeadTransform(config.hidden_size, spec.transform)
-        self.weight = nn.Parameter(torch.empty(len(spec.labels), cfg.head_input_size(config)))
+        self.transform = _build_transform(config)
+        self.weight = nn.Parameter(torch.empty(len(spec.labels), head_input_size(config)))
         self.bias = nn.Parameter(torch.zeros(len(spec.labels))) if spec.bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ class PoolingHead(nn.Module):
     def __init__(self, config: ModelConfig, spec: cfg.PoolingHeadConfig) -> None:
         super().__init__()
         self.spec = spec
-        self.transform = None if spec.transform is None else HeadTransform(config.hidden_size, spec.transform)
+        self.transform = _build_transform(config)
 
     def forward(self, pooled: Tensor) -> Tensor:
         """Compute embeddings: [B, E] -> [B, E], or the transform's output size."""
@@ -97,11 +100,9 @@ def build_head(config: ModelConfig) -> LanguageHead | ClassificationHead | Pooli
     """Build the head of a model."""
     if isinstance(config.head, cfg.LanguageHeadConfig):
         return LanguageHead(config, config.head)
-    return (
-        ClassificationHead(config, config.head)
-        if isinstance(config.head, cfg.ClassificationHeadConfig)
-        else PoolingHead(config, config.head)
-    )
+    if isinstance(config.head, cfg.ClassificationHeadConfig):
+        return ClassificationHead(config, config.head)
+    return PoolingHead(config, config.head)
 
 
 def pool_hidden(hidden: Tensor, sub_batches: Sequence[SubBatch], pooling: cfg.Pooling) -> Tensor:

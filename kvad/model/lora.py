@@ -46,23 +46,12 @@ class LoraLinear(ops.linear.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Apply layer and adapter: [.., in] -> [.., out]."""
         low = ops.linear.linear(self.dropout(input), self.lora_a)
-        return ops.linear.linear(input, self.weight, self.bias, self.tiles) + self.scale * ops.linear.linear(
-            low, self.lora_b
-        )
+        base = ops.linear.linear(input, self.weight, self.bias, self.tiles)
+        return base + self.scale * ops.linear.linear(low, self.lora_b)
 
 
 def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: float, dropout: float = 0.0) -> None:
-    """Freeze the model and add adapters to its linear layers.
-
-    Outputs do not change, because B is zero.
-
-    Args:
-        model: The model, changed in place.
-        parts: Names of the linear layers.
-        rank: Rank r of the factors.
-        scale: Factor of B A.
-        dropout: Dropout rate of the adapters' input.
-    """
+    """Freeze the model and add adapters to the linear layers ``parts``; outputs do not change, because B is zero."""
     model.requires_grad_(False)
     for part in parts:
         parent, _, last = part.rpartition(".")
@@ -73,14 +62,18 @@ def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: flo
 
 def adapter_factors(model: Transformer) -> dict[str, LoraFactors]:
     """Return the factors of every adapted layer by name; the tensors share the parameters' storage."""
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    adapted = _adapted_layers(model)
     return {name: LoraFactors(x.lora_a.detach(), x.lora_b.detach(), x.scale) for name, x in adapted.items()}
+
+
+def _adapted_layers(model: Transformer) -> dict[str, LoraLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 @torch.no_grad()
 def load_factors(model: Transformer, factors: Mapping[str, LoraFactors]) -> None:
-    """Load factors from :func:`adapter_factors` into a model with the same adapters."""
-    adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    """Load factors from ``adapter_factors`` into a model with the same adapters."""
+    adapted = _adapted_layers(model)
     assert adapted.keys() == factors.keys()
     for name, module in adapted.items():
         module.lora_a.copy_(factors[name].a)

@@ -7,6 +7,7 @@ for the same forward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,15 +43,22 @@ class NoCache:
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
         self_specs = [spec for spec in self._specs if not spec.is_cross_attention]
-        views = _views(self_specs, model_input, self._kernel, self._attention_hook, self._exact_rope)
+        angles = ops.rotary.RotaryCache(model_input.positions, exact=self._exact_rope)
+        layouts: dict[AttentionPattern, list[_SubBatchLayout]] = {}
+        views: list[CacheView] = []
+        for spec in self_specs:
+            pattern = AttentionPattern.from_spec(spec)
+            if pattern not in layouts:
+                layouts[pattern] = _self_attention_layouts(model_input, pattern)
+            views.append(_View(len(views), layouts[pattern], angles, self._kernel, self._attention_hook))
         if model_input.encoder_input is not None:
-            first, count = len(self_specs), len(self._specs) - len(self_specs)
-            plan = _CrossAttentionPlan(model_input, model_input.encoder_input)
-            views += [_CrossAttentionView(first + i, plan, self._kernel, self._attention_hook) for i in range(count)]
+            cross = _cross_attention_layouts(model_input, model_input.encoder_input)
+            while len(views) < len(self._specs):
+                views.append(_View(len(views), cross, None, self._kernel, self._attention_hook))
         return views
 
 
-class EncoderNoCache:
+class EncoderNoCache(NoCache):
     """NoCache for the encoder: one view per layer."""
 
     def __init__(
@@ -60,142 +68,96 @@ class EncoderNoCache:
         kernel: ops.attention.Kernel = "auto",
         attention_hook: ops.sub_batch.AttentionHook | None = None,
     ) -> None:
-        self._specs = encoder_attention_specs(config)
-        self._kernel, self._attention_hook = kernel, attention_hook
-
-    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
-        return _views(self._specs, model_input, self._kernel, self._attention_hook)
+        specs = encoder_attention_specs(config)
+        super().__init__(config, specs=specs, kernel=kernel, attention_hook=attention_hook)
 
 
-def _views(
-    specs: Sequence[AttentionSpec],
-    model_input: ModelInput,
-    kernel: ops.attention.Kernel,
-    attention_hook: ops.sub_batch.AttentionHook | None,
-    exact_rope: bool = False,
-) -> list[CacheView]:
-    angles = ops.rotary.RotaryCache(model_input.positions, exact=exact_rope)
+class _SubBatchLayout(NamedTuple):
+    """Queries and keys of one sub-batch, as spans of the flat tokens."""
+
+    span: tuple[int, int]
+    queries: SubBatch
+    key_span: tuple[int, int]  # in the encoder's tokens for cross-attention
+    keys: SubBatch
+    mask: ops.attention.AttentionMask
+
+
+def _self_attention_layouts(model_input: ModelInput, pattern: AttentionPattern) -> list[_SubBatchLayout]:
+    layouts = []
     spans = ops.sub_batch.sub_batch_spans(model_input.sub_batches)
-    masks: dict[AttentionPattern, list[ops.attention.AttentionMask]] = {}
-    views: list[CacheView] = []
-    for index, spec in enumerate(specs):
-        pattern = AttentionPattern.from_spec(spec)
-        if pattern not in masks:
-            pairs = zip(model_input.sub_batches, spans, strict=True)
-            positions = [_token_positions(model_input, sub_batch, span) for sub_batch, span in pairs]
-            masks[pattern] = [ops.attention.AttentionMask(x, x, pattern) for x in positions]
-        views.append(
-            _SelfAttentionView(index, model_input.sub_batches, spans, masks[pattern], angles, kernel, attention_hook)
-        )
-    return views
+    for sub_batch, span in zip(model_input.sub_batches, spans, strict=True):
+        positions = _token_positions(model_input, sub_batch, span)
+        mask = ops.attention.AttentionMask(positions, positions, pattern)
+        layouts.append(_SubBatchLayout(span, sub_batch, span, sub_batch, mask))
+    return layouts
+
+
+def _cross_attention_layouts(model_input: ModelInput, encoder_input: ModelInput) -> list[_SubBatchLayout]:
+    """Pair the decoder's sub-batches with the encoder's; sequences of one encoder input are folded."""
+    num_sub_batches = len(model_input.sub_batches)
+    assert num_sub_batches in (0, len(encoder_input.sub_batches)), "encoder and decoder sub-batches must match"
+    spans = ops.sub_batch.sub_batch_spans(model_input.sub_batches)
+    key_spans = ops.sub_batch.sub_batch_spans(encoder_input.sub_batches)
+    layouts = []
+    for sub_batch, span, keys, key_span in zip(
+        model_input.sub_batches, spans, encoder_input.sub_batches, key_spans, strict=False
+    ):
+        queries = ops.sub_batch.fold_rows(sub_batch, keys.num_seqs)
+        query_positions = _token_positions(model_input, queries, span)
+        key_positions = _token_positions(encoder_input, keys, key_span)
+        if query_positions.document_id is None or key_positions.document_id is None:
+            query_positions = query_positions._replace(document_id=None)
+            key_positions = key_positions._replace(document_id=None)
+        mask = ops.attention.AttentionMask(query_positions, key_positions, AttentionPattern(causal=False))
+        layouts.append(_SubBatchLayout(span, queries, key_span, keys, mask))
+    return layouts
 
 
 def _token_positions(model_input: ModelInput, sub_batch: SubBatch, span: tuple[int, int]) -> TokenPositions:
-    def select(flat: Tensor) -> Tensor:
-        return flat[span[0] : span[1]].view(sub_batch.num_seqs, sub_batch.num_new_tokens)
-
-    return TokenPositions(
-        *(
-            None if x is None else select(x)
-            for x in (model_input.positions, model_input.document_ids, model_input.causal_order)
-        )  # type: ignore[arg-type]
-    )
+    flat = (model_input.positions, model_input.document_ids, model_input.causal_order)
+    return TokenPositions(*(None if x is None else _by_sequence(x, sub_batch, span) for x in flat))  # type: ignore[arg-type]
 
 
-class _SelfAttentionView:
+def _by_sequence(flat: Tensor, sub_batch: SubBatch, span: tuple[int, int]) -> Tensor:
+    """Select a sub-batch: [T, ...] -> [R, L, ...]."""
+    selected: Tensor = flat[span[0] : span[1]].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens))
+    return selected
+
+
+class _View:
+    """View of one layer. Cross-attention, which has no rotary angles, reads what was written before."""
+
     def __init__(
         self,
         layer: int,
-        sub_batches: Sequence[SubBatch],
-        spans: Sequence[tuple[int, int]],
-        masks: Sequence[ops.attention.AttentionMask],
-        angles: ops.rotary.RotaryCache,
+        layouts: Sequence[_SubBatchLayout],
+        angles: ops.rotary.RotaryCache | None,
         kernel: ops.attention.Kernel,
         attention_hook: ops.sub_batch.AttentionHook | None,
     ) -> None:
-        self._layer, self._sub_batches, self._spans, self._masks = layer, sub_batches, spans, masks
-        self._angles, self._kernel, self._attention_hook = angles, kernel, attention_hook
-
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
-        assert k is not None and v is not None, "self-attention needs keys and values"
-        if params.rotary is not None:
-            q, k = self._angles.rotate(q, params.rotary), self._angles.rotate(k, params.rotary)
-        outs = []
-        for index, (sub_batch, (low, high), mask) in enumerate(
-            zip(self._sub_batches, self._spans, self._masks, strict=True)
-        ):
-            queries = q[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens))
-            keys = k[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens)).transpose(1, 2)
-            values = v[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens)).transpose(1, 2)
-            at = slice(low, high)
-            part = ops.merge.AttentionPart(queries, keys, values, mask)
-            seen = ops.sub_batch.attend_sub_batch(
-                self._layer, index, part, params, self._kernel, self._attention_hook, at
-            )
-            outs.append(seen.out.flatten(0, 1))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        raise AssertionError("self-attention has no encoder output to write")
-
-
-class _CrossAttentionPlan:
-    """The encoder sequence of each decoder sequence, plan by the cross-attention of all layers."""
-
-    def __init__(self, model_input: ModelInput, encoder_input: ModelInput) -> None:
-        assert len(model_input.sub_batches) in (0, len(encoder_input.sub_batches)), (
-            "encoder and decoder sub-batches must match"
-        )
-        self.spans, self.encoder_spans = (
-            ops.sub_batch.sub_batch_spans(model_input.sub_batches),
-            ops.sub_batch.sub_batch_spans(encoder_input.sub_batches),
-        )
-        self.sub_batches, self.masks = [], []
-        for sub_batch, span, encoder_sub_batch, at in zip(
-            model_input.sub_batches, self.spans, encoder_input.sub_batches, self.encoder_spans, strict=False
-        ):
-            self.sub_batches.append((ops.sub_batch.fold_rows(sub_batch, encoder_sub_batch.num_seqs), encoder_sub_batch))
-            queries, keys = (
-                _token_positions(model_input, ops.sub_batch.fold_rows(sub_batch, encoder_sub_batch.num_seqs), span),
-                _token_positions(encoder_input, encoder_sub_batch, at),
-            )
-            if queries.document_id is None or keys.document_id is None:
-                queries, keys = queries._replace(document_id=None), keys._replace(document_id=None)
-            self.masks.append(ops.attention.AttentionMask(queries, keys, AttentionPattern(causal=False)))
-
-
-class _CrossAttentionView:
-    def __init__(
-        self,
-        layer: int,
-        plan: _CrossAttentionPlan,
-        kernel: ops.attention.Kernel,
-        attention_hook: ops.sub_batch.AttentionHook | None,
-    ) -> None:
-        self._layer, self._plan, self._kernel, self._attention_hook = layer, plan, kernel, attention_hook
+        self._layer, self._layouts, self._angles = layer, layouts, angles
+        self._kernel, self._attention_hook = kernel, attention_hook
         self._written: tuple[Tensor, Tensor] | None = None
 
     def write(self, k: Tensor, v: Tensor) -> None:
+        assert self._angles is None, "self-attention has no encoder output to write"
         self._written = k, v
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
-        assert k is None and v is None and self._written is not None, (
-            "the encoder output must be written before it is read"
-        )
-        plan, (keys, values), outs = self._plan, self._written, []
-        for index, (sub_batch, encoder_sub_batch) in enumerate(plan.sub_batches):
-            (low, high), (first, last) = plan.spans[index], plan.encoder_spans[index]
-            queries, mask = q[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens)), plan.masks[index]
-            k, v = (
-                x[first:last]
-                .unflatten(0, (encoder_sub_batch.num_seqs, encoder_sub_batch.num_new_tokens))
-                .transpose(1, 2)
-                for x in (keys, values)
+        if self._angles is None:
+            assert k is None and v is None, "cross-attention has no new keys and values"
+            assert self._written is not None, "the encoder output must be written before it is read"
+            k, v = self._written
+        assert k is not None and v is not None, "self-attention needs keys and values"
+        if self._angles is not None and params.rotary is not None:
+            q, k = self._angles.rotate(q, params.rotary), self._angles.rotate(k, params.rotary)
+        outs = []
+        for index, layout in enumerate(self._layouts):
+            queries = _by_sequence(q, layout.queries, layout.span)
+            keys, values = (_by_sequence(x, layout.keys, layout.key_span).transpose(1, 2) for x in (k, v))
+            part = ops.merge.AttentionPart(queries, keys, values, layout.mask)
+            output = ops.sub_batch.attend_sub_batch(
+                self._layer, index, part, params, self._kernel, self._attention_hook, slice(*layout.span)
             )
-            at = slice(low, high)
-            part = ops.merge.AttentionPart(queries, k, v, mask)
-            seen = ops.sub_batch.attend_sub_batch(
-                self._layer, index, part, params, self._kernel, self._attention_hook, at
-            )
-            outs.append(seen.out.flatten(0, 1))
+            outs.append(output.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

@@ -12,19 +12,11 @@ import math
 import torch
 from torch import Tensor
 
-from kvad.config import (
-    DynamicScalingConfig,
-    LinearScalingConfig,
-    Llama3ScalingConfig,
-    LongRopeScalingConfig,
-    RopeConfig,
-    SinusoidalPositionsConfig,
-    YarnScalingConfig,
-)
+from kvad import config as cfg
 
 
 def sinusoidal_embedding(
-    positions: Tensor, width: int, spec: SinusoidalPositionsConfig, dtype: torch.dtype = torch.float32
+    positions: Tensor, width: int, spec: cfg.SinusoidalPositionsConfig, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Compute sinusoidal embeddings [T, width] of positions [T].
 
@@ -51,48 +43,48 @@ def alibi_slopes(heads: int) -> list[float]:
     return (slopes + between)[:heads]
 
 
-def depends_on_length(rope: RopeConfig) -> bool:
+def depends_on_length(rope: cfg.RopeConfig) -> bool:
     """Return True if the frequencies depend on the maximum length of the sequence."""
-    return isinstance(rope.scaling, (DynamicScalingConfig, LongRopeScalingConfig))
+    return isinstance(rope.scaling, (cfg.DynamicScalingConfig, cfg.LongRopeScalingConfig))
 
 
-def rope_regime(rope: RopeConfig, max_seq_len: int) -> int:
+def rope_regime(rope: cfg.RopeConfig, max_seq_len: int) -> int:
     """Return a number that is equal for maximum lengths with equal frequencies."""
-    if isinstance(rope.scaling, DynamicScalingConfig):
+    if isinstance(rope.scaling, cfg.DynamicScalingConfig):
         return max(max_seq_len, rope.scaling.original_max_seq_len)
-    if isinstance(rope.scaling, LongRopeScalingConfig):
+    if isinstance(rope.scaling, cfg.LongRopeScalingConfig):
         return int(max_seq_len > rope.scaling.original_max_seq_len)
     return 0
 
 
-def rope_frequencies(rope: RopeConfig, dim: int, max_seq_len: int) -> Tensor:
+def rope_frequencies(rope: cfg.RopeConfig, dim: int, max_seq_len: int) -> Tensor:
     """Return radians per position of each pair, [D_rot/2] in float32, for sequences of at most ``max_seq_len``."""
     rotated = int(dim * rope.partial_rotary_factor)
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64).to(torch.float32) / rotated
     scaling = rope.scaling
     theta = rope.theta
-    if isinstance(scaling, DynamicScalingConfig) and max_seq_len > scaling.original_max_seq_len:
+    if isinstance(scaling, cfg.DynamicScalingConfig) and max_seq_len > scaling.original_max_seq_len:
         growth = scaling.factor * max_seq_len / scaling.original_max_seq_len - (scaling.factor - 1)
         theta = theta * growth ** (rotated / (rotated - 2))
     frequencies = 1.0 / (theta**exponent)
-    if isinstance(scaling, LinearScalingConfig):
+    if isinstance(scaling, cfg.LinearScalingConfig):
         return frequencies / scaling.factor
-    if isinstance(scaling, Llama3ScalingConfig):
+    if isinstance(scaling, cfg.Llama3ScalingConfig):
         return _llama3(frequencies, scaling)
-    if isinstance(scaling, YarnScalingConfig):
+    if isinstance(scaling, cfg.YarnScalingConfig):
         return _yarn(theta**exponent, scaling, rope.theta, rotated)
-    if isinstance(scaling, LongRopeScalingConfig):
+    if isinstance(scaling, cfg.LongRopeScalingConfig):
         factors = scaling.long_factor if max_seq_len > scaling.original_max_seq_len else scaling.short_factor
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
     return frequencies
 
 
-def rope_attention_factor(rope: RopeConfig, max_seq_len: int) -> float:
+def rope_attention_factor(rope: cfg.RopeConfig, max_seq_len: int) -> float:
     """Return the factor of cos and sin; ``max_seq_len`` is the model's, not the sequence's."""
     scaling = rope.scaling
-    if isinstance(scaling, YarnScalingConfig):
+    if isinstance(scaling, cfg.YarnScalingConfig):
         return _yarn_factor(scaling)
-    if isinstance(scaling, LongRopeScalingConfig):
+    if isinstance(scaling, cfg.LongRopeScalingConfig):
         if scaling.attention_factor is not None:
             return scaling.attention_factor
         growth = scaling.factor if scaling.factor is not None else max_seq_len / scaling.original_max_seq_len
@@ -100,7 +92,7 @@ def rope_attention_factor(rope: RopeConfig, max_seq_len: int) -> float:
     return 1.0
 
 
-def _llama3(frequencies: Tensor, s: Llama3ScalingConfig) -> Tensor:
+def _llama3(frequencies: Tensor, s: cfg.Llama3ScalingConfig) -> Tensor:
     wavelength = 2 * math.pi / frequencies
     smooth = (s.original_max_seq_len / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     between = (1 - smooth) * frequencies / s.factor + smooth * frequencies
@@ -109,7 +101,7 @@ def _llama3(frequencies: Tensor, s: Llama3ScalingConfig) -> Tensor:
     return torch.where(wavelength < short, frequencies, scaled)
 
 
-def _yarn(powers: Tensor, s: YarnScalingConfig, theta: float, rotated: int) -> Tensor:
+def _yarn(powers: Tensor, s: cfg.YarnScalingConfig, theta: float, rotated: int) -> Tensor:
     """Compute YaRN's frequencies; ``powers`` is theta^(2i/D).
 
     The order of operations is that of the reference code, for equal bits: at position 100,000 the last bit of a
@@ -128,7 +120,7 @@ def _yarn(powers: Tensor, s: YarnScalingConfig, theta: float, rotated: int) -> T
     return 1.0 / (s.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
-def _yarn_factor(s: YarnScalingConfig) -> float:
+def _yarn_factor(s: cfg.YarnScalingConfig) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
 

@@ -65,7 +65,7 @@ class LayerSummarizer(nn.Module):
 
 
 class Summarizer(nn.Module):
-    """Summarizer of a model: a :class:`LayerSummarizer` for each causal layer without a window, by layer index.
+    """Summarizer of a model: a ``LayerSummarizer`` for each causal layer without a window, by layer index.
 
     Args:
         specs: The model's ``config.attention_specs``.

@@ -19,17 +19,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kvad import config as cfg
 from kvad import ops
-from kvad.config import ModelConfig
-from kvad.model.activation_checkpointing import checkpointed_layer
+from kvad.config import ModelConfig, encoder_hidden_size, head_dim
 from kvad.model.attention import Attention, CrossAttention, PositionEncoding, build_attention
 from kvad.model.heads import ClassificationHead, LanguageHead, PoolingHead, build_head, pool_hidden
 from kvad.model.layers import Embedding, GatedMLP, Norm, apply_dropout, build_mlp
 from kvad.model.no_cache import EncoderNoCache
 from kvad.model.positions import alibi_slopes, depends_on_length, rope_attention_factor, rope_frequencies
-from kvad.model_input import AlibiSlopes, CacheProtocol, CacheView, ModelInput, RelativeBuckets, Rotary
+from kvad.model_input import AlibiSlopes, AttentionParams, CacheProtocol, CacheView, ModelInput, RelativeBuckets, Rotary
 
 
 class TransformerLayer(nn.Module):
@@ -40,9 +40,8 @@ class TransformerLayer(nn.Module):
         position = self.norm_position = stack.norm_position
         self.residual, self.dropout = stack.residual_scale, config.dropout.residual
         self.attention = build_attention(config, spec.attention, spec.norm, width)
-        self.cross_attention = (
-            CrossAttention(config, spec.cross_attention, spec.norm, width) if spec.cross_attention else None
-        )
+        cross = spec.cross_attention
+        self.cross_attention = None if cross is None else CrossAttention(config, cross, spec.norm, width)
         self.mlp = build_mlp(width, spec.mlp, config.dropout.hidden)
 
         def norm(present: bool) -> Norm | None:
@@ -99,20 +98,18 @@ class LayerStack(nn.Module):
         super().__init__()
         self.config, self.spec, self.max_seq_len = config, spec, max_seq_len
         self.checkpoint_activations = False  # in training: recompute activations in the backward pass
-        self.layers = nn.ModuleList(
-            TransformerLayer(config, spec, spec.layer_config(i), width) for i in range(spec.num_layers)
-        )
+        configs = map(spec.layer_config, range(spec.num_layers))
+        self.layers = nn.ModuleList(TransformerLayer(config, spec, layer, width) for layer in configs)
         final = spec.layer_config(spec.num_layers - 1).norm
         self.norm = Norm(width, final) if spec.final_norm else None
         self.relative_bias = nn.ParameterDict()
+        self.positions = nn.ModuleDict()
         for letter, kind in spec.layer_types.items():
             position = kind.attention.position
             if isinstance(position, cfg.T5BiasConfig) and position.shared:
                 self.relative_bias[letter] = nn.Parameter(torch.zeros(position.num_buckets, kind.attention.num_heads))
-        self.positions = nn.ModuleDict()
-        for letter, kind in spec.layer_types.items():
-            if isinstance(kind.attention.position, cfg.CustomPositionsConfig):
-                self.positions[letter] = _build_custom_positions(config, kind.attention, kind.attention.position)
+            if isinstance(position, cfg.CustomPositionsConfig):
+                self.positions[letter] = _build_custom_positions(config, kind.attention, position)
         self._constants: dict[tuple[str, torch.device], PositionEncoding] = {}
 
     def forward(
@@ -124,7 +121,7 @@ class LayerStack(nn.Module):
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
         for index, (layer, view, cross_view) in enumerate(zip(self.layers, views, cross_views, strict=True)):
             args = x, view, cross_view, encodings[self.spec.layer_type(index)]
-            x = checkpointed_layer(layer, *args) if recompute else layer(*args)
+            x = _checkpointed_layer(layer, *args) if recompute else layer(*args)
         return x if self.norm is None else self.norm(x)
 
     def position_encoding(self, letter: str, model_input: ModelInput) -> PositionEncoding:
@@ -142,8 +139,8 @@ class LayerStack(nn.Module):
         device = model_input.token_ids.device
         if (
             isinstance(position, cfg.RopeConfig)
-            and depends_on_length(position)
             and model_input.max_seq_lens is not None
+            and depends_on_length(position)
         ):
             return self._rotary_for(letter, position, model_input.max_seq_lens)
         if (letter, device) not in self._constants:
@@ -161,19 +158,16 @@ class LayerStack(nn.Module):
         attention = self.spec.layer_types[letter].attention
         if isinstance(position, cfg.AlibiConfig):
             slopes = torch.tensor(alibi_slopes(attention.num_heads), dtype=torch.float32, device=device)
-            return AlibiSlopes(
-                slopes.bfloat16().float() if position.round_to_bfloat16 else slopes,
-                position.factor,
-                position.round_to_bfloat16,
-            )
+            rounded = slopes.bfloat16().float() if position.round_to_bfloat16 else slopes
+            return AlibiSlopes(rounded, position.factor, position.round_to_bfloat16)
         if position is None:
             return None
-        table = rope_frequencies(position, cfg.head_dim(self.config, attention), self.max_seq_len)
+        table = rope_frequencies(position, head_dim(self.config, attention), self.max_seq_len)
         return Rotary(table.to(device), position.interleaved, rope_attention_factor(position, self.max_seq_len))
 
     def _rotary_for(self, letter: str, position: cfg.RopeConfig, max_seq_lens: Tensor) -> Rotary:
         """Return frequencies per token, by the maximum length of the token's sequence."""
-        dim = cfg.head_dim(self.config, self.spec.layer_types[letter].attention)
+        dim = head_dim(self.config, self.spec.layer_types[letter].attention)
         distinct, indices = max_seq_lens.unique(return_inverse=True)
         tables = torch.stack([rope_frequencies(position, dim, int(n)) for n in distinct.tolist()])
         factor = rope_attention_factor(position, self.max_seq_len)
@@ -185,7 +179,7 @@ def _build_custom_positions(
 ) -> nn.Module:
     """Build a custom encoding, ``cls(attention_config, head_dim, **options)``, called with each model input."""
     cls = cfg.plugins.load_plugin(position.name, "position.name")
-    module: nn.Module = cls(attention, cfg.head_dim(config, attention), **position.options)
+    module: nn.Module = cls(attention, head_dim(config, attention), **position.options)
     return module
 
 
@@ -197,15 +191,12 @@ class Transformer(nn.Module):
         self.config = config
         self.kernel: ops.attention.Kernel = "auto"  # of the encoder's attention
         self.embedding = Embedding(config.hidden_size, config.vocab_size, config.embedding)
-        spec, width = config.encoder_input, cfg.encoder_hidden_size(config)
+        spec, width = config.encoder_input, encoder_hidden_size(config)
         self.encoder_embedding = None if spec is None else Embedding(width, spec.vocab_size, spec.embedding)
         max_len = config.max_seq_len if spec is None else spec.max_seq_len
         self.encoder = None if config.encoder is None else LayerStack(config, config.encoder, max_len, width)
-        self.decoder = (
-            None
-            if config.decoder is None
-            else LayerStack(config, config.decoder, config.max_seq_len, config.hidden_size)
-        )
+        decoder, size = config.decoder, config.hidden_size
+        self.decoder = None if decoder is None else LayerStack(config, decoder, config.max_seq_len, size)
         self.head = build_head(config)
         self._init_weights()
 
@@ -244,14 +235,12 @@ class Transformer(nn.Module):
     def encode(self, model_input: ModelInput, attention_hook: ops.sub_batch.AttentionHook | None = None) -> Tensor:
         """Return the encoder's output [T, E], without a cache."""
         assert self.encoder is not None, "this model has no encoder"
+        token_ids, positions = model_input.token_ids, model_input.positions
         if self.encoder_embedding is None:
-            x = self.embedding(model_input.token_ids, model_input.positions, token_types=model_input.token_type_ids)
+            x = self.embedding(token_ids, positions, token_types=model_input.token_type_ids)
         else:
-            x = self.encoder_embedding(
-                model_input.token_ids,
-                model_input.positions,
-                None if self.encoder_embedding.tokens else self.token_embedding,
-            )
+            table = None if self.encoder_embedding.tokens else self.token_embedding
+            x = self.encoder_embedding(token_ids, positions, table)
         x = apply_dropout(x, self.config.dropout.embedding, self)
         no_cache = EncoderNoCache(self.config, kernel=self.kernel, attention_hook=attention_hook)
         out: Tensor = self.encoder(x, model_input, no_cache.open(model_input))
@@ -307,3 +296,43 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith(".bias") and parameter.dim() == 1 and not parameter.is_meta:
                 nn.init.zeros_(parameter)
+
+
+def _checkpointed_layer(
+    layer: nn.Module, x: Tensor, view: CacheView, cross: CacheView | None, encoding: PositionEncoding
+) -> Tensor:
+    """Compute ``layer(x, view, cross, encoding)`` [T, E], recomputed in the backward pass (Chen et al. 2016, sec. 4).
+
+    The recomputation uses the same random numbers. The gradient is the same bit for bit, except for a bias table shared
+    by layers, whose gradients are summed in another order.
+    """
+    out: Tensor = checkpoint(layer, x, _RecomputedView(view), cross, encoding, use_reentrant=False)
+    return out
+
+
+class _RecomputedView:
+    """A view that computes learned biases each time.
+
+    A bias cached by the first layer of a step would not be part of the graph when that layer is recomputed.
+    """
+
+    def __init__(self, view: CacheView) -> None:
+        self._view = view
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        if isinstance(params.bias, RelativeBuckets):
+            params = params._replace(bias=_RecomputedBias(params.bias))
+        return self._view.attend(q, k, v, params)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        self._view.write(k, v)
+
+
+class _RecomputedBias:
+    """A relative bias that is not cached."""
+
+    def __init__(self, bias: RelativeBuckets) -> None:
+        self._bias = bias
+
+    def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return ops.attention.position_bias(self._bias, queries, keys)

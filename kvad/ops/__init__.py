@@ -18,32 +18,4 @@ if TYPE_CHECKING:
     from kvad.ops import rotary as rotary
     from kvad.ops import sub_batch as sub_batch
 
-__all__ = [
-    "attention",
-    "batch_invariant",
-    "compile",
-    "cross_entropy",
-    "linear",
-    "malloc",
-    "merge",
-    "quantize",
-    "rotary",
-    "sub_batch",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {},
-    (
-        "attention",
-        "batch_invariant",
-        "compile",
-        "cross_entropy",
-        "linear",
-        "malloc",
-        "merge",
-        "quantize",
-        "rotary",
-        "sub_batch",
-    ),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -131,9 +131,7 @@ class AttentionMask:
         rows, new = queries.position.shape
         self.shape = (rows, new, keys.position.shape[-1])
         self.per_head = keys.position.dim() == 3
-        self._num_elements = math.prod(self.shape) * (
-            keys.position.shape[1] if self.per_head else 1
-        )  # elements of a attn_mask
+        self._num_elements = math.prod(self.shape) * (keys.position.shape[1] if self.per_head else 1)
         self.aligned: object = None  # what ops/aligned.py keeps of it
         self._visible: Tensor | None = None
         self._additive_bias: dict[torch.dtype, Tensor] = {}
@@ -195,10 +193,10 @@ class AttentionMask:
 
     def bias(self, bias: AlibiSlopes | RelativeBuckets | PositionBias, low: int, high: int) -> Tensor:
         """Return the position bias [R, H, high - low, S] of queries low..high."""
-        if not isinstance(bias, (AlibiSlopes, RelativeBuckets)):
-            return position_bias(bias, self.queries.position[:, low:high], self.keys.position, self.pattern)
-        table = bias.slopes if isinstance(bias, AlibiSlopes) else bias.table
-        if math.prod(self.shape) * table.shape[-1] > MASK_BUDGET:
+        table = None
+        if isinstance(bias, (AlibiSlopes, RelativeBuckets)):
+            table = bias.slopes if isinstance(bias, AlibiSlopes) else bias.table
+        if table is None or math.prod(self.shape) * table.shape[-1] > MASK_BUDGET:
             return position_bias(bias, self.queries.position[:, low:high], self.keys.position, self.pattern)
         if id(table) not in self._biases:
             full = position_bias(bias, self.queries.position, self.keys.position, self.pattern)
@@ -287,30 +285,22 @@ def attention_by_query_block(
     fused = fused and (not lse or _supports_lse(q, k, v, params))
     assert not (lse and params.dropout), "merged parts are read from a cache, without dropout"
     heads, new = q.shape[2], q.shape[1]
-    small = mask.max_queries_per_block(heads, scores=True)
-    if fused:  # with a bias, dropout, or another value dim, torch materializes the scores
-        streams = (
-            params.bias is None
-            and params.dropout == 0.0
-            and v.shape[-1] == q.shape[-1]
-            and (mask.weight is None or new == 1)
-        )
-        size = mask.max_queries_per_block(heads, scores=False) if streams else small
-        if streams and new > 1 and _needs_grad(q) and mask.is_plain_causal:
+    size = small = mask.max_queries_per_block(heads, scores=True)
+    # With a bias, dropout, or another value dim, torch materializes the scores.
+    streams = params.bias is None and params.dropout == 0.0 and v.shape[-1] == q.shape[-1]
+    if fused and streams and (mask.weight is None or new == 1):
+        size = mask.max_queries_per_block(heads, scores=False)
+        if new > 1 and _needs_grad(q) and mask.is_plain_causal:
             size = new
-        for low in range(0, new, size):
-            high = min(low + size, new)
-            output = _fused(q[:, low:high], k, v, mask, params, low, high, lse)
-            if _finite(output.out):
-                yield output
-            else:
-                for start in range(low, high, small):
-                    end = min(start + small, high)
-                    yield _reference(q[:, start:end], k, v, mask, params, start, end, return_weights, lse)
-        return
-    for low in range(0, new, small):
-        high = min(low + small, new)
-        yield _reference(q[:, low:high], k, v, mask, params, low, high, return_weights, lse)
+    for low in range(0, new, size):
+        high = min(low + size, new)
+        output = _fused(q, k, v, mask, params, (low, high), lse) if fused else None
+        if output is not None and _finite(output.out):
+            yield output
+            continue
+        for start in range(low, high, small):
+            span = start, min(start + small, high)
+            yield _reference(q, k, v, mask, params, span, return_weights, lse)
 
 
 def _supports_lse(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> bool:
@@ -331,8 +321,11 @@ def _needs_grad(q: Tensor) -> bool:
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, params: AttentionParams, low: int, high: int, lse: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, params: AttentionParams, span: tuple[int, int], lse: bool
 ) -> AttentionOutput:
+    """Attend with torch's kernel: queries low..high of q [R, L, H, D], the ``span``."""
+    low, high = span
+    q = q[:, low:high]
     rows, new, heads, _ = q.shape
     plain = not lse and params.bias is None and mask.weight is None
     if plain and new == mask.shape[1] > 1 and not mask.per_head and _needs_grad(q):
@@ -372,19 +365,14 @@ def _to_sdpa_layout(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> tuple
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[1]
     if new == 1 and heads != kv_heads:
-        return (
-            q.view(rows, kv_heads, -1, dim),
-            k,
-            v,
-            attn_mask.reshape(rows, kv_heads, -1, attn_mask.shape[-1]) if attn_mask.shape[1] == heads else attn_mask,
-        )
+        if attn_mask.shape[1] == heads:
+            attn_mask = attn_mask.reshape(rows, kv_heads, -1, attn_mask.shape[-1])
+        return q.view(rows, kv_heads, -1, dim), k, v, attn_mask
+    q = q.transpose(1, 2)
     if attn_mask.shape[1] not in (1, heads):
-        q, (k, v, attn_mask) = (
-            q.transpose(1, 2).reshape(rows * kv_heads, -1, new, dim),
-            (x.flatten(0, 1).unsqueeze(1) for x in (k, v, attn_mask)),
-        )
-        return q, k, v, attn_mask
-    return q.transpose(1, 2), k, v, attn_mask
+        q = q.reshape(rows * kv_heads, -1, new, dim)
+        k, v, attn_mask = (x.flatten(0, 1).unsqueeze(1) for x in (k, v, attn_mask))
+    return q, k, v, attn_mask
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float, dropout: float) -> Tensor:
@@ -421,25 +409,22 @@ def _reference(
     v: Tensor,
     mask: AttentionMask,
     params: AttentionParams,
-    low: int,
-    high: int,
+    span: tuple[int, int],
     return_weights: bool,
     lse: bool,
 ) -> AttentionOutput:
+    """Attend with matrix products: queries low..high of q [R, L, H, D], the ``span``."""
+    low, high = span
+    q = q[:, low:high]
     rows, new, heads, _ = q.shape
     logits = attention_logits(q, k, mask, params, low, high)
     weights, total = _softmax(logits, params.sink_logits)
     if params.dropout:
         weights = F.dropout(weights, params.dropout)
-    out = (weights.view(rows, k.shape[1], -1, k.shape[2]) @ zero_nonfinite(v.to(weights.dtype))).view(
-        rows, heads, new, -1
-    )
-    out = propagate_nonfinite(out, v, mask.visible(low, high)).transpose(1, 2)
-    if lse:
-        return AttentionOutput(
-            out, weights if return_weights else None, logits if return_weights else None, total.squeeze(-1)
-        )
-    return AttentionOutput(out.to(q.dtype), weights, logits) if return_weights else AttentionOutput(out.to(q.dtype))
+    grouped = weights.view(rows, k.shape[1], -1, k.shape[2]) @ zero_nonfinite(v.to(weights.dtype))
+    out = propagate_nonfinite(grouped.view(rows, heads, new, -1), v, mask.visible(low, high)).transpose(1, 2)
+    output = AttentionOutput(out, lse=total.squeeze(-1)) if lse else AttentionOutput(out.to(q.dtype))
+    return output._replace(weights=weights, scores=logits) if return_weights else output
 
 
 def _softmax(logits: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ use other instructions for the last elements of a tensor. Therefore products are
 padded with zeros, and elements in whole vectors. Attention is in ``ops/batch_invariant_attention.py``.
 
 No library guarantees that a row of a tile gets the same bits at any index, with any other rows and in a tile of any
-size. :func:`find_invariant_tiles` tests this for every shape of a model, on this machine and with this number of
+size. ``find_invariant_tiles`` tests this for every shape of a model, on this machine and with this number of
 threads, when an engine starts. Sizes that fail are not used; if none is left, the engine refuses to start.
 """
 
@@ -130,10 +130,9 @@ def _agreeing(shape: MatmulShape, sizes: tuple[int, ...]) -> list[int]:
 
 def _runner(shape: MatmulShape) -> Callable[[Tensor, int], Tensor]:
     """Return a function (x [batch, rows, in], tile size) -> [batch, rows, out] with random weights."""
-    out_features, batch = (
-        -(-shape.out_features // NARROW) * NARROW if shape.batch else max(shape.out_features, NARROW),
-        max(shape.batch, 1),
-    )
+    batch, out_features = max(shape.batch, 1), max(shape.out_features, NARROW)
+    if shape.batch:
+        out_features = -(-shape.out_features // NARROW) * NARROW
     layout = (batch, shape.in_features, out_features) if shape.across else (batch, out_features, shape.in_features)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(layout, generator=generator).to(shape.dtype)

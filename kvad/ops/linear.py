@@ -42,7 +42,7 @@ def _parts(x: Tensor, weight: Tensor) -> int:
 
 
 class Linear(nn.Linear):
-    """Linear layer that uses :func:`linear`."""
+    """Linear layer that uses ``linear``."""
 
     tiles: TileSizes | None = None  # batch-invariant if set
 
@@ -51,9 +51,9 @@ class Linear(nn.Linear):
 
 
 class PackedLinear:
-    """Several products of one input, ``(x W1, x W2, ...)``, computed by one kernel after :meth:`pack`.
+    """Several products of one input, ``(x W1, x W2, ...)``, computed by one kernel after ``pack``.
 
-    :meth:`pack` concatenates the weights; the layers' parameters become views of the result, so names, values and bytes
+    ``pack`` concatenates the weights; the layers' parameters become views of the result, so names, values and bytes
     do not change. If a layer has another weight later (a copy of the model, another dtype, training), the products are
     computed separately again: the packed weight is used only while every parameter is a view of it.
     """
@@ -91,20 +91,19 @@ class PackedLinear:
 
     def _is_packed(self, layers: Sequence[Linear]) -> bool:
         """Return True if every parameter is a view of the packed weight, whose memory cannot be reused meanwhile."""
-        assert self._weight is not None
-        at, row_bytes = self._weight.data_ptr(), self._weight.shape[1] * self._weight.element_size()
-        for layer, size in zip(layers, self._sizes, strict=True):
-            if layer.weight.data_ptr() != at or type(layer).forward is not Linear.forward:
-                return False  # another weight, or a layer with more than its weight, such as an adapter
-            at += size * row_bytes
-        return self._is_bias_packed(layers)
+        if any(type(layer).forward is not Linear.forward for layer in layers):
+            return False  # a layer with more than its weight, such as an adapter
+        weights: list[Tensor | None] = [layer.weight for layer in layers]
+        return _are_views(weights, self._weight) and _are_views([layer.bias for layer in layers], self._bias)
 
-    def _is_bias_packed(self, layers: Sequence[Linear]) -> bool:
-        if self._bias is None:
-            return all(layer.bias is None for layer in layers)
-        at = self._bias.data_ptr()
-        for layer, size in zip(layers, self._sizes, strict=True):
-            if layer.bias is None or layer.bias.data_ptr() != at:
-                return False
-            at += size * self._bias.element_size()
-        return True
+
+def _are_views(tensors: Sequence[Tensor | None], packed: Tensor | None) -> bool:
+    """Return True if the tensors follow each other in ``packed``; without one, if all are None."""
+    if packed is None:
+        return all(tensor is None for tensor in tensors)
+    at = packed.data_ptr()
+    for tensor in tensors:
+        if tensor is None or tensor.data_ptr() != at:
+            return False
+        at += tensor.numel() * tensor.element_size()
+    return True

@@ -70,7 +70,7 @@ def merge_attention(
     del first, second
     q = pending[0].q
     total, scores = _Sum(), []
-    for part in chain(_drain(pending), iterator):
+    for part in chain(drain(pending), iterator):
         output = _attend_part(part, params._replace(sink_logits=None), kernel, return_weights)
         assert output.lse is not None
         total.add(output.out, output.lse)
@@ -85,7 +85,7 @@ def merge_attention(
     return merged
 
 
-def _drain(parts: list[AttentionPart]) -> Iterator[AttentionPart]:
+def drain(parts: list[AttentionPart]) -> Iterator[AttentionPart]:
     """Yield parts and remove them from the list, so that each is freed after use."""
     while parts:
         yield parts.pop(0)
@@ -113,8 +113,9 @@ class _Sum:
     A part in which a query sees no key does not change a bit of its sum.
     """
 
-    def __init__(self) -> None:
-        self._top: Tensor | None = None
+    _top: Tensor | None = None
+    _total: Tensor
+    _out: Tensor
 
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Add a part's out [R, L, H, Dv] and lse [R, H, L]."""

@@ -61,7 +61,7 @@ class RotaryCache:
 
 
 class _Rotate(torch.autograd.Function):
-    """:func:`rotate` whose backward pass is the inverse rotation: autograd's bits in fewer operations."""
+    """``rotate`` whose backward pass is the inverse rotation: autograd's bits in fewer operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

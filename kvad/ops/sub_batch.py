@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from kvad.model_input import AttentionParams, SubBatch, TokenPositions
 from kvad.ops.attention import AttentionMask, AttentionOutput, Kernel, dot_product_attention
 from kvad.ops.batch_invariant import TileSizes
 from kvad.ops.batch_invariant_attention import invariant_attention
-from kvad.ops.merge import AttentionPart, merge_attention
+from kvad.ops.merge import AttentionPart, drain, merge_attention
 from kvad.ops.rotary import rotate_by
 
 
@@ -80,7 +80,7 @@ def attend_sub_batch(
     iterator = iter(lower_parts)
     first = next(iterator, None)
     is_single = first is None
-    parts: Iterable[AttentionPart] = (part,) if first is None else chain(_drain([first]), iterator, (part,))
+    parts: Iterable[AttentionPart] = (part,) if first is None else chain(drain([first]), iterator, (part,))
     del first
     if attention_hook is not None or count is not None:
         parts = list(parts)
@@ -88,11 +88,8 @@ def attend_sub_batch(
     if isinstance(kernel, TileSizes):
         assert is_single and sink_shift is None and count is None, "batch-invariant tiles need whole tokens in one part"
         output = AttentionOutput(invariant_attention(q, k, v, mask, params, kernel))
-        output = (
-            dot_product_attention(q, k, v, mask, params, return_weights=True)._replace(out=output.out)
-            if return_weights
-            else output
-        )
+        if return_weights:
+            output = dot_product_attention(q, k, v, mask, params, return_weights=True)._replace(out=output.out)
     elif sink_shift is not None:
         assert is_single, "renumbered sinks cannot be combined with lower levels"
         output = _attend_renumbered(part, sink_shift, params, kernel, return_weights, at)
@@ -110,12 +107,6 @@ def attend_sub_batch(
     return output
 
 
-def _drain(parts: list[AttentionPart]) -> Iterator[AttentionPart]:
-    """Yield parts and remove them from the list, so that each is freed after use."""
-    while parts:
-        yield parts.pop()
-
-
 def _attend_renumbered(
     part: AttentionPart, sink_shift: Tensor, params: AttentionParams, kernel: Kernel, return_weights: bool, at: slice
 ) -> AttentionOutput:
@@ -131,18 +122,13 @@ def _attend_renumbered(
     if sink_shift.shape[1] == 1:
         width = mask.num_sink_slots
         nearer = rotate_by(k[:, :, :width], sink_shift * sinks[:, :width], params.rotary, at)
-        return dot_product_attention(
-            q, torch.cat((nearer, k[:, :, width:]), 2), v, mask, params, kernel=kernel, return_weights=return_weights
-        )
+        k = torch.cat((nearer, k[:, :, width:]), 2)
+        return dot_product_attention(q, k, v, mask, params, kernel=kernel, return_weights=return_weights)
     back = rotate_by(q.transpose(1, 2), -sink_shift, params.rotary, at).transpose(1, 2)
     first = AttentionMask(mask.queries, TokenPositions(positions.masked_fill(~sinks, -1)), mask.pattern)
     rest = AttentionMask(mask.queries, TokenPositions(positions.masked_fill(sinks, -1)), mask.pattern)
-    output = merge_attention(
-        (AttentionPart(back, k, v, first), AttentionPart(q, k, v, rest)),
-        params,
-        kernel=kernel,
-        return_weights=return_weights,
-    )
+    halves = AttentionPart(back, k, v, first), AttentionPart(q, k, v, rest)
+    output = merge_attention(halves, params, kernel=kernel, return_weights=return_weights)
     if not return_weights:
         return output
     assert output.scores is not None and output.weights is not None  # both parts have all keys, masked complementarily

@@ -17,29 +17,4 @@ if TYPE_CHECKING:
     from kvad.parallel.process_groups import connect_groups as connect_groups
     from kvad.parallel.tensor_parallel import shard_model as shard_model
 
-__all__ = [
-    "Mesh",
-    "RankPlan",
-    "build_follower_cache",
-    "connect_groups",
-    "leader_cache_factory",
-    "plan_ranks",
-    "process_groups",
-    "run_follower",
-    "shard_model",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Mesh": "mesh",
-        "RankPlan": "partition",
-        "build_follower_cache": "distributed_cache",
-        "connect_groups": "process_groups",
-        "leader_cache_factory": "distributed_cache",
-        "plan_ranks": "partition",
-        "run_follower": "distributed_cache",
-        "shard_model": "tensor_parallel",
-    },
-    ("process_groups",),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

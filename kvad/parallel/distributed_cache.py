@@ -1,7 +1,7 @@
 """KV cache on several ranks: rank 0 has the KVCacheManager and leads, the other ranks follow.
 
-:class:`LeaderKVCache` is used like any ``KVCache``. It sends every call (block operations, a step, a sequence's state)
-to the other ranks in the same order, before it does its own part; they run :func:`run_follower`. All ranks run the
+``LeaderKVCache`` is used like any ``KVCache``. It sends every call (block operations, a step, a sequence's state)
+to the other ranks in the same order, before it does its own part; they run ``run_follower``. All ranks run the
 model for the same step, because a sharded model needs them all.
 
 Invariant: every rank applied the same block operations and steps, so blocks, tables and positions are equal on all.
@@ -29,19 +29,7 @@ from kvad.errors import ConfigError
 from kvad.model import Transformer
 from kvad.model_input import BlockOps, CacheView, ModelInput, Rotary
 from kvad.parallel.mesh import check_cache_fits_mesh, kv_head_copies, kv_head_range
-from kvad.parallel.messages import (
-    Message,
-    decode_block_ops,
-    decode_model_input,
-    decode_rotaries,
-    decode_slots,
-    encode_block_ops,
-    encode_model_input,
-    encode_rotaries,
-    encode_slots,
-    receive,
-    send,
-)
+from kvad.parallel.messages import Message, receive, send
 from kvad.parallel.partition import ShardedPolicy, block_bytes, local_layers, merge_shards, shard_groups, split_shards
 from kvad.parallel.process_groups import ProcessGroups
 from kvad.parallel.tensor_parallel import shard_summarizer
@@ -57,7 +45,7 @@ class ShardedKVCache(KVCache):
         process_groups: Connections to the other ranks.
         layers: Number of layers of the unsharded decoder.
         summarizers: Summarizers of the unsharded cache by layer.
-        **options: Options of :class:`KVCache`.
+        **options: Options of ``KVCache``.
 
     Raises:
         ConfigError: For an attention hook, which would receive this rank's heads only, and for a batch-invariant
@@ -122,7 +110,7 @@ class ShardedKVCache(KVCache):
 class LeaderKVCache(ShardedKVCache):
     """The KV cache of rank 0, used by the KVCacheManager and the ModelRunner.
 
-    ``release`` ends :func:`run_follower` on the other ranks.
+    ``release`` ends ``run_follower`` on the other ranks.
     """
 
     def __init__(self, all_groups: Sequence[CacheGroup], **options: Any) -> None:
@@ -139,8 +127,7 @@ class LeaderKVCache(ShardedKVCache):
             device_lib.host_copy.copy_blocks_out(self, self.host_store, block_ops.store)
             device_lib.host_copy.copy_blocks_in(self, self.host_store, block_ops.load)
             block_ops = block_ops._replace(store=(), load=())
-        payload = encode_block_ops(block_ops)
-        if payload is None:
+        if all(item == () for ops in block_ops for item in ops):
             return
         foreign = {key: blocks for key, blocks in block_ops.swap_in if not isinstance(self.swapped.get(key, []), list)}
         if foreign:  # only this rank has sequences from another cache; it sends each rank its part
@@ -151,7 +138,7 @@ class LeaderKVCache(ShardedKVCache):
             remaining = tuple(swap for swap in block_ops.swap_in if swap[0] not in foreign)
             self.apply(block_ops._replace(swap_out=(), swap_in=remaining))
             return
-        self._send("block_ops", payload)
+        self._send("block_ops", block_ops)
         super().apply(block_ops)
 
     def _restore_foreign(self, key: int, blocks: Blocks) -> None:
@@ -160,11 +147,11 @@ class LeaderKVCache(ShardedKVCache):
         sequence.restore(self, blocks)
 
     def copy_out(self, blocks: Blocks, slots: device_lib.slot_copy.SlotIndex) -> dict[str, Tensor]:
-        self._send("copy_out", *encode_slots(blocks, slots))
+        self._send("copy_out", (blocks, slots))
         return self._gather_shards(super().copy_out(blocks, slots))
 
     def copy_in(self, blocks: Blocks, slots: device_lib.slot_copy.SlotIndex, arrays: Mapping[str, Tensor]) -> None:
-        self._send("copy_in", *encode_slots(blocks, slots))
+        self._send("copy_in", (blocks, slots))
         super().copy_in(blocks, slots, self._scatter_shards(arrays))
 
     def array_specs(self) -> dict[str, Tensor]:
@@ -176,25 +163,24 @@ class LeaderKVCache(ShardedKVCache):
     def summary_rotaries(self) -> dict[int, Rotary]:
         self._send("get_rotaries")
         rotaries = super().summary_rotaries()
-        for rank in range(1, self.process_groups.mesh.size):
-            message = receive(lambda x, rank=rank: self.process_groups.receive(x, rank))  # type: ignore[misc]
-            rotaries |= decode_rotaries(message.payload, message.tensors)
+        for received in self._receive_from_followers():
+            rotaries |= received
         return dict(sorted(rotaries.items()))
 
     def set_summary_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
         if rotaries:
-            self._send("set_rotaries", *encode_rotaries(rotaries))
+            self._send("set_rotaries", rotaries)
             super().set_summary_rotaries(rotaries)
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
         self._opened = model_input
-        self._send("forward", *encode_model_input(model_input))
+        self._send("forward", model_input)
         return super().open(model_input)
 
     def on_encoder_step(self, encoder_input: ModelInput) -> None:
         """Send an encoder step to the other ranks, unless it is part of the opened model input."""
         if self._opened is None or self._opened.encoder_input is not encoder_input:
-            self._send("encode", *encode_model_input(encoder_input))
+            self._send("encode", encoder_input)
 
     def release(self) -> None:
         if not self._released:
@@ -206,12 +192,12 @@ class LeaderKVCache(ShardedKVCache):
 
     def read_blocks(self, blocks: Blocks) -> dict[str, Tensor]:
         """Read a sequence's state from all ranks, as an unsharded cache returns it."""
-        self._send("read_blocks", [list(group) for group in blocks])
+        self._send("read_blocks", blocks)
         return self._gather_shards(super().read_blocks(blocks))
 
     def write_blocks(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
         """Write an unsharded state; every rank gets its part."""
-        self._send("write_blocks", [list(group) for group in blocks])
+        self._send("write_blocks", blocks)
         super().write_blocks(blocks, self._scatter_shards(state))
 
     def read_swapped(self, key: int) -> dict[str, Tensor]:
@@ -224,23 +210,23 @@ class LeaderKVCache(ShardedKVCache):
         self._send("store_swapped", key)
         self.store_swapped_shard(key, self._scatter_shards(state))
 
-    def _send(self, kind: str, payload: Any = None, tensors: tuple[Tensor, ...] = ()) -> None:
+    def _send(self, kind: str, payload: Any = None) -> None:
         if self.process_groups.mesh.size > 1:
-            send(Message(kind, payload, tensors), self.process_groups.broadcast_from_first_rank)
+            send(Message(kind, payload), self.process_groups.broadcast_from_first_rank)
+
+    def _receive_from_followers(self) -> list[Any]:
+        ranks = range(1, self.process_groups.mesh.size)
+        return [receive(partial(self.process_groups.receive, rank=rank)).payload for rank in ranks]
 
     def _gather_shards(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        shards = [local]
-        for rank in range(1, self.process_groups.mesh.size):
-            message = receive(lambda x, rank=rank: self.process_groups.receive(x, rank))  # type: ignore[misc]
-            shards.append(dict(zip(message.payload, message.tensors, strict=True)))
+        shards = [local, *self._receive_from_followers()]
         return merge_shards(shards, self.all_groups, self.layers, self.process_groups.mesh)
 
     def _scatter_shards(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh = self.process_groups.mesh
         for rank in range(1, mesh.size):
             part = split_shards(state, self.all_groups, self.layers, mesh.with_rank(rank))
-            message = Message("part", list(part), tuple(part.values()))
-            send(message, lambda x, rank=rank: self.process_groups.send(x, rank))  # type: ignore[misc]
+            send(Message("part", part), partial(self.process_groups.send, rank=rank))
         return split_shards(state, self.all_groups, self.layers, mesh)
 
 
@@ -262,7 +248,7 @@ def build_follower_cache(
 
 
 def leader_cache_factory(model: Transformer, process_groups: ProcessGroups) -> Callable[..., LeaderKVCache]:
-    """Return the ``cache_factory`` of the engine on rank 0, for a model that :func:`shard_model` sharded."""
+    """Return the ``cache_factory`` of the engine on rank 0, for a model that ``shard_model`` sharded."""
     assert process_groups.mesh.rank == 0, "the KVCacheManager runs on rank 0"
     layers = model.config.stack.num_layers
 
@@ -287,57 +273,56 @@ def run_follower(model: Transformer, kv_cache: ShardedKVCache) -> None:
 
     Args:
         model: This rank's sharded model.
-        kv_cache: This rank's cache, from :func:`build_follower_cache`.
+        kv_cache: This rank's cache, from ``build_follower_cache``.
 
     Raises:
         EngineError: If another rank has ended, or does not respond in the middle of a step.
     """
-    process_groups = kv_cache.process_groups
-    device = model.token_embedding.device
-    while True:
-        kind, payload, tensors = receive(process_groups.broadcast_from_first_rank, device)
-        if kind == "stop":
-            kv_cache.release()
-            return
-        if kind == "block_ops":
-            kv_cache.apply(decode_block_ops(payload))
-        elif kind == "forward":
-            model(decode_model_input(payload, tensors), kv_cache)
-        elif kind == "encode":
-            model.encode(decode_model_input(payload, tensors))
-        else:
-            _handle_copy(kv_cache, kind, payload, tensors)
+    device, receive_bytes = model.token_embedding.device, kv_cache.process_groups.broadcast_from_first_rank
+    while (message := receive(receive_bytes, device)).kind != "stop":
+        _execute(model, kv_cache, message)
+    kv_cache.release()
 
 
-def _handle_copy(kv_cache: ShardedKVCache, kind: str, payload: Any, tensors: tuple[Tensor, ...]) -> None:
-    """Read or write this rank's part of a sequence's state."""
-    process_groups = kv_cache.process_groups
-    if kind == "read_blocks":
-        _reply(kv_cache.read_blocks(payload), process_groups)
-    elif kind == "read_swapped":
-        _reply(kv_cache.swapped_shard(payload), process_groups)
-    elif kind == "copy_out":
-        _reply(kv_cache.copy_out(*decode_slots(payload, tensors)), process_groups)
-    elif kind == "get_rotaries":
-        send(Message("shard", *encode_rotaries(kv_cache.summary_rotaries())), lambda x: process_groups.send(x, 0))
-    elif kind == "write_blocks":
-        kv_cache.write_blocks(payload, _receive_tensors(process_groups))
-    elif kind == "copy_in":
-        kv_cache.copy_in(*decode_slots(payload, tensors), _receive_tensors(process_groups))
-    elif kind == "set_rotaries":
-        kv_cache.set_summary_rotaries(decode_rotaries(payload, tensors))
-    else:
-        assert kind == "store_swapped", kind
-        kv_cache.store_swapped_shard(payload, _receive_tensors(process_groups))
+def _execute(model: Transformer, kv_cache: ShardedKVCache, message: Message) -> None:
+    groups, payload = kv_cache.process_groups, message.payload
+    match message.kind:
+        case "block_ops":
+            kv_cache.apply(payload)
+        case "forward":
+            model(payload, kv_cache)
+        case "encode":
+            model.encode(payload)
+        case "read_blocks":
+            _reply(kv_cache.read_blocks(payload), groups)
+        case "read_swapped":
+            _reply(kv_cache.swapped_shard(payload), groups)
+        case "copy_out":
+            _reply(kv_cache.copy_out(payload[0], _on_host(payload[1])), groups)
+        case "get_rotaries":
+            _reply(kv_cache.summary_rotaries(), groups)
+        case "write_blocks":
+            kv_cache.write_blocks(payload, _receive_state(groups))
+        case "copy_in":
+            kv_cache.copy_in(payload[0], _on_host(payload[1]), _receive_state(groups))
+        case "set_rotaries":
+            kv_cache.set_summary_rotaries(payload)
+        case kind:
+            assert kind == "store_swapped", kind
+            kv_cache.store_swapped_shard(payload, _receive_state(groups))
 
 
-def _reply(state: Mapping[str, Tensor], process_groups: ProcessGroups) -> None:
-    send(Message("shard", list(state), tuple(state.values())), lambda x: process_groups.send(x, 0))
+def _on_host(slots: device_lib.slot_copy.SlotIndex) -> device_lib.slot_copy.SlotIndex:
+    return [None if group is None else group.cpu() for group in slots]
 
 
-def _receive_tensors(process_groups: ProcessGroups) -> dict[str, Tensor]:
-    message = receive(lambda x: process_groups.receive(x, 0))
-    return dict(zip(message.payload, message.tensors, strict=True))
+def _reply(value: Mapping[Any, Any], process_groups: ProcessGroups) -> None:
+    send(Message("reply", value), partial(process_groups.send, rank=0))
+
+
+def _receive_state(process_groups: ProcessGroups) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = receive(partial(process_groups.receive, rank=0)).payload
+    return state
 
 
 def _summarizer_shard(summarizer: Any, process_groups: ProcessGroups) -> Any:

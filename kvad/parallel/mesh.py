@@ -16,8 +16,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvad import config as cfg
 from kvad.cache import CacheGroup, CachePolicy
-from kvad.config import AttentionConfig, ModelConfig, StackConfig
+from kvad.config import ModelConfig
 from kvad.errors import ConfigError, UsageError
 
 
@@ -25,25 +26,18 @@ from kvad.errors import ConfigError, UsageError
 class Mesh:
     """A mesh of tensor_parallel x pipeline_parallel ranks, as seen from one rank."""
 
-    tensor_parallel: int = 1  # ranks per stage
-    pipeline_parallel: int = 1  # stages
+    tensor_parallel: cfg.PositiveInt = 1  # ranks per stage
+    pipeline_parallel: cfg.PositiveInt = 1  # stages
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"mesh.{name}: must be a whole number of at least 1, got {value!r}")
+        cfg.check_fields(self, "mesh")
         if not 0 <= self.rank < self.size:
             raise ConfigError(f"mesh.rank: must be in 0..{self.size - 1}, got {self.rank}")
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """Parse ``"2x1"``: two tensor ranks, one stage.
-
-        Raises:
-            UsageError: If the text has another form.
-        """
+        """Parse ``"2x1"``: two tensor ranks, one stage."""
         match = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text.strip().lower())
         if match is None:
             raise UsageError(
@@ -107,11 +101,7 @@ def query_head_range(heads: int, mesh: Mesh) -> range:
 
 
 def check_model_fits_mesh(config: ModelConfig, mesh: Mesh) -> None:
-    """Check that a model can be divided among the ranks.
-
-    Raises:
-        ConfigError: If it cannot; the hint names sizes that fit.
-    """
+    """Raise ConfigError, with sizes that fit, if a model cannot be divided among the ranks."""
     for name, stack in (("decoder", config.decoder), ("encoder", config.encoder)):
         if stack is None:
             continue
@@ -126,7 +116,7 @@ def check_model_fits_mesh(config: ModelConfig, mesh: Mesh) -> None:
                     _check_spec(config, attention, mesh, f"{name}.layer_types.{letter}.{part}")
 
 
-def _check_spec(config: ModelConfig, attention: AttentionConfig, mesh: Mesh, where: str) -> None:
+def _check_spec(config: ModelConfig, attention: cfg.AttentionConfig, mesh: Mesh, where: str) -> None:
     if attention.custom_class is not None and mesh.tensor_parallel > 1:
         raise ConfigError(
             f"mesh {mesh}: {where}.custom_class: {attention.custom_class} cannot be divided by heads",
@@ -142,18 +132,17 @@ def _check_spec(config: ModelConfig, attention: AttentionConfig, mesh: Mesh, whe
         )
 
 
-def _fits(attention: AttentionConfig, tensor: int) -> bool:
+def _fits(attention: cfg.AttentionConfig, tensor: int) -> bool:
     """Return True if all ranks have equally many kv heads, or all kv heads are on equally many ranks."""
     kv_heads = attention.num_kv_heads or attention.num_heads
     return (kv_heads % tensor == 0 or tensor % kv_heads == 0) and attention.num_heads % tensor == 0
 
 
-def _all_specs(config: ModelConfig) -> list[AttentionConfig]:
-    stacks: list[StackConfig] = [stack for stack in (config.decoder, config.encoder) if stack is not None]
+def _all_specs(config: ModelConfig) -> list[cfg.AttentionConfig]:
+    stacks: list[cfg.StackConfig] = [stack for stack in (config.decoder, config.encoder) if stack is not None]
     layers = [layer for stack in stacks for layer in stack.layer_types.values()]
-    return [
-        attention for layer in layers for attention in (layer.attention, layer.cross_attention) if attention is not None
-    ]
+    attentions = [attention for layer in layers for attention in (layer.attention, layer.cross_attention)]
+    return [attention for attention in attentions if attention is not None]
 
 
 def check_cache_fits_mesh(groups: Sequence[CacheGroup], mesh: Mesh) -> None:

@@ -5,11 +5,11 @@ tables and BlockOps are valid on every rank; its tensors hold this rank's kv hea
 numbered from 0 within a rank, as in its part of the model. Positions, one per slot and group, are on every rank.
 
 A sequence's state is a dict of arrays, as ``KVCache.read_blocks`` returns it: "group.positions" [n, block_size] and
-"group.layer.kind.part" [n, K, ...], where axis 1 is the kv heads. :func:`merge_shards` and :func:`split_shards` are
+"group.layer.kind.part" [n, K, ...], where axis 1 is the kv heads. ``merge_shards`` and ``split_shards`` are
 inverse, so a state can move between meshes.
 
-:func:`plan_ranks` computes the bytes of every rank in advance. They equal, to the byte, what ``tensor_parallel``
-keeps and what a rank's KVCache allocates, because both use :func:`weight_shards` and :func:`shard_groups`. No torch.
+``plan_ranks`` computes the bytes of every rank in advance. They equal, to the byte, what ``tensor_parallel``
+keeps and what a rank's KVCache allocates, because both use ``weight_shards`` and ``shard_groups``. No torch.
 
 =====================================  ===============================================================================
 q, k, v; gate, up of an MLP            by rows (outputs): heads of this rank, a share of the intermediate size
@@ -30,10 +30,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvad import cache
+from kvad import config as cfg
 from kvad import config as config_lib
 from kvad.cache import CacheGroup, group_bytes
 from kvad.cache.sizing import MemoryPlan
-from kvad.config import AttentionConfig, ModelConfig, MoEConfig, StackConfig, head_dim
+from kvad.config import ModelConfig, attention_dims
 from kvad.errors import CacheError
 from kvad.parallel.mesh import (
     Mesh,
@@ -87,16 +88,13 @@ def block_bytes(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> list[i
 def merge_shards(
     parts: Sequence[SequenceArrays], groups: Sequence[CacheGroup], layers: int, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Merge the states of all ranks into the state of an unsharded cache.
+    """Merge the ranks' states into the state of an unsharded cache, in the order of its ``KVCache.read_blocks``.
 
     Args:
         parts: One state per rank, in order.
         groups: Groups of the unsharded cache.
         layers: Number of decoder layers.
         mesh: The mesh.
-
-    Returns:
-        The arrays in the order of the unsharded ``KVCache.read_blocks``.
 
     Raises:
         CacheError: If the ranks' positions differ, or an array is missing.
@@ -111,7 +109,11 @@ def merge_shards(
         _check_positions(name, parts)
         whole[name] = parts[0][name]
         for layer in group.layers:
-            whole |= _merge_layer(parts, number, layer, group, groups, layers, mesh)
+            owners = [rank for rank in mesh.all_ranks() if layer % layers in layer_range(layers, rank)]
+            local = local_layers(groups, layers, owners[0])[layer]
+            shards = [parts[owner.rank] for owner in owners[:: kv_head_copies(group.spec.num_kv_heads, mesh)]]
+            merged = _merge_layer(shards, f"{number}.{local}.", group.spec.num_kv_heads, f"{number}.{layer}")
+            whole |= {f"{number}.{layer}.{kind}": array for kind, array in merged.items()}
     return whole
 
 
@@ -122,29 +124,18 @@ def _check_positions(name: str, parts: Sequence[SequenceArrays]) -> None:
             raise CacheError(f"rank {rank} has other positions than rank 0 in {name}", "this is a bug in kvad")
 
 
-def _merge_layer(
-    parts: Sequence[SequenceArrays],
-    number: int,
-    layer: int,
-    group: CacheGroup,
-    groups: Sequence[CacheGroup],
-    layers: int,
-    mesh: Mesh,
-) -> dict[str, Tensor]:
-    owners = [each for each in mesh.all_ranks() if layer % layers in layer_range(layers, each)]
-    local = local_layers(groups, layers, owners[0])[layer]
-    prefix, kv_heads = f"{number}.{local}.", group.spec.num_kv_heads
-    kinds = [name.removeprefix(prefix) for name in parts[owners[0].rank] if name.startswith(prefix)]
+def _merge_layer(shards: Sequence[SequenceArrays], prefix: str, kv_heads: int, where: str) -> dict[str, Tensor]:
+    """Merge one layer's arrays, whose local names begin with ``prefix``, from ranks that have different kv heads."""
+    kinds = [name.removeprefix(prefix) for name in shards[0] if name.startswith(prefix)]
     if not kinds:
-        raise CacheError(f"rank {owners[0].rank} has no arrays of layer {layer} of group {number}")
-    arrays: dict[str, Tensor] = {}
+        raise CacheError(f"{where}: a rank of its stage has no arrays of this layer")
+    merged: dict[str, Tensor] = {}
     for kind in kinds:
-        shards = [parts[owner.rank].get(prefix + kind) for owner in owners[:: kv_head_copies(kv_heads, mesh)]]
-        present = [shard for shard in shards if shard is not None]
-        if len(present) != len(shards) or sum(shard.shape[1] for shard in present) != kv_heads:
-            raise CacheError(f"{number}.{layer}.{kind}: the ranks of its stage do not have all {kv_heads} kv heads")
-        arrays[f"{number}.{layer}.{kind}"] = _concat_heads(present, kv_heads)
-    return arrays
+        arrays = [shard[prefix + kind] for shard in shards if prefix + kind in shard]
+        if len(arrays) != len(shards) or sum(array.shape[1] for array in arrays) != kv_heads:
+            raise CacheError(f"{where}.{kind}: the ranks of its stage do not have all {kv_heads} kv heads")
+        merged[kind] = _concat_heads(arrays, kv_heads)
+    return merged
 
 
 def _concat_heads(shards: Sequence[Tensor], kv_heads: int) -> Tensor:
@@ -198,6 +189,9 @@ class ShardedPolicy(cache.policy.EvictionPolicy):
     heads: range = field(kw_only=True)  # this rank's kv heads
     head_ids: tuple[int, ...] = field(kw_only=True)  # the model's number of each layer of this rank
     gather: Callable[[Tensor], Tensor] = field(kw_only=True)  # [K of this rank, ...] -> [K, ...], in order
+
+    def __post_init__(self) -> None:
+        """Check nothing: the wrapped policy was checked."""
 
     @staticmethod
     def wrap(
@@ -267,11 +261,7 @@ class RankPlan:
 
 
 def plan_ranks(plan: MemoryPlan, mesh: Mesh) -> tuple[RankPlan, ...]:
-    """Plan the memory of every rank in order; an encoder alone has weights only.
-
-    Raises:
-        ConfigError: If the model or the cache does not fit the mesh.
-    """
+    """Plan the memory of every rank in order; an encoder alone has weights only. ConfigError if it does not fit."""
     check_model_fits_mesh(plan.config, mesh)
     groups = tuple(group_plan.group for group_plan in plan.groups)
     check_cache_fits_mesh(groups, mesh)
@@ -296,7 +286,7 @@ def weight_shards(config: ModelConfig, mesh: Mesh) -> dict[str, ShardSlice]:
 
 def _tensor_slice(pieces: list[str], shape: tuple[int, ...], config: ModelConfig, mesh: Mesh) -> ShardSlice | None:
     whole = tuple(map(range, shape))
-    stack: StackConfig | None = {"encoder": config.encoder, "decoder": config.decoder}.get(pieces[0])
+    stack: cfg.StackConfig | None = {"encoder": config.encoder, "decoder": config.decoder}.get(pieces[0])
     child = pieces[1]
     if stack is None or child == "positions":
         return whole
@@ -304,44 +294,35 @@ def _tensor_slice(pieces: list[str], shape: tuple[int, ...], config: ModelConfig
         return whole if mesh.is_last_stage else None
     if child == "relative_bias":
         return whole[0], query_head_range(stack.layer_types[pieces[2]].attention.num_heads, mesh)
-    index, part = int(pieces[2]), pieces[3]
+    index, part, names = int(pieces[2]), pieces[3], pieces[4:]
     if index not in layer_range(stack.num_layers, mesh):
         return None
     layer = stack.layer_config(index)
-    if part in ("attention", "cross_attention"):
-        attention = layer.attention if part == "attention" else layer.cross_attention
-        assert attention is not None
-        return _attention_slice(pieces[4:], whole, config, attention, mesh)
-    if part == "mlp":
-        name = pieces[4] if isinstance(layer.mlp, MoEConfig) else f"{pieces[4]}_{pieces[5]}"
-        return _mlp_slice(name, whole, isinstance(layer.mlp, MoEConfig), mesh)
-    return whole
+    attention = {"attention": layer.attention, "cross_attention": layer.cross_attention}.get(part)
+    if attention is not None:
+        return _attention_slice(names, whole, config, attention, mesh)
+    return _mlp_slice(names, whole, mesh) if part == "mlp" else whole
 
 
 def _attention_slice(
-    names: list[str], whole: ShardSlice, config: ModelConfig, attention: AttentionConfig, mesh: Mesh
+    names: list[str], whole: ShardSlice, config: ModelConfig, attention: cfg.AttentionConfig, mesh: Mesh
 ) -> ShardSlice | None:
-    dim, name = head_dim(config, attention), names[0]
-    value_dim = attention.value_dim or dim
-    queries, keys = (
-        query_head_range(attention.num_heads, mesh),
-        kv_head_range(attention.num_kv_heads or attention.num_heads, mesh),
-    )
-    if name == "sink_logits":
-        return (queries,)
-    if name == "relative_bias":
-        return whole[0], queries
-    if name == "out":
-        if names[1] == "bias":
+    num_heads, num_kv_heads, dim, value_dim = attention_dims(config, attention)
+    queries, keys = query_head_range(num_heads, mesh), kv_head_range(num_kv_heads, mesh)
+    match names:
+        case ["sink_logits"]:
+            return (queries,)
+        case ["relative_bias"]:
+            return whole[0], queries
+        case ["out", "bias"]:
             return whole if mesh.tensor_rank == 0 else None
-        return whole[0], _times(queries, value_dim)
-    if name in ("q_norm", "k_norm"):
-        heads = queries if name == "q_norm" else keys
-        first = {"head": whole[0], "each": heads, "full": _times(heads, dim)}[attention.qk_norm]
-        return first, *whole[1:]
-    if name in ("q", "k", "v"):
-        heads = queries if name == "q" else keys
-        return _times(heads, value_dim if name == "v" else dim), *whole[1:]
+        case ["out", "weight"]:
+            return whole[0], _times(queries, value_dim)
+        case ["q_norm" | "k_norm" as name, _]:
+            heads = queries if name == "q_norm" else keys
+            return {"head": whole[0], "each": heads, "full": _times(heads, dim)}[attention.qk_norm], *whole[1:]
+        case ["q" | "k" | "v" as name, _]:
+            return _times(queries if name == "q" else keys, value_dim if name == "v" else dim), *whole[1:]
     assert mesh.tensor_parallel == 1, "check_model_fits_mesh refuses custom attention"
     return whole
 
@@ -350,16 +331,14 @@ def _times(heads: range, dim: int) -> range:
     return range(heads.start * dim, heads.stop * dim)
 
 
-def _mlp_slice(name: str, whole: ShardSlice, experts: bool, mesh: Mesh) -> ShardSlice | None:
-    """Return the slice of an MLP's weight; experts have an extra first dim."""
-
-    def part(axis: int) -> ShardSlice:
-        share = even_share(len(whole[axis]), mesh.tensor_parallel, mesh.tensor_rank)
-        return *whole[:axis], share, *whole[axis + 1 :]
-
-    if name == "router":
+def _mlp_slice(names: list[str], whole: ShardSlice, mesh: Mesh) -> ShardSlice | None:
+    """Return the slice of ``up.weight``, or, of experts, which have an extra first dim, ``up`` or ``up_bias``."""
+    module, _, leaf = names[0].partition("_")
+    if module == "router":
         return whole
-    if name == "down_bias":
+    is_experts, is_bias = len(names) == 1, "bias" in (leaf, names[-1])
+    if module == "down" and is_bias:
         return whole if mesh.tensor_rank == 0 else None
-    down = name in ("down", "down_weight")
-    return part((1 if down else 0) + experts)
+    axis = (module == "down") + is_experts
+    share = even_share(len(whole[axis]), mesh.tensor_parallel, mesh.tensor_rank)
+    return *whole[:axis], share, *whole[axis + 1 :]

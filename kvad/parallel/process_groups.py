@@ -1,7 +1,7 @@
 """Process groups of a rank, as values; torch's default group is not used.
 
 The ranks of a stage add up partial sums (tensor parallel), the stages pass hidden states to the next (pipeline), and
-rank 0 broadcasts to all (world). Any backend of torch works; :func:`connect_groups` creates gloo groups. All ranks of a
+rank 0 broadcasts to all (world). Any backend of torch works; ``connect_groups`` creates gloo groups. All ranks of a
 group must make the same calls in the same order; otherwise a call raises EngineError after the group's timeout.
 """
 
@@ -77,11 +77,9 @@ class ProcessGroups:
 
     def broadcast_from_last_stage(self, x: Tensor) -> Tensor:
         """Return the last stage's x on every stage."""
-        return (
-            x
-            if self.pipeline is None
-            else self._broadcast(self.pipeline, x.contiguous(), self.mesh.pipeline_parallel - 1)
-        )
+        if self.pipeline is None:
+            return x
+        return self._broadcast(self.pipeline, x.contiguous(), self.mesh.pipeline_parallel - 1)
 
     def broadcast_from_first_rank(self, x: Tensor) -> Tensor:
         """Return rank 0's x on every rank."""
@@ -109,11 +107,7 @@ class ProcessGroups:
 
 
 def wait_for(who: str, call: Callable[..., Any], *args: Any) -> None:
-    """Make a call of a process group and wait for its result.
-
-    Raises:
-        EngineError: If another rank does not respond.
-    """
+    """Make a call of a process group and wait for its result; EngineError if another rank does not respond."""
     try:
         call(*args).wait()
     except RuntimeError as error:

@@ -50,9 +50,8 @@ def shard_model(model: Transformer, process_groups: ProcessGroups) -> None:
                 assert isinstance(layer, model_lib.transformer.TransformerLayer)
                 _shard_layer(layer, process_groups)
         if mesh.pipeline_parallel > 1:
-            _shard_stack(
-                stack, process_groups, has_cross_attention=stack is model.decoder and model.encoder is not None
-            )
+            has_cross_attention = stack is model.decoder and model.encoder is not None
+            _shard_stack(stack, process_groups, has_cross_attention=has_cross_attention)
 
 
 def _shard_parameters(model: Transformer, cuts: dict[str, ShardSlice]) -> None:
@@ -64,11 +63,10 @@ def _shard_parameters(model: Transformer, cuts: dict[str, ShardSlice]) -> None:
     for name, parameter in list(model.named_parameters()):
         where, _, leaf = name.rpartition(".")
         module, cut = model.get_submodule(where), cuts.get(name)
-        if cut is None:
-            shard = None
-        elif all(len(part) == size for part, size in zip(cut, parameter.shape, strict=True)):
+        if cut is not None and tuple(map(len, cut)) == tuple(parameter.shape):
             continue
-        else:
+        shard = None
+        if cut is not None:
             ranges = tuple(slice(part.start, part.stop) for part in cut)
             shard = nn.Parameter(parameter.detach()[ranges].clone(), requires_grad=parameter.requires_grad)
         if isinstance(module, nn.ParameterDict):
@@ -98,11 +96,9 @@ def _shard_attention(attention: model_lib.attention.Attention, process_groups: P
     mesh, heads = process_groups.mesh, query_head_range(attention.heads, process_groups.mesh)
     if attention.spec.qk_norm == "full":
         assert attention.q_norm is not None and attention.k_norm is not None
-        twice = kv_head_copies(attention.kv_heads, mesh)
-        attention.q_norm = _ShardedNorm(attention.q_norm, attention.heads * attention.head_dim, 1, process_groups)
-        attention.k_norm = _ShardedNorm(
-            attention.k_norm, attention.kv_heads * attention.head_dim, twice, process_groups
-        )
+        copies, dim = kv_head_copies(attention.kv_heads, mesh), attention.head_dim
+        attention.q_norm = _ShardedNorm(attention.q_norm, attention.heads * dim, 1, process_groups)
+        attention.k_norm = _ShardedNorm(attention.k_norm, attention.kv_heads * dim, copies, process_groups)
     attention.heads, attention.kv_heads = len(heads), len(kv_head_range(attention.kv_heads, mesh))
     if isinstance(attention.spec.position, (cfg.AlibiConfig, cfg.CustomPositionsConfig)):
         attention.register_forward_pre_hook(_Heads(heads))
@@ -197,9 +193,7 @@ def _shard_stack(
     mesh, whole = process_groups.mesh, stack.spec
     local = layer_range(whole.num_layers, mesh)
     stack.layers = stack.layers[local.start : local.stop]
-    stack.spec = replace(
-        whole, num_layers=len(local), layer_pattern="".join(whole.layer_type(index) for index in local)
-    )
+    stack.spec = replace(whole, num_layers=len(local), layer_pattern="".join(map(whole.layer_type, local)))
     if not mesh.is_last_stage:
         stack.norm = None
 

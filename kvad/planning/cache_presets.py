@@ -27,19 +27,14 @@ CACHE_FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys a
 
 
 class PolicySize(NamedTuple):
-    """Size of a policy.
+    """Size of a policy."""
 
-    ``num_retained`` slots of a sequence of ``length`` tokens stay, in blocks of ``block``; a ranking policy evicts
-    every ``interval`` tokens. ``observed_queries``, ``kernel``: queries that SnapKV observes, neighbors that it
-    averages.
-    """
-
-    length: int
-    num_retained: int
-    interval: int
+    length: int  # tokens of the sequence
+    num_retained: int  # slots that stay
+    interval: int  # tokens between two evictions
     block: int = DEFAULT_BLOCK_SIZE
-    observed_queries: int = OBSERVED_QUERIES
-    kernel: int = KERNEL
+    observed_queries: int = OBSERVED_QUERIES  # by SnapKV
+    kernel: int = KERNEL  # neighbors that SnapKV averages
 
 
 def _sinks(size: PolicySize) -> str:
@@ -68,16 +63,12 @@ def _quantized_policy(size: PolicySize) -> str:
 
 
 def _tiered(size: PolicySize) -> str:
-    """Build a tiered policy with summaries of older tokens (at least one block).
-
-    Tokens without room are dropped.
+    """Build a tiered policy with summaries of older tokens (at least one block); tokens without room are dropped.
 
     512 tokens, 256 slots in blocks of 8:  48 + 8 unchanged, 160 quantized, 40 summaries (of 304 tokens, and of 16 more)
     """
     ratio = SUMMARY_RATIO if size.block % SUMMARY_RATIO == 0 else size.block
-    num_unsummarized = (
-        (size.num_retained - size.block - size.length // ratio) * ratio // (ratio - 1)
-    )  # tokens that are not summarized
+    num_unsummarized = (size.num_retained - size.block - size.length // ratio) * ratio // (ratio - 1)
     recent, quantized = _split(num_unsummarized, size.block)
     summaries = max(1, (size.num_retained - size.block - recent - quantized) // size.block) * size.block
     return f"tiered({recent}, quantized={quantized}, interval={size.block}, summaries={summaries}, ratio={ratio})"
@@ -113,10 +104,7 @@ def slots_to_keep(ratio: float, length: int) -> int:
 
 
 def policy_for_ratio(name: str, ratio: float, length: int, interval: int, block: int = DEFAULT_BLOCK_SIZE) -> str:
-    """Build the named policy that drops this share.
-
-    Quest's budget is rounded down to whole blocks (at least one).
-    """
+    """Build the named policy that drops this share; Quest's budget is rounded down to whole blocks (at least one)."""
     num_retained = slots_to_keep(ratio, length)
     if name == "quest":
         num_retained = num_retained // block * block
@@ -133,14 +121,9 @@ def policy_for_format(policy: str, stored: str) -> str:
     levels = parse_policy(policy).tiered
     if not isinstance(levels, cache.policy.TieredPolicy):  # offloaded tokens keep their format
         return policy
-    keys, values = map(
-        _narrower, (levels.key_format, levels.value_format), cache.quantization.split_format_name(stored)
-    )
-    return (
-        policy
-        if (keys, values) == (levels.key_format, levels.value_format)
-        else str(replace(levels, key_format=keys, value_format=values))
-    )
+    formats = levels.key_format, levels.value_format
+    keys, values = map(_narrower, formats, cache.quantization.split_format_name(stored))
+    return policy if (keys, values) == formats else str(replace(levels, key_format=keys, value_format=values))
 
 
 def _narrower(*names: str) -> str:

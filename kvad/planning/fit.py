@@ -74,25 +74,21 @@ class MeasuredCosts:
 
 
 def read_costs(path: Path = PACKAGED_COSTS) -> tuple[MeasuredCosts, ...]:
-    """Read ``cache_costs.json``, or the lines of a bench (a file, or its folder).
-
-    Raises:
-        DataError: If it is neither.
-    """
+    """Read ``cache_costs.json``, or the lines of a bench (a file, or its folder); DataError if it is neither."""
     file, text = _text(path)
     try:
         if file.suffix == ".jsonl":
             return (collect_costs(_lines(text)),)
-        return tuple(_measured(measured) for measured in json.loads(text)["measured"])
+        return tuple(
+            MeasuredCosts(**{**each, "costs": tuple(CacheCost(**cost) for cost in each["costs"])})
+            for each in json.loads(text)["measured"]
+        )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _no_costs_error(file, error) from error
 
 
 def read_cost_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a bench's lines from a file or its folder, merged by :func:`merge_depths`.
-
-    DataError if there are none.
-    """
+    """Read a bench's lines from a file or its folder, merged by ``merge_depths``; DataError if there are none."""
     file, text = _text(path)
     try:
         return merge_depths(_lines(text))
@@ -116,17 +112,11 @@ def _no_costs_error(file: Path, error: Exception) -> DataError:
     return DataError(f"{file} has no costs: {error!r}", "Give the --out of kvad bench cache-quality.")
 
 
-def _measured(each: Mapping[str, Any]) -> MeasuredCosts:
-    return MeasuredCosts(**{**each, "costs": tuple(CacheCost(**cost) for cost in each["costs"])})
-
-
 def collect_costs(lines: Sequence[Mapping[str, Any]]) -> MeasuredCosts:
     """Compute costs from a bench's lines: the mean of each kind's cells for which the full cache finds the needle."""
-    first = lines[0]
-    informative = {
-        cell for cell in _cells(lines, "full", 0.0) if _mean(_cells(lines, "full", 0.0)[cell]) > MIN_FULL_RECALL
-    }
-    costs = []
+    first, costs = lines[0], []
+    full = _cells(lines, "full", 0.0)
+    informative = {cell for cell, recalls in full.items() if _mean(recalls) > MIN_FULL_RECALL}
     for cache, ratio in dict.fromkeys((line["cache"], line["ratio"]) for line in lines):
         own_lines = [line for line in lines if (line["cache"], line["ratio"]) == (cache, ratio)]
         text = next((line for line in own_lines if line["measure"] == "text"), None)
@@ -141,10 +131,7 @@ def collect_costs(lines: Sequence[Mapping[str, Any]]) -> MeasuredCosts:
 
 
 def merge_depths(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the depths of a cache, kind and length into one line with their mean.
-
-    The costs are unchanged.
-    """
+    """Merge the depths of a cache, kind and length into one line with their mean; the costs are unchanged."""
     grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in lines:
         grouped.setdefault(tuple(line[name] for name in ("cache", "ratio", "measure", "length")), []).append(line)
@@ -184,22 +171,16 @@ def find_costs(measured: Sequence[MeasuredCosts], cache: str, ratio: float) -> l
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write ``cache_costs.json`` from files or folders of lines.
-
-    Or, after ``--merge``, print them merged.
-    """
+    """Write ``cache_costs.json`` from files or folders of lines; after ``--merge``, print them merged."""
     if arguments[:1] == ["--merge"]:
         for folder in arguments[1:]:
             print("\n".join(json.dumps(line) for line in read_cost_lines(Path(folder))))
         return
     measured = [costs for folder in arguments for costs in read_costs(Path(folder))]
-    plain = [{**vars(costs), "costs": [vars(cost) for cost in costs.costs]} for costs in measured]
-    rows = [
-        json.dumps({**costs, "costs": "@"}).replace(
-            '"@"', "[\n   " + ",\n   ".join(json.dumps(cost) for cost in costs["costs"]) + "\n  ]"
-        )
-        for costs in plain
-    ]
+    rows = []
+    for costs in measured:
+        lines = ",\n   ".join(json.dumps(vars(cost)) for cost in costs.costs)
+        rows.append(json.dumps({**vars(costs), "costs": "@"}).replace('"@"', f"[\n   {lines}\n  ]"))
     PACKAGED_COSTS.write_text('{"measured": [\n  ' + ",\n  ".join(rows) + "\n]}\n", encoding="utf-8")
 
 
@@ -221,17 +202,13 @@ class PolicyChoice:
     def policy(self, context: int) -> str:
         if self.ratio is None:
             return self.name
-        return policy_for_ratio(
-            self.name, self.ratio, context, min(DEFAULT_INTERVAL, slots_to_keep(self.ratio, context))
-        )
+        interval = min(DEFAULT_INTERVAL, slots_to_keep(self.ratio, context))
+        return policy_for_ratio(self.name, self.ratio, context, interval)
 
 
 @dataclass(frozen=True)
 class RequestedSeqs:
-    """A requested number of sequences, with the greatest length.
-
-    A plain number is a length, with the most sequences.
-    """
+    """A requested number of sequences, with the greatest length; a plain number is a length."""
 
     count: int
 
@@ -276,14 +253,11 @@ class FitRow:
 
 @dataclass(frozen=True)
 class FitTable:
-    """``refused``: caches that this model does not support, and why.
-
-    ``sources``: where costs were measured.
-    """
+    """Configurations that fit."""
 
     rows: tuple[FitRow, ...]
-    refused: tuple[str, ...]
-    sources: tuple[str, ...]
+    refused: tuple[str, ...]  # caches that this model does not support, and why
+    sources: tuple[str, ...]  # of the costs
 
 
 def policy_choices(plan: MemoryPlan, ratios: Sequence[float]) -> tuple[PolicyChoice, ...]:
@@ -313,10 +287,7 @@ def find_configurations(
     formats: Sequence[str],
     costs: Sequence[MeasuredCosts],
 ) -> FitTable:
-    """Find for each length the most sequences, for each number of sequences the greatest length.
-
-    Omit what does not fit.
-    """
+    """Find for each length the most sequences that fit, and for each number of sequences the greatest length."""
     rows_found, refused = list[FitRow](), dict[str, None]()
     targets: list[int | RequestedSeqs] = [*contexts, *(RequestedSeqs(each) for each in rows)]
     for target in targets:
@@ -352,60 +323,47 @@ def _fit_row(
         return replace(plan.cache, max_num_seqs=rows, max_seq_len=context, policy=policy, num_blocks=None, **stored)  # type: ignore[arg-type]
 
     def total(rows: int, context: int) -> int:
-        return sizing.memory_plan.total_bytes_with(plan, build_cache(rows, context))
+        return sizing.fits.total_bytes_with(plan, build_cache(rows, context))
 
     if isinstance(target, RequestedSeqs):
         rows, context = target.count, plan.config.max_seq_len
         unit = min(plan.cache.block_size, context)
         if total(rows, context) > memory_bytes:
-            context = unit * sizing.memory_plan.binary_search_max(
+            context = unit * sizing.fits.binary_search_max(
                 context // unit, lambda n: total(target.count, unit * n) <= memory_bytes
             )
     else:
         context = target
-        rows = sizing.memory_plan.binary_search_max(
-            cache_lib.groups.MAX_PLANNED_SEQS, lambda n: total(n, context) <= memory_bytes
-        )
+        rows = sizing.fits.binary_search_max(sizing.fits.MAX_PLANNED_SEQS, lambda n: total(n, context) <= memory_bytes)
     if rows and context:
         requested = build_cache(rows, context)
         policy = resolve_for_model(plan.config, requested).policy
-        is_other_policy = policy != requested.policy  # sequences that are full continue under it
-        keeps_everything = _name(choice, context)[0] == "full" and (
-            not is_other_policy or plan.cache.overflow == "offload"
-        )
+        # Sequences at their limit may continue under another policy, and only offloading keeps all of their tokens.
+        is_lossy_overflow = policy != requested.policy and plan.cache.overflow != "offload"
+        keeps_everything = _name(choice, context)[0] == "full" and not is_lossy_overflow
         is_lossless = keeps_everything and _exact(form, plan.weights_dtype)
-        measured = (
-            ()
-            if is_lossless or (is_other_policy and plan.cache.overflow != "offload")
-            else _measured_cost(plan, choice, form, context, costs)
-        )
+        has_cost = not is_lossless and not is_lossy_overflow
+        measured = _measured_cost(plan, choice, form, context, costs) if has_cost else ()
         yield FitRow(rows, context, total(rows, context), form, policy, choice.ratio, is_lossless, measured)
 
 
 def _exact(form: str, computed: str) -> bool:
-    return all(
-        cache_lib.quantization.get_format(name).loss != "lossy"
-        and cache_lib.quantization.get_format(name).bits >= 8 * config.DTYPE_BYTES[computed]
-        for name in cache_lib.quantization.split_format_name(form)
-    )
+    formats = map(cache_lib.quantization.get_format, cache_lib.quantization.split_format_name(form))
+    return all(fmt.loss != "lossy" and fmt.bits >= 8 * config.DTYPE_BYTES[computed] for fmt in formats)
 
 
 def _measured_cost(
     plan: MemoryPlan, choice: PolicyChoice, form: str, context: int, costs: Sequence[MeasuredCosts]
 ) -> tuple[MeasuredCost, ...]:
-    """Return measured costs.
-
-    A policy's own cost is for the computed format, with another format it is "snapkv+int8".
-    """
+    """Return measured costs. A policy's own cost is for the computed format; with int8 it is that of "snapkv+int8"."""
     name, ratio = _name(choice, context)
     if name == "full":
-        matches = find_costs(costs, form, 0.0)
-    else:
-        cache = name if _exact(form, plan.weights_dtype) else f"{name}+{form}"
-        matches = find_costs(costs, cache, ratio)
+        name, ratio = form, 0.0
+    elif not _exact(form, plan.weights_dtype):
+        name = f"{name}+{form}"
     return tuple(
         MeasuredCost(measured.model, measured.digest, cost.perplexity_ratio, cost.kl, cost.recall)
-        for measured, cost in matches
+        for measured, cost in find_costs(costs, name, ratio)
     )
 
 

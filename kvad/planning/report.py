@@ -11,8 +11,9 @@ imports torch, which takes a second or two.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +21,12 @@ from typing import Any, NamedTuple
 from kvad import cache as cache_lib
 from kvad import checkpoint
 from kvad import config as config_lib
-from kvad.cache import CacheConfig, resolve_for_model, sizing
+from kvad.cache import CacheConfig, CacheGroup, resolve_for_model, sizing
 from kvad.cache.sizing import GroupPlan, MemoryPlan, plan_memory
-from kvad.config import ModelConfig, attention_specs
-from kvad.errors import ConfigError, UsageError, with_article
+from kvad.config import AttentionSpec, ModelConfig, attention_specs
+from kvad.errors import ConfigError, UsageError, format_count, with_article
 from kvad.parallel import Mesh, RankPlan, plan_ranks
 from kvad.planning.fit import FitTable, weights_shortfall
-from kvad.planning.group_summary import describe_retention
 from kvad.planning.known_models import known_model
 from kvad.train.config import RunConfig, read_toml
 
@@ -37,15 +37,12 @@ BYTE_FIELDS = (
 
 
 class PlanTarget(NamedTuple):
-    """The model to plan.
-
-    ``stored_dtype``: dtype of a checkpoint's weights, None without weights; ``origin``: a Hugging Face ``model_type``.
-    """
+    """The model to plan."""
 
     name: str
     config: ModelConfig
-    stored_dtype: str | None = None
-    origin: str | None = None
+    stored_dtype: str | None = None  # of a checkpoint's weights
+    origin: str | None = None  # a Hugging Face ``model_type``
 
 
 class DecodeSpeed(NamedTuple):
@@ -59,43 +56,32 @@ class DecodeSpeed(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Result of ``kvad plan``.
-
-    ``bandwidth`` in bytes per second; ``available`` is None if unknown; ``fits`` for ``fit`` bytes, if requested.
-    """
+    """Result of ``kvad plan``."""
 
     name: str
     plan: MemoryPlan
-    available: int | None
-    bandwidth: float
+    available: int | None  # bytes; None: unknown
+    bandwidth: float  # bytes per second
     measured: bool
     speeds: tuple[DecodeSpeed, ...]
-    fit: int | None
-    fits: tuple[cache_lib.groups.MemoryFit, ...]
+    fit: int | None  # bytes, if requested
+    fits: tuple[sizing.fits.MemoryFit, ...]
     table: FitTable | None = None  # what would fit, for a decoder
     ranks: tuple[RankPlan, ...] = ()  # ranks of a mesh, if requested; then there are no speeds
 
 
 def read_target(text: str) -> PlanTarget:
-    """Read the model to plan.
-
-    Raises:
-        CheckpointError: If a folder is not a checkpoint.
-        ConfigError: If the config is invalid.
-        UsageError: With the nearest name, if the text is neither a path nor a known model.
-    """
+    """Read the model to plan; UsageError, with the nearest name, if the text is neither a path nor a known model."""
     path = Path(text)
     if "/" in text and not path.exists() and path.suffix not in (".json", ".toml"):
         path = checkpoint.hub.resolve_model_path(text, weights=False)
     if path.is_dir():
         folder = checkpoint.folder.locate(path)
+        config_file = folder / checkpoint.folder.CONFIG
         if checkpoint.folder.is_hf(folder):
-            return _read_hf(text, folder / checkpoint.folder.CONFIG)
-        return PlanTarget(
-            text,
-            _read_config(folder / checkpoint.folder.CONFIG),
-            checkpoint.safetensors_header.stored_dtype(folder / checkpoint.folder.MODEL),
-        )
+            return _read_hf(text, config_file)
+        config = _read_config(config_file)  # its errors come first
+        return PlanTarget(text, config, checkpoint.safetensors_header.stored_dtype(folder / checkpoint.folder.MODEL))
     if path.is_file() and path.suffix == ".json" and "model_type" in _content(path):
         return _read_hf(text, path)
     if path.is_file() or path.suffix in (".json", ".toml"):
@@ -113,14 +99,10 @@ def _content(path: Path) -> Mapping[str, Any]:
 
 
 def _read_hf(name: str, path: Path) -> PlanTarget:
-    """Read a Hugging Face config.
-
-    Weights next to it decide what it leaves open: tied head, kind of head.
-    """
+    """Read a Hugging Face config; weights next to it decide what it leaves open: tied head, kind of head."""
     origin = str(_content(path).get("model_type", ""))
-    if path.name == checkpoint.folder.CONFIG and any(
-        (path.parent / weights).is_file() for weights in (checkpoint.hub.SINGLE, checkpoint.hub.INDEX)
-    ):
+    weights = (path.parent / checkpoint.hub.SINGLE, path.parent / checkpoint.hub.INDEX)
+    if path.name == checkpoint.folder.CONFIG and any(file.is_file() for file in weights):
         handle = checkpoint.hf_layout.HFCheckpoint(path.parent)
         return PlanTarget(name, handle.config, str(handle.stored_dtype).removeprefix("torch."), origin)
     config, stored_dtype = checkpoint.hf_layout.read_hf_config(path)
@@ -174,9 +156,6 @@ def plan_target(
         learned: Shape of a summarizer.
         **cache: Other fields of CacheConfig.
 
-    Raises:
-        UsageError: If a length exceeds the model's limit, or there is no encoder input.
-        ConfigError: If the configuration is impossible.
     """
     limit, source = target.config.max_seq_len, target.config.encoder_input
     if source is None and source_context is not None:
@@ -231,7 +210,7 @@ def build_report(
     for rows in sorted({1, plan.cache.max_num_seqs}) if plan.config.decoder is not None and mesh is None else ():
         read = sizing.memory_plan.decode_step_bytes(plan, rows, plan.cache.max_seq_len)
         speeds.append(DecodeSpeed(rows, plan.cache.max_seq_len, read, rows * bandwidth / read))
-    largest = () if fit is None else sizing.memory_plan.find_fits(plan, fit)
+    largest = () if fit is None else sizing.fits.find_fits(plan, fit)
     ranks = () if mesh is None else plan_ranks(plan, mesh)
     return PlanReport(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table, ranks)
 
@@ -253,13 +232,14 @@ def report_to_json(report: PlanReport) -> Mapping[str, object]:
 
 
 def _rank_json(rank: RankPlan) -> Mapping[str, object]:
-    """Return one rank's exact bytes.
-
-    Activations come on top, on each rank at most those of the whole model.
-    """
+    """Return one rank's exact bytes; its activations, at most those of the whole model, come on top."""
     where = {"rank": rank.mesh.rank, "tensor_rank": rank.mesh.tensor_rank, "stage": rank.mesh.stage}
-    sizes = {name: getattr(rank, name) for name in ("weights", "payload", "scales", "metadata", "pool", "total")}
+    sizes = _fields(rank, "weights", "payload", "scales", "metadata", "pool", "total")
     return {**where, "layers": list(rank.layers), "bytes": sizes}
+
+
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _fit_json(report: PlanReport, fit: int) -> Mapping[str, object]:
@@ -278,41 +258,29 @@ def memory_to_json(plan: MemoryPlan) -> Mapping[str, object]:
     of the total if requested; ``offload``: host memory of offloaded tokens, in the total, and their maximum on disk.
     """
     resolved = resolve_for_model(plan.config, plan.cache)
+    key_dtype, value_dtype = cache_lib.quantization.split_format_name(plan.cache.format_name)
     return {
         "weights_dtype": plan.weights_dtype,
         "cache": {
-            **{
-                name: getattr(plan.cache, name)
-                for name in ("layout", "dtype", "block_size", "max_num_seqs", "prefill_chunk_size")
-            },
-            **dict(
-                zip(
-                    ("key_dtype", "value_dtype"),
-                    cache_lib.quantization.split_format_name(plan.cache.format_name),
-                    strict=True,
-                )
-            ),
-            **{name: getattr(resolved, name) for name in ("policy", "endless", "rope_at", "overflow", "watermark")},
+            **_fields(plan.cache, "layout", "dtype", "block_size", "max_num_seqs", "prefill_chunk_size"),
+            "key_dtype": key_dtype,
+            "value_dtype": value_dtype,
+            **_fields(resolved, "policy", "endless", "rope_at", "overflow", "watermark"),
         },
         "max_seq_len": plan.cache.max_seq_len,
         "max_source_len": None if plan.config.encoder_input is None else plan.cache.max_source_len,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
         "deterministic": plan.deterministic,
-        "bytes": {name: getattr(plan, name) for name in BYTE_FIELDS},
+        "bytes": _fields(plan, *BYTE_FIELDS),
         "swapped_seq_bytes": plan.swapped_seq_bytes,
-        "offload": {
-            name: getattr(plan.offload, name) for name in ("ram_bytes", "staging_bytes", "checksum_bytes", "disk_bytes")
-        },
+        "offload": _fields(plan.offload, "ram_bytes", "staging_bytes", "checksum_bytes", "disk_bytes"),
         "swap_space": plan.cache.swap_space,
         "groups": [_group_json(plan, group) for group in plan.groups],
     }
 
 
 def group_layers(plan: MemoryPlan, group_plan: GroupPlan) -> tuple[int, ...]:
-    """Return the decoder's layers of a group.
-
-    The cache numbers cross-attention after all layers.
-    """
+    """Return the decoder's layers of a group; the cache numbers cross-attention after all layers."""
     assert plan.config.decoder is not None, "an encoder has no groups"
     return tuple(index % plan.config.decoder.num_layers for index in group_plan.group.layers)
 
@@ -323,24 +291,79 @@ def _group_json(memory_plan: MemoryPlan, plan: GroupPlan) -> Mapping[str, object
         "is_cross_attention": group.spec.is_cross_attention,
         "layers": group_layers(memory_plan, plan),
         "retention": describe_retention(group, attention_specs(memory_plan.config)),
-        "keys": group.key_format,
-        "values": group.value_format,
+        "key_dtype": group.key_format,
+        "value_dtype": group.value_format,
         "lower_level": None if group.lower_level is None else group.lower_level._asdict(),
-        "window": group.spec.window,
-        "num_kv_heads": group.spec.num_kv_heads,
-        "head_dim": group.spec.head_dim,
-        "value_dim": group.spec.value_dim,
+        **_fields(group.spec, "window", "num_kv_heads", "head_dim", "value_dim"),
         "block_size": group.block_size,
-        "blocks": group.num_blocks,
-        "blocks_per_row": group.max_blocks_per_seq,
-        "per_token": {
+        "num_blocks": group.num_blocks,
+        "max_blocks_per_seq": group.max_blocks_per_seq,
+        "bytes_per_token": {
             "payload": size.per_token_payload,
             "scales": size.per_token_scales,
             "metadata": size.per_token_metadata,
         },
-        "per_row": {"payload": plan.seq_payload, "scales": plan.seq_scales, "metadata": plan.seq_metadata},
-        "payload": plan.payload,
-        "scales": plan.scales,
-        "metadata": plan.metadata,
-        "reserved": plan.reserved,
+        "bytes_per_sequence": {"payload": plan.seq_payload, "scales": plan.seq_scales, "metadata": plan.seq_metadata},
+        **_fields(plan, "payload", "scales", "metadata", "reserved"),
     }
+
+
+def describe_retention(group: CacheGroup, own: Sequence[AttentionSpec] = ()) -> str:
+    """Describe what a group retains; ``own``: the model's specs without a policy, to name the model's own window."""
+    spec, level = group.spec, group.lower_level
+    if spec.is_cross_attention:
+        return "cross-attention, the whole encoder input"
+    if level is not None:
+        return _level(group)
+    if group.demotion_policy is not None:
+        first = f"the first {group.demotion_policy.num_sinks:,} and " if group.demotion_policy.num_sinks else ""
+        return f"{first}the latest {format_count(group.demotion_policy.recent, 'token')} unchanged"
+    if group.eviction_policy is not None:
+        policy = group.eviction_policy
+        return f"{format_count(policy.budget, 'token')} per head by {policy.name}, evicted every {policy.interval:,}"
+    if group.sparse_read_policy is not None:
+        return f"everything, of which a query reads {format_count(group.sparse_read_policy.budget, 'token')}"
+    if spec.window is None:
+        return "everything"
+    models = bool(own) and own[group.layers[0]].window == spec.window
+    text = f"the last {format_count(spec.window, 'token')}" + (" (the model's window)" if models else "")
+    if spec.window_step > 1:
+        text = f"the last {max(1, spec.window - spec.window_step + 1):,} to {format_count(spec.window, 'token')}"
+        text += f", {spec.window_step:,} leaving at once"
+    first = f"the first {spec.num_sinks:,} and " if spec.num_sinks else ""
+    return first + text
+
+
+def _level(group: CacheGroup) -> str:
+    level, size = group.lower_level, group.block_size
+    assert level is not None
+    if level.is_offloaded:
+        return f"up to {format_count(level.max_blocks * size, 'older token')}, offloaded"
+    if level.ratio > 1:
+        return f"{level.max_blocks * size:,} summaries of {format_count(level.ratio, 'older token')} each at most"
+    return f"up to {format_count(level.max_blocks * size, 'older token')}, quantized"
+
+
+def describe_format(group: CacheGroup) -> str:
+    """Return the format of its keys and values: "float32" or "int8/int4"."""
+    return cache_lib.quantization.join_format_names(group.key_format, group.value_format)
+
+
+def layer_names(layers: Sequence[int]) -> str:
+    """Format ``layer 3``, ``layers 0-3``, ``layers 0, 2, ..., 24``; other lists are written out.
+
+    >>> layer_names([0, 1, 2, 5, 7])
+    'layers 0-2, 5, 7'
+    """
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    steps = {b - a for a, b in itertools.pairwise(layers)}
+    if len(steps) == 1 and steps != {1} and len(layers) > 3:
+        return f"layers {layers[0]}, {layers[1]}, ..., {layers[-1]}"
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return "layers " + ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -15,33 +15,9 @@ if TYPE_CHECKING:
     from kvad.storage.container import ContainerFile as ContainerFile
     from kvad.storage.container import Section as Section
     from kvad.storage.filesystem import REAL_FILE_SYSTEM as REAL_FILE_SYSTEM
+    from kvad.storage.filesystem import Buffer as Buffer
     from kvad.storage.filesystem import FileSystem as FileSystem
     from kvad.storage.fingerprint import CacheFingerprint as CacheFingerprint
     from kvad.storage.io_thread import IoThread as IoThread
 
-__all__ = [
-    "REAL_FILE_SYSTEM",
-    "CacheFingerprint",
-    "ContainerFile",
-    "FileSystem",
-    "IoThread",
-    "Section",
-    "atomic",
-    "byte_shuffle",
-    "container",
-    "filesystem",
-    "temp_paths",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "CacheFingerprint": "fingerprint",
-        "ContainerFile": "container",
-        "FileSystem": "filesystem",
-        "IoThread": "io_thread",
-        "REAL_FILE_SYSTEM": "filesystem",
-        "Section": "container",
-    },
-    ("atomic", "byte_shuffle", "container", "filesystem", "temp_paths"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

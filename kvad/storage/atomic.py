@@ -2,12 +2,7 @@
 
 A folder is written under a hidden temporary name in the same parent, every file and folder in it is flushed to the
 disk, and one rename makes it visible. Then the parent is flushed, so that the rename survives a power cut. An
-existing folder of the final name is renamed first and deleted only when the new one is durable::
-
-    .NAME.PID.RANDOM.tmp    being written, or left by a process that died: never read, removed by the next write
-    .NAME.PID.RANDOM.old    replaced; complete while NAME is missing (the process died between two renames)
-    .NAME.PID.RANDOM.gone   replaced by another name, that of the .tmp of the same PID and RANDOM; complete while that
-                            .tmp exists (the process died before its rename), garbage afterwards
+existing folder of the final name is renamed first and deleted only when the new one is durable (``temp_paths.py``).
 
 Invariant: at every moment, ``find_interrupted(NAME)`` or NAME is a complete folder, if one was ever written. After a
 failed flush nothing is retried: the temporary folder is dropped and SaveError is raised.
@@ -85,11 +80,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace one file atomically and durably.
-
-    Raises:
-        SaveError: If the disk fails. The file then has its old or its new content, complete.
-    """
+    """Replace one file atomically and durably. After a SaveError it has its old or its new content, complete."""
     temporary = temp_path(path, "tmp")
     try:
         _make(path.parent)

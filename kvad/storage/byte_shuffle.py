@@ -35,7 +35,7 @@ def compress(data: Buffer, width: int) -> bytes | None:
 
 
 def decompress(compressed: bytes, width: int) -> bytearray:
-    """Restore the bytes given to :func:`compress`."""
+    """Restore the bytes given to ``compress``."""
     size, top = _SIZES.unpack_from(compressed)
     raw, offset = bytearray(size), _SIZES.size + top
     raw[width - 1 :: width] = zlib.decompress(compressed[_SIZES.size : offset])

@@ -14,7 +14,7 @@ file is detected before any of it is used. ``fingerprint`` identifies the model 
 ``metadata`` is plain JSON of the writer.
 
 A file is written under a temporary name, readable by its owner only, and renamed when complete (``temp_paths.py``).
-With ``durable``, file and folder are flushed, so that a power cut after :func:`write_container` cannot undo it.
+With ``durable``, file and folder are flushed, so that a power cut after ``write_container`` cannot undo it.
 Without it, only the checksums protect against a power cut: enough for data that can be recomputed.
 
 Standard library only; no torch. Never: pickle, a path taken from a file, an allocation that a header requests and the
@@ -90,7 +90,7 @@ def write_container(
     durable: bool,
     fs: FileSystem = REAL_FILE_SYSTEM,
 ) -> int:
-    """Write a container atomically; on failure the previous file stays.
+    """Write a container atomically and return its size in bytes; on failure (OSError) the previous file stays.
 
     Args:
         path: Final path.
@@ -100,22 +100,11 @@ def write_container(
         sections: Arrays with unique names.
         durable: Flush file and folder before returning.
         fs: File system.
-
-    Returns:
-        The size of the file in bytes.
-
-    Raises:
-        OSError: If the disk fails.
     """
-    sizes = [memoryview(section.data).nbytes for section in sections]
-    infos = [
-        [section.name, section.dtype, list(section.shape), size, crc32(section.data)]
-        for section, size in zip(sections, sizes, strict=True)
-    ]
+    infos = [[name, dtype, list(shape), memoryview(data).nbytes, crc32(data)] for name, dtype, shape, data in sections]
     assert len({section.name for section in sections}) == len(sections), "duplicate section name"
-    header = json.dumps(
-        {"kind": kind, "fingerprint": dict(fingerprint), "metadata": dict(metadata), "sections": infos}
-    ).encode()
+    content = {"kind": kind, "fingerprint": dict(fingerprint), "metadata": dict(metadata), "sections": infos}
+    header = json.dumps(content).encode()
     header += b" " * (-(_PREFIX + len(header)) % ALIGNED)
     assert len(header) <= MAX_HEADER_BYTES, f"a header of {len(header)} bytes"
     start = MAGIC + _SIZE.pack(len(header))
@@ -138,7 +127,7 @@ def write_container(
         raise
     if durable:
         fs.sync_dir(path.parent)
-    return _PREFIX + len(header) + sum(sizes) + len(END)
+    return _PREFIX + len(header) + sum(memoryview(section.data).nbytes for section in sections) + len(END)
 
 
 class ContainerFile:
@@ -161,11 +150,7 @@ class ContainerFile:
         self.header = self._header()
 
     def read(self, name: str, into: Buffer | None = None) -> memoryview:
-        """Return the bytes of a section.
-
-        Args:
-            name: Name of the section.
-            into: Buffer of the section's size to read into; a new one by default.
+        """Return the bytes of a section; ``into`` is a buffer of its size to read into.
 
         Raises:
             StorageError: If the section is missing or damaged.
@@ -186,11 +171,7 @@ class ContainerFile:
         return target
 
     def check(self) -> None:
-        """Read and verify the whole file in chunks.
-
-        Raises:
-            StorageError: If any section is damaged.
-        """
+        """Read and verify the whole file in chunks; StorageError if any section is damaged."""
         buffer = memoryview(bytearray(READ_CHUNK))
         for section in self.header.sections.values():
             crc, at = 0, 0
@@ -206,13 +187,10 @@ class ContainerFile:
         size = self._size
         magic = self._bytes(0, min(size, len(MAGIC)))
         if not MAGIC.startswith(magic):  # A short foreign file is foreign, not damaged.
+            problem, hint = f"{self.path}: not a cache file of kvad", "The file is left unchanged."
             if magic[: len(MAGIC) - 2] == MAGIC[:-2]:
-                raise StorageError(
-                    f"{self.path}: written by another version of kvad", rewrite_hint(self.path), reason="foreign"
-                )
-            raise StorageError(
-                f"{self.path}: not a cache file of kvad", "The file is left unchanged.", reason="foreign"
-            )
+                problem, hint = f"{self.path}: written by another version of kvad", rewrite_hint(self.path)
+            raise StorageError(problem, hint, reason="foreign")
         start = self._bytes(0, _PREFIX)
         (length,) = _SIZE.unpack(start[len(MAGIC) : len(MAGIC) + _SIZE.size])
         if length > min(MAX_HEADER_BYTES, size - _PREFIX - len(END)):
@@ -245,7 +223,7 @@ class ContainerFile:
 
 @contextmanager
 def open_container(path: Path, fs: FileSystem = REAL_FILE_SYSTEM, *, whole: bool = False) -> Iterator[ContainerFile]:
-    """Open a container (``whole``: see :class:`ContainerFile`).
+    """Open a container (``whole``: see ``ContainerFile``).
 
     Raises:
         StorageError: If the file is missing, damaged or not a container of this version.
@@ -295,15 +273,13 @@ def _parse_header(raw: bytes, offset: int) -> Header | None:
     """Parse a header, or return None if it has another format."""
     try:
         content = json.loads(raw)
-        kind, fingerprint, metadata, sections = (
-            content[key] for key in ("kind", "fingerprint", "metadata", "sections")
-        )
+        kind, fingerprint, metadata = content["kind"], content["fingerprint"], content["metadata"]
         if not (isinstance(kind, str) and isinstance(fingerprint, dict) and isinstance(metadata, dict)):
             return None
         if any(type(value) is not str for value in fingerprint.values()):
             return None
         stored: dict[str, SectionInfo] = {}
-        for name, dtype, shape, nbytes, crc in sections:
+        for name, dtype, shape, nbytes, crc in content["sections"]:
             expected_bytes = WIDTHS[dtype]
             for count in shape:
                 if type(count) is not int or count < 0:

@@ -43,11 +43,7 @@ class FileSystem:
     """The real file system."""
 
     def create(self, path: Path) -> int:
-        """Create a file for writing and reading, for its owner only.
-
-        Raises:
-            FileExistsError: If it exists.
-        """
+        """Create a file for writing and reading, for its owner only; FileExistsError if it exists."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
 
     def open(self, path: Path) -> int:
@@ -117,7 +113,6 @@ class FileSystem:
         return [DirEntry(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def touch(self, path: Path) -> None:
-        """Set a file's time of use to now."""
         os.utime(path, follow_symlinks=False)
 
     def lock(self, path: Path) -> int:
@@ -144,20 +139,9 @@ REAL_FILE_SYSTEM = FileSystem()
 
 
 def remove_temp_files(folder: Path, is_own: Callable[[str], bool], fs: FileSystem = REAL_FILE_SYSTEM) -> int:
-    """Remove temporary files of dead writers.
+    """Remove temporary files of dead writers and return their number; ``is_own`` selects final names of the caller.
 
     Files that cannot be removed, or that another process removed, are skipped.
-
-    Args:
-        folder: Folder to clean.
-        is_own: True for final names that belong to the caller.
-        fs: File system.
-
-    Returns:
-        The number of removed files.
-
-    Raises:
-        OSError: If the folder cannot be listed.
     """
     count = 0
     for left in list_temp_paths(folder):

@@ -11,16 +11,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 LOG = logging.getLogger(__name__)
-IoJob = Callable[[], None]
+T = TypeVar("T")
 
 
 class _Jobs:
     """Queue and state shared with the thread."""
 
     def __init__(self) -> None:
-        self.waiting: deque[IoJob] = deque()
+        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self.changed = threading.Condition()
         self.busy = self.ending = False
 
@@ -32,16 +34,19 @@ class IoThread:
         self._name, self._jobs = name, _Jobs()
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: IoJob) -> None:
-        """Queue a job; ignored after ``finish`` or ``stop``."""
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Queue a job; canceled after ``finish`` or ``stop``."""
+        future: Future[T] = Future()
         with self._jobs.changed:
             if self._jobs.ending:
-                return
-            self._jobs.waiting.append(job)
+                future.cancel()
+                return future
+            self._jobs.waiting.append((future, job))
             self._jobs.changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
+        return future
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all queued jobs are done; return False after ``seconds``."""
@@ -79,10 +84,18 @@ def _work(jobs: _Jobs) -> None:
             jobs.changed.wait_for(lambda: jobs.waiting or jobs.ending)
             if not jobs.waiting:
                 return
-            job = jobs.waiting.popleft()
+            future, job = jobs.waiting.popleft()
             jobs.busy = True
-        try:
-            job()
-        except Exception:  # Jobs handle their own failures; this is a bug and must not stop later jobs.
-            LOG.exception("a cache job failed")
-        del job
+        run_job(future, job)
+        del future, job
+
+
+def run_job(future: Future[T], job: Callable[[], T]) -> None:
+    """Run a job that was not canceled, and set its result."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(job())
+    except BaseException as error:  # Jobs handle their own failures; this is a bug and must not stop later jobs.
+        LOG.exception("a cache job failed")
+        future.set_exception(error)

@@ -1,9 +1,9 @@
 """Hidden names of unfinished files and folders, with the writer's process id.
 
-    .NAME.PID.RANDOM.tmp    being written, or left by a process that died: never read
-    .NAME.PID.RANDOM.old    replaced, kept until the replacement is durable
-    .NAME.PID.RANDOM.gone   replaced by another name: valid while that is written, which is the .tmp of the same PID
-                            and RANDOM; without it, garbage
+    .NAME.PID.RANDOM.tmp    being written, or left by a process that died: never read, removed by the next write
+    .NAME.PID.RANDOM.old    replaced; complete while NAME is missing (the process died between two renames)
+    .NAME.PID.RANDOM.gone   replaced by another name, that of the .tmp of the same PID and RANDOM; complete while that
+                            .tmp exists (the process died before its rename), garbage afterwards
 
 Standard library only.
 """
@@ -42,12 +42,11 @@ class TempPath(NamedTuple):
         except ProcessLookupError:
             return False
         except PermissionError:
-            return True
+            pass  # It lives, under another user.
         return True
 
 
 def temp_path(path: Path, kind: str) -> Path:
-    """Return a new temporary path for ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.{kind}")
 
 

@@ -23,33 +23,4 @@ if TYPE_CHECKING:
     from kvad.text.tokenizer import load_tokenizer as load_tokenizer
     from kvad.text.tokenizer import train_tokenizer as train_tokenizer
 
-__all__ = [
-    "KINDS",
-    "Detokenizer",
-    "HFTokenizer",
-    "StopStringMatcher",
-    "Tokenizer",
-    "base",
-    "chat_template",
-    "hf_config",
-    "ids_of_text",
-    "load_tokenizer",
-    "split_words",
-    "train_tokenizer",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Detokenizer": "detokenizer",
-        "HFTokenizer": "hf_tokenizer",
-        "KINDS": "tokenizer",
-        "StopStringMatcher": "detokenizer",
-        "Tokenizer": "base",
-        "ids_of_text": "detokenizer",
-        "load_tokenizer": "tokenizer",
-        "split_words": "simple_tokenizers",
-        "train_tokenizer": "tokenizer",
-    },
-    ("base", "chat_template", "hf_config"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -9,6 +9,7 @@ Special tokens are never created by accident: text that spells ``<|endofdoc|>`` 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -53,10 +54,7 @@ class SpecialTokens:
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids and back. Thread-safe.
-
-    Never truncates, pads or adds special tokens implicitly.
-    """
+    """Converts text to ids and back, thread-safe; never truncates, pads or adds special tokens."""
 
     on_unknown: UnknownPolicy
 
@@ -86,9 +84,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]: ...
 
     def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        """Return ``ids`` with the model's special tokens: ``[CLS] x [SEP]``, ``x </s>``.
-
-        Often unchanged.
+        """Return ``ids`` with the model's special tokens, if any: ``[CLS] x [SEP]``, ``x </s>``.
 
         ``language`` ("deu_Latn") is for models with language tokens (default: theirs). Raises TokenizerError.
         """
@@ -149,13 +145,22 @@ class BaseTokenizer(ABC):
     def token_text(self, token_id: int) -> str:
         return printable_token(self._display_bytes(token_id))
 
+    @property
+    @abstractmethod
+    def _file_text(self) -> str:
+        """Content of the tokenizer's file."""
+
+    def save(self, folder: Path) -> None:
+        write_text(Path(folder) / FILE_NAME, self._file_text)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._file_text.encode()).hexdigest()
+
 
 def standard_specials(roles: Sequence[str], first: int) -> SpecialTokens:
     """Build special tokens for the roles, in fixed order, with ids from ``first``.
 
-    The separator always exists.
-
-    Entries spelled ``<...>`` are special tokens without a role (``<extra_id_0>``) and follow.
+    The separator always exists.  Entries spelled ``<...>`` have no role (``<extra_id_0>``) and follow.
     """
     known = {**NAMES, **ENCODER_NAMES}
     custom_names = list(dict.fromkeys(role for role in roles if role.startswith("<") and role.endswith(">")))
@@ -257,10 +262,7 @@ def printable_token(raw: bytes) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: temporary file, fsync, rename.
-
-    On an error the old file is unchanged.
-    """
+    """Write a file atomically; on an error the old file is unchanged."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -48,8 +48,7 @@ class RenderedChat:
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Character ranges ``[start, end)`` of ``{% generation %}`` blocks (a training mask).
 
-        Raises:
-            ChatTemplateError: If such a block is inside a macro or a ``{% set %}`` block, whose output is unknown.
+        Raises ChatTemplateError for a block inside a macro or a ``{% set %}`` block, whose output is unknown.
         """
         if self.generation_marks is None:
             raise ChatTemplateError(
@@ -86,11 +85,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, *, name: str | None = None, limits: RenderLimits | None = None) -> ChatTemplate | None:
-        """Load the templates in a model's folder; None if there are none.
-
-        Raises:
-            ChatTemplateError: If a file cannot be read, or ``name`` does not exist.
-        """
+        """Load the templates in a model's folder; None if there are none."""
         folder = Path(folder)
         if not folder.is_dir():
             raise ChatTemplateError(f"no such folder: {folder}")
@@ -109,10 +104,7 @@ class ChatTemplate:
         return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def choose(self, *, tools: bool = False) -> str:
-        """Return the template's name.
-
-        The given one, ``tool_use`` if there are tools, else ``default``.
-        """
+        """Return the template's name: the given one, ``tool_use`` if there are tools, or ``default``."""
         if self._name is not None:
             return self._name
         if tools and "tool_use" in self.templates:
@@ -177,10 +169,7 @@ class ChatTemplate:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Copy and check the messages.
-
-    A role, and a content (text, parts or null) unless it calls tools.
-    """
+    """Copy and check messages: a role, and a content (text, parts, null) unless it calls tools."""
     if not isinstance(messages, list | tuple):
         raise ChatTemplateError(f"messages must be a list, not {_kind(messages)}")
     if not messages:
@@ -221,10 +210,7 @@ def _dicts(values: Any, label: str) -> list[dict[str, Any]] | None:
 
 
 def _copy_plain_data(value: Any, path_in_messages: str, depth: int = 0) -> Any:
-    """Copy plain data for the sandbox.
-
-    Raise ChatTemplateError with the location of other values.
-    """
+    """Copy plain data for the sandbox; a ChatTemplateError names the place of other values."""
     if depth > MAX_NESTING:
         raise ChatTemplateError(f"{path_in_messages.partition('.')[0]} is nested more than {MAX_NESTING} levels deep")
     if value is None or isinstance(value, str | int | float):
@@ -313,10 +299,7 @@ def _named(templates: Any, path: Path) -> dict[str, str]:
 
 
 def _specials(config: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return variables as transformers does.
-
-    ``special_tokens_map.json`` unless the config has the decoder.
-    """
+    """Return transformers' variables; a config with the decoder precedes the map file."""
     added = _texts(config.get(ADDITIONAL))
     if "added_tokens_decoder" not in config:
         added += [token for token in _texts(table.get(ADDITIONAL)) if token not in added]
@@ -339,10 +322,7 @@ def _texts(tokens: Any) -> list[str]:
 
 
 def template_fingerprint(folder: Path) -> str:
-    """Return the fingerprint of the template in a model's folder.
-
-    "" if there is none that can be read.
-    """
+    """Return the fingerprint of a folder's template, or "" if none can be read."""
     try:
         template = ChatTemplate.load(folder)
     except ChatTemplateError:  # reported when the template is used

@@ -61,10 +61,7 @@ def ids_of_text(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> tuple
 
 
 class StopStringMatcher:
-    """Matcher for one stream.
-
-    ``push`` text until a stop string is found, or ``flush`` at the end.
-    """
+    """Matcher for one stream: ``push`` text until a stop string, or ``flush`` at the end."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str):

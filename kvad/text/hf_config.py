@@ -61,10 +61,7 @@ _CLASS_ROLES = {  # default roles of a class's constructor that common names do 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """Token matched in the text before the model.
-
-    ``lstrip`` and ``rstrip`` absorb adjacent spaces.
-    """
+    """Token matched before the model; ``lstrip`` and ``rstrip`` absorb adjacent spaces."""
 
     content: str
     lstrip: bool = False
@@ -76,17 +73,12 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """Settings of a tokenizer folder.
+    """Settings of a tokenizer folder."""
 
-    ``family``: class without ``Tokenizer`` and ``Fast`` (``"T5"``; ``""`` if unknown); ``roles``: role -> name as
-        written;
-    ``marked``: the special tokens with their flags; ``added``: id -> token.
-    """
-
-    family: str = ""
-    roles: Mapping[str, str | None] = field(default_factory=dict)
-    marked: tuple[AddedToken, ...] = ()
-    added: Mapping[int, AddedToken] = field(default_factory=dict)
+    family: str = ""  # class without ``Tokenizer`` and ``Fast`` ("T5"), "" if unknown
+    roles: Mapping[str, str | None] = field(default_factory=dict)  # role -> name as written
+    marked: tuple[AddedToken, ...] = ()  # the special tokens with their flags
+    added: Mapping[int, AddedToken] = field(default_factory=dict)  # by id
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def flag(self, name: str, default: bool | None = None) -> bool | None:
@@ -156,10 +148,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
-    """Read a folder's settings, empty if there are no files.
-
-    Raise TokenizerError for a broken file.
-    """
+    """Read a folder's settings, empty if there are no files."""
     config = _read_companion_file(folder, CONFIG_NAME)
     spelling = dict(config)
     added: dict[int, AddedToken] = {}

@@ -7,13 +7,13 @@ token remains text unless ``specials=True``. Invalid bytes become one U+FFFD per
 ``clean_up_tokenization_spaces`` is not applied, because it rewrites text that was already streamed (the clean-up of a
 WordPiece decoder works per token and is applied).
 
-:class:`TokenBytes` gives the bytes of each token, so ids are decoded one by one. Three schemes are supported: byte
+``TokenBytes`` gives the bytes of each token, so ids are decoded one by one. Three schemes are supported: byte
 level (GPT-2's alphabet of 256 printable characters), SentencePiece (``▁`` for a space, ``<0xE3>`` for a byte) and
 WordPiece (``##``). In the last two, the first token of a text has no leading space, hence ``first`` and ``rest``. The
 library's decoder gives the text of a token, once per token; bytes are handled here, because text cannot contain half a
 character. A decoder that needs lookahead is refused by name.
 
-:func:`train_bpe` trains byte-level BPE like GPT-2's (Radford et al. 2019): text becomes bytes, so nothing is unknown
+``train_bpe`` trains byte-level BPE like GPT-2's (Radford et al. 2019): text becomes bytes, so nothing is unknown
 and decoding is lossless; equal texts give equal files. Ids: specials first (0, ...), then the 256 bytes, then the
 merges.
 
@@ -109,10 +109,7 @@ class TokenBytes:
         return text
 
     def missing_bytes(self) -> frozenset[int]:
-        """Return bytes without a token in a byte-level vocabulary.
-
-        The library would drop them silently.
-        """
+        """Return bytes without a token in a byte-level vocabulary, which the library would drop."""
         if not self.byte_level or getattr(self._backend.model, "unk_token", None) is not None:
             return frozenset()
         alphabet = byte_alphabet()
@@ -133,9 +130,7 @@ class _DecodeCache(dict[int, bytes]):
 
 @functools.cache
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable characters for byte values.
-
-    Themselves if printable, else 256 and up in order.
+    """Return GPT-2's printable characters for byte values: themselves, else 256 and up in order.
 
     Source: ``bytes_to_unicode`` in openai/gpt-2, ``encoder.py``.
     """
@@ -153,10 +148,7 @@ def _from_alphabet(token: str) -> bytes:
 
 
 def flatten_components(component: Any) -> list[dict[str, Any]]:
-    """Return the parts of a normalizer, pre-tokenizer or decoder, sequences flattened.
-
-    [{"type": ...}].
-    """
+    """Return the parts ({"type": ...}) of a normalizer, pre-tokenizer or decoder, without sequences."""
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         inner = next((state[key] for key in ("decoders", "pretokenizers", "normalizers") if key in state), None)
@@ -317,10 +309,7 @@ class HFTokenizer:
         return printable_token(self._token_bytes.rest[token_id])
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, and a config with the roles and the class in transformers.
-
-        AutoTokenizer requires the class.
-        """
+        """Write ``tokenizer.json``, and a config with the roles and the class for AutoTokenizer."""
         write_text(Path(folder) / FILE_NAME, self._backend.to_str(pretty=True) + "\n")
         names = {token_id: name for name, token_id in self.special_tokens.named}
         roles = {f"{role}_token": names.get(getattr(self.special_tokens, role)) for role in SPECIAL_ROLES}
@@ -369,10 +358,7 @@ def _merged(pair: str | list[str]) -> str:
 
 
 def _is_splittable_backend(backend: tokenizers.Tokenizer) -> bool:
-    """True if ``split_text`` does not change ids.
-
-    GPT-2's pattern, and no prefix space or normalizer.
-    """
+    """True if ``split_text`` keeps ids: GPT-2's pattern, and no prefix space or normalizer."""
     components = flatten_components(backend.pre_tokenizer)
     gpt2 = len(components) == 1 and components[0]["type"] == "ByteLevel" and components[0].get("use_regex", True)
     return bool(gpt2) and not components[0]["add_prefix_space"] and backend.normalizer is None

@@ -1,7 +1,7 @@
 """Post-processor: special tokens around one text, and language codes.
 
-``encode`` adds nothing; ``add_special_tokens`` adds what the model was trained with. A :class:`PostProcessor` has two
-short rows of ids, in which :data:`LANGUAGE_PLACEHOLDER` is replaced by the language's code:
+``encode`` adds nothing; ``add_special_tokens`` adds what the model was trained with. A ``PostProcessor`` has two
+short rows of ids, in which ``LANGUAGE_PLACEHOLDER`` is replaced by the language's code:
 
     mBART     () x (</s>, LANGUAGE)        add_special_tokens([7], "de_DE") == [7, 2, 250003]
     NLLB      (LANGUAGE,) x (</s>,)        add_special_tokens([7], "deu_Latn") == [256042, 7, 2]
@@ -40,10 +40,7 @@ class PostProcessor:
     language: int | None = None
 
     def apply(self, ids: Sequence[int], language: str | None = None) -> list[int]:
-        """Return ``ids`` with special tokens.
-
-        Raise TokenizerError for an unknown or unsupported language.
-        """
+        """Return ``ids`` with special tokens; raise TokenizerError for an unsupported language."""
         code = self.language if language is None else self._code(language)
         return [*self._fill_language(self.prefix_ids, code), *ids, *self._fill_language(self.suffix_ids, code)]
 

@@ -21,21 +21,18 @@ Invariant: without unknown tokens, encoding decoded text gives the same ids.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from kvad.errors import DataError, TokenizerError, suggest
 from kvad.text.base import (
     ENCODER_NAMES,
-    FILE_NAME,
     NAMES,
     BaseTokenizer,
     SpecialTokens,
@@ -44,7 +41,6 @@ from kvad.text.base import (
     out_of_range_error,
     split_text,
     standard_specials,
-    write_text,
 )
 from kvad.text.post_processor import PostProcessor
 
@@ -102,18 +98,13 @@ class TableTokenizer(BaseTokenizer):
     def _display_bytes(self, token_id: int) -> bytes:
         return self._names.get(token_id) or self.token_bytes(token_id)
 
+    @functools.cached_property
     def _file_text(self) -> str:
         role_names = {**NAMES, **ENCODER_NAMES}
         roles = [role for role in role_names if getattr(self.special_tokens, role) is not None]
         roles += [name for name, _ in self.special_tokens.named if name not in role_names.values()]
         content = {"kind": self.kind, "specials": roles, **self._content()}
         return json.dumps({"kvad": content}, ensure_ascii=False, indent=1) + "\n"
-
-    def save(self, folder: Path) -> None:
-        write_text(Path(folder) / FILE_NAME, self._file_text())
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self._file_text().encode()).hexdigest()
 
 
 class ByteTokenizer(TableTokenizer):
@@ -138,21 +129,24 @@ class ByteTokenizer(TableTokenizer):
         return {}
 
 
-class CharTokenizer(TableTokenizer):
-    """One id per Unicode code point of the training text (lower-cased with ``lower``)."""
+class VocabularyTokenizer(TableTokenizer):
+    """One id per token of a learned vocabulary."""
 
-    kind = "char"
-    units = "character", "characters"
+    option_types: ClassVar[Mapping[str, type]]  # of the constructor and of the file
 
     def __init__(
-        self, chars: Sequence[str], roles: Sequence[str] = ("unk",), *, lower: bool = False, on_unknown: str = "warn"
+        self, tokens: Sequence[str], roles: Sequence[str] = ("unk",), *, lower: bool = False, on_unknown: str = "warn"
     ) -> None:
         specials = standard_specials(roles, first=0)
         first = len(specials.named)
-        super().__init__([b""] * first + [char.encode() for char in chars], specials, on_unknown)
+        super().__init__([b""] * first + [token.encode() for token in tokens], specials, on_unknown)
         self.lower = lower
-        self._chars = list(chars)
-        self._ids = {char: first + i for i, char in enumerate(chars)}
+        self._tokens = list(tokens)
+        self._ids = {token: first + i for i, token in enumerate(tokens)}
+
+    @abstractmethod
+    def split_tokens(self, text: str) -> Sequence[str]:
+        """Split a text, independent of the vocabulary."""
 
     @classmethod
     def train(
@@ -162,34 +156,59 @@ class CharTokenizer(TableTokenizer):
         *,
         vocab_size: int = 4096,
         min_freq: int = 1,
-        lower: bool = False,
-        on_unknown: str = "warn",
-    ) -> CharTokenizer:
-        """Select the most frequent characters, with ids in code point order."""
+        **options: Any,
+    ) -> Self:
+        """Select the most frequent tokens; ``options`` are the constructor's."""
         max_tokens = num_free_ids(vocab_size, roles)
+        splitter = cls([], roles, **options)  # checks the options before a long read
         counts: Counter[str] = Counter()
         for text in texts:
-            counts.update(text.lower() if lower else text)
-        return cls(sorted(most_frequent(counts, max_tokens, min_freq)), roles, lower=lower, on_unknown=on_unknown)
+            for piece in split_text(text):
+                counts.update(splitter.split_tokens(piece))
+        return cls(cls.in_order(most_frequent(counts, max_tokens, min_freq)), roles, **options)
+
+    @staticmethod
+    def in_order(tokens: list[str]) -> list[str]:
+        """Return the tokens, most frequent first, in the order of their ids."""
+        return tokens
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> CharTokenizer:
-        chars = read_field(content, "tokens", list)
-        if not all(len(char) == 1 for char in chars):
-            raise TokenizerError("'tokens' of a character tokenizer must be single characters")
-        lower = read_field(content, "lower", bool)
-        return cls(chars, read_field(content, "specials", list), lower=lower, on_unknown=on_unknown)
+    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> Self:
+        tokens, roles = (read_field(content, name, list) for name in ("tokens", "specials"))
+        options = {name: read_field(content, name, kind) for name, kind in cls.option_types.items()}
+        return cls(tokens, roles, **options, on_unknown=on_unknown)
 
     def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
-        text = text.lower() if self.lower else text
-        token_ids = list(map(self._ids.get, text))
+        tokens = self.split_tokens(text)
+        token_ids = list(map(self._ids.get, tokens))
         if None in token_ids:
-            unknown.update(char for char, token_id in zip(text, token_ids, strict=True) if token_id is None)
+            unknown.update(token for token, token_id in zip(tokens, token_ids, strict=True) if token_id is None)
         unk = self.special_tokens.unk or 0  # without UNK, report_unknown raises
         return [unk if token_id is None else token_id for token_id in token_ids]
 
     def _content(self) -> dict[str, Any]:
-        return {"lower": self.lower, "tokens": self._chars}
+        return {**{name: getattr(self, name) for name in self.option_types}, "tokens": self._tokens}
+
+
+class CharTokenizer(VocabularyTokenizer):
+    """One id per Unicode code point of the training text (lower-cased with ``lower``), in code point order."""
+
+    kind = "char"
+    units = "character", "characters"
+    option_types: ClassVar[Mapping[str, type]] = {"lower": bool}
+
+    @staticmethod
+    def in_order(tokens: list[str]) -> list[str]:
+        return sorted(tokens)
+
+    def split_tokens(self, text: str) -> Sequence[str]:
+        return text.lower() if self.lower else text
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> CharTokenizer:
+        if not all(len(char) == 1 for char in read_field(content, "tokens", list)):
+            raise TokenizerError("'tokens' of a character tokenizer must be single characters")
+        return super().from_content(content, on_unknown)
 
 
 def num_free_ids(vocab_size: int, roles: Sequence[str]) -> int:
@@ -211,10 +230,7 @@ def most_frequent(counts: Counter[str], max_tokens: int, min_freq: int) -> list[
 
 
 def read_field(content: Mapping[str, Any], key: str, expected_type: type) -> Any:
-    """Return a checked value of a tokenizer file.
-
-    A list must contain distinct, valid, non-empty strings.
-    """
+    """Return a checked value of a tokenizer file; a list has distinct, non-empty strings."""
     value = content.get(key)
     if not isinstance(value, expected_type):
         raise TokenizerError(f"{key!r} must be a {expected_type.__name__}" if key in content else f"{key!r} is missing")
@@ -263,10 +279,7 @@ SPLITS: dict[str, Callable[[str], list[str]]] = {"words": split_words, "whitespa
 
 
 class SpacingRules:
-    """Decides whether a space precedes the next word, given the words before it.
-
-    One object per text.
-    """
+    """Decides, for one text, whether a space precedes the next word."""
 
     def __init__(self, split: str) -> None:
         self._is_whitespace = split == "whitespace"
@@ -289,11 +302,12 @@ class SpacingRules:
         return "" if closes else space
 
 
-class WordTokenizer(TableTokenizer):
-    """One id per word, see the module's description."""
+class WordTokenizer(VocabularyTokenizer):
+    """One id per word in the order of frequency, see the module's description."""
 
     kind = "word"
     units = "word", "words"
+    option_types: ClassVar[Mapping[str, type]] = {"split": str, "lower": bool}
 
     def __init__(
         self,
@@ -304,58 +318,13 @@ class WordTokenizer(TableTokenizer):
         lower: bool = False,
         on_unknown: str = "warn",
     ) -> None:
-        specials = standard_specials(roles, first=0)
-        first = len(specials.named)
-        super().__init__([b""] * first + [word.encode() for word in words], specials, on_unknown)
+        super().__init__(words, roles, lower=lower, on_unknown=on_unknown)
         if split not in SPLITS:
             raise TokenizerError(f"unknown split {split!r}", suggest(split, SPLITS))
         self.split = split
-        self.lower = lower
-        self._words = list(words)
-        self._ids = {word: first + i for i, word in enumerate(words)}
 
-    @classmethod
-    def train(
-        cls,
-        texts: Iterable[str],
-        roles: Sequence[str] = ("unk",),
-        *,
-        vocab_size: int = 4096,
-        min_freq: int = 1,
-        split: str = "words",
-        lower: bool = False,
-        on_unknown: str = "warn",
-    ) -> WordTokenizer:
-        """Select the most frequent words, in the order of frequency."""
-        max_tokens = num_free_ids(vocab_size, roles)
-        splitter = cls([], roles, split=split, lower=lower)  # checks the options before a long read
-        counts: Counter[str] = Counter()
-        for text in texts:
-            for piece in split_text(text):
-                counts.update(splitter.words(piece))
-        return cls(most_frequent(counts, max_tokens, min_freq), roles, split=split, lower=lower, on_unknown=on_unknown)
-
-    @classmethod
-    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> WordTokenizer:
-        return cls(
-            read_field(content, "tokens", list),
-            read_field(content, "specials", list),
-            split=read_field(content, "split", str),
-            lower=read_field(content, "lower", bool),
-            on_unknown=on_unknown,
-        )
-
-    def words(self, text: str) -> list[str]:
-        """Split a text into words, independent of the vocabulary."""
+    def split_tokens(self, text: str) -> list[str]:
         return SPLITS[self.split](text.lower() if self.lower else text)
-
-    def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
-        words = self.words(text)
-        token_ids = list(map(self._ids.get, words))
-        if None in token_ids:
-            unknown.update(word for word, token_id in zip(words, token_ids, strict=True) if token_id is None)
-        unk = self.special_tokens.unk or 0  # without UNK, report_unknown raises
-        return [unk if token_id is None else token_id for token_id in token_ids]
 
     def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         spacing = SpacingRules(self.split)
@@ -366,6 +335,3 @@ class WordTokenizer(TableTokenizer):
             return spacing.needs_space(piece.decode()).encode() + piece if piece else b""
 
         return add
-
-    def _content(self) -> dict[str, Any]:
-        return {"split": self.split, "lower": self.lower, "tokens": self._words}

@@ -89,10 +89,7 @@ def render_template(
 
 @functools.cache
 def _pool(pid: int) -> queue.LifoQueue[_Worker | None]:
-    """Return the idle workers of a process (a fork has a pool of its own).
-
-    None is a worker that is not started.
-    """
+    """Return the idle workers of a process, not of its parent; None is one to start."""
     pool = queue.LifoQueue[_Worker | None]()
     for _ in range(MAX_WORKERS):
         pool.put(None)
@@ -100,10 +97,7 @@ def _pool(pid: int) -> queue.LifoQueue[_Worker | None]:
 
 
 class _Worker:
-    """Child process that renders one template at a time.
-
-    It ends with this object and with this process.
-    """
+    """Child process that renders one template at a time and ends with this process."""
 
     def __init__(self) -> None:
         self._socket, child_end = socket.socketpair()

@@ -39,10 +39,7 @@ class _Failure(Exception):
 
 
 class _Generated(str):
-    """Text of a ``{% generation %}`` block.
-
-    It is the same object as long as the template writes it unchanged.
-    """
+    """Text of a ``{% generation %}`` block, the same object while it is written unchanged."""
 
     def __str__(self) -> str:
         return self
@@ -76,10 +73,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Join the parts of a macro.
-
-        A macro that only writes a generation block returns that same object.
-        """
+        """Join the parts of a macro; one that only writes a generation block returns that object."""
         texts = list(parts)
         return texts[0] if len(texts) == 1 and isinstance(texts[0], _Generated) else "".join(texts)
 

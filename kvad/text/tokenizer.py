@@ -2,7 +2,7 @@
 
 A saved tokenizer is one file, ``tokenizer.json``: either in the format of the Hugging Face ``tokenizers`` library
 (byte-level BPE and all else that it loads), or in kvad's: a table of bytes, characters or words, or SentencePiece
-models. The file names its kind. Folders of other formats are read too (:func:`load_tokenizer`).
+models. The file names its kind. Folders of other formats are read too (``load_tokenizer``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ from kvad.text.simple_tokenizers import ByteTokenizer, CharTokenizer, WordTokeni
 
 KINDS = ("bpe", "byte", "char", "word")
 Progress = Callable[[int, int], None]  # (texts read, characters read)
+_KVAD_TOKENIZERS: dict[str, type[ByteTokenizer | CharTokenizer | WordTokenizer | SentencePieceTokenizer]] = {
+    "byte": ByteTokenizer,
+    "char": CharTokenizer,
+    "word": WordTokenizer,
+    "sentencepiece": SentencePieceTokenizer,
+}
 
 _KVAD_KEY = re.compile(r'\s*\{\s*"kvad"\s*:')
 
@@ -67,19 +73,14 @@ def train_tokenizer(
     if kind == "byte":
         return ByteTokenizer(roles, on_unknown=on_unknown)
     corpus = _Corpus(texts, progress)
+    options: dict[str, Any] = {"vocab_size": vocab_size, "min_freq": min_freq, "on_unknown": on_unknown}
     tokenizer: Tokenizer
     if kind == "bpe":
-        tokenizer = train_bpe(
-            corpus, roles, vocab_size=vocab_size, min_freq=min_freq, closed=closed, on_unknown=on_unknown
-        )
+        tokenizer = train_bpe(corpus, roles, closed=closed, **options)
     elif kind == "char":
-        tokenizer = CharTokenizer.train(
-            corpus, roles, vocab_size=vocab_size, min_freq=min_freq, lower=lower, on_unknown=on_unknown
-        )
+        tokenizer = CharTokenizer.train(corpus, roles, lower=lower, **options)
     else:
-        tokenizer = WordTokenizer.train(
-            corpus, roles, vocab_size=vocab_size, min_freq=min_freq, split=split, lower=lower, on_unknown=on_unknown
-        )
+        tokenizer = WordTokenizer.train(corpus, roles, split=split, lower=lower, **options)
     if not corpus.num_chars:
         raise DataError(
             "the corpus has no text to train a tokenizer on", f"It has {corpus.num_texts} documents, all empty."
@@ -119,9 +120,6 @@ def load_tokenizer(
         roles: Special tokens by role ({"bos": "<s>"}) for a Hugging Face file; default: ``tokenizer_config.json`` next
             to the file, then common names.
         on_unknown: "warn" or "error" for unknown tokens.
-
-    Raises:
-        TokenizerError: With the file's name.
     """
     path = Path(folder_or_file)
     if path.is_dir():
@@ -161,15 +159,9 @@ def _load_json(path: Path, roles: Mapping[str, str | None] | None, on_unknown: s
 def _load_kvad(file: dict[str, Any], on_unknown: str) -> Tokenizer:
     content = read_field(file, "kvad", dict)
     kind = read_field(content, "kind", str)
-    if kind == "byte":
-        return ByteTokenizer.from_content(content, on_unknown)
-    if kind == "char":
-        return CharTokenizer.from_content(content, on_unknown)
-    if kind == "word":
-        return WordTokenizer.from_content(content, on_unknown)
-    if kind == "sentencepiece":
-        return SentencePieceTokenizer.from_content(content, on_unknown)
-    raise TokenizerError(f"unknown kind of tokenizer {kind!r}", suggest(kind, [*KINDS, "sentencepiece"]))
+    if kind not in _KVAD_TOKENIZERS:
+        raise TokenizerError(f"unknown kind of tokenizer {kind!r}", suggest(kind, [*KINDS, "sentencepiece"]))
+    return _KVAD_TOKENIZERS[kind].from_content(content, on_unknown)
 
 
 def _load_library(path: Path, text: str, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvad.verify import report as report
     from kvad.verify import scenario as scenario
     from kvad.verify.cases import parse_policies as parse_policies
+    from kvad.verify.replay import run_uncached as run_uncached
     from kvad.verify.replay import tolerance as tolerance
     from kvad.verify.run import verify as verify
     from kvad.verify.scenario import ScenarioOptions as ScenarioOptions
@@ -17,28 +18,4 @@ if TYPE_CHECKING:
     from kvad.verify.scenario import default_sizes as default_sizes
     from kvad.verify.scenario import require_verify_memory as require_verify_memory
 
-__all__ = [
-    "ScenarioOptions",
-    "build_prompts",
-    "default_sizes",
-    "parse_policies",
-    "report",
-    "require_verify_memory",
-    "scenario",
-    "tolerance",
-    "verify",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "ScenarioOptions": "scenario",
-        "build_prompts": "scenario",
-        "default_sizes": "scenario",
-        "parse_policies": "cases",
-        "require_verify_memory": "scenario",
-        "tolerance": "replay",
-        "verify": "run",
-    },
-    ("report", "scenario"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

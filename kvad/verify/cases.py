@@ -1,13 +1,13 @@
 """Cache configurations that ``kvad verify`` tests: layout x format x policy x ``rope_at``.
 
 All combinations are tested. An impossible one is refused by the component that cannot support it
-(:func:`unsupported_reason`). The required exactness follows from the policy:
+(``unsupported_reason``). The required exactness follows from the policy:
 
 * no policy, or one by position: *exact* compared with the model under the same mask;
 * offload: keeps everything, *exact*;
-* ranking or summarizing (:func:`first_loss_length`): a function of the sequence alone, exact until its first eviction.
+* ranking or summarizing (``first_loss_length``): a function of the sequence alone, exact until its first eviction.
 
-:data:`SIZED` has one policy of each kind, sized for sequences of a given length.
+``SIZED`` has one policy of each kind, sized for sequences of a given length.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from kvad import cache as cache_lib
+from kvad import config as cfg
 from kvad import planning
 from kvad.cache import CacheConfig, CacheGroup, build_groups, parse_policy
 from kvad.cache.sizing import check_policy
-from kvad.config import ModelConfig, RopeConfig, attention_specs
+from kvad.config import ModelConfig, attention_specs
 from kvad.errors import KvadError, UsageError
 from kvad.verify.report import case_name
 
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """One cache configuration.
-
-    ``dtype`` is "int8/int4" if keys and values have different formats.
-    """
+    """One cache configuration."""
 
     layout: str
-    dtype: str
+    dtype: str  # "int8/int4" if keys and values have different formats
     policy: str = "full"
     rotate: str = "write"
     endless: bool = False
@@ -73,10 +71,7 @@ class MemoryCase:
 def unsupported_reason(
     config: ModelConfig, case: MemoryCase, build_config: Callable[[MemoryCase], CacheConfig]
 ) -> KvadError | None:
-    """Return why this configuration is impossible, or None.
-
-    ``build_config`` makes its CacheConfig.
-    """
+    """Return why this configuration, whose CacheConfig ``build_config`` makes, is impossible, or None."""
     try:
         cache = build_config(case)
         build_groups(attention_specs(config), cache)
@@ -89,7 +84,7 @@ def unsupported_reason(
 
 
 def uses_rope(config: ModelConfig) -> bool:
-    return any(isinstance(kind.attention.position, RopeConfig) for kind in config.stack.layer_types.values())
+    return any(isinstance(kind.attention.position, cfg.RopeConfig) for kind in config.stack.layer_types.values())
 
 
 def first_loss_length(groups: Sequence[CacheGroup]) -> int | None:

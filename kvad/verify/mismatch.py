@@ -1,7 +1,7 @@
 """Comparison of one sequence in one layer and step with the reference, and the first index that differs.
 
-:class:`RecordingCache` wraps any cache: its views pass every call on and report it to a listener.
-:class:`ExpectedLayout` derives from the scheduler's output alone which position is in which slot, independently of
+``RecordingCache`` wraps any cache: its views pass every call on and report it to a listener.
+``ExpectedLayout`` derives from the scheduler's output alone which position is in which slot, independently of
 the cache's position tensors, so no fault of the cache can change it.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvad import cache, ops
+from kvad import cache as cache_lib
+from kvad import ops
 from kvad.cache import CacheGroup
 from kvad.cache.device import KVCache
 from kvad.config import AttentionSpec
-from kvad.engine.execution import ManagedCache
 from kvad.engine.scheduling import SchedulerOutput
 from kvad.model import NoCache, Transformer
 from kvad.model_input import (
@@ -34,78 +33,55 @@ from kvad.model_input import (
 )
 from kvad.verify.replay import ReplayStream, SequenceKey, run_uncached, sequence_key
 
+CacheT = TypeVar("CacheT", bound=CacheProtocol)
+
 
 class AttentionCall(NamedTuple):
-    """One layer in one step.
-
-    ``q`` [T, H, D], ``k`` [T, K, D] and ``v`` are the model's, not yet rotated; ``seen`` has per sub-batch what the
-    cache attended with.
-    """
+    """One layer in one step: the model's tensors, not yet rotated."""
 
     layer: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # [T, H, D]
+    k: Tensor  # [T, K, D]
+    v: Tensor  # [T, K, D]
     params: AttentionParams
-    seen: tuple[ops.sub_batch.AttentionTrace, ...]
+    seen: tuple[ops.sub_batch.AttentionTrace, ...]  # per sub-batch what the cache attended with
 
 
-CallListener = Callable[[AttentionCall], None]
+class RecordingCache(Generic[CacheT]):
+    """A cache that reports its calls to ``listener``; ``build`` makes the inner cache from an attention hook."""
 
-
-class RecordingCache:
-    """A cache that reports its calls to ``listener``.
-
-    The inner cache's attention hook must be :meth:`attention_hook`.
-    """
-
-    def __init__(self, listener: CallListener) -> None:
-        self.inner: CacheProtocol | None = None
+    def __init__(
+        self, listener: Callable[[AttentionCall], None], build: Callable[[ops.sub_batch.AttentionHook], CacheT]
+    ) -> None:
         self.listener = listener
-        self._seen: list[ops.sub_batch.AttentionTrace] = []
-
-    def attention_hook(self, seen: ops.sub_batch.AttentionTrace) -> None:
-        self._seen.append(seen)
+        self.seen: list[ops.sub_batch.AttentionTrace] = []
+        self.inner = build(self.seen.append)
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
-        assert self.inner is not None
         return [_RecordingView(self, layer, view) for layer, view in enumerate(self.inner.open(model_input))]
 
-    def call(
-        self, layer: int, view: CacheView, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams
-    ) -> Tensor:
-        self._seen.clear()
-        out = view.attend(q, k, v, params)
-        if k is not None and v is not None:
-            self.listener(AttentionCall(layer, q, k, v, params, tuple(self._seen)))
-        return out
 
-
-class RecordingKVCache(RecordingCache):
-    """The same for a ManagedCache; block operations are passed on."""
-
-    def __init__(self, listener: CallListener) -> None:
-        super().__init__(listener)
-        self.cache: ManagedCache | None = None
-
-    def attach(self, cache: ManagedCache) -> RecordingKVCache:
-        self.inner = self.cache = cache
-        return self
+class RecordingKVCache(RecordingCache[KVCache]):
+    """The same for a KVCache; block operations are passed on."""
 
     def apply(self, block_ops: BlockOps) -> None:
-        assert self.cache is not None
-        self.cache.apply(block_ops)
+        self.inner.apply(block_ops)
 
     def tensors(self) -> list[Tensor]:
-        return [] if self.cache is None else self.cache.tensors()
+        return self.inner.tensors()
 
 
 class _RecordingView:
-    def __init__(self, recorder: RecordingCache, layer: int, view: CacheView) -> None:
+    def __init__(self, recorder: RecordingCache[Any], layer: int, view: CacheView) -> None:
         self._recorder, self._layer, self._view = recorder, layer, view
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
-        return self._recorder.call(self._layer, self._view, q, k, v, params)
+        seen = self._recorder.seen
+        seen.clear()
+        out = self._view.attend(q, k, v, params)
+        if k is not None and v is not None:
+            self._recorder.listener(AttentionCall(self._layer, q, k, v, params, tuple(seen)))
+        return out
 
     def write(self, k: Tensor, v: Tensor) -> None:
         self._view.write(k, v)
@@ -114,21 +90,16 @@ class _RecordingView:
 # ---------------------------------------------------------------- the reference
 
 
-@dataclass(frozen=True)
-class RecordedLayer:
-    """One layer of one whole sequence without a cache.
+class RecordedLayer(NamedTuple):
+    """One layer of one whole sequence of T tokens without a cache."""
 
-    T tokens: ``q`` [T, H, D], ``k`` [K, T, D] rotated, ``raw_q`` [T, H, D], ``raw_k`` [K, T, D] not rotated,
-    ``v`` [K, T, Dv], ``scores`` [H, T, T], ``out`` [T, H, Dv].
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    raw_q: Tensor
-    raw_k: Tensor
-    scores: Tensor
-    out: Tensor
+    q: Tensor  # [T, H, D] rotated
+    k: Tensor  # [K, T, D] rotated
+    v: Tensor  # [K, T, Dv]
+    raw_q: Tensor  # [T, H, D]
+    raw_k: Tensor  # [K, T, D]
+    scores: Tensor  # [H, T, T]
+    out: Tensor  # [T, H, Dv]
     params: AttentionParams
 
 
@@ -139,10 +110,7 @@ def reference_layers(
     specs: Sequence[AttentionSpec] | None = None,
     exact: bool = False,
 ) -> list[RecordedLayer]:
-    """Record every layer of one sequence without a cache.
-
-    ``specs`` and ``exact`` as in :class:`NoCache`.
-    """
+    """Record every layer of one sequence without a cache; ``specs`` and ``exact`` as in ``NoCache``."""
     layers: list[RecordedLayer] = []
 
     def record(call: AttentionCall) -> None:
@@ -152,11 +120,10 @@ def reference_layers(
             RecordedLayer(seen.q[0], seen.k[0], seen.v[0], call.q, raw_k, seen.scores[0], seen.out[0], call.params)
         )
 
-    recorder = RecordingCache(record)
-    recorder.inner = NoCache(
-        model.config, specs=specs, exact_rope=exact, kernel="reference", attention_hook=recorder.attention_hook
-    )
-    run_uncached(model, stream.tokens(sample), stream.limit, recorder, stream.source)
+    def build(hook: ops.sub_batch.AttentionHook) -> NoCache:
+        return NoCache(model.config, specs=specs, exact_rope=exact, kernel="reference", attention_hook=hook)
+
+    run_uncached(model, stream.tokens(sample), stream.limit, RecordingCache(record, build), stream.source)
     return layers
 
 
@@ -175,13 +142,8 @@ class ExpectedLayout:
 
     def apply(self, output: SchedulerOutput) -> None:
         """Apply a scheduler output that is about to run."""
-        new_positions = torch.tensor(
-            [
-                p
-                for scheduled in output.scheduled
-                for p in range(scheduled.start, scheduled.start + scheduled.num_tokens)
-            ]
-        )
+        spans = (range(work.start, work.start + work.num_tokens) for work in output.scheduled)
+        new_positions = torch.tensor([position for span in spans for position in span])
         for group, positions in enumerate(self.positions):
             for block in output.allocation.block_ops.clear[group]:
                 positions[block] = -1
@@ -194,22 +156,17 @@ class ExpectedLayout:
 
 
 class ExpectedRow(NamedTuple):
-    """One sequence in one layer and step: what it read, and what the expected layout contains.
-
-    ``start``, ``num_new``: its new tokens; ``slot_index``: index of the first in the step's flat tokens;
-    ``sub_batch_row``: its row of the sub-batch; ``group``: its cache group; ``slots`` [S]: the global slot of every
-    slot that the sub-batch read (block * block_size + offset); ``expected`` [S]: the position expected there.
-    """
+    """One sequence in one layer and step: what it read, and what the expected layout contains."""
 
     key: SequenceKey
-    start: int
+    start: int  # first new position
     num_new: int
-    slot_index: int
+    slot_index: int  # index of the first new token in the step's flat tokens
     sub_batch_row: int
     group: int
     seen: ops.sub_batch.AttentionTrace
-    slots: Tensor
-    expected: Tensor
+    slots: Tensor  # [S] global slot (block * block_size + offset) of every slot that the sub-batch read
+    expected: Tensor  # [S] the position expected there
 
 
 def expected_rows(
@@ -219,57 +176,41 @@ def expected_rows(
     rows, at, slot_index = [], 0, 0
     size = layout.groups[group].block_size
     for sub_batch, trace in zip(output.sub_batches, seen, strict=True):
+        num_read_slots = trace.positions.shape[-1]
         for sub_batch_row in range(sub_batch.num_seqs):
-            scheduled, num_read_slots = output.scheduled[at], trace.positions.shape[-1]
-            blocks = torch.tensor(layout.blocks[group][sequence_key(scheduled)], dtype=torch.int64)
+            key, start, num_new = (
+                sequence_key(output.scheduled[at]),
+                output.scheduled[at].start,
+                sub_batch.num_new_tokens,
+            )
+            blocks = torch.tensor(layout.blocks[group][key], dtype=torch.int64)
             slots = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten()[:num_read_slots]
             padding = slots.new_full((num_read_slots - len(slots),), NULL_BLOCK * size)
             slots = torch.cat((slots, padding))
             expected = layout.positions[group].view(-1)[slots]
-            rows.append(
-                ExpectedRow(
-                    sequence_key(scheduled),
-                    scheduled.start,
-                    scheduled.num_tokens,
-                    slot_index,
-                    sub_batch_row,
-                    group,
-                    trace,
-                    slots,
-                    expected,
-                )
-            )
-            at, slot_index = at + 1, slot_index + scheduled.num_tokens
+            rows.append(ExpectedRow(key, start, num_new, slot_index, sub_batch_row, group, trace, slots, expected))
+            at, slot_index = at + 1, slot_index + num_new
     return rows
 
 
 GROSS_ERROR = 1e3  # times the largest element: only an overflow
 
 
-@dataclass(frozen=True)
-class ComparisonContext:
-    """Everything that a mismatch is compared with.
-
-    ``close``: tolerance relative to the reference's largest element; ``stored``: formats of keys and values;
-    ``lossy``: ignore what follows from rounding to them.
-    """
+class ComparisonContext(NamedTuple):
+    """Everything that a mismatch is compared with."""
 
     model: Transformer
     streams: Sequence[ReplayStream]
     reference: Mapping[SequenceKey, list[RecordedLayer]]
     kv_cache: KVCache
     expected_layout: ExpectedLayout
-    close: float
-    stored: tuple[str, str]
-    lossy: bool
+    close: float  # tolerance relative to the reference's largest element
+    stored: tuple[str, str]  # formats of keys and values
+    lossy: bool  # ignore what follows from rounding to them
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A difference.
-
-    ``at``: first index along the compared dimension, ``size``: largest |difference|.
-    """
+class Difference(NamedTuple):
+    """The first index along the compared dimension, and the largest |difference|."""
 
     at: int
     size: float
@@ -299,52 +240,48 @@ class Mismatch:
         self.context, self.call, self.row = context, call, row
         self.kv_cache, self.close = context.kv_cache, context.close
         if context.lossy:
-            coarsest = max(cache.quantization.get_format(name).eps for name in context.stored)
+            coarsest = max(cache_lib.quantization.get_format(name).eps for name in context.stored)
             self.close = max(self.close, 2 * coarsest) if call.layer == 0 else GROSS_ERROR
         self.reference = context.reference[row.key][call.layer]
         seen, r = row.seen, row.sub_batch_row
         self.q, self.k, self.v = seen.q[r], seen.k[r], seen.v[r]
         self.positions, self.scores, self.out = seen.positions[r], seen.scores[r], seen.out[r]
         self.new = torch.arange(row.start, row.start + row.num_new)
-        spec = context.expected_layout.groups[row.group].spec
-        self.allowed = AttentionPattern.from_spec(spec).visible(
-            TokenPositions(self.new), TokenPositions(row.expected)
-        )  # [L, S]
-        self.pattern = AttentionPattern.from_spec(spec)
-        self.block_table = self.allowed.any(dim=0).nonzero().squeeze(-1)  # [S']
-        self.visible_positions = row.expected[self.block_table]
+        self.group = context.expected_layout.groups[row.group]
+        self.pattern = AttentionPattern.from_spec(self.group.spec)
+        self.allowed = self.pattern.visible(TokenPositions(self.new), TokenPositions(row.expected))  # [L, S]
+        self.visible_slots = self.allowed.any(dim=0).nonzero().squeeze(-1)  # [S']
+        self.visible_positions = row.expected[self.visible_slots]
+
+    def same(self, have: Tensor, true: Tensor, dim: int) -> bool:
+        return first_difference(have, true, self.close, dim) is None
 
     # ------------------------------------------------------------ the first difference
 
     def first_difference(self) -> tuple[str, int, float] | None:
         """Return (tensor, position of the query, size) of the first difference, or None."""
         new, start = slice(self.row.start, self.row.start + self.row.num_new), self.row.start
-        if not self.context.lossy:
-            query = self._at_query(self.q, self.reference.q[new])
-            if query is not None:
-                return "q", query.at, query.size
+        query = None if self.context.lossy else first_difference(self.q, self.reference.q[new], self.close, 0)
+        if query is not None:
+            return "q", start + query.at, query.size
         for tensor, have, true in (("k", self.k, self.reference.k), ("v", self.v, self.reference.v)):
-            difference = first_difference(have[:, self.block_table], true[:, self.visible_positions], self.close, 1)
+            read, expected = have[:, self.visible_slots], true[:, self.visible_positions]
+            difference = first_difference(read, expected, self.close, 1)
             if difference is not None:
                 return tensor, self._first_reader(difference.at), difference.size
         if self.context.lossy:
             return None
-        out = self._at_query(self.out, self.reference.out[new])
+        out = first_difference(self.out, self.reference.out[new], self.close, 0)
         if out is not None:
-            return "the attention output", out.at, out.size
-        if not bool((self.visible() == self.allowed).all()) or self.missing() is not None:
-            wrong = (self.visible() != self.allowed).any(dim=-1)
+            return "the attention output", start + out.at, out.size
+        wrong = (self.visible() != self.allowed).any(dim=-1)
+        if bool(wrong.any()) or self.missing() is not None:
             return "the set of visible keys", start + int(wrong.int().argmax()), 0.0
         return None
 
-    def _at_query(self, have: Tensor, true: Tensor) -> Difference | None:
-        """Compare two [L, H, D] tensors; ``at`` becomes a position."""
-        difference = first_difference(have, true, self.close, 0)
-        return None if difference is None else Difference(difference.at + self.row.start, difference.size)
-
     def _first_reader(self, index: int) -> int:
         """Return the first query that may see S'[index]."""
-        return self.row.start + int(self.allowed[:, self.block_table[index]].int().argmax())
+        return self.row.start + int(self.allowed[:, self.visible_slots[index]].int().argmax())
 
     def visible(self) -> Tensor:
         """Return [L, S]: which slots every query could see."""

@@ -1,11 +1,11 @@
 """Replay of known tokens through the real path: Scheduler, KVCacheManager, KVCache, ModelRunner.
 
-:func:`replay_streams` forces every sampled token, so its logits can be compared with :func:`run_uncached` position by
+``replay_streams`` forces every sampled token, so its logits can be compared with ``run_uncached`` position by
 position, also after the first difference. It adds no code path: chunks, sub-batches, prefix hits, forks and
-preemptions are the scheduler's. :class:`ScenarioCounts` counts them, so an event that did not occur is noticed.
+preemptions are the scheduler's. ``ScenarioCounts`` counts them, so an event that did not occur is noticed.
 A preemption is forced where it is decided: by a KVCacheManager that reports a full pool now and then.
 
-:func:`compare_logits` compares a cache's logits with the reference: in logits, in nats and by greedy token.
+``compare_logits`` compares a cache's logits with the reference: in logits, in nats and by greedy token.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad import cache
+from kvad import benchmarks
+from kvad import cache as cache_lib
 from kvad.cache import CacheConfig, CacheGroup, build_groups
 from kvad.cache.device import KVCache
 from kvad.cache.manager import BlockAllocation, KVCacheManager, TokenSpan
 from kvad.config import attention_specs
+from kvad.engine import scheduling
 from kvad.engine.execution import ManagedCache, ModelRunner
 from kvad.engine.scheduling import (
     RequestMetrics,
@@ -43,16 +45,12 @@ PREEMPTION_INTERVAL = 4  # steps of at least two sequences between two forced pr
 
 
 class ReplayStream(NamedTuple):
-    """One request.
-
-    ``forced_tokens``: the generated tokens per sample, equally many each; ``after``: submit it only when that stream
-    has its first token, so it can hit the prompt's blocks and prefill while others decode; ``source``: encoder input.
-    """
+    """One request."""
 
     prompt: tuple[int, ...]
-    forced_tokens: tuple[tuple[int, ...], ...]
-    after: int | None = None
-    source: tuple[int, ...] | None = None
+    forced_tokens: tuple[tuple[int, ...], ...]  # the generated tokens per sample, equally many each
+    after: int | None = None  # submit it only when that stream has its first token, so it can hit the prompt's blocks
+    source: tuple[int, ...] | None = None  # encoder input
 
     @property
     def limit(self) -> int:
@@ -66,41 +64,30 @@ class ReplayStream(NamedTuple):
 
 @dataclass
 class ScenarioCounts:
-    """Counts of what a replay did.
-
-    ``chunks``: spans that ended inside a prompt; ``mixed``: steps with decoding and prefilling sequences;
-    ``recomputed``: tokens recomputed after a preemption; ``hit_tokens``: prompt tokens found in the prefix cache at
-    admission; ``longest``: the longest sequence, in tokens; ``encoded``: encoder inputs.
-    """
+    """Counts of what a replay did."""
 
     rows: int = 0
     steps: int = 0
     tokens: int = 0
-    chunks: int = 0
-    mixed: int = 0
+    chunks: int = 0  # spans that ended inside a prompt
+    mixed: int = 0  # steps with decoding and prefilling sequences
     preemptions: int = 0
-    recomputed: int = 0
-    hit_tokens: int = 0
+    recomputed: int = 0  # tokens recomputed after a preemption
+    hit_tokens: int = 0  # prompt tokens found in the prefix cache at admission
     forks: int = 0
-    longest: int = 0
-    encoded: int = 0
+    longest: int = 0  # tokens of the longest sequence
+    encoded: int = 0  # encoder inputs
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Logits of a replay.
-
-    ``pieces``: per sequence (first position, logits [n, V]) of each span in the order of time, recomputed ones too.
-    """
+    """Logits of a replay: per sequence (first position, logits [n, V]) of each span, recomputed ones too, by time."""
 
     pieces: dict[SequenceKey, list[tuple[int, Tensor]]]
     counts: ScenarioCounts = field(default_factory=ScenarioCounts)
 
     def logits(self, stream: int, sample: int = 0) -> Tensor:
-        """Return [T, V] as last computed.
-
-        NaN at positions that a prefix hit or a fork left uncomputed.
-        """
+        """Return [T, V] as last computed; NaN at positions that a prefix hit or a fork left uncomputed."""
         pieces = self.pieces[stream, sample]
         length = max(start + len(part) for start, part in pieces)
         out = pieces[0][1].new_full((length, pieces[0][1].shape[-1]), torch.nan)
@@ -162,12 +149,16 @@ def run_uncached(
     limit: int | None = None,
     kv_cache: CacheProtocol | None = None,
     source: Sequence[int] | None = None,
+    *,
+    last_only: bool = False,
 ) -> Tensor:
-    """Compute [T, V], the logits of a whole sequence without a cache.
+    """Compute [T, V], the logits of a whole sequence of at most ``limit`` tokens without a cache.
 
-    ``limit``: maximum length of the sequence.
+    ``last_only``: [1, V], those after its last token.
     """
     model_input = run_whole_sequence(model, tokens, limit)
+    if last_only:
+        model_input = model_input._replace(logit_indices=model_input.logit_indices[-1:])
     if source is not None:
         model_input = model_input._replace(encoder_input=run_whole_sequence(model, source))
     return model.logits(model(model_input, kv_cache or NoCache(model.config)), model_input.logit_indices)
@@ -186,10 +177,7 @@ def sequence_key(scheduled: ScheduledSequence) -> SequenceKey:
 
 
 class _ForcedPreemption(KVCacheManager):
-    """A KVCacheManager that refuses a step of two or more sequences every few steps.
-
-    It counts forks too.
-    """
+    """A KVCacheManager that refuses a step of two or more sequences every few steps, and counts forks."""
 
     def __init__(self, groups: Sequence[CacheGroup], *, prefix: bool, max_num_seqs: int, squeezes: int) -> None:
         super().__init__(groups, prefix_caching=prefix, max_num_seqs=max_num_seqs)
@@ -230,13 +218,13 @@ class _ReplayDriver:
             if stream.after is None or stream.after in self._started:
                 self._waiting.remove(index)
                 count = len(stream.forced_tokens[0])
-                assert count and all(len(forced) == count for forced in stream.forced_tokens), (
-                    "samples of unequal lengths"
-                )
+                assert count and {len(forced) for forced in stream.forced_tokens} == {count}, "unequal samples"
                 sampling = SamplingParams(max_tokens=count, temperature=0, n=len(stream.forced_tokens))
                 root = f"{self.runner.rope_regime(stream.limit)} {stream.source}".encode()
+                source = stream.source
+                encoder_input = None if source is None else scheduling.request.EncoderInput(tuple(source))
                 self.usages.append(
-                    self.scheduler.add_request(index, stream.prompt, sampling, root, encoder_tokens=stream.source)
+                    self.scheduler.add_request(index, stream.prompt, sampling, root, encoder_input=encoder_input)
                 )
 
     def step(self, watch: Callable[[SchedulerOutput], None] | None, keep: bool) -> bool:
@@ -252,10 +240,7 @@ class _ReplayDriver:
             return False
         if watch is not None:
             watch(output)
-        all_logits = tuple(
-            scheduled._replace(logit_offsets=range(scheduled.num_tokens)) for scheduled in output.scheduled
-        )
-        logits = self.runner.execute(output._replace(scheduled=all_logits))
+        logits = self.runner.execute(benchmarks.engine_runs.with_all_logits(output))
         self._collect(output, logits, keep)
         results = [
             SequenceOutput(self._forced(scheduled)) if scheduled.is_sampled else SequenceOutput()
@@ -268,9 +253,8 @@ class _ReplayDriver:
         return False
 
     def _forced(self, scheduled: ScheduledSequence) -> int:
-        return self.streams[scheduled.sequence.request_id].forced_tokens[scheduled.sequence.sample_index][
-            scheduled.sequence.num_generated_tokens
-        ]
+        stream, sample = sequence_key(scheduled)
+        return self.streams[stream].forced_tokens[sample][scheduled.sequence.num_generated_tokens]
 
     def _collect(self, output: SchedulerOutput, logits: Tensor, keep: bool) -> None:
         counts, offset = self.result.counts, 0
@@ -311,7 +295,7 @@ class Comparison:
 def compare_logits(
     replayed: ReplayResult, reference: Mapping[SequenceKey, Tensor], tie_below: float, before: int | None = None
 ) -> Comparison:
-    """Compare with ``judge`` [T, V] per sequence, only ``before`` that position if given.
+    """Compare with ``reference`` [T, V] per sequence, only the positions below ``before`` if given.
 
     NaN on either side counts as an infinite difference.
     """
@@ -360,17 +344,16 @@ def tolerance(dtype: str, scale: float, structure: float) -> float:
     if dtype == "float64":
         return EXACT
     single, double = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-    coarser = STORED_EPS * _eps(dtype) * scale if format_loss(dtype) == "rounding" else 0.0
+    coarser = (
+        STORED_EPS * max(stored.eps for stored in _formats(dtype)) * scale if format_loss(dtype) == "rounding" else 0.0
+    )
     return max(COMPUTE_EPS * single * scale, AMPLIFICATION * structure * single / double) + coarser
 
 
 def format_loss(dtype: str) -> str:
     """Return the larger loss of keys and values: "none", "rounding", "lossy"."""
-    return max(
-        (cache.quantization.get_format(name).loss for name in cache.quantization.split_format_name(dtype)),
-        key=("none", "rounding", "lossy").index,
-    )
+    return max((stored.loss for stored in _formats(dtype)), key=("none", "rounding", "lossy").index)
 
 
-def _eps(dtype: str) -> float:
-    return max(cache.quantization.get_format(name).eps for name in cache.quantization.split_format_name(dtype))
+def _formats(dtype: str) -> list[cache_lib.quantization.CacheFormat]:
+    return [cache_lib.quantization.get_format(name) for name in cache_lib.quantization.split_format_name(dtype)]

@@ -1,22 +1,7 @@
 """Report of ``kvad verify``: known faults, results and the rules of the verdicts.
 
-Rules (the same text is printed):
-
-* *structure* is tested in float64, model and cache: exact is max |dlogit| <= 1e-10 at every computed position;
-* a stored dtype is compared with a float32 reference (float64 with a float64 one). Tolerances: float64: 1e-10;
-  float32: ``256 eps(float32) * max |logit|``, or 16 times the float64 case's rounding noise carried over to float32 if
-  that is more; halves: that and ``8 eps(stored) * max |logit|``;
-* **exact**: exact structure, float32 or float64 stored, within the tolerance, and the same greedy token everywhere
-  except at ties; a tie is a position where the reference's best two logits are closer than twice the tolerance;
-* **within tolerance**: exact structure, a half precision stored, max |dlogit| within the tolerance;
-* **lossy by design**: exact structure, a half precision stored, beyond the tolerance, but the first layer reads the
-  true keys and values, rounded, and nothing overflows; or a lossy format (fp8, int8, int4) stored, whose structure is
-  exact compared with the float64 model whose keys and values pass through it too: it never gets a better verdict;
-* a *policy* by position is a mask: exact compared with the model under the same mask, and what the mask hides is the
-  policy's loss; a ranking or summarizing policy is **lossy by design** if, in float64, every sequence gets the results
-  it gets alone, in other chunks and never preempted, and the reference's until its first eviction;
-* **broken**: anything else.
-
+A half precision beyond its tolerance is lossy by design only if the first layer reads the true keys and values,
+rounded, and nothing overflows; a lossy format never gets a better verdict. Anything that meets no rule is broken.
 No torch: the command line reads the names.
 """
 
@@ -103,23 +88,19 @@ FAULTS: dict[str, FaultDescription] = {
 }
 
 
-class MismatchFinding(NamedTuple):
-    """The first difference from the reference, and its diagnosis.
+@dataclass(frozen=True)
+class MismatchFinding:
+    """The first difference from the reference, and its diagnosis."""
 
-    ``row`` and ``sample`` number the request and its sample, ``position`` is the query's; ``what``: q, k, v, scores
-    or attention output; ``difference``: its largest element; ``fault``: a key of FAULTS; ``stored``: the dtype of the
-    recorded cache, float64 if the structure is broken.
-    """
-
-    fault: str
+    fault: str  # a key of FAULTS
     layer: int
-    row: int
+    row: int  # request
     sample: int
-    position: int
-    what: str
-    difference: float
+    position: int  # of the query
+    what: str  # q, k, v, scores or attention output
+    difference: float  # its largest element
     evidence: str
-    stored: str = "float64"
+    stored: str = "float64"  # dtype of the recorded cache; float64 if the structure is broken
 
     @property
     def causes(self) -> str:
@@ -135,22 +116,21 @@ class MismatchFinding(NamedTuple):
         )
 
 
-class TokenDivergence(NamedTuple):
-    """A greedy token that differs from the reference.
-
-    ``gap`` between the reference's best two logits there.
-    """
+@dataclass(frozen=True)
+class TokenDivergence:
+    """A greedy token that differs from the reference."""
 
     row: int
     sample: int
     position: int
     reference_token: int
     cached_token: int
-    gap: float
+    gap: float  # between the reference's best two logits there
     tie: bool
 
 
-class NeedleScore(NamedTuple):
+@dataclass(frozen=True)
+class NeedleScore:
     """The share of needles that are found; ``full``: by a cache that keeps everything."""
 
     recall: float
@@ -161,20 +141,16 @@ class NeedleScore(NamedTuple):
 
 @dataclass(frozen=True)
 class LossReport:
-    """Loss of a cache compared with the model without a cache, in nats.
-
-    ``agree`` of ``compared`` greedy tokens are equal; perplexity is over the prompts' own tokens; ``recall`` is None if
-    not measured, the report's notes have the reason.
-    """
+    """Loss of a cache compared with the model without a cache, in nats."""
 
     kl_mean: float
     kl_max: float
-    agree: int
+    agree: int  # equal greedy tokens
     compared: int
-    perplexity: float
+    perplexity: float  # of the prompts' own tokens
     reference_perplexity: float
     tokens: int
-    recall: NeedleScore | None = None
+    recall: NeedleScore | None = None  # None: not measured; the report's notes have the reason
 
     @property
     def ratio(self) -> float:
@@ -182,7 +158,8 @@ class LossReport:
         return self.perplexity / self.reference_perplexity if self.reference_perplexity else float("nan")
 
 
-class SkippedCase(NamedTuple):
+@dataclass(frozen=True)
+class SkippedCase:
     """A case that is impossible, with the error message."""
 
     memory: str
@@ -193,9 +170,8 @@ class SkippedCase(NamedTuple):
 class CaseReport:
     """One layout, format, policy and ``rope_at``.
 
-    ``structure``: max |dlogit| in float64 (of a lossy format, its own if that is more; of a lossy policy, compared with
-    each sequence alone, and with the reference before its first eviction); ``scenario_counts``: counts of what ran;
-    ``reason``: what is broken, if no fault is found.
+    ``structure`` is max |dlogit| in float64 (of a lossy format, its own if that is more; of a lossy policy, compared
+    with each sequence alone, and with the reference before its first eviction).
     """
 
     layout: str
@@ -217,27 +193,24 @@ class CaseReport:
     rotate: str = "write"
     endless: bool = False
     loss: LossReport | None = None
-    reason: str = ""
+    reason: str = ""  # what is broken, if no fault is found
 
     @property
     def name(self) -> str:
         return case_name(self.layout, self.dtype, self.policy, self.rotate, self.endless)
 
 
-class RoundTripResult(NamedTuple):
-    """Sequences that left the cache and returned.
-
-    ``round_trip``: a name of ``ROUND_TRIPS``; ``moved`` ``unit``: amount that took the round trip; ``max_dlogit``: in
-    float64; ``reason``: why nothing moved or why it was skipped (then ``max_dlogit`` is None).
-    """
+@dataclass(frozen=True)
+class RoundTripResult:
+    """Sequences that left the cache and returned."""
 
     memory: str
-    round_trip: str
-    max_dlogit: float | None
-    moved: int
+    round_trip: str  # a name of ROUND_TRIPS
+    max_dlogit: float | None  # in float64; None: skipped
+    moved: int  # amount that took the round trip
     unit: str
     verdict: Literal["exact", "broken", "recomputed", "skipped"]
-    reason: str = ""
+    reason: str = ""  # why nothing moved, or why it was skipped
 
 
 def case_name(layout: str, dtype: str, policy: str = "full", rotate: str = "write", endless: bool = False) -> str:
@@ -269,17 +242,10 @@ class VerifyReport:
         """Return everything as plain values, with ``verdict``, ``broken`` and a finding's texts."""
         plain = asdict(self)
         for case, fields in zip(self.cases, plain["cases"], strict=True):
-            if case.first_divergence is not None:
-                fields["first_divergence"] = case.first_divergence._asdict()
             if case.finding is not None:
-                words = {"causes": case.finding.causes, "sentence": case.finding.sentence()}
-                fields["finding"] = {**case.finding._asdict(), **words}
+                fields["finding"] |= {"causes": case.finding.causes, "sentence": case.finding.sentence()}
             if case.loss is not None:
                 fields["loss"]["ratio"] = case.loss.ratio
-                if case.loss.recall is not None:
-                    fields["loss"]["recall"] = case.loss.recall._asdict()
-        plain["skipped"] = [item._asdict() for item in self.skipped]
-        plain["round_trips"] = [item._asdict() for item in self.round_trips]
         return {"verdict": self.verdict(), "broken": self.broken, **plain}
 
     def verdict(self) -> str:

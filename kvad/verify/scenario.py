@@ -5,7 +5,7 @@ different continuations. One more sequence follows row 0 and shares its prompt u
 prefilled while the others decode. A pool of half the required blocks, and a KVCacheManager that refuses now and then,
 preempt sequences.
 
-:func:`require_verify_memory` estimates the memory of ``kvad verify`` in advance.
+``require_verify_memory`` estimates the memory of ``kvad verify`` in advance.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvad import cache as cache_lib
-from kvad.cache import CacheConfig, CacheGroup, build_groups
+from kvad.cache import CacheConfig, build_groups
 from kvad.cache.sizing import plan_memory
 from kvad.config import ModelConfig, attention_specs
 from kvad.errors import ConfigError, EngineError, KvadError, MemoryPlanError, UsageError
-from kvad.model import NoCache, Transformer
-from kvad.model_input import ModelInput, SubBatch
+from kvad.model import Transformer
 from kvad.text import Tokenizer
 from kvad.verify.cases import MemoryCase
-from kvad.verify.replay import ReplayStream, ScenarioCounts, format_loss
+from kvad.verify.replay import ReplayStream, ScenarioCounts, format_loss, run_uncached
 
 NUM_PREEMPTIONS = 2  # preemptions to force
 LONGEST_SOURCE = 48  # tokens
@@ -54,32 +53,26 @@ _FLAGS = {"num_seqs": "num-prompts", "tokens": "max-tokens"}  # fields whose fla
 
 @dataclass(frozen=True)
 class ScenarioOptions:
-    """Options of ``kvad verify``.
-
-    ``num_seqs``: number of prompts; ``tokens``: generated after each; ``prefill_chunk_size``: tokens of a prompt per
-    step; ``dtypes``: formats, "int8/int4" if keys and values differ; ``policies`` in full; ``endless``: sequences may
-    exceed the model's limit; ``round_trips``: names of :data:`kvad.verify.round_trips.ROUND_TRIPS`.
-    """
+    """Options of ``kvad verify``."""
 
     layouts: tuple[str, ...] = ("paged", "contiguous")
-    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
-    num_seqs: int = 5
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")  # "int8/int4" if keys and values differ
+    num_seqs: int = 5  # prompts
     prefill_chunk_size: int = 32
     block_size: int = 16
-    tokens: int = 32
+    tokens: int = 32  # generated after each prompt
     preempt: bool = True
     prefix_hit: bool = True
-    policies: tuple[str, ...] = ("full",)
+    policies: tuple[str, ...] = ("full",)  # written out
     rotates: tuple[str, ...] = ("write",)
-    endless: bool = False
-    round_trips: tuple[str, ...] = ()
+    endless: bool = False  # sequences may exceed the model's limit
+    round_trips: tuple[str, ...] = ()  # names of kvad.verify.round_trips.ROUND_TRIPS
 
     def __post_init__(self) -> None:
         for name in ("num_seqs", "prefill_chunk_size", "block_size", "tokens"):
             if getattr(self, name) < 1:
-                raise UsageError(
-                    f"--{_FLAGS.get(name, name).replace('_', '-')}: must be at least 1, got {getattr(self, name)}"
-                )
+                flag = _FLAGS.get(name, name).replace("_", "-")
+                raise UsageError(f"--{flag}: must be at least 1, got {getattr(self, name)}")
         if not (self.layouts and self.dtypes and self.policies and self.rotates):
             raise UsageError("nothing to verify", "Give a layout and a dtype.")
 
@@ -113,27 +106,19 @@ def build_prompts(config: ModelConfig, options: ScenarioOptions, tokenizer: Toke
             f"give at most --max-tokens {config.max_seq_len - 1}",
         )
     windows = [spec.window for spec in attention_specs(config) if spec.window is not None and spec.window <= MAX_WIDTH]
-    wished = max(
-        3 * options.prefill_chunk_size + 1,
-        3 * options.block_size + 1,
-        *(w + options.prefill_chunk_size for w in windows),
-        2,
-    )
-    longest = min(wished, room)
+    chunk = options.prefill_chunk_size
+    longest = min(room, max(3 * chunk + 1, 3 * options.block_size + 1, *(w + chunk for w in windows), 2))
     if options.endless and config.max_seq_len <= MAX_WIDTH:
-        longest = config.max_seq_len + options.prefill_chunk_size
+        longest = config.max_seq_len + chunk
     lengths = [max(1, int(longest * 0.6**row)) for row in range(options.num_seqs)]
     if options.num_seqs > 2:
         lengths[-1] = 1
     source = _known_text(tokenizer) if tokenizer is not None else None
     if not source:
         source = torch.randint(config.vocab_size, (4096,), generator=_generator(0)).tolist()
-    prompts = []
-    for row, length in enumerate(lengths):
-        start = row * 17 % len(source)
-        repeated = source[start:] + source * (1 + length // len(source))
-        prompts.append(repeated[:length])
-    return prompts
+    starts = [row * 17 % len(source) for row in range(len(lengths))]
+    repeated = source * (2 + longest // len(source))
+    return [repeated[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def _known_text(tokenizer: Tokenizer) -> list[int] | None:
@@ -175,10 +160,9 @@ def build_streams(model: Transformer, prompts: Sequence[Sequence[int]], options:
         first = streams[0]
         shared = (len(first.prompt) - 1) // options.block_size * options.block_size
         if not shared:
+            longest = f"the longest prompt has {len(first.prompt)} tokens, no more than a block of {options.block_size}"
             raise UsageError(
-                f"--prefix-hit: the longest prompt has {len(first.prompt)} tokens, "
-                f"no more than a block of {options.block_size}",
-                "give a longer --prompt, a smaller --block-size, or --no-prefix-hit",
+                f"--prefix-hit: {longest}", "give a longer --prompt, a smaller --block-size, or --no-prefix-hit"
             )
         rest = tuple((token + 1) % model.config.vocab_size for token in first.prompt[shared:])
         streams.append(ReplayStream(first.prompt[:shared] + rest, (forced[0],), after=0, source=first.source))
@@ -196,10 +180,7 @@ def outline_streams(
 
 
 def build_sources(config: ModelConfig, rows: int) -> list[tuple[int, ...] | None]:
-    """Build ragged random encoder inputs of an encoder-decoder, the longest first.
-
-    None for other models.
-    """
+    """Build ragged random encoder inputs of an encoder-decoder, the longest first; None for other models."""
     if config.encoder_input is None:
         return [None] * rows
     vocab = config.vocab_size if config.encoder_input.vocab_size is None else config.encoder_input.vocab_size
@@ -224,43 +205,20 @@ def greedy_continuations(
     sources: Sequence[tuple[int, ...] | None] | None = None,
 ) -> list[tuple[int, ...]]:
     """Return ``count`` greedy tokens after each prompt, each computed from the whole sequence, without a cache."""
-    rows = [list(prompt) for prompt in prompts]
-    limits = [len(prompt) + count for prompt in prompts]
-    no_cache = NoCache(model.config)
-    given_sources = [source for source in sources or () if source is not None]
-    source = _build_input(given_sources, [len(tokens) for tokens in given_sources]) if given_sources else None
-    for _ in range(count):
-        model_input = _build_input(rows, limits)._replace(encoder_input=source)
-        chosen = model.logits(model(model_input, no_cache), model_input.logit_indices).argmax(dim=-1).tolist()
-        for row, token in zip(rows, chosen, strict=True):
-            row.append(token)
-    return [tuple(row[len(prompt) :]) for row, prompt in zip(rows, prompts, strict=True)]
-
-
-def _build_input(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> ModelInput:
-    """Build the input: a sub-batch per sequence, with logits after its last token."""
-    return ModelInput(
-        token_ids=torch.tensor([token for row in rows for token in row]),
-        positions=torch.cat([torch.arange(len(row)) for row in rows]),
-        sub_batches=tuple(SubBatch(1, len(row), len(row)) for row in rows),
-        logit_indices=torch.tensor([len(row) for row in rows]).cumsum(0) - 1,
-        max_seq_lens=torch.cat([torch.full((len(row),), limit) for row, limit in zip(rows, limits, strict=True)]),
-    )
-
-
-def cache_config(
-    config: ModelConfig, streams: Sequence[ReplayStream], options: ScenarioOptions, layout: str, dtype: str
-) -> CacheConfig:
-    """Build the configuration of a cache that keeps everything, see :func:`case_cache_config`."""
-    return case_cache_config(config, streams, options, MemoryCase(layout, dtype))
+    continuations = []
+    for prompt, source in zip(prompts, sources or [None] * len(prompts), strict=True):
+        tokens = list(prompt)
+        for _ in range(count):
+            logits = run_uncached(model, tokens, len(prompt) + count, source=source, last_only=True)
+            tokens.append(int(logits[-1].argmax()))
+        continuations.append(tuple(tokens[len(prompt) :]))
+    return continuations
 
 
 def case_cache_config(
     config: ModelConfig, streams: Sequence[ReplayStream], options: ScenarioOptions, case: MemoryCase
 ) -> CacheConfig:
-    """Build a cache with room for every sequence.
-
-    With forced preemptions, with half of the required blocks.
+    """Build a cache with room for every sequence, or for half of them with forced preemptions.
 
     Raises:
         ConfigError: If the case is impossible.
@@ -285,23 +243,13 @@ def case_cache_config(
         rope_at="read" if case.rotate == "read" else "write",
     )
     token_groups = [
-        group
+        (group.spec, group.eviction_policy or group.demotion_policy)
         for group in build_groups(attention_specs(config), cache)
         if group.lower_level is None and not group.spec.is_cross_attention
     ]
-    if (
-        case.layout == "paged"
-        and options.preempt
-        and cache_lib.groups.grows_with_length((group.spec, _lossy_policy(group)) for group in token_groups)
-    ):
+    if case.layout == "paged" and options.preempt and cache_lib.groups.grows_with_length(token_groups):
         return replace(cache, num_blocks=max(max(num_blocks) + 1, sum(num_blocks) // 2))
     return cache
-
-
-def _lossy_policy(
-    group: CacheGroup,
-) -> cache_lib.policy.EvictionPolicy | cache_lib.policy.TieredPolicy | cache_lib.policy.OffloadPolicy | None:
-    return group.eviction_policy or group.demotion_policy
 
 
 def num_preemptions(options: ScenarioOptions) -> int:
@@ -311,9 +259,7 @@ def num_preemptions(options: ScenarioOptions) -> int:
 def check_scenario_counts(
     counts: ScenarioCounts, streams: Sequence[ReplayStream], options: ScenarioOptions, layout: str, shares: bool = True
 ) -> None:
-    """Check that every requested event occurred.
-
-    ``shares``: sequences of this cache may share blocks.
+    """Check that every requested event occurred; ``shares``: sequences of this cache may share blocks.
 
     Raises:
         EngineError: If one did not, so it was not tested.
@@ -355,14 +301,14 @@ def require_verify_memory(
         available,
         key=lambda rows: sum(_needs(config, prompts, options, rows)),
     )
-    raise MemoryPlanError(
-        f"--num-prompts {options.num_seqs}: verifying takes about {_size(logits + rest)} "
-        f"(logits of the reference and the caches "
-        f"{_size(logits)}, weights, cache and activations {_size(rest)}) and {_size(available)} is available",
+    parts = f"logits of the reference and the caches {_size(logits)}, weights, cache and activations {_size(rest)}"
+    needed = f"verifying takes about {_size(logits + rest)} ({parts}) and {_size(available)} is available"
+    hint = (
         f"what would fit: --num-prompts {fit}"
         if fit
-        else "not even one row fits: take fewer --max-tokens, or a smaller model",
+        else "not even one row fits: take fewer --max-tokens, or a smaller model"
     )
+    raise MemoryPlanError(f"--num-prompts {options.num_seqs}: {needed}", hint)
 
 
 def _needs(config: ModelConfig, prompts: Sequence[int], options: ScenarioOptions, rows: int) -> tuple[int, int]:

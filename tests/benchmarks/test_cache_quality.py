@@ -20,13 +20,14 @@ from kvad.benchmarks.cache_quality import (
     text_rows,
 )
 from kvad.benchmarks.needle_tasks import TASK_KINDS, EnglishLanguage, LookupLanguage, choose_language, make_task
+from kvad.benchmarks.results import ResultFolder
 from kvad.benchmarks.streaming_perplexity import bench_streaming, reference_logprobs_windowed
 from kvad.benchmarks.variants import Variant, build_engine, known_variants, select_variants, variant_fields
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.checkpoint.native import save_checkpoint
 from kvad.datasets import synthetic
-from kvad.engine.engine import StreamChunk
+from kvad.engine import StreamChunk
 from kvad.errors import DataError, UsageError
 from kvad.llm import LLM
 from kvad.planning.cache_presets import POLICY_BUILDERS
@@ -57,17 +58,16 @@ def spoken(looker):
 
 
 def forget(monkeypatch, share):
-    """From now on an engine's memory loses ``share`` of what is older than four tokens, at every step anew."""
-    rng = torch.Generator().manual_seed(0)
+    """Make every KVCache lose ``share`` of the positions older than four tokens, at every step."""
+    rng, open_step = torch.Generator().manual_seed(0), KVCache.open
 
-    class Forgetful(KVCache):
-        def open(self, step):
-            for positions in self.positions:
-                lost = torch.rand(positions.shape, generator=rng) < share
-                positions[lost & (positions < step.positions.min() - 4)] = -1
-            return super().open(step)
+    def lossy_open(self, step):
+        for positions in self.positions:
+            lost = torch.rand(positions.shape, generator=rng) < share
+            positions[lost & (positions < step.positions.min() - 4)] = -1
+        return open_step(self, step)
 
-    monkeypatch.setattr("kvad.engine.engine.KVCache", Forgetful)
+    monkeypatch.setattr(KVCache, "open", lossy_open)
 
 
 # ---------------------------------------------------------------- the language
@@ -296,7 +296,8 @@ def test_a_perplexity_beyond_all_floats(looker, spoken):
 
 def bench(llm, language, out, names=("bfloat16",), options=NEEDLES, **more):
     texts = [[*language.opening, *language.encode(synthetic.episode(39, seed))] for seed in range(options.num_texts)]
-    return bench_quality(llm, select_variants(names), language, texts, options, out=out, **more)
+    folder = None if out is None else ResultFolder(out, more.pop("overwrite", False))
+    return bench_quality(llm, select_variants(names), language, texts, options, out=folder, **more)
 
 
 def test_a_line_per_measurement_and_a_row_per_cache(looker, spoken, tmp_path):
@@ -364,7 +365,9 @@ def test_a_model_that_finds_nothing_says_nothing(looker, spoken):
 def test_a_cache_that_cannot_be_for_this_model_is_noted(looker, spoken):
     odd = Variant("odd", 0.5, lambda _length, _every: {"layout": "round"})
     result = bench_quality(looker, [FULL, odd], spoken, [], NEEDLES)
-    assert len(result.notes) == 1 and result.notes[0].startswith("odd 0.5: not for this model: cache.layout: 'round'")
+    assert len(result.notes) == 1 and result.notes[0].startswith(
+        "odd 0.5: not for this model: cache.layout: must be one of 'paged', 'contiguous', got 'round'"
+    )
     assert result.summary[0].recall == {"single": 1} and result.summary[1].recall == {"single": None}
 
 

@@ -9,12 +9,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvad.benchmarks import cache_speed
-from kvad.benchmarks.cache_speed import CURVE_NAMES, ConcatCache, ascii_chart, bench_cache, loglog_slope
+from kvad.benchmarks.cache_speed import CURVE_NAMES, ConcatCache, bench_cache, loglog_slope
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import group_bytes
 from kvad.cli.commands.bench import bench_lines, write_results
 from kvad.config import flops
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.inspection.plot import build_series, read_jsonl
@@ -57,7 +57,7 @@ def test_flops_with_the_cache_are_those_that_torch_counts(name):
     config = CONFIGS[name]
     cache = CacheConfig(max_num_seqs=1, max_seq_len=32, block_size=1, enable_prefix_caching=False)
     model = Transformer(config).requires_grad_(False)  # torch's counter wants a graph of what could have one
-    engine = Engine(model.eval(), cache, kernel="reference")
+    engine = Engine(model.eval(), cache, EngineConfig(kernel="reference"))
     engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=6, temperature=0))
     counted = []
     while not engine.idle:
@@ -250,24 +250,3 @@ def test_keep_writes_json_lines_and_figures(result, tmp_path):
     assert {*whole} == {field.name for field in dataclasses.fields(result)}
     lines = read_jsonl(tmp_path / "new" / "bench-cache.jsonl")
     assert [one.name for one in build_series(lines, "tokens", ["seconds"], by="curve")] == list(CURVE_NAMES)
-
-
-def test_chart_places_points_by_their_logarithms():
-    steep = {"flat": [(1, 10.0), (100, 10.0)], "steep": [(1, 1.0), (10, 10.0), (100, 100.0)]}
-    text = ascii_chart(steep, x="n", y="s", width=21, height=5)
-    assert text.splitlines() == [
-        "s",
-        "     100 |                  ..*",
-        "         |             .....",
-        "      10 |o.........*.........o",
-        "         |   .....",
-        "       1 |*..",
-        "         +---------------------",
-        "          1        10        100  n",
-        "          o flat   * steep",
-    ]
-
-
-def test_chart_of_one_value_and_marks():
-    text = ascii_chart({"one": [(3, 7.0)]}, x="n", y="s", width=9, height=3)
-    assert text.splitlines()[2] == "       7 |    o"

@@ -116,7 +116,7 @@ def happened(case: Case, run: Run) -> None:
     if scenario == "forked":
         assert run.copies > 0
     if scenario == "long-and-short" and paged and case["heads"] != "window":
-        assert run.lanes > 1
+        assert run.num_sub_batches > 1
 
 
 def translated(case: Case, streams: list[Stream], run: Run) -> None:
@@ -124,7 +124,7 @@ def translated(case: Case, streams: list[Stream], run: Run) -> None:
     scenario, paged = case["scenario"], case["layout"] == "paged"
     every = [len(stream.source or ()) for stream in streams]
     if scenario == "forked":
-        assert run.folded > 0 and run.encoded == sum(every), "samples share one source"
+        assert run.merged_cross_steps > 0 and run.encoded == sum(every), "samples share one source"
     elif scenario in ("prefix-hit", "source-hit"):
         by_limit = case["position"] in ("rope-dynamic", "rope-longrope")  # other limits, other roots
         different = 1 if scenario == "prefix-hit" else 2

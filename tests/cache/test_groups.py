@@ -9,6 +9,7 @@ import pytest
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import CacheGroup, build_groups, group_bytes
+from kvad.cache.policy import Sinks, Window
 from kvad.config.model import AttentionSpec
 from kvad.errors import ConfigError
 
@@ -26,6 +27,15 @@ def test_a_full_paged_group_holds_every_row_at_its_longest() -> None:
     (group,) = build_groups([FULL], CacheConfig(max_num_seqs=3, max_seq_len=33, block_size=16))
     assert group == CacheGroup(FULL, (0,), block_size=16, num_blocks=3 * 3 + 2, max_blocks_per_seq=3)
     assert group.num_usable_blocks == 9
+
+
+@pytest.mark.parametrize(("own", "window", "num_sinks"), [(None, 6, 2), (5, 5, 0), (6, 6, 0), (7, 6, 2)])
+def test_the_narrower_of_a_layers_and_a_policys_window_applies(own: int | None, window: int, num_sinks: int) -> None:
+    spec = FULL._replace(window=own)
+    assert Window(6).restrict(spec, 4) == FULL._replace(window=window)
+    layer_window = own if num_sinks else None  # a sink is visible within the layer's window only
+    sinks = Sinks(2, 6).restrict(spec, 4)
+    assert sinks == FULL._replace(window=window, num_sinks=num_sinks, layer_window=layer_window)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +171,7 @@ def test_int4_needs_pairs() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"layout": "page"}, "cache.layout: 'page' .did you mean 'paged'"),
+        ({"layout": "page"}, "cache.layout: must be one of 'paged', 'contiguous', got 'page' .did you mean 'paged'"),
         ({"dtype": "bfloat"}, "cache.dtype: 'bfloat' .did you mean 'bfloat16'"),
         ({"key_dtype": "int9"}, "cache.key_dtype: 'int9' .did you mean 'int8'"),
         ({"value_dtype": "fp8-e4m2"}, "cache.value_dtype: 'fp8-e4m2' .did you mean 'fp8-e"),
@@ -178,7 +188,7 @@ def test_int4_needs_pairs() -> None:
         ({"num_blocks": 4, "layout": "contiguous"}, "one block per sequence"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+def test_invalid_cache_configs_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         CacheConfig(**{"max_seq_len": 8, **fields})
 

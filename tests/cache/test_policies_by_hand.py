@@ -174,7 +174,8 @@ def wrong_by(kind: type[ByHand], position: str, rotate: str, chunk: int, monkeyp
         rope_at=rotate,  # type: ignore[arg-type]
     )
     exact = {"exact_rope": True}
-    monkeypatch.setattr("kvad.engine.engine.KVCache", lambda groups, **given: KVCache(groups, **(given | exact)))
+    init = KVCache.__init__
+    monkeypatch.setattr(KVCache, "__init__", lambda self, groups, **given: init(self, groups, **(given | exact)))
     run = drive(model, cache, [STREAM])
     got = run.logits[0, 0]
     assert len(got) == 50

@@ -65,7 +65,7 @@ def golden(tmp_path):
 
 
 @pytest.mark.parametrize("case", adapters.CASES)
-def test_what_peft_made_says_what_it_says_there(golden, case):
+def test_a_peft_adapter_gives_pefts_logits(golden, case):
     base, folder, arrays, wanted = golden(case)
     found = logits(load_model(folder, "float64")[0], arrays)  # its config names the base
     beside = logits(load_weights(merge_adapter(open_checkpoint(base), folder), "float64"), arrays)
@@ -76,7 +76,7 @@ def test_what_peft_made_says_what_it_says_there(golden, case):
 
 
 @pytest.mark.parametrize("case", adapters.CASES)
-def test_what_kvad_writes_is_what_peft_wrote(golden, case, tmp_path):
+def test_written_adapters_equal_pefts(golden, case, tmp_path):
     base, folder, _, _ = golden(case)
     opened, there = open_checkpoint(base), read_json(folder / "adapter_config.json")
     factors = open_adapter(folder).factors(opened)
@@ -96,7 +96,7 @@ def test_what_kvad_writes_is_what_peft_wrote(golden, case, tmp_path):
 
 @pytest.mark.parametrize("case", ["gpt2", "falcon-new-decoder", "bloom", "phi3", "modernbert"])
 @pytest.mark.parametrize("parts", ["qv", "all"])
-def test_adapters_of_parts_that_are_one_module_go_there_and_back(case, parts, tmp_path):
+def test_adapters_of_a_fused_module_round_trip(case, parts, tmp_path):
     """Each of q, k, v with an A of its own becomes one adapter of a module that is all three, block by block."""
     meta, arrays = checkpoint.load("4.57", case)
     opened = open_checkpoint(checkpoint.write(meta, arrays, tmp_path / "base"))
@@ -119,7 +119,7 @@ def test_adapters_of_parts_that_are_one_module_go_there_and_back(case, parts, tm
         assert torch.allclose(merge_weight(zero, theirs[name]) if name in theirs else zero, want, atol=1e-5)
 
 
-def test_merged_lies_in_the_layout_of_its_base(golden, tmp_path):
+def test_a_merged_model_has_the_layout_of_its_base(golden, tmp_path):
     base, folder, arrays, wanted = golden("llama-tied")
     adapted = merge_adapter(open_checkpoint(base), folder)
     write_merged(adapted, tmp_path / "hf")
@@ -137,7 +137,17 @@ def test_merged_lies_in_the_layout_of_its_base(golden, tmp_path):
     assert np.abs(logits(model, arrays) - wanted).max() < 2e-5
 
 
-def test_a_model_of_kvads_alone_has_kvads_names(tmp_path):
+def test_the_fingerprint_covers_base_and_adapter(golden):
+    base, folder, _, _ = golden("llama-tied")
+    before = merge_adapter(open_checkpoint(base), folder)
+    assert before.fingerprint() == merge_adapter(open_checkpoint(base), folder).fingerprint()
+    path = folder / "adapter_model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    after = merge_adapter(open_checkpoint(base), folder)
+    assert after.adapter_fingerprint != before.adapter_fingerprint and after.fingerprint() != before.fingerprint()
+
+
+def test_an_adapter_of_a_native_model_has_kvads_names(tmp_path):
     from kvad.checkpoint.native import save_checkpoint
     from kvad.model.transformer import Transformer
     from tests.support.random_models import model_config
@@ -182,7 +192,7 @@ def _edited(folder, **changes):
         ({"base_model_name_or_path": None}, "does not name its base"),
     ],
 )
-def test_what_is_more_than_two_matrices_is_refused(golden, changes, said):
+def test_unsupported_adapter_options_are_refused(golden, changes, said):
     _, folder, _, _ = golden("llama")
     _edited(folder, **changes)
     with pytest.raises(CheckpointError, match=said):
@@ -207,7 +217,7 @@ def test_another_base_is_refused(golden):
         load_weights(open_checkpoint(folder))
 
 
-def test_a_torn_adapter_is_refused(golden, tmp_path):
+def test_an_incomplete_adapter_is_refused(golden, tmp_path):
     base, folder, _, _ = golden("llama")
     opened = open_checkpoint(base)
     form = adapter_format(opened, str(base), base_fingerprint(opened))

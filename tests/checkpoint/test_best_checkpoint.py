@@ -25,7 +25,7 @@ def names(run):
     return [int(path.name.removeprefix("step-")) for path in list_steps(run)]
 
 
-def test_the_best_stays_beside_the_newest(tmp_path):
+def test_pruning_retains_the_best_and_the_newest(tmp_path):
     for number, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 2)):
         step(tmp_path, number, keep=2, best=best)
         assert (tmp_path / "best").is_symlink() == (best is not None)
@@ -37,20 +37,20 @@ def test_the_best_stays_beside_the_newest(tmp_path):
     assert names(tmp_path) == [5, 6] and locate(tmp_path / "best") == step_folder(tmp_path, 6)
 
 
-def test_a_run_that_is_moved_or_copied_keeps_its_best(tmp_path):
+def test_a_moved_or_copied_run_retains_its_best(tmp_path):
     step(tmp_path / "run", 7, best=7)
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     assert locate(tmp_path / "elsewhere" / "best").is_dir()
 
 
-def test_what_was_opened_as_the_best_stays_what_it_was(tmp_path):
+def test_an_opened_best_step_is_fixed(tmp_path):
     step(tmp_path, 1, keep=3, best=1)
     opened = open_folder(tmp_path / "best")
     step(tmp_path, 2, keep=3, best=2)
     assert opened.tensors["a"].tolist() == [1.0] * 3
 
 
-def test_no_best_is_no_link(tmp_path):
+def test_no_link_without_a_best_step(tmp_path):
     step(tmp_path, 1, keep=1, best=1)
     step(tmp_path, 2, keep=1, best=None)
     assert names(tmp_path) == [2] and not (tmp_path / "best").is_symlink()
@@ -67,7 +67,7 @@ def test_an_overwritten_run_does_not_keep_the_old_best(tmp_path):
     assert names(tmp_path) == [1] and not (tmp_path / "best").is_symlink()
 
 
-def test_what_is_no_link_of_ours_is_left_alone(tmp_path):
+def test_a_best_that_is_not_a_link_is_left_alone(tmp_path):
     (tmp_path / "best").mkdir()
     (tmp_path / "best" / "mine").touch()
     step(tmp_path, 1, best=1)
@@ -78,7 +78,7 @@ def test_what_is_no_link_of_ours_is_left_alone(tmp_path):
     assert resolve_best_link(other / "best") == other / "best"
 
 
-def test_a_disk_without_links_says_how_to_do_without(tmp_path, monkeypatch):
+def test_a_disk_without_links_gets_a_hint(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")
 
@@ -129,7 +129,7 @@ print(at)
 """
 
 
-def test_killed_at_any_operation_best_is_whole(tmp_path):
+def test_best_is_complete_after_a_kill_at_any_operation(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path / "run"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

@@ -40,7 +40,7 @@ def tensors_of(read: Read, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("version", "name"), PAIRS, ids=[f"{name}-{version}" for version, name in PAIRS])
-def test_what_the_encoder_says(version: str, name: str, tmp_path: Path) -> None:
+def test_encoder_outputs(version: str, name: str, tmp_path: Path) -> None:
     read = Read(version, name, tmp_path)
     tokens, expected = read.tensor("long/input_ids"), read.tensor("long/encoder_last_hidden_state")
     assert tokens is not None and expected is not None
@@ -193,6 +193,6 @@ def test_umt5_has_no_tied_head_that_is_not_scaled() -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "t5gemma"])
-def test_half_a_model_is_not_written(family: str) -> None:
+def test_half_an_encoder_decoder_is_not_written(family: str) -> None:
     with pytest.raises(CheckpointError, match=f"{family} cannot express"):
         find_family(family).write(config_of("gpt2"))

@@ -60,7 +60,7 @@ def load(family: Family, config: ModelConfig, found: Mapping[str, Tensor]) -> tu
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("model_type", STEMS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_task_goes_there_and_comes_back(model_type: str, ending: str, tied: bool) -> None:
+def test_every_task_round_trips(model_type: str, ending: str, tied: bool) -> None:
     family = find_family(model_type)
     config = family.read(fields(model_type, ending, tie_word_embeddings=tied))
     found = file_of(family, config)
@@ -94,7 +94,7 @@ def test_a_base_model_s_file_is_read_as_one_whatever_its_class(model_type: str) 
     assert config == base
 
 
-def test_old_names_of_norms_and_heads_beside_the_task() -> None:
+def test_old_norm_names_and_unused_heads() -> None:
     family = find_family("bert")
     config = family.read(fields("bert", "ForMaskedLM"))
     found = file_of(family, config)
@@ -146,7 +146,7 @@ def test_sines_that_were_changed_are_learned_positions() -> None:
     assert torch.equal(ours["embedding.positions.weight"], found[name] + 0.1)
 
 
-def test_roformer_s_table_must_be_its_own() -> None:
+def test_roformer_table_must_match_the_config() -> None:
     family = find_family("roformer")
     config = family.read(fields("roformer", "ForMaskedLM"))
     found = file_of(family, config)
@@ -219,7 +219,7 @@ def test_modernbert_s_layers_in_both_spellings() -> None:
         ("modernbert", "ForMaskedLM", {"rope_theta": 500.0}),
     ],
 )
-def test_what_is_refused_is_named(model_type: str, ending: str, own: dict[str, Any]) -> None:
+def test_refusals_name_the_option(model_type: str, ending: str, own: dict[str, Any]) -> None:
     name = next(iter(own), ending)
     with pytest.raises(CheckpointError, match=name):
         find_family(model_type).read(fields(model_type, ending, **own))

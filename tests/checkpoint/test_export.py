@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
 from kvad.checkpoint.export import export_hf, import_hf
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.hf_layout import choose_family
 from kvad.checkpoint.loader import load_model, open_checkpoint
 from kvad.checkpoint.native import save_checkpoint
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError, UsageError
 from kvad.model.transformer import Transformer
@@ -62,7 +62,7 @@ def said(model: Transformer) -> Tensor:
     return run_uncached(model, IDS, source=SOURCE if model.config.kind == "encoder-decoder" else None)
 
 
-def test_transformers_reads_what_kvad_made_and_says_the_same(kind: str, tmp_path: Path) -> None:
+def test_transformers_gives_the_same_logits_for_an_export(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = made(kind, tmp_path / "ours")
     assert export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs") == CLASSES[kind]
@@ -82,7 +82,7 @@ def test_transformers_reads_what_kvad_made_and_says_the_same(kind: str, tmp_path
     ).tokenizer.encode(text)  # type: ignore[union-attr]
 
 
-def test_there_and_back_is_the_same_model(kind: str, tmp_path: Path) -> None:
+def test_export_and_import_round_trip(kind: str, tmp_path: Path) -> None:
     model = made(kind, tmp_path / "ours")
     export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
     import_hf(open_checkpoint(tmp_path / "theirs"), tmp_path / "again")
@@ -105,7 +105,7 @@ def test_a_tied_matrix_is_written_once(tmp_path: Path) -> None:
     assert "lm_head.weight" not in open_tensors(tmp_path / "theirs")
 
 
-def test_what_no_class_can_hold_is_told(tmp_path: Path) -> None:
+def test_a_model_that_no_class_can_hold_is_refused(tmp_path: Path) -> None:
     layer = cfg.LayerConfig(
         cfg.AttentionConfig(6, position=cfg.AlibiConfig(), logit_softcap=3.0), cfg.GatedMLPConfig(52, "relu2")
     )
@@ -118,7 +118,7 @@ def test_what_no_class_can_hold_is_told(tmp_path: Path) -> None:
         choose_family(odd, "lama")
 
 
-def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_export_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made("decoder", tmp_path / "ours")
     export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
     before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}

@@ -152,7 +152,7 @@ def _ignored(read: Read, key: str) -> bool:
     return any(re.fullmatch(pattern, key.removeprefix(read.family.prefix)) for pattern in read.family.ignored)
 
 
-def test_a_dropped_tensor_is_seen(tmp_path: Path) -> None:
+def test_a_dropped_tensor_is_detected(tmp_path: Path) -> None:
     """The oracle can object: each tensor of GPT-2, changed a little, changes the logits."""
     read = Read(*next(case for case in KNOWN if case[1] == "gpt2"), tmp_path)
     expected = read.tensor("long/logits")
@@ -171,7 +171,7 @@ def test_every_family_has_a_case() -> None:
     assert set(FAMILIES) <= tested | {"gemma3"}, sorted(set(FAMILIES) - tested)  # its text is read: gemma3_text
 
 
-def test_what_was_read_from_gemma3_is_written_as_its_text(tmp_path: Path) -> None:
+def test_gemma3_is_written_as_its_text_model(tmp_path: Path) -> None:
     config = Read("4.57", "gemma3", tmp_path).config
     layout = choose_family(config, "gemma3")
     assert layout.content["model_type"] == "gemma3_text"
@@ -179,7 +179,7 @@ def test_what_was_read_from_gemma3_is_written_as_its_text(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("scale", [2.0, 0.9])
-def test_a_scale_that_is_no_whole_number_s_is_refused(scale: float, tmp_path: Path) -> None:
+def test_a_scale_of_no_integer_scalar_is_refused(scale: float, tmp_path: Path) -> None:
     config = Read("4.57", "t5gemma", tmp_path).config
     assert config.encoder is not None and config.decoder is not None
 
@@ -202,7 +202,7 @@ CACHED = [  # by the older oracle where both have it: the weights are equal
 
 
 @pytest.mark.parametrize(("version", "name"), CACHED, ids=[name for _, name in CACHED])
-def test_every_memory_is_exact(version: str, name: str, tmp_path: Path) -> None:
+def test_every_cache_is_exact(version: str, name: str, tmp_path: Path) -> None:
     read = Read(version, name, tmp_path)
     if read.config.decoder is None:
         with pytest.raises(UsageError, match="encoder"):

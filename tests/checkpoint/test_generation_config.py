@@ -15,7 +15,7 @@ import torch
 
 from kvad.cache.config import CacheConfig
 from kvad.config.layers import DynamicScalingConfig, LongRopeScalingConfig, RopeConfig
-from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine import Engine, StreamChunk
 from kvad.engine.scheduling.request import SamplingParams
 from tests.checkpoint.test_families import KNOWN, Read
 from tests.hf_parity import checkpoint as oracle
@@ -120,7 +120,7 @@ def check_beams(read: Read) -> None:
         torch.testing.assert_close(torch.tensor(totals), torch.from_numpy(scores), rtol=0, atol=1e-5)
 
 
-def test_the_oracle_can_object(tmp_path: Path) -> None:
+def test_a_changed_answer_is_detected(tmp_path: Path) -> None:
     """One number of one matrix, a little changed: another score."""
     version, name = next(case for case in SEARCHED if case[1] == "t5")
     read = Read(version, name, tmp_path)

@@ -58,12 +58,14 @@ def test_mean_and_first_and_unit_length(tmp_path: Path) -> None:
         (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is not supported"),
     ],
 )
-def test_other_ways_are_refused(tmp_path: Path, kinds: list[str], pooling: dict[str, Any], message: str) -> None:
+def test_other_pooling_methods_are_refused(
+    tmp_path: Path, kinds: list[str], pooling: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_pooling(folder_of(tmp_path, kinds, pooling))
 
 
-def test_embed_pools_as_the_checkpoint_says_and_as_it_is_told() -> None:
+def test_embed_pools_by_checkpoint_and_by_option() -> None:
     mixer = AttentionConfig(4, causal=False)
     head = PoolingHeadConfig("first", transform=HeadTransformConfig("tanh"))
     config = ModelConfig(16, 31, 24, encoder=StackConfig(2, {"L": LayerConfig(mixer, PlainMLPConfig(20))}), head=head)
@@ -90,7 +92,7 @@ def test_embed_pools_as_the_checkpoint_says_and_as_it_is_told() -> None:
 # ---------------------------------------------------------------- what a checkpoint says about generating
 
 
-def test_what_the_file_says_is_a_default_or_is_said_to_be_unheard() -> None:
+def test_fields_are_defaults_or_reported_as_ignored() -> None:
     said = {
         "decoder_start_token_id": 3,
         "eos_token_id": [2, 5],
@@ -113,7 +115,7 @@ def test_what_the_file_says_is_a_default_or_is_said_to_be_unheard() -> None:
     assert read_generation_config({"eos_token_id": 1, "num_beams": 4}, None).sampling is None
 
 
-def test_defaults_give_way_to_what_is_asked() -> None:
+def test_requests_override_the_defaults() -> None:
     facts = read_generation_config(
         {}, {"num_beams": 4, "length_penalty": 0.5, "bad_words_ids": [[7, 8]], "max_new_tokens": 9}
     )

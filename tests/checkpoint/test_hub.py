@@ -48,7 +48,7 @@ def refusal(*arguments, kind=CheckpointError, **options):
 # ---------------------------------------------------------------- names and paths
 
 
-def test_a_folder_that_is_there_is_itself(tmp_path, monkeypatch):
+def test_an_existing_folder_is_returned(tmp_path, monkeypatch):
     Path("org/name").mkdir(parents=True)
     assert (
         resolve_model_path("org/name") == Path("org/name")
@@ -62,12 +62,12 @@ def test_a_folder_that_is_there_is_itself(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["./m", "../m", "/no/m", "~/no", "~nobody-of-that-name/m", "a/b/c", "runs/x", "./a@b"])
-def test_what_looks_like_a_path_is_never_looked_up(path):
+def test_a_path_causes_no_network_call(path):
     Path("runs").mkdir()
     assert f"no such folder: {path}" in refusal(path)
 
 
-def test_a_misspelt_path_has_a_nearest_one():
+def test_a_misspelled_path_gets_a_suggestion():
     Path("runs/shakespeare").mkdir(parents=True)
     message = refusal("runs/shakespear")
     assert "did you mean runs/shakespeare?" in message and "hf://runs/shakespear is the name on the hub" in message
@@ -94,7 +94,7 @@ def test_a_misspelt_path_has_a_nearest_one():
         *("é/x", "hf://../x", "hf://a/b/c", "x\0/y", "x" * 5000, "o/" + "x" * 100, "org\\name", "https://hf.co/a/b"),
     ],
 )
-def test_what_is_neither(name):
+def test_neither_a_path_nor_a_name(name):
     assert any(words in refusal(name) for words in ("neither a folder nor a name", "no such folder"))
 
 
@@ -150,13 +150,13 @@ UNWANTED = [
 ]
 
 
-def test_only_what_is_needed_is_asked_for(monkeypatch, tmp_path):
+def test_only_needed_files_are_requested(monkeypatch, tmp_path):
     fake = Fake(monkeypatch, tmp_path, dict.fromkeys([*WANTED, *UNWANTED], "{}"))
     assert resolve_model_path("org/name") == fake.folder
     assert sorted(path.name for path in fake.folder.iterdir()) == sorted(WANTED)
 
 
-def test_revision_token_progress_and_cache_are_handed_on(monkeypatch, tmp_path):
+def test_revision_token_progress_and_cache_are_passed_on(monkeypatch, tmp_path):
     fake = Fake(monkeypatch, tmp_path, {"config.json": "{}", "model.safetensors": ""})
     given = {"token": "hf_x", "cache_dir": tmp_path}
     resolve_model_path("hf://org/name@refs/pr/3", progress=int, **given)
@@ -302,13 +302,13 @@ def test_a_cache_that_may_not_be_written(monkeypatch, tmp_path):
     assert refusal("org/name", cache_dir=tmp_path, kind=SaveError) == f"cannot write to {tmp_path}: Permission denied"
 
 
-def test_our_own_bugs_are_not_the_worlds(monkeypatch):
+def test_unexpected_errors_are_not_translated(monkeypatch):
     fail(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         resolve_model_path("org/name")
 
 
-def test_what_is_cached_is_said(monkeypatch, tmp_path):
+def test_cached_models_are_listed(monkeypatch, tmp_path):
     for name in ("Qwen/Qwen3-0.6B", "org/other", *(f"z/{i}" for i in range(5))):
         folder = tmp_path / "cache" / f"models--{name.replace('/', '--')}" / "snapshots" / "0123"
         folder.mkdir(parents=True)
@@ -454,7 +454,7 @@ def test_a_download_its_resumption_and_offline(server, tmp_path):
     assert other == ("CheckpointError", other[1]) and "Cached models: org/name" in other[1] and "offline" in other[1]
 
 
-def test_what_the_hub_refuses(server, tmp_path):
+def test_hub_refusals(server, tmp_path):
     none, gated, revision = ask(server, tmp_path, "org/none online", "org/gated online", "org/name@v9 online")
     assert none[0] == gated[0] == revision[0] == "CheckpointError"
     assert none[1].startswith("no such model on the hub: org/none (Check the name")
@@ -462,7 +462,7 @@ def test_what_the_hub_refuses(server, tmp_path):
     assert revision[1].startswith("org/name has no revision 'v9'")
 
 
-def test_nobody_answers(server, tmp_path):
+def test_no_server_responds(server, tmp_path):
     server.shutdown()
     server.server_close()
     [answer] = ask(server, tmp_path, "org/name online")
@@ -504,7 +504,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_other_kinds_of_weights_are_refused_with_the_way_out(tmp_path, name):
+def test_other_kinds_of_weights_are_refused_with_a_hint(tmp_path, name):
     config, names, words = KINDS[name]
     folder = folder_of(tmp_path, config, *names)
     for act in (check_readable_weights, open_tensors):
@@ -529,7 +529,7 @@ def test_a_folder_of_nothing_but_other_weights(tmp_path, names, words):
     assert resolve_model_path(folder) == folder
 
 
-def test_what_is_beside_whole_weights_does_not_matter(tmp_path):
+def test_other_files_next_to_complete_weights_are_ignored(tmp_path):
     beside = ["pytorch_model.bin", "m.gguf", "adapter_config.json", "consolidated.safetensors"]
     check_readable_weights(folder_of(tmp_path, {"quantization_config": None}, "model.safetensors", *beside))
 

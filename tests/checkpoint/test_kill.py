@@ -102,7 +102,7 @@ def deaths(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", ["steps", "overwrite", "folder"])
-def test_death_at_every_operation_of_a_save(deaths, mode):
+def test_a_kill_at_every_operation_of_a_save(deaths, mode):
     tries = deaths[mode]
     assert len(tries) >= 8 and tries[-1]["done"]
     for one in tries:

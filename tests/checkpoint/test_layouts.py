@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import find_family
 from kvad.checkpoint.folder import is_hf, list_files
@@ -21,6 +20,7 @@ from kvad.checkpoint.handle import TrainingState
 from kvad.checkpoint.hf_layout import HFCheckpoint, choose_layout
 from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import NativeCheckpoint, open_folder, save_step
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig, canonical_config
 from kvad.errors import CheckpointError
 from kvad.inspection.checkpoint import summarize_checkpoint
@@ -58,7 +58,7 @@ def saved(run: Path, kind: str, *, own: bool = False, step: int = 3, tokenizer: 
 
 @pytest.mark.parametrize("own", [False, True], ids=["theirs", "own"])
 @pytest.mark.parametrize("kind", configs())
-def test_a_step_of_either_layout_comes_back_as_it_was(tmp_path: Path, kind: str, own: bool) -> None:
+def test_a_step_round_trips_in_either_layout(tmp_path: Path, kind: str, own: bool) -> None:
     model, path = saved(tmp_path, kind, own=own)
     opened = open_folder(tmp_path, verify=True)
     assert opened.path == path and isinstance(opened, NativeCheckpoint if own else HFCheckpoint) and is_hf(path) != own
@@ -76,7 +76,7 @@ def test_a_step_of_either_layout_comes_back_as_it_was(tmp_path: Path, kind: str,
     assert set(opened.files) == on_disk - {"manifest.json"}, "the manifest lists every file"
 
 
-def test_nothing_of_the_model_is_said_twice(tmp_path: Path) -> None:
+def test_the_model_is_stored_once(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "decoder")
     content = json.loads((path / "config.json").read_text())
     assert content["model_type"] == "llama" and content["architectures"] == ["LlamaForCausalLM"]
@@ -91,7 +91,7 @@ def test_the_same_step_twice_is_the_same_bytes(tmp_path: Path) -> None:
     assert first.files == second.files and first.fingerprint() == second.fingerprint()
 
 
-def test_a_tokenizer_of_kvads_own_kind_stays(tmp_path: Path) -> None:
+def test_a_byte_tokenizer_is_retained(tmp_path: Path) -> None:
     byte = train_tokenizer("byte", [])
     _, path = saved(tmp_path, "decoder", tokenizer=byte)
     found = open_folder(path).tokenizer
@@ -101,7 +101,7 @@ def test_a_tokenizer_of_kvads_own_kind_stays(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is not as it was saved
 
 
-def test_a_flipped_bit_is_seen_by_verify_inspect_and_doctor(tmp_path: Path) -> None:
+def test_verify_inspect_and_doctor_detect_a_flipped_bit(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "decoder")
     weights = path / "model.safetensors"
     raw = bytearray(weights.read_bytes())
@@ -138,7 +138,7 @@ def test_an_edited_config_and_a_lost_manifest(tmp_path: Path) -> None:
     assert not next(iter(check_checkpoint(path))).ok
 
 
-def test_somebody_elses_manifest_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_foreign_manifest_is_ignored(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "decoder")
     (path / "manifest.json").write_text('{"name": "an app of the web"}')
     for file in (path / "training").iterdir():
@@ -148,7 +148,7 @@ def test_somebody_elses_manifest_is_none_of_ours(tmp_path: Path) -> None:
     assert summarize_checkpoint(path).files is None and summarize_checkpoint(path).problems == ()
 
 
-def test_inspect_and_doctor_find_it_whole(tmp_path: Path) -> None:
+def test_inspect_and_doctor_accept_a_complete_step(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "encoder-decoder")
     found, files = summarize_checkpoint(tmp_path, check=True), list_files(path)
     assert found.problems == () and found.checked and found.origin == "bart"
@@ -163,7 +163,7 @@ def test_inspect_and_doctor_find_it_whole(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- which layout
 
 
-def test_a_spelling_is_no_reason_against_a_layout() -> None:
+def test_equal_spellings_choose_the_same_layout() -> None:
     config = configs()["decoder"]
     layer = config.stack.layer_config(0)
     spelled = replace(layer, attention=replace(layer.attention, num_kv_heads=None))
@@ -172,7 +172,7 @@ def test_a_spelling_is_no_reason_against_a_layout() -> None:
     assert layout.hf_class == "LlamaForCausalLM" and layout.content["num_key_value_heads"] == 6
 
 
-def test_what_would_come_back_otherwise_stays_in_kvads_own() -> None:
+def test_a_model_that_would_be_read_back_differently_is_native() -> None:
     t5 = find_family("t5").read(HFConfigReader(T5, "t5"))
     assert t5.encoder is not None and choose_layout(t5, PAIRS).hf_class == "T5ForConditionalGeneration"
     kinds = {"Z": t5.encoder.layer_config(0)}

@@ -188,7 +188,7 @@ def test_a_truncated_tensor_file_that_the_manifest_believes(tmp_path, size):
         load_model(tmp_path / "m")
 
 
-def test_a_flipped_bit_is_seen_by_verify(tmp_path):
+def test_verify_detects_a_flipped_bit(tmp_path):
     make(tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -234,7 +234,7 @@ def test_a_folder_that_is_not_a_checkpoint(tmp_path):
         ('"model"', "model", "is not JSON"),
     ],
 )
-def test_a_config_that_cannot_be_names_file_and_key(tmp_path, before, after, says):
+def test_an_invalid_config_names_file_and_key(tmp_path, before, after, says):
     make(tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     assert before in path.read_text()
@@ -256,7 +256,7 @@ def test_a_config_that_cannot_be_names_file_and_key(tmp_path, before, after, say
         "\0",
     ],
 )
-def test_a_manifest_that_is_none(tmp_path, content):
+def test_a_malformed_manifest(tmp_path, content):
     make(tmp_path / "m")
     (tmp_path / "m" / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"manifest.json"):
@@ -287,7 +287,7 @@ def test_older_format_names_the_command_that_writes_it_again(tmp_path):
 # ---------------------------------------------------------------- runs: steps, and a disk that refuses
 
 
-def test_a_run_is_its_newest_step_and_keeps_the_last_ones(tmp_path):
+def test_a_run_is_its_newest_step_and_retains_the_last_ones(tmp_path):
     model = build(model_config(), dtype=torch.float32)
     for step in (5, 90, 100):
         save_step(tmp_path, step, model.config, model.state_dict(), BYTE, keep=2)

@@ -58,8 +58,8 @@ def saves(tmp_path, mute=lambda path: False):
             save_step(tmp_path / "disk" / "run", step, CONFIG, tensors, None, **how)
             best, judge.done = of_step[best_now], number
             judge.bests = {best}
-            disk.look()
-    return disk.looks
+            disk.check_states()
+    return disk.num_checks
 
 
 def test_a_power_cut_at_any_moment_leaves_whole_checkpoints(tmp_path):
@@ -67,6 +67,6 @@ def test_a_power_cut_at_any_moment_leaves_whole_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "checkpoints", "run"])
-def test_the_judge_objects_where_a_flush_is_left_out(tmp_path, name):
+def test_a_missing_flush_is_detected(tmp_path, name):
     with pytest.raises(Exception, match=r"."):  # an assertion, or a checkpoint that is not whole
         saves(tmp_path, lambda path: path.name == name)

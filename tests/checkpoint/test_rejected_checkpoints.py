@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import find_family
+from kvad.config import head_dim
 from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError
 
@@ -71,7 +71,7 @@ def read(name: str, **changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[f"{n}-{m}" for n, _, m in REFUSED])
-def test_a_field_that_kvad_cannot_follow_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
     read(name)
     with pytest.raises(CheckpointError, match=message):
         read(name, **changes)
@@ -87,7 +87,7 @@ def altered(config: ModelConfig, **attention: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_model_that_their_class_cannot_express_is_not_written(name: str) -> None:
+def test_a_model_that_the_class_cannot_express_is_not_written(name: str) -> None:
     config = read(name)
     write = find_family(name).write
     assert read(name, **write(config)) == config
@@ -110,7 +110,7 @@ def test_another_spelling_of_the_same_model_is_written(name: str) -> None:
     """Heads counted twice, a dimension stated, a scale as a number: theirs says as much as of the first spelling."""
     config = read(name)
     mixer = config.stack.layer_config(0).attention
-    dim = cfg.head_dim(config, mixer)
+    dim = head_dim(config, mixer)
     scale = dim**-0.5 if mixer.softmax_scale == "default" else 1.0
     spelled = altered(
         config, num_kv_heads=mixer.num_kv_heads or mixer.num_heads, head_dim=dim, value_dim=dim, softmax_scale=scale

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kvad.checkpoint import safetensors_io
-from kvad.checkpoint.safetensors_io import DTYPES, find_nonfinite, open_tensors, read_tensor_header, write_sharded
+from kvad.checkpoint import safetensors_header, safetensors_io
+from kvad.checkpoint.safetensors_header import read_headers
+from kvad.checkpoint.safetensors_io import DTYPES, find_nonfinite, open_tensors, write_sharded
 from kvad.errors import CheckpointError, SaveError
 from kvad.storage import atomic
 from kvad.storage.atomic import new_folder
@@ -99,7 +100,7 @@ def test_shards_and_their_index(tmp_path):
     assert tensors.file_name("t4").name == "model-00003-of-00003.safetensors" and tensors.total_bytes == 1000
 
 
-def test_the_single_file_counts_where_both_are(tmp_path):
+def test_the_single_file_takes_precedence(tmp_path):
     model(tmp_path)
     save_file(TWO, tmp_path / "model.safetensors")
     assert set(open_tensors(tmp_path)) == {"a", "b"}
@@ -176,7 +177,7 @@ def test_a_conversion_leaves_no_page_of_the_file_behind(tmp_path):
     assert not tensors["w"].any() and resident() - before > 64 << 20  # mapped: the measure sees it
 
 
-def test_a_file_cut_while_it_is_read(tmp_path):
+def test_a_file_truncated_while_it_is_read(tmp_path):
     save_file({"w": torch.zeros(4 << 20, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     tensors = open_tensors(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 1 << 20)
@@ -247,7 +248,7 @@ def test_a_broken_header_is_refused_in_one_line(tmp_path, name):
     assert "\n" not in message and len(message) < len(str(path)) + 500 and message.encode()
 
 
-def test_the_false_files_are_false_by_one_thing_only(tmp_path):
+def test_each_broken_file_has_one_fault(tmp_path):
     raw_file(
         tmp_path / "model.safetensors",
         {**WHOLE, "__metadata__": {"format": "pt"}, LONG: entry(offsets=(8, 12))},
@@ -326,11 +327,11 @@ def test_flipped_bytes_at_every_position_of_the_header(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["an overlap", "a gap", "too short", "too long"])
-def test_the_judge_objects_where_a_check_is_missing(tmp_path, monkeypatch, name):
+def test_a_missing_check_is_detected(tmp_path, monkeypatch, name):
     header, data, _ = BROKEN[name]
     raw_file(tmp_path / "model.safetensors", header, bytes(data))
     assert judged(tmp_path) is None
-    monkeypatch.setattr(safetensors_io, "_check_offsets", lambda *arguments: None)
+    monkeypatch.setattr(safetensors_header, "_check_offsets", lambda *arguments: None)
     with pytest.raises((SafetensorError, ValueError)):  # of the library, or of torch at the end of the file
         judged(tmp_path)
 
@@ -374,7 +375,7 @@ def test_what_is_no_file_at_all(tmp_path):
     with pytest.raises(CheckpointError, match="not a regular file"):
         open_tensors(tmp_path)
     with pytest.raises(CheckpointError, match="is missing"):
-        read_tensor_header(tmp_path / "other.safetensors")
+        read_headers(tmp_path / "other.safetensors")
 
 
 # ---------------------------------------------------------------- broken folders

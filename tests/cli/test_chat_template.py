@@ -120,7 +120,7 @@ def test_a_template_that_names_specials_of_an_instruct_model(kvad, tmp_path):
         (("-m", "Hi"), None, "--message 'Hi' is not ROLE=TEXT"),
         (("-m", "user=a", "--set", "1x=2"), None, "--set '1x=2' is not NAME=VALUE"),
         (("-m", "user=a", "--template-name", "rga"), None, "did you mean 'rag'?"),
-        (("-m", "user=a", "--tools", "absent.json"), None, "cannot read absent.json"),
+        (("-m", "user=a", "--tools", "absent.json"), None, "absent.json: No such file"),
         (("-f", "-"), b"[1", "- is not JSON: line 1, column 3"),
         (("-f", "-"), b'{"role": "user", "content": "a"}\n{"role"\n', "- is not JSON: line 2, column 8"),
         (("-f", "-"), b"3", "- contains no messages"),

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvad import config as cfg
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.native import save_checkpoint
+from kvad.config import layers as cfg
 from kvad.text.tokenizer import train_tokenizer
 from tests.support.cli_checkpoints import LIMIT, run, write_model
 from tests.support.random_models import build, encoder_config, pair_config
@@ -184,7 +184,7 @@ def test_tags_and_labels(capsys, folder):
         (["MODEL", "TEXT", "--window", "200", "--use-cache"], "--endless"),
         (["MODEL", "TEXT", "--stride", "97"], "--stride 97"),
         (["MODEL", "TEXT", "--trained-seq-len", "8"], "--trained-seq-len needs --length-multiples"),
-        (["MODEL", "TEXT", "--length-multiples", "1,x"], "1,2,4,8,16"),
+        (["MODEL", "TEXT", "--length-multiples", "1,x"], "is not a list of numbers"),
         (["MODEL", "TEXT", "--length-multiples", "1,2", "--use-cache"], "without a cache"),
         (["MODEL", "TEXT", "--length-multiples", "100"], "a row takes 9,600"),
         (["MODEL", "absent.txt"], "no such file"),

@@ -124,13 +124,13 @@ def test_bad_words_and_stop_work(kvad, model):
 
     def sample(*flags):
         ran = kvad("generate", model, "hi", *GREEDY, "--max-tokens", 6, "--logit-bias", "97=500", "--json", *flags)
-        return json.loads(ran.out)["completions"][0]["samples"][0]
+        return json.loads(ran.out)["completions"][0]["choices"][0]
 
     assert sample()["text"] == "aaaaaa" and sample()["finish_reason"] == "length"
-    assert 97 not in sample("--bad-word", "a")["tokens"]
+    assert 97 not in sample("--bad-word", "a")["token_ids"]
     assert "aa" not in sample("--bad-word", "aa")["text"] and "a" in sample("--bad-word", "aa")["text"]
     stopped = sample("--stop", "aaa")
-    assert (stopped["text"], stopped["finish_reason"], len(stopped["tokens"])) == ("", "stop", 3)
+    assert (stopped["text"], stopped["finish_reason"], len(stopped["token_ids"])) == ("", "stop", 3)
 
 
 def test_json_is_one_object_with_everything(kvad, model, llm):
@@ -154,15 +154,15 @@ def test_json_is_one_object_with_everything(kvad, model, llm):
     (done,) = found["completions"]
     expected = llm.generate("hey", n=2, max_tokens=4, logprobs=2, prompt_logprobs=1)
     assert found["model"] == str(model) and found["interrupted"] is False
-    assert done["prompt"] == "hey" and done["prompt_tokens"] == [104, 101, 121]
-    assert done["usage"]["prompt"] == 3 and done["usage"]["completion"] == 8
-    assert [s["tokens"] for s in done["samples"]] == [list(s.token_ids) for s in expected.choices]
-    assert [s["text"] for s in done["samples"]] == [s.text for s in expected.choices]
+    assert done["prompt"] == "hey" and done["prompt_token_ids"] == [104, 101, 121]
+    assert done["usage"]["num_prompt_tokens"] == 3 and done["usage"]["num_completion_tokens"] == 8
+    assert [s["token_ids"] for s in done["choices"]] == [list(s.token_ids) for s in expected.choices]
+    assert [s["text"] for s in done["choices"]] == [s.text for s in expected.choices]
     assert [s["logprob"] for s in done["prompt_logprobs"]] == pytest.approx(
         [s.logprob for s in expected.prompt_logprobs], abs=1e-4
     )
-    one = done["samples"][0]["logprobs"][0]
-    assert one["token"] == expected.tokens[0] and len(one["top"]) == 2 and one["text"]
+    one = done["choices"][0]["logprobs"][0]
+    assert one["token_id"] == expected.tokens[0] and len(one["top_logprobs"]) == 2 and one["text"]
     stats = found["stats"]
     assert stats["completion_tokens"] == 8 and stats["prompt_tokens"] == 3 and stats["steps"] >= 4
     assert stats["cache"][0]["peak"] >= 1 and stats["cache"][0]["used"] == 0
@@ -188,7 +188,7 @@ def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
     def say(folder, *flags):
         ran = kvad("generate", folder, "ab", "--max-tokens", 8, "--json", *flags)
         assert ran.code == 0 and ran.err == "", ran
-        return json.loads(ran.out)["completions"][0]["samples"][0]["tokens"]
+        return json.loads(ran.out)["completions"][0]["choices"][0]["token_ids"]
 
     folder = write("beams", sampling={"num_beams": 3, "temperature": 0.0, "length_penalty": 2.0})
     with LLM.load(folder, max_num_seqs=3) as llm:
@@ -264,8 +264,8 @@ def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypat
         assert ran.code == 130 and ran.err == "kvad: interrupted\n" and len(seen) == 4
         if extra:
             found = json.loads(ran.out)
-            assert found["interrupted"] and found["completions"][0]["samples"][0]["finish_reason"] == "abort"
-            assert found["completions"][0]["samples"][0]["tokens"] == list(whole[:4])
+            assert found["interrupted"] and found["completions"][0]["choices"][0]["finish_reason"] == "abort"
+            assert found["completions"][0]["choices"][0]["token_ids"] == list(whole[:4])
             assert found["stats"]["cache"][0]["used"] == 0
         else:
             assert ran.out == "".join(piece.text for piece in seen) + "\n"

@@ -26,23 +26,58 @@ def tree(name, command):
 PAGES = dict(pages())
 
 
-def page(name):
-    context = click.Context(cli, info_name="kvad")
+def page_context(name):
+    """Context of a command with the settings of ``kvad``; click caches the help option made from them per command."""
+    context = click.Context(cli, info_name="kvad", **cli.context_settings)
     for word in name.split():
         context = click.Context(PAGES[name], parent=context, info_name=word)
+    return context
+
+
+def page(name, *, all_options=True):
+    context = page_context(name)
+    context.meta["kvad.help_all"] = all_options
     return PAGES[name].get_help(context)
 
 
+def flags_of(text):
+    options = text.partition("\nOptions:\n")[2]
+    return [line.split()[0].rstrip(",") for line in options.splitlines() if line.startswith("  -")]
+
+
 @pytest.mark.parametrize("name", PAGES)
-def test_options_stand_there_once_and_say_what_they_take(name):
-    said = page(name).partition("\nOptions:\n")[2]
-    flags = [line.split()[0].rstrip(",") for line in said.splitlines() if line.startswith("  -")]
+def test_every_option_is_listed_once_with_a_standard_metavar(name):
+    text = page(name)
+    flags = flags_of(text)
     shown = [each for each in PAGES[name].params if isinstance(each, click.Option) and not each.hidden]
-    assert len(flags) == len(set(flags)) == len(shown) + 1, "and --help"
+    others = {"-h", "--help-all"} & set(flags)
+    assert len(flags) == len(set(flags)) == len(shown) + len(others)
     for param in shown:
         assert set(flags) & set(param.opts), param.opts
-    takes = {line.split()[1] for line in said.splitlines() if line.startswith("  --") and len(line.split()) > 1}
+    takes = {line.split()[1] for line in text.splitlines() if line.startswith("  --") and len(line.split()) > 1}
     assert not takes & {"INTEGER", "FLOAT", "DIR", "PATH", "DIRECTORY", "FILENAME"}, takes
+
+
+def test_short_help_has_the_common_options_and_names_the_page_with_the_others():
+    short, full = flags_of(page("generate", all_options=False)), flags_of(page("generate"))
+    assert {"-n", "-t", "-c", "-s", "--policy", "--cache-dtype", "--json", "--help-all"} < set(short) < set(full)
+    assert f"Show {len(full) - len(short)} more options." in page("generate", all_options=False)
+    assert "--help-all" not in flags_of(page("tokenize"))
+
+
+def test_defaults_of_the_cache_are_those_of_its_dataclass():
+    assert "Tokens per block [default: 16]." in page("generate") and "Cache layout [default: paged]." in page(
+        "generate"
+    )
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_help_texts_have_one_form(name):
+    for option in PAGES[name].params:
+        if isinstance(option, click.Option) and "\n" not in option.help:
+            assert option.help[0].isupper() or option.help[0] in "-b", option.help
+            assert option.help.endswith("."), option.help
+            assert ". [default" not in option.help and "[default: None" not in option.help, option.help
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "completion"])
@@ -56,6 +91,6 @@ def test_examples_are_commands_that_are_taken(name):
         words = shlex.split(re.split(r" (?:[<>|]|>>) ", line.partition("kvad ")[2])[0])
         found = max((each for each in PAGES if words[: len(each.split())] == each.split()), key=len)
         rest, command = words[len(found.split()) :], PAGES[found]
-        with click.Context(command, info_name=found) as context:
+        with page_context(found) as context:
             if not isinstance(command, click.Group):
                 command.parse_args(context, rest)

@@ -390,7 +390,7 @@ def test_what_the_model_cannot_do_is_refused_before_a_line_is_read(kvad, transla
             ("--num-beams", 4, "--max-num-seqs", 2),
             "--max-num-seqs: must be at least 4, the beams or samples of a line, got 2",
         ),
-        (("--max-num-seqs", 0), "--max-num-seqs: must be at least 1, the beams or samples of a line, got 0"),
+        (("--max-num-seqs", 0), "cache.max_num_seqs: must be at least 1, got 0"),
     ):
         ran = kvad("translate", translator, *flags, stdin=b"a\nb\n")
         assert ran.code == 2 and ran.out == "" and says in ran.err.splitlines()[0], ran

@@ -1,4 +1,4 @@
-"""The command line as a whole: the table, help, errors, exit codes, completion; and the helpers of cli/common.py."""
+"""The command line as a whole: the table, help, errors, exit codes, completion; and the helpers of cli/output.py."""
 
 import dataclasses
 import errno
@@ -15,7 +15,7 @@ import pytest
 
 import kvad
 from kvad.cli import main as cli_main
-from kvad.cli import options as common
+from kvad.cli import output, parameters
 from kvad.errors import CheckpointError, EngineError, KvadError, UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -250,12 +250,12 @@ class Report:
 
 
 def test_emit_json_is_one_line_of_plain_json(capsys):
-    common.emit_json({"report": Report(Path("a/b"), Point(1, 0.5), (float("nan"), float("inf"))), 3: "é"})
+    output.emit_json({"report": Report(Path("a/b"), Point(1, 0.5), (float("nan"), float("inf"))), 3: "é"})
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert json.loads(out) == {"report": {"path": "a/b", "point": {"x": 1, "y": 0.5}, "values": [None, None]}, "3": "é"}
     with pytest.raises(TypeError, match="object has no JSON form"):
-        common.emit_json(object())
+        output.emit_json(object())
 
 
 @pytest.mark.parametrize(
@@ -271,22 +271,22 @@ def test_emit_json_is_one_line_of_plain_json(capsys):
     ],
 )
 def test_parse_bytes(text, size):
-    assert common.parse_bytes(text) == size
+    assert parameters.parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "8 gigs", "-1GiB", "8Gi", "8iB", "0", "1e9", "nan"])
 def test_parse_bytes_refuses(text):
     with pytest.raises(UsageError) as caught:
-        common.parse_bytes(text)
+        parameters.parse_bytes(text)
     assert caught.value.hint
 
 
 def test_format_bytes():
-    shown = [common.format_bytes(size) for size in (0, 1023, 1024, 3_221_225_472, 2**20 - 1, 5 * 2**40)]
+    shown = [output.format_bytes(size) for size in (0, 1023, 1024, 3_221_225_472, 2**20 - 1, 5 * 2**40)]
     assert shown == ["0 B", "1023 B", "1.00 KiB", "3.00 GiB", "1.00 MiB", "5.00 TiB"]
 
 
 def test_console_writes_to_stderr(capsys):
-    common.console().print("note")
+    output.console().print("note")
     seen = capsys.readouterr()
     assert (seen.out, seen.err) == ("", "note\n")

@@ -32,8 +32,8 @@ def ids(kvad, model):
     def generate(*flags, prompt="hello"):
         ran = kvad("generate", model, prompt, *GREEDY, "--json", *flags)
         assert ran.code == 0, ran
-        (sample,) = json.loads(ran.out)["completions"][0]["samples"]
-        return sample["tokens"], sample["limit"], ran.err
+        (sample,) = json.loads(ran.out)["completions"][0]["choices"]
+        return sample["token_ids"], sample["limit"], ran.err
 
     return generate
 
@@ -121,11 +121,11 @@ def test_stats_show_the_pool_s_use_peak_and_watermark_and_what_ended_it(kvad, mo
 @pytest.mark.parametrize(
     ("flags", "says", "hint"),
     [
-        (("--overflow", "sink"), "cache.overflow: 'sink'", "did you mean 'sinks'?"),
+        (("--overflow", "sink"), "got 'sink'", "did you mean 'sinks'?"),
         (("--policy", "windw(4)"), "unknown policy 'windw'", "did you mean 'window'?"),
-        (("--policy", "window(0)"), "window: size must be a whole number of at least 1", ""),
-        (("--policy", "sinks(4)"), "missing a required argument: 'window'", "sinks(num_sinks: 'int', window: 'int')"),
-        (("--rope-at", "reed"), "cache.rope_at: 'reed'", "did you mean 'read'?"),
+        (("--policy", "window(0)"), "window.size: must be at least 1, got 0", ""),
+        (("--policy", "sinks(4)"), "missing a required argument: 'window'", "sinks(num_sinks, window)"),
+        (("--rope-at", "reed"), "cache.rope_at: must be one of 'write', 'read', got 'reed'", "did you mean 'read'?"),
         (("--watermark", 1), "cache.watermark: must be in [0, 1), got 1", "Use 0, the default"),
     ],
 )

@@ -53,7 +53,7 @@ def test_texts_are_the_same_however_rows_give_way(kvad, model, policy, tmp_path)
 
 def texts(ran):
     assert ran.code == 0, ran.err
-    return [[each["tokens"] for each in answer["samples"]] for answer in json.loads(ran.out)["completions"]]
+    return [[each["token_ids"] for each in answer["choices"]] for answer in json.loads(ran.out)["completions"]]
 
 
 def said(ran):

@@ -1,4 +1,4 @@
-"""What a pass costs, of every topology and of experts, as torch counts it; ``test_bench.py`` has the plain decoders."""
+"""FLOPs of a pass compared with torch's counter, for every topology and experts; ``test_bench.py`` covers decoders."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.groups import group_bytes
 from kvad.config import flops
 from kvad.config.layers import EmbeddingConfig, HeadTransformConfig, LanguageHeadConfig
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
@@ -31,9 +31,9 @@ NARROW = {
 COUNTED = [name for name in PAIRS if name not in ("pair t5", "pair umt5", "pair window")]
 
 
-def step_of(tokens, source=None, wanted=None):
+def step_of(tokens, source=None, num_logits=None):
     ids = torch.arange(tokens)
-    at = torch.tensor([tokens - 1]) if wanted is None else wanted
+    at = torch.tensor([tokens - 1]) if num_logits is None else num_logits
     return ModelInput(
         ids, ids, (SubBatch(1, tokens, tokens),), at, encoder_input=None if source is None else step_of(source)
     )
@@ -46,19 +46,20 @@ def counted(work):
 
 
 def model_of(config):
-    return Transformer(config).eval().requires_grad_(False)  # torch's counter wants a graph of what could have one
+    # torch's counter requires a graph for inputs that can have gradients
+    return Transformer(config).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("name", [*MIXTURES, "narrow table"])
-def test_of_a_decoder(name):
+def test_flops_of_a_decoder(name):
     config = {**MIXTURES, **NARROW}[name]
     model, step = model_of(config), step_of(7)
-    made = counted(lambda: model.logits(model(step, NoCache(config, kernel="reference")), step.logit_indices))
-    assert made == flops.uncached_pass(config, 7).flops
+    measured = counted(lambda: model.logits(model(step, NoCache(config, kernel="reference")), step.logit_indices))
+    assert measured == flops.uncached_pass(config, 7).flops
 
 
-def test_experts_are_read_as_far_as_tokens_choose_them():
-    config = MIXTURES["experts"]  # 8 experts, of which 2 are active
+def test_only_chosen_experts_count():
+    config = MIXTURES["experts"]  # 8 experts, 2 active
     mlp = 3 * 24 * 40 * 4
 
     def read(tokens):
@@ -68,35 +69,38 @@ def test_experts_are_read_as_far_as_tokens_choose_them():
 
 
 @pytest.mark.parametrize("name", [*COUNTED, "narrow source"])
-def test_of_an_encoder_decoder_by_recomputation(name):
+def test_flops_of_an_encoder_decoder_by_recomputation(name):
     config = {**PAIRS, **NARROW}[name]
     model, step = model_of(config), step_of(7, source=9)
     encoded = counted(lambda: model.encode(step.encoder_input))
     whole = counted(lambda: model.logits(model(step, NoCache(config, kernel="reference")), step.logit_indices))
     read = flops.encoder_pass(config, 9)
-    assert encoded == read.flops - unseen(config, read) - crossing(config, 9)
-    assert whole - encoded == flops.uncached_pass(config, 7, source=9).flops - read.flops + crossing(config, 9)
+    assert encoded == read.flops - uncounted_flops(config, read) - cross_attention_flops(config, 9)
+    assert whole - encoded == flops.uncached_pass(config, 7, source=9).flops - read.flops + cross_attention_flops(
+        config, 9
+    )
 
 
-def unseen(config, cost):
-    """Products that torch's counter does not see on a CPU: those of the fused kernel, which the encoder takes unless
-    values have a width of their own."""
+def uncounted_flops(config, cost):
+    """Products that torch's counter omits on a CPU: those of the fused kernel, which the encoder uses unless the
+    value width differs.
+    """
     mixer = config.encoder.layer_types["L"].attention
     return 0 if mixer.value_dim not in (None, mixer.head_dim) else cost.attention
 
 
-def crossing(config, source):
-    """Of the encoder's pass: what makes the keys and values that the decoder reads."""
+def cross_attention_flops(config, source):
+    """FLOPs of the encoder's keys and values that the decoder reads."""
     weights = dict(model_of(config).named_parameters())
-    made = [name for name in weights if name.endswith((".cross_attention.k.weight", ".cross_attention.v.weight"))]
-    return 2 * source * sum(weights[name].numel() for name in made)
+    model = [name for name in weights if name.endswith((".cross_attention.k.weight", ".cross_attention.v.weight"))]
+    return 2 * source * sum(weights[name].numel() for name in model)
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_with_a_cache_the_source_is_read_once(name):
+def test_the_encoder_input_is_encoded_once_with_a_cache(name):
     config = PAIRS[name]
     cache = CacheConfig(max_num_seqs=1, max_seq_len=32, block_size=1, enable_prefix_caching=False, max_source_len=9)
-    engine = Engine(model_of(config), cache, kernel="reference")
+    engine = Engine(model_of(config), cache, EngineConfig(kernel="reference"))
     engine.add_request([1, 2, 3, 4, 5], SamplingParams(max_tokens=6, temperature=0), encoder_token_ids=list(range(9)))
     seen = []
     while not engine.idle:
@@ -104,33 +108,33 @@ def test_with_a_cache_the_source_is_read_once(name):
     read = flops.encoder_pass(config, 9)
     decoding = [flops.cached_pass(config, 5, 5, source=9).flops]
     decoding += [flops.cached_pass(config, 1, length, source=9).flops for length in range(6, 11)]
-    assert seen == [read.flops - unseen(config, read), *decoding]
+    assert seen == [read.flops - uncounted_flops(config, read), *decoding]
     assert read.flops + sum(decoding) == flops.generation_cost(config, 5, 6, source=9)[0].flops
-    held = {
+    weight_bytes = {
         each.spec.is_cross_attention: group_bytes(each).per_token_payload for each in engine.kv_cache_manager.groups
     }
-    assert read.bytes_written == 9 * held[True]
-    assert flops.cached_pass(config, 1, 10, source=9).bytes_read == 10 * held[False] + 9 * held[True]
+    assert read.bytes_written == 9 * weight_bytes[True]
+    assert flops.cached_pass(config, 1, 10, source=9).bytes_read == 10 * weight_bytes[False] + 9 * weight_bytes[True]
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, "narrow encoder"])
-def test_of_an_encoder(name):
+def test_flops_of_an_encoder(name):
     config = {**ENCODERS, **NARROW}[name]
-    model, step = model_of(config), step_of(7, wanted=torch.arange(7))
+    model, step = model_of(config), step_of(7, num_logits=torch.arange(7))
 
-    def answer():
+    def encode():
         hidden = model(step, NoCache(config))
         whole = config.head.kind == "pooling" or getattr(config.head, "level", "token") == "row"
         return model.pooled_outputs(hidden, step) if whole else model.logits(hidden, step.logit_indices)
 
     cost = flops.uncached_pass(config, 7)
-    assert counted(answer) == cost.flops - unseen(config, cost)
+    assert counted(encode) == cost.flops - uncounted_flops(config, cost)
     assert (
         cost.attention == 2 * 7 * 7 * 4 * 12 * config.encoder.num_layers and cost.bytes_read == cost.bytes_written == 0
     )
 
 
-def test_a_source_belongs_to_an_encoder_decoder():
+def test_encoder_input_requires_an_encoder_decoder():
     with pytest.raises(AssertionError, match="reads a source"):
         flops.uncached_pass(PAIRS["pair"], 3)
     with pytest.raises(AssertionError, match="no encoder"):
@@ -140,16 +144,16 @@ def test_a_source_belongs_to_an_encoder_decoder():
 # ---------------------------------------------------------------- training
 
 
-def trained(config, rows, length, source, asked):
-    """FLOPs that torch counts of a forward and a backward pass, attention made of plain products."""
+def training_flops(config, rows, length, source, num_requested):
+    """Count FLOPs of a forward and a backward pass, with attention as plain products."""
     model = Transformer(config)
     torch.nn.init.normal_(model.token_embedding, std=0.1)
 
-    def step(tokens, wanted):
+    def step(tokens, num_logits):
         ids = torch.arange(rows * tokens) % 7
-        return ModelInput(ids, ids % tokens, (SubBatch(rows, tokens, tokens),), wanted)
+        return ModelInput(ids, ids % tokens, (SubBatch(rows, tokens, tokens),), num_logits)
 
-    whole = step(length, torch.arange(asked))
+    whole = step(length, torch.arange(num_requested))
     if source:
         whole = whole._replace(encoder_input=step(source, torch.empty(0, dtype=torch.int64)))
     with FlopCounterMode(display=False) as counter:
@@ -161,7 +165,7 @@ def trained(config, rows, length, source, asked):
 @pytest.mark.parametrize("name", [*MIXTURES, "narrow table"])
 def test_training_costs_three_passes(name):
     config = {**MIXTURES, **NARROW}[name]
-    if name.startswith("experts"):  # which experts are computed depends on the tokens
+    if name.startswith("experts"):  # the computed experts depend on the tokens
         assert flops.training_pass(config, 2, 7, 5) > 0
         return
-    assert trained(config, 2, 7, 0, 5) == flops.training_pass(config, 2, 7, 5)
+    assert training_flops(config, 2, 7, 0, 5) == flops.training_pass(config, 2, 7, 5)

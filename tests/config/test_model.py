@@ -1,4 +1,4 @@
-"""The config: it round-trips, names the key of whatever is wrong, and refuses what could not run."""
+"""The model config: it round-trips, names the wrong key, and refuses what could not run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvad import config as cfg
+from kvad.config import encoder_attention_specs
+from kvad.config import layers as cfg
 from kvad.config.model import AttentionSpec, ModelConfig, attention_specs
 from kvad.config.serialization import from_dict, override, to_dict
 from kvad.errors import ConfigError
@@ -20,8 +21,8 @@ from tests.support.random_models import HEADS, NORMS, POSITIONS, model_config
 LONGROPE = cfg.LongRopeScalingConfig((1.0, 1.5), (2.0, 3.0), 16, factor=4.0)
 
 
-def whole() -> ModelConfig:
-    """Every field away from its default."""
+def full_config() -> ModelConfig:
+    """Return a config with every field changed from its default."""
     mixer = cfg.AttentionConfig(
         6,
         3,
@@ -57,7 +58,7 @@ def whole() -> ModelConfig:
     )
 
 
-def plain(**changes: Any) -> dict[str, Any]:
+def small_config(**changes: Any) -> dict[str, Any]:
     """A small valid config as JSON values, with dotted keys set."""
     data = {
         "hidden_size": 24,
@@ -93,7 +94,7 @@ def test_configs_survive_json(case: dict[str, str]) -> None:
 
 
 def test_every_field_survives_json() -> None:
-    config = whole()
+    config = full_config()
     data = json.loads(json.dumps(config.to_dict()))
     assert ModelConfig.from_dict(data) == config
     assert data["decoder"]["layer_types"]["L"]["attention"]["position"]["scaling"] == {
@@ -104,49 +105,49 @@ def test_every_field_survives_json() -> None:
         "factor": 4.0,
         "attention_factor": None,
     }
-    default = ModelConfig.from_dict(plain())
+    default = ModelConfig.from_dict(small_config())
     for field in dataclasses.fields(ModelConfig):
         if field.name not in ("hidden_size", "vocab_size", "max_seq_len", "encoder", "encoder_input"):
             assert getattr(config, field.name) != getattr(default, field.name)
 
 
 @pytest.mark.parametrize("cls", typing.get_args(cfg.RopeScalingConfig), ids=lambda cls: cls.__name__)
-def test_every_scaling_is_told_by_its_kind(cls: type[Any]) -> None:
+def test_scalings_are_selected_by_their_kind(cls: type[Any]) -> None:
     given = {"factor": 2.0, "original_max_seq_len": 32, "short_factor": (1.0, 1.0), "long_factor": (2.0, 2.0)}
     scaling = cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
     rope = cfg.RopeConfig(scaling=scaling)
     assert from_dict(cfg.RopeConfig, to_dict(rope)) == rope
 
 
-def test_what_is_left_out_has_its_default() -> None:
-    config = ModelConfig.from_dict(plain())
+def test_omitted_fields_have_their_defaults() -> None:
+    config = ModelConfig.from_dict(small_config())
     assert config.decoder.layer_types["L"] == cfg.LayerConfig(
         cfg.AttentionConfig(6, head_dim=8), cfg.GatedMLPConfig(40)
     )
     assert (config.tie_embeddings, config.head, config.embedding.scale) == (True, cfg.LanguageHeadConfig(), 1.0)
 
 
-def test_whole_numbers_will_do_for_floats_and_not_the_other_way() -> None:
-    scale = ModelConfig.from_dict(plain(**{"embedding.scale": 2})).embedding.scale
+def test_integers_are_accepted_for_floats_but_not_the_reverse() -> None:
+    scale = ModelConfig.from_dict(small_config(**{"embedding.scale": 2})).embedding.scale
     assert scale == 2.0 and type(scale) is float
     assert (
-        ModelConfig.from_dict(plain(**{f"{L}.attention.softmax_scale": 1}))
+        ModelConfig.from_dict(small_config(**{f"{L}.attention.softmax_scale": 1}))
         .decoder.layer_types["L"]
         .attention.softmax_scale
         == 1.0
     )
     with pytest.raises(ConfigError, match=r"hidden_size: must be int, got 24\.0"):
-        ModelConfig.from_dict(plain(hidden_size=24.0))
+        ModelConfig.from_dict(small_config(hidden_size=24.0))
 
 
 # ---------------------------------------------------------------- files
 
 
-def test_load_reads_a_config_and_a_checkpoint_s(tmp_path: Path) -> None:
-    alone, inside = tmp_path / "a.json", tmp_path / "b.json"
-    alone.write_text(json.dumps(whole().to_dict()))
-    inside.write_text(json.dumps({"format": 1, "model": whole().to_dict()}))
-    assert ModelConfig.load(alone) == ModelConfig.load(inside) == whole()
+def test_load_reads_a_config_and_that_of_a_checkpoint(tmp_path: Path) -> None:
+    decoder_config, inside = tmp_path / "a.json", tmp_path / "b.json"
+    decoder_config.write_text(json.dumps(full_config().to_dict()))
+    inside.write_text(json.dumps({"format": 1, "model": full_config().to_dict()}))
+    assert ModelConfig.load(decoder_config) == ModelConfig.load(inside) == full_config()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_load_reads_a_config_and_a_checkpoint_s(tmp_path: Path) -> None:
         (b'{"model": 3}', "ModelConfig: must be an object, got 3"),
     ],
 )
-def test_load_says_what_is_wrong_with_a_file(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_load_names_the_problem_of_a_file(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     if content is not None:
         path.write_bytes(content)
@@ -202,9 +203,9 @@ WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [  # changes, message, hint
 
 
 @pytest.mark.parametrize(("changes", "message", "hint"), WRONG_KEYS)
-def test_wrong_keys_are_named_with_the_nearest_right_one(changes: dict[str, Any], message: str, hint: str) -> None:
+def test_unknown_keys_are_named_with_the_nearest_known_one(changes: dict[str, Any], message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict(plain(**changes))
+        ModelConfig.from_dict(small_config(**changes))
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
@@ -240,8 +241,8 @@ WRONG_TYPES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "message"), WRONG_TYPES)
-def test_wrong_types_are_named_with_what_was_found(key: str, value: Any, message: str) -> None:
-    data = plain()
+def test_wrong_types_are_named_with_the_value(key: str, value: Any, message: str) -> None:
+    data = small_config()
     *parents, last = key.split(".")
     node: Any = data
     for name in parents:
@@ -255,8 +256,8 @@ def test_wrong_types_are_named_with_what_was_found(key: str, value: Any, message
 @pytest.mark.parametrize(
     "key", ["hidden_size", "vocab_size", "max_seq_len", "decoder.num_layers", f"{L}.attention", f"{L}.mlp"]
 )
-def test_what_has_no_default_must_be_there(key: str) -> None:
-    data = plain()
+def test_required_keys_must_be_present(key: str) -> None:
+    data = small_config()
     *parents, last = key.split(".")
     node = data
     for name in parents:
@@ -269,13 +270,13 @@ def test_what_has_no_default_must_be_there(key: str) -> None:
 # ---------------------------------------------------------------- overrides
 
 
-def test_overrides_reach_any_depth_and_leave_the_original() -> None:
-    data = whole().to_dict()
-    kept = json.loads(json.dumps(data))
+def test_overrides_apply_at_any_depth_and_do_not_change_the_original() -> None:
+    data = full_config().to_dict()
+    unchanged = json.loads(json.dumps(data))
     changed = override(
         data, {"decoder.num_layers": 9, f"{P}.theta": 7.0, "tie_embeddings": True, "head": {"bias": False}}
     )
-    assert data == kept
+    assert data == unchanged
     config = ModelConfig.from_dict(changed)
     assert (config.decoder.num_layers, config.tie_embeddings, config.head) == (9, True, cfg.LanguageHeadConfig())
     position = config.decoder.layer_types["L"].attention.position
@@ -294,18 +295,18 @@ def test_overrides_reach_any_depth_and_leave_the_original() -> None:
         ("hidden_size.x", "unknown key 'hidden_size'", "did you mean 'hidden_size'?"),
     ],
 )
-def test_overrides_of_what_is_not_there(key: str, message: str, hint: str) -> None:
+def test_overrides_of_unknown_keys_are_refused(key: str, message: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        override(plain(), {key: 3})
+        override(small_config(), {key: 3})
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-def test_an_override_of_an_unknown_last_key_is_found_when_read() -> None:
+def test_an_override_of_an_unknown_last_key_is_refused_when_read() -> None:
     with pytest.raises(ConfigError, match=r"unknown key decoder\.num_layrs \(did you mean 'num_layers'\?\)"):
-        ModelConfig.from_dict(override(plain(), {"decoder.num_layrs": 3}))
+        ModelConfig.from_dict(override(small_config(), {"decoder.num_layrs": 3}))
 
 
-# ---------------------------------------------------------------- what cannot be right
+# ---------------------------------------------------------------- invalid values
 
 
 def yarn(**more: Any) -> dict[str, Any]:
@@ -348,15 +349,15 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({f"{L}.attention.qk_norm_config": {}}, f"{L}.attention.qk_norm_config: must be null with qk_norm none"),
     (
         {f"{L}.attention.qk_norm_config": {"eps": -1.0}, f"{L}.attention.qk_norm": "head"},
-        f"{L}.attention.qk_norm_config.eps: must not be negative, got -1.0",
+        f"{L}.attention.qk_norm_config.eps: must be at least 0, got -1.0",
     ),
     (
         {P: {"kind": "alibi", "round_to_bfloat16": True}, f"{L}.attention.causal": False},
         f"{P}.round_to_bfloat16: must be false in a layer that is not causal",
     ),
     ({f"{L}.mlp.intermediate_size": 0}, f"{L}.mlp.intermediate_size: must be at least 1, got 0"),
-    ({f"{L}.norm.eps": -1.0}, f"{L}.norm.eps: must not be negative, got -1.0"),
-    ({"embedding.norm": {"eps": -1.0}}, "embedding.norm.eps: must not be negative, got -1.0"),
+    ({f"{L}.norm.eps": -1.0}, f"{L}.norm.eps: must be at least 0, got -1.0"),
+    ({"embedding.norm": {"eps": -1.0}}, "embedding.norm.eps: must be at least 0, got -1.0"),
     ({"head.logit_softcap": 0.0}, "head.logit_softcap: must be above 0, got 0.0"),
     (
         {f"{P}.partial_rotary_factor": 0.0},
@@ -421,9 +422,9 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "message"), IMPOSSIBLE)
-def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict(plain(**changes))
+        ModelConfig.from_dict(small_config(**changes))
     assert caught.value.message == message
 
 
@@ -441,14 +442,14 @@ def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], messag
         {f"{L}.norm.eps": 0.0, f"{L}.attention.position": None},
     ],
 )
-def test_what_stands_at_the_edge_is_allowed_and_runs(changes: dict[str, Any]) -> None:
+def test_values_at_the_limits_are_accepted_and_run(changes: dict[str, Any]) -> None:
     import torch
 
     from kvad.model.no_cache import NoCache
     from kvad.model.transformer import Transformer
     from kvad.model_input import ModelInput, SubBatch
 
-    config = ModelConfig.from_dict(plain(**changes))
+    config = ModelConfig.from_dict(small_config(**changes))
     positions = torch.arange(64)
     step = ModelInput(positions, positions, (SubBatch(1, 64, 64),), positions, max_seq_lens=torch.full((64,), 64))
     model = Transformer(config)
@@ -456,35 +457,35 @@ def test_what_stands_at_the_edge_is_allowed_and_runs(changes: dict[str, Any]) ->
         assert bool(model.logits(model(step, NoCache(config)), step.logit_indices).isfinite().all())
 
 
-def test_a_config_made_in_python_is_checked_too() -> None:
+def test_a_config_built_in_python_is_checked() -> None:
     with pytest.raises(ConfigError, match="vocab_size: must be at least 1, got 0"):
-        dataclasses.replace(whole(), vocab_size=0)
+        dataclasses.replace(full_config(), vocab_size=0)
 
 
-# ---------------------------------------------------------------- what a memory must hold
+# ---------------------------------------------------------------- requirements of the cache
 
 
-def test_mixers_say_what_each_layer_asks_of_a_memory() -> None:
-    """Five layers of the pattern LLAT; a window as long as the limit is none; dims and heads by default."""
+def test_attention_specs_of_each_layer() -> None:
+    """Five layers of the pattern LLAT; a window as long as the limit is none; default dims and heads."""
     spec = AttentionSpec(False, 7, 3, 8, 5)
-    assert attention_specs(whole()) == (spec,) * 5
-    wide = ModelConfig.from_dict(plain(**{f"{L}.attention.window": 64, f"{L}.attention.head_dim": None}))
+    assert attention_specs(full_config()) == (spec,) * 5
+    wide = ModelConfig.from_dict(small_config(**{f"{L}.attention.window": 64, f"{L}.attention.head_dim": None}))
     assert attention_specs(wide) == (AttentionSpec(True, None, 6, 4, 4),) * 2
-    narrow = ModelConfig.from_dict(plain(**{f"{L}.attention.window": 63}))
+    narrow = ModelConfig.from_dict(small_config(**{f"{L}.attention.window": 63}))
     assert {spec.window for spec in attention_specs(narrow)} == {63}
     mixed = model_config(heads="window-mix", layers=5)
     assert [spec.window for spec in attention_specs(mixed)] == [7, None, 7, None, 7]
     assert [mixed.decoder.layer_type(i) for i in range(5)] == list("LGLGL")
 
 
-# ---------------------------------------------------------------- encoders, and both
+# ---------------------------------------------------------------- encoders and encoder-decoders
 
 E = "encoder.layer_types.L"
 
 
-def both(**changes: Any) -> dict[str, Any]:
+def small_encoder_decoder(**changes: Any) -> dict[str, Any]:
     """A small valid encoder-decoder as JSON values, with dotted keys set."""
-    data = plain()
+    data = small_config()
     kind = data["decoder"]["layer_types"]["L"]
     data["encoder"] = {
         "num_layers": 2,
@@ -496,14 +497,14 @@ def both(**changes: Any) -> dict[str, Any]:
     return override(data, changes)
 
 
-def test_an_encoder_decoder_s_memory_holds_its_own_and_its_cross_attention() -> None:
-    config = ModelConfig.from_dict(both())
+def test_attention_specs_of_an_encoder_decoder() -> None:
+    config = ModelConfig.from_dict(small_encoder_decoder())
     own, cross = AttentionSpec(True, None, 6, 8, 8), AttentionSpec(False, None, 6, 8, 8, is_cross_attention=True)
     assert config.kind == "encoder-decoder" and attention_specs(config) == (own, own, cross, cross)
-    assert cfg.encoder_attention_specs(config) == (AttentionSpec(False, None, 6, 8, 8),) * 2
-    alone = both()
-    del alone["decoder"], alone["encoder_input"]
-    encoder = ModelConfig.from_dict(alone)
+    assert encoder_attention_specs(config) == (AttentionSpec(False, None, 6, 8, 8),) * 2
+    decoder_config = small_encoder_decoder()
+    del decoder_config["decoder"], decoder_config["encoder_input"]
+    encoder = ModelConfig.from_dict(decoder_config)
     assert encoder.kind == "encoder" and attention_specs(encoder) == () and encoder.stack is encoder.encoder
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -538,12 +539,12 @@ def test_an_encoder_decoder_s_memory_holds_its_own_and_its_cross_attention() -> 
         ),
     ],
 )
-def test_what_an_encoder_decoder_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_invalid_encoder_decoders_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict(both(**changes))
+        ModelConfig.from_dict(small_encoder_decoder(**changes))
     assert caught.value.message.startswith(message), caught.value.message
 
 
-def test_a_source_belongs_to_both_alone() -> None:
+def test_encoder_input_is_refused_without_an_encoder() -> None:
     with pytest.raises(ConfigError, match="encoder_input: only an encoder-decoder has one"):
-        ModelConfig.from_dict({**plain(), "encoder_input": {"max_seq_len": 3}})
+        ModelConfig.from_dict({**small_config(), "encoder_input": {"max_seq_len": 3}})

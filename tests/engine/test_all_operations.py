@@ -29,7 +29,17 @@ from tests.engine.scheduling.test_streams import MACHINE
 from tests.support.all_operations import SETUPS, Mismatch, World, talks, wander
 from tests.support.random_models import model_config
 
-ALWAYS = ("submitted", "cancelled", "preempted", "ended", "saved", "resumed", "restored", "moved", "parked on disk")
+ALWAYS = (
+    "submitted",
+    "cancelled",
+    "preempted",
+    "ended",
+    "saved",
+    "resumed",
+    "restored",
+    "engine replaced",
+    "swapped to disk",
+)
 TIERED = ("prefix from RAM", "prefix from disk")
 
 
@@ -48,13 +58,13 @@ def world(name: str, seed: int, folder: Path) -> World:
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_row_says_what_it_says_alone(name: str, tmp_path: Path) -> None:
     did = wander(world(name, 1, tmp_path), 700).did
-    expected = [*ALWAYS, "parked in RAM"]
-    if any("prefix_cache_dir" in house for house in SETUPS[name].houses):
+    expected = [*ALWAYS, "swapped to RAM"]
+    if any("prefix_cache_dir" in options for options in SETUPS[name].engines):
         expected += TIERED
-    if any("overflow" in house for house in SETUPS[name].houses):
-        expected += ["spilled", "not restored where rows spill"]
+    if any("overflow" in options for options in SETUPS[name].engines):
+        expected += ["offloaded", "refused by offload"]
     assert all(did[each] > 0 for each in expected), did
-    assert did["judged"] > 200
+    assert did["compared"] > 200
 
 
 @pytest.mark.long(minutes=15)
@@ -111,11 +121,11 @@ class EveryMove(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        self.world.forget()
+        self.world.evict_prefixes()
 
     @rule()
     def move(self) -> None:
-        self.world.move()
+        self.world.replace_engine()
 
     def teardown(self) -> None:
         if hasattr(self, "world"):

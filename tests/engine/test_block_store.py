@@ -151,7 +151,7 @@ def test_formats_and_policies_come_back_as_they_were(tmp_path, fields, policy):
 
 def test_an_encoder_decoder_finds_the_start_of_its_target_but_only_of_the_same_source(tmp_path):
     model = build(pair_config())
-    engine = Engine(model, config(prefix_cache_dir=os.fspath(tmp_path), max_source_len=32))
+    engine = Engine(model, config(prefix_cache_dir=tmp_path, max_source_len=32))
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
     def answer(engine, source):
@@ -566,13 +566,13 @@ def test_loads_that_are_left_out_would_be_heard(tmp_path, monkeypatch):
 
 KILLER = """
 import os, random, signal, sys, time
-from tests.engine import test_tiers  # torch is imported, and nothing computed with it: a fork is safe
+from tests.engine import test_block_store  # torch is imported, and nothing computed with it: a fork is safe
 folder, count, rng = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3]))
 for number in range(count):
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        test_tiers.fill(folder, 7 * number, write)
+        test_block_store.fill(folder, 7 * number, write)
     assert os.read(read, 1) == b"o", "it did not start"
     time.sleep(rng.random() * 0.2)
     os.kill(child, signal.SIGKILL)

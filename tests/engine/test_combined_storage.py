@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvad.cache.config import CacheConfig
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError
 from kvad.storage.filesystem import FileSystem
@@ -153,7 +153,7 @@ def test_a_row_with_a_source_is_not_parked_before_what_it_was_fetched_is_there()
     made = Engine(
         build(config, dtype=torch.float64),
         CacheConfig(**fields, num_blocks=12, prefix_cache_ram=1 << 22, swap_space=1 << 22),
-        cost_model=Forced(True),
+        EngineConfig(cost_model=Forced(True)),
     )
     prompt = PROMPT[:21]
     first = made.add_request(prompt, GREEDY, encoder_token_ids=SOURCE)
@@ -258,7 +258,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_lock_and_no_file(tmp_path):
     (tmp_path / "file").touch()
     asked = CacheConfig(max_seq_len=96, max_num_seqs=2, block_size=4, prefix_cache_dir=str(tmp_path / "t"))
     with pytest.raises(ConfigError, match="swap_dir") as caught:
-        Engine(build(ROPE), asked, swap_dir=tmp_path / "file" / "parked")
+        Engine(build(ROPE), asked, EngineConfig(swap_dir=tmp_path / "file" / "parked"))
     again = tiered(prefix_cache_dir=str(tmp_path / "t"))
     assert again.block_store is not None and again.block_store.on_disk
     again.close()
@@ -270,8 +270,7 @@ def test_parked_rows_of_an_engine_that_was_never_closed_leave_no_file(tmp_path):
     made = Engine(
         model,
         CacheConfig(max_seq_len=96, max_num_seqs=2, block_size=4, prefill_chunk_size=16, swap_space=0),
-        cost_model=Forced(True),
-        swap_dir=tmp_path,
+        EngineConfig(cost_model=Forced(True), swap_dir=tmp_path),
     )
     request = made.add_request(PROMPT, GREEDY)
     for _ in range(4):

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad import config as cfg
 from kvad.cache.config import CacheConfig
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.errors import ConfigError
 from kvad.llm import LLM
 from kvad.model.no_cache import NoCache
@@ -161,7 +161,12 @@ def llm_of(config: ModelConfig, dtype: str, *, max_num_seqs: int, prefill_chunk_
         prefill_chunk_size=prefill_chunk_size,
         max_source_len=40,
     )
-    return LLM(build(config, dtype=getattr(torch, dtype)), None, cache, max_num_batched_tokens=256, deterministic=True)
+    return LLM(
+        build(config, dtype=getattr(torch, dtype)),
+        None,
+        cache,
+        engine_config=EngineConfig(max_num_batched_tokens=256, deterministic=True),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -302,7 +307,7 @@ def test_threads(count: int, threads: None) -> None:
 
 def refused(model: Transformer, dtype: str = "float32") -> str:
     with pytest.raises(ConfigError) as error:
-        Engine(model, CacheConfig(dtype=dtype, max_num_seqs=1, max_seq_len=16), deterministic=True)
+        Engine(model, CacheConfig(dtype=dtype, max_num_seqs=1, max_seq_len=16), EngineConfig(deterministic=True))
     return str(error.value)
 
 

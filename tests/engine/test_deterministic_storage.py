@@ -15,7 +15,7 @@ from torch import Tensor
 from kvad.cache.config import CacheConfig
 from kvad.cache.sessions.file import load_session, save_session
 from kvad.cache.sessions.state import SequenceState
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError, StorageError
 from kvad.model.transformer import Transformer
@@ -135,11 +135,11 @@ def loaded(engine: Engine, path: Path) -> SequenceState:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_session_from_a_file(kind: str, dtype: str, tmp_path: Path) -> None:
     model = made(kind, dtype)
-    first = Engine(model, cache_of(dtype), deterministic=True)
+    first = Engine(model, cache_of(dtype), EngineConfig(deterministic=True))
     tokens = saved(first, tmp_path / "a", text(29, 1))
     first.close()
     for name, change in ENGINES.items():
-        other = Engine(model, cache_of(dtype, **change), deterministic=True)
+        other = Engine(model, cache_of(dtype, **change), EngineConfig(deterministic=True))
         request, out, logits = spoken(other, tokens, 8, resume=loaded(other, tmp_path / "a"))
         assert other.metrics(request).num_cached_tokens == len(tokens) - 1, name
         assert wrong_bits(model, tokens, out, logits) == 0, name
@@ -156,7 +156,7 @@ def test_without_it_there_is_a_difference(tmp_path: Path) -> None:
     assert wrong_bits(model, tokens, out, logits) > 0
     engine.close()
     with pytest.raises(StorageError, match="computed"):  # its bits are not those of an engine that promises them
-        loaded(Engine(model, cache_of("float32"), deterministic=True), tmp_path / "a")
+        loaded(Engine(model, cache_of("float32"), EngineConfig(deterministic=True)), tmp_path / "a")
 
 
 # ---------------------------------------------------------------- refused
@@ -165,4 +165,4 @@ def test_without_it_there_is_a_difference(tmp_path: Path) -> None:
 def test_what_is_spilled_is_refused_by_name() -> None:
     cache = cache_of("float32", overflow="offload", max_seq_len=24)
     with pytest.raises(ConfigError, match="deterministic: not supported with overflow=offload"):
-        Engine(made("full", "float32"), cache, deterministic=True)
+        Engine(made("full", "float32"), cache, EngineConfig(deterministic=True))

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
-from kvad.engine.engine import Engine, StreamChunk
+from kvad.config import layers as cfg
+from kvad.engine import Engine, EngineConfig, StreamChunk
 from kvad.engine.execution import input_buffers
 from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
 from kvad.engine.scheduling.sequence import SchedulerOutput
@@ -96,7 +96,7 @@ def test_rows_that_share_a_source_are_one_row_of_cross_attention(layout: str, sa
     model, streams = build(pair_config("alibi", "pre", "gqa")), translations(samples)
     run = drive(model, cache(layout), streams)
     assert worst(model, streams, run) <= EXACT
-    assert run.folded >= 4 and run.encodings == 1
+    assert run.merged_cross_steps >= 4 and run.encodings == 1
 
 
 def plans(engine: Engine) -> list[SchedulerOutput]:
@@ -355,7 +355,7 @@ POSITIONED = ("none", "learned", "sinusoidal", "rope", "rope-dynamic", "rope-lon
 def test_an_encoder_s_answers_are_those_without_an_engine(head: str, budget: int) -> None:
     """A ragged batch, at once or a few rows per step: what each row would be told alone."""
     model = encoder(head)
-    engine = Engine(model, cache(), max_num_batched_tokens=budget)
+    engine = Engine(model, cache(), EngineConfig(max_num_batched_tokens=budget))
     for want in ("head", "mean", "first"):
         for each, ours in zip(TEXTS, answers(engine, TEXTS, [want] * len(TEXTS)), strict=True):
             assert (ours - expected(model, each, want)).abs().max() <= 1e-12
@@ -365,7 +365,7 @@ def test_an_encoder_s_answers_are_those_without_an_engine(head: str, budget: int
 @pytest.mark.parametrize("position", POSITIONED)
 def test_an_encoder_s_answers_with_every_position(position: str) -> None:
     model = encoder(position=position, heads="window-mix")
-    engine = Engine(model, cache(), max_num_batched_tokens=64)
+    engine = Engine(model, cache(), EngineConfig(max_num_batched_tokens=64))
     wants = ["head", "mean", "first", "head", "head", "mean"]
     for each, want, ours in zip(TEXTS, wants, answers(engine, TEXTS, wants), strict=True):
         assert (ours - expected(model, each, want)).abs().max() <= 1e-12
@@ -440,7 +440,7 @@ def test_neighbours_of_any_number_change_nothing() -> None:
     draw = torch.Generator().manual_seed(0)
     for count in (1, 2, 7):
         texts = [text(int(n), int(n)) for n in torch.randint(1, 30, (count,), generator=draw)]
-        engine = Engine(model, cache(), max_num_batched_tokens=40)
+        engine = Engine(model, cache(), EngineConfig(max_num_batched_tokens=40))
         for each, ours in zip(texts, answers(engine, texts, ["head"] * count), strict=True):
             assert (ours - alone(each)).abs().max() <= 1e-12
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvad.cache.config import CacheConfig
-from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine import Engine, StreamChunk
+from kvad.engine.options import EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.text.tokenizer import train_tokenizer
@@ -116,6 +117,17 @@ def test_salt_keeps_tenants_apart() -> None:
         engine.add_request(prompt, GREEDY, cache_salt=salt)
         run(engine)
         assert engine.kv_cache_manager.stats().hit_tokens - before == hits
+
+
+def test_fingerprints_differ_by_the_adapter() -> None:
+    model = build(model_config())
+    plain, one, two = (
+        Engine(model, CACHE, config=EngineConfig(adapter_fingerprint=name)).cache_fingerprint("")
+        for name in ("", "one", "two")
+    )
+    assert list(one.differences(plain.parts)) == ["adapter: one here, none there"]
+    assert list(one.differences(two.parts)) == ["adapter: one here, two there"]
+    assert len({each.digest() for each in (plain, one, two)}) == 3
 
 
 def test_generated_tokens_are_part_of_the_prefix_cache() -> None:

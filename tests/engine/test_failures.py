@@ -11,6 +11,8 @@ import torch
 
 from kvad.cache.config import CacheConfig
 from kvad.engine.execution import sampler
+from kvad.engine.output import OutputTextStream
+from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import EngineError, KvadError, RequestError
 from kvad.llm import LLM
 from kvad.model.no_cache import NoCache
@@ -152,6 +154,13 @@ def test_a_stop_token_is_no_text_and_min_tokens_holds_for_stop_strings() -> None
     assert stopped.text == letters.decode(whole.tokens[:first])
     text = llm.generate("abc", temperature=0, max_tokens=20, min_tokens=9, stop=(whole.text[0],), ignore_eos=True)
     assert len(text.tokens) >= 10 or text.finish_reason == "length"
+
+
+def test_a_stop_string_is_matched_after_min_tokens_and_not_in_them() -> None:
+    letters = train_tokenizer("char", ["abc"])
+    stream = OutputTextStream(letters, SamplingParams(min_tokens=3, stop=("c",)))
+    pieces = [stream.push(token) for token in letters.encode("abcbc")]
+    assert pieces == [("a", False), ("b", False), ("c", False), ("b", False), ("", True)]
 
 
 def test_closing_while_another_thread_waits_is_an_error_there_and_not_a_hang() -> None:

@@ -12,7 +12,7 @@ from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.checkpoint.generation_config import GenerationConfig, read_generation_config
 from kvad.config.model import attention_specs
 from kvad.engine.client import PromptEncoder
-from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.errors import CheckpointError, ConfigError, RequestError
 from kvad.llm import LLM
@@ -64,7 +64,7 @@ def scheduler(rows: int, blocks: int) -> Scheduler:
     return Scheduler(ledger, max_num_seqs=rows, max_num_batched_tokens=64, prefill_chunk_size=64, limit=24)
 
 
-def advance(found: Scheduler, candidates: dict[int, tuple[tuple[int, float], ...]]) -> list[SequenceEvent]:
+def advance(found: Scheduler, candidates: dict[int, tuple[tuple[int, float], ...]]) -> list[StreamChunk]:
     """One step; ``candidates``: of the beams with that last token, three of them elsewhere."""
     plan = found.schedule()
     assert plan is not None
@@ -87,7 +87,7 @@ def test_a_search_goes_on_when_its_first_beam_was_given_up_and_it_was_preempted(
     assert live.sample_index == 1
     found._preempt(live)
     found.check()
-    events: list[SequenceEvent] = []
+    events: list[StreamChunk] = []
     while not found.idle:
         events += advance(found, {})
     assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
@@ -98,7 +98,7 @@ def test_two_searches_that_were_preempted_do_not_wait_for_each_other() -> None:
     found = scheduler(rows=4, blocks=6)
     for request in (0, 1):
         found.add_request(request, [7, 7, 7, request], SamplingParams(num_beams=2, temperature=0, max_tokens=8))
-    events: list[SequenceEvent] = []
+    events: list[StreamChunk] = []
     for _ in range(3):
         events += advance(found, {})
     for request in (1, 0):
@@ -178,7 +178,7 @@ def test_what_would_not_be_heard_is_refused() -> None:
 
 @pytest.mark.parametrize("value", ["8", None, 1.5, True])
 def test_a_cache_of_no_whole_number_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="max_num_seqs: must be a whole number"):
+    with pytest.raises(ConfigError, match="max_num_seqs: must be int"):
         CacheConfig(max_num_seqs=value, max_seq_len=8)  # type: ignore[arg-type]
 
 

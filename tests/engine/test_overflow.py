@@ -16,11 +16,12 @@ import pytest
 from kvad.cache.config import CONTINUING_MODES, OVERFLOW_MODES, CacheConfig, resolve_for_model
 from kvad.cache.groups import build_groups
 from kvad.cache.manager.kv_cache_manager import KVCacheManager
-from kvad.cache.sizing.memory_plan import find_fits, plan_memory
+from kvad.cache.sizing.fits import find_fits
+from kvad.cache.sizing.memory_plan import plan_memory
 from kvad.config.model import AttentionSpec
-from kvad.engine.engine import Engine, StreamChunk
+from kvad.engine import Engine
 from kvad.engine.scheduling.limits import ENDLESS, LengthLimits
-from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.errors import ConfigError, RequestError
 from tests.engine.scheduling.test_streams import FULL, NARROW, Driver, Setup, World
@@ -57,7 +58,7 @@ class Desk:
         self.scheduler.add_request(number, [number] * prompt, SamplingParams(**options))
         self.said[number] = []
 
-    def step(self) -> list[SequenceEvent]:
+    def step(self) -> list[StreamChunk]:
         plan = self.scheduler.schedule()
         if plan is None:
             return []
@@ -115,7 +116,7 @@ def test_a_row_that_stops_and_has_said_nothing_waits_instead() -> None:
     desk = Desk(5, rows=3)
     desk.add(1, 4, max_tokens=5, overflow="stop")
     desk.add(2, 4, max_tokens=5, overflow="stop")
-    desk.scheduler._prefill_chunk_size = 4
+    desk.scheduler._batch_builder._prefill_chunk_size = 4
     desk.add(3, 12, max_tokens=2, overflow="stop")
     desk.run()
     assert desk.said == {1: [1] * 5, 2: [2] * 5, 3: [3] * 2} and desk.preemptions() == 1
@@ -184,7 +185,7 @@ def test_a_search_that_stops_has_the_best_of_what_it_has() -> None:
     world.add([1, 2, 0], SamplingParams(max_tokens=20, overflow="reject"), stops=frozenset())
     world.scheduler.add_request(7, [1, 0], SamplingParams(num_beams=2, n=2, max_tokens=10, overflow="stop"))
     world.streams[7] = {}
-    found: list[SequenceEvent] = []
+    found: list[StreamChunk] = []
     world._judge = found.extend  # type: ignore[method-assign]
     while not world.scheduler.idle:
         world.step()
@@ -218,7 +219,8 @@ def test_a_watermark_is_left_free_by_admissions_alone() -> None:
 
 def test_a_watermark_holds_against_what_was_admitted_in_the_same_step() -> None:
     desk = Desk(8, watermark=0.25)
-    desk.scheduler._prefill_chunk_size = 4  # prompts take three steps: what they will take is counted from the start
+    # Prompts take three steps: what they will take is counted from the start.
+    desk.scheduler._batch_builder._prefill_chunk_size = 4
     for number in (1, 2, 3):
         desk.add(number, 12, max_tokens=1)
     desk.step()
@@ -244,7 +246,7 @@ def test_the_peak_is_what_was_in_use_at_once() -> None:
 
 
 def test_a_full_pool_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvad.engine.scheduling.scheduler")
+    caplog.set_level(logging.INFO, "kvad.engine.scheduling")
     desk = Desk(4)
     desk.add(1, 4, max_tokens=9)
     desk.add(2, 4, max_tokens=9, overflow="stop")
@@ -276,7 +278,7 @@ class Mixed(World):
         self.chosen[number] = chosen
         return number
 
-    def _judge(self, events: Sequence[SequenceEvent]) -> None:
+    def _judge(self, events: Sequence[StreamChunk]) -> None:
         for event in events:
             if event.limit == "pool" and len(self.streams[event.request]) and self.chosen[event.request] != "preempt":
                 assert self.chosen[event.request] == "stop", "a row that was with reserved blocks has none"
@@ -489,10 +491,10 @@ def test_without_an_end_until_somebody_ends_it() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"overflow": "sink"}, "cache.overflow: 'sink'"),
+        ({"overflow": "sink"}, "cache.overflow: must be one of .*, got 'sink'"),
         ({"watermark": 1.0}, r"cache.watermark: must be in \[0, 1\), got 1"),
         ({"watermark": -0.1}, "got -0.1"),
-        ({"watermark": "much"}, "cache.watermark: must be a number"),
+        ({"watermark": "much"}, "cache.watermark: must be float, got 'much'"),
         ({"overflow": "sinks", "policy": "window(8)"}, r"sinks is sinks\(4, 92\), but policy window\(8\) is given too"),
         ({"overflow": "sinks", "max_seq_len": 7}, "max_seq_len 7 is less than 4 sinks and a block of 4"),
         ({"overflow": "summarize"}, "max_seq_len must be below the model's limit of 96"),
@@ -516,7 +518,7 @@ def test_an_encoder_keeps_nothing_and_says_so() -> None:
 
 
 def test_sampling_refuses_a_word_that_is_none() -> None:
-    with pytest.raises(RequestError, match="overflow: 'sotp'") as caught:
+    with pytest.raises(RequestError, match=r"overflow: must be one of .*, got 'sotp'") as caught:
         SamplingParams.from_options(overflow="sotp")
     assert "'stop'" in caught.value.hint
 

@@ -259,8 +259,9 @@ def test_a_folder_is_looked_over(made, path):
 
 
 def killed(folder, first, last):
+    code = f"from tests.support import session_kills; session_kills.main({str(folder)!r}, {first}, {last})"
     ran = subprocess.run(
-        [sys.executable, "-c", f"from tests.engine import killing; killing.main({str(folder)!r}, {first}, {last})"],
+        [sys.executable, "-c", code],
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -367,8 +367,8 @@ def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
     said, state = left(made, PROMPT, FIRST)
     made.kv_cache_manager.reset_prefix_cache()
     spoil(made)  # blocks that are filled whole are not cleared first
-    real = slot_copy._all_arrays
-    monkeypatch.setattr(slot_copy, "_all_arrays", lambda *given: (each for each in real(*given) if kind not in each[0]))
+    real = slot_copy._arrays
+    monkeypatch.setattr(slot_copy, "_arrays", lambda *given: (each for each in real(*given) if kind not in each[0]))
     with pytest.raises(AssertionError):
         same(made, PROMPT + said, state, None, scores)
 

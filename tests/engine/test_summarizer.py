@@ -9,14 +9,14 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import group_bytes
 from kvad.config.model import attention_specs
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError
 from kvad.model.no_cache import NoCache
 from kvad.model.summarizer import Summarizer
 from kvad.train.config.run import SummarizerConfig
 from kvad.train.objectives.summary_distillation import _Recorder, _Rows
-from tests.model.test_summarizer import random_one
+from tests.model.test_summarizer import randomized
 from tests.support.driver import Stream, drive, fresh_step
 from tests.support.random_models import POSITIONS, VOCAB, build, model_config
 
@@ -45,7 +45,7 @@ STREAMS = [Stream(text(40), [text(20, 1)]), Stream(text(3, 2), [text(50, 3)]), S
 
 
 def compressor_of(model, seed=0, ratio=4):
-    return random_one(Summarizer(attention_specs(model.config), ratio, hidden=4), seed)
+    return randomized(Summarizer(attention_specs(model.config), ratio, hidden=4), seed)
 
 
 def difference(one, other):
@@ -171,20 +171,24 @@ def test_the_student_is_the_cache(position, sinks):
 def test_what_does_not_fit_is_refused(policy, ratio, says):
     model = build(model_config())
     with pytest.raises(ConfigError, match=says):
-        Engine(model, cache_of(policy=policy), summarizer=compressor_of(model, ratio=ratio))
+        Engine(model, cache_of(policy=policy), EngineConfig(summarizer=compressor_of(model, ratio=ratio)))
 
 
 def test_another_models_is_refused():
     with pytest.raises(ConfigError, match="does not match layer 0 of this model"):
-        Engine(build(model_config()), cache_of(), summarizer=compressor_of(build(model_config(heads="mqa"))))
+        Engine(
+            build(model_config()), cache_of(), EngineConfig(summarizer=compressor_of(build(model_config(heads="mqa"))))
+        )
     with pytest.raises(ConfigError, match="does not match layer 2 of this model"):
-        Engine(build(model_config(layers=3)), cache_of(), summarizer=compressor_of(build(model_config())))
+        Engine(build(model_config(layers=3)), cache_of(), EngineConfig(summarizer=compressor_of(build(model_config()))))
 
 
 def test_a_prefix_of_one_compressor_is_none_of_another():
     model = build(model_config())
     made = [None, compressor_of(model), compressor_of(model, seed=1)]
-    roots = {Engine(model, cache_of(), summarizer=one)._root([1, 2], SamplingParams(), "") for one in made}
+    roots = {
+        Engine(model, cache_of(), EngineConfig(summarizer=one))._root([1, 2], SamplingParams(), "") for one in made
+    }
     assert len(roots) == 3
 
 

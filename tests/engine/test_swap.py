@@ -18,7 +18,7 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.device.host_copy import HostCopier, from_sections, to_sections
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.offload.swap_space import SwapSpace
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.preemption import SwapCostModel
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError
@@ -139,7 +139,7 @@ class Slow(FileSystem):
 @pytest.mark.parametrize("kind", ["full", "windows", "contiguous", "heavy-hitters", "tiered", "packed"])
 def test_rows_that_give_way_again_and_again(kind: str, tmp_path: Path) -> None:
     model, cache = setting(kind, swap_space=0)
-    engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True), fs=Slow())
+    engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=Forced(True), fs=Slow()))
     said = tokens_of(engine, PROMPTS, preempt=OFTEN)
     assert engine.preemption.stats().to_disk > 5
     engine.close()
@@ -168,7 +168,7 @@ def test_an_encoder_decoder_reads_its_source_again(tmp_path: Path) -> None:
 def test_a_row_takes_the_bytes_that_are_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the parking counts without a tensor is what the tensors hold."""
     model, cache = setting(kind, swap_space=1 << 30)
-    engine = Engine(model, cache, cost_model=Forced(True))
+    engine = Engine(model, cache, EngineConfig(cost_model=Forced(True)))
     counted: dict[int, int] = {}
     taken: dict[int, int] = {}
     out, keep = HostCopier.copy_out, SwapSpace.store
@@ -202,7 +202,7 @@ def test_copies_as_sections(dtype: torch.dtype) -> None:
 
 def lossy_or_not(kind: str, folder: Path, disk: FileSystem) -> tuple[dict[int, tuple[list[int], str | None]], Engine]:
     model, cache = setting(kind, swap_space=0)
-    engine = Engine(model, cache, swap_dir=folder, cost_model=Forced(True), fs=disk)
+    engine = Engine(model, cache, EngineConfig(swap_dir=folder, cost_model=Forced(True), fs=disk))
     said = tokens_of(engine, PROMPTS, preempt=OFTEN[::3])
     engine.close()
     return said, engine
@@ -275,7 +275,7 @@ def test_files_that_are_flipped_or_cut(kind: str, seed: int, tmp_path: Path) -> 
 def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory on the host: the row that gave way is computed again, the next request is right."""
     model, cache = setting("full", swap_space=1 << 30)
-    engine = Engine(model, cache, cost_model=Forced(True))
+    engine = Engine(model, cache, EngineConfig(cost_model=Forced(True)))
     right = tokens_of(Engine(model, setting("full")[1]), [PROMPTS[2]])[0]
     out, failed = HostCopier.copy_out, []
 
@@ -311,7 +311,7 @@ def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch:
 @pytest.mark.parametrize("kind", ["full", "tiered"])
 def test_cancelled_on_its_way_out_and_in(kind: str, tmp_path: Path) -> None:
     model, cache = setting(kind, swap_space=0, num_blocks=40)
-    engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True), fs=Slow())
+    engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=Forced(True), fs=Slow()))
     right = tokens_of(Engine(model, setting(kind)[1]), [PROMPTS[0]])[0]
     for wait in range(6):
         keeps = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0))
@@ -333,7 +333,7 @@ def test_cancelled_on_its_way_out_and_in(kind: str, tmp_path: Path) -> None:
 
 def test_closing_with_rows_that_are_away(tmp_path: Path) -> None:
     model, cache = setting("tiered", swap_space=0)
-    engine = Engine(model, cache, swap_dir=tmp_path)
+    engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path))
     number = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0))
     engine.add_request(PROMPTS[1], SamplingParams(max_tokens=20, temperature=0))
     for _ in range(4):
@@ -364,7 +364,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     model, cache = setting("full")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="swap_dir"):
-        Engine(model, cache, swap_dir=tmp_path / "file")
+        Engine(model, cache, EngineConfig(swap_dir=tmp_path / "file"))
     with pytest.raises(ConfigError, match="swap_space"):
         cache_of(swap_space=-1)
     assert REAL_FILE_SYSTEM.free_bytes(tmp_path) > 0
@@ -380,8 +380,10 @@ def test_blocks_woken_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyP
 
     for kind in ("full", "tiered"):
         model, cache = setting(kind, swap_space=0)
-        right = tokens_of(Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True)), PROMPTS, preempt=OFTEN)
+        right = tokens_of(
+            Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=Forced(True))), PROMPTS, preempt=OFTEN
+        )
         with monkeypatch.context() as broken:
             broken.setattr(KVCache, "_swap", wrong)
-            engine = Engine(model, cache, swap_dir=tmp_path, cost_model=Forced(True))
+            engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=Forced(True)))
             assert tokens_of(engine, PROMPTS, preempt=OFTEN) != right

@@ -30,7 +30,7 @@ from kvad.cache.groups import build_groups
 from kvad.cache.offload import token_offload
 from kvad.cache.offload.token_offload import OffloadFile
 from kvad.config.model import ModelConfig, attention_specs
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError, RequestError
 from kvad.model.transformer import Transformer
@@ -178,7 +178,7 @@ def model() -> Transformer:
 @pytest.fixture(scope="module")
 def right(model: Transformer) -> Said:
     cache = CacheConfig(dtype="float64", block_size=4, max_num_seqs=3, max_seq_len=LIMIT, prefill_chunk_size=8)
-    return talk(Engine(model, cache, max_num_batched_tokens=24))
+    return talk(Engine(model, cache, EngineConfig(max_num_batched_tokens=24)))
 
 
 def talk(engine: Engine, between: Callable[[Engine, int], None] = lambda *_: None, most: int = 3000) -> Said:
@@ -223,7 +223,7 @@ def spills(engine: Engine) -> list[OffloadFile]:
 def test_tokens_are_those_of_a_cache_that_holds_everything(
     model: Transformer, right: Said, ram: str, where: str
 ) -> None:
-    engine = Engine(model, spilling(where, offload_ram=RAM[ram]), max_num_batched_tokens=24)
+    engine = Engine(model, spilling(where, offload_ram=RAM[ram]), EngineConfig(max_num_batched_tokens=24))
     assert talk(engine) == right
     assert engine.kv_cache.offload_reader is not None
     stats = engine.kv_cache.offload_reader.stats()
@@ -238,7 +238,7 @@ def test_beams_fork_what_is_spilled(model: Transformer, where: str) -> None:
         CacheConfig(dtype="float64", block_size=4, max_num_seqs=3, max_seq_len=LIMIT, prefill_chunk_size=8),
         spilling(where, offload_ram=0),
     ):
-        engine = Engine(model, cache, max_num_batched_tokens=24)
+        engine = Engine(model, cache, EngineConfig(max_num_batched_tokens=24))
         engine.add_request(PROMPTS[0], asked)
         said.append([piece for _ in range(400) for piece in engine.step()])
         assert engine.idle
@@ -256,12 +256,12 @@ def test_the_kth_operation_fails_for_every_k(
 ) -> None:
     """One that fails costs the row's computing again, and nothing else."""
     counting = FailingDisk(which=which)
-    talk(Engine(model, spilling(where), max_num_batched_tokens=24, fs=counting))
+    talk(Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24, fs=counting)))
     assert counting.count > 20
     rng = random.Random(len(which[0]) + code)
     for k in sorted({0, 1, 2, counting.count - 1, *rng.sample(range(counting.count), 3)}):
         disk = FailingDisk(k, which=which, code=code)
-        assert talk(Engine(model, spilling(where), max_num_batched_tokens=24, fs=disk)) == right
+        assert talk(Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24, fs=disk))) == right
         assert disk.failed == 1
 
 
@@ -271,9 +271,14 @@ def test_the_kth_operation_fails_for_every_single_k(
     model: Transformer, right: Said, which: tuple[str, ...], where: str
 ) -> None:
     counting = FailingDisk(which=which)
-    talk(Engine(model, spilling(where), max_num_batched_tokens=24, fs=counting))
+    talk(Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24, fs=counting)))
     for k in range(counting.count):
-        assert talk(Engine(model, spilling(where), max_num_batched_tokens=24, fs=FailingDisk(k, which=which))) == right
+        assert (
+            talk(
+                Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24, fs=FailingDisk(k, which=which)))
+            )
+            == right
+        )
 
 
 @pytest.mark.parametrize("which", [("write_at",), ("read",)])
@@ -284,7 +289,9 @@ def test_a_disk_that_is_gone_for_good(
     """What does not fit into memory ends with the reason; a row that spills little, or nothing, says all it has to."""
     for k in (0, 5, 20):
         disk = FailingDisk(k, which=which, code=errno.ENOSPC, on=True)
-        said = talk(Engine(model, spilling(where, offload_ram=RAM[ram]), max_num_batched_tokens=24, fs=disk))
+        said = talk(
+            Engine(model, spilling(where, offload_ram=RAM[ram]), EngineConfig(max_num_batched_tokens=24, fs=disk))
+        )
         assert right_or_told(said, right) in (1, 2) and disk.failed
         assert said[1, 0] == right[1, 0], "the short one goes on"
 
@@ -293,7 +300,7 @@ def test_with_room_in_memory_nothing_needs_the_disk(model: Transformer, right: S
     """All memory is given out when the disk fails; by the time rows come back others have left."""
     cache = spilling(where, offload_ram=40_000)
     disk = FailingDisk(3, which=("write_at",), on=True)
-    said = talk(Engine(model, cache, max_num_batched_tokens=24, fs=disk))
+    said = talk(Engine(model, cache, EngineConfig(max_num_batched_tokens=24, fs=disk)))
     assert disk.failed and right_or_told(said, right) < 2
 
 
@@ -315,7 +322,7 @@ def damage(kind: str, at: int, engine: Engine) -> None:
 @pytest.mark.parametrize("times", ["once", "always"])
 def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: str, times: str, where: str) -> None:
     """At places 64 bytes apart over the whole of the files, at steps of all ages."""
-    engine = Engine(model, spilling(where, offload_ram=0), max_num_batched_tokens=24)
+    engine = Engine(model, spilling(where, offload_ram=0), EngineConfig(max_num_batched_tokens=24))
     sizes: list[int] = []
     talk(engine, lambda engine, step: sizes.append(spills(engine)[0].paths[0].stat().st_size))
     found, rng = 0, random.Random(7)
@@ -328,7 +335,7 @@ def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: st
             if step == when or (times == "always" and step > when):
                 damage(kind, at, engine)
 
-        engine = Engine(model, spilling(where, offload_ram=0), max_num_batched_tokens=24)
+        engine = Engine(model, spilling(where, offload_ram=0), EngineConfig(max_num_batched_tokens=24))
         ended = right_or_told(talk(engine, between), right)
         assert times == "always" or not ended
         found += engine.kv_cache.offload_reader is not None and engine.kv_cache.offload_reader.stats().failed > 0
@@ -339,7 +346,7 @@ def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: st
 @pytest.mark.parametrize("kind", ["flip", "cut"])
 def test_damage_at_every_sixty_four_bytes(model: Transformer, right: Said, kind: str, where: str) -> None:
     for at in range(0, 20_000, 64):
-        engine = Engine(model, spilling(where, offload_ram=0), max_num_batched_tokens=24)
+        engine = Engine(model, spilling(where, offload_ram=0), EngineConfig(max_num_batched_tokens=24))
         assert not right_or_told(talk(engine, lambda e, step, at=at: step == 30 and damage(kind, at, e)), right)
 
 
@@ -348,7 +355,7 @@ def test_what_is_damaged_without_checksums_is_heard(
 ) -> None:
     """Proof that the tests above would notice."""
     monkeypatch.setattr("kvad.cache.offload.token_offload.zlib.crc32", lambda data: 0)
-    engine = Engine(model, spilling(where, offload_ram=0), max_num_batched_tokens=24)
+    engine = Engine(model, spilling(where, offload_ram=0), EngineConfig(max_num_batched_tokens=24))
     said = talk(engine, lambda engine, step: [damage("flip", at, engine) for at in range(7, 20_000, 8) if step == 20])
     with pytest.raises(AssertionError):
         right_or_told(said, right)
@@ -362,7 +369,7 @@ def test_a_killed_process_leaves_nothing_that_the_next_start_does_not_sweep(wher
         "import os, signal, sys\n"
         "from tests.engine.test_token_offload import *\n"
         "cache = spilling(sys.argv[1], offload_ram=0)\n"
-        "engine = Engine(build(model_config('rope')), cache, max_num_batched_tokens=24)\n"
+        "engine = Engine(build(model_config('rope')), cache, EngineConfig(max_num_batched_tokens=24))\n"
         "talk(engine, lambda e, step: os.kill(os.getpid(), signal.SIGKILL) if step == 30 else None)\n"
     )
     assert subprocess.run([sys.executable, "-c", script, where], check=False).returncode == -9
@@ -423,7 +430,7 @@ def test_a_request_may_end_where_the_pool_does(model: Transformer, where: str) -
 
 
 def test_a_row_that_spills_shares_no_prefix(model: Transformer, right: Said, where: str) -> None:
-    engine = Engine(model, spilling(where), max_num_batched_tokens=24)
+    engine = Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24))
     for _ in range(2):
         request = engine.add_request(PROMPTS[0], ASKED)
         tokens = [piece.token_id for _ in range(80) for piece in engine.step()]
@@ -471,7 +478,7 @@ class SpillMachine(RuleBasedStateMachine):
     def start(self, ram: int, blocks: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
         cache = spilling(self.folder.name, offload_ram=ram, num_blocks=blocks)
-        self.engine = Engine(self.model, cache, max_num_batched_tokens=20, fs=self.disk)
+        self.engine = Engine(self.model, cache, EngineConfig(max_num_batched_tokens=20, fs=self.disk))
 
     def alone(self, stem: int, length: int) -> list[int]:
         if (stem, length) not in self.solos:

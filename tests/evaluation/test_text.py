@@ -7,13 +7,13 @@ import pytest
 import torch
 import transformers
 
+from kvad.benchmarks.scorers import CachedScorer, ScoredRow, UncachedScorer
 from kvad.cache.config import CacheConfig
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.loader import load_model
 from kvad.engine.engine import Engine
 from kvad.errors import DataError, NumericalError, RequestError, UsageError
 from kvad.evaluation.extrapolation import extrapolate, join_texts
-from kvad.evaluation.readers import CachedScorer, ScoredRow, UncachedScorer
 from kvad.evaluation.text import (
     EvalDocument,
     EvalWindow,
@@ -162,7 +162,7 @@ def test_training_s_validation_loss_is_a_window_of_one_more_token(tmp_path, run_
 
     config = run_config(steps=2, eval_interval=2, eval_tokens=0, tokenizer={"kind": "char"})
     outcome = train_model(config, [tmp_path / "one.txt"], tmp_path / "run", callbacks=[Hold()])
-    split = held[0].data.validation
+    split = held[0].data.packer.validation
     begin, length = int(split._begin[0]), len(split)
     tokens = torch.from_numpy(split.store.take(range(begin, begin + length)))
     model, _ = load_model(tmp_path / "run")

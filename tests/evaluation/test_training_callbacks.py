@@ -13,7 +13,7 @@ from kvad.cli.main import main
 from kvad.errors import ConfigError, RequestError, UsageError
 from kvad.evaluation.training_callbacks import CheckCache, SamplePrompts, TranslationBleu, build_callbacks
 from kvad.train.config.run import CallbacksConfig, RunConfig
-from kvad.train.loop.run import read_model_run, train_model
+from kvad.train.loop.run import read_run_config, train_model
 from kvad.train.monitoring.metrics import read_metrics
 from tests.train.conftest import corpus, run_config  # noqa: F401  fixtures
 
@@ -69,13 +69,14 @@ def test_of_pairs_the_cache_is_checked_and_bleu_is_measured(pairs, tmp_path):
 
 
 def test_a_broken_cache_is_seen(corpus, run_config, tmp_path, monkeypatch):  # noqa: F811
-    class Forgetful(KVCache):
-        def open(self, step):
-            for positions in self.positions:
-                positions[positions == 3] = -1
-            return super().open(step)
+    open_step = KVCache.open
 
-    monkeypatch.setattr("kvad.engine.engine.KVCache", Forgetful)
+    def lossy_open(self, step):
+        for positions in self.positions:
+            positions[positions == 3] = -1
+        return open_step(self, step)
+
+    monkeypatch.setattr(KVCache, "open", lossy_open)
     heard = []
 
     class Hear(CheckCache):
@@ -108,7 +109,7 @@ def test_a_run_file_says_what_is_watched_and_resuming_goes_on_with_it(corpus, tm
     words += ["--prompt", "1 is", "--prompt", "2 is", "--check-cache", "--set", "callbacks.max_tokens=2"]
     assert main([str(word) for word in words]) == 0
     wanted = CallbacksConfig(check_cache=True, prompts=("1 is", "2 is"), max_tokens=2)
-    assert RunConfig.load(out / "run.toml").callbacks == wanted == read_model_run(out)[0].callbacks
+    assert RunConfig.load(out / "run.toml").callbacks == wanted == read_run_config(out)[0].callbacks
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     assert main(["train", "--resume", "--out", str(out)]) == 0  # as it was
     assert (

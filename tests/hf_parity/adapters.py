@@ -1,11 +1,13 @@
-"""PEFT as the reference of adapters: write golden files, and read the adapters that kvad writes. Not run by the tests.
+"""PEFT as the reference of adapters: write golden files, and read the adapters that kvad writes. Not run by the
+tests.
 
     python -m venv /tmp/kvad-peft && /tmp/kvad-peft/bin/pip install transformers==4.57.6 peft==0.21.2 torch numpy
-    /tmp/kvad-peft/bin/python -m tests.hf_parity.adapters make [CASE...]    # the goldens
+    /tmp/kvad-peft/bin/python -m tests.hf_parity.adapters make [CASE...]    # the golden files
     /tmp/kvad-peft/bin/python -m tests.hf_parity.adapters read FOLDER IDS   # float64 logits of an adapter
 
-A golden is the adapter of a base in goldens/4.57, as PEFT's save_pretrained wrote it: its config, the names and shapes
-of its tensors (their values come from the names, ``weights.py``), and the float64 logits of base and adapter together.
+A golden file describes the adapter of a base in goldens/4.57, as written by PEFT's save_pretrained: its config, the
+names and shapes of its tensors (values are derived from names, ``weights.py``), and the float64 logits of base and
+adapter together.
 """
 
 import json
@@ -20,7 +22,7 @@ from tests.hf_parity import checkpoint, weights
 
 FOLDER = checkpoint.GOLDENS / "peft"
 ALPHA, RANK = 12, 3
-# case -> what else its LoraConfig says; modules by the names that each family has
+# case -> further options of its LoraConfig; modules have the family's names
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     "llama-tied": {"target_modules": "all-linear", "use_rslora": True},
@@ -30,21 +32,21 @@ CASES: dict[str, dict[str, Any]] = {
     "t5": {"target_modules": ["q", "v", "wo"]},
     "bart": {"target_modules": ["q_proj", "fc1"]},
 }
-SCALE = 0.2  # deviation of both matrices: what they add is seen in every logit
+SCALE = 0.2  # standard deviation of both matrices: large enough to change every logit
 
 
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float32 of an adapter's tensor, a function of its name."""
+    """Return the float32 values of an adapter's tensor, a function of its name."""
     return (SCALE * weights.noise(name, shape, seed=7)).astype(np.float32)
 
 
 def tensors(meta: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Those of a golden, by PEFT's names."""
+    """Return the tensors of a golden file, by PEFT's names."""
     return {name: values(name, tuple(shape)) for name, shape in meta["tensors"].items()}
 
 
 def load(case: str) -> tuple[dict[str, Any], np.ndarray]:
-    """A golden: {"config", "tensors"}, and the logits of the base's ``long`` input."""
+    """Return a golden file's {"config", "tensors"}, and the logits for the base's ``long`` input."""
     meta = json.loads((FOLDER / f"{case}.json").read_text())
     return meta, np.load(FOLDER / f"{case}.npy")
 
@@ -55,8 +57,8 @@ def _model(case: str, folder: Path) -> Any:
 
     meta, arrays = checkpoint.load("4.57", case)
     base = checkpoint.write(meta, arrays, folder / "base")
-    made = getattr(transformers, meta["config"]["architectures"][0])
-    return made.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval(), arrays
+    built = getattr(transformers, meta["config"]["architectures"][0])
+    return built.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval(), arrays
 
 
 def _logits(model: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -70,7 +72,7 @@ def _logits(model: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def make(case: str, options: dict[str, Any], out: Path) -> dict[str, Any]:
-    """PEFT's adapter of a case in ``out``/adapter, its base beside it; what a golden says of it, logits apart."""
+    """Write PEFT's adapter of a case to ``out``/adapter with its base; return the golden's description and logits."""
     import torch
     from peft import LoraConfig, get_peft_model
     from safetensors import safe_open

@@ -1,4 +1,4 @@
-"""What an oracle says of a model that it has read: outputs, greedy answers, beams. Runs in the oracle's environment.
+"""Outputs, greedy tokens and beams of a reference model. Runs in the reference's environment.
 
 Every input is computed alone, without padding, by eager attention in float32.
 """
@@ -15,7 +15,7 @@ from tests.hf_parity import weights
 from tests.hf_parity.cases import RAGGED, Case
 
 PROMPT, NEW, ATTEMPTS = 9, 12, 12
-MARGIN = 2e-3  # of logits between the best token and the next, so that a greedy answer is no coin's toss
+MARGIN = 2e-3  # of logits between the best token and the next, so that greedy tokens do not depend on rounding
 BEAMS = (
     {"num_beams": 4, "length_penalty": 1.0, "early_stopping": False},
     {"num_beams": 4, "length_penalty": 0.4, "early_stopping": True},
@@ -24,47 +24,48 @@ KEY_BIAS = re.compile(r"(k_proj|key|k_lin|\.k)\.bias$")
 
 
 def inputs(case: Case, name: str, length: int, target: int) -> dict[str, np.ndarray]:
-    """Ids past the special ones (and before Marian's pad, the last id): no position is taken for padding."""
-    made = {"input_ids": weights.integers(f"{name}/input_ids", length, 5, 95, case.recipe.seed)}
+    """Return ids after the special ones (and before Marian's pad, the last id): no position counts as padding."""
+    generated = {"input_ids": weights.integers(f"{name}/input_ids", length, 5, 95, case.recipe.seed)}
     if case.types:
-        made["token_type_ids"] = (np.arange(length) >= length // 2).astype(np.int64)
+        generated["token_type_ids"] = (np.arange(length) >= length // 2).astype(np.int64)
     if case.kind == "encdec":
-        made["decoder_input_ids"] = weights.integers(f"{name}/decoder_input_ids", target, 5, 95, case.recipe.seed)
-    return made
+        generated["decoder_input_ids"] = weights.integers(f"{name}/decoder_input_ids", target, 5, 95, case.recipe.seed)
+    return generated
 
 
 def forward(case: Case, model: Any, given: dict[str, np.ndarray], hidden: bool) -> dict[str, np.ndarray]:
     tensors = {key: torch.from_numpy(value)[None] for key, value in given.items()}
     got = model(**tensors, output_hidden_states=hidden, return_dict=True)
-    made = {case.output: got[case.output][0].numpy()}
+    generated = {case.output: got[case.output][0].numpy()}
     if case.output == "last_hidden_state" and got.get("pooler_output") is not None:
-        made["pooler_output"] = got["pooler_output"][0].numpy()
+        generated["pooler_output"] = got["pooler_output"][0].numpy()
     if case.kind == "encdec":
-        made["encoder_last_hidden_state"] = got["encoder_last_hidden_state"][0].numpy()
+        generated["encoder_last_hidden_state"] = got["encoder_last_hidden_state"][0].numpy()
     for key in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states") if hidden else ():
-        made.update({f"{key}/{i}": state[0].numpy() for i, state in enumerate(got.get(key) or ())})
-    return made
+        generated.update({f"{key}/{i}": state[0].numpy() for i, state in enumerate(got.get(key) or ())})
+    return generated
 
 
 def runs(case: Case, model: Any, hidden: bool) -> dict[str, np.ndarray]:
-    """The long input and the ragged ones, each alone."""
+    """Run the long input and the shorter ones, each alone."""
     lengths = {"long_factor": (case.length, case.target)} | {
         f"ragged{i}": (n, n // 2 + 2) for i, n in enumerate(RAGGED)
     }
-    made = {}
+    generated = {}
     for name, (length, target) in lengths.items():
         given = inputs(case, name, length, target)
         got = forward(case, model, given, hidden)
         if name != "long":
             got.pop("encoder_last_hidden_state", None)
-        made.update({f"{name}/{key}": value for key, value in {**given, **got}.items()})
-    return made
+        generated.update({f"{name}/{key}": value for key, value in {**given, **got}.items()})
+    return generated
 
 
 def without_effect(case: Case, model: Any, arrays: dict[str, np.ndarray]) -> list[str]:
-    """Parameters and buffers, by their names in the model, of which the long output does not depend.
+    """Return the names of parameters and buffers that do not affect the long output.
 
-    Biases of keys, which softmax takes out, and fixed tables may be such; a loader that drops any other is seen.
+    These may be biases of keys, which cancel in the softmax, and fixed tables; a loader that drops any other is
+    detected.
     """
     with torch.enable_grad():
         named = dict(model.named_parameters())
@@ -91,9 +92,10 @@ def without_effect(case: Case, model: Any, arrays: dict[str, np.ndarray]) -> lis
 
 
 def greedy(case: Case, model: Any, needed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Plain argmax, for 12 tokens, with nothing banned, forced or ending, with and without the oracle's cache.
+    """Decode 12 tokens by plain argmax, with nothing banned, forced or ending, with and without the reference's
+    cache.
 
-    Of some prompts the one with the most varied answer: tiny random models like to repeat themselves.
+    Of several prompts the one with the most varied output is used, because tiny random models repeat themselves.
     """
     options = {**needed, "do_sample": False, "num_beams": 1, "max_new_tokens": NEW}
     length = 21 if case.kind == "encdec" else PROMPT
@@ -112,19 +114,19 @@ def greedy(case: Case, model: Any, needed: dict[str, Any]) -> tuple[dict[str, An
     arrays = {"greedy/input_ids": prompt, "greedy/sequence": cached.sequence, "greedy/logits": cached.logits}
     if not same:
         arrays |= {"greedy/sequence_uncached": uncached.sequence, "greedy/logits_uncached": uncached.logits}
-    said = {
+    summary = {
         **options,
         "eos_token_id": None,
         "margin": round(min(cached.margin, uncached.margin), 4),
         "cache_agrees": same,
     }
-    return said, arrays
+    return summary, arrays
 
 
 def undress(model: Any) -> dict[str, Any]:
-    """Takes the model's generation config away: no forced ends, banned words or default lengths.
+    """Remove the model's generation config: forced ends, banned words and default lengths.
 
-    Returns what of it remains needed: the padding, and the token that a decoder begins with.
+    Returns the settings that are still needed: the padding, and the decoder's start token.
     """
     own, config = model.generation_config, model.config
     keys = ("decoder_start_token_id", "bos_token_id")
@@ -136,8 +138,13 @@ def undress(model: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """``sequence`` [L] with its prompt (or the decoder's start), ``logits`` [12, V] of the new tokens, and the least
-    ``margin`` by which one of them was the best."""
+    """Generated tokens of one prompt.
+
+    Args:
+        sequence: [L] with the prompt, or the decoder's start.
+        logits: [12, V] of the new tokens.
+        margin: Smallest difference of logits between the best token and the next.
+    """
 
     sequence: np.ndarray
     logits: np.ndarray
@@ -154,9 +161,9 @@ def generate(model: Any, prompt: np.ndarray, options: dict[str, Any]) -> Answer:
 
 
 def beams(model: Any, needed: dict[str, Any], prompt: np.ndarray) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """All four hypotheses of two searches, in which some end before others.
+    """Return all four hypotheses of two searches, in which some end before others.
 
-    That they end is arranged: the fourth token of the best hypothesis of an endless search is made the end.
+    The end token is chosen so: it is the fourth token of the best hypothesis of an endless search.
     """
     ids = torch.from_numpy(prompt)[None]
 
@@ -166,13 +173,13 @@ def beams(model: Any, needed: dict[str, Any], prompt: np.ndarray) -> tuple[list[
 
     common = {**needed, "do_sample": False, "num_return_sequences": 4, "max_new_tokens": NEW}
     end = int(search({**common, **BEAMS[0]}).sequences[0, -NEW + 3])
-    made = [{**common, **chosen, "eos_token_id": end} for chosen in BEAMS]
+    generated = [{**common, **chosen, "eos_token_id": end} for chosen in BEAMS]
     arrays = {}
-    for i, options in enumerate(made):
+    for i, options in enumerate(generated):
         got = search(options)
         arrays |= {
             f"beams{i}/input_ids": prompt,
             f"beams{i}/sequences": got.sequences.numpy(),
             f"beams{i}/scores": got.sequences_scores.numpy(),
         }
-    return made, arrays
+    return generated, arrays

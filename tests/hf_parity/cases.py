@@ -1,7 +1,7 @@
-"""The cases: one tiny, awkward model each. Plain data; transformers is imported by make.py alone.
+"""The cases: one tiny model with unusual shapes each. Plain data; only make.py imports transformers.
 
-Awkward on purpose (families.md): 6 heads, fewer key-value heads, heads x head_dim != hidden, a vocabulary of 97 that no
-64 divides, odd lengths, inputs longer than windows, bucket tables and original rope limits, two layers of each type.
+Unusual on purpose (families.md): 6 heads, fewer KV heads, heads x head_dim != hidden, a vocabulary of 97, odd
+lengths, inputs longer than windows, bucket tables and original rope limits, two layers of each type.
 """
 
 from dataclasses import dataclass, field
@@ -18,11 +18,12 @@ USUAL = Recipe()
 
 @dataclass(frozen=True)
 class Case:
-    """``model`` and ``config`` are classes of transformers, ``options`` the config's arguments.
+    """One case.
 
-    ``length`` is that of the long input (for encdec: of the source; the target has ``target``). ``extra`` are tensors
-    that the file has beyond those of save_pretrained, ``fixed`` the endings of names of tables that keep their true
-    values. ``output`` is what is compared.
+    ``model`` and ``config`` are classes of transformers, ``options`` the config's arguments. ``length`` is that of
+    the long input (of the source for encoder-decoders, whose target has ``target``). ``extra`` are tensors that the
+    file has in addition to those of save_pretrained, ``fixed`` the name endings of tables with real values.
+    ``output`` is the compared output.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Case:
     fixed: tuple[str, ...] = ()
     note: str = ""
     attention: str = "eager"
-    without: dict[str, str] = field(default_factory=dict)  # {oracle: why it cannot say anything here}
+    without: dict[str, str] = field(default_factory=dict)  # {version: reason why it cannot compute the case}
 
 
 def _decoder(name: str, model: str, config: str, options: dict[str, Any], **own: Any) -> Case:
@@ -55,7 +56,7 @@ def _encdec(name: str, model: str, config: str, options: dict[str, Any], **own: 
     return Case(name, model, config, "encdec", {"vocab_size": VOCAB, **options}, **own)
 
 
-# Names of the same dimensions differ by generation: GPT-2's, and everybody's since BERT.
+# The same dimensions have different names in GPT-2 and in families since BERT.
 GPT = {"n_embd": 36, "n_head": 6, "n_layer": 3, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 2}
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 BODY = {"hidden_size": 36, "num_attention_heads": 6, "num_hidden_layers": 3, "max_position_embeddings": 64}
@@ -154,7 +155,7 @@ DECODERS = [
             "parallel_attn": False,
             "bias": True,
         },
-        attention="sdpa",  # their eager attention adds the bias twice: once with the mask, once in the attention
+        attention="sdpa",  # their eager attention adds the bias twice: with the mask and in the attention
     ),
     _decoder(
         "falcon-rotary-mha",
@@ -491,7 +492,7 @@ ENCODERS = [
         "NomicBertConfig",
         {**BERT, "hidden_size": 48},
         types=True,
-        recipe=Recipe(gain=1.0),  # at 1.5 its own float32 is 1.6e-5 from its float64
+        recipe=Recipe(gain=1.0),  # at 1.5 the model's float32 differs from its float64 by 1.6e-5
     ),
     _encoder(
         "roformer",
@@ -554,7 +555,7 @@ T5 = {
     "num_heads": 6,
     "d_ff": 52,
     "num_layers": 3,
-    "num_decoder_layers": 2,  # with more than the encoder has, 4.57 loses its cache
+    "num_decoder_layers": 2,  # with more than the encoder's, 4.57 fails
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 16,
     "pad_token_id": 0,
@@ -641,7 +642,7 @@ ENCDECS = [
         extra=UNTIED,
         target=27,
         beams=True,
-        note="lm_head.weight lies in the file and differs from shared.weight, whatever the version would save",
+        note="lm_head.weight is in the file and differs from shared.weight, whatever the version would save",
         recipe=UNDIVIDED,
     ),
     _encdec("mt5", "MT5ForConditionalGeneration", "MT5Config", GATED, extra=UNTIED, target=27, recipe=UNDIVIDED),

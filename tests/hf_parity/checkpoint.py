@@ -1,4 +1,4 @@
-"""Recreates a case's Hugging Face folder from its golden, as ``save_pretrained`` had written it. No transformers.
+"""Rebuilds a case's Hugging Face folder from its golden files, as ``save_pretrained`` wrote it. No transformers.
 
 meta, arrays = load("4.57", "llama")        # goldens/4.57/llama.json and llama.npz
 write(meta, arrays, folder)                 # config.json, generation_config.json, model.safetensors
@@ -18,7 +18,7 @@ ORACLES = ("4.57", "5")
 
 
 def names(oracle: str, goldens: Path = GOLDENS) -> list[str]:
-    """The cases that ``oracle`` has, in the order of ``cases.py``."""
+    """Return the cases of a version, in the order of ``cases.py``."""
     index = json.loads((goldens / oracle / "index.json").read_text())
     return list(index["cases"])
 
@@ -30,7 +30,7 @@ def load(oracle: str, name: str, goldens: Path = GOLDENS) -> tuple[dict[str, Any
 
 
 def made(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every tensor of the checkpoint by its name in the file; the fixed tables come from the golden's arrays."""
+    """Return every tensor of the checkpoint by its name in the file; fixed tables are stored in the golden file."""
     recipe = weights.Recipe(**meta["recipe"])
     return {
         name: arrays[f"fixed/{name}"] if name in meta["fixed"] else weights.tensor(name, tuple(shape), recipe)
@@ -39,7 +39,7 @@ def made(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.nd
 
 
 def tensors(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same, proven: raises ValueError if they are not, bit for bit, those that the oracle read."""
+    """Return the same tensors, or raise ValueError if they differ in any bit from those the reference read."""
     got = made(meta, arrays)
     if weights.digest(got) != meta["weights_sha256"]:
         raise ValueError(f"{meta['case']}: the weights are not those of the golden; weights.py was changed")
@@ -47,7 +47,7 @@ def tensors(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np
 
 
 def text(config: dict[str, Any]) -> str:
-    """A JSON file as transformers writes it."""
+    """Format a JSON file like transformers."""
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Lets one oracle read the checkpoints of the other, as users do with the hub's: where do its outputs change?
+"""Let one version read the checkpoints of the other, and print the changed outputs.
 
 FOLDER/5/bin/python -m tests.hf_parity.cross [--goldens FOLDER] [--only NAME ...]
 """

@@ -1,11 +1,11 @@
-"""Makes the goldens: what an oracle, a version of transformers, computes for every case.
+"""Write the golden files: what one version of transformers computes for every case.
 
-    FOLDER/4.57/bin/python -m tests.hf_parity.make --out tests/hf_parity/goldens [--only llama t5 ...] [--hidden]
+    FOLDER/4.57/bin/python -m tests.hf_parity.make --out tests/golden_files/hf_parity [--only llama t5 ...] [--hidden]
 
-For each case: the model's config decides which tensors ``save_pretrained`` writes; their values become those of
-``weights.py``; the folder is read back by ``from_pretrained``, and only then is it the oracle. Proven on the way: no
-tensor was missing, unexpected or left at its initial value, the oracle writes back every tensor that it read, and
-``checkpoint.write`` recreates the folder from the golden.
+For each case: the model's config decides which tensors ``save_pretrained`` writes; their values are replaced by those
+of ``weights.py``; ``from_pretrained`` reads the folder, and only that model is the reference. Checked on the way: no
+tensor was missing, unexpected or left at its initial value, the reference writes back every tensor that it read, and
+``checkpoint.write`` rebuilds the folder from the golden files.
 """
 
 import argparse
@@ -35,11 +35,11 @@ ORACLE = "4.57" if transformers.__version__.startswith("4.57.") else transformer
 
 
 class Unavailable(Exception):
-    """The oracle has no such class, or cannot use it."""
+    """Raised if this version has no such class, or cannot use it."""
 
 
 def build(case: Case) -> Any:
-    """The model as its class initialises it; only the shapes and the fixed tables of it remain."""
+    """Build the model as its class initializes it; only shapes and fixed tables are used."""
     if not hasattr(transformers, case.model) or not hasattr(transformers, case.config):
         raise Unavailable(f"transformers {transformers.__version__} has no {case.model}")
     if ORACLE in case.without:
@@ -49,7 +49,7 @@ def build(case: Case) -> Any:
     config = getattr(transformers, case.config)(**copy.deepcopy(case.options))
     try:
         return make(config).eval()
-    except AttributeError:  # 4.57 cannot initialise StableLM's norms without bias, but reads them well
+    except AttributeError:  # 4.57 cannot initialize StableLM's norms without bias, but reads them
         with transformers.modeling_utils.no_init_weights():
             return make(config).eval()
 
@@ -59,12 +59,12 @@ def read(case: Case, folder: Path) -> tuple[Any, dict[str, Any]]:
         folder, attn_implementation=case.attention, dtype=torch.float32, output_loading_info=True
     )
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped products need strides that tiny experts lack
+        model.set_experts_implementation("eager")  # grouped products require strides that tiny experts do not have
     return model.eval(), info
 
 
 def prepare(case: Case, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
-    """Writes the checkpoint into ``folder``; returns the golden's meta and arrays so far, and the tensors."""
+    """Write the checkpoint to ``folder``; return the golden's meta and arrays so far, and the tensors."""
     build(case).save_pretrained(folder, safe_serialization=True)
     saved = load_file(folder / "model.safetensors")
     shapes = {name: saved[name].shape for name in sorted(saved)}
@@ -89,37 +89,48 @@ def prepare(case: Case, folder: Path) -> tuple[dict[str, Any], dict[str, np.ndar
         "fixed": fixed,
     }
     arrays = {f"fixed/{name}": saved[name] for name in fixed}
-    made = checkpoint.made(meta, arrays)
-    meta["weights_sha256"] = weights.digest(made)
-    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
-    return meta, arrays, made
+    tensors_written = checkpoint.made(meta, arrays)
+    meta["weights_sha256"] = weights.digest(tensors_written)
+    save_file(tensors_written, folder / "model.safetensors", metadata={"format": "pt"})
+    return meta, arrays, tensors_written
 
 
-def prove(case: Case, model: Any, info: dict[str, Any], made: dict[str, np.ndarray]) -> list[str]:
-    """The oracle read every tensor, and would write each back, except such of the extra ones as it returns."""
+def check_read(case: Case, model: Any, info: dict[str, Any], tensors_written: dict[str, np.ndarray]) -> list[str]:
+    """Check that the reference read every tensor and would write each back, except returned extra ones."""
     strays = {key: sorted(map(str, value)) for key, value in info.items() if value}
     if strays:
         raise AssertionError(f"loading: {strays}")
     with tempfile.TemporaryDirectory() as again:
         model.save_pretrained(again, safe_serialization=True)
         back = load_file(Path(again) / "model.safetensors")
-    changed = [name for name, value in back.items() if name not in made or not np.array_equal(value, made[name])]
-    lost = sorted(set(made) - set(back))
-    if changed or not set(lost) <= set(case.extra):
-        raise AssertionError(f"written back otherwise: {changed}; not at all: {lost}")
-    return lost
+    changed = [
+        name
+        for name, value in back.items()
+        if name not in tensors_written or not np.array_equal(value, tensors_written[name])
+    ]
+    not_written = sorted(set(tensors_written) - set(back))
+    if changed or not set(not_written) <= set(case.extra):
+        raise AssertionError(f"written back otherwise: {changed}; not at all: {not_written}")
+    return not_written
 
 
 def recreate(meta: dict[str, Any], arrays: dict[str, np.ndarray], folder: Path) -> None:
-    """checkpoint.write makes the folder that the oracle read: its configs byte for byte, its tensors bit for bit."""
+    """Check that checkpoint.write rebuilds the folder: configs byte for byte, tensors bit for bit."""
     with tempfile.TemporaryDirectory() as other:
-        made = checkpoint.write(meta, arrays, Path(other))
+        tensors_written = checkpoint.write(meta, arrays, Path(other))
         for name in ("config.json", "generation_config.json"):
-            one, two = ((place / name).read_text() if (place / name).exists() else None for place in (folder, made))
+            one, two = (
+                (place / name).read_text() if (place / name).exists() else None for place in (folder, tensors_written)
+            )
             if one != two:
                 raise AssertionError(f"{name} differs")
-        ours, theirs = load_file(made / "model.safetensors"), load_file(folder / "model.safetensors")
-        if ours.keys() != theirs.keys() or any(not np.array_equal(ours[name], theirs[name]) for name in theirs):
+        kvad_file, reference_file = (
+            load_file(tensors_written / "model.safetensors"),
+            load_file(folder / "model.safetensors"),
+        )
+        if kvad_file.keys() != reference_file.keys() or any(
+            not np.array_equal(kvad_file[name], reference_file[name]) for name in reference_file
+        ):
             raise AssertionError("model.safetensors differs")
 
 
@@ -127,9 +138,9 @@ def recreate(meta: dict[str, Any], arrays: dict[str, np.ndarray], folder: Path) 
 def golden(case: Case, hidden: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        meta, arrays, made = prepare(case, folder)
+        meta, arrays, tensors_written = prepare(case, folder)
         model, info = read(case, folder)
-        meta["not_saved_again"] = prove(case, model, info, made)
+        meta["not_saved_again"] = check_read(case, model, info, tensors_written)
         recreate(meta, arrays, folder)
         arrays |= answers.runs(case, model, hidden)
         largest = max(float(np.abs(value).max()) for key, value in arrays.items() if key.endswith(f"/{case.output}"))
@@ -150,16 +161,16 @@ def golden(case: Case, hidden: bool) -> tuple[dict[str, Any], dict[str, np.ndarr
 
 
 def readable(meta: dict[str, Any]) -> str:
-    """JSON with every list of numbers on one line."""
+    """Format JSON with every list of numbers on one line."""
 
-    def line(found: re.Match[str]) -> str:
-        return "[" + " ".join(found[1].split()) + "]"
+    def line(numbers: re.Match[str]) -> str:
+        return "[" + " ".join(numbers[1].split()) + "]"
 
     return re.sub(r"\[([^\[\]{}\"]*)\]", line, json.dumps(meta, indent=1)) + "\n"
 
 
 def report(case: Case, out: Path, hidden: bool) -> str | None:
-    """Writes the case's golden, or returns why this oracle has none."""
+    """Write the case's golden files, or return the reason why this version has none."""
     try:
         meta, arrays = golden(case, hidden)
     except Unavailable as why:
@@ -175,7 +186,7 @@ def report(case: Case, out: Path, hidden: bool) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder of goldens; the oracle's own is made in it")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(BY_NAME), help="these cases alone")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(BY_NAME), help="only these cases")
     parser.add_argument("--hidden", action="store_true", help="the hidden states too, for finding where a loader errs")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -183,9 +194,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     index = out / "index.json"
     old: dict[str, Any] = json.loads(index.read_text()) if index.exists() and options.only else {}
-    made, skipped, failed = set(old.get("cases", [])), dict(old.get("skipped", {})), []
+    tensors_written, skipped, failed = set(old.get("cases", [])), dict(old.get("skipped", {})), []
     for case in CASES if options.only is None else [BY_NAME[name] for name in options.only]:
-        made.discard(case.name)
+        tensors_written.discard(case.name)
         skipped.pop(case.name, None)
         try:
             why = report(case, out, options.hidden)
@@ -195,16 +206,16 @@ def main() -> int:
             print(f"{case.name:28} FAILED: {type(error).__name__}: {error}", flush=True)
             continue
         if why is None:
-            made.add(case.name)
+            tensors_written.add(case.name)
         else:
             skipped[case.name] = why
-    said = {
+    result = {
         "transformers": transformers.__version__,
         "torch": torch.__version__.split("+")[0],
-        "cases": [case.name for case in CASES if case.name in made],
+        "cases": [case.name for case in CASES if case.name in tensors_written],
         "skipped": {case.name: skipped[case.name] for case in CASES if case.name in skipped},
     }
-    index.write_text(json.dumps(said, indent=1) + "\n")
+    index.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if failed else 0
 
 

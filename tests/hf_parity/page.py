@@ -1,7 +1,7 @@
-"""Generator of docs/models.md: the Hugging Face families that kvad reads, with the tests' results.
+"""Generator of docs/reference/models.md: the Hugging Face families that kvad reads, with the tests' results.
 
-scripts/models            docs/models.md from the goldens, the families and docs/models.json
-scripts/models --run      runs the tests of tests/checkpoint first and writes docs/models.json
+scripts/models            docs/reference/models.md from the goldens, the families and docs/reference/models.json
+scripts/models --run      runs the tests of tests/checkpoint first and writes docs/reference/models.json
 
 Only the text around the tables is written by hand; ``tests/docs/test_models_page.py`` compares page and output.
 """
@@ -38,7 +38,7 @@ from kvad.errors import KvadError
 from tests.hf_parity import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "docs" / "models.json"
+PAGE, RESULTS = ROOT / "docs" / "reference" / "models.md", ROOT / "docs" / "reference" / "models.json"
 FILES = ("tests/checkpoint/test_families.py", "tests/checkpoint/test_generation_config.py")
 CHECKS = {  # a test of each case -> what it checks
     "test_outputs_are_theirs": "outputs",
@@ -67,32 +67,35 @@ def ask(arguments: list[str]) -> Results:
 
 
 def parse(report: str) -> Results:
-    """Parse junit.xml: tests of :data:`CHECKS` whose names end in ``[case-oracle]`` or ``[oracle-case]``."""
-    found: Results = {}
+    """Parse junit.xml: tests of ``CHECKS`` whose names end in ``[case-oracle]`` or ``[oracle-case]``."""
+    collected: Results = {}
     versions = "|".join(map(re.escape, checkpoint.ORACLES))
     for test in ElementTree.fromstring(report).iter("testcase"):
         name, _, case = str(test.get("name")).partition("[")
-        behind = re.fullmatch(rf"(?P<case>.+)-(?P<oracle>{versions})\]", case)
-        before = re.fullmatch(rf"(?P<oracle>{versions})-(?P<case>.+)\]", case)
-        match = behind or before
+        case_first = re.fullmatch(rf"(?P<case>.+)-(?P<oracle>{versions})\]", case)
+        version_first = re.fullmatch(rf"(?P<oracle>{versions})-(?P<case>.+)\]", case)
+        match = case_first or version_first
         if name not in CHECKS or match is None:
             continue
         entry: dict[str, Any] = {"outcome": "passed"}
         for kind in ("failure", "error", "skipped"):
-            if (told := test.find(kind)) is not None:
-                entry = {"outcome": kind, "says": str(told.get("message")).splitlines()[0]}
-        for said in test.iter("property"):
-            if said.get("name") == "largest" and entry["outcome"] == "passed":
-                entry["largest"] = float(str(said.get("value")))
-        found.setdefault(match["case"], {}).setdefault(match["oracle"], {})[CHECKS[name]] = entry
-    return found
+            if (element := test.find(kind)) is not None:
+                entry = {"outcome": kind, "says": str(element.get("message")).splitlines()[0]}
+        for test_results in test.iter("property"):
+            if test_results.get("name") == "largest" and entry["outcome"] == "passed":
+                entry["largest"] = float(str(test_results.get("value")))
+        collected.setdefault(match["case"], {}).setdefault(match["oracle"], {})[CHECKS[name]] = entry
+    return collected
 
 
 def stored(results: Results) -> str:
-    """One line per case and oracle."""
+    """Format the results, one line per case and version."""
     cases = []
     for case, each in sorted(results.items()):
-        lines = [f"    {json.dumps(oracle)}: {json.dumps(said, sort_keys=True)}" for oracle, said in each.items()]
+        lines = [
+            f"    {json.dumps(oracle)}: {json.dumps(test_results, sort_keys=True)}"
+            for oracle, test_results in each.items()
+        ]
         cases.append(f"  {json.dumps(case)}: {{\n" + ",\n".join(lines) + "\n  }")
     return "{\n" + ",\n".join(cases) + "\n}\n"
 
@@ -116,11 +119,11 @@ class Family:
 
 def gather() -> dict[str, Family]:
     """Return every family that kvad reads, with or without cases, ordered by topology and name."""
-    found = {model_type: Family(model_type) for model_type in FAMILIES}
+    collected = {model_type: Family(model_type) for model_type in FAMILIES}
     for oracle in checkpoint.ORACLES:
         for case in checkpoint.names(oracle):
             meta = json.loads((checkpoint.GOLDENS / oracle / f"{case}.json").read_text("utf-8"))
-            family = found.get(meta["config"]["model_type"])
+            family = collected.get(meta["config"]["model_type"])
             if family is None:
                 continue
             family.classes[meta["model"]] = None
@@ -129,10 +132,10 @@ def gather() -> dict[str, Family]:
             if config is not None:
                 family.configs.append(config)
 
-    def place(each: Family) -> tuple[int, str]:
+    def sort_key(each: Family) -> tuple[int, str]:
         return (list(TOPOLOGIES).index(each.kinds[-1]) if each.kinds else len(TOPOLOGIES), each.model_type)
 
-    return {each.model_type: each for each in sorted(found.values(), key=place)}
+    return {each.model_type: each for each in sorted(collected.values(), key=sort_key)}
 
 
 def _read(content: Mapping[str, Any]) -> ModelConfig | None:
@@ -144,20 +147,20 @@ def _read(content: Mapping[str, Any]) -> ModelConfig | None:
 
 
 def positions(config: ModelConfig) -> list[str]:
-    """Return the model's :data:`POSITIONS`; "none" if some layers have none."""
-    found: set[str] = set()
+    """Return the model's ``POSITIONS``; "none" if some layers have none."""
+    collected: set[str] = set()
     absolute = config.embedding.position
     if isinstance(absolute, LearnedPositionsConfig):
-        found.add("learned")
+        collected.add("learned")
     if isinstance(absolute, SinusoidalPositionsConfig):
-        found.add("sinusoidal")
+        collected.add("sinusoidal")
     names = {RopeConfig: "RoPE", AlibiConfig: "ALiBi", T5BiasConfig: "T5 bias"}
     for attention in _attentions(config):
         if attention.position is not None:
-            found.add(names.get(type(attention.position), "custom"))
+            collected.add(names.get(type(attention.position), "custom"))
         elif absolute is None:
-            found.add("none")
-    return [name for name in POSITIONS if name in found]
+            collected.add("none")
+    return [name for name in POSITIONS if name in collected]
 
 
 def _attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
@@ -177,17 +180,17 @@ def norms(config: ModelConfig) -> list[str]:
 
 
 def page(results: Results) -> str:
-    found = gather()
+    collected = gather()
     parts = [
         HEAD.format(again=AGAIN, versions=_versions()),
         "## Positions, topologies, norms\n",
         MATRIX,
-        *_matrix(found),
+        *_matrix(collected),
         "## Families\n",
         TABLE,
-        *_table(found, results),
+        *_table(collected, results),
         "## Cases without a reference, or with another result\n",
-        *_silences(results),
+        *_missing_results(results),
         "## Disagreements between the two versions\n",
         DISAGREEMENTS,
         "## Refused models and options\n",
@@ -212,13 +215,13 @@ DISAGREEMENTS = """\
 HEAD = """# Models
 
 The Hugging Face families that kvad reads, with test results. All tables are written by `{again}`
-from the tests' report (`docs/models.json`), the goldens (`tests/hf_parity/goldens`) and the families
+from the tests' report (`docs/reference/models.json`), the goldens (`tests/golden_files/hf_parity`) and the families
 (`kvad/checkpoint/families`); `tests/docs/test_models_page.py` checks that the page is up to date.
 
 The references are transformers {versions}: tiny models with awkward shapes and random values in every parameter,
 compared logit by logit in float32 (`tests/hf_parity/README.md`). `kvad inspect MODEL --tree` draws each of these models
 and `kvad plan MODEL` computes its size, both from a folder's `config.json`. They need no torch for checkpoints in
-kvad's layout and for known models; a Hugging Face config imports torch, because one file per family has both the
+kvad's layout and for known models; a Hugging Face config imports torch, because the file of a family has both the
 config's and the tensors' conversion.
 """
 MATRIX = """A family is in every row whose positions it has. A note such as *(parallel)* gives the position of its norms
@@ -235,8 +238,10 @@ REFUSALS = """An unknown `model_type` is refused; the hint is the most similar k
 
 
 def _versions() -> str:
-    said = [json.loads((checkpoint.GOLDENS / one / "index.json").read_text("utf-8")) for one in checkpoint.ORACLES]
-    return " and ".join(each["transformers"] for each in said)
+    test_results = [
+        json.loads((checkpoint.GOLDENS / one / "index.json").read_text("utf-8")) for one in checkpoint.ORACLES
+    ]
+    return " and ".join(each["transformers"] for each in test_results)
 
 
 def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -244,24 +249,24 @@ def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
     return [*("| " + " | ".join(cells) + " |" for cells in lines), ""]
 
 
-def _matrix(found: Mapping[str, Family]) -> list[str]:
+def _matrix(collected: Mapping[str, Family]) -> list[str]:
     cells: dict[tuple[str, str, str], dict[str, None]] = {}
-    for family in found.values():
+    for family in collected.values():
         for config in family.configs:
-            place = "post" if "post" in norms(config) else "pre"
+            sort_key = "post" if "post" in norms(config) else "pre"
             other = [name for name in norms(config) if name not in ("pre", "post")]
             shown = f"`{family.model_type}`" + (f" *({', '.join(other)})*" if other else "")
             for position in positions(config):
                 if position == "none" and len(positions(config)) > 1:
                     continue
-                cells.setdefault((position, config.kind, "other" if other else place), {})[shown] = None
+                cells.setdefault((position, config.kind, "other" if other else sort_key), {})[shown] = None
     columns = [
-        (kind, place)
+        (kind, sort_key)
         for kind in TOPOLOGIES
-        for place in ("pre", "post", "other")
-        if any((position, kind, place) in cells for position in POSITIONS)
+        for sort_key in ("pre", "post", "other")
+        if any((position, kind, sort_key) in cells for position in POSITIONS)
     ]
-    head = ["", *(f"{kind}, {place}" for kind, place in columns)]
+    head = ["", *(f"{kind}, {sort_key}" for kind, sort_key in columns)]
     rows = [
         [position, *(", ".join(cells.get((position, *column), {})) or "-" for column in columns)]
         for position in POSITIONS
@@ -270,10 +275,10 @@ def _matrix(found: Mapping[str, Family]) -> list[str]:
     return _rows(head, rows)
 
 
-def _table(found: Mapping[str, Family], results: Results) -> list[str]:
+def _table(collected: Mapping[str, Family], results: Results) -> list[str]:
     head = ["family", "classes", "topology", "positions", "norms", *checkpoint.ORACLES, "file", "greedy", "beams"]
     rows = []
-    for family in found.values():
+    for family in collected.values():
         where = dict.fromkeys(" + ".join(positions(config)) for config in family.configs)
         places = dict.fromkeys(name for config in family.configs for name in norms(config))
         rows.append(
@@ -295,32 +300,32 @@ def _outputs(family: Family, oracle: str, results: Results) -> str:
     cases = family.cases.get(oracle, {})
     if not cases:
         return "no reference"
-    said = [results.get(case, {}).get(oracle, {}) for case in cases]
-    entries = [each["outputs"] for each in said if "outputs" in each]
+    test_results = [results.get(case, {}).get(oracle, {}) for case in cases]
+    entries = [each["outputs"] for each in test_results if "outputs" in each]
     wrong = [entry for entry in entries if entry["outcome"] in ("failure", "error")]
     if wrong:
         return f"**{len(wrong)} of {len(entries)} fail**"
-    near = [entry["largest"] for entry in entries if "largest" in entry]
-    if not near:
+    differences = [entry["largest"] for entry in entries if "largest" in entry]
+    if not differences:
         return "differs, see below" if entries else "not run"
-    count = f", {len(near)} cases" if len(near) > 1 else ""
-    return f"{max(near):.0e}{count}"
+    count = f", {len(differences)} cases" if len(differences) > 1 else ""
+    return f"{max(differences):.0e}{count}"
 
 
 def _check(family: Family, check: str, results: Results) -> str:
     """Return the cell of a check over both oracles."""
     pairs = [(oracle, case) for oracle, cases in family.cases.items() for case in cases]
-    said = [results.get(case, {}).get(oracle, {}) for oracle, case in pairs]
-    entries = [each[check] for each in said if check in each]
+    test_results = [results.get(case, {}).get(oracle, {}) for oracle, case in pairs]
+    entries = [each[check] for each in test_results if check in each]
     passed = sum(entry["outcome"] == "passed" for entry in entries)
     wrong = sum(entry["outcome"] in ("failure", "error") for entry in entries)
     if wrong:
         return f"**{wrong} of {len(entries)} fail**"
-    whole = sum("refused" not in each for each in said)
-    return "-" if not passed else "yes" if passed == whole else f"{passed} of {whole}"
+    num_read = sum("refused" not in each for each in test_results)
+    return "-" if not passed else "yes" if passed == num_read else f"{passed} of {num_read}"
 
 
-def _silences(results: Results) -> list[str]:
+def _missing_results(results: Results) -> list[str]:
     lines = []
     for oracle in checkpoint.ORACLES:
         index = json.loads((checkpoint.GOLDENS / oracle / "index.json").read_text("utf-8"))
@@ -342,8 +347,10 @@ def _refused() -> list[str]:
     rows = []
     for path in sorted((ROOT / "kvad" / "checkpoint" / "families").glob("*.py")):
         rows += [[f"`{path.stem}`", *cells] for cells in _refusals(path.read_text("utf-8"))]
-    said = "These options of configs are refused by name. Names with an underscore are files that families share."
-    return [*lines, "", said, "", *_rows(["file", "option", "supported values", "reason"], rows)]
+    test_results = (
+        "These options of configs are refused by name. Names with an underscore are files that families share."
+    )
+    return [*lines, "", test_results, "", *_rows(["file", "option", "supported values", "reason"], rows)]
 
 
 def _refusals(source: str) -> Iterator[list[str]]:

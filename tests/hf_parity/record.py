@@ -1,4 +1,4 @@
-"""A plugin of pytest: how far apart what a test compared was, at most, as a property of its report (and of junit.xml).
+"""Pytest plugin that records the largest difference of a test's comparisons as a property of its report.
 
 pytest -p tests.hf_parity.record --junitxml=results.xml tests/checkpoint/test_families.py
 """
@@ -12,7 +12,7 @@ import torch
 
 def _difference(actual: Any, expected: Any) -> float:
     if not (isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor)) or actual.shape != expected.shape:
-        return 0.0  # assert_close will say what is wrong
+        return 0.0  # assert_close will report the error
     return float((actual.double() - expected.double()).abs().max()) if actual.numel() else 0.0
 
 
@@ -21,11 +21,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     seen: list[float] = []
     compare = torch.testing.assert_close
 
-    def noting(actual: Any, expected: Any, **options: Any) -> None:
+    def recording(actual: Any, expected: Any, **options: Any) -> None:
         seen.append(_difference(actual, expected))
         compare(actual, expected, **options)
 
-    torch.testing.assert_close = noting
+    torch.testing.assert_close = recording
     try:
         return (yield)
     finally:

@@ -1,9 +1,9 @@
-"""What kvad trains, transformers loads: the newest step of a run as it is, by its Auto classes, gives the same logits.
+"""Checkpoints of kvad in transformers: the newest step of a run, loaded by Auto classes, gives the same logits.
 
-FOLDER/5/bin/python -m tests.hf_parity.steps [--only NAME ...]
+    FOLDER/5/bin/python -m tests.hf_parity.steps [--only NAME ...]
 
-Of each topology a tiny model: trained by kvad (an encoder is only saved as training would save it), then opened from
-its step's folder by kvad and by transformers.  Texts are tokenized by both, and decoders answer greedily in both.
+A tiny model of each topology is trained by kvad (an encoder is only saved as training would save it), then loaded
+from its step's folder by kvad and by transformers. Both tokenize the texts, and both decode greedily.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TOLERANCE = {"rtol": 1.3e-6, "atol": 2e-5}
 
 
 def model_of(name: str) -> dict[str, Any]:
-    """The ``model`` of a run's configuration."""
+    """Return the ``model`` of a run's configuration."""
     if name in ("llama", "marian"):
         return {"preset": {"llama": "tiny", "marian": "marian-tiny"}[name]}
     config = find_family("t5").read(HFConfigReader(T5, "t5")) if name == "t5" else configs()["encoder-decoder"]
@@ -61,7 +61,7 @@ def model_of(name: str) -> dict[str, Any]:
 
 
 def make(name: str, folder: Path) -> Path:
-    """Train a model, or save one as training would; returns its newest step."""
+    """Train a model, or save one as training would; return its newest step."""
     run = folder / "run"
     if name == "bert":
         return save_encoder(configs()["encoder"], run)
@@ -92,8 +92,8 @@ def save_encoder(config: ModelConfig, run: Path) -> Path:
 
 
 @torch.inference_mode()
-def ours(step: Path) -> Tensor:
-    """Logits [T, V] of the uncached model."""
+def kvad_logits(step: Path) -> Tensor:
+    """Return the logits [T, V] of the uncached model."""
     model, _ = load_model(step)
     if model.config.kind == "encoder":
         read = run_whole_sequence(model, IDS)
@@ -102,7 +102,7 @@ def ours(step: Path) -> Tensor:
 
 
 @torch.inference_mode()
-def theirs(step: Path, kind: str) -> Tensor:
+def reference_logits(step: Path, kind: str) -> Tensor:
     import transformers
 
     model = getattr(transformers, AUTO[kind]).from_pretrained(step).eval()
@@ -114,13 +114,13 @@ def theirs(step: Path, kind: str) -> Tensor:
 
 
 def check(name: str, folder: Path) -> float:
-    """The largest difference of logits.  AssertionError where anything differs."""
+    """Return the largest difference of logits. Raises AssertionError if anything else differs."""
     import transformers
 
     step = make(name, folder)
     kind = load_model(step)[1].config.kind
-    expected, found = theirs(step, kind), ours(step)
-    torch.testing.assert_close(found, expected, **TOLERANCE)
+    expected, largest = reference_logits(step, kind), kvad_logits(step)
+    torch.testing.assert_close(largest, expected, **TOLERANCE)
     config = transformers.AutoConfig.from_pretrained(step)
     assert config.architectures == [CLASSES[name]], config.architectures
     tokenizer = transformers.AutoTokenizer.from_pretrained(step)
@@ -130,11 +130,11 @@ def check(name: str, folder: Path) -> float:
         if kind != "encoder":
             answer = list(llm.generate(TEXT, max_tokens=8, temperature=0).tokens)
             model = getattr(transformers, AUTO[kind]).from_pretrained(step).eval()
-            told = {"attention_mask": read["attention_mask"], "do_sample": False, "max_new_tokens": 8}
-            said = model.generate(read["input_ids"], **told)[0].tolist()
-            begun = len(read["input_ids"][0]) if kind == "decoder" else 1
-            assert said[begun:] == answer, f"they answer {said[begun:]}, kvad {answer}"
-    return float((expected - found).abs().max())
+            reference_tokens = {"attention_mask": read["attention_mask"], "do_sample": False, "max_new_tokens": 8}
+            kvad_tokens = model.generate(read["input_ids"], **reference_tokens)[0].tolist()
+            start = len(read["input_ids"][0]) if kind == "decoder" else 1
+            assert kvad_tokens[start:] == answer, f"they answer {kvad_tokens[start:]}, kvad {answer}"
+    return float((expected - largest).abs().max())
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Goldens are to be trusted without transformers: the weights are those that the oracles read, and changes are seen."""
+"""Golden files without transformers: the weights equal those that the reference read, and changes are detected."""
 
 import json
 import re
@@ -13,22 +13,22 @@ EVERY = [(oracle, name) for oracle in checkpoint.ORACLES for name in checkpoint.
 
 
 @pytest.mark.parametrize(("oracle", "name"), EVERY, ids=lambda value: str(value))
-def test_a_golden_gives_back_the_weights_that_its_oracle_read(oracle, name):
+def test_golden_files_rebuild_the_weights(oracle, name):
     meta, arrays = checkpoint.load(oracle, name)
-    made = checkpoint.tensors(meta, arrays)  # compares the digests
-    assert {key: list(value.shape) for key, value in made.items()} == meta["tensors"]
-    assert all(value.dtype == np.float32 for value in made.values())
+    rebuilt = checkpoint.tensors(meta, arrays)  # compares the digests
+    assert {key: list(value.shape) for key, value in rebuilt.items()} == meta["tensors"]
+    assert all(value.dtype == np.float32 for value in rebuilt.values())
     assert arrays[f"long/{meta['output']}"].dtype == np.float32
 
 
-def test_every_case_has_a_golden_or_a_reason():
+def test_every_case_has_golden_files_or_a_reason():
     for oracle in checkpoint.ORACLES:
         index = json.loads((checkpoint.GOLDENS / oracle / "index.json").read_text())
         assert index["cases"] == [case.name for case in CASES if case.name not in index["skipped"]]
         assert all(index["skipped"].values())
 
 
-def test_a_golden_holds_what_its_kind_promises():
+def test_golden_files_have_the_arrays_of_their_kind():
     for oracle, name in EVERY:
         _, arrays = checkpoint.load(oracle, name)
         case = BY_NAME[name]
@@ -42,22 +42,23 @@ def test_a_golden_holds_what_its_kind_promises():
             assert arrays["greedy/sequence"][-len(best) :].tolist() == best.tolist()
 
 
-def test_a_change_of_a_weight_is_seen():
+def test_changed_weight_is_detected():
     meta, arrays = checkpoint.load("4.57", "llama")
     with pytest.raises(ValueError, match="not those of the golden"):
         checkpoint.tensors(meta | {"recipe": meta["recipe"] | {"seed": 2}}, arrays)
 
 
-def test_weights_follow_their_names():
+def test_weights_depend_on_their_names():
     recipe = weights.Recipe()
     norm, bias = (weights.tensor(f"layers.0.norm.{last}", (4096,), recipe) for last in ("weight", "bias"))
     assert abs(norm.mean() - 1) < 0.02 and abs(bias.mean()) < 0.02
     assert abs(norm.std() - 0.2) < 0.01 and abs(bias.std() - 0.2) < 0.01
-    matrix = weights.tensor("prelayernorm.encoder.k_proj.weight", (64, 64), recipe)  # a norm in the model's name only
+    # "norm" occurs only in the model's name
+    matrix = weights.tensor("prelayernorm.encoder.k_proj.weight", (64, 64), recipe)
     assert abs(matrix.mean()) < 0.02 and abs(matrix.std() - recipe.gain / 8) < 0.01
     assert np.abs(weights.noise("a", (4096,), 1)).max() < 3.5
 
 
-def test_names_of_cases_are_names_of_files():
+def test_case_names_are_file_names():
     assert len(BY_NAME) == len(CASES)
     assert all(re.fullmatch(r"[a-z0-9.-]+", name) for name in BY_NAME)

@@ -1,19 +1,16 @@
-"""Drawing attention from plain lists: the terminal's cells, an SVG that is XML, JSON that is JSON."""
+"""Attention maps from plain lists: terminal cells, figures, JSON."""
 
+import base64
+import io
 import json
 import math
 import xml.etree.ElementTree as ET
 
 import pytest
+from matplotlib.image import imread
 
-from kvad.inspection.attention_plot import (
-    SHADES,
-    AttentionMap,
-    attention_to_json,
-    attention_to_svg,
-    attention_to_text,
-    shade,
-)
+from kvad.inspection.attention_plot import SHADES, AttentionMap, attention_to_json, attention_to_text, shade
+from kvad.inspection.plot import draw_attention
 
 PIECES = ("def", "␣add", "(", "a")
 WEIGHTS = ((1.0, 0.0, 0.0, 0.0), (0.25, 0.75, 0.0, 0.0), (0.1, 0.1, 0.8, 0.0), (0.25, 0.25, 0.25, 0.25))
@@ -85,29 +82,41 @@ def test_a_single_token():
     assert "0 x              ██" in attention_to_text(("x",), AttentionMap(0, 0, [[1.0]]))
 
 
-def test_svg_is_xml_with_a_cell_per_weight():
-    root = ET.fromstring(attention_to_svg(PIECES, [MAP]))
-    cells = [rect for rect in root.iterfind(".//svg:rect", NAMES) if rect.get("fill-opacity")]
-    assert len(cells) == sum(weight > 0 for row in WEIGHTS for weight in row)
-    assert [cell.get("fill-opacity") for cell in cells][:3] == ["1.000", "0.500", "0.866"]
-    titles = [title.text for title in root.iterfind(".//svg:title", NAMES)]
-    assert titles[1] == "␣add to def: 0.2500"
-    assert "layer 2, head 5" in [text.text for text in root.iterfind(".//svg:text", NAMES)]
+def drawn(pieces, maps):
+    """Return the SVG tree, its texts and the pixels [rows, columns, 4] of its first map, from the top."""
+    target = io.BytesIO()
+    assert draw_attention(pieces, maps, [target]) == []
+    root = ET.fromstring(target.getvalue())
+    texts = ["".join(text.itertext()) for text in root.iterfind(".//svg:text", NAMES)]
+    image = next(root.iterfind(".//svg:image", NAMES)).get("{http://www.w3.org/1999/xlink}href")
+    return root, texts, imread(io.BytesIO(base64.b64decode(image.partition(",")[2])))[::-1]
+
+
+def test_svg_is_xml_with_a_shade_per_weight():
+    _, texts, pixels = drawn(PIECES, [MAP])
+    assert "layer 2, head 5" in texts and [texts.count(piece) for piece in PIECES] == [2] * 4
+    edge = len(pixels) // 4
+    centers = [(2 * index + 1) * edge // 2 for index in range(4)]
+    light = [float(pixels[row, column, :3].sum()) for row in centers for column in centers]
+    darkest_first = sorted(zip(light, (weight for row in WEIGHTS for weight in row), strict=True))
+    weights = [weight for _, weight in darkest_first]
+    assert weights == sorted(weights, reverse=True) and weights[0] == 1.0
 
 
 def test_svg_places_maps_side_by_side():
-    one, six = ET.fromstring(attention_to_svg(PIECES, [MAP])), ET.fromstring(attention_to_svg(PIECES, [MAP] * 6))
-    assert int(six.get("width")) == 4 * int(one.get("width")) and int(six.get("height")) == 2 * int(one.get("height"))
-    assert len({g.get("transform") for g in six.iterfind("svg:g", NAMES)}) == 6
+    (one, *_), (six, texts, _) = drawn(PIECES, [MAP]), drawn(PIECES, [MAP] * 6)
+    sizes = [[float(root.get(name).removesuffix("pt")) for name in ("width", "height")] for root in (one, six)]
+    assert sizes[1] == pytest.approx([4 * sizes[0][0], 2 * sizes[0][1]])
+    assert texts.count("layer 2, head 5") == 6
 
 
-def test_svg_holds_any_token():
-    pieces = ("<b>&", "\"'", "\x00\x1b", "\udc80")
-    root = ET.fromstring(
-        attention_to_svg(pieces, [AttentionMap(0, 0, [[math.nan, 0.5, 0.5, 0.5]] * 4)]).encode("utf-8")
+def test_svg_has_any_token_and_nan_is_red():
+    _, texts, pixels = drawn(
+        ("<b>&", "\"'", "\x00\x1b", "\udc80"), [AttentionMap(0, 0, [[math.nan, 0.5, 0.5, 0.5]] * 4)]
     )
-    assert "<b>&" in [text.text for text in root.iterfind(".//svg:text", NAMES)]
-    assert sum(rect.get("fill") == "#d00" for rect in root.iterfind(".//svg:rect", NAMES)) == 4
+    assert "<b>&" in texts and "\N{REPLACEMENT CHARACTER}" in texts
+    red = (pixels[..., 0] > 0.8) & (pixels[..., 1] < 0.1)
+    assert red[:, : len(pixels) // 5].all() and not red[:, len(pixels) // 3 :].any()
 
 
 def test_json():

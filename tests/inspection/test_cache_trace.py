@@ -13,7 +13,7 @@ import torch
 
 from kvad.cache.config import CacheConfig
 from kvad.cli.main import main
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.preemption import SwapCostModel
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.engine.trace import trace_forward
@@ -475,7 +475,7 @@ def parked_run(folder=None, disk=None, **fields):
             **fields,
         }
     )
-    engine = Engine(MODEL, cache, swap_dir=folder, cost_model=Forced(), **options)
+    engine = Engine(MODEL, cache, EngineConfig(swap_dir=folder, cost_model=Forced(), **options))
     slide = watched(engine, PROMPT, PROMPT[::-1], tokens=30)
     engine.close()
     return slide, engine
@@ -642,7 +642,7 @@ KEYS = {
 
 
 def test_the_schema_is_as_documented():
-    """Who removes or renames a key raises SCHEMA, and changes docs/kv-cache.md."""
+    """Who removes or renames a key raises SCHEMA, and changes docs/explanation/kv-cache.md."""
     slide, _ = seen("heavy-hitters(16, 8)")
     told = json.loads(json.dumps(trace_to_json(slide), allow_nan=False))
     assert told["schema"] == trace_report.SCHEMA == 1 and told["states"] == STATES
@@ -704,17 +704,17 @@ GOLDEN = """\
 m: key-norm(3), paged, 2 steps
   layer 0: key-norm(3), float32, blocks of 4, 2 of 6 used at the peak
 
-row 0: 4 tokens of prompt, 2 generated, ended by length
+sequence 0: 4 tokens of prompt, 2 generated, ended by length
                   0
   layer 0 head 0  #..##-
   layer 0 head 1  ##.##-
   attention       █▅▅▅▅
   # hot 58.3%   . evicted 25.0%   - unwritten 16.7%
-  what was evicted had got 18.8% of the attention
+  evicted tokens had received 18.8% of the attention
   2 blocks of layer 0, hot: █▄ 87.5% of the attention
-    most: block 2, 75.0%, 3 tokens of 0 to 3, 1 row
+    most: block 2, 75.0%, 3 tokens of 0 to 3, 1 sequence
   step 1: admitted
-  of 2 that were evicted, the 1 with most attention (--trace-token I shows others)
+  2 evictions; the 1 with the most attention (--trace-token I shows others)
   token 2 'c', layer 0 head 0, attention 0.25: dropped at step 2 by key-norm(3) at length 4: score
       -2, rank 4 of 4 (100%)"""
 
@@ -736,7 +736,7 @@ def test_a_tokens_story():
     told = trace_to_text(small(), tokens=[2, 9]).splitlines()
     assert "  token 2 'c', id 2, attention 0.5" in told
     assert any("layer 0: computed at step 1; dropped at step 2 by key-norm(3)" in line for line in told)
-    assert told[-1] == "  token 9: this row has 6 tokens"
+    assert told[-1] == "  token 9: this sequence has 6 tokens"
 
 
 # ---------------------------------------------------------------- the page
@@ -894,7 +894,7 @@ def test_prompts_of_every_kind(plain, capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text("the quick brown fox")
     more = ["--block-size", 4, "--max-tokens", 4, "--cache-dtype", "int8", "--layer", 1, "--head", 0]
     code, out, _ = run(capsys, plain, "--cache", "--prompt", "the quick fox", "--file", tmp_path / "prompt.txt", *more)
-    assert code == 0 and "row 1: 19 tokens of prompt, 8 of them found in the prefix cache" in out and "int8" in out
+    assert code == 0 and "sequence 1: 19 tokens of prompt, 8 of them found in the prefix cache" in out and "int8" in out
     code, out, _ = run(capsys, plain, "--cache", "--ids", "--prompt", "1 2 3", "--n", 2, "--json", *more[:4])
     told = json.loads(out)
     assert code == 0 and [row["tokens"][:3] for row in told["rows"]] == [[1, 2, 3]] * 2
@@ -935,7 +935,7 @@ def test_an_encoder_decoder_is_refused(tmp_path, capsys):
 
 
 def test_help_tells_of_it(capsys):
-    code, out, _ = run(capsys, "--help")
+    code, out, _ = run(capsys, "--help-all")
     assert code == 0 and all(
         flag in out
         for flag in (

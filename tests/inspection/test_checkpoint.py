@@ -277,12 +277,12 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         (b"{", b"", "not JSON"),
         (b"[]", b"", "not a JSON object"),
-        ({"w": ENTRY}, b"1234", "truncated: 'w' ends at byte 8 of 4"),
-        ({"w": {**ENTRY, "shape": [3]}}, b"12345678", "has 8 bytes, not 12"),
-        ({"w": {**ENTRY, "data_offsets": [-8, 0]}}, b"12345678", "'w' starts at byte -8"),
-        ({"w": {"dtype": "F32"}}, b"", "entry of 'w' is malformed"),
-        ({"w": 3}, b"", "entry of 'w' is malformed"),
-        ({"w": {**ENTRY, "data_offsets": ["a", "b"]}}, b"", "entry of 'w' is malformed"),
+        ({"w": ENTRY}, b"1234", "is truncated: "),
+        ({"w": {**ENTRY, "shape": [3]}}, b"12345678", "has 12 bytes, its data_offsets span 8"),
+        ({"w": {**ENTRY, "data_offsets": [-8, 0]}}, b"12345678", "tensor 'w': its data_offsets must be [begin, end]"),
+        ({"w": {"dtype": "F32"}}, b"", "tensor 'w': its entry must be {dtype, shape, data_offsets}"),
+        ({"w": 3}, b"", "tensor 'w': its entry must be {dtype, shape, data_offsets}"),
+        ({"w": {**ENTRY, "data_offsets": ["a", "b"]}}, b"", "tensor 'w': its data_offsets must be [begin, end]"),
     ],
 )
 def test_a_broken_header(tmp_path, header, data, says):
@@ -296,7 +296,7 @@ def test_a_broken_header(tmp_path, header, data, says):
 )
 def test_a_file_that_is_no_safetensors(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+    with pytest.raises(CheckpointError, match="truncated, or not a safetensors file"):
         read_headers(tmp_path / "model.safetensors")
 
 
@@ -349,7 +349,7 @@ def test_a_drawing_in_a_file(seen, capsys, tmp_path):
     code, out, _ = run(
         capsys, "m", "--attention", "def", "--layer", "all", "--format", "svg", "--out", tmp_path / "a.svg"
     )
-    assert (code, out) == (0, "") and (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert (code, out) == (0, "") and "</svg>" in (tmp_path / "a.svg").read_text()
     run(capsys, "m", "--attention", "def", "--out", tmp_path / "a.txt")
     assert (tmp_path / "a.txt").read_text().startswith("layer 0, head 0")
     assert run(capsys, "m", "--attention", "def", "--head", "all", "--out", tmp_path / "a.png")[:2] == (0, "")

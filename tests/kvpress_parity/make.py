@@ -1,8 +1,8 @@
-"""Writes kept.json: which tokens the presses of kvpress keep.  Run where kvpress is installed, and nothing of kvad:
+"""Write kept.json: the tokens that kvpress keeps. Run it where kvpress is installed; it imports nothing of kvad.
 
     pip install kvpress==0.5.5;  python tests/kvpress_parity/make.py
 
-Each press compresses values that say which token they are of.
+Each press compresses values that encode the index of their token.
 """
 
 import json
@@ -34,11 +34,11 @@ def kept(press: object, seed: int) -> list[list[int]]:
     return [sorted(head.tolist()) for head in left[0, :, :, 0]]
 
 
-made = {
+values_of_tokens = {
     f"{name}/{ratio}/{seed}": kept(press(ratio), seed)
     for name, press in PRESSES.items()
     for ratio in RATIOS
     for seed in SEEDS
 }
-text = ",\n".join(f"  {json.dumps(name)}: {json.dumps(heads)}" for name, heads in made.items())
+text = ",\n".join(f"  {json.dumps(name)}: {json.dumps(heads)}" for name, heads in values_of_tokens.items())
 (Path(__file__).parents[1] / "golden_files" / "kvpress.json").write_text("{\n" + text + "\n}\n", encoding="utf-8")

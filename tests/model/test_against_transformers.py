@@ -1,7 +1,7 @@
-"""Whole models against transformers (4.57.6, eager attention), weights carried over by hand, everything random.
+"""Whole models compared with transformers (4.57.6, eager attention), with copied random weights.
 
-Their code narrows to float32 in norms and softmax; under :class:`Double` it does not, so both sides can be held
-together in float64.  What stays float32 on both sides is the rotary angles.
+transformers narrows to float32 in norms and softmax; under ``Double`` it does not, so both sides can be compared
+in float64. Only the rotary angles stay float32 on both sides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from kvad import config as cfg
+from kvad.config import layers as cfg
 from kvad.config.layers import NormConfig, RopeConfig
 from kvad.config.model import ModelConfig
 from kvad.config.serialization import override
@@ -35,7 +35,7 @@ EPS = 1e-3  # large enough to be seen
 
 
 class Double(TorchFunctionMode):
-    """A float64 tensor stays one, whoever asks for float32."""
+    """Keeps a float64 tensor in float64 when the code requests float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -46,22 +46,25 @@ class Double(TorchFunctionMode):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
-        if func is torch.full and kwargs.get("dtype") is None:  # a mask's least number, of a dtype to come
+        # the smallest number of a mask, whose dtype is set later
+        if func is torch.full and kwargs.get("dtype") is None:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 
 class Case(NamedTuple):
-    theirs: Any
+    reference_model: Any
     config: ModelConfig
-    names: Mapping[str, str]  # our module's name -> theirs; {i} is the layer
+    names: Mapping[str, str]  # name of our module -> name of theirs; {i} is the layer
     prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state
     atol: float = 1e-10
     unused: tuple[str, ...] = ()
 
 
 def randomised(model: Any) -> Any:
-    """Every parameter and buffer: default initialisation hides dropped biases, swapped norms and Gemma's 1 + w."""
+    """Randomize every parameter and buffer; default values would hide dropped biases, swapped norms and Gemma's 1 +
+    w.
+    """
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -81,24 +84,24 @@ def make(cls: Any, config: Any) -> Any:
     return randomised(cls._from_config(config, attn_implementation="eager"))
 
 
-def our_name(theirs: Mapping[str, str], name: str) -> str:
-    """What our parameter is called over there."""
+def their_name(reference_model: Mapping[str, str], name: str) -> str:
+    """Return the transformers name of our parameter."""
     module, _, kind = name.rpartition(".")
     if layer := re.match(r"decoder\.layers\.(\d+)\.(.*)", module):
-        return theirs["layer"].format(i=layer[1]) + theirs[layer[2]] + "." + kind
-    return theirs[module] + "." + kind
+        return reference_model["layer"].format(i=layer[1]) + reference_model[layer[2]] + "." + kind
+    return reference_model[module] + "." + kind
 
 
 def carry_over(case: Case) -> Transformer:
-    state = case.prepare(dict(case.theirs.state_dict()))
-    mine = Transformer(case.config).double().eval()
-    wanted = {name: our_name(case.names, name) for name in mine.state_dict()}
-    mine.load_state_dict({name: state[other] for name, other in wanted.items()})
-    spare = set(state) - set(wanted.values()) - set(case.unused)
+    state = case.prepare(dict(case.reference_model.state_dict()))
+    own_model = Transformer(case.config).double().eval()
+    expected = {name: their_name(case.names, name) for name in own_model.state_dict()}
+    own_model.load_state_dict({name: state[other] for name, other in expected.items()})
+    spare = set(state) - set(expected.values()) - set(case.unused)
     assert not {name for name in spare if name != "lm_head.weight" or not case.config.tie_embeddings}, (
         "weights left over"
     )
-    return mine
+    return own_model
 
 
 def ids(rows: int = 2, length: int = LENGTH) -> Tensor:
@@ -158,12 +161,12 @@ LLAMA_OPTIONS: dict[str, Any] = {
 }
 
 
-WHOLE_HEADS = {key: value for key, value in LLAMA_OPTIONS.items() if key != "head_dim"}  # always width / heads
+WHOLE_HEADS = {key: value for key, value in LLAMA_OPTIONS.items() if key != "head_dim"}  # num_heads * head_dim == width
 
 
 def one_kind(
     mixer: cfg.AttentionConfig,
-    mlp: Any = cfg.GatedMLPConfig(HIDDEN),
+    mlp: Any = cfg.GatedMLPConfig(HIDDEN),  # noqa: B008  a frozen dataclass
     norm: NormConfig = NormConfig(eps=EPS),
     **more: Any,
 ) -> ModelConfig:
@@ -197,32 +200,36 @@ def llama(**options: Any) -> Any:
 FACTORS = {"short_factor": (1.0, 1.1, 1.2, 1.3), "long_factor": (2.0, 3.0, 4.0, 5.0)}
 
 
-def scaled(scaling: Any, atol: float = 1e-10, **theirs: Any) -> Case:
-    """23 tokens in a model made for 16."""
-    options = {"max_position_embeddings": 16, "rope_scaling": theirs}
+def scaled(scaling: Any, atol: float = 1e-10, **reference_model: Any) -> Case:
+    """Run 23 tokens in a model trained for 16."""
+    options = {"max_position_embeddings": 16, "rope_scaling": reference_model}
     return Case(llama(**options), one_kind(grouped(RopeConfig(100.0, scaling=scaling))), LLAMA, atol=atol)
 
 
 def mistral() -> Case:
-    theirs = make(transformers.MistralForCausalLM, transformers.MistralConfig(**LLAMA_OPTIONS, sliding_window=5))
-    return Case(theirs, one_kind(grouped(window=5)), LLAMA)
+    reference_model = make(
+        transformers.MistralForCausalLM, transformers.MistralConfig(**LLAMA_OPTIONS, sliding_window=5)
+    )
+    return Case(reference_model, one_kind(grouped(window=5)), LLAMA)
 
 
 def qwen2() -> Case:
-    theirs = make(transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**WHOLE_HEADS, tie_word_embeddings=True))
-    return Case(theirs, one_kind(grouped(head_dim=None, qkv_bias=True), tie_embeddings=True), LLAMA)
+    reference_model = make(
+        transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**WHOLE_HEADS, tie_word_embeddings=True)
+    )
+    return Case(reference_model, one_kind(grouped(head_dim=None, qkv_bias=True), tie_embeddings=True), LLAMA)
 
 
 def qwen3() -> Case:
-    theirs = make(transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**LLAMA_OPTIONS))
-    return Case(theirs, one_kind(grouped(qk_norm="head")), LLAMA)
+    reference_model = make(transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**LLAMA_OPTIONS))
+    return Case(reference_model, one_kind(grouped(qk_norm="head")), LLAMA)
 
 
 def gemma() -> Case:
-    theirs = make(transformers.GemmaForCausalLM, transformers.GemmaConfig(**LLAMA_OPTIONS))
+    reference_model = make(transformers.GemmaForCausalLM, transformers.GemmaConfig(**LLAMA_OPTIONS))
     norm, mlp = NormConfig(eps=EPS, unit_offset=True), cfg.GatedMLPConfig(HIDDEN, "gelu_tanh")
     return Case(
-        theirs,
+        reference_model,
         one_kind(grouped(), mlp, norm, tie_embeddings=True, embedding=cfg.EmbeddingConfig(scale=WIDTH**0.5)),
         LLAMA,
     )
@@ -245,41 +252,45 @@ ALTERNATING: dict[str, Any] = {
 
 def gemma2() -> Case:
     more = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    theirs = make(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**LLAMA_OPTIONS | ALTERNATING | more))
+    reference_model = make(
+        transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**LLAMA_OPTIONS | ALTERNATING | more)
+    )
     globe = grouped(logit_softcap=2.0, softmax_scale=13**-0.5)
     local = grouped(logit_softcap=2.0, softmax_scale=13**-0.5, window=5)
-    return Case(theirs, two_kinds(local, globe, cfg.LanguageHeadConfig(logit_softcap=3.0)), SANDWICH)
+    return Case(reference_model, two_kinds(local, globe, cfg.LanguageHeadConfig(logit_softcap=3.0)), SANDWICH)
 
 
 def gemma3() -> Case:
-    """Two rotary bases, q and k normalised with 1 + w."""
+    """Use two rotary bases, and q and k normalized with 1 + w."""
     options = LLAMA_OPTIONS | ALTERNATING | {"rope_local_base_freq": 20.0}
-    theirs = make(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**options))
+    reference_model = make(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**options))
     globe = grouped(qk_norm="head", softmax_scale=13**-0.5)
     local = grouped(RopeConfig(20.0), qk_norm="head", softmax_scale=13**-0.5, window=5)
-    return Case(theirs, two_kinds(local, globe, cfg.LanguageHeadConfig()), SANDWICH)
+    return Case(reference_model, two_kinds(local, globe, cfg.LanguageHeadConfig()), SANDWICH)
 
 
-def split(state: dict[str, Tensor], fused: str, cut: Callable[[Tensor], tuple[Tensor, ...]]) -> dict[str, Tensor]:
-    """Every fused projection as three: ``.q``, ``.k``, ``.v`` in the place of its last name."""
+def split(
+    state: dict[str, Tensor], fused: str, split_rows: Callable[[Tensor], tuple[Tensor, ...]]
+) -> dict[str, Tensor]:
+    """Split every fused projection into ``.q``, ``.k`` and ``.v``."""
     out = {}
     for name, value in state.items():
         if f".{fused}." not in name:
             out[name] = value
             continue
-        for letter, part in zip("qkv", cut(value), strict=True):
+        for letter, part in zip("qkv", split_rows(value), strict=True):
             out[name.replace(f".{fused}.", f".{letter}.")] = part
     return out
 
 
 def per_head(value: Tensor) -> tuple[Tensor, ...]:
-    """[H, 3, D] rows, as BLOOM and GPT-NeoX keep them."""
+    """Split [H, 3, D] rows, the layout of BLOOM and GPT-NeoX."""
     parts = value.unflatten(0, (HEADS, 3, -1)).unbind(1)
     return tuple(part.flatten(0, 1) for part in parts)
 
 
 def conv1d(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stored [in, out]: transposed; and c_attn is q | k | v."""
+    """Transpose weights stored as [in, out] and split c_attn into q | k | v."""
     turned = {n: v.T if re.search(r"\.c_\w+\.weight", n) else v for n, v in state.items()}
     return split(turned, "c_attn", lambda value: value.chunk(3))
 
@@ -312,33 +323,36 @@ LEARNED: dict[str, Any] = {"embedding": cfg.EmbeddingConfig(cfg.LearnedPositions
 
 
 def everywhere(position: Any = None, **more: Any) -> cfg.AttentionConfig:
-    """Full heads of width / heads with biases."""
+    """Return full heads of width / heads with biases."""
     return cfg.AttentionConfig(**{"num_heads": HEADS, "position": position, "qkv_bias": True, "out_bias": True, **more})
 
 
 def gpt2() -> Case:
-    theirs = make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**GPT_OPTIONS, n_inner=HIDDEN))
+    reference_model = make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**GPT_OPTIONS, n_inner=HIDDEN))
     mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
-    return Case(theirs, one_kind(everywhere(), mlp, LAYER_NORM, tie_embeddings=True, **LEARNED), GPT2, conv1d)
+    return Case(reference_model, one_kind(everywhere(), mlp, LAYER_NORM, tie_embeddings=True, **LEARNED), GPT2, conv1d)
 
 
 def gpt_bigcode() -> Case:
-    """One key-value head; q | k | v fused by rows."""
+    """One KV head; q | k | v fused by rows."""
     options = GPT_OPTIONS | {"n_inner": HIDDEN, "multi_query": True, "activation_function": "gelu_pytorch_tanh"}
-    theirs = make(transformers.GPTBigCodeForCausalLM, transformers.GPTBigCodeConfig(**options))
+    reference_model = make(transformers.GPTBigCodeForCausalLM, transformers.GPTBigCodeConfig(**options))
     mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
 
     def prepare(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return split(state, "c_attn", lambda value: value.split((WIDTH, WIDTH // HEADS, WIDTH // HEADS)))
 
     return Case(
-        theirs, one_kind(everywhere(num_kv_heads=1), mlp, LAYER_NORM, tie_embeddings=True, **LEARNED), GPT2, prepare
+        reference_model,
+        one_kind(everywhere(num_kv_heads=1), mlp, LAYER_NORM, tie_embeddings=True, **LEARNED),
+        GPT2,
+        prepare,
     )
 
 
 def openai_gpt() -> Case:
     """Post-norm, no final norm, an MLP of four widths."""
-    theirs = make(transformers.OpenAIGPTLMHeadModel, transformers.OpenAIGPTConfig(**GPT_OPTIONS, afn="gelu"))
+    reference_model = make(transformers.OpenAIGPTLMHeadModel, transformers.OpenAIGPTConfig(**GPT_OPTIONS, afn="gelu"))
     names = GPT2 | {
         "embedding.tokens": "transformer.tokens_embed",
         "embedding.positions": "transformer.positions_embed",
@@ -347,13 +361,13 @@ def openai_gpt() -> Case:
     config = one_kind(
         everywhere(), mlp, LAYER_NORM, tie_embeddings=True, norm_position="post", final_norm=False, **LEARNED
     )
-    return Case(theirs, config, names, conv1d)
+    return Case(reference_model, config, names, conv1d)
 
 
 def gptj() -> Case:
-    """Parallel, interleaved, partial rotary, a bias in the head; a head dim of 16, whose root float32 knows."""
+    """Parallel, interleaved, partial rotary, a bias in the head; head dim 16, whose square root is exact in float32."""
     options = GPT_OPTIONS | {"n_embd": 96, "rotary_dim": 8, "n_inner": HIDDEN, "tie_word_embeddings": False}
-    theirs = make(transformers.GPTJForCausalLM, transformers.GPTJConfig(**options))
+    reference_model = make(transformers.GPTJForCausalLM, transformers.GPTJConfig(**options))
     names = GPT2 | {f"attention.{letter}": f"attn.{letter}_proj" for letter in "qkv"}
     names |= {"attention.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out"}
     mixer = cfg.AttentionConfig(HEADS, position=RopeConfig(10000.0, 0.5, interleaved=True))
@@ -361,13 +375,13 @@ def gptj() -> Case:
     config = one_kind(
         mixer, mlp, LAYER_NORM, norm_position="parallel", hidden_size=96, head=cfg.LanguageHeadConfig(bias=True)
     )
-    return Case(theirs, config, names)
+    return Case(reference_model, config, names)
 
 
 def bloom() -> Case:
-    """ALiBi on six heads, a norm after the embedding; their gelu writes sqrt(2/pi) with eight digits."""
+    """ALiBi on six heads, a norm after the embedding; the gelu uses sqrt(2/pi) with eight digits."""
     options = {key: value for key, value in GPT_OPTIONS.items() if key not in ("n_embd", "n_positions")}
-    theirs = make(transformers.BloomForCausalLM, transformers.BloomConfig(hidden_size=WIDTH, **options))
+    reference_model = make(transformers.BloomForCausalLM, transformers.BloomConfig(hidden_size=WIDTH, **options))
     names = GPT2 | {
         "embedding.tokens": "transformer.word_embeddings",
         "embedding.norm": "transformer.word_embeddings_layernorm",
@@ -386,13 +400,13 @@ def bloom() -> Case:
         tie_embeddings=True,
         embedding=cfg.EmbeddingConfig(norm=LAYER_NORM),
     )
-    return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head), atol=1e-7)
+    return Case(reference_model, config, names, lambda state: split(state, "query_key_value", per_head), atol=1e-7)
 
 
 def mpt() -> Case:
     """ALiBi, norms without a bias, q | k | v fused, erf gelu."""
     options = {"d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": 64, "vocab_size": VOCAB}
-    theirs = make(transformers.MptForCausalLM, transformers.MptConfig(**options, layer_norm_epsilon=EPS))
+    reference_model = make(transformers.MptForCausalLM, transformers.MptConfig(**options, layer_norm_epsilon=EPS))
     names = GPT2 | {
         "layer": "transformer.blocks.{i}.",
         "attention.out": "attn.out_proj",
@@ -408,11 +422,11 @@ def mpt() -> Case:
     def prepare(state: dict[str, Tensor]) -> dict[str, Tensor]:
         return split(state, "Wqkv", lambda value: value.chunk(3))
 
-    return Case(theirs, config, names, prepare)
+    return Case(reference_model, config, names, prepare)
 
 
 def opt() -> Case:
-    """ReLU; learned positions from the third row on."""
+    """ReLU; learned positions with an offset of two rows."""
     options = {"ffn_dim": HIDDEN, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     config = transformers.OPTConfig(**options, vocab_size=VOCAB, max_position_embeddings=40, word_embed_proj_dim=WIDTH)
     names = {name: other.replace("model.", "model.decoder.") for name, other in LLAMA.items()} | {
@@ -429,12 +443,14 @@ def opt() -> Case:
         "max_seq_len": 40,
     }
     norm = NormConfig("layer", 1e-5, bias=True)
-    mine = one_kind(everywhere(), cfg.PlainMLPConfig(HIDDEN, "relu", bias=True), norm, tie_embeddings=True, **position)
-    return Case(make(transformers.OPTForCausalLM, config), mine, names)
+    own_model = one_kind(
+        everywhere(), cfg.PlainMLPConfig(HIDDEN, "relu", bias=True), norm, tie_embeddings=True, **position
+    )
+    return Case(make(transformers.OPTForCausalLM, config), own_model, names)
 
 
 def xglm() -> Case:
-    """fairseq's sinusoids from the third position on, embeddings times sqrt(width)."""
+    """fairseq's sinusoids with an offset of two positions, embeddings times sqrt(width)."""
     options = {"d_model": WIDTH, "ffn_dim": HIDDEN, "num_layers": LAYERS, "attention_heads": HEADS}
     config = transformers.XGLMConfig(**options, vocab_size=VOCAB, max_position_embeddings=64)
     names = LLAMA | {
@@ -447,21 +463,23 @@ def xglm() -> Case:
     }
     norm, mlp = NormConfig("layer", 1e-5, bias=True), cfg.PlainMLPConfig(HIDDEN, "gelu", bias=True)
     embed = cfg.EmbeddingConfig(cfg.SinusoidalPositionsConfig(form="fairseq", offset=2), scale=WIDTH**0.5)
-    mine = one_kind(everywhere(), mlp, norm, tie_embeddings=True, embedding=embed)
-    return Case(make(transformers.XGLMForCausalLM, config), mine, names, atol=1e-4)  # their table is float32
+    own_model = one_kind(everywhere(), mlp, norm, tie_embeddings=True, embedding=embed)
+    return Case(
+        make(transformers.XGLMForCausalLM, config), own_model, names, atol=1e-4
+    )  # the transformers table is float32
 
 
 def phi() -> Case:
-    """Parallel with one norm, half-split on half of each head, biases everywhere, the head too."""
+    """Parallel with one norm, half-split rotary on half of each head, biases everywhere, also in the head."""
     options = WHOLE_HEADS | {"num_key_value_heads": 3, "partial_rotary_factor": 0.5, "layer_norm_eps": EPS}
     options |= {"hidden_size": 48, "hidden_act": "gelu_new"}
-    theirs = make(transformers.PhiForCausalLM, transformers.PhiConfig(**options))
+    reference_model = make(transformers.PhiForCausalLM, transformers.PhiConfig(**options))
     names = LLAMA | {"attention.out": "self_attn.dense", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
     names |= {"decoder.norm": "model.final_layernorm"}
     mixer = everywhere(RopeConfig(100.0, 0.5), num_kv_heads=3)
     mlp = cfg.PlainMLPConfig(HIDDEN, "gelu_tanh", bias=True)
     return Case(
-        theirs,
+        reference_model,
         one_kind(
             mixer, mlp, LAYER_NORM, norm_position="parallel", hidden_size=48, head=cfg.LanguageHeadConfig(bias=True)
         ),
@@ -470,22 +488,22 @@ def phi() -> Case:
 
 
 def cohere() -> Case:
-    """Parallel, interleaved on whole heads, norms without a bias, logits times a number."""
+    """Parallel, interleaved on whole heads, norms without a bias, scaled logits."""
     options = WHOLE_HEADS | {"hidden_size": 48, "layer_norm_eps": EPS, "logit_scale": 0.3}
-    theirs = make(transformers.CohereForCausalLM, transformers.CohereConfig(**options))
+    reference_model = make(transformers.CohereForCausalLM, transformers.CohereConfig(**options))
     mixer = grouped(RopeConfig(100.0, interleaved=True))
     head = cfg.LanguageHeadConfig(logit_scale=0.3)
     config = one_kind(
         mixer, norm=NormConfig("layer", EPS), norm_position="parallel", hidden_size=48, tie_embeddings=True, head=head
     )
-    return Case(theirs, config, LLAMA)
+    return Case(reference_model, config, LLAMA)
 
 
 def gpt_neox() -> Case:
-    """Its sequential form: rotary on a quarter, q, k, v fused head by head, erf gelu."""
+    """Sequential form: rotary on a quarter, q, k, v fused per head, erf gelu."""
     options = WHOLE_HEADS | {"hidden_size": 96, "rotary_pct": 0.25, "rotary_emb_base": 100, "layer_norm_eps": EPS}
     options |= {"use_parallel_residual": False, "hidden_act": "gelu"}
-    theirs = make(transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig(**options))
+    reference_model = make(transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig(**options))
     names = LLAMA | {
         "embedding.tokens": "gpt_neox.embed_in",
         "layer": "gpt_neox.layers.{i}.",
@@ -498,7 +516,7 @@ def gpt_neox() -> Case:
     names |= {f"attention.{letter}": f"attention.{letter}" for letter in "qkv"}
     mixer = everywhere(RopeConfig(100.0, 0.25))
     config = one_kind(mixer, cfg.PlainMLPConfig(HIDDEN, "gelu", bias=True), LAYER_NORM, hidden_size=96)
-    return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head))
+    return Case(reference_model, config, names, lambda state: split(state, "query_key_value", per_head))
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -510,7 +528,7 @@ CASES: dict[str, Callable[[], Case]] = {
         LLAMA,
     ),
     "llama-linear": lambda: scaled(cfg.LinearScalingConfig(2.5), rope_type="linear", factor=2.5),
-    # theirs computes the new base from a float32 tensor
+    # transformers computes the new base from a float32 tensor
     "llama-dynamic": lambda: scaled(cfg.DynamicScalingConfig(2.5, 16), 1e-4, rope_type="dynamic", factor=2.5),
     "llama-llama3": lambda: scaled(
         cfg.Llama3ScalingConfig(4.0, 16, 1.0, 4.0),
@@ -557,43 +575,43 @@ CASES: dict[str, Callable[[], Case]] = {
 @torch.no_grad()
 def reference(case: Case, tokens: Tensor) -> Tensor:
     with Double():
-        logits: Tensor = case.theirs(tokens, use_cache=False).logits
+        logits: Tensor = case.reference_model(tokens, use_cache=False).logits
     return logits
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_theirs(name: str) -> None:
+def test_logits_equal_transformers(name: str) -> None:
     case = CASES[name]()
-    mine, tokens = carry_over(case), ids()
+    own_model, tokens = carry_over(case), ids()
     expected = reference(case, tokens)
     assert expected.dtype == torch.float64 and float(expected.std()) > 0.1
     for kernel in ("reference", "sdpa"):
-        torch.testing.assert_close(ours(mine, tokens, kernel), expected, rtol=0, atol=case.atol)  # type: ignore[arg-type]
-    hear_every_weight(mine, tokens)
+        torch.testing.assert_close(ours(own_model, tokens, kernel), expected, rtol=0, atol=case.atol)  # type: ignore[arg-type]
+    check_every_weight_matters(own_model, tokens)
 
 
-def hear_every_weight(model: Transformer, tokens: Tensor) -> None:
-    """The comparison is as good as its inputs: without any one of the weights the logits are others."""
+def check_every_weight_matters(model: Transformer, tokens: Tensor) -> None:
+    """Check that the logits depend on every weight, so that the comparison covers all of them."""
     right = ours(model, tokens, "sdpa")
     for name, parameter in model.named_parameters():
         if name.endswith("k.bias"):
-            continue  # q.b is one number for all keys where nothing turns them: the softmax takes it off
-        kept = parameter.detach().clone()
+            continue  # q.b adds the same number to all keys without rotation; the softmax cancels it
+        unused_weights = parameter.detach().clone()
         with torch.no_grad():
             parameter.zero_()
         assert float((ours(model, tokens, "sdpa") - right).abs().max()) > 1e-3, name
         with torch.no_grad():
-            parameter.copy_(kept)
+            parameter.copy_(unused_weights)
 
 
-def test_in_their_own_float32() -> None:
-    """As they run it: float32 at its default tolerance."""
+def test_logits_in_float32() -> None:
+    """Compare in float32 at the default tolerance."""
     case = CASES["llama"]()
-    case.theirs.float()
-    mine = carry_over(case).float()
+    case.reference_model.float()
+    own_model = carry_over(case).float()
     with torch.no_grad():
-        expected = case.theirs(ids(), use_cache=False).logits
-    torch.testing.assert_close(ours(mine, ids(), "auto"), expected, rtol=1.3e-6, atol=1e-5)
+        expected = case.reference_model(ids(), use_cache=False).logits
+    torch.testing.assert_close(ours(own_model, ids(), "auto"), expected, rtol=1.3e-6, atol=1e-5)
 
 
 WRONG: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
@@ -612,25 +630,25 @@ WRONG: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_the_comparison_objects_to_a_wrong_config(fault: str) -> None:
+def test_wrong_config_is_detected(fault: str) -> None:
     case = CASES["gemma2"]()
     data = override(case.config.to_dict(), WRONG[fault](case.config))
     wrong = carry_over(case._replace(config=ModelConfig.from_dict(data)))
     assert float((ours(wrong, ids(), "sdpa") - reference(case, ids())).abs().max()) > 1e-4
 
 
-# ---------------------------------------------------------------- parts that come without a whole model
+# ---------------------------------------------------------------- parts without a whole model
 
 
-def test_sink_logits_are_gpt_oss_s() -> None:
+def test_sink_logits_equal_gpt_oss() -> None:
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 9, 8, generator=draw, dtype=torch.float64) for n in (6, 2, 2))
     sinks = torch.randn(6, generator=draw, dtype=torch.float64)
     module: Any = SimpleNamespace(num_key_value_groups=3, sinks=sinks, training=False)
     mask = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)[None, None]
     expected, weights = gpt_oss_attention(module, q, k, v, mask, scaling=0.3)
-    mark = TokenPositions(torch.arange(9).repeat(2, 1))
-    reading = AttentionMask(mark, mark, AttentionPattern())
+    positions = TokenPositions(torch.arange(9).repeat(2, 1))
+    reading = AttentionMask(positions, positions, AttentionPattern())
     done = dot_product_attention(
         q.transpose(1, 2), k, v, reading, AttentionParams(0.3, sink_logits=sinks), return_weights=True
     )
@@ -640,28 +658,28 @@ def test_sink_logits_are_gpt_oss_s() -> None:
 
 @pytest.mark.parametrize("decoder", [False, True])
 @pytest.mark.parametrize("length", [9, 200])
-def test_relative_attention_is_t5_s(decoder: bool, length: int) -> None:
-    """No scale, a table per bucket and head, heads * d_kv other than the width; past the last bucket of 128."""
-    theirs_config = transformers.T5Config(
+def test_relative_attention_equals_t5(decoder: bool, length: int) -> None:
+    """No scale, a table per bucket and head, heads * d_kv different from the width; beyond the last bucket of 128."""
+    reference_config = transformers.T5Config(
         d_model=WIDTH, d_kv=5, num_heads=HEADS, relative_attention_num_buckets=32, is_decoder=decoder
     )
-    theirs = randomised(T5Attention(theirs_config, has_relative_attention_bias=True, layer_idx=0))
+    reference_model = randomised(T5Attention(reference_config, has_relative_attention_bias=True, layer_idx=0))
     position = cfg.T5BiasConfig(32, 128, bidirectional=not decoder)
     spec = cfg.AttentionConfig(HEADS, head_dim=5, position=position, causal=decoder, softmax_scale="none")
-    mine = Attention(one_kind(spec), spec, NormConfig()).double()
+    own_model = Attention(one_kind(spec), spec, NormConfig()).double()
     names = {"q": "q", "k": "k", "v": "v", "out": "o"}
-    mine.load_state_dict({f"{a}.weight": theirs.state_dict()[f"{b}.weight"] for a, b in names.items()})
+    own_model.load_state_dict({f"{a}.weight": reference_model.state_dict()[f"{b}.weight"] for a, b in names.items()})
     x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = torch.zeros(1, 1, length, length, dtype=torch.float64)
     if decoder:
         mask = mask.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
     with Double(), torch.no_grad():
-        expected = theirs(x, mask=mask, cache_position=torch.arange(length))[0][0]
+        expected = reference_model(x, mask=mask, cache_position=torch.arange(length))[0][0]
     positions = torch.arange(length)
     step = ModelInput(positions, positions, (SubBatch(1, length, length),), positions)
     (view, *_) = NoCache(one_kind(spec)).open(step)
-    table = theirs.relative_attention_bias.weight
+    table = reference_model.relative_attention_bias.weight
     with torch.no_grad():
-        out = mine(x[0], view, RelativeBuckets(table, 128, not decoder))
+        out = own_model(x[0], view, RelativeBuckets(table, 128, not decoder))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
-    assert isinstance(mine, nn.Module) and float(expected.std()) > 0.1
+    assert isinstance(own_model, nn.Module) and float(expected.std()) > 0.1

@@ -1,4 +1,4 @@
-"""A fingerprint changes with every number of a model, and with nothing else."""
+"""A model's fingerprint depends on every number of the model and on nothing else."""
 
 import copy
 
@@ -11,10 +11,10 @@ from kvad.train.config.presets import MODEL_PRESETS
 
 def model():
     torch.manual_seed(0)
-    return Transformer(MODEL_PRESETS["demo"](300, 64)).eval()
+    return Transformer(MODEL_PRESETS["tiny"](300, 64)).eval()
 
 
-def test_it_is_the_models_and_not_the_objects():
+def test_equal_models_have_equal_fingerprints():
     first = model()
     name = weights_fingerprint(first)
     assert name == weights_fingerprint(model()) == weights_fingerprint(copy.deepcopy(first))
@@ -22,8 +22,8 @@ def test_it_is_the_models_and_not_the_objects():
     assert weights_fingerprint(first) == name
 
 
-def test_one_number_anywhere_is_another_model(monkeypatch):
-    monkeypatch.setattr("kvad.model.fingerprint.HASH_CHUNK", 1 << 12)
+def test_any_changed_number_changes_the_fingerprint(monkeypatch):
+    monkeypatch.setattr("kvad.model.fingerprint.HASH_CHUNK", 1 << 13)
     one = model()
     name, seen = weights_fingerprint(one), set()
     for tensor in [*one.parameters(), *one.buffers()]:
@@ -34,12 +34,12 @@ def test_one_number_anywhere_is_another_model(monkeypatch):
             flat[at] -= 1
     assert name not in seen
     assert len(seen) >= len(list(one.parameters()))
-    assert HASH_CHUNK > 1 << 12
+    assert HASH_CHUNK > 1 << 13
 
 
-def test_dtype_and_config_count():
+def test_dtype_and_config_change_the_fingerprint():
     one = model()
     assert weights_fingerprint(one) != weights_fingerprint(model().to(torch.bfloat16))
-    other = Transformer(MODEL_PRESETS["demo"](300, 128)).eval()
+    other = Transformer(MODEL_PRESETS["tiny"](300, 128)).eval()
     other.load_state_dict(one.state_dict(), strict=False)
     assert weights_fingerprint(one) != weights_fingerprint(other)

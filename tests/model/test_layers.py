@@ -1,4 +1,4 @@
-"""Norms, activations, MLPs, the embedding and the head, each against its formula written out."""
+"""Norms, activations, MLPs, the embedding and the head, each compared with its formula."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvad import config as cfg
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.model.heads import LanguageHead, PoolingHead, pool_hidden
 from kvad.model.layers import ACTIVATIONS, Embedding, GatedMLP, Norm, PlainMLP, build_mlp
@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def randomise(module: nn.Module) -> Any:
-    """Every parameter random, in float64."""
+    """Randomize every parameter, in float64."""
     module = module.double()
     for number, parameter in enumerate(module.parameters()):
         parameter.data = random(*parameter.shape, seed=number + 10)
@@ -49,7 +49,7 @@ def test_norms(kind: Any, unit_offset: bool, bias: bool) -> None:
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
 
 
-def test_an_untrained_norm_is_the_identity_of_what_it_normalises() -> None:
+def test_untrained_norm_has_weight_one() -> None:
     for unit_offset in (False, True):
         norm = Norm(WIDTH, cfg.NormConfig("rms", eps=0.0, unit_offset=unit_offset)).double()
         x = random(5, WIDTH)
@@ -58,7 +58,7 @@ def test_an_untrained_norm_is_the_identity_of_what_it_normalises() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_norms_of_half_precision_are_computed_in_float32(kind: Any, dtype: torch.dtype) -> None:
+def test_half_precision_norms_are_computed_in_float32(kind: Any, dtype: torch.dtype) -> None:
     """Squares of 300 overflow float16, and 4,096 of them lose their sum in bfloat16."""
     norm = Norm(4096, cfg.NormConfig(kind, eps=1e-6)).to(dtype)
     x = (300 * random(2, 4096)).to(dtype)
@@ -83,12 +83,12 @@ FORMULAS = {
 }
 
 
-def test_every_activation_by_its_formula() -> None:
+def test_activations_equal_their_formulas() -> None:
     assert set(FORMULAS) == set(ACTIVATIONS)
     xs = [-6.0, -1.5, -0.2, 0.0, 0.3, 1.0, 4.0]
     for name, formula in FORMULAS.items():
-        mine = ACTIVATIONS[name](torch.tensor(xs, dtype=torch.float64)).tolist()
-        assert mine == pytest.approx([formula(x) for x in xs], abs=1e-12), name
+        own = ACTIVATIONS[name](torch.tensor(xs, dtype=torch.float64)).tolist()
+        assert own == pytest.approx([formula(x) for x in xs], abs=1e-12), name
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -110,7 +110,7 @@ def test_mlps(activation: Any, bias: bool) -> None:
     torch.testing.assert_close(gated(x), expected, rtol=0, atol=1e-10)
 
 
-# ---------------------------------------------------------------- both ends
+# ---------------------------------------------------------------- embedding and head
 
 
 def config(**more: Any) -> ModelConfig:
@@ -129,15 +129,15 @@ def test_embedding_scales_then_adds_positions_then_normalises() -> None:
     assert [name for name, _ in embed.named_parameters()] == ["tokens.weight", "positions.weight", "norm.weight"]
 
 
-def test_sinusoids_are_added_to_the_scaled_embedding_and_are_no_parameter() -> None:
+def test_sinusoids_are_added_and_are_no_parameter() -> None:
     embed = randomise(Embedding(WIDTH, VOCAB, cfg.EmbeddingConfig(cfg.SinusoidalPositionsConfig(), 2.5)))
     added = embed(TOKENS, PLACES) - 2.5 * embed.tokens.weight[TOKENS]
     torch.testing.assert_close(added[:, 0], PLACES.double().sin(), rtol=0, atol=1e-12)
     assert [name for name, _ in embed.named_parameters()] == ["tokens.weight"]
 
 
-def test_the_embedding_scale_is_rounded_to_the_model_s_dtype() -> None:
-    """As Gemma's is: sqrt(3072) = 55.4256 is 55.5 in bfloat16."""
+def test_embedding_scale_is_rounded_to_the_dtype() -> None:
+    """Gemma's scale sqrt(3072) = 55.4256 is 55.5 in bfloat16."""
     embed = Embedding(WIDTH, VOCAB, cfg.EmbeddingConfig(scale=3072**0.5)).to(torch.bfloat16)
     nn.init.ones_(embed.tokens.weight)
     assert set(embed(TOKENS, PLACES).flatten().tolist()) == {55.5}
@@ -156,7 +156,7 @@ def test_head(tie: bool, bias: bool) -> None:
     assert names == ({"weight"} if not tie else set()) | ({"bias"} if bias else set())
 
 
-def test_a_tied_head_gives_its_gradient_to_the_embedding() -> None:
+def test_tied_head_adds_its_gradient_to_the_embedding() -> None:
     head, embedding = (
         LanguageHead(config(tie_embeddings=True), cfg.LanguageHeadConfig()),
         random(VOCAB, WIDTH).requires_grad_(),
@@ -165,8 +165,8 @@ def test_a_tied_head_gives_its_gradient_to_the_embedding() -> None:
     assert embedding.grad is not None and float(embedding.grad.abs().min()) > 0
 
 
-def test_pooled_is_transformed_and_then_of_length_one() -> None:
-    """Two lanes: two rows of three tokens, one of two; BERT's pooler reads the first of each."""
+def test_pooled_output_is_transformed_and_normalized() -> None:
+    """Two sub-batches: two sequences of three tokens, one of two; BERT's pooler reads the first token of each."""
     hidden = torch.randn(8, 4)
     first = pool_hidden(hidden, (SubBatch(2, 3, 3), SubBatch(1, 2, 2)), "first")
     torch.testing.assert_close(first, hidden[[0, 3, 6]])
@@ -186,9 +186,7 @@ def test_pooled_is_transformed_and_then_of_length_one() -> None:
 
 @pytest.mark.parametrize("router", ["softmax_first", "softmax_last"])
 @pytest.mark.parametrize(("alpha", "clip"), [(None, None), (1.702, 0.5)])
-def test_experts_are_each_token_s_best_ones_by_their_shares(
-    router: Any, alpha: float | None, clip: float | None
-) -> None:
+def test_experts_are_the_best_of_each_token(router: Any, alpha: float | None, clip: float | None) -> None:
     spec = cfg.MoEConfig(7, 5, 2, bias=True, router_bias=True, router=router, swiglu_alpha=alpha, swiglu_limit=clip)
     experts = randomise(build_mlp(WIDTH, spec))
     x = random(6, WIDTH, seed=3)
@@ -208,7 +206,7 @@ def test_experts_are_each_token_s_best_ones_by_their_shares(
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
 
 
-def test_norms_per_head_and_without_a_weight() -> None:
+def test_norms_per_head_and_without_weight() -> None:
     x = random(4, 3, WIDTH)
     each = randomise(Norm(WIDTH, cfg.NormConfig("layer", bias=True), heads=3))
     bare = Norm(WIDTH, cfg.NormConfig("layer", weight=False))

@@ -1,4 +1,4 @@
-"""Position encodings against transformers' own functions, and the rotary regime of a row."""
+"""Position encodings compared with transformers' functions, and the rotary regime of a sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositio
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from kvad import config as cfg
+from kvad.config import ModelConfig
+from kvad.config import layers as cfg
 from kvad.config.layers import (
     DynamicScalingConfig,
     LinearScalingConfig,
@@ -45,7 +46,7 @@ from tests.support.random_models import VOCAB, build, model_config
 DIM, THETA, ORIGINAL = 24, 5000.0, 64
 SHORT, LONG = tuple(1 + 0.05 * i for i in range(DIM // 2)), tuple(1.5 + 0.7 * i for i in range(DIM // 2))
 OLD: dict[str, Any] = {"original_max_position_embeddings": ORIGINAL}
-# ours, theirs, and what else their config holds
+# our config, their config, other keys of theirs
 SCALINGS: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any]]] = {
     "none": (None, None, {}),
     "linear": (LinearScalingConfig(3.0), {"rope_type": "linear", "factor": 3.0}, {}),
@@ -138,19 +139,19 @@ def their_rope(name: str, limit: int | None, fraction: float = 1.0) -> tuple[Ten
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("limit", [20, ORIGINAL, ORIGINAL + 1, 4 * ORIGINAL, 1000])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_and_factor_are_the_reference_s_to_the_bit(name: str, limit: int, fraction: float) -> None:
-    """``seq_len`` of theirs is the limit of a row of ours."""
+def test_frequencies_and_factor_equal_transformers(name: str, limit: int, fraction: float) -> None:
+    """Their ``seq_len`` is our maximum sequence length."""
     rope = RopeConfig(THETA, fraction, scaling=SCALINGS[name][0])
     frequencies, factor = their_rope(name, limit, fraction)
-    mine = rope_frequencies(rope, int(DIM / fraction), limit)
-    assert mine.dtype == torch.float32 and mine.shape == (DIM // 2,)
-    torch.testing.assert_close(mine, frequencies, rtol=0, atol=0)
+    own = rope_frequencies(rope, int(DIM / fraction), limit)
+    assert own.dtype == torch.float32 and own.shape == (DIM // 2,)
+    torch.testing.assert_close(own, frequencies, rtol=0, atol=0)
     model_limit = SCALINGS[name][2].get("max_position_embeddings", ORIGINAL)
     assert rope_attention_factor(rope, model_limit) == pytest.approx(factor, rel=1e-12)
 
 
-def test_every_scaling_does_something() -> None:
-    """Were two rows of the table above the same, or no scaling at all, its test would prove less than it seems to."""
+def test_every_scaling_changes_the_frequencies() -> None:
+    """If two entries of the table above were equal, the test would cover less than it seems to."""
     plain = rope_frequencies(RopeConfig(THETA), DIM, 1000)
     seen = [(plain, 1.0)]
     for name, (scaling, _, _) in SCALINGS.items():
@@ -161,16 +162,16 @@ def test_every_scaling_does_something() -> None:
             seen.append(one)
 
 
-def test_unscaled_frequencies_by_the_formula() -> None:
+def test_unscaled_frequencies_equal_the_formula() -> None:
     for fraction, rotated in ((1.0, 24), (0.25, 6)):
-        mine = rope_frequencies(RopeConfig(THETA, fraction), DIM, 9)
+        own = rope_frequencies(RopeConfig(THETA, fraction), DIM, 9)
         formula = [THETA ** (-2 * i / rotated) for i in range(rotated // 2)]
-        torch.testing.assert_close(mine.double(), torch.tensor(formula).double(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(own.double(), torch.tensor(formula).double(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_regimes_are_equal_where_frequencies_are(name: str) -> None:
-    """The root of a prefix hash holds the regime: two limits may share keys iff their frequencies are the same."""
+def test_equal_regimes_have_equal_frequencies(name: str) -> None:
+    """The root of a prefix hash contains the regime: two limits may share keys only if their frequencies are equal."""
     rope = RopeConfig(THETA, scaling=SCALINGS[name][0])
     limits = [1, 63, 64, 65, 66, 128, 1000]
     tables = {n: rope_frequencies(rope, DIM, n) for n in limits}
@@ -181,39 +182,40 @@ def test_regimes_are_equal_where_frequencies_are(name: str) -> None:
     assert depends_on_length(rope) == varies == (name.startswith("longrope") or name == "dynamic")
 
 
-# ---------------------------------------------------------------- the regime is the row's
+# ---------------------------------------------------------------- regime of a sequence
 
 
 @torch.inference_mode()
 def logits_of(
-    model: Transformer, rows: list[tuple[list[int], int | None]], lanes: list[SubBatch] | None = None
+    model: Transformer, rows: list[tuple[list[int], int | None]], sub_batches: list[SubBatch] | None = None
 ) -> Tensor:
     tokens = torch.tensor([token for row, _ in rows for token in row])
     positions = torch.cat([torch.arange(len(row)) for row, _ in rows])
     limits = None
     if all(limit is not None for _, limit in rows):
         limits = torch.tensor([limit for row, limit in rows for _ in row])
-    cut = tuple(lanes or [SubBatch(1, len(row), len(row)) for row, _ in rows])
-    step = ModelInput(tokens, positions, cut, torch.arange(len(tokens)), max_seq_lens=limits)
+    split_at = tuple(sub_batches or [SubBatch(1, len(row), len(row)) for row, _ in rows])
+    step = ModelInput(tokens, positions, split_at, torch.arange(len(tokens)), max_seq_lens=limits)
     return model.logits(model(step, NoCache(model.config, kernel="reference")), step.logit_indices)
 
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
-def test_rows_of_different_limits_in_one_step_equal_their_solo_runs(position: str) -> None:
+def test_sequences_with_different_limits_equal_solo_runs(position: str) -> None:
     model = build(model_config(position))
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in (9, 9, 14)]
-    limits = [19, 60, 90]  # the first within the original length of 20, the others beyond it
+    limits = [19, 60, 90]  # the first is within the original length of 20, the others beyond
     together = logits_of(model, list(zip(texts, limits, strict=True)), [SubBatch(2, 9, 9), SubBatch(1, 14, 14)])
-    alone = torch.cat([logits_of(model, [row]) for row in zip(texts, limits, strict=True)])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+    solo = torch.cat([logits_of(model, [row]) for row in zip(texts, limits, strict=True)])
+    torch.testing.assert_close(together, solo, rtol=0, atol=1e-12)
     other = torch.cat([logits_of(model, [(text, 19)]) for text in texts])
-    assert float((other - alone)[9:].abs().max()) > 1e-3  # the regime matters
-    torch.testing.assert_close(logits_of(model, [(texts[2], None)]), logits_of(model, [(texts[2], 96)]))  # the model's
+    assert float((other - solo)[9:].abs().max()) > 1e-3  # the regime matters
+    # the model's limit
+    torch.testing.assert_close(logits_of(model, [(texts[2], None)]), logits_of(model, [(texts[2], 96)]))
 
 
 @pytest.mark.parametrize("position", ["rope", "rope-partial"])
-def test_other_models_do_not_care_about_limits(position: str) -> None:
+def test_other_encodings_ignore_the_limit(position: str) -> None:
     model, text = build(model_config(position)), list(range(12))
     assert torch.equal(logits_of(model, [(text, 13)]), logits_of(model, [(text, 90)]))
 
@@ -222,53 +224,57 @@ def test_other_models_do_not_care_about_limits(position: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7, 8, 12, 16, 20, 33, 40, 112])
-def test_alibi_slopes_are_bloom_s(heads: int) -> None:
-    theirs = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)  # slope * key position
-    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs[:, 0, 1], rtol=1e-6, atol=0)
+def test_alibi_slopes_equal_bloom(heads: int) -> None:
+    reference = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)  # slope * key position
+    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), reference[:, 0, 1], rtol=1e-6, atol=0)
     bias = position_bias(AlibiSlopes(torch.tensor(alibi_slopes(heads))), torch.tensor([[4]]), torch.arange(5)[None])
-    shifted = theirs - theirs[:, :, 4:]  # what the softmax cannot tell apart: 0 at the query itself
+    shifted = reference - reference[:, :, 4:]  # the softmax ignores a constant: 0 at the query itself
     torch.testing.assert_close(bias[0], shifted, rtol=1e-5, atol=1e-6)
 
 
-def test_alibi_slopes_of_the_paper() -> None:
+def test_alibi_slopes_equal_the_paper() -> None:
     assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
     expected = [2**-e for e in (1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5)]
     assert alibi_slopes(12) == pytest.approx(expected, rel=1e-12)
 
 
-def test_alibi_is_symmetric_where_keys_lie_ahead() -> None:
+def test_alibi_is_symmetric_for_later_keys() -> None:
     bias = position_bias(AlibiSlopes(torch.tensor([0.5])), torch.tensor([[3]]), torch.arange(7)[None])
     assert bias[0, 0, 0].tolist() == [-1.5, -1.0, -0.5, 0.0, -0.5, -1.0, -1.5]
+    halved = position_bias(AlibiSlopes(torch.tensor([0.5]), 0.5), torch.tensor([[3]]), torch.arange(7)[None])
+    assert torch.equal(halved, bias / 2)
 
 
-def test_alibi_rounded_is_falcon_s() -> None:
-    """Far from the beginning neighbouring keys share a bfloat16 number: 5 heads, 7 queries at the end of 900 keys."""
+def test_rounded_alibi_equals_falcon() -> None:
+    """Far from the beginning neighboring keys share a bfloat16 number: 5 heads, 7 queries at the end of 900 keys."""
     heads, at, factor = 5, torch.arange(893, 900), 8**-0.5
-    theirs = falcon_s_alibi(torch.ones(1, 900, dtype=torch.long), heads, torch.float32) * factor
+    reference = falcon_s_alibi(torch.ones(1, 900, dtype=torch.long), heads, torch.float32) * factor
     slopes = torch.tensor(alibi_slopes(heads)).bfloat16().float()
     bias = position_bias(AlibiSlopes(slopes, factor, round_to_bfloat16=True), at[None], torch.arange(900)[None])[0]
-    torch.testing.assert_close(bias - bias[:, :, :1], (theirs - theirs[:, :, :1]).expand_as(bias), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        bias - bias[:, :, :1], (reference - reference[:, :, :1]).expand_as(bias), rtol=1e-5, atol=1e-5
+    )
     exact = position_bias(AlibiSlopes(slopes, factor), at[None], torch.arange(900)[None])[0]
     assert (bias - exact).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (64, 300), (6, 17)])
-def test_t5_buckets_are_the_reference_s(buckets: int, max_distance: int, bidirectional: bool) -> None:
+def test_t5_buckets_equal_transformers(buckets: int, max_distance: int, bidirectional: bool) -> None:
     ahead = torch.arange(150)[None, :] - torch.arange(0, 700, 7)[:, None]
     ahead = torch.cat((ahead, -ahead))
-    theirs = T5Attention._relative_position_bucket(ahead, bidirectional, buckets, max_distance)
-    assert torch.equal(t5_bucket(ahead, buckets, max_distance, bidirectional), theirs)
-    assert theirs.max() == (buckets - 1) and theirs.min() == 0
+    reference = T5Attention._relative_position_bucket(ahead, bidirectional, buckets, max_distance)
+    assert torch.equal(t5_bucket(ahead, buckets, max_distance, bidirectional), reference)
+    assert reference.max() == (buckets - 1) and reference.min() == 0
 
 
-def test_t5_buckets_golden_rows() -> None:
+def test_t5_buckets_of_known_distances() -> None:
     keys = torch.arange(10)
     assert t5_bucket(keys, 32, 128, True).tolist() == [0, 17, 18, 19, 20, 21, 22, 23, 24, 24]
     assert t5_bucket(keys - 9, 32, 128, True).tolist() == [8, 8, 7, 6, 5, 4, 3, 2, 1, 0]
 
 
-def test_t5_bias_is_the_table_s_row_per_head() -> None:
+def test_t5_bias_is_read_from_the_table() -> None:
     table = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
     bias = position_bias(RelativeBuckets(table, 128, True), torch.tensor([[4, 150]]), torch.arange(200)[None])
     for row, query in enumerate((4, 150)):
@@ -283,56 +289,56 @@ POSITIONS = torch.tensor([0, 1, 2, 3, 77, 500])
 
 @pytest.mark.parametrize("width", [4, 10, 64])
 @pytest.mark.parametrize("form", ["interleaved", "concat", "fairseq"])
-def test_sinusoids_by_the_formula(form: Any, width: int) -> None:
+def test_sinusoids_equal_the_formula(form: Any, width: int) -> None:
     spec = Sinusoidal(base=500.0, form=form, offset=3)
-    mine = sinusoidal_embedding(POSITIONS, width, spec, torch.float64)
+    own = sinusoidal_embedding(POSITIONS, width, spec, torch.float64)
     half = width // 2
     for row, position in enumerate(POSITIONS.tolist()):
         for i in range(half):
             exponent = i / (half - 1) if form == "fairseq" else 2 * i / width
             angle = (position + 3) / 500.0**exponent
             s, c = (2 * i, 2 * i + 1) if form == "interleaved" else (i, half + i)
-            assert mine[row, s] == pytest.approx(math.sin(angle), abs=1e-10)
-            assert mine[row, c] == pytest.approx(math.cos(angle), abs=1e-10)
+            assert own[row, s] == pytest.approx(math.sin(angle), abs=1e-10)
+            assert own[row, c] == pytest.approx(math.cos(angle), abs=1e-10)
 
 
-def test_concat_is_marian_s_table() -> None:
-    theirs = MarianSinusoidalPositionalEmbedding(512, 32)
-    theirs._init_weight()
-    mine = sinusoidal_embedding(torch.arange(512), 32, Sinusoidal(form="concat"))
-    torch.testing.assert_close(mine, theirs.weight.data, rtol=0, atol=1e-6)
+def test_concatenated_sinusoids_equal_marian() -> None:
+    reference = MarianSinusoidalPositionalEmbedding(512, 32)
+    reference._init_weight()
+    own = sinusoidal_embedding(torch.arange(512), 32, Sinusoidal(form="concat"))
+    torch.testing.assert_close(own, reference.weight.data, rtol=0, atol=1e-6)
 
 
-def test_fairseq_is_m2m100_s_table() -> None:
-    theirs = M2M100SinusoidalPositionalEmbedding.get_embedding(130, 32, padding_idx=None)
-    mine = sinusoidal_embedding(torch.arange(128), 32, Sinusoidal(form="fairseq", offset=2))
-    torch.testing.assert_close(mine, theirs[2:130], rtol=0, atol=2e-5)  # their angles are float32
+def test_fairseq_sinusoids_equal_m2m100() -> None:
+    reference = M2M100SinusoidalPositionalEmbedding.get_embedding(130, 32, padding_idx=None)
+    own = sinusoidal_embedding(torch.arange(128), 32, Sinusoidal(form="fairseq", offset=2))
+    torch.testing.assert_close(own, reference[2:130], rtol=0, atol=2e-5)  # their angles are float32
 
 
-def test_the_three_forms_differ() -> None:
+def test_sinusoid_forms_differ() -> None:
     tables = [
         sinusoidal_embedding(POSITIONS, 16, Sinusoidal(form=form)) for form in ("interleaved", "concat", "fairseq")
     ]  # type: ignore[arg-type]
     assert all(float((a - b).abs().max()) > 0.1 for i, a in enumerate(tables) for b in tables[:i])
 
 
-def test_sinusoids_have_no_last_position() -> None:
-    """Angles in float64: at position ten million float32 would be off by half a radian."""
-    far = sinusoidal_embedding(torch.tensor([10_000_001]), 4, Sinusoidal())
-    assert far[0, 0].item() == pytest.approx(math.sin(10_000_001), abs=1e-6)
+def test_sinusoids_are_accurate_at_large_positions() -> None:
+    """Angles are float64: at position ten million float32 would be off by half a radian."""
+    offset = sinusoidal_embedding(torch.tensor([10_000_001]), 4, Sinusoidal())
+    assert offset[0, 0].item() == pytest.approx(math.sin(10_000_001), abs=1e-6)
 
 
-def test_layers_of_one_kind_share_a_table_and_others_do_not() -> None:
+def test_layers_of_one_kind_share_a_table() -> None:
     shared = build(model_config("t5", layers=3))
     assert [n for n, _ in shared.named_parameters() if "relative" in n] == ["decoder.relative_bias.L"]
     mixer = cfg.AttentionConfig(6, head_dim=8, position=cfg.T5BiasConfig(8, 20, shared=False))
     kinds = {"L": cfg.LayerConfig(mixer, cfg.GatedMLPConfig(40))}
-    own = build(cfg.ModelConfig(24, VOCAB, 96, cfg.StackConfig(3, kinds)))
+    own = build(ModelConfig(24, VOCAB, 96, cfg.StackConfig(3, kinds)))
     names = [n for n, _ in own.named_parameters() if "relative" in n]
     assert names == [f"decoder.layers.{i}.attention.relative_bias" for i in range(3)]
     text = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(0)).tolist()
     before = logits_of(own, [(text, 96)])
-    for i in range(3):  # every table is read
+    for i in range(3):  # every table is used
         with torch.no_grad():
             own.decoder.layers[i].attention.relative_bias.add_(torch.randn(8, 6, dtype=torch.float64))  # type: ignore[union-attr,operator]
         after = logits_of(own, [(text, 96)])

@@ -1,7 +1,7 @@
-"""Encoders and encoder-decoders against a Transformer in plain NumPy, in float64, every parameter random.
+"""Encoders and encoder-decoders compared with a NumPy Transformer in float64, with random parameters.
 
-ALiBi and RoPE in an encoder-decoder, T5's biases in a decoder alone, windows in an encoder: no library has a class to
-hold them against, and every one of them is a config away.
+No library has classes for ALiBi and RoPE in an encoder-decoder, T5's biases in a decoder-only model, or windows in an
+encoder; each is one config option here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.model import transformer
 from kvad.model.no_cache import NoCache
@@ -35,7 +35,7 @@ SOURCE, TARGET = [7, 3, 12, 40, 5, 0, 33, 21, 9, 9, 2, 17, 8], [11, 60, 2, 45, 4
 
 @pytest.fixture(autouse=True)
 def double_angles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvad turns by float32 angles; given frequencies in float64 it computes them in float64."""
+    """Let kvad compute angles in float64; given float64 frequencies it otherwise uses float32."""
     real = transformer.rope_frequencies
     monkeypatch.setattr(transformer, "rope_frequencies", lambda *given: real(*given).double())
 
@@ -55,8 +55,8 @@ def mlp_of(name: str) -> cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig
     )
 
 
-def varied(config: ModelConfig, case: Case) -> ModelConfig:
-    """Set the axes that ``tests.support.random_models`` lacks in every stack; RoPE frequencies are powers of two."""
+def with_axes(config: ModelConfig, case: Case) -> ModelConfig:
+    """Set the axes that ``tests.support.random_models`` lacks, in every stack; RoPE frequencies are powers of two."""
 
     def position(old: Any) -> Any:
         if isinstance(old, cfg.RopeConfig):
@@ -97,24 +97,24 @@ def reference(model: Transformer) -> Reference:
 # ---------------------------------------------------------------- steps
 
 
-def rows_step(
-    rows: Sequence[Sequence[int]], source: ModelInput | None = None, lanes: Sequence[SubBatch] | None = None
+def build_step(
+    rows: Sequence[Sequence[int]], source: ModelInput | None = None, sub_batches: Sequence[SubBatch] | None = None
 ) -> ModelInput:
-    """Rows of any length, each in a lane of its own unless told."""
+    """Build sequences of any length, each in a separate sub-batch by default."""
     tokens = torch.tensor([token for row in rows for token in row])
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    lanes = [SubBatch(1, len(row), len(row)) for row in rows] if lanes is None else lanes
-    return ModelInput(tokens, positions, tuple(lanes), torch.arange(len(tokens)), encoder_input=source)
+    sub_batches = [SubBatch(1, len(row), len(row)) for row in rows] if sub_batches is None else sub_batches
+    return ModelInput(tokens, positions, tuple(sub_batches), torch.arange(len(tokens)), encoder_input=source)
 
 
-def said(model: Transformer, target: Sequence[int], source: Sequence[int] | None = None) -> Tensor:
-    step = rows_step([target], None if source is None else rows_step([source]))
+def output_of(model: Transformer, target: Sequence[int], source: Sequence[int] | None = None) -> Tensor:
+    step = build_step([target], None if source is None else build_step([source]))
     return model.logits(model(step, NoCache(model.config)), step.logit_indices)
 
 
-def apart(ours: Tensor, theirs: np.ndarray) -> float:
-    assert tuple(ours.shape) == theirs.shape
-    return float(np.abs(ours.detach().numpy() - theirs).max())
+def difference(own: Tensor, reference_model: np.ndarray) -> float:
+    assert tuple(own.shape) == reference_model.shape
+    return float(np.abs(own.detach().numpy() - reference_model).max())
 
 
 # ---------------------------------------------------------------- against NumPy
@@ -130,38 +130,38 @@ def case_id(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", ENCODERS, ids=case_id)
-def test_an_encoder_is_the_references(case: Case) -> None:
-    model = build(varied(encoder_config(named(case["position"]), case["norm"], case["heads"]), case))
-    assert apart(said(model, SOURCE), reference(model).logits(SOURCE)) <= EXACT
+def test_encoder_equals_reference(case: Case) -> None:
+    model = build(with_axes(encoder_config(named(case["position"]), case["norm"], case["heads"]), case))
+    assert difference(output_of(model, SOURCE), reference(model).logits(SOURCE)) <= EXACT
 
 
 @pytest.mark.parametrize("case", DECODERS, ids=case_id)
-def test_a_decoder_is_the_references(case: Case) -> None:
-    model = build(varied(model_config(named(case["position"]), case["norm"], case["heads"]), case))
-    assert apart(said(model, SOURCE), reference(model).logits(SOURCE)) <= EXACT
+def test_decoder_equals_reference(case: Case) -> None:
+    model = build(with_axes(model_config(named(case["position"]), case["norm"], case["heads"]), case))
+    assert difference(output_of(model, SOURCE), reference(model).logits(SOURCE)) <= EXACT
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=case_id)
-def test_an_encoder_decoder_is_the_references(case: Case) -> None:
+def test_encoder_decoder_equals_reference(case: Case) -> None:
     config = pair_config(named(case["position"]), case["norm"], case["heads"], own=case["vocab"] == "own")
-    model = build(varied(config, case))
-    theirs = reference(model)
+    model = build(with_axes(config, case))
+    reference_model = reference(model)
     with torch.no_grad():
-        assert apart(model.encode(rows_step([SOURCE])), theirs.encode(SOURCE)) <= EXACT
-    assert apart(said(model, TARGET, SOURCE), theirs.logits(TARGET, SOURCE)) <= EXACT
+        assert difference(model.encode(build_step([SOURCE])), reference_model.encode(SOURCE)) <= EXACT
+    assert difference(output_of(model, TARGET, SOURCE), reference_model.logits(TARGET, SOURCE)) <= EXACT
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_the_reference_can_object(position: str) -> None:
-    """Each parameter but a key's bias, a little changed, is another model: nothing of it is left out by both sides."""
+def test_every_parameter_affects_the_output(position: str) -> None:
+    """Each parameter except a key's bias, slightly changed, changes the output: neither side ignores one."""
     case = {"position": position, "norm": "pre", "heads": "sinks", "mlp": "gated"}
-    model = build(varied(pair_config(named(position), "pre", "sinks", own=True), case))
+    model = build(with_axes(pair_config(named(position), "pre", "sinks", own=True), case))
     expected = reference(model).logits(TARGET, SOURCE)
     for name, parameter in model.named_parameters():
         before = parameter.detach().clone()
         with torch.no_grad():
             parameter.mul_(1.01).add_(1e-3)
-            assert apart(said(model, TARGET, SOURCE), expected) > 1e-8, name
+            assert difference(output_of(model, TARGET, SOURCE), expected) > 1e-8, name
             parameter.copy_(before)
 
 
@@ -178,11 +178,11 @@ def test_embeddings_of_encoders(embed: str) -> None:
     }[embed]
     model = build(replace(encoder_config("none", "post", "mha"), embedding=spec, tie_embeddings=False))
     segments = [0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1] if embed == "segments" else None
-    theirs = reference(model)
-    step = rows_step([SOURCE])._replace(token_type_ids=None if segments is None else torch.tensor(segments))
+    reference_model = reference(model)
+    step = build_step([SOURCE])._replace(token_type_ids=None if segments is None else torch.tensor(segments))
     with torch.no_grad():
-        assert apart(model.encode(step), theirs.encode(SOURCE, segments)) <= EXACT
-        assert apart(said(model, SOURCE), theirs.logits(SOURCE)) <= EXACT  # segment 0 where none is said
+        assert difference(model.encode(step), reference_model.encode(SOURCE, segments)) <= EXACT
+        assert difference(output_of(model, SOURCE), reference_model.logits(SOURCE)) <= EXACT  # segment 0 is the default
 
 
 # ---------------------------------------------------------------- heads
@@ -208,80 +208,80 @@ TEXTS = [SOURCE, SOURCE[:4], [9], SOURCE[5:11], SOURCE[2:6]]
 
 
 @pytest.mark.parametrize("head", TOKEN_HEADS)
-def test_heads_that_answer_for_tokens(head: str) -> None:
+def test_token_heads(head: str) -> None:
     model = build(replace(encoder_config("alibi", "post", "gqa"), head=TOKEN_HEADS[head]))
-    theirs = reference(model)
+    reference_model = reference(model)
     for text in TEXTS:
-        assert apart(said(model, text), theirs.logits(text)) <= EXACT
+        assert difference(output_of(model, text), reference_model.logits(text)) <= EXACT
 
 
 @pytest.mark.parametrize("head", ROW_HEADS)
-def test_heads_that_answer_for_rows(head: str) -> None:
-    """A batch of ragged rows, two of which share a lane."""
+def test_sequence_heads(head: str) -> None:
+    """A batch of sequences of different lengths, two of them in one sub-batch."""
     model = build(replace(encoder_config("t5", "pre", "mqa"), head=ROW_HEADS[head]))
-    theirs = reference(model)
+    reference_model = reference(model)
     rows = [TEXTS[1], TEXTS[4], TEXTS[0], TEXTS[2]]
-    step = rows_step(rows, lanes=[SubBatch(2, 4, 4), SubBatch(1, 13, 13), SubBatch(1, 1, 1)])
-    ours = model.pooled_outputs(model(step, NoCache(model.config)), step)
-    expected = np.stack([theirs.rows(theirs.encode(row)) for row in rows])
-    assert apart(ours, expected) <= EXACT
+    step = build_step(rows, sub_batches=[SubBatch(2, 4, 4), SubBatch(1, 13, 13), SubBatch(1, 1, 1)])
+    own = model.pooled_outputs(model(step, NoCache(model.config)), step)
+    expected = np.stack([reference_model.pooled_output(reference_model.encode(row)) for row in rows])
+    assert difference(own, expected) <= EXACT
     if isinstance(model.config.head, cfg.PoolingHeadConfig) and model.config.head.normalize:
-        torch.testing.assert_close(ours.norm(dim=-1), torch.ones(4, dtype=torch.float64))
+        torch.testing.assert_close(own.norm(dim=-1), torch.ones(4, dtype=torch.float64))
 
 
-# ---------------------------------------------------------------- several sources, and rows that share one
+# ---------------------------------------------------------------- several sources and shared sources
 
 
-def test_sources_stand_beside_their_rows() -> None:
-    """A lane of three rows over one source, a lane of two rows over two, a lane of one: each is its solo run."""
+def test_sources_of_several_sub_batches() -> None:
+    """Three sub-batches (three sequences over one source, two over two, one) equal their solo runs."""
     model = build(pair_config("alibi", "sandwich", "gqa"))
     sources = [SOURCE, SOURCE[:5], SOURCE[8:], SOURCE[3:6]]
     targets = [TARGET, TARGET[::-1], TARGET[1:] + TARGET[:1], TARGET[:4], TARGET[2:6], TARGET[:7]]
     of = [0, 0, 0, 1, 2, 3]
-    source = rows_step(sources, lanes=[SubBatch(1, 13, 13), SubBatch(2, 5, 5), SubBatch(1, 3, 3)])
-    step = rows_step(targets, source, [SubBatch(3, 9, 9), SubBatch(2, 4, 4), SubBatch(1, 7, 7)])
+    source = build_step(sources, sub_batches=[SubBatch(1, 13, 13), SubBatch(2, 5, 5), SubBatch(1, 3, 3)])
+    step = build_step(targets, source, [SubBatch(3, 9, 9), SubBatch(2, 4, 4), SubBatch(1, 7, 7)])
     together = model.logits(model(step, NoCache(model.config)), step.logit_indices)
     start = 0
     for target, number in zip(targets, of, strict=True):
-        alone = said(model, target, sources[number])
-        assert (together[start : start + len(target)] - alone).abs().max() <= EXACT
+        solo = output_of(model, target, sources[number])
+        assert (together[start : start + len(target)] - solo).abs().max() <= EXACT
         start += len(target)
 
 
 @pytest.mark.parametrize("beams", [1, 2, 5])
-def test_beams_are_folded_over_their_sources(beams: int) -> None:
-    """rows = sources * beams: row r reads source r // beams."""
+def test_beams_share_their_source(beams: int) -> None:
+    """With rows = sources * beams, row r reads source r // beams."""
     model = build(pair_config("rope", "post", "sinks", own=True))
     sources = [SOURCE, SOURCE[::-1]]
     targets = [[(token * (r + 1) + r) % VOCAB for token in TARGET] for r in range(2 * beams)]
-    source = rows_step(sources, lanes=[SubBatch(2, 13, 13)])
-    step = rows_step(targets, source, [SubBatch(2 * beams, 9, 9)])
+    source = build_step(sources, sub_batches=[SubBatch(2, 13, 13)])
+    step = build_step(targets, source, [SubBatch(2 * beams, 9, 9)])
     together = model.logits(model(step, NoCache(model.config)), step.logit_indices).view(2 * beams, 9, -1)
     for r, target in enumerate(targets):
-        assert (together[r] - said(model, target, sources[r // beams])).abs().max() <= EXACT
-        other = said(model, target, sources[1 - r // beams])
-        assert (together[r] - other).abs().max() > 1e-3, "the sources are told apart"
+        assert (together[r] - output_of(model, target, sources[r // beams])).abs().max() <= EXACT
+        other = output_of(model, target, sources[1 - r // beams])
+        assert (together[r] - other).abs().max() > 1e-3, "the sources differ"
 
 
-def test_an_encoders_rows_never_meet() -> None:
+def test_encoder_sequences_are_independent() -> None:
     model = build(encoder_config("rope", "pre", "window-mix"))
-    step = rows_step(TEXTS)
+    step = build_step(TEXTS)
     together = model.logits(model(step, NoCache(model.config)), step.logit_indices)
-    alone = torch.cat([said(model, text) for text in TEXTS])
-    assert (together - alone).abs().max() <= EXACT
+    solo = torch.cat([output_of(model, text) for text in TEXTS])
+    assert (together - solo).abs().max() <= EXACT
 
 
 # ---------------------------------------------------------------- gradients
 
 
 def loss_of(model: Transformer) -> Tensor:
-    logits = said(model, TARGET[:-1], SOURCE)
+    logits = output_of(model, TARGET[:-1], SOURCE)
     return torch.nn.functional.cross_entropy(logits, torch.tensor(TARGET[1:]))
 
 
 @pytest.mark.parametrize("position", ["learned", "rope", "alibi", "t5"])
-def test_the_decoder_s_loss_reaches_the_encoder(position: str) -> None:
-    """Every parameter that the loss can depend on gets a gradient, and it is that of finite differences."""
+def test_decoder_loss_has_gradients_in_the_encoder(position: str) -> None:
+    """Every parameter that the loss depends on gets a gradient, equal to finite differences."""
     model = build(pair_config(position, "pre", "gqa", own=True))
     loss_of(model).backward()
     missing = [name for name, x in model.named_parameters() if x.grad is None or not x.grad.abs().max() > 0]
@@ -296,8 +296,8 @@ def test_the_decoder_s_loss_reaches_the_encoder(position: str) -> None:
         at = int(touched[torch.randint(len(touched), (1,), generator=draw)])
         before, step = float(flat[at]), 1e-5
         losses = []
-        for moved in (before + step, before - step):
-            flat[at] = moved
+        for changed in (before + step, before - step):
+            flat[at] = changed
             with torch.no_grad():
                 losses.append(float(loss_of(model)))
         flat[at] = before
@@ -305,25 +305,25 @@ def test_the_decoder_s_loss_reaches_the_encoder(position: str) -> None:
         assert abs(numeric - float(grad[at])) <= 1e-7 + 1e-5 * abs(numeric), name
 
 
-def test_a_source_s_gradients_are_of_all_its_rows() -> None:
-    """Two rows over one source: their gradients add up."""
+def test_source_gradients_sum_over_sequences() -> None:
+    """Two sequences over one source: their gradients add up."""
     model = build(pair_config("alibi", "post", "mha"))
     rows = [TARGET, TARGET[::-1]]
 
     def gradient(targets: Sequence[Sequence[int]]) -> Tensor:
         model.zero_grad()
-        step = rows_step(targets, rows_step([SOURCE]), [SubBatch(len(targets), 9, 9)])
+        step = build_step(targets, build_step([SOURCE]), [SubBatch(len(targets), 9, 9)])
         model.logits(model(step, NoCache(model.config)), step.logit_indices).square().sum().backward()
         assert model.encoder is not None
-        found = model.encoder.layers[0].attention.v.weight.grad
-        assert isinstance(found, Tensor)
-        return found.clone()
+        results = model.encoder.layers[0].attention.v.weight.grad
+        assert isinstance(results, Tensor)
+        return results.clone()
 
     together, apart_ = gradient(rows), gradient(rows[:1]) + gradient(rows[1:])
     assert (together - apart_).abs().max() <= 1e-9 * together.abs().max()
 
 
-def test_source_tokens_are_of_the_source_s_vocabulary() -> None:
+def test_source_tokens_use_the_source_vocabulary() -> None:
     model = build(pair_config("none", own=True))
     assert model.encoder_embedding is not None and model.encoder_embedding.tokens is not None
     assert model.encoder_embedding.tokens.weight.shape == (SOURCE_VOCAB, 30)

@@ -1,4 +1,4 @@
-"""The Transformer as a whole: its names, its beginnings, and that rows, lanes and documents never meet."""
+"""The Transformer: parameter names, initialization, and independence of sequences and documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.model import transformer
 from kvad.model.no_cache import NoCache
@@ -30,18 +30,18 @@ def text(length: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def step_of(rows: list[Tensor], lanes: list[SubBatch], **more: Any) -> ModelInput:
+def step_of(rows: list[Tensor], sub_batches: list[SubBatch], **more: Any) -> ModelInput:
     tokens = torch.cat(rows)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     fixed = {"max_seq_lens": torch.full_like(tokens, LIMIT), **more}
-    return ModelInput(tokens, positions, tuple(lanes), torch.arange(len(tokens)), **fixed)
+    return ModelInput(tokens, positions, tuple(sub_batches), torch.arange(len(tokens)), **fixed)
 
 
 def logits(model: Transformer, step: ModelInput) -> Tensor:
     return model.logits(model(step, NoCache(model.config)), step.logit_indices)
 
 
-def alone(model: Transformer, row: Tensor) -> Tensor:
+def solo_logits(model: Transformer, row: Tensor) -> Tensor:
     return logits(model, step_of([row], [SubBatch(1, len(row), len(row))]))
 
 
@@ -58,7 +58,7 @@ DOCUMENTED = re.compile(
 
 
 def expected_names(config: ModelConfig) -> set[str]:
-    """The module's docstring, spelled out from the config."""
+    """Derive the names in the module's docstring from the config."""
 
     def norm(name: str, spec: cfg.NormConfig) -> set[str]:
         return {f"{name}.weight"} | ({f"{name}.bias"} if spec.bias else set())
@@ -95,8 +95,10 @@ def expected_names(config: ModelConfig) -> set[str]:
     return names | ({"head.bias"} if config.head.bias else set())
 
 
-def awkward() -> ModelConfig:
-    """Two kinds in a pattern of three, q/k norms with biases over the whole projection, no final norm, a table each."""
+def unusual_config() -> ModelConfig:
+    """Two kinds in a pattern of three, q/k norms with biases over the whole projection, no final norm, separate
+    tables.
+    """
     norm = cfg.NormConfig("layer", bias=True)
     local = cfg.AttentionConfig(
         6, 3, 8, 5, cfg.T5BiasConfig(8, 20, shared=False), window=5, qk_norm="full", sink_logits=True
@@ -113,17 +115,17 @@ def awkward() -> ModelConfig:
     )
 
 
-CONFIGS = {case_id(case): model_config(**case) for case in CASES} | {"awkward": awkward()}
+CONFIGS = {case_id(case): model_config(**case) for case in CASES} | {"awkward": unusual_config()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_state_dict_holds_exactly_the_documented_names(name: str) -> None:
+def test_state_dict_has_the_documented_names(name: str) -> None:
     names = set(Transformer(CONFIGS[name]).state_dict())
     assert names == expected_names(CONFIGS[name])
     assert all(DOCUMENTED.fullmatch(n) for n in names)
 
 
-def test_the_docstring_lists_these_names() -> None:
+def test_docstring_lists_these_names() -> None:
     written = transformer.__doc__ or ""
     for word in (
         "embedding.tokens.weight  [.positions.weight]  [.token_types.weight]  [.norm.*]",
@@ -138,7 +140,7 @@ def test_the_docstring_lists_these_names() -> None:
         assert word in written
 
 
-# ---------------------------------------------------------------- beginnings
+# ---------------------------------------------------------------- initialization
 
 
 def test_initial_statistics() -> None:
@@ -167,18 +169,18 @@ def test_initial_statistics() -> None:
             assert abs(float(parameter.detach().mean())) < 5 * std / math.sqrt(parameter.numel()), name
 
 
-def test_the_same_seed_gives_the_same_model() -> None:
-    made = []
+def test_equal_seeds_give_equal_models() -> None:
+    built = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        made.append(Transformer(awkward()).state_dict())
-    assert all(torch.equal(made[0][n], made[1][n]) for n in made[0])
-    assert not torch.equal(made[0]["embedding.tokens.weight"], made[2]["embedding.tokens.weight"])
+        built.append(Transformer(unusual_config()).state_dict())
+    assert all(torch.equal(built[0][n], built[1][n]) for n in built[0])
+    assert not torch.equal(built[0]["embedding.tokens.weight"], built[2]["embedding.tokens.weight"])
 
 
 @pytest.mark.parametrize("name", ["awkward", *list(CONFIGS)[::10]])
-def test_a_model_made_on_meta_is_whole_once_loaded(name: str) -> None:
-    """No buffer is left behind on meta, nothing is allocated before the weights come, and nothing is drawn."""
+def test_model_on_meta_device_is_complete_after_loading(name: str) -> None:
+    """No buffer stays on meta, nothing is allocated before the weights are loaded, and no random number is drawn."""
     first = build(CONFIGS[name])
     state = torch.get_rng_state()
     with torch.device("meta"):
@@ -188,83 +190,83 @@ def test_a_model_made_on_meta_is_whole_once_loaded(name: str) -> None:
     second.load_state_dict(first.state_dict(), assign=True)
     assert not [n for n, t in [*second.named_parameters(), *second.named_buffers()] if t.is_meta]
     with torch.no_grad():
-        assert torch.equal(alone(second.eval(), text(9)), alone(first, text(9)))
+        assert torch.equal(solo_logits(second.eval(), text(9)), solo_logits(first, text(9)))
 
 
-def test_a_model_that_generated_can_still_be_trained() -> None:
-    """Tables made and kept in inference mode must not poison a backward pass; and every parameter is used."""
-    for config in (*(model_config(p) for p in POSITIONS), *(model_config(heads=h) for h in HEADS), awkward()):
+def test_model_can_be_trained_after_generation() -> None:
+    """Tables created in inference mode do not break a backward pass; every parameter is used."""
+    for config in (*(model_config(p) for p in POSITIONS), *(model_config(heads=h) for h in HEADS), unusual_config()):
         model = build(config)
         with torch.inference_mode():
-            expected = alone(model, text(9)).clone()
-        out = alone(model, text(9))
+            expected = solo_logits(model, text(9)).clone()
+        out = solo_logits(model, text(9))
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
         out.square().sum().backward()
         assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in model.parameters())
 
 
-# ---------------------------------------------------------------- rows and documents never meet
+# ---------------------------------------------------------------- isolation of sequences and documents
 
 
 @pytest.mark.parametrize("name", [*list(CONFIGS)[::2], "awkward"])
 @torch.inference_mode()
-def test_rows_in_lanes_equal_each_alone(name: str) -> None:
-    """T = 2 * 5 + 1 * 11 + 3 * 1 tokens in three lanes."""
-    model, lanes = build(CONFIGS[name]), [SubBatch(2, 5, 5), SubBatch(1, 11, 11), SubBatch(3, 1, 1)]
+def test_sub_batches_equal_solo_runs(name: str) -> None:
+    """T = 2 * 5 + 1 * 11 + 3 * 1 tokens in three sub-batches."""
+    model, sub_batches = build(CONFIGS[name]), [SubBatch(2, 5, 5), SubBatch(1, 11, 11), SubBatch(3, 1, 1)]
     rows = [
-        text(lane.num_new_tokens, seed)
-        for seed, lane in enumerate(lane for lane in lanes for _ in range(lane.num_seqs))
+        text(sub_batch.num_new_tokens, seed)
+        for seed, sub_batch in enumerate(sub_batch for sub_batch in sub_batches for _ in range(sub_batch.num_seqs))
     ]
-    together = logits(model, step_of(rows, lanes))
-    expected = torch.cat([alone(model, row) for row in rows])
+    together = logits(model, step_of(rows, sub_batches))
+    expected = torch.cat([solo_logits(model, row) for row in rows])
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-12)
     assert float(expected.std()) > 0.1
 
 
 @pytest.mark.parametrize("name", [*list(CONFIGS)[::4], "awkward"])
-def test_packed_documents_equal_each_alone_in_logits_and_gradients(name: str) -> None:
-    """Two packed rows of three and two documents; positions start anew with each document."""
+def test_packed_documents_equal_solo_runs_with_gradients(name: str) -> None:
+    """Two packed rows of three and two documents; positions restart in each document."""
     model, lengths = build(CONFIGS[name]), [[4, 1, 7], [3, 9]]
     documents = [text(n, seed) for seed, n in enumerate(n for row in lengths for n in row)]
     number = torch.tensor([i for row in lengths for i, n in enumerate(row) for _ in range(n)])
     step = step_of(documents, [SubBatch(2, 12, 12)], document_ids=number)
     weight = torch.randn(24, VOCAB, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     packed = logits(model, step)
-    parts = torch.cat([alone(model, document) for document in documents])
+    parts = torch.cat([solo_logits(model, document) for document in documents])
     torch.testing.assert_close(packed, parts, rtol=0, atol=1e-12)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    ours = torch.autograd.grad((packed * weight).sum(), parameters)
-    theirs = torch.autograd.grad((parts * weight).sum(), parameters)
-    for parameter, a, b in zip(names, ours, theirs, strict=True):
+    packed_gradients = torch.autograd.grad((packed * weight).sum(), parameters)
+    solo_gradients = torch.autograd.grad((parts * weight).sum(), parameters)
+    for parameter, a, b in zip(names, packed_gradients, solo_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=parameter)
-    mixed = logits(model, step._replace(document_ids=None))  # without the isolation they do meet
+    mixed = logits(model, step._replace(document_ids=None))  # without isolation the documents attend to each other
     assert float((mixed - parts).abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "window" not in name][::4])
 @torch.inference_mode()
-def test_what_comes_later_changes_nothing_before(name: str) -> None:
+def test_later_tokens_do_not_change_earlier_logits(name: str) -> None:
     model, row = build(CONFIGS[name]), text(14)
     other = row.clone()
     other[9] = (other[9] + 1) % VOCAB
-    before, after = alone(model, row), alone(model, other)
+    before, after = solo_logits(model, row), solo_logits(model, other)
     torch.testing.assert_close(before[:9], after[:9], rtol=0, atol=1e-12)
     assert float((before[9:] - after[9:]).abs().amax(-1).min()) > 1e-6
 
 
 @torch.inference_mode()
-def test_a_window_forgets_and_the_pattern_says_where() -> None:
-    """Two layers of window 7 reach back 12 positions; with one layer that sees all, everything is seen."""
+def test_window_layers_limit_visibility() -> None:
+    """Two layers of window 7 extend over 12 positions; one layer without a window extends over all."""
     row = text(40)
     other = row.clone()
     other[5] = (other[5] + 1) % VOCAB
     windowed, mixed = build(model_config(heads="window")), build(model_config(heads="window-mix"))
-    change = (alone(windowed, row) - alone(windowed, other)).abs().amax(-1)
+    change = (solo_logits(windowed, row) - solo_logits(windowed, other)).abs().amax(-1)
     assert bool((change[5:18] > 1e-9).all()) and bool((change[18:] < 1e-12).all()) and bool((change[:5] == 0).all())
-    assert bool(((alone(mixed, row) - alone(mixed, other)).abs().amax(-1)[5:] > 1e-9).all())
+    assert bool(((solo_logits(mixed, row) - solo_logits(mixed, other)).abs().amax(-1)[5:] > 1e-9).all())
 
 
-def test_only_wanted_logits_are_made() -> None:
+def test_only_requested_logits_are_computed() -> None:
     model, row = build(model_config()), text(9)
     step = step_of([row], [SubBatch(1, 9, 9)])
     with torch.no_grad():
@@ -293,10 +295,10 @@ ENCODINGS: dict[str, dict[str, Any]] = {
 
 
 @torch.inference_mode()
-def test_only_positions_tell_a_bidirectional_stack_the_order() -> None:
+def test_bidirectional_order_depends_on_positions_only() -> None:
     row, order = text(11), torch.randperm(11, generator=torch.Generator().manual_seed(1))
     model = bidirectional()
-    torch.testing.assert_close(alone(model, row[order]), alone(model, row)[order], rtol=0, atol=1e-12)
+    torch.testing.assert_close(solo_logits(model, row[order]), solo_logits(model, row)[order], rtol=0, atol=1e-12)
     for name, encoding in ENCODINGS.items():
         model = bidirectional(**encoding)
-        assert float((alone(model, row[order]) - alone(model, row)[order]).abs().max()) > 1e-3, name
+        assert float((solo_logits(model, row[order]) - solo_logits(model, row)[order]).abs().max()) > 1e-3, name

@@ -1,4 +1,4 @@
-"""One row cut over threads is the same product; everything else goes the usual way."""
+"""A linear layer for one row, split over threads, and several layers fused into one product."""
 
 import copy
 
@@ -12,7 +12,7 @@ from kvad.ops.linear import Linear, PackedLinear, linear
 
 @pytest.fixture
 def products(monkeypatch):
-    """How often a batched product was asked for."""
+    """Count the batched products."""
     seen, real = [], torch.bmm
     monkeypatch.setattr(module.torch, "bmm", lambda a, b: (seen.append(a.shape[0]), real(a, b))[1])
     return seen
@@ -22,7 +22,7 @@ def products(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 256), (1, 1, 256), (256,)])
 @torch.inference_mode()
-def test_one_row_is_the_same_product(monkeypatch, products, threads, bias, shape):
+def test_split_product_equals_plain_product(monkeypatch, products, threads, bias, shape):
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: threads)
     x, weight, b = torch.randn(shape).double(), torch.randn(192, 256).double(), torch.randn(192).double()
     out = linear(x, weight, b if bias else None)
@@ -41,13 +41,13 @@ def test_one_row_is_the_same_product(monkeypatch, products, threads, bias, shape
         (torch.randn(1, 256), torch.randn(256, 192).t()),  # not contiguous
     ],
 )
-def test_the_rest_goes_the_usual_way(monkeypatch, products, x, weight):
+def test_other_shapes_are_not_split(monkeypatch, products, x, weight):
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 2)
     with torch.inference_mode():
         assert torch.equal(linear(x, weight), F.linear(x, weight)) and products == []
 
 
-def test_training_goes_the_usual_way(monkeypatch, products):
+def test_training_is_not_split(monkeypatch, products):
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 2)
     layer, x = Linear(256, 192), torch.randn(1, 256)
     layer(x).sum().backward()
@@ -56,7 +56,7 @@ def test_training_goes_the_usual_way(monkeypatch, products):
         assert torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias), atol=1e-5) and products == [2]
 
 
-# ---------------------------------------------------------------- several products of one input
+# ---------------------------------------------------------------- fused products of one input
 
 
 def pair(bias=(False, False)):
@@ -66,7 +66,7 @@ def pair(bias=(False, False)):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 5])
 @torch.inference_mode()
-def test_a_pack_says_the_same_and_costs_nothing(rows, bias):
+def test_fused_product_is_equal_and_shares_memory(rows, bias):
     a, b = pair((bias, bias))
     x, joint = torch.randn(rows, 64).double(), PackedLinear()
     before = [layer(x) for layer in (a, b)]
@@ -79,8 +79,8 @@ def test_a_pack_says_the_same_and_costs_nothing(rows, bias):
 
 
 @torch.inference_mode()
-def test_layers_with_other_weights_have_products_of_their_own():
-    """A copy, another dtype, a loaded state: nothing of the old pack may speak for them."""
+def test_changed_layers_are_not_fused():
+    """A copy, another dtype or a loaded state must not use the old fused weight."""
     a, b = pair()
     joint, x = PackedLinear(), torch.randn(1, 64).double()
     joint.pack(a, b)
@@ -89,13 +89,13 @@ def test_layers_with_other_weights_have_products_of_their_own():
     assert torch.equal(copied(x, c, d)[0], c(x))
     copied, c, d = copy.deepcopy((joint, a, b))
     assert copied(x.float(), c.float(), d.float())[0].dtype == torch.float32
-    a.load_state_dict({"weight": torch.randn(48, 64).double()})  # in place: the pack sees it, for they are one memory
+    a.load_state_dict({"weight": torch.randn(48, 64).double()})  # in place: the fused weight shares this memory
     assert torch.allclose(joint(x, a, b)[0], a(x), atol=1e-12)
-    other = Linear(64, 48, bias=False).double()  # a layer put in the place of another
+    other = Linear(64, 48, bias=False).double()  # a layer in the place of another
     assert torch.equal(joint(x, other, b)[0], other(x))
 
 
-def test_a_bias_beside_none_stays_unpacked():
+def test_mixed_biases_are_not_fused():
     a, b = pair((True, False))
     joint, x = PackedLinear(), torch.randn(3, 64).double()
     joint.pack(a, b)

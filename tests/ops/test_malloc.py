@@ -1,4 +1,4 @@
-"""What the allocator keeps is given back, where it can be asked."""
+"""Memory that the allocator keeps is returned to the system, if glibc offers it."""
 
 import ctypes
 import resource
@@ -11,47 +11,47 @@ from kvad.ops.malloc import keep_freed_memory, trim_heap
 
 
 def fragmented():
-    """Sixty mebibytes freed between blocks that stay: glibc keeps them."""
+    """Free sixty mebibytes between blocks that stay allocated: glibc keeps them."""
     blocks = [ctypes.create_string_buffer(100_000) for _ in range(1200)]
     stay = blocks[::2]
     blocks.clear()
     return stay
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="asks glibc")
-def test_kept_memory_is_returned_when_it_is_worth_it():
+@pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="requires glibc")
+def test_free_memory_is_returned_to_the_system():
     trim_heap(0)
     stay = fragmented()
-    kept = malloc._libc().mallinfo2().fordblks
-    assert kept > malloc.MIN_TRIM_BYTES and len(stay) == 600
+    free_bytes = malloc._libc().mallinfo2().fordblks
+    assert free_bytes > malloc.MIN_TRIM_BYTES and len(stay) == 600
     assert not trim_heap(min_bytes=1 << 40)
     assert trim_heap() and trim_heap(0)
 
 
-def test_without_glibc_nothing_is_done(monkeypatch):
+def test_without_glibc_nothing_is_returned(monkeypatch):
     monkeypatch.setattr(malloc, "_libc", lambda: None)
     assert trim_heap(0) is False
 
 
-def new_pages():
-    """How many pages the system had to make while a block of 64 MiB was taken, filled and freed."""
+def count_page_faults():
+    """Count the page faults while a block of 64 MiB is allocated, filled and freed."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     ctypes.memset(ctypes.create_string_buffer(64 << 20), 1, 64 << 20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="asks glibc")
-def test_memory_that_is_taken_again_and_again_is_not_made_anew():
-    new_pages()
-    assert new_pages() > 1000
+@pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="requires glibc")
+def test_repeated_allocations_reuse_pages():
+    count_page_faults()
+    assert count_page_faults() > 1000
     with keep_freed_memory():
-        new_pages()
-        assert new_pages() < 100
+        count_page_faults()
+        assert count_page_faults() < 100
         assert malloc._libc().mallinfo2().fordblks > 60 << 20
-    assert new_pages() > 1000  # it went back
+    assert count_page_faults() > 1000  # the block was returned
 
 
-def test_without_glibc_nothing_is_kept(monkeypatch):
+def test_without_glibc_pages_are_not_reused(monkeypatch):
     monkeypatch.setattr(malloc, "_libc", lambda: None)
     with keep_freed_memory():
         pass

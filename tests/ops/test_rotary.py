@@ -1,4 +1,4 @@
-"""Rotation: by its formula, by its law R(n)^T R(m) = R(m - n), and against three models of transformers."""
+"""Rotary embedding: its formula, the law R(n)^T R(m) = R(m - n), and three models of transformers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def table(pairs: int, base: float = 100.0) -> Tensor:
     return base ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
 
 
-def turn(x: Tensor, at: int, rotary: Rotary) -> Tensor:
-    """One vector [D] at one position."""
+def rotate_one(x: Tensor, at: int, rotary: Rotary) -> Tensor:
+    """Rotate one vector [D] at one position."""
     return RotaryCache(torch.tensor([at])).rotate(x[None, None], rotary)[0, 0]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dim", [8, 11])
-def test_each_pair_turns_in_the_positive_sense_and_the_rest_stays(dim: int, interleaved: bool) -> None:
+def test_pairs_rotate_and_the_rest_is_unchanged(dim: int, interleaved: bool) -> None:
     x, freq = random(6, 3, dim), table(4)
     out = RotaryCache(POSITIONS).rotate(x, Rotary(freq, interleaved, 1.5))
     for t, position in enumerate(POSITIONS.tolist()):
@@ -45,15 +45,15 @@ def test_each_pair_turns_in_the_positive_sense_and_the_rest_stays(dim: int, inte
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_product_depends_on_the_distance_and_on_its_sign(interleaved: bool) -> None:
+def test_product_depends_on_the_signed_distance(interleaved: bool) -> None:
     rotary, (q, k) = Rotary(table(4), interleaved, 1.0), random(2, 8)
     for n, m in [(0, 5), (9, 2), (1003, 1008), (4, 4), (70, 0)]:
-        product = turn(q, n, rotary) @ turn(k, m, rotary)
-        torch.testing.assert_close(product, q @ turn(k, m - n, rotary), rtol=0, atol=1e-11)
-        torch.testing.assert_close(product, turn(q, n - m, rotary) @ k, rtol=0, atol=1e-11)
-        assert n == m or abs(product - q @ turn(k, n - m, rotary)) > 1e-2
-    torch.testing.assert_close(turn(q, 123, rotary).norm(), q.norm(), rtol=0, atol=1e-12)
-    one = turn(torch.tensor([1.0, 0.0]), 1, Rotary(torch.ones(1), interleaved, 1.0))
+        product = rotate_one(q, n, rotary) @ rotate_one(k, m, rotary)
+        torch.testing.assert_close(product, q @ rotate_one(k, m - n, rotary), rtol=0, atol=1e-11)
+        torch.testing.assert_close(product, rotate_one(q, n - m, rotary) @ k, rtol=0, atol=1e-11)
+        assert n == m or abs(product - q @ rotate_one(k, n - m, rotary)) > 1e-2
+    torch.testing.assert_close(rotate_one(q, 123, rotary).norm(), q.norm(), rtol=0, atol=1e-12)
+    one = rotate_one(torch.tensor([1.0, 0.0]), 1, Rotary(torch.ones(1), interleaved, 1.0))
     torch.testing.assert_close(one, torch.tensor([math.cos(1), math.sin(1)]))
 
 
@@ -62,42 +62,42 @@ def angles(dim: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def test_half_split_is_llama_s() -> None:
+def test_half_split_equals_llama() -> None:
     q, k = random(6, 3, 8), random(6, 2, 8, seed=1)
     cos, sin = (torch.cat((part, part), dim=-1)[None] for part in angles(8))
     their_q, their_k = llama_rotary(q[None], k[None], cos, sin, unsqueeze_dim=2)
-    mine, rotary = RotaryCache(POSITIONS), Rotary(table(4), False, 1.0)
-    torch.testing.assert_close(mine.rotate(q, rotary), their_q[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(mine.rotate(k, rotary), their_k[0], rtol=0, atol=1e-12)
+    own_result, rotary = RotaryCache(POSITIONS), Rotary(table(4), False, 1.0)
+    torch.testing.assert_close(own_result.rotate(q, rotary), their_q[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(own_result.rotate(k, rotary), their_k[0], rtol=0, atol=1e-12)
 
 
-def test_interleaved_is_gptj_s() -> None:
+def test_interleaved_equals_gptj() -> None:
     x, (cos, sin) = random(6, 3, 8), angles(8)
-    theirs = gptj_rotary(x[None], sin[None], cos[None])
+    reference = gptj_rotary(x[None], sin[None], cos[None])
     torch.testing.assert_close(
-        RotaryCache(POSITIONS).rotate(x, Rotary(table(4), True, 1.0)), theirs[0], rtol=0, atol=1e-12
+        RotaryCache(POSITIONS).rotate(x, Rotary(table(4), True, 1.0)), reference[0], rtol=0, atol=1e-12
     )
 
 
-def test_partial_is_gpt_neox_s() -> None:
+def test_partial_equals_gpt_neox() -> None:
     q, k = random(6, 3, 16), random(6, 3, 16, seed=1)
     cos, sin = (torch.cat((part, part), dim=-1)[None] for part in angles(4))
-    theirs, _ = neox_rotary(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    mine = RotaryCache(POSITIONS).rotate(q, Rotary(table(2), False, 1.0))
-    torch.testing.assert_close(mine, theirs[0].transpose(0, 1), rtol=0, atol=1e-12)
+    reference, _ = neox_rotary(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    own_result = RotaryCache(POSITIONS).rotate(q, Rotary(table(2), False, 1.0))
+    torch.testing.assert_close(own_result, reference[0].transpose(0, 1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_frequencies_per_token_are_each_token_s_own(interleaved: bool) -> None:
+def test_frequencies_may_differ_per_token(interleaved: bool) -> None:
     x, rows = random(6, 3, 8), torch.stack([table(4, 10.0 * (t + 1)) for t in range(6)])
     out = RotaryCache(POSITIONS).rotate(x, Rotary(rows, interleaved, 1.0))
     for t in range(6):
-        alone = RotaryCache(POSITIONS[t : t + 1]).rotate(x[t : t + 1], Rotary(rows[t], interleaved, 1.0))
-        torch.testing.assert_close(out[t : t + 1], alone, rtol=0, atol=0)
+        solo = RotaryCache(POSITIONS[t : t + 1]).rotate(x[t : t + 1], Rotary(rows[t], interleaved, 1.0))
+        torch.testing.assert_close(out[t : t + 1], solo, rtol=0, atol=0)
 
 
-def test_one_set_of_angles_serves_many_tables() -> None:
-    """Tables come and go within a step (one per kind of layer and regime): none may be taken for another."""
+def test_tables_of_one_step_are_independent() -> None:
+    """Several tables are used within a step (one per kind of layer and regime) and must not be confused."""
     x, shared = random(6, 1, 8), RotaryCache(POSITIONS)
     for base in range(10, 40):
         out = shared.rotate(x, Rotary(table(4, base), False, 1.0))
@@ -109,8 +109,8 @@ def test_one_set_of_angles_serves_many_tables() -> None:
     torch.testing.assert_close(grown, 2 * plain, rtol=0, atol=1e-12)
 
 
-def test_angles_are_made_in_float32_whatever_the_model_s_dtype() -> None:
-    """bfloat16 cannot tell position 1001 from 1002: angles made in it would be another model's."""
+def test_angles_are_float32_for_every_dtype() -> None:
+    """bfloat16 cannot distinguish positions 1001 and 1002, so angles must be float32."""
     x = torch.ones(2, 1, 2, dtype=torch.bfloat16)
     out = RotaryCache(torch.tensor([1001, 1002])).rotate(x, Rotary(torch.ones(1), False, 1.0))
     assert out.dtype == torch.bfloat16
@@ -119,7 +119,7 @@ def test_angles_are_made_in_float32_whatever_the_model_s_dtype() -> None:
         assert out[t, 0].tolist() == pytest.approx(expected, abs=2e-2)
 
 
-def test_rotation_has_a_gradient_and_it_is_the_rotation_back() -> None:
+def test_gradient_is_the_inverse_rotation() -> None:
     x, cos, sin = random(5, 8).requires_grad_(), *(f(random(5, 4, seed=2)) for f in (torch.cos, torch.sin))
     for interleaved in (False, True):
         weight = random(5, 8, seed=3)
@@ -129,8 +129,8 @@ def test_rotation_has_a_gradient_and_it_is_the_rotation_back() -> None:
 
 @pytest.mark.parametrize("few", [0, 10**9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_few_tokens_are_turned_by_the_same_sums(few: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form for few tokens and the general one: bit for bit the same."""
+def test_few_tokens_have_the_same_bits(few: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form for few tokens and the general one give equal bits."""
     monkeypatch.setattr("kvad.ops.rotary.SMALL_TOKEN_COUNT", few)
     x, freq = random(6, 3, 8).to(dtype), table(4)
     angle = POSITIONS.double()[:, None, None] * freq
@@ -140,16 +140,16 @@ def test_few_tokens_are_turned_by_the_same_sums(few: int, dtype: torch.dtype, mo
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("turned", [8, 6])
-def test_the_gradient_is_autograd_s_to_the_bit(turned, interleaved):
-    """More tokens than FEW; 6 of 8 dimensions turned, and all."""
+def test_gradient_equals_autograd(turned, interleaved):
+    """More tokens than FEW; 6 of 8 dimensions rotated, and all."""
     positions = torch.arange(50)
     rotary = Rotary(torch.rand(turned // 2), interleaved, 1.3)
     angles = RotaryCache(positions)
-    x, wanted = torch.randn(50, 3, 8, requires_grad=True), torch.randn(50, 3, 8)
+    x, expected = torch.randn(50, 3, 8, requires_grad=True), torch.randn(50, 3, 8)
     out = angles.rotate(x, rotary)
     cos = ((positions[:, None] * rotary.inv_freq).cos() * rotary.factor)[:, None]
     sin = ((positions[:, None] * rotary.inv_freq).sin() * rotary.factor)[:, None]
     plain = rotate(x, cos, sin, interleaved)
     assert torch.equal(out, plain) and type(out.grad_fn).__name__ == "_RotateBackward"
-    of_out, of_plain = (torch.autograd.grad((y * wanted).sum(), x)[0] for y in (out, plain))
+    of_out, of_plain = (torch.autograd.grad((y * expected).sum(), x)[0] for y in (out, plain))
     assert torch.equal(of_out, of_plain)

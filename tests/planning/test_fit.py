@@ -1,4 +1,4 @@
-"""What could I run: every line fits and one more would not; a price is what was measured, or nothing."""
+"""Configurations that fit in memory: each line is the largest that fits; costs are measured or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvad.benchmarks import cache_quality
 from kvad.benchmarks.variants import known_variants
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import build_groups
-from kvad.cache.sizing.memory_plan import plan_memory, require_memory, total_bytes_with
+from kvad.cache.sizing.fits import require_memory, total_bytes_with
+from kvad.cache.sizing.memory_plan import plan_memory
 from kvad.cli.main import main
 from kvad.config.layers import AttentionConfig
 from kvad.config.model import attention_specs
@@ -36,51 +37,51 @@ from kvad.planning.fit import (
     read_costs,
     weights_shortfall,
 )
-from kvad.planning.group_summary import describe_retention, layer_names
 from kvad.planning.known_models import known_model
+from kvad.planning.report import describe_retention, layer_names
 from tests.support.lab_models import tiny
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 
-# ---------------------------------------------------------------- what a group keeps, in words
+# ---------------------------------------------------------------- description of a group
 
-SAID = {
+DESCRIPTIONS = {
     "full": ["everything"],
     "window(32)": ["the last 32 tokens"],
     "sinks(4, 1020)": ["the first 4 and the last 1,020 tokens"],
     "block-window(64)": ["the last 49 to 64 tokens, 16 leaving at once"],
-    "snapkv(256)": ["256 tokens per head by snapkv, cut every 64"],
+    "snapkv(256)": ["256 tokens per head by snapkv, evicted every 64"],
     "quest(128)": ["everything, of which a query reads 128 tokens"],
     "tiered(128, quantized=256, summaries=64)": [
-        "the latest 128 tokens as they are",
-        "up to 256 older tokens, packed",
+        "the latest 128 tokens unchanged",
+        "up to 256 older tokens, quantized",
         "64 summaries of 8 older tokens each at most",
     ],
     "tiered(64, num_sinks=16)": [
-        "the first 16 and the latest 64 tokens as they are",
-        "up to 2,048 older tokens, packed",
+        "the first 16 and the latest 64 tokens unchanged",
+        "up to 2,048 older tokens, quantized",
     ],
-    "0: full; key-norm(32)": ["everything", "32 tokens per head by key-norm, cut every 64"],
+    "0: full; key-norm(32)": ["everything", "32 tokens per head by key-norm, evicted every 64"],
 }
 
 
-@pytest.mark.parametrize("policy", SAID)
-def test_a_group_says_what_it_keeps(policy):
+@pytest.mark.parametrize("policy", DESCRIPTIONS)
+def test_description_of_a_group(policy):
     config = tiny(limit=2048)
-    made = build_groups(attention_specs(config), CacheConfig(max_seq_len=2048, policy=policy))
-    assert [describe_retention(group, attention_specs(config)) for group in made] == SAID[policy]
+    groups = build_groups(attention_specs(config), CacheConfig(max_seq_len=2048, policy=policy))
+    assert [describe_retention(group, attention_specs(config)) for group in groups] == DESCRIPTIONS[policy]
 
 
-def test_a_models_own_window_is_told_from_a_policys():
+def test_description_names_the_window_of_the_model():
     own = attention_specs(tiny(AttentionConfig(4, 2, window=7)))
-    for policy, words in (("full", "the last 7 tokens (the model's window)"), ("window(5)", "the last 5 tokens")):
+    for policy, expected in (("full", "the last 7 tokens (the model's window)"), ("window(5)", "the last 5 tokens")):
         (group,) = build_groups(own, CacheConfig(max_seq_len=64, policy=policy))
-        assert describe_retention(group, own) == words
+        assert describe_retention(group, own) == expected
 
 
 @pytest.mark.parametrize(
-    ("layers", "words"),
+    ("layers", "expected"),
     [
         ([3], "layer 3"),
         ([0, 1, 2, 3], "layers 0-3"),
@@ -89,15 +90,15 @@ def test_a_models_own_window_is_told_from_a_policys():
         ([1, 3], "layers 1, 3"),
     ],
 )
-def test_layers_have_short_names(layers, words):
-    assert layer_names(layers) == words
+def test_layer_names(layers, expected):
+    assert layer_names(layers) == expected
 
 
 # ---------------------------------------------------------------- the table
 
 
-def planned(name="gpt2", **asked):
-    return plan_memory(known_model(name), CacheConfig(**{"max_seq_len": 1024, **asked}))
+def make_plan(name="gpt2", **options):
+    return plan_memory(known_model(name), CacheConfig(**{"max_seq_len": 1024, **options}))
 
 
 def table(plan, memory, contexts=(), rows=(), ratios=(0.75,), measured=()):
@@ -112,78 +113,100 @@ def table(plan, memory, contexts=(), rows=(), ratios=(0.75,), measured=()):
     )
 
 
-def test_every_line_fits_and_one_more_does_not():
-    plan = planned()
-    found = table(plan, 2 * GIB, contexts=(256, 1024), rows=(4, 64)).rows
-    assert len(found) == 4 * 4 * 4 and len({(o.cache_format, o.policy) for o in found if o.context == 1024}) > 12
-    for offer in found:
+def test_every_configuration_is_the_largest_that_fits():
+    plan = make_plan()
+    configurations = table(plan, 2 * GIB, contexts=(256, 1024), rows=(4, 64)).rows
+    assert (
+        len(configurations) == 4 * 4 * 4
+        and len({(o.cache_format, o.policy) for o in configurations if o.context == 1024}) > 12
+    )
+    for configuration in configurations:
 
-        def total(rows, context, offer=offer):
-            choice = PolicyChoice(offer.policy.partition("(")[0], offer.ratio)
+        def total(rows, context, configuration=configuration):
+            choice = PolicyChoice(configuration.policy.partition("(")[0], configuration.ratio)
             keys = (
                 {}
-                if offer.cache_format == plan.cache.format_name
-                else {"key_dtype": offer.cache_format, "value_dtype": offer.cache_format}
+                if configuration.cache_format == plan.cache.format_name
+                else {"key_dtype": configuration.cache_format, "value_dtype": configuration.cache_format}
             )
-            asked = replace(plan.cache, max_num_seqs=rows, max_seq_len=context, policy=choice.policy(context), **keys)
-            return total_bytes_with(plan, asked)
+            options = replace(plan.cache, max_num_seqs=rows, max_seq_len=context, policy=choice.policy(context), **keys)
+            return total_bytes_with(plan, options)
 
-        assert offer.bytes == total(offer.num_seqs, offer.context) <= 2 * GIB
-        more = total(offer.num_seqs + 1, offer.context) > 2 * GIB
-        longer = offer.context == 1024 or total(offer.num_seqs, offer.context + 16) > 2 * GIB
-        assert more if offer.num_seqs not in (4, 64) else longer
+        assert configuration.bytes == total(configuration.num_seqs, configuration.context) <= 2 * GIB
+        more = total(configuration.num_seqs + 1, configuration.context) > 2 * GIB
+        longer = configuration.context == 1024 or total(configuration.num_seqs, configuration.context + 16) > 2 * GIB
+        assert more if configuration.num_seqs not in (4, 64) else longer
 
 
-def test_a_policy_that_was_asked_for_is_held_against_everything():
-    plan = planned(policy="sinks(4, 252)")
-    found = table(plan, 2 * GIB, contexts=(1024,)).rows
-    assert {offer.policy for offer in found} == {"full", "sinks(4, 252)"}
-    assert {offer.policy for offer in table(planned(key_dtype="int8", dtype="int8"), 2 * GIB, rows=(2,)).rows} > {
-        "full"
-    }
+def test_requested_policy_is_compared_with_full():
+    plan = make_plan(policy="sinks(4, 252)")
+    configurations = table(plan, 2 * GIB, contexts=(1024,)).rows
+    assert {configuration.policy for configuration in configurations} == {"full", "sinks(4, 252)"}
+    assert {
+        configuration.policy
+        for configuration in table(make_plan(key_dtype="int8", dtype="int8"), 2 * GIB, rows=(2,)).rows
+    } > {"full"}
     endless = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=1024, overflow="sinks", max_num_seqs=2))
-    found = table(endless, 2 * GIB, contexts=(512, 1024)).rows
-    assert {offer.policy for offer in found} == {"sinks(4, 508)", "sinks(4, 1020)"}
-    assert not any(offer.is_lossless or offer.perplexity for offer in found)
+    configurations = table(endless, 2 * GIB, contexts=(512, 1024)).rows
+    assert {configuration.policy for configuration in configurations} == {"sinks(4, 508)", "sinks(4, 1020)"}
+    assert not any(configuration.is_lossless or configuration.perplexity for configuration in configurations)
 
 
-def test_a_line_says_the_policy_that_rows_go_on_under():
+def test_overflow_mode_selects_the_policy():
     plan = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=256, overflow="offload", max_num_seqs=2))
-    found = table(plan, 2 * GIB, contexts=(256, 512)).rows
-    assert {offer.policy for offer in found} == {"offload(192, 1856)", "offload(384, 1664, 128)"}
-    assert {offer.cache_format: offer.is_lossless for offer in found} == {
+    configurations = table(plan, 2 * GIB, contexts=(256, 512)).rows
+    assert {configuration.policy for configuration in configurations} == {
+        "offload(192, 1856)",
+        "offload(384, 1664, 128)",
+    }
+    assert {configuration.cache_format: configuration.is_lossless for configuration in configurations} == {
         "float32": True, "bfloat16": False, "int8": False, "int4": False
     }  # fmt: skip
     plan = plan_memory(known_model("smollm-135m"), CacheConfig(max_seq_len=256, overflow="summarize", max_num_seqs=2))
-    found = table(plan, 2 * GIB, contexts=(256,)).rows
-    (policy,) = {offer.policy for offer in found}
-    assert policy.startswith("tiered(") and not any(offer.is_lossless or offer.perplexity for offer in found)
+    configurations = table(plan, 2 * GIB, contexts=(256,)).rows
+    (policy,) = {configuration.policy for configuration in configurations}
+    assert policy.startswith("tiered(") and not any(
+        configuration.is_lossless or configuration.perplexity for configuration in configurations
+    )
 
 
-def test_what_a_model_cannot_have_is_said():
+def test_unsupported_formats_are_reported():
     plan = plan_memory(tiny(AttentionConfig(4, 2, head_dim=10, value_dim=3)), CacheConfig(max_seq_len=64))
-    found = table(plan, GIB, contexts=(64,))
-    assert found.rows and {offer.cache_format for offer in found.rows} == {"float32", "bfloat16", "int8"}
-    assert all("int4" in each and "packs two numbers" in each for each in found.refused) and found.refused
+    configurations = table(plan, GIB, contexts=(64,))
+    assert configurations.rows and {configuration.cache_format for configuration in configurations.rows} == {
+        "float32",
+        "bfloat16",
+        "int8",
+    }
+    assert (
+        all("int4" in each and "packs two numbers" in each for each in configurations.refused)
+        and configurations.refused
+    )
 
 
-def test_weights_that_are_too_large():
+def test_weights_shortfall():
     plan = plan_memory(known_model("llama-3-8b"), CacheConfig(max_seq_len=1024, max_num_seqs=1))
     missing, dtype, weights = weights_shortfall(plan, 20 * GIB)
     assert missing == plan.weights - 20 * GIB and dtype == "bfloat16" and weights == plan.weights // 2
     assert weights_shortfall(plan, 40 * GIB) is None
 
 
-# ---------------------------------------------------------------- prices
+# ---------------------------------------------------------------- costs
 
 
 def line(cache, ratio, measure, **more):
-    told = {"digest": "d", "commit": "c", "machine": "m", "model": "/somewhere/runs/mine", "options": {"lengths": [64]}}
+    common = {
+        "digest": "d",
+        "commit": "c",
+        "machine": "m",
+        "model": "/somewhere/runs/mine",
+        "options": {"lengths": [64]},
+    }
     tasks = {} if measure == "text" else {"tasks": 8}
-    return {"cache": cache, "ratio": ratio, "measure": measure, "length": 64, **tasks, **told, **more}
+    return {"cache": cache, "ratio": ratio, "measure": measure, "length": 64, **tasks, **common, **more}
 
 
-MINE = [
+LINES = [
     line("full", 0.0, "text", perplexity_ratio=1.0, kl=0.0),
     line("full", 0.0, "single", depth=0.0, recall=1.0),
     line("full", 0.0, "single", depth=1.0, recall=0.98),
@@ -199,82 +222,96 @@ MINE = [
 ]
 
 
-def test_lines_become_prices():
-    found = collect_costs(MINE)
-    assert (found.model, found.commit) == ("mine", "c") and "mine, 64 tokens" in found.source
-    ((_, sinks),) = find_costs([found], "sinks", 0.75)
+def test_lines_are_collected_into_costs():
+    configurations = collect_costs(LINES)
+    assert (configurations.model, configurations.commit) == ("mine", "c") and "mine, 64 tokens" in configurations.source
+    ((_, sinks),) = find_costs([configurations], "sinks", 0.75)
     assert (
         sinks.recall == {"single": 0.375} and sinks.perplexity_ratio is None
-    )  # of many the full cache finds too little
-    ((_, int8),) = find_costs([found], "int8", 0.0)
+    )  # the full cache fails too many "many" tasks
+    ((_, int8),) = find_costs([configurations], "int8", 0.0)
     assert (int8.perplexity_ratio, int8.recall) == (1.25, {})
-    assert find_costs([found], "sinks", 0.5) == [] and find_costs([found], "tova", 0.75) == []
+    assert find_costs([configurations], "sinks", 0.5) == [] and find_costs([configurations], "tova", 0.75) == []
 
 
-def test_a_price_is_what_was_measured_or_nothing():
-    found = table(planned(), 2 * GIB, contexts=(1024,), measured=[collect_costs(MINE)]).rows
-    paid = {(offer.cache_format, offer.policy.partition("(")[0]): offer for offer in found}
-    assert paid["float32", "full"].is_lossless and not paid["float32", "full"].measured
-    assert paid["int8", "full"].perplexity.perplexity_ratio == 1.25 and paid["int8", "full"].needle is None
-    assert paid["float32", "sinks"].needle.recall == {"single": 0.375} and paid["float32", "sinks"].perplexity is None
-    both = paid["int8", "sinks"]
-    assert both.perplexity.perplexity_ratio == 1.5 and both.needle.recall == {"single": 0.125}
-    known = ("int8", "full"), ("float32", "sinks"), ("int8", "sinks")
-    others = [offer for key, offer in paid.items() if key not in known]
-    assert all(not offer.measured for offer in others)
-
-
-def test_a_policy_as_written_has_the_price_of_its_share():
-    plan = planned(policy="sinks(4, 252)")
-    found = table(plan, 2 * GIB, contexts=(256, 512, 1024), measured=[collect_costs(MINE)]).rows
-    own = {
-        offer.context: offer for offer in found if (offer.cache_format, offer.policy) == ("float32", "sinks(4, 252)")
+def test_costs_are_measured_or_absent():
+    configurations = table(make_plan(), 2 * GIB, contexts=(1024,), measured=[collect_costs(LINES)]).rows
+    by_cache = {
+        (configuration.cache_format, configuration.policy.partition("(")[0]): configuration
+        for configuration in configurations
     }
-    assert own[256].is_lossless  # a row of 256 tokens loses none
+    assert by_cache["float32", "full"].is_lossless and not by_cache["float32", "full"].measured
+    assert by_cache["int8", "full"].perplexity.perplexity_ratio == 1.25 and by_cache["int8", "full"].needle is None
+    assert (
+        by_cache["float32", "sinks"].needle.recall == {"single": 0.375}
+        and by_cache["float32", "sinks"].perplexity is None
+    )
+    both = by_cache["int8", "sinks"]
+    assert both.perplexity.perplexity_ratio == 1.5 and both.needle.recall == {"single": 0.125}
+    measured_keys = ("int8", "full"), ("float32", "sinks"), ("int8", "sinks")
+    others = [configuration for key, configuration in by_cache.items() if key not in measured_keys]
+    assert all(not configuration.measured for configuration in others)
+
+
+def test_explicit_policy_has_the_cost_of_its_ratio():
+    plan = make_plan(policy="sinks(4, 252)")
+    configurations = table(plan, 2 * GIB, contexts=(256, 512, 1024), measured=[collect_costs(LINES)]).rows
+    own = {
+        configuration.context: configuration
+        for configuration in configurations
+        if (configuration.cache_format, configuration.policy) == ("float32", "sinks(4, 252)")
+    }
+    assert own[256].is_lossless  # a sequence of 256 tokens loses none
     assert not own[512].measured and own[1024].needle.recall == {"single": 0.375}
 
 
-def test_what_is_read_has_the_price_of_its_share():
-    found = table(planned(policy="quest(512)"), 2 * GIB, contexts=(512, 1024), measured=[collect_costs(MINE)]).rows
-    own = {offer.context: offer for offer in found if (offer.cache_format, offer.policy) == ("float32", "quest(512)")}
+def test_sparse_read_has_the_cost_of_its_ratio():
+    configurations = table(
+        make_plan(policy="quest(512)"), 2 * GIB, contexts=(512, 1024), measured=[collect_costs(LINES)]
+    ).rows
+    own = {
+        configuration.context: configuration
+        for configuration in configurations
+        if (configuration.cache_format, configuration.policy) == ("float32", "quest(512)")
+    }
     assert own[512].is_lossless and own[1024].perplexity.perplexity_ratio == 1.125
 
 
-def test_lines_of_fewer_depths_are_the_same_prices(tmp_path, capsys):
-    few = merge_depths(MINE)
-    assert collect_costs(few) == collect_costs(MINE) and len(few) == len(MINE) - 2
-    (both,) = [each for each in few if (each["cache"], each["measure"]) == ("sinks", "single")]
+def test_merged_depths_have_equal_costs(tmp_path, capsys):
+    merged = merge_depths(LINES)
+    assert collect_costs(merged) == collect_costs(LINES) and len(merged) == len(LINES) - 2
+    (both,) = [each for each in merged if (each["cache"], each["measure"]) == ("sinks", "single")]
     assert (both["recall"], both["tasks"], "depth" in both) == (0.375, 16, False)
-    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in LINES))
     fit.main(["--merge", str(tmp_path)])
-    assert [json.loads(each) for each in capsys.readouterr().out.splitlines()] == few == read_cost_lines(tmp_path)
+    assert [json.loads(each) for each in capsys.readouterr().out.splitlines()] == merged == read_cost_lines(tmp_path)
 
 
-def test_the_packaged_prices_are_what_the_runs_say():
+def test_packaged_costs_equal_the_runs():
     runs = sorted((ROOT / "dev" / "results").glob("cache-quality-*.jsonl"))
-    said = [each for path in runs for each in read_costs(path)]
-    assert all(each in said for each in read_costs())
+    run_costs = [each for path in runs for each in read_costs(path)]
+    assert all(each in run_costs for each in read_costs())
 
 
-def test_the_packaged_prices_say_where_they_are_from():
-    found = read_costs()
-    assert found and fit.MIN_FULL_RECALL == cache_quality.MIN_FULL_RECALL
-    for each in found:
+def test_packaged_costs_name_their_source():
+    configurations = read_costs()
+    assert configurations and fit.MIN_FULL_RECALL == cache_quality.MIN_FULL_RECALL
+    for each in configurations:
         assert each.model and each.digest and len(each.commit) == 12 and each.machine and each.options
         assert "/" not in each.model
-        for price in each.costs:
-            assert set(re.split("[+/]", price.cache)) <= set(known_variants()) and (
-                price.perplexity_ratio is None or price.perplexity_ratio > 0.99
+        for cost in each.costs:
+            assert set(re.split("[+/]", cost.cache)) <= set(known_variants()) and (
+                cost.perplexity_ratio is None or cost.perplexity_ratio > 0.99
             )
-            assert all(0 <= recall <= 1 for recall in price.recall.values())
-    priced = {price.cache for each in found for price in each.costs}
-    assert priced >= {"full", "int8", "int4", *POLICY_BUILDERS, *TIERED_POLICIES}
-    assert priced >= {f"{name}+{form}" for name in DEFAULT_POLICIES for form in ("bfloat16", "int8", "int4")}
+            assert all(0 <= recall <= 1 for recall in cost.recall.values())
+    cache_names = {cost.cache for each in configurations for cost in each.costs}
+    assert cache_names >= {"full", "int8", "int4", *POLICY_BUILDERS, *TIERED_POLICIES}
+    assert cache_names >= {f"{name}+{form}" for name in DEFAULT_POLICIES for form in ("bfloat16", "int8", "int4")}
     assert set(CACHE_FORMATS) <= set(known_variants())
 
 
-def test_prices_of_ones_own(tmp_path, capsys):
-    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+def test_custom_costs(tmp_path, capsys):
+    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in LINES))
     arguments = [
         "plan",
         "gpt2",
@@ -291,20 +328,20 @@ def test_prices_of_ones_own(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "perplexity x1.250" in out and "finds 38%" in out and "perplexity: mine, 64 tokens" in out
     assert "not measured" in out and "lossless" in out
-    for text, words in (("{}", "has no costs"), ("[", "has no costs"), (None, "cannot read")):
+    for text, expected in (("{}", "has no costs"), ("[", "has no costs"), (None, "cannot read")):
         path = tmp_path / "other.json"
         path.unlink(missing_ok=True)
         if text is not None:
             path.write_text(text)
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=expected):
             read_costs(path)
 
 
-def test_prices_are_made_anew(tmp_path, monkeypatch):
-    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+def test_packaged_costs_are_rewritten(tmp_path, monkeypatch):
+    (tmp_path / LINES_FILE).write_text("".join(f"{json.dumps(each)}\n" for each in LINES))
     monkeypatch.setattr(fit, "PACKAGED_COSTS", tmp_path / "prices.json")
     fit.main([str(tmp_path)])
-    assert read_costs(tmp_path / "prices.json") == (collect_costs(MINE),)
+    assert read_costs(tmp_path / "prices.json") == (collect_costs(LINES),)
 
 
 # ---------------------------------------------------------------- the command
@@ -316,7 +353,7 @@ def run(capsys, *arguments):
     return code, seen.out, seen.err
 
 
-def test_the_table_is_printed(capsys):
+def test_table_is_printed(capsys):
     code, out, err = run(
         capsys, "llama-3-8b", "--dtype", "bfloat16", "--fit-memory", "24GiB", "--compression-ratios", "0.6,0.75"
     )
@@ -337,56 +374,56 @@ def test_the_table_is_printed(capsys):
     )
 
 
-def test_the_table_as_json(capsys):
+def test_table_as_json(capsys):
     code, out, _ = run(
         capsys, "gpt2", "--fit-memory", "2GiB", "--max-seq-len", "256,1024", "--max-num-seqs", "3", "--json"
     )
-    found = json.loads(out)["fit"]
-    assert code == 0 and found["weights_too_large"] is None
-    offered = found["table"]["rows"]
+    configurations = json.loads(out)["fit"]
+    assert code == 0 and configurations["weights_too_large"] is None
+    offered = configurations["table"]["rows"]
     assert {each["context"] for each in offered} >= {256, 1024} and any(each["num_seqs"] == 3 for each in offered)
-    assert all(each["bytes"] <= found["bytes"] for each in offered)
+    assert all(each["bytes"] <= configurations["bytes"] for each in offered)
     assert {"model", "digest", "perplexity_ratio", "kl", "recall"} == set(
         next(each["measured"] for each in offered if each["measured"])[0]
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "error"),
     [
         (["llama-3-8b", "--fit-memory", "20GiB"], "in bfloat16 they take 14.96 GiB: --dtype bfloat16"),
         (["llama-3-8b", "--fit-memory", "8GiB"], "and in bfloat16 still 6.96 GiB more"),
         (["llama-3-8b", "--fit-memory", "8GiB", "--dtype", "bfloat16"], "a smaller model would fit"),
     ],
 )
-def test_what_would_fit_where_weights_do_not(capsys, arguments, says):
+def test_weights_that_do_not_fit(capsys, arguments, error):
     code, out, _ = run(capsys, *arguments)
     assert (
         code == 0
         and "not even one sequence of one block fits" in out
         and "the weights alone take" in out
-        and says in out
+        and error in out
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "error"),
     [
         (["gpt2", "--max-seq-len", "256,512"], "add the memory, as in --fit-memory 8GiB"),
         (["gpt2", "--max-num-seqs", "1,2"], "add the memory"),
         (["gpt2", "--fit-memory", "2GiB", "--compression-ratios", "1.5"], "must be between 0 and 1"),
-        (["gpt2", "--fit-memory", "2GiB", "--compression-ratios", "half"], "cannot read 'half'"),
+        (["gpt2", "--fit-memory", "2GiB", "--compression-ratios", "half"], "'half' is not a list of numbers"),
         (["gpt2", "--fit-memory", "2GiB", "--max-num-seqs", "0,4"], "must be at least 1, got 0"),
         (["gpt2", "--fit-memory", "2GiB", "--quality-results", "nowhere"], "cannot read nowhere"),
-        (["gpt2", "--max-seq-len", "a,b"], "not a whole number"),
+        (["gpt2", "--max-seq-len", "a,b"], "'a,b' is not a list of whole numbers"),
     ],
 )
-def test_what_cannot_be_is_refused(capsys, arguments, says):
+def test_invalid_options_are_refused(capsys, arguments, error):
     code, out, err = run(capsys, *arguments)
-    assert (code, out) == (2, "") and says in err
+    assert (code, out) == (2, "") and error in err
 
 
-def test_no_torch_for_a_table():
+def test_table_does_not_load_torch():
     program = (
         "import sys\nfrom kvad.cli.main import main\n"
         "code = main(['plan', 'gpt2', '--fit-memory', '4GiB', '--policy', 'snapkv(128)', '--bandwidth', '10'])\n"
@@ -396,11 +433,11 @@ def test_no_torch_for_a_table():
     assert ran.returncode == 0 and "snapkv(128)" in ran.stdout, ran.stderr
 
 
-# ---------------------------------------------------------------- what a refusal offers
+# ---------------------------------------------------------------- suggestions of an error
 
 
-def test_a_refusal_names_a_format_and_a_policy_that_would_fit():
-    plan = planned(max_num_seqs=16)
+def test_error_suggests_a_format_and_policy_that_fit():
+    plan = make_plan(max_num_seqs=16)
     with pytest.raises(MemoryPlanError) as caught:
         require_memory(plan, 1700 * 2**20)
     assert "all of it as bfloat16 (" in caught.value.hint and "under sinks(4, 252) (" in caught.value.hint
@@ -408,7 +445,7 @@ def test_a_refusal_names_a_format_and_a_policy_that_would_fit():
     assert total_bytes_with(plan, replace(plan.cache, policy="sinks(4, 252)")) <= 1700 * 2**20
 
 
-def test_a_refusal_names_none_that_would_not():
+def test_error_suggests_nothing_that_does_not_fit():
     with pytest.raises(MemoryPlanError) as caught:
-        require_memory(planned(max_num_seqs=600), GIB)
+        require_memory(make_plan(max_num_seqs=600), GIB)
     assert "all of it" not in caught.value.hint

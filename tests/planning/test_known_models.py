@@ -1,4 +1,4 @@
-"""Known shapes: the parameters of each are those of the published checkpoint, and what they cache is theirs."""
+"""Known models: their parameters and cache shapes equal those of the published checkpoints."""
 
 import pytest
 
@@ -39,14 +39,15 @@ PUBLISHED = {
     "gemma-2-9b": 9_241_705_984,
     "smollm-135m": 134_515_008,
     "tinyllama-1.1b": 1_100_048_384,
-    "bert-base": 109_514_298,  # with the masked language model's head
+    "bert-base": 109_514_298,  # with the masked-language-model head
     "t5-small": 60_506_624,
     "t5-base": 222_903_552,
     "bart-base": 139_420_416 + 50_265,  # final_logits_bias is a buffer there
-    "marian-base": 74_410_496 - 2 * 512 * 512 + 58_101,  # they count both tables of sinusoids, and not that bias
+    # the published number counts both sinusoid tables and not that bias
+    "marian-base": 74_410_496 - 2 * 512 * 512 + 58_101,
 }
 
-# Their config.json, as far as it decides the model.
+# The parts of their config.json that define the model.
 FILES = {
     "bert-base": {
         "model_type": "bert",
@@ -111,17 +112,17 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_shape_is_what_its_family_reads(name):
+def test_config_equals_the_one_read_from_hugging_face(name):
     fields = HFConfigReader(FILES[name], "config.json")
     assert find_family(fields.model_type).read(fields) == known_model(name)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_the_published_ones(name):
+def test_parameter_counts_equal_published_ones(name):
     assert num_parameters(known_model(name)) == PUBLISHED[name]
 
 
-def test_every_shape_is_held_against_something():
+def test_every_model_has_a_reference():
     assert set(KNOWN_MODELS) - set(PUBLISHED) == {"gpt3-175b", "notes-example", "transformer-base"}
 
 
@@ -130,12 +131,12 @@ def test_gpt3_is_about_175_billion():
 
 
 def test_the_base_transformer_is_about_65_million():
-    """Table 3 says 65; the vocabulary of "about 37000" is not known to the piece."""
+    """Table 3 gives 65; the exact size of the vocabulary of "about 37000" is unknown."""
     assert num_parameters(known_model("transformer-base")) == pytest.approx(65e6, rel=0.04)
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_a_shape_survives_json(name):
+def test_json_round_trip(name):
     config = known_model(name)
     assert ModelConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
@@ -154,7 +155,7 @@ def test_a_shape_survives_json(name):
         ("notes-example", 32, 64, {None}),
     ],
 )
-def test_what_is_cached(name, kv_heads, dim, windows):
+def test_cached_shapes(name, kv_heads, dim, windows):
     specs = attention_specs(known_model(name))
     assert {(spec.num_kv_heads, spec.head_dim, spec.value_dim) for spec in specs} == {(kv_heads, dim, dim)}
     assert {spec.window for spec in specs} == windows
@@ -164,7 +165,7 @@ def test_gemma_alternates_from_a_windowed_layer():
     assert [spec.window for spec in attention_specs(known_model("gemma-2-2b"))][:3] == [4096, None, 4096]
 
 
-def test_names_are_case_insensitive_and_the_nearest_is_offered():
+def test_names_are_case_insensitive_with_suggestions():
     assert known_model("GPT2") == known_model("gpt2")
     with pytest.raises(UsageError) as caught:
         known_model("lama-3-8b")

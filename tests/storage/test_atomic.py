@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all, whatever the disk says and whenever the process dies."""
+"""Folders appear whole or not at all, for every disk error and every kill."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ def content(folder):
 
 
 class Disk:
-    """Fails (or does something else at) the k-th operation that changes the disk."""
+    """Fails, or calls a function, at the k-th operation that changes the disk."""
 
     def __init__(self, monkeypatch, at, do):
         self.count = 0
@@ -48,7 +48,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_new_folder_and_then_another_in_its_place(tmp_path):
+def test_folder_is_written_and_replaced(tmp_path):
     put(tmp_path / "x", "one")
     assert content(tmp_path / "x") == {"one"}
     put(tmp_path / "x", "two")
@@ -56,7 +56,7 @@ def test_a_new_folder_and_then_another_in_its_place(tmp_path):
     assert names(tmp_path) == ["x"]
 
 
-def test_an_error_of_the_writer_leaves_nothing_behind(tmp_path):
+def test_writer_error_leaves_no_files(tmp_path):
     put(tmp_path / "x", "one")
 
     def half():
@@ -69,12 +69,12 @@ def test_an_error_of_the_writer_leaves_nothing_behind(tmp_path):
     assert content(tmp_path / "x") == {"one"} and names(tmp_path) == ["x"]
 
 
-def test_whichever_operation_the_disk_refuses_the_old_folder_stays(tmp_path):
+def test_old_folder_survives_every_failed_operation(tmp_path):
     for at in range(1, 100):
         put(tmp_path / "x", "old")
         with pytest.MonkeyPatch.context() as patch:
             disk = Disk(patch, at, no_space)
-            refusal = refusal_of(lambda: put(tmp_path / "x", "new"))
+            refusal = error_of(lambda: put(tmp_path / "x", "new"))
         if disk.count < at:
             break
         assert refusal is not None, f"operation {at}"
@@ -85,7 +85,7 @@ def test_whichever_operation_the_disk_refuses_the_old_folder_stays(tmp_path):
     assert content(tmp_path / "x") == {"new"}
 
 
-def refusal_of(action):
+def error_of(action):
     try:
         action()
     except SaveError as error:
@@ -93,17 +93,17 @@ def refusal_of(action):
     return None
 
 
-def test_every_file_and_folder_is_flushed_before_the_rename_and_the_parent_after_it(tmp_path, monkeypatch):
+def test_flushes_before_and_after_the_rename(tmp_path, monkeypatch):
     events = []
     opened = {}
     real_open, real_fsync, real_rename = os.open, os.fsync, Path.rename
 
-    def watch_open(path, *arguments, **options):
+    def recording_open(path, *arguments, **options):
         descriptor = real_open(path, *arguments, **options)
         opened[descriptor] = Path(path).name
         return descriptor
 
-    monkeypatch.setattr(os, "open", watch_open)
+    monkeypatch.setattr(os, "open", recording_open)
     monkeypatch.setattr(os, "fsync", lambda fd: (events.append(opened.get(fd)), real_fsync(fd))[1])
     monkeypatch.setattr(Path, "rename", lambda old, new: (events.append("rename"), real_rename(old, new))[1])
     put(tmp_path / "x", "one")
@@ -112,13 +112,13 @@ def test_every_file_and_folder_is_flushed_before_the_rename_and_the_parent_after
     assert after == [tmp_path.name]
 
 
-def test_other_folders_give_way_in_the_same_move(tmp_path):
+def test_replaced_folders_are_renamed_together(tmp_path):
     put(tmp_path / "step-9", "old")
     put(tmp_path / "step-1", "new", replaces=[tmp_path / "step-9"])
     assert names(tmp_path) == ["step-1"]
 
 
-def leave_behind(path, age_seconds=3600):
+def make_old(path, age_seconds=3600):
     path.mkdir()
     (path / "a").write_text("left")
     past = path.stat().st_mtime - age_seconds
@@ -126,7 +126,7 @@ def leave_behind(path, age_seconds=3600):
 
 
 def dead_pid():
-    """A process id that was somebody's and is nobody's."""
+    """Return the id of a process that has exited."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -134,35 +134,35 @@ def dead_pid():
     return pid
 
 
-def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path):
+def test_only_leftovers_of_dead_processes_are_removed(tmp_path):
     dead = dead_pid()
-    leave_behind(tmp_path / f".x.{dead}.00000000.tmp")
-    leave_behind(
+    make_old(tmp_path / f".x.{dead}.00000000.tmp")
+    make_old(
         tmp_path / f".y.{os.getpid()}.00000000.tmp"
-    )  # of an earlier process that had our number, as in a container
-    leave_behind(tmp_path / f".z.{os.getppid()}.00000000.tmp")
-    (tmp_path / f".w.{os.getpid()}.00000000.tmp").mkdir()  # another thread's
+    )  # of an earlier process with our process id, as in a container
+    make_old(tmp_path / f".z.{os.getppid()}.00000000.tmp")
+    (tmp_path / f".w.{os.getpid()}.00000000.tmp").mkdir()  # another thread's folder
     put(tmp_path / "x", "one")
     assert names(tmp_path) == [f".w.{os.getpid()}.00000000.tmp", f".z.{os.getppid()}.00000000.tmp", "x"]
 
 
-def test_what_was_set_aside_survives_a_death_between_the_renames(tmp_path):
+def test_old_folder_survives_a_kill_between_renames(tmp_path):
     put(tmp_path / "x", "one")
     aside = tmp_path / f".x.{dead_pid()}.00000000.old"
     (tmp_path / "x").rename(aside)
     assert find_interrupted(tmp_path / "x") == aside and content(aside) == {"one"}
-    put(tmp_path / "y", "two")  # any save beside it brings it back
+    put(tmp_path / "y", "two")  # any save in the same folder restores it
     assert content(tmp_path / "x") == {"one"} and find_interrupted(tmp_path / "x") is None
 
 
-def test_discard_is_one_rename(tmp_path, monkeypatch):
+def test_discard_renames_once(tmp_path, monkeypatch):
     put(tmp_path / "x", "one")
     monkeypatch.setattr(atomic.shutil, "rmtree", lambda *_, **__: None)  # killed before anything was deleted
     remove_folder(tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
-def test_one_file(tmp_path):
+def test_single_file(tmp_path):
     write_bytes(tmp_path / "deep" / "f", b"one")
     for at in (2, 3):  # the flush, the rename; 1 is the mkdir
         with pytest.MonkeyPatch.context() as patch:

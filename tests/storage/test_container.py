@@ -1,4 +1,4 @@
-"""An entry is whole, ours and unchanged, or refused: every byte, every cut, every operation of the disk."""
+"""A container file is whole, from kvad and unchanged, or refused: for every byte, length and disk operation."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ def write(path, seed=0, durable=True, **more):
 
 
 def seed_of(path, **more):
-    """The seed of a whole entry."""
+    """Return the seed of a valid file."""
     with open_container(path, **more) as entry:
         entry.check()
         seed = entry.header.metadata["seed"]
@@ -40,7 +40,7 @@ def seed_of(path, **more):
         return seed
 
 
-def test_what_is_read_is_what_was_written(tmp_path):
+def test_file_is_read_as_written(tmp_path):
     path = tmp_path / "a"
     assert write(path) == path.stat().st_size
     header = read_header(path)
@@ -50,7 +50,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert os.listdir(tmp_path) == ["a"] and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_every_flipped_byte_is_seen(tmp_path):
+def test_every_flipped_byte_is_detected(tmp_path):
     write(tmp_path / "a")
     raw = (tmp_path / "a").read_bytes()
     for at in range(len(raw)):
@@ -63,7 +63,7 @@ def test_every_flipped_byte_is_seen(tmp_path):
             assert caught.value.reason in ("damaged", "foreign")
 
 
-def test_every_cut_and_every_longer_file_is_seen(tmp_path):
+def test_every_wrong_length_is_detected(tmp_path):
     write(tmp_path / "a")
     raw = (tmp_path / "a").read_bytes()
     for end in range(len(raw)):
@@ -75,7 +75,7 @@ def test_every_cut_and_every_longer_file_is_seen(tmp_path):
         seed_of(tmp_path / "b")
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_torn(tmp_path):
+def test_file_truncated_during_the_read_is_refused(tmp_path):
     write(tmp_path / "a")
     with open_container(tmp_path / "a") as entry:
         os.truncate(tmp_path / "a", entry.header.sections["tokens"].offset + 1)
@@ -85,27 +85,28 @@ def test_a_file_that_is_cut_while_it_is_read_is_torn(tmp_path):
 
 
 @pytest.mark.parametrize("raw", [b"", b"KVADKV", b"KVADKV99" + bytes(100), b"#!/bin/sh\n" * 20, bytes(4096)])
-def test_what_is_not_ours_is_left_alone(tmp_path, raw):
+def test_foreign_files_are_refused(tmp_path, raw):
     (tmp_path / "a").write_bytes(raw)
     with pytest.raises(StorageError):
         read_header(tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == raw
 
 
-def test_a_header_cannot_ask_for_more_than_the_file_has(tmp_path):
+@pytest.mark.parametrize("length", [53, 1 << 20, 1 << 60])  # 52 bytes are left between the prefix and the end marker
+def test_header_sizes_are_checked_against_the_file(tmp_path, length):
     path = tmp_path / "a"
-    path.write_bytes(b"KVADKV02" + (1 << 60).to_bytes(8, "little") + bytes(64))
+    path.write_bytes(b"KVADKV02" + length.to_bytes(8, "little") + bytes(64))
     with pytest.raises(StorageError, match="header is truncated"):
         read_header(path)
 
 
-def test_missing_is_said(tmp_path):
+def test_missing_file_is_reported(tmp_path):
     with pytest.raises(StorageError, match="does not exist") as caught:
         read_header(tmp_path / "a")
     assert caught.value.reason == "missing"
 
 
-def test_a_link_is_not_followed(tmp_path):
+def test_links_are_not_followed(tmp_path):
     write(tmp_path / "a")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
@@ -113,7 +114,7 @@ def test_a_link_is_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
-def test_whichever_operation_fails_the_old_entry_is_whole(tmp_path, code):
+def test_old_file_survives_every_failed_operation(tmp_path, code):
     counted = FailingDisk()
     write(tmp_path / "a", fs=counted)
     assert counted.count > 6
@@ -122,12 +123,12 @@ def test_whichever_operation_fails_the_old_entry_is_whole(tmp_path, code):
         with pytest.raises(OSError, match=os.strerror(code)):
             write(tmp_path / "a", seed=k + 1, fs=disk)
         assert disk.failed == 1
-        assert seed_of(tmp_path / "a") in (k, 0, k + 1)  # the new one, if the folder's flush alone failed
+        assert seed_of(tmp_path / "a") in (k, 0, k + 1)  # the new one, if only the folder's flush failed
         assert os.listdir(tmp_path) == ["a"]
         write(tmp_path / "a", seed=k + 1)
 
 
-def test_whichever_read_fails_nothing_wrong_comes_back(tmp_path):
+def test_failed_reads_return_no_wrong_data(tmp_path):
     write(tmp_path / "a")
     counted = FailingDisk()
     seed_of(tmp_path / "a", fs=counted)
@@ -137,8 +138,8 @@ def test_whichever_read_fails_nothing_wrong_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_after_a_power_cut_an_entry_is_whole_or_refused(tmp_path, durable):
-    lost = 0
+def test_file_is_whole_or_refused_after_a_power_cut(tmp_path, durable):
+    num_lost = 0
     for seed in range(1, 60):
         path = tmp_path / f"{seed}"
         path.mkdir()
@@ -150,11 +151,11 @@ def test_after_a_power_cut_an_entry_is_whole_or_refused(tmp_path, durable):
             assert seed_of(path / "a") in ((seed,) if durable else (0, seed))
         except StorageError:
             assert not durable  # it was acknowledged
-            lost += 1
-    assert (lost > 0) is not durable, "this disk forgets nothing: the test shows nothing"
+            num_lost += 1
+    assert (num_lost > 0) is not durable, "the power cut lost nothing, so the test shows nothing"
 
 
-def test_identities_say_which_part_differs():
+def test_identity_errors_name_the_part():
     here = CacheFingerprint(model="a" * 32, policy="full", keys="float32")
     assert not list(here.differences(dict(here.parts)))
     assert list(here.differences({**here.parts, "policy": "window(64)"})) == ["policy: full here, window(64) there"]

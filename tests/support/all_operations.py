@@ -1,12 +1,12 @@
-"""A world in which all moves happen to the same rows: an engine on a folder, now and then replaced by another engine.
+"""Model-based test of one engine under random operations, compared with solo runs.
 
-A *talk* is a text that goes on from turn to turn, sampled.  It is submitted, cancelled, made to give way (to host
-memory, to disk, or to be computed again, by the toss of a coin), finds prefixes in the pool and in both tiers, is
-kept, goes on from what was kept, is saved, and goes on from its file: in the same engine, or in another one with other
-blocks, another layout, or a pool that spills.  Blocks that nobody owns are NaN between any two steps.
+A *talk* is a sampled text that grows from turn to turn. It is submitted, cancelled, preempted (swapped to RAM or
+disk, or recomputed, at random), uses prefixes from the pool, RAM and disk, is kept as a state, resumed, saved, and
+restored from its file: in the same engine, or in another one with other blocks, another layout, or token offload.
+Blocks without an owner are filled with NaN after every step.
 
-Whatever happened to it, its logits are those of its solo run, in float64: the same text alone in an engine that knows
-none of this.  :class:`Mismatch` says which talk differs, and where.
+The logits of a talk must be those of its solo run in float64: the same text in an engine without any of these
+operations. A ``Mismatch`` names the talk and the position that differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.sessions.file import load_session, save_session
 from kvad.cache.sessions.state import SequenceState
 from kvad.config.model import ModelConfig
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.execution.model_runner import ModelRunner
 from kvad.engine.scheduling.preemption import SwapCostModel
 from kvad.engine.scheduling.request import SamplingParams
@@ -40,7 +40,7 @@ EXACT = 1e-10
 LENGTHS, TURN, TURNS = (3, 14, 23), 5, 4
 LONGEST = LENGTHS[-1] + TURN * TURNS
 STEMS = 3
-PARKED = (4_000, 20_000)  # bytes of parked rows in host memory: none or a few, the next ones go to disk
+SWAP_SPACES = (4_000, 20_000)  # bytes of swapped sequences in RAM: none or a few fit, the others go to disk
 
 Talk = tuple[int, int]  # stem, length of the prompt
 
@@ -51,36 +51,36 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """A model and its cache; ``houses``: what is different in each engine that serves it."""
+    """A model, its cache, and the options that differ between the ``engines`` that serve it."""
 
     config: ModelConfig
     cache: dict[str, Any]
-    houses: tuple[dict[str, Any], ...]
+    engines: tuple[dict[str, Any], ...]
 
 
-TIERED = {"prefix_cache_dir": True, "prefix_cache_ram": 20_000}
-SPILLING = {"overflow": "offload", "max_seq_len": 16, "offload_ram": 3_000, "num_blocks": None}
-ELSEWHERE = ({"block_size": 3, **TIERED}, {"layout": "contiguous", "num_blocks": None})
+BLOCK_STORES = {"prefix_cache_dir": True, "prefix_cache_ram": 20_000}
+OFFLOADING = {"overflow": "offload", "max_seq_len": 16, "offload_ram": 3_000, "num_blocks": None}
+OTHER_LAYOUTS = ({"block_size": 3, **BLOCK_STORES}, {"layout": "contiguous", "num_blocks": None})
 SETUPS = {
-    "full": Setup(model_config("rope"), {}, (TIERED, *ELSEWHERE, SPILLING)),
-    "alibi int8": Setup(model_config("alibi"), {"dtype": "int8"}, (TIERED, *ELSEWHERE, SPILLING)),
+    "full": Setup(model_config("rope"), {}, (BLOCK_STORES, *OTHER_LAYOUTS, OFFLOADING)),
+    "alibi int8": Setup(model_config("alibi"), {"dtype": "int8"}, (BLOCK_STORES, *OTHER_LAYOUTS, OFFLOADING)),
     "learned int8/int4": Setup(
-        model_config("learned"), {"key_dtype": "int8", "value_dtype": "int4"}, (TIERED, *ELSEWHERE)
+        model_config("learned"), {"key_dtype": "int8", "value_dtype": "int4"}, (BLOCK_STORES, *OTHER_LAYOUTS)
     ),
-    "the model's own window": Setup(model_config("rope", heads="window-mix"), {}, (TIERED, *ELSEWHERE)),
-    "window": Setup(model_config("t5"), {"policy": "window(9)"}, (TIERED, *ELSEWHERE)),
-    "sinks": Setup(model_config("rope"), {"policy": "sinks(3, 8)", "rope_at": "read"}, (TIERED, *ELSEWHERE)),
-    "heavy-hitters": Setup(model_config("rope"), {"policy": "heavy-hitters(8, interval=4)"}, ({}, ELSEWHERE[1])),
+    "window of the model": Setup(model_config("rope", heads="window-mix"), {}, (BLOCK_STORES, *OTHER_LAYOUTS)),
+    "window": Setup(model_config("t5"), {"policy": "window(9)"}, (BLOCK_STORES, *OTHER_LAYOUTS)),
+    "sinks": Setup(model_config("rope"), {"policy": "sinks(3, 8)", "rope_at": "read"}, (BLOCK_STORES, *OTHER_LAYOUTS)),
+    "heavy-hitters": Setup(model_config("rope"), {"policy": "heavy-hitters(8, interval=4)"}, ({}, OTHER_LAYOUTS[1])),
     "tiered": Setup(
         model_config("rope"), {"policy": "tiered(8, quantized=4, interval=4, summaries=8, ratio=2)"}, ({},)
     ),
-    "quest": Setup(model_config("rope"), {"policy": "quest(12)"}, (TIERED,)),
-    "translating": Setup(pair_config("rope"), {"max_source_len": 20}, (TIERED, *ELSEWHERE)),
+    "quest": Setup(model_config("rope"), {"policy": "quest(12)"}, (BLOCK_STORES,)),
+    "translating": Setup(pair_config("rope"), {"max_source_len": 20}, (BLOCK_STORES, *OTHER_LAYOUTS)),
 }
 
 
 def prompt(talk: Talk) -> list[int]:
-    """Those of a stem begin alike."""
+    """Prompts with the same stem share their first tokens."""
     return [(talk[0] + 3) * at * at % VOCAB for at in range(talk[1])]
 
 
@@ -92,13 +92,13 @@ def sampling(tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, temperature=1.0, seed=11, ignore_eos=True)
 
 
-# ---------------------------------------------------------------- alone
+# ---------------------------------------------------------------- solo runs
 
 
-class Noting(ModelRunner):
-    """Tells of every logit that is sampled from."""
+class LogitsRecorder(ModelRunner):
+    """Runner that passes every sampled position's logits to ``record``."""
 
-    note: Callable[[int, int, Tensor], None]
+    record: Callable[[int, int, Tensor], None]
 
     def execute(self, plan: SchedulerOutput) -> Tensor:
         logits = super().execute(plan)
@@ -106,20 +106,20 @@ class Noting(ModelRunner):
         for work in plan.scheduled:
             at += len(work.logit_offsets)
             if work.is_sampled:
-                self.note(work.sequence.request_id, work.start + work.logit_offsets[-1] + 1, logits[at - 1])
+                self.record(work.sequence.request_id, work.start + work.logit_offsets[-1] + 1, logits[at - 1])
         return logits
 
 
-def noting(engine: Engine, note: Callable[[int, int, Tensor], None]) -> None:
-    engine.runner = Noting(engine.model, engine.kv_cache)
-    engine.runner.note = note
+def record_logits(engine: Engine, record: Callable[[int, int, Tensor], None]) -> None:
+    engine.runner = LogitsRecorder(engine.model, engine.kv_cache)
+    engine.runner.record = record
 
 
 @cache
-def alone(name: str, talk: Talk) -> tuple[tuple[int, ...], dict[int, Tensor]]:
-    """All tokens of a talk, and by position the logits that each was sampled from."""
+def solo_run(name: str, talk: Talk) -> tuple[tuple[int, ...], dict[int, Tensor]]:
+    """Return all tokens of a talk, and by position the logits that each was sampled from."""
     setup = SETUPS[name]
-    given = {
+    options = {
         "dtype": "float64",
         "block_size": 4,
         "max_seq_len": 60,
@@ -128,23 +128,23 @@ def alone(name: str, talk: Talk) -> tuple[tuple[int, ...], dict[int, Tensor]]:
         "prefill_chunk_size": 5,
         "enable_prefix_caching": False,
     }
-    engine = Engine(build(setup.config), CacheConfig(**given))
-    found: dict[int, Tensor] = {}
-    noting(engine, lambda _, at, logits: found.update({at: logits}))
-    crossed = {"encoder_token_ids": source(talk)} if setup.config.encoder_input is not None else {}
-    engine.add_request(prompt(talk), sampling(TURN * TURNS), **crossed)
+    engine = Engine(build(setup.config), CacheConfig(**options))
+    logits_at: dict[int, Tensor] = {}
+    record_logits(engine, lambda _, at, logits: logits_at.update({at: logits}))
+    encoder_options = {"encoder_token_ids": source(talk)} if setup.config.encoder_input is not None else {}
+    engine.add_request(prompt(talk), sampling(TURN * TURNS), **encoder_options)
     tokens = prompt(talk)
     while not engine.idle:
         tokens += [piece.token_id for piece in engine.step() if piece.token_id is not None]
     assert len(tokens) == talk[1] + TURN * TURNS
-    return tuple(tokens), found
+    return tuple(tokens), logits_at
 
 
-# ---------------------------------------------------------------- in the world
+# ---------------------------------------------------------------- operations
 
 
-class Coin(SwapCostModel):
-    """Whether an exact row is copied or computed again is tossed."""
+class RandomSwapCost(SwapCostModel):
+    """Cost model that chooses at random between a copy and a recomputation."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
@@ -155,79 +155,75 @@ class Coin(SwapCostModel):
 
 
 @dataclass
-class Live:
-    """A request of a talk; ``tokens``: the prompt's, and those that came."""
+class ActiveRequest:
+    """A request of a talk. ``tokens`` are the prompt's and the sampled ones."""
 
     talk: Talk
     tokens: list[int]
     keep: bool
-    begun: int = 0
+    num_given_tokens: int = 0
 
 
 @dataclass
 class World:
-    """``did``: how often each move happened, and what came of it."""
+    """An engine and its operations. ``did`` counts each operation and its effects."""
 
     name: str
     rng: random.Random
     folder: Path
     did: Counter[str] = field(default_factory=Counter)
-    live: dict[int, Live] = field(default_factory=dict)
+    live: dict[int, ActiveRequest] = field(default_factory=dict)
     states: list[tuple[Talk, SequenceState]] = field(default_factory=list)
     files: list[tuple[Talk, Path]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.setup, self.house = SETUPS[self.name], -1
-        self.move()
+        self.setup, self.engine_index = SETUPS[self.name], -1
+        self.replace_engine()
 
-    # ------------------------------------------------------------ moves
-
-    def move(self) -> None:
-        """Into the next house: another engine, on the same folder.  Whoever is talking is cut short."""
-        if self.house >= 0:
-            self.count_up()
+    def replace_engine(self) -> None:
+        """Continue with the next engine on the same folder; running requests are dropped."""
+        if self.engine_index >= 0:
+            self.count_engine_stats()
             self.engine.close()
-            self.did["moved"] += 1
+            self.did["engine replaced"] += 1
         self.live.clear()
         self.states.clear()
-        self.house = (self.house + 1) % len(self.setup.houses)
-        here = dict(self.setup.houses[self.house])
-        if here.pop("prefix_cache_dir", False):
-            here["prefix_cache_dir"] = str(self.folder / "tier")
-        if here.get("overflow") == "offload":
-            here["offload_dir"] = str(self.folder / "spill")
-        given = {
+        self.engine_index = (self.engine_index + 1) % len(self.setup.engines)
+        changes = dict(self.setup.engines[self.engine_index])
+        if changes.pop("prefix_cache_dir", False):
+            changes["prefix_cache_dir"] = str(self.folder / "blocks")
+        if changes.get("overflow") == "offload":
+            changes["offload_dir"] = str(self.folder / "offload")
+        options = {
             "dtype": "float64",
             "block_size": 4,
             "max_seq_len": 48,
             "max_num_seqs": 3,
             "prefill_chunk_size": 6,
-            "swap_space": self.rng.choice(PARKED),
+            "swap_space": self.rng.choice(SWAP_SPACES),
         }
-        given |= {"num_blocks": 15, **self.setup.cache, **here}
-        if self.setup.cache.get("policy") is not None or given.get("layout") == "contiguous":
-            given["num_blocks"] = None
+        options |= {"num_blocks": 15, **self.setup.cache, **changes}
+        if self.setup.cache.get("policy") is not None or options.get("layout") == "contiguous":
+            options["num_blocks"] = None
         self.engine = Engine(
             build(self.setup.config),
-            CacheConfig(**given),
-            max_num_batched_tokens=10,
-            swap_dir=self.folder / "park",
-            cost_model=Coin(self.rng),
+            CacheConfig(**options),
+            EngineConfig(max_num_batched_tokens=10, swap_dir=self.folder / "swap", cost_model=RandomSwapCost(self.rng)),
         )
-        noting(self.engine, self.judge)
+        record_logits(self.engine, self.compare_logits)
         fill_unowned(self.engine, math.nan)
 
     @property
-    def spilling(self) -> bool:
+    def uses_offload(self) -> bool:
         return self.engine.kv_cache_manager.uses_offload
 
     def submit(self, talk: Talk, *, keep: bool) -> None:
         if len(self.live) < 5:
-            self.begin(talk, prompt(talk), keep=keep and not self.spilling)
+            self.begin(talk, prompt(talk), keep=keep and not self.uses_offload)
             self.did["submitted"] += 1
 
     def resume(self, which: int) -> None:
-        """The next turn, from what the last one left in this engine."""
+        """Start the next turn from a state that this engine returned."""
         if self.states and len(self.live) < 5:
             talk, state = self.states.pop(which % len(self.states))
             self.follow(talk, state, "resumed")
@@ -244,7 +240,7 @@ class World:
             self.did["saved"] += 1
 
     def restore(self, which: int) -> None:
-        """The next turn, from a file, which an engine of another layout or other blocks may have written."""
+        """Start the next turn from a file, perhaps written by an engine with another layout or block size."""
         if not self.files or len(self.live) >= 5:
             return
         talk, path = self.files[which % len(self.files)]
@@ -257,23 +253,23 @@ class World:
                 engine.state_keeper.engine_id,
             ).state
         except StorageError as error:
-            if not self.spilling or "does not belong to this model and cache: policy" not in str(error):
+            if not self.uses_offload or "does not belong to this model and cache: policy" not in str(error):
                 raise
-            self.did["not restored where rows spill"] += 1
+            self.did["refused by offload"] += 1
             return
         self.follow(talk, state, "restored")
 
-    def follow(self, talk: Talk, state: SequenceState, how: str) -> None:
-        whole, _ = alone(self.name, talk)
-        if state.length + 1 + TURN > len(whole):
+    def follow(self, talk: Talk, state: SequenceState, kind: str) -> None:
+        all_tokens, _ = solo_run(self.name, talk)
+        if state.length + 1 + TURN > len(all_tokens):
             return
         try:
-            request = self.begin(talk, list(whole[: state.length + 1]), keep=True, resume=state)
+            request = self.begin(talk, list(all_tokens[: state.length + 1]), keep=True, resume=state)
         except RequestError:
-            if not self.spilling:
+            if not self.uses_offload:
                 raise
             return
-        self.did[how] += 1
+        self.did[kind] += 1
         usage = self.engine.metrics(request)
         assert not usage.resume_miss_reason, usage.resume_miss_reason
 
@@ -281,29 +277,29 @@ class World:
         if self.setup.config.encoder_input is not None:
             options["encoder_token_ids"] = source(talk)
         request = self.engine.add_request(tokens, sampling(TURN), keep_state=keep, **options)
-        self.live[request] = Live(talk, tokens, keep, len(tokens))
+        self.live[request] = ActiveRequest(talk, tokens, keep, len(tokens))
         return request
 
     def step(self) -> None:
         for piece in self.engine.step():
             if piece.error is not None:
-                raise Mismatch(f"talk {self.live[piece.request].talk} has failed: {piece.error}")
+                raise Mismatch(f"talk {self.live[piece.request].talk} failed: {piece.error}")
             live = self.live.get(piece.request)
             if live is None:
                 continue
             if piece.token_id is not None:
                 live.tokens.append(piece.token_id)
-            if live.tokens != list(alone(self.name, live.talk)[0][: len(live.tokens)]):
-                raise Mismatch(f"talk {live.talk} says {live.tokens[live.begun :]}")
+            if live.tokens != list(solo_run(self.name, live.talk)[0][: len(live.tokens)]):
+                raise Mismatch(f"talk {live.talk} has the tokens {live.tokens[live.num_given_tokens :]}")
             if piece.finish_reason is not None:
                 self.end(piece.request, live)
-        self.engine.flush_offload()  # what is wanted of evicted blocks is copied before they are spoilt
+        self.engine.flush_offload()  # copy evicted blocks that are stored before they are overwritten
         fill_unowned(self.engine, math.nan)
         self.engine.scheduler.check()
 
-    def end(self, request: int, live: Live) -> None:
+    def end(self, request: int, live: ActiveRequest) -> None:
         self.did["ended"] += 1
-        assert len(live.tokens) == live.begun + TURN
+        assert len(live.tokens) == live.num_given_tokens + TURN
         del self.live[request]
         if live.keep:
             self.states.append((live.talk, self.engine.pop_state(request)))
@@ -321,43 +317,43 @@ class World:
             request = sorted(self.live)[which % len(self.live)]
             self.did["preempted"] += self.engine.scheduler.preempt(request)
 
-    def forget(self) -> None:
-        """The pool's prefixes are evicted by a row of strangers: what is known of talks is in the tiers alone."""
-        if self.setup.config.encoder_input is None and not self.spilling and not self.live:
+    def evict_prefixes(self) -> None:
+        """Evict the pool's prefixes with an unrelated sequence; prefixes of talks are then only in RAM or on disk."""
+        if self.setup.config.encoder_input is None and not self.uses_offload and not self.live:
             self.engine.add_request([(7 * at + 5) % VOCAB for at in range(40)], SamplingParams(max_tokens=1))
-            self.did["strangers"] += 1
+            self.did["prefixes evicted"] += 1
 
-    # ------------------------------------------------------------ the judge
+    # ------------------------------------------------------------ comparison
 
-    def judge(self, request: int, at: int, logits: Tensor) -> None:
-        """``logits``: of the token at position ``at``."""
+    def compare_logits(self, request: int, at: int, logits: Tensor) -> None:
+        """Compare the logits of the token at position ``at`` with those of the solo run."""
         live = self.live.get(request)
         if live is None:
             return
-        right = alone(self.name, live.talk)[1][at]
-        far = float((right - logits).abs().max().nan_to_num(nan=torch.inf))
-        if not far <= EXACT:
-            raise Mismatch(f"talk {live.talk}: logits at {at} are {far:.1e} from those of its solo run")
-        self.did["judged"] += 1
+        expected = solo_run(self.name, live.talk)[1][at]
+        difference = float((expected - logits).abs().max().nan_to_num(nan=torch.inf))
+        if not difference <= EXACT:
+            raise Mismatch(f"talk {live.talk}: logits at {at} differ by {difference:.1e} from the solo run")
+        self.did["compared"] += 1
 
-    def count_up(self) -> None:
-        """What the engine says has happened in it."""
-        swaps, deposits, spill = (
+    def count_engine_stats(self) -> None:
+        """Add the engine's own statistics to ``did``."""
+        swap_stats, block_store, offload = (
             self.engine.preemption.stats(),
             self.engine.kv_cache_manager.prefix_offload,
             self.engine.kv_cache.offload_reader,
         )
-        self.did["parked in RAM"] += swaps.to_ram
-        self.did["parked on disk"] += swaps.to_disk
-        self.did["computed again"] += swaps.recomputed
-        if deposits is not None:
-            self.did["prefix from RAM"] += deposits.hits.tokens["ram"]
-            self.did["prefix from disk"] += deposits.hits.tokens["disk"]
-        if spill is not None:
-            self.did["spilled"] += spill.stats().written
+        self.did["swapped to RAM"] += swap_stats.to_ram
+        self.did["swapped to disk"] += swap_stats.to_disk
+        self.did["recomputed"] += swap_stats.recomputed
+        if block_store is not None:
+            self.did["prefix from RAM"] += block_store.hits.tokens["ram"]
+            self.did["prefix from disk"] += block_store.hits.tokens["disk"]
+        if offload is not None:
+            self.did["offloaded"] += offload.stats().written
 
     def drain(self) -> None:
-        """To the end of all."""
+        """Step until the engine is idle."""
         for _ in range(2000):
             if self.engine.idle:
                 break
@@ -366,20 +362,20 @@ class World:
         assert all(used == 0 for used in self.engine.kv_cache_manager.stats().used), "blocks leak"
 
     def close(self) -> None:
-        self.count_up()
+        self.count_engine_stats()
         self.engine.close()
-        left = [path for name in ("park", "spill") for path in (self.folder / name).rglob("*") if path.is_file()]
-        assert not left, f"files are left: {left}"
+        remaining = [path for name in ("swap", "offload") for path in (self.folder / name).rglob("*") if path.is_file()]
+        assert not remaining, f"files remain: {remaining}"
 
 
 def talks() -> Sequence[Talk]:
     return [(stem, length) for stem in range(STEMS) for length in LENGTHS]
 
 
-def wander(world: World, moves: int) -> World:
-    """So many random moves, and to the end."""
+def wander(world: World, num_operations: int) -> World:
+    """Apply N random operations, then run to the end."""
     rng = world.rng
-    for _ in range(moves):
+    for _ in range(num_operations):
         draw, which = rng.random(), rng.randrange(60)
         if draw < 0.14:
             world.submit(rng.choice(talks()), keep=rng.random() < 0.7)
@@ -394,9 +390,9 @@ def wander(world: World, moves: int) -> World:
         elif draw < 0.39:
             world.preempt(which)
         elif draw < 0.40:
-            world.forget()
+            world.evict_prefixes()
         elif draw < 0.406:
-            world.move()
+            world.replace_engine()
         else:
             world.step()
     world.drain()

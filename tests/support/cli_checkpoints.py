@@ -1,4 +1,4 @@
-"""A tiny checkpoint that speaks bytes, and a run of the command line that catches what it says."""
+"""A tiny byte-level checkpoint, and a command line run that returns exit code and output."""
 
 import io
 import sys
@@ -15,8 +15,8 @@ LIMIT = 96
 
 
 def write_model(folder, *, tokenizer=True, limit=LIMIT):
-    bytes_of = train_tokenizer("byte", [])
-    vocab = bytes_of.vocab_size if tokenizer else 40
+    byte_tokenizer = train_tokenizer("byte", [])
+    vocab = byte_tokenizer.vocab_size if tokenizer else 40
     config = ModelConfig(
         hidden_size=24,
         vocab_size=vocab,
@@ -24,21 +24,21 @@ def write_model(folder, *, tokenizer=True, limit=LIMIT):
         decoder=StackConfig(2, {"L": LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(40))}),
     )
     model = build(config)
-    save_checkpoint(folder, config, model.float().state_dict(), bytes_of if tokenizer else None)
+    save_checkpoint(folder, config, model.float().state_dict(), byte_tokenizer if tokenizer else None)
     return folder
 
 
-class Ran(NamedTuple):
+class CommandResult(NamedTuple):
     code: int
     out: str
     err: str
 
 
 def run(capsys, *arguments, stdin=None, monkeypatch=None):
-    """``kvad arguments``; ``stdin``: bytes."""
+    """Run ``kvad arguments``; ``stdin`` is bytes."""
     if stdin is not None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
     capsys.readouterr()
     code = main([str(argument) for argument in arguments])
-    seen = capsys.readouterr()
-    return Ran(code, seen.out, seen.err)
+    captured = capsys.readouterr()
+    return CommandResult(code, captured.out, captured.err)

@@ -1,4 +1,4 @@
-"""A small covering array: few cases in which every pair of values of every two axes meets at least once."""
+"""Covering array: few cases that contain every pair of values of every two axes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ Case = dict[str, str]
 
 
 def full(axes: Mapping[str, Sequence[str]]) -> list[Case]:
-    """The whole product."""
+    """Return the full product."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
 def pairwise(
     axes: Mapping[str, Sequence[str]], seed: int = 0, tries: int = 50, order: Sequence[str] = ()
 ) -> list[Case]:
-    """Greedy: each case is the one, of ``tries`` random ones grown around an open pair, that closes the most pairs.
+    """Build a covering array greedily.
 
-    ``order``: values whose open pairs are taken in this order, before all others; the others follow by name.
+    Each case is the best of ``tries`` random cases that contain one open pair.
+
+    Args:
+        axes: Axis to its values.
+        seed: Seed of the random choices.
+        tries: Random candidates per case.
+        order: Values whose open pairs are taken first, in this order; the others follow by name.
     """
     ranks = {value: f"{rank:03}" for rank, value in enumerate(order)}
     draw = random.Random(seed)

@@ -1,7 +1,7 @@
 """Child processes that die by SIGKILL at a chosen operation, to test what a crash leaves on disk.
 
-Run in a separate process (``python -c "import mortal; ..."``) that has imported torch but computed nothing with it, so
-that a fork is safe.  Operations are flushes, renames, new folders, and calls of ``Death.tick``.
+Run in a separate process that has imported torch but computed nothing with it, so that a fork is safe. Operations are
+flushes, renames, new folders, and calls of ``Death.tick``.
 """
 
 from __future__ import annotations

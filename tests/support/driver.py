@@ -1,8 +1,8 @@
-"""Drives the real scheduler, ledger, memory and runner over tokens that are given, and keeps every sampled logit.
+"""Teacher-forced runs of the real scheduler, KVCacheManager, KVCache and runner; records every sampled logit.
 
-Teacher forcing makes runs comparable: a row's tokens are known, so its logits at a position have one right value,
-whatever the cache, the chunks, the neighbours or the preemptions.  ``poison`` fills every block that nobody owns with
-NaN after each step, so that a slot read without having been written is heard.
+Forced tokens make runs comparable: a sequence's logits at a position have one correct value for any cache, chunk
+size, batch or preemption. ``poison`` fills every block without an owner with NaN after each
+step, so reading an unwritten slot shows up as NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvad.cache.config import CacheConfig
 from kvad.config.model import attention_specs
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.preemption import PreemptionStats
 from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
 from kvad.model.no_cache import NoCache
@@ -28,9 +28,12 @@ from kvad.verify.references import QuantizedNoCache
 
 @dataclass
 class Stream:
-    """A prompt and its forced continuations, one per sample; it arrives at that step (1000: when all is quiet).
+    """A prompt and its forced continuations, one per sample.
 
-    ``source``: what an encoder reads; the prompt then begins its target."""
+    Args:
+        arrives: Step at which it is submitted; from 1000 on, once the engine is idle.
+        source: Encoder input, if any; ``prompt`` then begins the decoder's tokens.
+    """
 
     prompt: list[int]
     continuations: list[list[int]]
@@ -43,20 +46,20 @@ class Stream:
 
 @dataclass
 class Run:
-    """``logits[request, sample]``: position -> [V]; and what really happened."""
+    """``logits[request, sample]`` maps positions to [V]; the counters record what happened in the run."""
 
     logits: dict[tuple[int, int], dict[int, Tensor]] = field(default_factory=dict)
     steps: int = 0
     widest: int = 0
-    lanes: int = 0
+    num_sub_batches: int = 0
     mixed: int = 0
     preemptions: int = 0
     hit_tokens: int = 0
     copies: int = 0
-    encoded: int = 0  # tokens of sources, each time that one was read
+    encoded: int = 0  # source tokens, counted each time that a source was encoded
     encodings: int = 0  # steps of the encoder
-    swaps: PreemptionStats = field(default_factory=PreemptionStats)  # how rows gave way
-    folded: int = 0  # steps in which cross-attention had fewer rows than the step
+    swaps: PreemptionStats = field(default_factory=PreemptionStats)  # preemptions by kind
+    merged_cross_steps: int = 0  # steps with fewer cross-attention rows than sequences
 
 
 @torch.inference_mode()
@@ -69,18 +72,18 @@ def drive(
     poison: bool = True,
     **options: Any,
 ) -> Run:
-    """``options``: the engine's."""
-    engine = Engine(model, cache, max_num_batched_tokens=budget, **options)
+    """Run all streams; ``options`` are fields of EngineConfig."""
+    engine = Engine(model, cache, EngineConfig(max_num_batched_tokens=budget, **options))
     run = Run()
     waiting = dict(enumerate(streams))
     ids: dict[int, int] = {}
     while waiting or not engine.idle:
         for number, stream in list(waiting.items()):
             if run.steps >= stream.arrives and (stream.arrives < 1000 or engine.idle):
-                asked = SamplingParams(
+                sampling = SamplingParams(
                     max_tokens=len(stream.continuations[0]), n=len(stream.continuations), temperature=0
                 )
-                ids[engine.add_request(stream.prompt, asked, encoder_token_ids=stream.source)] = number
+                ids[engine.add_request(stream.prompt, sampling, encoder_token_ids=stream.source)] = number
                 del waiting[number]
         plan = engine.scheduler.schedule()
         if plan is None:
@@ -97,9 +100,9 @@ def drive(
                 fill_unowned(engine, math.nan)
             continue
         logits = engine.runner.execute(plan)
-        run.folded += _rows(plan.sub_batches) > _rows(plan.cross_sub_batches or plan.sub_batches)
+        run.merged_cross_steps += _rows(plan.sub_batches) > _rows(plan.cross_sub_batches or plan.sub_batches)
         run.widest = max(run.widest, len(plan.scheduled))
-        run.lanes = max(run.lanes, len(plan.sub_batches))
+        run.num_sub_batches = max(run.num_sub_batches, len(plan.sub_batches))
         run.mixed += len({work.num_tokens for work in plan.scheduled}) > 1
         run.copies += sum(map(len, plan.allocation.block_ops.copy))
         results, at = [], 0
@@ -122,18 +125,18 @@ def drive(
     return run
 
 
-def _rows(lanes: Sequence[SubBatch]) -> int:
-    return sum(lane.num_seqs for lane in lanes)
+def _rows(sub_batches: Sequence[SubBatch]) -> int:
+    return sum(each.num_seqs for each in sub_batches)
 
 
 def fill_unowned(engine: Engine, value: float) -> None:
-    """Every block that no row and no published prefix owns, the reserved ones apart, gets ``value``."""
-    memory = engine.kv_cache
+    """Fill every block that no sequence and no published prefix owns with ``value``, reserved blocks excepted."""
+    kv_cache = engine.kv_cache
     for group, stores, weights, pool in zip(
-        memory.groups, memory.stores, memory.weights, engine.kv_cache_manager.pools, strict=True
+        kv_cache.groups, kv_cache.stores, kv_cache.weights, engine.kv_cache_manager.pools, strict=True
     ):
-        every = range(RESERVED_BLOCKS, group.num_blocks)
-        blocks = [block for block in every if pool.refs[block] == 0 and pool.prefixes[block] is None]
+        block_range = range(RESERVED_BLOCKS, group.num_blocks)
+        blocks = [block for block in block_range if pool.refs[block] == 0 and pool.prefixes[block] is None]
         for layer, (keys, values) in stores.items():
             weight = weights[layer].arrays if layer in weights else ()
             for array in (*keys.arrays, *values.arrays, *weight):
@@ -149,24 +152,33 @@ def uncached(
     cache: CacheConfig | None = None,
     formats: tuple[str, str] | None = None,
 ) -> Tensor:
-    """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime).
+    """Return the logits [T, V] of the uncached model.
 
-    ``cache``: whose policy says what a query may see; ``formats``: keys and values go through these and back."""
+    Args:
+        limit: Maximum length of the sequence; it selects the rotary regime.
+        cache: Config whose policy restricts what a query sees.
+        formats: Keys and values are quantized to these formats and back.
+    """
     step = fresh_step(tokens, limit, source)
     specs = None if cache is None else cache.restrict(attention_specs(model.config))
-    fresh = NoCache(model.config, specs=specs, exact_rope=cache is not None and cache.endless, kernel="reference")
-    how = {} if cache is None else {"rotate": cache.rope_at, "exact": cache.endless}
-    memory = fresh if formats is None else QuantizedNoCache(fresh, *formats, **how)
-    return model.logits(model(step, memory), step.logit_indices)
+    reference = NoCache(model.config, specs=specs, exact_rope=cache is not None and cache.endless, kernel="reference")
+    rotation = {} if cache is None else {"rotate": cache.rope_at, "exact": cache.endless}
+    kv_cache = reference if formats is None else QuantizedNoCache(reference, *formats, **rotation)
+    return model.logits(model(step, kv_cache), step.logit_indices)
 
 
 def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None) -> ModelInput:
-    """One row, and its source; a source's limit is its length."""
-    ids, every = torch.tensor(tokens), torch.arange(len(tokens))
-    limits = torch.full_like(every, limit or len(tokens))
-    read = None if source is None else fresh_step(source)
+    """Build the ModelInput of one sequence and its source; a source's limit is its length."""
+    ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
+    limits = torch.full_like(positions, limit or len(tokens))
+    encoder_input = None if source is None else fresh_step(source)
     return ModelInput(
-        ids, every, (SubBatch(1, len(tokens), len(tokens)),), every, max_seq_lens=limits, encoder_input=read
+        ids,
+        positions,
+        (SubBatch(1, len(tokens), len(tokens)),),
+        positions,
+        max_seq_lens=limits,
+        encoder_input=encoder_input,
     )
 
 
@@ -177,16 +189,17 @@ def worst(
     cache: CacheConfig | None = None,
     formats: tuple[str, str] | None = None,
 ) -> float:
-    """max |dlogit| of a run against Fresh (under the cache's policy, of those formats), over every sampled position of
-    every stream."""
+    """Return max |dlogit| between a run and the uncached model, over all sampled positions of all streams."""
     largest = 0.0
     for number, stream in enumerate(streams):
         for sample in range(len(stream.continuations)):
             tokens = stream.tokens(sample)
-            right = uncached(model, tokens, source=stream.source, cache=cache, formats=formats)
-            got = run.logits[number, sample]
-            assert sorted(got) == list(range(len(stream.prompt) - 1, len(tokens) - 1)), "a position was never sampled"
-            for position, logits in got.items():
-                difference = (logits.double() - right[position].double()).abs().max().item()
+            expected = uncached(model, tokens, source=stream.source, cache=cache, formats=formats)
+            run_logits = run.logits[number, sample]
+            assert sorted(run_logits) == list(range(len(stream.prompt) - 1, len(tokens) - 1)), (
+                "not every position was sampled"
+            )
+            for position, logits in run_logits.items():
+                difference = (logits.double() - expected[position].double()).abs().max().item()
                 largest = max(largest, math.inf if math.isnan(difference) else difference)
     return largest

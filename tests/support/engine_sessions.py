@@ -1,4 +1,4 @@
-"""What the tests of sessions share: a request run to its end with all of its logits, in an engine full of NaN."""
+"""Helpers of the session tests: a request run to its end with all logits, in an engine full of NaN."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ SOURCE = [(5 * at + 3) % VOCAB for at in range(13)]
 
 
 def engine(config, *, dirty=True, dtype=torch.float64, **fields):
-    """Of a model of these weights; every block that nobody owns is full of NaN."""
+    """Build an engine with random weights; blocks without an owner are filled with NaN."""
     fields = {
         "max_seq_len": 96,
         "dtype": "float64",
@@ -30,52 +30,52 @@ def engine(config, *, dirty=True, dtype=torch.float64, **fields):
     }
     if config.encoder is None:
         del fields["max_source_len"]
-    made = Engine(build(config, dtype=dtype), CacheConfig(**fields))
+    built = Engine(build(config, dtype=dtype), CacheConfig(**fields))
     if dirty:
-        spoil(made)
-    return made
+        spoil(built)
+    return built
 
 
 def spoil(engine):
-    """Every block that is free has numbers that are none, at positions that somebody might see."""
+    """Fill every free block with NaN, at positions that would be visible."""
     fill_unowned(engine, math.nan)
-    memory = engine.kv_cache
-    for positions in memory.positions:
+    kv_cache = engine.kv_cache
+    for positions in kv_cache.positions:
         positions[RESERVED_BLOCKS:] = 1
-    for columns in memory.head_metadata.values():
-        columns.positions[RESERVED_BLOCKS:] = 1
-    for bounds in memory.block_bounds.values():
+    for metadata in kv_cache.head_metadata.values():
+        metadata.positions[RESERVED_BLOCKS:] = 1
+    for bounds in kv_cache.block_bounds.values():
         bounds.key_min[RESERVED_BLOCKS:], bounds.key_max[RESERVED_BLOCKS:] = -99, 99
 
 
-def run(engine, tokens, most, **options):
-    """(request, tokens, [log-probabilities of every token]) of a greedy request, alone."""
+def run(engine, tokens, max_tokens, **options):
+    """Run one greedy request; return (request, tokens, log-probabilities of all tokens per step)."""
     sampling = SamplingParams(
-        max_tokens=most, temperature=0, ignore_eos=True, logprobs=min(VOCAB, engine.model.config.vocab_size)
+        max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=min(VOCAB, engine.model.config.vocab_size)
     )
     request = engine.add_request(tokens, sampling, **options)
-    out, scores = [], []
+    generated, scores = [], []
     while not engine.idle:
         for piece in engine.step():
             assert piece.error is None, piece.error
             if piece.request == request and piece.token_id is not None:
-                out.append(piece.token_id)
+                generated.append(piece.token_id)
                 scores.append(dict(piece.logprob.top_logprobs))
         engine.scheduler.check()
         fill_unowned(engine, math.nan)
-    return request, out, scores
+    return request, generated, scores
 
 
 def worst(a, b):
-    """max |dlogprob|."""
+    """Return max |dlogprob|."""
     assert len(a) == len(b)
     return max(abs(one[token] - other[token]) for one, other in zip(a, b, strict=True) for token in one)
 
 
-def left(engine, tokens, most, **options):
-    """(tokens, state) of a request that keeps what it leaves."""
-    request, out, _ = run(engine, tokens, most, keep_state=True, **options)
-    return out, engine.pop_state(request)
+def left(engine, tokens, max_tokens, **options):
+    """Run a request with ``keep_state``; return (tokens, state)."""
+    request, generated, _ = run(engine, tokens, max_tokens, keep_state=True, **options)
+    return generated, engine.pop_state(request)
 
 
 def identity_of(engine, template=""):
@@ -93,5 +93,5 @@ def load(engine, path, **more):
 
 
 def moved(state, engine, **more):
-    """The same state, as if ``engine`` had read it."""
+    """Return the state as if ``engine`` had read it."""
     return replace(state, engine_id=engine.state_keeper.engine_id, **more)

@@ -1,4 +1,4 @@
-"""Disks that fail on purpose: the k-th operation, or all that was not flushed when the power goes."""
+"""File systems that fail: the k-th operation, or everything not flushed at a power cut."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ OPERATIONS += ("make_dir", "list_files", "touch", "lock")
 
 
 class _Watched(FileSystem):
-    """Tells :meth:`before` of every operation."""
+    """Calls ``before`` ahead of every operation."""
 
     def before(self, name, *args):
         raise NotImplementedError
@@ -45,8 +45,12 @@ for _name in OPERATIONS:
 
 
 class FailingDisk(_Watched):
-    """The k-th operation of the kinds ``which`` raises ``code`` (k from 0; None: none does, ``count`` says how many
-    there are), and with ``on`` every later one of them too.  A write that fails has written half."""
+    """The k-th operation of the kinds ``which`` raises ``code``; a failing write has written half.
+
+    Args:
+        k: Number of the operation, from 0; None counts operations in ``count`` without a failure.
+        on: All later operations fail too.
+    """
 
     def __init__(self, k=None, which=OPERATIONS, code=errno.EIO, on=False):
         self.k, self.which, self.code, self.on = k, which, code, on
@@ -67,19 +71,21 @@ class FailingDisk(_Watched):
             file, data, offset = args
             os.pwrite(file, memoryview(data).cast("B")[: memoryview(data).nbytes // 2], offset)
         if name == "close":
-            os.close(args[0])  # the descriptor is gone whatever close says
+            os.close(args[0])  # the descriptor is closed even if close fails
         raise OSError(self.code, os.strerror(self.code))
 
 
 class ForgetfulDisk(_Watched):
-    """Remembers what was flushed.  :meth:`power_cut` leaves what a file system may leave: of files not flushed since
-    they were last written any part, and bytes of it changed; of names that came since their folder was last
-    flushed any number."""
+    """Tracks what was flushed.
+
+    ``power_cut`` leaves a state that a real file system may leave: any part of a file written since its last
+    flush, with some bytes changed; any subset of the renames and removals since the folder was last flushed.
+    """
 
     def __init__(self, seed=0):
         self._random = random.Random(seed)
         self._paths, self._dirty = {}, set()
-        self._names = []  # (what undoes it, folder): renames and removals that were not flushed
+        self._names = []  # renames and removals that were not flushed
 
     def before(self, name, *args):
         getattr(self, f"_{name}", lambda *args: None)(*args)

@@ -1,9 +1,9 @@
-"""Writes the files of `tests/golden_files/formats`: one of every format that kvad stores, made by a tiny model.
+"""Writer of `tests/golden_files/formats`: one file of every format that kvad stores, from a tiny model.
 
     python -m tests.support.golden_files FOLDER
 
-They are written once. `tests/test_golden_files.py` loads them with the code of today; a change that cannot read them
-needs a new format number and a message that says how to write the file again.
+The files are written once. `tests/test_golden_files.py` loads them with the current code; a change that cannot read
+them needs a new format number and a message that explains how to write the file again.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def run(*arguments: object) -> str:
 
 
 def scores(model: Path, **options: Any) -> list[float]:
-    """Return the log-probability of each token of the prompt but the first."""
+    """Return the log-probability of each prompt token after the first."""
     with LLM.load(model, **options) as llm:
         return [float(score) for score in llm.score(PROMPT).logprobs[1:]]
 
 
 def write(folder: Path) -> None:
-    """Write every format into `folder`, and `expected.json` with what each must give."""
+    """Write every format into `folder`, and `expected.json` with the expected scores."""
     folder.mkdir(parents=True)
     text = folder / "text.txt"
     names = ("ada", "bob", "cleo", "dan")

@@ -1,4 +1,4 @@
-"""Import rules of kvad (docs/architecture.md) as functions that return one line per violation.
+"""Import rules of kvad (docs/contributing/architecture.md) as functions that return one line per violation.
 
 A ``Source`` is a mapping from module names to source text, so a test can pass a small tree that breaks a rule.
 Imports through a package's door (``__init__.py``) are resolved to the file that defines the name.
@@ -98,7 +98,7 @@ class Source:
 
     @cached_property
     def doors(self) -> dict[str, dict[str, str]]:
-        """Package -> public name -> defining module, from the door's imports for type checking."""
+        """Map each package to its public names and their modules, from the door's imports for type checking."""
         return {
             package: {
                 alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -113,12 +113,12 @@ class Source:
 
     @cached_property
     def imports(self) -> dict[str, list[Import]]:
-        """Imports of each module as written, without looking through doors."""
+        """Map each module to its imports as written, without looking through doors."""
         return {name: list(self._imports(name, tree, at_load=True)) for name, tree in self.trees.items()}
 
     @cached_property
     def files(self) -> dict[str, list[Import]]:
-        """Imports of each module, resolved to files: names of doors and ``package.file.name`` expressions."""
+        """Map each module to its imports, resolved to files (names of doors, ``package.file.name`` expressions)."""
         return {name: list(self._resolved(name)) for name in self.trees if name not in self.packages}
 
     def _imports(self, name: str, node: ast.AST, *, at_load: bool) -> Iterator[Import]:
@@ -144,7 +144,7 @@ class Source:
                 yield from self._imports(name, child, at_load=inner)
 
     def _resolved(self, name: str) -> Iterator[Import]:
-        yield from (found for found in self.imports[name] if found.target not in self.packages)
+        yield from (each for each in self.imports[name] if each.target not in self.packages)
         tree = self.trees[name]
         aliases = {}
         for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
@@ -162,7 +162,7 @@ class Source:
                     yield Import(target, node.lineno, at_load=False)
 
     def _at_load(self, name: str, node: ast.ImportFrom) -> bool:
-        return any(found.line == node.lineno and found.at_load for found in self.imports[name])
+        return any(each.line == node.lineno and each.at_load for each in self.imports[name])
 
 
 def dotted(node: ast.AST) -> str:
@@ -188,7 +188,7 @@ def _rank(layers: tuple[set[str], ...], part: str) -> int | None:
 
 
 def upward_imports(source: Source) -> list[str]:
-    """Imports that go up, sideways between packages of one layer, or to a module without a layer."""
+    """List imports that go up, between packages of one layer, or to a module without a layer."""
     violations = []
     for name, one in _within(source):
         here, there = _part(name, 1), _part(one.target, 1)
@@ -205,19 +205,19 @@ def upward_imports(source: Source) -> list[str]:
 
 
 def forbidden_imports(source: Source) -> list[str]:
-    """Imports between packages that must never know each other."""
+    """List imports between packages that must be independent."""
     pairs = ((name, one, (_part(name, 1), _part(one.target, 1))) for name, one in _within(source))
     return [f"{name}:{one.line} imports {one.target}" for name, one, pair in pairs if pair in FORBIDDEN]
 
 
 def circles(source: Source) -> list[str]:
-    """Circular imports between files, at any depth of a function and for types."""
+    """List circular imports between files, at any depth of a function and for types."""
     graph = {name: {one.target for one in imports} & source.files.keys() for name, imports in source.files.items()}
     return [f"circular import: {' -> '.join(circle)}" for circle in _walk(graph)[1]]
 
 
 def long_chains(source: Source) -> list[str]:
-    """Folders in which one file reaches too many others through imports at load time."""
+    """List folders in which one file loads too many others through imports."""
     violations = []
     for folder in {name.rpartition(".")[0] for name in source.files}:
         inside = {name for name in source.files if name.rpartition(".")[0] == folder}
@@ -230,21 +230,21 @@ def long_chains(source: Source) -> list[str]:
 
 def _walk(graph: Mapping[str, set[str]]) -> tuple[int, list[list[str]]]:
     depths: dict[str, int] = {}
-    found: list[list[str]] = []
+    chains: list[list[str]] = []
 
     def depth(name: str, path: tuple[str, ...]) -> int:
         if name in path:
-            found.append([*path[path.index(name) :], name])
+            chains.append([*path[path.index(name) :], name])
             return 0
         if name not in depths:
             depths[name] = 1 + max((depth(other, (*path, name)) for other in sorted(graph[name])), default=0)
         return depths[name]
 
-    return max((depth(name, ()) for name in sorted(graph)), default=0), found
+    return max((depth(name, ()) for name in sorted(graph)), default=0), chains
 
 
 def imports_past_a_door(source: Source) -> list[str]:
-    """Direct imports of a file in a folder that is neither the importer's own nor above it."""
+    """List direct imports of a file in a folder that is neither the importer's own nor above it."""
     violations = []
     for name, one in _within(source):
         folder = name if name in source.packages else name.rpartition(".")[0]
@@ -255,7 +255,7 @@ def imports_past_a_door(source: Source) -> list[str]:
 
 
 def crowded_folders(source: Source) -> list[str]:
-    """Folders with too many files."""
+    """List folders with too many files."""
     violations = []
     for package in source.packages:
         files = [name for name in source.files if name.rpartition(".")[0] == package and "__" not in name]
@@ -273,9 +273,9 @@ def is_torch_free(source: Source, name: str) -> bool:
 
 
 def torch_imports(source: Source) -> list[str]:
-    """Torch-free modules that load torch, with the chain of imports."""
-    loads = {name: [one.target for one in found if one.at_load] for name, found in source.imports.items()}
-    loads |= {name: [one.target for one in found if one.at_load] for name, found in source.files.items()}
+    """List torch-free modules that load torch, with the chain of imports."""
+    loads = {name: [each.target for each in imports if each.at_load] for name, imports in source.imports.items()}
+    loads |= {name: [each.target for each in imports if each.at_load] for name, imports in source.files.items()}
     violations = []
     for start in (name for name in source.trees if is_torch_free(source, name)):
         waiting, seen = [(start,)], {start}
@@ -301,7 +301,7 @@ def _uses(source: Source) -> Iterator[tuple[str, int, str]]:
 
 
 def misplaced_uses(source: Source) -> list[str]:
-    """Kernels outside ``ops``, pickle, imports by computed names, and context variables."""
+    """List kernels outside ``ops``, pickle, imports by computed names, and context variables."""
     violations = []
     for name, line, used in _uses(source):
         kernel = bool(KERNELS & set(used.split("."))) or any(used.startswith(one) for one in COMPILERS)
@@ -317,7 +317,7 @@ def misplaced_uses(source: Source) -> list[str]:
 
 
 def mutable_globals(source: Source) -> list[str]:
-    """Mutable values at module level that are not constants, and functions that change module state."""
+    """List mutable module values that are not constants, and functions that change module state."""
     violations = []
     for name, tree in source.trees.items():
         tables = set()

@@ -1,13 +1,14 @@
-"""Training that is killed with -9 again and again, and goes on: every number must be that of the run that was not.
+"""Training killed with SIGKILL at random operations and resumed; every number must equal the uninterrupted run.
 
-    OMP_NUM_THREADS=1 python tests/support/kill_resume.py SETUP KILLS SEED FOLDER [uncopied]   one JSON object on stdout
+    OMP_NUM_THREADS=1 python tests/support/kill_resume.py SETUP KILLS SEED FOLDER [uncopied]   one JSON object on
+    stdout
 
-A warm parent that has imported torch forks each life, so that a kill costs a fraction of a second.  A life ends at its
-n-th operation (a flush, a rename, a new folder, a half-written tensor file, a micro-batch begun), or by the clock, n
-drawn at random; saves are made beside training, so that both happen in the middle of each other.  After each death the
-newest checkpoint and the best must be whole.  A run that has come to its end is compared with the one that was never
-killed, file by file, and another begins, until KILLS lives have died.  "uncopied" breaks what makes a save whole while
-training goes on, to see that the comparison objects.
+A parent process that has imported torch forks each child, so that a kill costs a fraction of a second. A child dies
+at its n-th operation (a flush, a rename, a new folder, a half-written tensor file, the start of a micro-batch) or
+after a random time; saves run while training continues, so each may be interrupted by the other. After each kill the
+newest and the best checkpoint must be whole. A finished run is compared, file by file, with one that was never
+killed; then another run begins, until KILLS children have died. "uncopied" disables the copy that makes a concurrent
+save consistent, to show that the comparison fails.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401  the optimizer imports it, a second each time: once, before the forks
+import torch._dynamo  # noqa: F401  imported by the optimizer in a second; here once, before the forks
 
 from kvad.checkpoint import adapter, native, summarizer
 from kvad.checkpoint.folder import TRAINING, check_file, list_steps, read_json, read_manifest
@@ -79,7 +80,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 
 
 class Run:
-    """One setup in a folder: what is trained on, and the base of what goes on from one."""
+    """One setup in a folder: its training data, and its base model if it has one."""
 
     def __init__(self, setup: str, folder: Path, uncopied: bool) -> None:
         self.folder, self.setup, self.uncopied = folder, setup, uncopied
@@ -105,19 +106,18 @@ class Run:
         loop.train_model(RunConfig.from_dict(content), self.corpus, self.folder / "base")
 
     def go(self, out: Path, death: mortal.Death) -> None:
-        """A life: from the newest checkpoint, or from the beginning."""
+        """Run one child: from the newest checkpoint, or from the beginning."""
         ticking(death)
         if self.uncopied and out.name == "parts":
             checkpointer.AsyncCheckpointer._copied = lambda self, moment: moment  # type: ignore[method-assign]
-        summarizes = self.setup == "summarizer"
         if list_steps(out):
-            (loop.resume_summarizer if summarizes else loop.resume_model)(out)
+            loop.resume_model(out)
         else:
-            (loop.train_summarizer if summarizes else loop.train_model)(self.config, self.corpus, out)
+            loop.train_model(self.config, self.corpus, out)
 
 
 def ticking(death: mortal.Death) -> None:
-    """Micro-batches and halves of tensor files are operations too."""
+    """Count micro-batches and halves of tensor files as operations too."""
     for owner in (
         cross_entropy.CrossEntropyObjective,
         scheduled_sampling.ScheduledSamplingObjective,
@@ -137,7 +137,7 @@ def ticking(death: mortal.Death) -> None:
 
 
 def manifest(path: Path) -> dict[str, Any]:
-    """Of a step, whichever kind; every file is what it says."""
+    """Read the manifest of a step of any kind and check every file against it."""
     tensors = next(name for name in ("model", "adapter_model", "summarizer") if (path / f"{name}.safetensors").exists())
     files = read_manifest(path, f"{tensors}.safetensors")
     for name, entry in files.items():
@@ -151,7 +151,7 @@ def progress(path: Path) -> dict[str, Any]:
 
 
 def summary(out: Path) -> dict[str, Any]:
-    """All that must be the same: every loss, and every byte of the newest and of the best but for the clock's."""
+    """Collect all that must be equal: every loss, every byte of the newest and the best checkpoint except times."""
     lines = read_metrics(out / "metrics.jsonl")
     found: dict[str, Any] = {
         "losses": [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "step"],
@@ -187,7 +187,7 @@ def main(setup: str, kills: int, seed: int, folder: Path, uncopied: bool = False
         before, ended = 0, False
         while not ended:
             if died >= kills:
-                at, within = 0, None  # the last one is let live
+                at, within = 0, None  # the last child is not killed
             elif random.random() < 0.5:
                 at, within = random.randint(1, 120), None
             else:
@@ -204,8 +204,8 @@ def main(setup: str, kills: int, seed: int, folder: Path, uncopied: bool = False
                     manifest(locate_best(out))
         runs += 1
         assert json.dumps(summary(out)) == json.dumps(whole), f"{setup}: run {runs}, {died} deaths"
-    said = {"setup": setup, "seed": seed, "kills": died, "runs": runs, "reached": len(set(steps))}
-    print(json.dumps({**said, "seconds": round(time.monotonic() - began, 1)}))
+    report = {"setup": setup, "seed": seed, "kills": died, "runs": runs, "reached": len(set(steps))}
+    print(json.dumps({**report, "seconds": round(time.monotonic() - began, 1)}))
 
 
 if __name__ == "__main__":

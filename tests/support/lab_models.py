@@ -1,4 +1,4 @@
-"""Tiny configs of every kind, and checkpoints written by hand: what planning and inspecting are held against."""
+"""Tiny configs of every kind and hand-written checkpoints, for the tests of planning and inspection."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ from tests.hf_parity import checkpoint as oracle
 
 
 def tiny(mixer=None, mlp=None, norm=None, *, layers=2, vocab=61, limit=64, width=24, kinds=None, pattern="L", **rest):
-    """A model of width 24 with the given parts."""
+    """Build a model of width 24 with the given parts."""
     stack_keys = {key: rest.pop(key) for key in ("norm_position", "final_norm") if key in rest}
     layer = LayerConfig(mixer or AttentionConfig(4, 2), mlp or GatedMLPConfig(40), norm or NormConfig())
     stack = StackConfig(layers, kinds or {"L": layer}, pattern, **stack_keys)
@@ -77,37 +77,37 @@ CONFIGS = {
 }
 
 
-def seeing(mixer, **changes):
-    """The same attention, to a source or of an encoder."""
+def bidirectional(mixer, **changes):
+    """Return the same attention for a source or an encoder."""
     return replace(mixer, causal=False, **changes)
 
 
 def pair(mixer=None, mlp=None, norm=None, *, norm_position="pre", source_width=None, source_vocab=None, **rest):
-    """An encoder-decoder: the encoder has a layer more, and a source of its own length."""
+    """Build an encoder-decoder; the encoder has one more layer and a separate source length."""
     mixer = mixer or AttentionConfig(4, 2)
-    made = tiny(mixer, mlp, norm, norm_position=norm_position, **rest)
-    layer = made.decoder.layer_types["L"]
+    base_config = tiny(mixer, mlp, norm, norm_position=norm_position, **rest)
+    layer = base_config.decoder.layer_types["L"]
     position = mixer.position
     if isinstance(position, T5BiasConfig):
         position = replace(position, bidirectional=True)
-    encoder = replace(layer, attention=seeing(mixer, position=position, head_dim=mixer.head_dim or 6))
-    decoder = replace(layer, cross_attention=seeing(mixer, position=None, window=None))
+    encoder = replace(layer, attention=bidirectional(mixer, position=position, head_dim=mixer.head_dim or 6))
+    decoder = replace(layer, cross_attention=bidirectional(mixer, position=None, window=None))
     return replace(
-        made,
-        decoder=replace(made.decoder, layer_types={"L": decoder}),
-        encoder=replace(made.decoder, layer_types={"L": encoder}, num_layers=made.decoder.num_layers + 1),
-        encoder_input=EncoderInputConfig(48, made.embedding, source_vocab, source_width),
+        base_config,
+        decoder=replace(base_config.decoder, layer_types={"L": decoder}),
+        encoder=replace(base_config.decoder, layer_types={"L": encoder}, num_layers=base_config.decoder.num_layers + 1),
+        encoder_input=EncoderInputConfig(48, base_config.embedding, source_vocab, source_width),
     )
 
 
 def encoder(mixer=None, *, head=None, **rest):
-    """An encoder alone."""
+    """Build an encoder without a decoder."""
     embedding, tie = rest.pop("embedding", EmbeddingConfig()), rest.pop("tie_embeddings", True)
-    made = tiny(mixer or AttentionConfig(4, 2), **rest)
-    layer = made.decoder.layer_types["L"]
-    stack = replace(made.decoder, layer_types={"L": replace(layer, attention=seeing(layer.attention))})
+    base_config = tiny(mixer or AttentionConfig(4, 2), **rest)
+    layer = base_config.decoder.layer_types["L"]
+    stack = replace(base_config.decoder, layer_types={"L": replace(layer, attention=bidirectional(layer.attention))})
     head = head or LanguageHeadConfig(bias=True, transform=HeadTransformConfig(norm=NormConfig()))
-    return replace(made, decoder=None, encoder=stack, head=head, embedding=embedding, tie_embeddings=tie)
+    return replace(base_config, decoder=None, encoder=stack, head=head, embedding=embedding, tie_embeddings=tie)
 
 
 PAIRS = {
@@ -140,7 +140,7 @@ EVERY = {**CONFIGS, **MIXTURES, **PAIRS, **ENCODERS}
 
 
 def write_foreign(folder, name, version="5", *, weights=True, **changes):
-    """A case of the oracle as its Hugging Face folder; ``changes`` of its config."""
+    """Write a case of the golden files as its Hugging Face folder; ``changes`` go into its config."""
     meta, arrays = oracle.load(version, name)
     meta["config"] |= changes
     if weights:
@@ -151,11 +151,11 @@ def write_foreign(folder, name, version="5", *, weights=True, **changes):
 
 
 def write_checkpoint(folder, config, *, dtype=torch.float32, tokenizer=True, drop=(), change=None, training=None):
-    """A folder as kvad saves it.  ``drop``: tensors to leave out; ``change``: tensors to put instead."""
+    """Write a native folder. ``drop`` omits tensors, ``change`` replaces tensors."""
     weights = {name: tensor.to(dtype) for name, tensor in Transformer(config).state_dict().items()}
     weights = {name: tensor for name, tensor in weights.items() if name not in drop} | (change or {})
-    made = train_tokenizer("char", ["the quick brown fox"]) if tokenizer else None
-    native.save_checkpoint(folder, config, weights, made, training)
+    base_config = train_tokenizer("char", ["the quick brown fox"]) if tokenizer else None
+    native.save_checkpoint(folder, config, weights, base_config, training)
     return folder
 
 

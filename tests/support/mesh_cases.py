@@ -14,30 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvad import config as cfg
 from kvad.cache.config import CacheConfig
 from kvad.cache.eviction_policies import TOVA
+from kvad.config import EncoderInputConfig
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput
 from kvad.parallel.process_groups import ProcessGroups
 from tests.support.driver import Stream
-from tests.support.mesh_restore import restore
-from tests.support.mesh_sessions import travel
-from tests.support.mesh_storage import beside
-from tests.support.mesh_worker import Case, answers, deserted, run_rank
+from tests.support.mesh_restore import run_swap
+from tests.support.mesh_sessions import run_session
+from tests.support.mesh_storage import run_storage
+from tests.support.mesh_worker import Case, run_encoder, run_lost_rank, run_rank
 from tests.support.random_models import bidirectional, model_config
 
 HEADS = 8
 
 
 def shaped(position: str = "rope", kv_heads: int = 4, layers: int = 2, **mixer: Any) -> ModelConfig:
-    """Eight query heads; hidden widths of 40 and 41 numbers, which two ranks share evenly or not."""
+    """Eight query heads; widths of 40 and 41, which two ranks share evenly or not."""
     config = model_config(position, "post" if position == "learned" else "pre", "gqa", layers)
     assert config.decoder is not None
     layer = config.decoder.layer_types["L"]
-    given = {"num_heads": HEADS, "num_kv_heads": kv_heads, "qkv_bias": True, "out_bias": True, **mixer}
-    return with_layer(config, replace(layer, attention=replace(layer.attention, **given)))
+    fields = {"num_heads": HEADS, "num_kv_heads": kv_heads, "qkv_bias": True, "out_bias": True, **mixer}
+    return with_layer(config, replace(layer, attention=replace(layer.attention, **fields)))
 
 
 def with_layer(config: ModelConfig, layer: cfg.LayerConfig, **stack: Any) -> ModelConfig:
@@ -53,83 +54,83 @@ def with_mlp(config: ModelConfig, mlp: cfg.PlainMLPConfig | cfg.GatedMLPConfig |
 
 
 def mixed(position: str = "rope") -> ModelConfig:
-    """Windows by a pattern of three: a stage begins in the middle of it."""
+    """Windows in a pattern of three, so that a pipeline stage begins in the middle of a pattern."""
     config = shaped(position)
     assert config.decoder is not None
     layer = config.decoder.layer_types["L"]
-    near = replace(layer, attention=replace(layer.attention, window=7))
-    return with_layer(config, layer, layer_pattern="LWW", num_layers=4, layer_types={"L": layer, "W": near})
+    windowed = replace(layer, attention=replace(layer.attention, window=7))
+    return with_layer(config, layer, layer_pattern="LWW", num_layers=4, layer_types={"L": layer, "W": windowed})
 
 
 def pair(position: str = "rope", kv_heads: int = 4) -> ModelConfig:
-    """An encoder-decoder, whose cross-attention has kv heads of its own number."""
+    """An encoder-decoder whose cross-attention has a different number of KV heads."""
     config = shaped(position, kv_heads)
     assert config.decoder is not None
     layer = config.decoder.layer_types["L"]
-    across = replace(layer.attention, position=None, causal=False, window=None, num_kv_heads=HEADS)
-    decoder = replace(config.decoder, layer_types={"L": replace(layer, cross_attention=across)})
-    source = cfg.EncoderInputConfig(
+    cross = replace(layer.attention, position=None, causal=False, window=None, num_kv_heads=HEADS)
+    decoder = replace(config.decoder, layer_types={"L": replace(layer, cross_attention=cross)})
+    source = EncoderInputConfig(
         64, cfg.EmbeddingConfig(scale=2.0, norm=cfg.NormConfig("layer", bias=True)), 41, hidden_size=30
     )
     side = replace(bidirectional(config.decoder), num_layers=3)
     return replace(config, decoder=decoder, encoder=side, encoder_input=source)
 
 
-class Fading(nn.Module):
-    """A position encoding of one's own: keys fade with the square root of their distance, faster in later heads."""
+class DistanceBias(nn.Module):
+    """Custom position encoding: logits fall with the square root of the distance, faster in later heads."""
 
     def __init__(self, mixer: cfg.AttentionConfig, head_dim: int) -> None:
         super().__init__()
         self.rates = torch.arange(1, mixer.num_heads + 1) / 9
 
-    def forward(self, step: ModelInput) -> Fading:
+    def forward(self, step: ModelInput) -> DistanceBias:
         return self
 
     def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
-        behind = (queries.unsqueeze(-1) - keys.unsqueeze(-2)).abs().double()
-        return -self.rates.view(1, -1, 1, 1) * behind.sqrt().unsqueeze(1)
+        distance = (queries.unsqueeze(-1) - keys.unsqueeze(-2)).abs().double()
+        return -self.rates.view(1, -1, 1, 1) * distance.sqrt().unsqueeze(1)
 
 
-def own_positions() -> ModelConfig:
+def custom_positions() -> ModelConfig:
     config = shaped("none")
     assert config.decoder is not None
     layer = config.decoder.layer_types["L"]
-    position = cfg.CustomPositionsConfig("tests.support.mesh_cases:Fading")
+    position = cfg.CustomPositionsConfig("tests.support.mesh_cases:DistanceBias")
     return with_layer(config, replace(layer, attention=replace(layer.attention, position=position)))
 
 
 def encoder() -> ModelConfig:
-    """An encoder alone, with the head of a masked language model."""
+    """An encoder with a masked-language-model head."""
     config = shaped("alibi")
     assert config.decoder is not None
     return replace(config, decoder=None, encoder=bidirectional(config.decoder), head=cfg.LanguageHeadConfig(bias=True))
 
 
 def streams(seed: int, source: bool = False, longest: int = 18) -> list[Stream]:
-    """Ragged rows that come one after the other; two share a prompt, one has two samples."""
-    chance = random.Random(seed)
+    """Sequences of different lengths that arrive one after the other; two share a prompt, one has two samples."""
+    rng = random.Random(seed)
 
-    def ids(count: int, most: int = 60) -> list[int]:
-        return [chance.randrange(1, most) for _ in range(count)]
+    def ids(count: int, limit: int = 60) -> list[int]:
+        return [rng.randrange(1, limit) for _ in range(count)]
 
     shared = ids(19)
-    made = [
+    stream_list = [
         Stream(shared + ids(3), [ids(8), ids(8)]),
         Stream(ids(3), [ids(longest)], arrives=1),
         Stream(ids(13), [ids(9)], arrives=2),
         Stream(shared + ids(5), [ids(7)], arrives=9),
     ]
     if source:
-        made = [replace_source(stream, ids(5 + 6 * at, 40)) for at, stream in enumerate(made)]
-    return made
+        stream_list = [replace_source(stream, ids(5 + 6 * at, 40)) for at, stream in enumerate(stream_list)]
+    return stream_list
 
 
 def replace_source(stream: Stream, source: list[int]) -> Stream:
     return Stream(stream.prompt, stream.continuations, stream.arrives, source)
 
 
-def tight(**given: Any) -> CacheConfig:
-    """Blocks for about two rows of four: rows are preempted, prefixes evicted."""
+def tight(**changes: Any) -> CacheConfig:
+    """Blocks for about two of four sequences: sequences are preempted and prefixes evicted."""
     fields = {
         "block_size": 4,
         "max_num_seqs": 4,
@@ -138,17 +139,17 @@ def tight(**given: Any) -> CacheConfig:
         "num_blocks": 17,
         "dtype": "float64",
     }
-    return CacheConfig(**{**fields, **given})  # type: ignore[arg-type]
+    return CacheConfig(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def roomy(**given: Any) -> CacheConfig:
-    return tight(**{"num_blocks": None, **given})
+def roomy(**fields: Any) -> CacheConfig:
+    return tight(**{"num_blocks": None, **fields})
 
 
-# Those that others come close to run with the long tests.
+# Cases that resemble others run with the long tests.
 LONG = {
     "alibi mha 1x2",
-    "beside 1x2",
+    "stores 1x2",
     "contiguous 2x1",
     "encoder 1x2",
     "tiered 1x2",
@@ -173,23 +174,23 @@ LONG = {
 }
 
 
-def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **given: Any) -> Case:
+def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **fields: Any) -> Case:
     rows = streams(len(name), config.encoder_input is not None)
-    known = f"{name} {mesh}"
-    return Case(known, mesh, config, cache, rows, long=known in LONG, **given)
+    full_name = f"{name} {mesh}"
+    return Case(full_name, mesh, config, cache, rows, long=full_name in LONG, **fields)
 
 
-SUMMED = "tiered(8, quantized=8, interval=4, num_sinks=4, summaries=8, ratio=2)"
+TIERED = "tiered(8, quantized=8, interval=4, num_sinks=4, summaries=8, ratio=2)"
 EXPERTS = cfg.MoEConfig(24, 4, 2, bias=True, router_bias=True)
 
 
-def of_two() -> list[Case]:
-    every = [case("rope gqa", mesh, shaped(), tight(), texts=True) for mesh in ("2x1", "1x2")]
-    every += [
+def cases_on_two_ranks() -> list[Case]:
+    all_cases = [case("rope gqa", mesh, shaped(), tight(), texts=True) for mesh in ("2x1", "1x2")]
+    all_cases += [
         case("alibi", "2x1", shaped("alibi"), tight()),
         case("alibi mha", "1x2", shaped("alibi", 8), tight()),
         case("t5", "2x1", shaped("t5"), tight()),
-        case("t5 of layers", "2x1", own_tables(), tight()),
+        case("t5 of layers", "2x1", per_layer_biases(), tight()),
         case("learned mha", "2x1", shaped("learned", 8), tight()),
         case("replicated", "2x1", shaped(kv_heads=1), tight()),
         case("norms of each head", "2x1", shaped(qk_norm="each"), tight()),
@@ -222,24 +223,24 @@ def of_two() -> list[Case]:
         case("int8", "2x1", shaped(), tight(dtype="int8")),
         case("int8/int4", "1x2", shaped(), tight(key_dtype="int8", value_dtype="int4")),
         case("channels", "2x1", shaped(), roomy(key_dtype="int8-channel", residual_length=8)),
-        case("tiered", "2x1", shaped(), roomy(policy=SUMMED)),
-        case("tiered", "1x2", shaped(), roomy(policy=SUMMED)),
-        case("learned", "2x1", shaped(), roomy(policy=SUMMED), learned=True),
-        case("learned", "1x2", shaped(), roomy(policy=SUMMED), learned=True),
-        case("deserted", "2x1", shaped(), roomy(), run=deserted),
-        case("own positions", "2x1", own_positions(), tight()),
-        case("encoder", "2x1", encoder(), roomy(), run=answers),
-        case("encoder", "1x2", encoder(), roomy(), run=answers),
-        case("source alone", "2x1", pair(), tight(max_source_len=64), run=answers),
+        case("tiered", "2x1", shaped(), roomy(policy=TIERED)),
+        case("tiered", "1x2", shaped(), roomy(policy=TIERED)),
+        case("learned", "2x1", shaped(), roomy(policy=TIERED), learned=True),
+        case("learned", "1x2", shaped(), roomy(policy=TIERED), learned=True),
+        case("deserted", "2x1", shaped(), roomy(), run=run_lost_rank),
+        case("own positions", "2x1", custom_positions(), tight()),
+        case("encoder", "2x1", encoder(), roomy(), run=run_encoder),
+        case("encoder", "1x2", encoder(), roomy(), run=run_encoder),
+        case("source alone", "2x1", pair(), tight(max_source_len=64), run=run_encoder),
         case("read", "2x1", shaped(), tight(rope_at="read")),
-        case("beside", "2x1", mixed(), tight(), run=beside),
-        case("beside", "1x2", shaped(kv_heads=1), tight(key_dtype="int8", value_dtype="int4"), run=beside),
+        case("stores", "2x1", mixed(), tight(), run=run_storage),
+        case("stores", "1x2", shaped(kv_heads=1), tight(key_dtype="int8", value_dtype="int4"), run=run_storage),
     ]
-    return every
+    return all_cases
 
 
-def own_tables() -> ModelConfig:
-    """T5's biases with a table for each layer (UMT5)."""
+def per_layer_biases() -> ModelConfig:
+    """T5 biases with one table per layer (UMT5)."""
     config = shaped("t5")
     assert config.decoder is not None
     layer = config.decoder.layer_types["L"]
@@ -250,7 +251,7 @@ def own_tables() -> ModelConfig:
     )
 
 
-def of_four() -> list[Case]:
+def cases_on_four_ranks() -> list[Case]:
     return [
         case("rope", "2x2", shaped(), tight(), texts=True),
         case("alibi", "4x1", shaped("alibi"), tight()),
@@ -260,90 +261,94 @@ def of_four() -> list[Case]:
         case("tova int8", "2x2", shaped(), roomy(policy="tova(8, interval=4)", dtype="int8")),
         case("tiered", "4x1", shaped(), roomy(policy="tiered(8, quantized=8, interval=4, summaries=8, ratio=2)")),
         case("norms of all heads", "4x1", shaped("rope", 2, qk_norm="full"), tight()),
-        *restored(),
-        *travelling(),
+        *swap_cases(),
+        *session_cases(),
     ]
 
 
-def restored() -> list[Case]:
-    """Rows whose state is more than keys and values: ranks and attention, packed blocks and summaries."""
+def swap_cases() -> list[Case]:
+    """Swapped sequences whose state is more than keys and values: scores, demoted blocks, summaries."""
     levels = "tiered(8, quantized=8, interval=4, summaries=8, ratio=2)"
     return [
-        case("kept by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, interval=4)"), run=restore),
-        case("kept in levels", "2x1", shaped(kv_heads=2), alone(levels), run=restore),
-        case("kept on replicas", "4x1", shaped(kv_heads=2), alone(levels, dtype="int8"), run=restore),
+        case("swap by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, interval=4)"), run=run_swap),
+        case("swap in levels", "2x1", shaped(kv_heads=2), alone(levels), run=run_swap),
+        case("swap on replicas", "4x1", shaped(kv_heads=2), alone(levels, dtype="int8"), run=run_swap),
     ]
 
 
-def travelling() -> list[Case]:
-    """Sessions from mesh to mesh: every kind of thing that a file may have."""
+def session_cases() -> list[Case]:
+    """Sessions moved from mesh to mesh, with every kind of content that a file can have."""
     return [
-        case("session", "4x1", mixed(), roomy(), run=travel),
-        case("session by rank", "4x1", shaped(), roomy(policy="0: full; heavy-hitters(8, interval=4)"), run=travel),
-        case("session in levels", "4x1", shaped(layers=4), roomy(policy=SUMMED, dtype="int8"), run=travel),
-        case("session of bounds", "4x1", shaped(kv_heads=4), roomy(policy="quest(12)", rope_at="write"), run=travel),
-        case("session of a pair", "4x1", pair(), roomy(max_source_len=24), run=travel),
+        case("session", "4x1", mixed(), roomy(), run=run_session),
+        case(
+            "session by rank", "4x1", shaped(), roomy(policy="0: full; heavy-hitters(8, interval=4)"), run=run_session
+        ),
+        case("session in levels", "4x1", shaped(layers=4), roomy(policy=TIERED, dtype="int8"), run=run_session),
+        case(
+            "session of bounds", "4x1", shaped(kv_heads=4), roomy(policy="quest(12)", rope_at="write"), run=run_session
+        ),
+        case("session of a pair", "4x1", pair(), roomy(max_source_len=24), run=run_session),
     ]
 
 
-def alone(policy: str, **given: Any) -> CacheConfig:
-    return roomy(policy=policy, max_num_seqs=1, enable_prefix_caching=False, **given)
+def alone(policy: str, **fields: Any) -> CacheConfig:
+    return roomy(policy=policy, max_num_seqs=1, enable_prefix_caching=False, **fields)
 
 
-# ---------------------------------------------------------------- broken on purpose
+# ---------------------------------------------------------------- injected faults
 
 
-def bias_everywhere(model: Transformer, links: ProcessGroups) -> None:
-    """Added on each rank, and so as often as there are ranks."""
-    whole = torch.full((model.config.hidden_size,), 0.3, dtype=model.token_embedding.dtype)
+def inject_bias_on_every_rank(model: Transformer, links: ProcessGroups) -> None:
+    """Add the output bias on every rank instead of one."""
+    full_bias = torch.full((model.config.hidden_size,), 0.3, dtype=model.token_embedding.dtype)
     assert model.decoder is not None
     for layer in model.decoder.layers:
-        layer.attention.out.bias = nn.Parameter(whole)  # type: ignore[union-attr]
+        layer.attention.out.bias = nn.Parameter(full_bias)  # type: ignore[union-attr]
 
 
-def without_sum(model: Transformer, links: ProcessGroups) -> None:
+def inject_missing_sum(model: Transformer, links: ProcessGroups) -> None:
     assert model.decoder is not None
     layer = model.decoder.layers[0]
     layer.attention.out._forward_hooks.clear()  # type: ignore[union-attr]
 
 
-def slopes_of_the_first(model: Transformer, links: ProcessGroups) -> None:
-    """Every rank has the slopes of the first rank's heads."""
+def inject_first_rank_slopes(model: Transformer, links: ProcessGroups) -> None:
+    """Give every rank the slopes of the first rank's heads."""
     assert model.decoder is not None
     for layer in model.decoder.layers:
         for hook in layer.attention._forward_pre_hooks.values():  # type: ignore[union-attr]
             hook._heads = range(len(hook._heads))
 
 
-def layers_swapped(model: Transformer, links: ProcessGroups) -> None:
+def inject_swapped_layers(model: Transformer, links: ProcessGroups) -> None:
     assert model.decoder is not None
     layers = list(model.decoder.layers)
     model.decoder.layers = nn.ModuleList(reversed(layers)) if links.mesh.stage else model.decoder.layers
 
 
-def heads_alone(model: Transformer, links: ProcessGroups) -> None:
-    """A policy that ranks by all heads goes by those of its rank, from here to the end of this process."""
+def inject_local_scores(model: Transformer, links: ProcessGroups) -> None:
+    """Let a policy that ranks by all heads use its rank's heads only, until this process ends."""
     TOVA.per_head_independent = True  # type: ignore[assignment,method-assign]
 
 
-def broken() -> list[Case]:
+def fault_cases() -> list[Case]:
     return [
-        case("broken bias", "2x1", shaped(), tight(), wrong=bias_everywhere),
-        case("broken sum", "2x1", shaped(), tight(), wrong=without_sum),
-        case("broken slopes", "2x1", shaped("alibi"), tight(), wrong=slopes_of_the_first),
-        case("broken layers", "1x2", shaped(layers=4), tight(), wrong=layers_swapped),
+        case("broken bias", "2x1", shaped(), tight(), wrong=inject_bias_on_every_rank),
+        case("broken sum", "2x1", shaped(), tight(), wrong=inject_missing_sum),
+        case("broken slopes", "2x1", shaped("alibi"), tight(), wrong=inject_first_rank_slopes),
+        case("broken layers", "1x2", shaped(layers=4), tight(), wrong=inject_swapped_layers),
         case(
-            "broken ranks", "2x1", shaped(), roomy(policy="tova(8, interval=4)"), wrong=heads_alone
-        ),  # the last of all
+            "broken ranks", "2x1", shaped(), roomy(policy="tova(8, interval=4)"), wrong=inject_local_scores
+        ),  # last: it changes a class
     ]
 
 
 def cases(size: int, which: str = "") -> list[Case]:
-    """``which``: "short", "long", or a case's name; "" for all."""
-    every = [*of_two(), *broken()] if size == 2 else of_four()
+    """Return the cases of a size; ``which`` is "short", "long", a case's name, or "" for all."""
+    all_cases = [*cases_on_two_ranks(), *fault_cases()] if size == 2 else cases_on_four_ranks()
     if which in ("short", "long"):
-        return [each for each in every if each.long == (which == "long")]
-    return [each for each in every if which in ("", each.name)]
+        return [each for each in all_cases if each.long == (which == "long")]
+    return [each for each in all_cases if which in ("", each.name)]
 
 
 if __name__ == "__main__":

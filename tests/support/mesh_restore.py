@@ -1,4 +1,4 @@
-"""A row that is kept on one mesh and goes on on others: ``mesh_cases.py`` runs :func:`restore` on each rank."""
+"""A sequence swapped out on one mesh and swapped in on others: ``mesh_cases.py`` runs ``run_swap`` per rank."""
 
 from __future__ import annotations
 
@@ -19,145 +19,151 @@ from kvad.model_input import BlockOps, ModelInput, SlotMapping, SubBatch
 from kvad.parallel.distributed_cache import LeaderKVCache, build_follower_cache, leader_cache_factory, run_follower
 from kvad.parallel.mesh import Mesh
 from kvad.parallel.process_groups import connect_groups
-from tests.support.mesh_worker import TIMEOUT, Case, Result, cut
+from tests.support.mesh_worker import TIMEOUT, Case, Result, build_shard
 from tests.support.random_models import build
 
 MESHES = ("1x1", "1x2", "2x2", "4x1")
 
 
-class Alone:
-    """One row, its ledger, and a memory: tokens in, logits out."""
+class SoloSequence:
+    """One sequence with its KVCacheManager and KVCache: tokens in, logits out."""
 
-    def __init__(self, case: Case, model: Transformer, memory: KVCache | None = None) -> None:
-        placed = build_groups(attention_specs(case.config), case.cache)
-        self.model, self.memory = model, KVCache(placed) if memory is None else memory
-        self.ledger, self.seat = KVCacheManager(placed, prefix_caching=False, max_num_seqs=1), 0
+    def __init__(self, case: Case, model: Transformer, kv_cache: KVCache | None = None) -> None:
+        groups = build_groups(attention_specs(case.config), case.cache)
+        self.model, self.kv_cache = model, KVCache(groups) if kv_cache is None else kv_cache
+        self.manager, self.seq_index = KVCacheManager(groups, prefix_caching=False, max_num_seqs=1), 0
 
-    def begin(self) -> Alone:
-        self.ledger.add_sequence(0, [1], b"")
+    def begin(self) -> SoloSequence:
+        self.manager.add_sequence(0, [1], b"")
         return self
 
     @property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        seat = self.ledger._sequence(0)
-        return tuple(tuple(hold.blocks) for hold in seat.all_groups)
+        sequence = self.manager._sequence(0)
+        return tuple(tuple(group.blocks) for group in sequence.all_groups)
 
     @torch.inference_mode()
-    def feed(self, tokens: Sequence[int]) -> list[Tensor]:
-        """Logits behind every span; spans end where the policy cuts."""
-        said, done = [], 0
-        while done < len(tokens):
-            start = self.ledger.seq_len(0)
-            count = min(3, len(tokens) - done, self.ledger.tokens_until_eviction(0))
-            placed = self.ledger.allocate_slots([(0, start, count)])
-            assert placed is not None
-            self.memory.apply(placed.block_ops)
-            each = tokens[done : done + count]
-            said.append(self._logits(each, start, placed.slots, placed.block_tables))
-            self.ledger.commit(0, each)
-            done += count
-        return said
+    def compute(self, tokens: Sequence[int]) -> list[Tensor]:
+        """Compute the tokens in spans that end where the policy evicts; return the logits after each span."""
+        span_logits, num_done = [], 0
+        while num_done < len(tokens):
+            start = self.manager.seq_len(0)
+            count = min(3, len(tokens) - num_done, self.manager.tokens_until_eviction(0))
+            allocation = self.manager.allocate_slots([(0, start, count)])
+            assert allocation is not None
+            self.kv_cache.apply(allocation.block_ops)
+            each = tokens[num_done : num_done + count]
+            span_logits.append(self._logits(each, start, allocation.slots, allocation.block_tables))
+            self.manager.commit(0, each)
+            num_done += count
+        return span_logits
 
     def _logits(
         self, tokens: Sequence[int], start: int, slots: Sequence[list[int]], tables: Sequence[list[list[int]]]
     ) -> Tensor:
         written = [torch.tensor(each) for each in slots]
-        places = tuple(
+        mappings = tuple(
             SlotMapping(written[at] if at < len(written) else None, (torch.tensor(table, dtype=torch.int64),))
             for at, table in enumerate(tables)
         )
-        most = max(len(table[0]) for table in tables) * self.ledger.groups[0].block_size
+        num_slots = max(len(table[0]) for table in tables) * self.manager.groups[0].block_size
         positions = torch.arange(start, start + len(tokens))
         step = ModelInput(
             torch.tensor(tokens),
             positions,
-            (SubBatch(1, len(tokens), most),),
+            (SubBatch(1, len(tokens), num_slots),),
             positions[-1:] - start,
-            slot_mappings=places,
+            slot_mappings=mappings,
         )
-        return self.model.logits(self.model(step, self.memory), step.logit_indices)[0]
+        return self.model.logits(self.model(step, self.kv_cache), step.logit_indices)[0]
 
 
-def restore(case: Case, rank: int, store: Store) -> Result | None:
-    """Feed half of a row on ``case.mesh``, keep it, and feed the other half on every mesh."""
+def run_swap(case: Case, rank: int, store: Store) -> Result | None:
+    """Compute part of a sequence on ``case.mesh``, swap it out, and compute the rest on every mesh."""
     stream = case.streams[1]
     tokens = stream.tokens()
     half = len(tokens) * 2 // 3
-    result: Result = {"far": {}}
+    result: Result = {"difference": {}}
     if rank == 0:
-        whole = Alone(case, build(case.config)).begin()
-        whole.feed(tokens[:half])
-        state = {each.name: each.array[each.blocks].clone() for each in whole.memory.iter_arrays(whole.blocks)}
-        right = whole.feed(tokens[half:])
-    kept = _keep(case, Mesh.parse(case.mesh), rank, store, tokens[:half])
+        full = SoloSequence(case, build(case.config)).begin()
+        full.compute(tokens[:half])
+        state = {each.name: each.array[each.blocks].clone() for each in full.kv_cache.iter_arrays(full.blocks)}
+        expected = full.compute(tokens[half:])
+    swapped_out = _swap_out(case, Mesh.parse(case.mesh), rank, store, tokens[:half])
     for name in MESHES:
         mesh = Mesh.parse(name)
         if rank >= mesh.size:
             continue
-        links = connect_groups(
-            mesh.with_rank(rank), dist.PrefixStore(f"wake {name}", store), timeout=TIMEOUT, idle=TIMEOUT
+        groups = connect_groups(
+            mesh.with_rank(rank), dist.PrefixStore(f"swap in {name}", store), timeout=TIMEOUT, idle=TIMEOUT
         )
-        model = cut(case, links)
+        model = build_shard(case, groups)
         if rank:
-            run_follower(model, build_follower_cache(model, case.cache, links))
+            run_follower(model, build_follower_cache(model, case.cache, groups))
             continue
-        assert kept is not None
-        parked, found, again = kept
-        result["whole"] = list(found) == list(state) and all(_near(found[each], state[each]) for each in state)
-        result["parked"] = list(again) == list(found) and all(found[each].equal(again[each]) for each in found)
-        row = Alone(case, model, _leading(case, model, links))
-        result["far"][name] = _far(right, _woken(row, parked, found, tokens[half:]))
+        assert swapped_out is not None
+        swapped, state_now, state_swapped = swapped_out
+        result["equal_state"] = list(state_now) == list(state) and all(
+            _close(state_now[each], state[each]) for each in state
+        )
+        result["equal_swapped"] = list(state_swapped) == list(state_now) and all(
+            state_now[each].equal(state_swapped[each]) for each in state_now
+        )
+        sequence = SoloSequence(case, model, _leader_cache(case, model, groups))
+        result["difference"][name] = _difference(expected, _swap_in(sequence, swapped, state_now, tokens[half:]))
         if name == "1x1":
-            lost = {each: torch.zeros_like(x) if "keys" in each else x for each, x in found.items()}
-            other = Alone(case, build(case.config))
-            result["unkept"] = _far(right, _woken(other, parked, lost, tokens[half:]))
-        row.memory.release()
+            zeroed = {each: torch.zeros_like(x) if "keys" in each else x for each, x in state_now.items()}
+            other = SoloSequence(case, build(case.config))
+            result["without_keys"] = _difference(expected, _swap_in(other, swapped, zeroed, tokens[half:]))
+        sequence.kv_cache.release()
     return result if rank == 0 else None
 
 
-def _keep(
+def _swap_out(
     case: Case, mesh: Mesh, rank: int, store: Store, tokens: Sequence[int]
 ) -> tuple[SwappedSequence, dict[str, Tensor], dict[str, Tensor]] | None:
-    """The row's place and its state, read while it lives, and again from where it was parked."""
+    """Return the swapped sequence, its state read before the swap, and its state read from the swap space."""
     if rank >= mesh.size:
         return None
-    links = connect_groups(mesh.with_rank(rank), dist.PrefixStore("keep", store), timeout=TIMEOUT, idle=TIMEOUT)
-    model = cut(case, links)
+    groups = connect_groups(mesh.with_rank(rank), dist.PrefixStore("swap out", store), timeout=TIMEOUT, idle=TIMEOUT)
+    model = build_shard(case, groups)
     if rank:
-        run_follower(model, build_follower_cache(model, case.cache, links))
+        run_follower(model, build_follower_cache(model, case.cache, groups))
         return None
-    row = Alone(case, model, _leading(case, model, links)).begin()
-    row.feed(tokens)
-    memory, blocks = row.memory, row.blocks
-    assert isinstance(memory, LeaderKVCache)
-    found = memory.read_blocks(blocks)
-    parked, nothing = row.ledger.swap_out(0), ((),) * len(memory.groups)
-    memory.apply(BlockOps(nothing, nothing, swap_out=((parked.key, blocks),)))
-    again = memory.read_swapped(parked.key)
-    memory.release()
-    return parked, found, again
+    sequence = SoloSequence(case, model, _leader_cache(case, model, groups)).begin()
+    sequence.compute(tokens)
+    kv_cache, blocks = sequence.kv_cache, sequence.blocks
+    assert isinstance(kv_cache, LeaderKVCache)
+    state_now = kv_cache.read_blocks(blocks)
+    swapped, nothing = sequence.manager.swap_out(0), ((),) * len(kv_cache.groups)
+    kv_cache.apply(BlockOps(nothing, nothing, swap_out=((swapped.key, blocks),)))
+    state_swapped = kv_cache.read_swapped(swapped.key)
+    kv_cache.release()
+    return swapped, state_now, state_swapped
 
 
-def _leading(case: Case, model: Transformer, links: object) -> LeaderKVCache:
-    return leader_cache_factory(model, links)(build_groups(attention_specs(case.config), case.cache), device="cpu")  # type: ignore[arg-type]
+def _leader_cache(case: Case, model: Transformer, groups: object) -> LeaderKVCache:
+    return leader_cache_factory(model, groups)(build_groups(attention_specs(case.config), case.cache), device="cpu")  # type: ignore[arg-type]
 
 
-def _woken(row: Alone, parked: SwappedSequence, state: dict[str, Tensor], tokens: Sequence[int]) -> list[Tensor]:
-    """By the mesh's own memory, or by one process's that is given the whole."""
-    assert row.ledger.swap_in(0, parked)
-    if isinstance(row.memory, LeaderKVCache):
-        row.memory.store_swapped(parked.key, state)
+def _swap_in(
+    sequence: SoloSequence, swapped: SwappedSequence, state: dict[str, Tensor], tokens: Sequence[int]
+) -> list[Tensor]:
+    """Swap in on the mesh's cache, or on one process's cache that gets the whole state."""
+    assert sequence.manager.swap_in(0, swapped)
+    if isinstance(sequence.kv_cache, LeaderKVCache):
+        sequence.kv_cache.store_swapped(swapped.key, state)
     else:
-        row.memory.swapped[parked.key] = list(state.values())
-    return row.feed(tokens)
+        sequence.kv_cache.swapped[swapped.key] = list(state.values())
+    return sequence.compute(tokens)
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
-    """As computed on a mesh, and by one process; integers are equal."""
+def _close(a: Tensor, b: Tensor) -> bool:
+    """True if tensors agree up to the rounding of a mesh; integers must be equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return a.equal(b) if not a.is_floating_point() else torch.allclose(a, b, rtol=0, atol=1e-6, equal_nan=True)
 
 
-def _far(right: Sequence[Tensor], got: Sequence[Tensor]) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(right, got, strict=True))
+def _difference(expected: Sequence[Tensor], got: Sequence[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(expected, got, strict=True))

@@ -1,6 +1,6 @@
-"""What a mesh has beside its pool: rows that are parked, tiers; and what is refused because it would be rank 0's alone.
+"""Swap space and block stores on a mesh, and the options refused because only rank 0 would apply them.
 
-``mesh_cases.py`` runs :func:`beside` on each rank.
+``mesh_cases.py`` runs ``run_storage`` on each rank.
 """
 
 from __future__ import annotations
@@ -13,89 +13,89 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from kvad.cache.config import CacheConfig
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.preemption import SwapCostModel
 from kvad.errors import ConfigError
 from kvad.model.fingerprint import weights_fingerprint
 from kvad.parallel.distributed_cache import build_follower_cache, leader_cache_factory, run_follower
 from kvad.parallel.mesh import Mesh
 from kvad.parallel.process_groups import connect_groups
-from tests.support.mesh_worker import TIMEOUT, Case, Result, cut, greedy
+from tests.support.mesh_worker import TIMEOUT, Case, Result, build_shard, greedy
 from tests.support.random_models import build
 
-ROOM = 1 << 22
+SPACE = 1 << 22
 
 
-class Swaps(SwapCostModel):
-    """To copy is always cheaper."""
+class AlwaysSwap(SwapCostModel):
+    """Always prefers a copy."""
 
     def swap_is_cheaper(self, *_: Any, **__: Any) -> bool:
         return True
 
 
-def beside(case: Case, rank: int, store: Store) -> Result | None:
-    """Texts of engines on the mesh, and of one process that stores blocks for it and reads what it has stored."""
-    links = connect_groups(
-        Mesh.parse(case.mesh).with_rank(rank), dist.PrefixStore("beside", store), timeout=TIMEOUT, idle=TIMEOUT
+def run_storage(case: Case, rank: int, store: Store) -> Result | None:
+    """Compare texts of engines on the mesh with one process that writes blocks for the mesh and reads its blocks."""
+    groups = connect_groups(
+        Mesh.parse(case.mesh).with_rank(rank), dist.PrefixStore("storage", store), timeout=TIMEOUT, idle=TIMEOUT
     )
-    model = cut(case, links)
+    model = build_shard(case, groups)
     if rank:
-        for _ in range(5):  # two of them are refused when their memory is there
-            run_follower(model, build_follower_cache(model, case.cache, links))
+        for _ in range(5):  # two engines are refused after their KVCache was built
+            run_follower(model, build_follower_cache(model, case.cache, groups))
         return None
-    whole = build(case.config)
-    known = {"weights_fingerprint": weights_fingerprint(whole)}
-    right = greedy(Engine(whole, case.cache), case)
+    full_model = build(case.config)
+    identity = {"weights_fingerprint": weights_fingerprint(full_model)}
+    expected = greedy(Engine(full_model, case.cache), case)
 
     def engine(cache: CacheConfig, **options: Any) -> Engine:
-        return Engine(model, cache, cache_factory=leader_cache_factory(model, links), **options)
+        return Engine(model, cache, EngineConfig(cache_factory=leader_cache_factory(model, groups), **options))
 
-    made = engine(replace(case.cache, swap_space=ROOM), cost_model=Swaps())
-    result: Result = {"parked": greedy(made, case) == right, "swaps": made.preemption.stats().to_ram}
-    made.close()
-    made = engine(replace(case.cache, prefix_cache_ram=ROOM))
-    result["kept"], result["from_ram"] = _again(made, case, right), _fetched(made)
-    made.close()
+    instance = engine(replace(case.cache, swap_space=SPACE), cost_model=AlwaysSwap())
+    result: Result = {"swapped": greedy(instance, case) == expected, "swaps": instance.preemption.stats().to_ram}
+    instance.close()
+    instance = engine(replace(case.cache, prefix_cache_ram=SPACE))
+    result["ram_store"], result["from_ram"] = _texts_repeat(instance, case, expected), _bytes_in(instance)
+    instance.close()
     with tempfile.TemporaryDirectory() as folder:
         cache = replace(case.cache, prefix_cache_dir=folder)
-        made = engine(cache, **known)
-        result["stored"], result["on_mesh"] = _again(made, case, right), _fetched(made)
-        made.close()
-        made = Engine(whole, cache, **known)
-        result["stored"] &= greedy(made, case) == right
-        result["from_disk"], result["torn"] = (
-            _fetched(made),
-            made.block_store is None or made.block_store.stats().disk.failures > 0,
+        instance = engine(cache, **identity)
+        result["disk_store"], result["from_disk_on_mesh"] = _texts_repeat(instance, case, expected), _bytes_in(instance)
+        instance.close()
+        instance = Engine(full_model, cache, EngineConfig(**identity))
+        result["disk_store"] &= greedy(instance, case) == expected
+        result["from_disk"], result["store_failed"] = (
+            _bytes_in(instance),
+            instance.block_store is None or instance.block_store.stats().disk.failures > 0,
         )
-        made.close()
-        result["unknown"] = _refused(engine, replace(case.cache, prefix_cache_dir=folder))
-        result["swap_dir"] = _refused(engine, case.cache, swap_dir=folder)
-        result["offload"] = _refused(
+        instance.close()
+        result["fingerprint_required"] = _refusal(engine, replace(case.cache, prefix_cache_dir=folder))
+        result["swap_dir"] = _refusal(engine, case.cache, swap_dir=folder)
+        result["offload"] = _refusal(
             engine, replace(case.cache, overflow="offload", max_seq_len=24, offload_dir=folder)
         )
-    result["said"] = sum(map(len, right.values()))
+    result["num_tokens"] = sum(map(len, expected.values()))
     return result
 
 
-def _again(engine: Engine, case: Case, right: dict[str, list[int]]) -> bool:
-    """Twice the same texts, the second time with what the tiers have of the first."""
+def _texts_repeat(engine: Engine, case: Case, expected: dict[str, list[int]]) -> bool:
+    """Generate the same texts twice, the second time with the blocks that the stores have of the first."""
     first = greedy(engine, case)
     if (
         engine.cache.prefix_cache_dir is not None
-    ):  # what is dropped is on disk already; host memory has what others pushed out
+    ):  # dropped blocks are on disk already; the RAM store has evicted blocks
         engine.flush_offload()
         engine.kv_cache_manager.reset_prefix_cache()
-    again = greedy(engine, case)
-    every = [sorted(texts.items(), key=lambda each: int(each[0])) for texts in (again, right)]
-    return first == right and [text for _, text in every[0]] == [text for _, text in every[1]]
+    second = greedy(engine, case)
+    sorted_texts = [sorted(texts.items(), key=lambda each: int(each[0])) for texts in (second, expected)]
+    return first == expected and [text for _, text in sorted_texts[0]] == [text for _, text in sorted_texts[1]]
 
 
-def _fetched(engine: Engine) -> int:
+def _bytes_in(engine: Engine) -> int:
     assert engine.block_store is not None
     return engine.block_store.stats().bytes_in
 
 
-def _refused(engine: Any, cache: CacheConfig, **options: Any) -> str:
+def _refusal(engine: Any, cache: CacheConfig, **options: Any) -> str:
     try:
         engine(cache, **options)
     except ConfigError as error:

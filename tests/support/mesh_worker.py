@@ -1,7 +1,7 @@
 """One rank of a mesh: ``python -m tests.support.mesh_worker FOLDER RANK SIZE`` runs every case that needs this rank.
 
-Rank 0 drives a whole model and its cut twin over the same streams and says how far apart they are, in
-FOLDER/result-0.json; the others follow.  Ranks find one another through a file, so no port is asked for.
+Rank 0 runs a whole model and its sharded copy on the same streams and writes the differences to FOLDER/result-0.json;
+the other ranks follow. Ranks find one another through a file, so no port is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from kvad.cache.config import CacheConfig
 from kvad.config.model import ModelConfig, attention_specs
-from kvad.engine.engine import Engine
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import EngineError
 from kvad.model.summarizer import Summarizer
@@ -50,7 +50,7 @@ Result = dict[str, Any]
 
 @dataclass
 class Case:
-    """``wrong``: done to a cut model on every rank, to see the check object."""
+    """A test case; ``wrong`` injects a fault into a sharded model on every rank."""
 
     name: str
     mesh: str
@@ -60,126 +60,130 @@ class Case:
     budget: int = 256
     dtype: torch.dtype = torch.float64
     wrong: Callable[[Transformer, ProcessGroups], None] | None = None
-    run: Callable[[Case, int, Store], Result | None] | None = None  # instead of the usual
+    run: Callable[[Case, int, Store], Result | None] | None = None  # replaces ``compare``
     long: bool = False  # run with the long tests only
-    learned: bool = False  # summaries by a compressor whose numbers are random
-    texts: bool = False  # compare the texts of real engines, one of whose requests is cancelled, too
+    learned: bool = False  # summaries by a summarizer with random weights
+    texts: bool = False  # also compare texts of real engines, with one cancelled request
 
 
-def cut(case: Case, links: ProcessGroups, seed: int = 0) -> Transformer:
+def build_shard(case: Case, groups: ProcessGroups, seed: int = 0) -> Transformer:
     model = build(case.config, seed=seed, dtype=case.dtype)
-    shard_model(model, links)
+    shard_model(model, groups)
     if case.wrong is not None:
-        case.wrong(model, links)
+        case.wrong(model, groups)
     return model
 
 
-def poisoned(memory: ShardedKVCache) -> ShardedKVCache:
-    """Nothing may be read that nobody has written."""
-    for stores in memory.stores:
+def filled_with_nan(kv_cache: ShardedKVCache) -> ShardedKVCache:
+    """Fill all blocks with NaN, so that a read of an unwritten slot shows."""
+    for stores in kv_cache.stores:
         for pair in stores.values():
             for array in (*pair[0].arrays, *pair[1].arrays):
                 array[RESERVED_BLOCKS:] = math.nan if array.is_floating_point() else 127
-    return memory
+    return kv_cache
 
 
-def compare(case: Case, links: ProcessGroups) -> Result | None:
-    """Teacher-forced logits, and greedy tokens, of the whole model and of the cut one."""
-    if links.mesh.rank:
-        model = cut(case, links)
-        given = {} if not case.learned else {"summarizers": compressor(case).by_layer()}
+def compare(case: Case, groups: ProcessGroups) -> Result | None:
+    """Compare teacher-forced logits and greedy tokens of the whole model and the sharded one."""
+    if groups.mesh.rank:
+        model = build_shard(case, groups)
+        extra = {} if not case.learned else {"summarizers": random_summarizer(case).by_layer()}
         for _ in range(1 + case.texts):
-            run_follower(model, poisoned(build_follower_cache(model, case.cache, links, **given)))
+            run_follower(model, filled_with_nan(build_follower_cache(model, case.cache, groups, **extra)))
         return None
-    whole, model = build(case.config, dtype=case.dtype), cut(case, links)
+    full_model, model = build(case.config, dtype=case.dtype), build_shard(case, groups)
     options: dict[str, Any] = {"budget": case.budget}
     if case.learned:
-        options["summarizer"] = compressor(case)
-    right = drive(whole, case.cache, case.streams, **options)
-    made: list[LeaderKVCache] = []
+        options["summarizer"] = random_summarizer(case)
+    expected = drive(full_model, case.cache, case.streams, **options)
+    built: list[LeaderKVCache] = []
 
-    def memory(*given: Any, **options: Any) -> LeaderKVCache:
-        made.append(leader_cache_factory(model, links)(*given, **options))
-        return made[-1]
+    def kv_cache(*arguments: Any, **options: Any) -> LeaderKVCache:
+        built.append(leader_cache_factory(model, groups)(*arguments, **options))
+        return built[-1]
 
-    got = drive(model, case.cache, case.streams, cache_factory=memory, **options)
-    made[-1].release()
-    far, same = 0.0, True
-    for key, positions in right.logits.items():
-        assert positions.keys() == got.logits[key].keys()
+    sharded_run = drive(model, case.cache, case.streams, cache_factory=kv_cache, **options)
+    built[-1].release()
+    largest, same = 0.0, True
+    for key, positions in expected.logits.items():
+        assert positions.keys() == sharded_run.logits[key].keys()
         for position, logits in positions.items():
-            other = got.logits[key][position]
+            other = sharded_run.logits[key][position]
             difference = (logits.double() - other.double()).abs().max().item()
-            far = max(far, math.inf if math.isnan(difference) else difference)
+            largest = max(largest, math.inf if math.isnan(difference) else difference)
             same &= bool(logits.argmax() == other.argmax())
     result = {
-        "far": far,
+        "difference": largest,
         "argmax": same,
-        "preemptions": got.preemptions,
-        "copies": got.copies,
-        "hits": got.hit_tokens,
-        "mixed": got.mixed,
-        "same_run": (right.steps, right.preemptions, right.copies) == (got.steps, got.preemptions, got.copies),
+        "preemptions": sharded_run.preemptions,
+        "copies": sharded_run.copies,
+        "hits": sharded_run.hit_tokens,
+        "mixed": sharded_run.mixed,
+        "same_run": (expected.steps, expected.preemptions, expected.copies)
+        == (sharded_run.steps, sharded_run.preemptions, sharded_run.copies),
     }
     if case.texts:
-        engine = Engine(model, case.cache, max_num_batched_tokens=case.budget, cache_factory=memory)
-        texts = greedy(Engine(whole, case.cache, max_num_batched_tokens=case.budget), case), greedy(engine, case)
+        engine = Engine(model, case.cache, EngineConfig(max_num_batched_tokens=case.budget, cache_factory=kv_cache))
+        texts = (
+            greedy(Engine(full_model, case.cache, EngineConfig(max_num_batched_tokens=case.budget)), case),
+            greedy(engine, case),
+        )
         engine.close()
-        result |= {"tokens": texts[0] == texts[1], "said": sum(map(len, texts[0].values()))}
+        result |= {"tokens": texts[0] == texts[1], "num_tokens": sum(map(len, texts[0].values()))}
     return result
 
 
-def compressor(case: Case) -> Summarizer:
-    made = Summarizer(attention_specs(case.config), 2)
+def random_summarizer(case: Case) -> Summarizer:
+    built = Summarizer(attention_specs(case.config), 2)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in built.parameters():
             parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
-    return made.to(case.dtype)
+    return built.to(case.dtype)
 
 
-def answers(case: Case, rank: int, store: Store) -> Result | None:
-    """What an encoder says of texts: hidden states, or what its head makes of them.  Nothing is cached."""
-    links = connect_groups(Mesh.parse(case.mesh).with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
-    model = cut(case, links)
+def run_encoder(case: Case, rank: int, store: Store) -> Result | None:
+    """Compare an encoder's outputs (hidden states or its head's) without a cache."""
+    groups = connect_groups(Mesh.parse(case.mesh).with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
+    model = build_shard(case, groups)
     if rank:
-        run_follower(model, build_follower_cache(model, case.cache, links))
+        run_follower(model, build_follower_cache(model, case.cache, groups))
         return None
     texts = [stream.prompt[:40] for stream in case.streams]
-    said = []
+    outputs = []
     for engine in (
         Engine(build(case.config, dtype=case.dtype), case.cache),
-        Engine(model, case.cache, cache_factory=leader_cache_factory(model, links)),
+        Engine(model, case.cache, EngineConfig(cache_factory=leader_cache_factory(model, groups))),
     ):
         for text in texts:
             engine.add_encoder_request([token % 41 for token in text])
         pieces = {}
         while not engine.idle:
             pieces |= {piece.request: piece.output for piece in engine.step()}
-        said.append([pieces[number] for number in range(len(texts))])
+        outputs.append([pieces[number] for number in range(len(texts))])
         engine.close()
-    return {"far": max((a - b).abs().max().item() for a, b in zip(*said, strict=True))}  # type: ignore[operator]
+    return {"difference": max((a - b).abs().max().item() for a, b in zip(*outputs, strict=True))}  # type: ignore[operator]
 
 
-def deserted(case: Case, rank: int, store: Store) -> Result | None:
-    """Rank 1 hears of one step and goes away: rank 0 says so, and ends the rows of its step."""
-    links = connect_groups(Mesh.parse(case.mesh).with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
-    model = cut(case, links)
+def run_lost_rank(case: Case, rank: int, store: Store) -> Result | None:
+    """Let rank 1 exit after one step: rank 0 reports it and ends the sequences of its step."""
+    groups = connect_groups(Mesh.parse(case.mesh).with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
+    model = build_shard(case, groups)
     if rank:
-        receive(links.broadcast_from_first_rank)
+        receive(groups.broadcast_from_first_rank)
         return None
-    engine = Engine(model, case.cache, cache_factory=leader_cache_factory(model, links))
+    engine = Engine(model, case.cache, EngineConfig(cache_factory=leader_cache_factory(model, groups)))
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=3))
     try:
         engine.step()
     except EngineError as error:
         (piece,) = engine.step()
-        return {"message": str(error), "finish": piece.finish_reason, "error_of_row": piece.error}
-    return {"message": "", "finish": None, "error_of_row": None}
+        return {"message": str(error), "finish": piece.finish_reason, "sequence_error": piece.error}
+    return {"message": "", "finish": None, "sequence_error": None}
 
 
 def greedy(engine: Engine, case: Case) -> dict[str, list[int]]:
-    """Every stream's own text, all at once; the last is cancelled after some steps where there are several."""
+    """Generate all streams at once; with several, the last is cancelled after some steps."""
     tokens: dict[str, list[int]] = {}
     ids = [
         engine.add_request(
@@ -210,11 +214,11 @@ def run_rank(folder: Path, rank: int, size: int, cases: Sequence[Case]) -> None:
         if case.run is None and rank >= mesh.size:
             continue
         try:
-            apart = dist.PrefixStore(case.name, store)
+            case_store = dist.PrefixStore(case.name, store)
             if case.run is not None:
-                result = case.run(case, rank, apart)
+                result = case.run(case, rank, case_store)
             else:
-                result = compare(case, connect_groups(mesh.with_rank(rank), apart, timeout=TIMEOUT, idle=TIMEOUT))
+                result = compare(case, connect_groups(mesh.with_rank(rank), case_store, timeout=TIMEOUT, idle=TIMEOUT))
         except BaseException:
             result = {"error": traceback.format_exc()}
         if result is not None:
@@ -223,16 +227,15 @@ def run_rank(folder: Path, rank: int, size: int, cases: Sequence[Case]) -> None:
         file.write(json.dumps(results))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # all is said; at the interpreter's end gloo's own threads are at times torn down while they run
+    os._exit(0)  # results are written; gloo's threads may still run while the interpreter exits
 
 
 def spawn(folder: Path, module: str, size: int, which: str) -> dict[str, Result]:
-    """Start ``size`` processes of ``module`` for ``which`` of its cases and read what rank 0 found; any rank's error is
-    in it."""
+    """Start ``size`` processes of ``module`` and return rank 0's results, with the errors of all ranks."""
     folder.mkdir(parents=True, exist_ok=True)
-    quiet = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([sys.executable, "-m", module, str(folder), str(rank), str(size), which], env=quiet)
+        subprocess.Popen([sys.executable, "-m", module, str(folder), str(rank), str(size), which], env=environment)
         for rank in range(size)
     ]
     try:
@@ -241,8 +244,8 @@ def spawn(folder: Path, module: str, size: int, which: str) -> dict[str, Result]
         for rank in ranks:
             rank.kill()
     assert codes == [0] * size, codes
-    found: dict[str, Result] = json.loads((folder / "result-0.json").read_text())
+    results: dict[str, Result] = json.loads((folder / "result-0.json").read_text())
     for rank in range(1, size):
         for name, result in json.loads((folder / f"result-{rank}.json").read_text()).items():
-            found[name] = {"error": f"rank {rank}: {result.get('error')}\nrank 0: {found.get(name)}"}
-    return found
+            results[name] = {"error": f"rank {rank}: {result.get('error')}\nrank 0: {results.get(name)}"}
+    return results

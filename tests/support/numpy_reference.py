@@ -1,12 +1,12 @@
-"""A Transformer in float64 NumPy, written from the papers and knowing nothing of kvad but its names.
+"""A Transformer in float64 NumPy, written from the papers; it shares only names with kvad.
 
 ``config`` is the config as plain values (``ModelConfig.to_dict()``), ``weights`` the parameters by their names in a
-checkpoint.  One row at a time, one head at a time, one query at a time: no mask, no batch, no lane, no cache.
+checkpoint. One sequence, one head and one query at a time: no masks, batches or caches.
 
     logits = Reference(config, weights).logits(target, source)      # [L, V]
 
-RoPE's frequencies and angles are float64 here, where kvad has float32: a test picks frequencies that are powers of two
-and hands them to kvad as float64.
+RoPE's frequencies and angles are float64 here and float32 in kvad: a test chooses frequencies that are powers of two
+and passes them to kvad as float64.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class Reference:
     # ------------------------------------------------------------ the model
 
     def logits(self, tokens: Sequence[int], source: Sequence[int] | None = None) -> Array:
-        """[L, V] of a decoder or a masked language model; [L, labels] of one that tags tokens."""
+        """Return [L, V] of a decoder or a masked language model, or [L, labels] of a tagger."""
         return self.scores(self.hidden(tokens, source))
 
     def hidden(self, tokens: Sequence[int], source: Sequence[int] | None = None) -> Array:
-        """[L, E]: the last states of the decoder, or of the encoder where it stands alone."""
+        """Return [L, E], the last states of the decoder, or of an encoder without a decoder."""
         if self.config["decoder"] is None:
             return self.encode(tokens)
         memory = None if source is None else self.encode(source)
         return self.stack("decoder", self.embed("embedding", self.config["embedding"], tokens), memory)
 
     def encode(self, tokens: Sequence[int], segments: Sequence[int] | None = None) -> Array:
-        """[S, E]: what the encoder says of a source."""
+        """Return [S, E], the encoder's states of a source."""
         side = self.config["encoder_input"]
         if side is None:
             return self.stack("encoder", self.embed("embedding", self.config["embedding"], tokens, segments))
         table = "embedding" if side["vocab_size"] is None else "encoder_embedding"
         return self.stack("encoder", self.embed("encoder_embedding", side["embedding"], tokens, table=table))
 
-    def rows(self, hidden: Array) -> Array:
-        """[L, E] of one row -> its labels' scores [labels], or its embedding [E]."""
+    def pooled_output(self, hidden: Array) -> Array:
+        """Map [L, E] of one sequence to its class scores [labels] or its embedding [E]."""
         head = self.config["head"]
         pooled = hidden[0] if head["pool"] == "first" else sum(hidden) / len(hidden)
         out = self.transform(pooled, head["transform"])
@@ -76,7 +76,7 @@ class Reference:
         x = x if spec["activation"] is None else activation(spec["activation"], x)
         return x if spec["norm"] is None else self.norm("head.transform.norm", spec["norm"], x)
 
-    # ------------------------------------------------------------ what goes in
+    # ------------------------------------------------------------ embedding
 
     def embed(
         self,
@@ -130,12 +130,12 @@ class Reference:
         return self.each(f"{name}.norm", layer["norm"], x) if spec["final_norm"] else x
 
     def layer(self, at: str, shared: str, stack: Config, spec: Config, x: Array, source: Array | None) -> Array:
-        place, share, norm = stack["norm_position"], stack["residual_scale"], spec["norm"]
+        norm_position, residual_scale, norm = stack["norm_position"], stack["residual_scale"], spec["norm"]
 
         def mix(h: Array) -> Array:
             return self.attention(f"{at}.attention", shared, spec["attention"], norm, h, h)
 
-        def feed(h: Array) -> Array:
+        def mlp_block(h: Array) -> Array:
             return np.stack([self.mlp(f"{at}.mlp", spec["mlp"], row) for row in h])
 
         def cross(h: Array) -> Array:
@@ -145,25 +145,27 @@ class Reference:
         def normed(name: str, h: Array) -> Array:
             return self.each(f"{at}.{name}", norm, h)
 
-        if place == "parallel":
+        if norm_position == "parallel":
             once = normed("norm1", x)
-            return x + share * mix(once) + share * feed(once)
-        if place == "parallel_pair":
-            return x + share * mix(normed("norm1", x)) + share * feed(normed("norm2", x))
-        branches = [("norm1", mix)] + ([("norm_cross", cross)] if spec["cross_attention"] else []) + [("norm2", feed)]
+            return x + residual_scale * mix(once) + residual_scale * mlp_block(once)
+        if norm_position == "parallel_pair":
+            return x + residual_scale * mix(normed("norm1", x)) + residual_scale * mlp_block(normed("norm2", x))
+        branches = (
+            [("norm1", mix)] + ([("norm_cross", cross)] if spec["cross_attention"] else []) + [("norm2", mlp_block)]
+        )
         for name, branch in branches:
-            if place == "post":
-                x = normed(name, x + share * branch(x))
-            elif place == "after":
-                x = x + share * normed(name, branch(x))
-            elif place == "sandwich":
-                x = x + share * normed(f"{name}_after", branch(normed(name, x)))
-            elif place == "normed":
+            if norm_position == "post":
+                x = normed(name, x + residual_scale * branch(x))
+            elif norm_position == "after":
+                x = x + residual_scale * normed(name, branch(x))
+            elif norm_position == "sandwich":
+                x = x + residual_scale * normed(f"{name}_after", branch(normed(name, x)))
+            elif norm_position == "normed":
                 inside = normed(name, x)
-                x = inside + share * branch(inside)
+                x = inside + residual_scale * branch(inside)
             else:
                 inside = x if name == "norm1" and not spec["pre_attention_norm"] else normed(name, x)
-                x = x + share * branch(inside)
+                x = x + residual_scale * branch(inside)
         return x
 
     def linear(self, name: str, x: Array) -> Array:
@@ -173,7 +175,7 @@ class Reference:
         return np.stack([self.norm(name, spec, row) for row in x])
 
     def norm(self, name: str, spec: Config, x: Array, head: int | None = None) -> Array:
-        """``head``: of several with weights of their own."""
+        """Normalize x; ``head`` selects one of several heads with separate weights."""
         if spec["kind"] == "layer":
             x = x - sum(x) / len(x)
         x = x / math.sqrt(sum(value * value for value in x) / len(x) + spec["eps"])
@@ -188,7 +190,7 @@ class Reference:
     # ------------------------------------------------------------ attention
 
     def attention(self, at: str, shared: str, spec: Config, norm: Config, x: Array, source: Array) -> Array:
-        """x [L, E] asks, source [S, E] answers: query i of head h takes the softmax of its logits over what it sees."""
+        """Attend from x [L, E] to source [S, E]; query i of head h takes the softmax over the keys visible to it."""
         heads, kv_heads = spec["num_heads"], spec["num_kv_heads"] or spec["num_heads"]
         dim = spec["head_dim"] or self.config["hidden_size"] // heads
         value_dim = spec["value_dim"] or dim
@@ -204,10 +206,10 @@ class Reference:
         bias = self.bias(f"{at}.relative_bias", shared, position, heads)
         out = []
         for i in range(len(x)):
-            told: list[float] = []
+            label_scores: list[float] = []
             for h in range(heads):
                 kv = h // (heads // kv_heads)
-                seen = [j for j in range(len(source)) if sees(spec, i, j)]
+                seen = [j for j in range(len(source)) if is_visible(spec, i, j)]
                 logits = []
                 for j in seen:
                     logit = scale * float(q[i, h] @ k[j, kv])
@@ -217,8 +219,10 @@ class Reference:
                 top = max(logits + ([] if sinks is None else [sinks[h]]))
                 shares = [math.exp(logit - top) for logit in logits]
                 total = sum(shares) + (0.0 if sinks is None else math.exp(sinks[h] - top))
-                told.extend(sum(share / total * v[j, kv] for share, j in zip(shares, seen, strict=True)))
-            out.append(self.linear(f"{at}.out", np.array(told)))
+                label_scores.extend(
+                    sum(residual_scale / total * v[j, kv] for residual_scale, j in zip(shares, seen, strict=True))
+                )
+            out.append(self.linear(f"{at}.out", np.array(label_scores)))
         return np.stack(out)
 
     def project(self, at: str, normed: str | None, spec: Config, norm: Config, x: Array, heads: int, dim: int) -> Array:
@@ -235,7 +239,7 @@ class Reference:
         return out
 
     def bias(self, own: str, shared: str, position: Config, heads: int) -> Any:
-        """(head, query's position, key's position) -> what is added to their logit."""
+        """Return a function (head, query position, key position) -> bias of their logit."""
         if position["kind"] == "alibi":
             slopes = alibi_slopes(heads)
             return lambda h, i, j: -position["factor"] * slopes[h] * abs(i - j)
@@ -259,7 +263,7 @@ class Reference:
         best = sorted(range(spec["num_experts"]), key=lambda e: -logits[e])[: spec["num_experts_per_token"]]
         shares = np.exp([logits[e] - max(logits) for e in best])
         out = np.zeros_like(x)
-        for share, e in zip(shares / sum(shares), best, strict=True):
+        for residual_scale, e in zip(shares / sum(shares), best, strict=True):
             gate, up = (
                 self.weights[f"{at}.{part}"][e] @ x + (self.weights[f"{at}.{part}_bias"][e] if spec["bias"] else 0.0)
                 for part in ("gate", "up")
@@ -273,20 +277,22 @@ class Reference:
                 inner = (up + 1) * gate / (1 + np.exp(-spec["swiglu_alpha"] * gate))
             else:
                 inner = activation(spec["activation"], gate) * up
-            told = self.weights[f"{at}.down"][e] @ inner + (self.weights[f"{at}.down_bias"][e] if spec["bias"] else 0.0)
-            out = out + share * told
+            label_scores = self.weights[f"{at}.down"][e] @ inner + (
+                self.weights[f"{at}.down_bias"][e] if spec["bias"] else 0.0
+            )
+            out = out + residual_scale * label_scores
         return out
 
 
-def sees(spec: Config, i: int, j: int) -> bool:
-    """Does the query at position i see the key at position j?  A window counts the query itself."""
+def is_visible(spec: Config, i: int, j: int) -> bool:
+    """True if the query at position i may see the key at position j. A window includes the query itself."""
     if spec["causal"]:
         return j <= i and (spec["window"] is None or i - j < spec["window"])
     return spec["window"] is None or abs(i - j) < spec["window"]
 
 
 def rotated(x: Array, at: int, spec: Config) -> Array:
-    """Pair i of the first ``fraction`` of x turns by at * theta^(-2i/D) (Su et al. 2021)."""
+    """Rotate pair i of the first ``fraction`` of x by at * theta^(-2i/D) (Su et al. 2021)."""
     size = int(len(x) * spec["partial_rotary_factor"])
     half, out = size // 2, x.copy()
     factor = 1.0 if spec["scaling"] is None else spec["scaling"]["factor"]
@@ -300,8 +306,9 @@ def rotated(x: Array, at: int, spec: Config) -> Array:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8/n), 2^(-16/n), ... for a power of two; else those of the power below, then every other one of that above
-    (the reference code of Press et al. 2021)."""
+    """Return 2^(-8/n), 2^(-16/n), ... for a power of two, else the slopes of the power below, then every other slope
+    of the power above (reference code of Press et al. 2021).
+    """
     if heads & (heads - 1) == 0:
         return [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
     below = 1 << (heads.bit_length() - 1)
@@ -309,16 +316,16 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def t5_bucket(ahead: int, spec: Config) -> int:
-    """The reference code of Raffel et al. 2020, for one distance: k - q."""
-    count, first, away = spec["num_buckets"], 0, -ahead
+    """Return the bucket of one distance k - q, as in the reference code of Raffel et al. 2020."""
+    count, first, distance = spec["num_buckets"], 0, -ahead
     if spec["bidirectional"]:
         count //= 2
-        first, away = (count, ahead) if ahead > 0 else (0, -ahead)
-    away = max(away, 0)
+        first, distance = (count, ahead) if ahead > 0 else (0, -ahead)
+    distance = max(distance, 0)
     exact = count // 2
-    if away < exact:
-        return first + away
-    grown = math.log(away / exact) / math.log(spec["max_distance"] / exact) * (count - exact)
+    if distance < exact:
+        return first + distance
+    grown = math.log(distance / exact) / math.log(spec["max_distance"] / exact) * (count - exact)
     return first + min(count - 1, exact + int(grown))
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models for the tests: every axis of the config by a short name, every parameter randomised."""
+"""Tiny random models for the tests: short names for every axis of the config, all parameters random."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from kvad import config as cfg
+from kvad.config import EncoderInputConfig
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.model.transformer import Transformer
 
@@ -19,7 +20,7 @@ HEADS = ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "windo
 
 
 def attention(position: str, heads: str) -> cfg.AttentionConfig:
-    """Six query heads (not a power of two) of eight dims, whatever the axis asks."""
+    """Six query heads (not a power of two) of eight dims, for every value of the axis."""
     encodings: dict[str, cfg.RopeConfig | cfg.AlibiConfig | cfg.T5BiasConfig | None] = {
         "rope": cfg.RopeConfig(theta=100.0),
         "rope-partial": cfg.RopeConfig(theta=100.0, partial_rotary_factor=0.5, interleaved=True),
@@ -79,12 +80,12 @@ def model_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", 
 
 
 def cross(heads: str) -> cfg.AttentionConfig:
-    """Attention to a source, which has no positions and no window."""
+    """Return cross-attention to a source, without positions and window."""
     return replace(attention("none", heads), causal=False, window=None)
 
 
 def bidirectional(stack: cfg.StackConfig) -> cfg.StackConfig:
-    """The same layers, which see both ways: an encoder's."""
+    """Return the same layers without causality, for an encoder."""
     kinds = {}
     for letter, layer in stack.layer_types.items():
         position = layer.attention.position
@@ -95,7 +96,7 @@ def bidirectional(stack: cfg.StackConfig) -> cfg.StackConfig:
 
 
 def encoder_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", layers: int = 2) -> ModelConfig:
-    """An encoder alone, with the head of a masked language model."""
+    """Return an encoder with a masked-language-model head."""
     config = model_config(position, norm, heads, layers)
     assert config.decoder is not None
     head = cfg.LanguageHeadConfig(
@@ -107,9 +108,10 @@ def encoder_config(position: str = "rope", norm: str = "pre", heads: str = "gqa"
 def pair_config(
     position: str = "rope", norm: str = "pre", heads: str = "gqa", layers: int = 2, own: bool = False
 ) -> ModelConfig:
-    """An encoder-decoder; ``own``: its source has a vocabulary and a width of its own.
+    """Return an encoder-decoder; with ``own`` its source has a separate vocabulary and width.
 
-    A decoder of norm_place "parallel" has no place for cross-attention: it is "pre" there, the encoder as asked.
+    A decoder of norm_place "parallel" has no place for cross-attention, so it becomes "pre"; the encoder keeps its
+    norm.
     """
     config = model_config(position, norm, heads, layers)
     assert config.decoder is not None
@@ -121,7 +123,7 @@ def pair_config(
     if isinstance(absolute, cfg.LearnedPositionsConfig):
         absolute = cfg.LearnedPositionsConfig(SOURCE_LIMIT + 1, offset=1)
     embed = cfg.EmbeddingConfig(absolute, scale=2.0, norm=cfg.NormConfig("layer", bias=True))
-    source = cfg.EncoderInputConfig(SOURCE_LIMIT, embed, SOURCE_VOCAB if own else None, hidden_size=30 if own else None)
+    source = EncoderInputConfig(SOURCE_LIMIT, embed, SOURCE_VOCAB if own else None, hidden_size=30 if own else None)
     return replace(
         config,
         decoder=replace(config.decoder, layer_types=kinds, norm_position=place),
@@ -131,7 +133,9 @@ def pair_config(
 
 
 def build(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
-    """Every parameter random, so that a dropped bias or a swapped norm shows; logits of the size of a few units."""
+    """Build a model with every parameter random, so that a dropped bias or swapped norm shows; logits are a few
+    units.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(config)
     for name, parameter in model.named_parameters():

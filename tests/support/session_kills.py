@@ -1,8 +1,8 @@
-"""Children that go on with a session and save it, over and over, until they are killed at an operation of the disk.
+"""Child processes that continue and save a session until they are killed at a file operation.
 
-Run in a process of its own (``mortal.py``).  After each death a living child looks: the file is there as soon as one
-save was acknowledged, it is whole, it is not older than the last acknowledgement, it goes on as the text would have
-without any stop, and nothing else is in the folder.
+Runs in a separate process (``crash_process.py``). After each kill another child checks that the file exists once a
+save was acknowledged, is whole and no older than the last acknowledgement, continues like an uninterrupted text, and
+is the only file in the folder.
 """
 
 from pathlib import Path
@@ -18,22 +18,22 @@ OPERATIONS = ("create", "open", "write", "read", "size", "sync", "close", "repla
 START, TURNS, PER_TURN = PROMPT[:5], 3, 2
 
 
-class MortalDisk(FileSystem):
-    """Each operation is one on which this process may die: before it, or, of a write, in its middle."""
+class KillingDisk(FileSystem):
+    """May kill this process before each operation, or in the middle of a write."""
 
-    def __init__(self, death):
-        self._death = death
+    def __init__(self, killer):
+        self._killer = killer
 
     def write(self, file, data):
         half = memoryview(data).cast("B")[: len(data) // 2] if len(data) else b""
         FileSystem.write(self, file, half)
-        self._death.tick()
+        self._killer.tick()
         FileSystem.write(self, file, memoryview(data).cast("B")[len(half) :] if len(data) else b"")
 
 
-def _mortal(name):
+def _killing(name):
     def operation(self, *args):
-        self._death.tick()
+        self._killer.tick()
         return getattr(FileSystem, name)(self, *args)
 
     return operation
@@ -41,43 +41,46 @@ def _mortal(name):
 
 for _name in OPERATIONS:
     if _name != "write":
-        setattr(MortalDisk, _name, _mortal(_name))
+        setattr(KillingDisk, _name, _killing(_name))
 
 
-def go_on(folder, death):
-    """Load what there is, go on, save, say so."""
-    path, disk = folder / "trip.session", MortalDisk(death)
+def continue_session(folder, killer):
+    """Load the session if any, continue it, save it, and acknowledge."""
+    path, disk = folder / "trip.session", KillingDisk(killer)
     remove_session_leftovers(folder)
-    made = engine(CONFIG, max_seq_len=2000)
+    running = engine(CONFIG, max_seq_len=2000)
     history, state = START, None
     if path.exists():
-        found = load(made, path, fs=disk)
-        history, state = list(found.history), found.state
+        loaded = load(running, path, fs=disk)
+        history, state = list(loaded.history), loaded.state
     for _ in range(TURNS):
-        said, state = left(made, history, PER_TURN, resume=state)
-        history = [*history, *said]
-        save(made, state, path, history, fs=disk)
+        new_tokens, state = left(running, history, PER_TURN, resume=state)
+        history = [*history, *new_tokens]
+        save(running, state, path, history, fs=disk)
         with open(folder.parent / "acknowledged", "a") as file:
             file.write(f"{len(history)}\n")
 
 
-def look(folder):
+def check_session(folder):
     path, acknowledged = folder / "trip.session", folder.parent / "acknowledged"
-    known = [int(line) for line in acknowledged.read_text().split()] if acknowledged.exists() else []
+    acknowledged_lengths = [int(line) for line in acknowledged.read_text().split()] if acknowledged.exists() else []
     remove_session_leftovers(folder)
     names = [each.name for each in folder.iterdir()]
-    assert names in ([path.name], []) and (not known or names), names
+    assert names in ([path.name], []) and (not acknowledged_lengths or names), names
     if not names:
         return
-    made = engine(CONFIG, max_seq_len=2000)
-    found = load(made, path)
-    history = list(found.history)
-    assert not known or len(history) >= known[-1], (len(history), known[-1])
-    _, right, _ = run(engine(CONFIG, max_seq_len=2000, dirty=False), START, len(history) - len(START) + 2)
-    request, then, _ = run(made, history, 2, resume=found.state)
-    assert history + then == START + right, "a wrong token"
-    assert made.metrics(request).num_cached_tokens == found.state.length
-    if len(history) > 60:  # begin anew: the model's limit is not far
+    running = engine(CONFIG, max_seq_len=2000)
+    loaded = load(running, path)
+    history = list(loaded.history)
+    assert not acknowledged_lengths or len(history) >= acknowledged_lengths[-1], (
+        len(history),
+        acknowledged_lengths[-1],
+    )
+    _, expected, _ = run(engine(CONFIG, max_seq_len=2000, dirty=False), START, len(history) - len(START) + 2)
+    request, next_tokens, _ = run(running, history, 2, resume=loaded.state)
+    assert history + next_tokens == START + expected, "a wrong token"
+    assert running.metrics(request).num_cached_tokens == loaded.state.length
+    if len(history) > 60:  # start over before the model's limit
         path.unlink()
         acknowledged.unlink(missing_ok=True)
 
@@ -87,9 +90,9 @@ def main(where, first, last):
     folder.mkdir()
     killed, at = 0, first
     while killed < last - first + 1:
-        if live(lambda death: go_on(folder, death), at):
-            at = 1  # it lived longer than it has operations
+        if live(lambda killer: continue_session(folder, killer), at):
+            at = 1  # the child finished before operation ``at``
         else:
             killed, at = killed + 1, at + 1
-        assert live(lambda death: look(folder), 0)
+        assert live(lambda killer: check_session(folder), 0)
     print(f"{killed} killed")

@@ -1,15 +1,16 @@
-"""Parked rows without a device: copies are bytes, and a worker that works when a test says so."""
+"""Swap files without a device: copies are bytes, and the worker runs only when a test requests it."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from kvad.cache.offload.swap_space import SwapFiles, SwapResult
 from kvad.storage.container import Section
 from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
-from kvad.storage.io_thread import IoThread
+from kvad.storage.io_thread import IoThread, T, run_job
 
 
 def as_section(copy: bytes) -> list[Section]:
@@ -22,14 +23,16 @@ def as_bytes(sections: Sequence[Section]) -> bytes:
 
 
 class LateWorker(IoThread):
-    """No thread: jobs are done when somebody says so."""
+    """Worker without a thread: the test runs the jobs."""
 
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.waiting.append(job)
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._jobs.waiting.append((future, job))
+        return future
 
     def work(self, count: int) -> None:
         for _ in range(min(count, len(self._jobs.waiting))):
-            self._jobs.waiting.popleft()()
+            run_job(*self._jobs.waiting.popleft())
 
     def stop(self, seconds: float | None = None) -> bool:
         self.work(1 << 30)
@@ -37,7 +40,7 @@ class LateWorker(IoThread):
 
 
 class LateFiles(SwapFiles):
-    """As many jobs are done when somebody looks as ``jobs`` says, and all that are needed to wait."""
+    """Runs ``jobs()`` jobs at each poll, and in ``wait`` as many as needed."""
 
     def __init__(self, folder: Path, jobs: Callable[[], int], disk: FileSystem = REAL_FILE_SYSTEM) -> None:
         self.jobs, self.work = jobs, (late := LateWorker("late")).work
@@ -48,13 +51,13 @@ class LateFiles(SwapFiles):
         return super().pop_finished()
 
     def wait(self) -> list[SwapResult]:
-        while self._file_worker.results.empty():
+        while not any(job.done() for _, job in self._jobs):
             self.work(1)
         return super().wait()
 
 
 class UnluckyDisk(FileSystem):
-    """Reads and writes that fail now and then, and files that are changed behind our back."""
+    """Fails some reads and writes, and changes some files, at random."""
 
     def __init__(self, rng: random.Random, fail: float = 0.0, spoil: float = 0.0) -> None:
         self.rng, self.fail, self.spoil = rng, fail, spoil

@@ -1,6 +1,6 @@
-"""Small tokenizers of the kinds that people have, trained here, and text that is hard on them.
+"""Small tokenizers of the common kinds, trained here, and text that is hard for them.
 
-``python tests/support/tokenizer_zoo.py`` (with transformers and sentencepiece) writes the golden files, which the tests
+``python tests/support/tokenizer_zoo.py`` (with transformers and sentencepiece) writes the golden files that the tests
 read if transformers is missing: tiny tokenizers and the output of transformers for them.
 """
 
@@ -53,18 +53,18 @@ def documents() -> list[str]:
 
 @functools.cache
 def lines(number: int = 1000) -> list[str]:
-    """Lines of code, sentences, and both cut and joined anywhere; always the same ones."""
-    chance = random.Random(7)
+    """Return lines of code, sentences, and random cuts and joins of both; always the same lines."""
+    rng = random.Random(7)
     code = [line for document in documents() for line in document.split("\n") if line.strip()]
-    found = ["", " ", "\n", "a", "  a", "a  ", *SENTENCES]
-    while len(found) < number:
-        pick = chance.choice([code, SENTENCES, SENTENCES])
-        text = chance.choice(pick)
-        if chance.random() < 0.5:
-            at = chance.randrange(len(text) + 1)
-            text = text[at:] + chance.choice(["", " ", "\t", "\n\n"]) + chance.choice(SENTENCES)[: chance.randrange(30)]
-        found.append(text)
-    return found
+    result = ["", " ", "\n", "a", "  a", "a  ", *SENTENCES]
+    while len(result) < number:
+        pick = rng.choice([code, SENTENCES, SENTENCES])
+        text = rng.choice(pick)
+        if rng.random() < 0.5:
+            at = rng.randrange(len(text) + 1)
+            text = text[at:] + rng.choice(["", " ", "\t", "\n\n"]) + rng.choice(SENTENCES)[: rng.randrange(30)]
+        result.append(text)
+    return result
 
 
 def corpus() -> Iterator[str]:
@@ -81,7 +81,7 @@ def special(*names: str) -> list[AddedToken]:
 
 
 def byte_level(size: int = 600) -> Tokenizer:
-    """RoBERTa's: ``<s> x </s>``, a mask that swallows the space before it, and ordinary added tokens."""
+    """RoBERTa style: ``<s> x </s>``, a mask that includes the space before it, and ordinary added tokens."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -99,7 +99,7 @@ def byte_level(size: int = 600) -> Tokenizer:
 
 
 def unigram(size: int = 600) -> Tokenizer:
-    """T5's: ``x </s>``, sentinels behind the vocabulary, NFKC, runs of spaces as one."""
+    """T5 style: ``x </s>``, sentinels after the vocabulary, NFKC, runs of spaces as one."""
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip(left=False, right=True)]
@@ -118,7 +118,7 @@ def unigram(size: int = 600) -> Tokenizer:
 
 
 def wordpiece(size: int = 600) -> Tokenizer:
-    """BERT's, lower-casing."""
+    """BERT style, lowercase."""
     backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -136,7 +136,7 @@ def wordpiece(size: int = 600) -> Tokenizer:
 
 
 def byte_fallback(size: int = 600) -> Tokenizer:
-    """Llama 2's: BPE over ``▁`` for a space, ``<0xE4>`` for what no piece spells, ``<s> x``."""
+    """Llama 2 style: BPE with ``▁`` for a space, ``<0xE4>`` for bytes without a piece, ``<s> x``."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
@@ -164,7 +164,7 @@ LIBRARY: dict[str, Callable[[int], Tokenizer]] = {
 
 @functools.cache
 def library(name: str) -> str:
-    """The file of a trained one: a backend is changed by whoever wraps it, so each takes its own from here."""
+    """Return the file of a trained tokenizer; callers build their own backend, because wrapping changes it."""
     return str(LIBRARY[name](600).to_str())
 
 
@@ -173,7 +173,7 @@ def library(name: str) -> str:
 
 @functools.cache
 def spm(kind: str = "unigram", size: int = 400, *, seed: int = 0, **options: Any) -> bytes:
-    """A model's file; ``seed`` picks other sentences, and so another vocabulary."""
+    """Return a model file; ``seed`` selects other sentences and so another vocabulary."""
     import sentencepiece
 
     sentencepiece.set_min_log_level(2)
@@ -205,13 +205,13 @@ LLAMA = {
 
 
 def gemma() -> bytes:
-    """As Llama's, with no space before the text, and other names."""
+    """Llama style without a space before the text, with other names."""
     names = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "bos_piece": "<bos>", "eos_piece": "<eos>"}
     return spm("bpe", 700, **LLAMA, **names, add_dummy_prefix=False)
 
 
 def vocabulary_of(*models: bytes) -> dict[str, int]:
-    """A ``vocab.json`` as Marian and M2M100 have it: the pieces of all models, in an order of its own."""
+    """Return ``vocab.json`` as in Marian and M2M100: the pieces of all models in a different order."""
     import sentencepiece
 
     pieces: dict[str, None] = dict.fromkeys(("</s>", "<unk>"))
@@ -224,7 +224,7 @@ def vocabulary_of(*models: bytes) -> dict[str, int]:
 
 
 def spm_folder(folder: Path, family: str, *, normalization: str = "nmt_nfkc", **config: Any) -> Path:
-    """A folder as a family's checkpoints have it, without a tokenizer.json."""
+    """Write a folder like a family's checkpoints, without a tokenizer.json."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def model(kind: str = "unigram", size: int = 400, **options: Any) -> bytes:
@@ -254,7 +254,7 @@ GOLDEN_TEXTS = [*SENTENCES, "", " ", "a  b ", "NASA's GmbH import imported <thin
 
 
 def golden(tokenizer: Any, files: dict[str, bytes]) -> dict[str, Any]:
-    """``tokenizer``: transformers'.  Its files, and what it says."""
+    """Return the files of a transformers tokenizer and its outputs."""
     cases = []
     for text in GOLDEN_TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)

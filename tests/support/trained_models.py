@@ -1,10 +1,11 @@
-"""Small models of each topology that a class of transformers can hold, like those that kvad trains."""
+"""Small models of each topology that a transformers class can hold, like those that kvad trains."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvad import config as cfg
+from kvad.config import EncoderInputConfig
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 
 __all__ = ["T5", "attention", "configs"]
@@ -20,7 +21,7 @@ T5 = {
     "num_layers": 2,
     "num_heads": 6,
     "tie_word_embeddings": True,
-}  # a config of theirs
+}  # a transformers config
 
 NORM = cfg.NormConfig("layer", bias=True)
 
@@ -30,7 +31,7 @@ def attention(**changes: Any) -> cfg.AttentionConfig:
 
 
 def configs() -> dict[str, ModelConfig]:
-    """Like what ``kvad train`` makes: a Llama, a BERT, and a BART."""
+    """Return configs like those of ``kvad train``: a Llama, a BERT and a BART."""
     llama = cfg.LayerConfig(cfg.AttentionConfig(6, 2, head_dim=8), cfg.GatedMLPConfig(52))
     bert = cfg.LayerConfig(
         attention(causal=False), cfg.PlainMLPConfig(52, bias=True), cfg.NormConfig("layer", 1e-12, bias=True)
@@ -57,7 +58,7 @@ def configs() -> dict[str, ModelConfig]:
             cfg.StackConfig(2, {"L": bart}, **post),  # type: ignore[arg-type]
             cfg.StackConfig(2, {"L": cfg.LayerConfig(attention(causal=False), bart.mlp, NORM)}, **post),  # type: ignore[arg-type]
             embed,
-            cfg.EncoderInputConfig(64, embed),
+            EncoderInputConfig(64, embed),
             cfg.LanguageHeadConfig(bias=True),
         ),
     }

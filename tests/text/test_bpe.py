@@ -85,14 +85,14 @@ SCRAPS = [
 
 @pytest.mark.parametrize("kind", ["bpe", "word"])
 @given(text=st.lists(st.sampled_from(SCRAPS)).map("".join) | st.text())
-def test_cutting_changes_no_id(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+def test_splitting_changes_no_id(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
     pieces = list(split_text(text, limit=1))
     assert "".join(pieces) == text
     batch = tokenizers[kind].encode_batch(pieces)
     assert [token for ids in batch for token in ids] == tokenizers[kind].encode(text)
 
 
-def test_a_careless_cut_is_seen(tokenizers: dict[str, Tokenizer], documents: list[str]) -> None:
+def test_a_wrong_split_is_detected(tokenizers: dict[str, Tokenizer], documents: list[str]) -> None:
     ids = tokenizers["bpe"].encode(documents[0])
     pieces = [documents[0][at : at + 1000] for at in range(0, len(documents[0]), 1000)]
     assert [token for row in tokenizers["bpe"].encode_batch(pieces) for token in row] != ids
@@ -180,7 +180,7 @@ def test_decoding_is_the_library_s(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("text", ["a b", " a lo", "a  b", "a 한🙂 b", "", "\n"])
-def test_llama_text_comes_back(text: str) -> None:
+def test_llama_text_round_trips(text: str) -> None:
     ours = HFTokenizer(llama())
     assert ours.encode(text) == llama().encode(text, add_special_tokens=False).ids
     assert ours.decode(ours.encode(text)) == text
@@ -192,7 +192,7 @@ def test_a_byte_that_opens_a_text() -> None:
         assert HFTokenizer(llama()).decode(ids) == llama().decode(ids)
 
 
-def test_a_long_text_is_not_cut_where_that_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_split_only_where_ids_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     prefixed, spaced = gpt2_like(), gpt2_like()
     prefixed.normalizer = normalizers.Prepend("_")
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -214,7 +214,7 @@ def test_unknown_text_of_a_library_tokenizer_is_named(capsys: pytest.CaptureFixt
     assert HFTokenizer(llama()).encode("z") and capsys.readouterr().err == ""  # spelled in bytes
 
 
-def test_bytes_without_a_token_are_not_dropped_in_silence() -> None:
+def test_bytes_without_a_token_are_reported() -> None:
     vocab = {char: index for index, char in enumerate("abc")}
     backend = Backend(models.BPE(vocab, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -272,7 +272,7 @@ def test_roles_of_a_hugging_face_folder(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_added_tokens_stand_for_themselves() -> None:
+def test_added_tokens_decode_to_their_content() -> None:
     ours = HFTokenizer(gpt2_like())
     assert ours.encode("<think>é x<|endoftext|>", specials=True) == [258, 259, 256]
     assert ours.encode("<think>é x") == [258, 259]  # ordinary vocabulary: not special, so text may be it
@@ -281,7 +281,7 @@ def test_added_tokens_stand_for_themselves() -> None:
     assert ours.special_tokens.names() == {"<|endoftext|>": 256, "<|im_start|>": 257}
 
 
-def test_a_hole_in_the_numbering_is_silent() -> None:
+def test_an_unused_id_decodes_to_nothing() -> None:
     backend = Backend(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
     ours = HFTokenizer(backend)
     assert ours.vocab_size == 6

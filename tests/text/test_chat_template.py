@@ -378,7 +378,7 @@ def test_most_of_these_cases_render(judge):
 
 
 @pytest.mark.parametrize(("name", "talk"), CASES)
-def test_the_final_message_goes_on_as_in_transformers(judge, name, talk):
+def test_continuing_the_final_message_equals_transformers(judge, name, talk):
     agree(judge, name, TALKS[talk], continue_final=True)
 
 
@@ -504,7 +504,7 @@ def test_every_part_of_the_language(judge, source):
         "{% set messages.a = 1 %}",
     ],
 )
-def test_what_fails_there_fails_here(judge, source):
+def test_failures_equal_transformers(judge, source):
     assert not agree(judge, source, TALKS["one"])
 
 
@@ -594,7 +594,7 @@ def test_goldens(name, talk):
     assert template(name).render(TALKS[talk], tools=tools, generation_prompt=True, now=NOW).text == GOLDENS[name, talk]
 
 
-def test_masks_without_the_judge():
+def test_masks_without_transformers():
     rendered = template("masked").render(TALKS["three"])
     assert [rendered.text[start:end] for start, end in rendered.spans] == ["Hello</s>"]
     assert template("chatml").render(TALKS["three"]).spans == ()
@@ -614,7 +614,7 @@ INNER = "{% macro m() %}{% generation %}a{% endgeneration %}{% endmacro %}"
         "b{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
     ],
 )
-def test_a_mask_that_nobody_knows_is_refused_but_the_text_is_not(source):
+def test_an_unknown_mask_is_refused_and_the_text_is_not(source):
     rendered = ours(source, TALKS["one"])
     assert rendered.text in ("baa", "bA", "bab") and rendered.generation_marks is None
     with pytest.raises(ChatTemplateError, match="generation"):
@@ -633,7 +633,7 @@ def test_a_block_that_is_written_twice_has_two_places():
     assert ours(source, TALKS["one"]).spans == ((0, 2), (3, 5))
 
 
-def test_continuing_cuts_the_masks_too():
+def test_continuing_truncates_the_masks():
     rendered = template("masked").render(said(("user", "a"), ("assistant", "b c")), continue_final=True)
     assert rendered == RenderedChat("<|user|>\na\n<|assistant|>\nb c", ((25, 28),))
 
@@ -658,13 +658,13 @@ GOOD = {"role": "user", "content": "Hi"}
         ([{"role": "user", "content": "a", 1: 2}], "messages[0] has the key 1, which is not a text"),
     ],
 )
-def test_messages_that_are_none(messages, says):
+def test_invalid_messages(messages, says):
     with pytest.raises(ChatTemplateError) as caught:
         template("chatml").render(messages)
     assert caught.value.message.startswith(says) and "\n" not in str(caught.value)
 
 
-def test_data_without_end():
+def test_cyclic_data():
     endless = [1]
     endless.append(endless)
     with pytest.raises(ChatTemplateError, match="nested more than 200 levels deep"):
@@ -684,7 +684,7 @@ def test_data_without_end():
         ),
     ],
 )
-def test_other_arguments_that_cannot_be(arguments, says):
+def test_invalid_arguments(arguments, says):
     with pytest.raises(ChatTemplateError) as caught:
         template("chatml").render([GOOD], **arguments)
     assert says in caught.value.message
@@ -704,7 +704,7 @@ def test_other_arguments_that_cannot_be(arguments, says):
         ("a" * (1 << 17), "has 131,072 characters"),
     ],
 )
-def test_templates_that_are_wrong(source, says):
+def test_invalid_templates(source, says):
     with pytest.raises(ChatTemplateError) as caught:
         template(source).render([GOOD])
     assert says in caught.value.message
@@ -718,14 +718,14 @@ def test_the_final_message_must_appear():
         template("chatml").render([{"role": "assistant", "content": [{"type": "image"}]}], continue_final=True)
 
 
-def test_what_the_caller_gave_is_left_alone():
+def test_arguments_are_not_modified():
     talk = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     before = json.dumps(talk)
     template("llama3").render(talk, continue_final=True)
     assert json.dumps(talk) == before
 
 
-def test_the_clock_is_the_wall_clock_unless_told():
+def test_the_default_clock_is_the_wall_clock():
     assert template("{{ strftime_now('%Y') }}").render([GOOD], now=NOW).text == "2026"
     assert abs(int(template("{{ strftime_now('%Y') }}").render([GOOD]).text) - datetime.now().year) <= 1
 
@@ -792,7 +792,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path, files):
     assert ChatTemplate.load(tmp_path).specials == theirs
 
 
-def test_special_tokens_without_the_judge(tmp_path):
+def test_special_tokens_without_transformers(tmp_path):
     write(
         tmp_path, {"chat_template.jinja": "{{ bos_token }}|{{ image_token }}|{{ eos_token }}", **SPECIAL_FILES["extra"]}
     )
@@ -822,7 +822,7 @@ def test_which_template_renders(tmp_path):
         ({"tokenizer_config.json": {"chat_template": [{"cache_key": "a"}]}}, "neither a text nor a list"),
     ],
 )
-def test_files_that_are_wrong(tmp_path, files, says):
+def test_invalid_files(tmp_path, files, says):
     with pytest.raises(ChatTemplateError) as caught:
         ChatTemplate.load(write(tmp_path, files))
     assert says in caught.value.message and str(tmp_path) in caught.value.message

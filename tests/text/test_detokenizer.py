@@ -52,7 +52,7 @@ def test_a_character_appears_with_its_last_byte() -> None:
     assert stream(tokenizer, [0xF0, 256, 0x9F, 0x99, 0x82]) == ["", "", "", "", "🙂", ""]  # a skipped special between
 
 
-def test_flush_begins_anew() -> None:
+def test_flush_resets_the_stream() -> None:
     tokenizer = train_tokenizer("word", ['say "a" b'])
     detokenizer = Detokenizer(tokenizer)
     ids = tokenizer.encode('say "a"')
@@ -65,7 +65,7 @@ def test_an_unknown_id_is_named(tokenizer: Tokenizer) -> None:
         Detokenizer(tokenizer).push(tokenizer.vocab_size)
 
 
-def test_the_oracle_objects_to_token_by_token_decoding(tokenizers: dict[str, Tokenizer]) -> None:
+def test_token_by_token_decoding_is_detected(tokenizers: dict[str, Tokenizer]) -> None:
     """The naive way, decoding each id alone, fails the tests above."""
     byte, word = tokenizers["byte"], tokenizers["word"]
     ids = byte.encode("🙂")

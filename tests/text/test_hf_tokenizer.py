@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kvad.errors import TokenizerError
-from kvad.text import sentencepiece_tokenizer
+from kvad.text import sentencepiece_families
 from kvad.text.detokenizer import Detokenizer
 from kvad.text.hf_tokenizer import HFTokenizer
 from kvad.text.tokenizer import load_tokenizer
@@ -102,7 +102,7 @@ def test_any_ids(name: str, data: st.DataObject) -> None:
 
 
 @given(st.binary())
-def test_bytes_in_tokens_of_their_own_are_joined(raw: bytes) -> None:
+def test_byte_tokens_are_joined(raw: bytes) -> None:
     mine = ours("byte_fallback")
     ids = [3 + byte for byte in raw]
     expected = raw.removeprefix(b" ").decode("utf-8", "replace")
@@ -111,13 +111,13 @@ def test_bytes_in_tokens_of_their_own_are_joined(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-def test_text_comes_back(name: str) -> None:
+def test_text_round_trips(name: str) -> None:
     mine = ours(name)
     for text in zoo.SENTENCES:
         assert mine.decode(mine.encode(text)) == (text if name == "byte_level" else text.replace("▁", " "))
 
 
-def test_the_oracle_objects_to_naive_streams() -> None:
+def test_naive_streams_are_detected() -> None:
     """Every token as if it opened the text, or as if it never did, is another text."""
     for name in ("unigram", "wordpiece", "byte_fallback"):
         mine = ours(name)
@@ -140,7 +140,7 @@ def test_wordpiece_decodes_as_people_write() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
-def test_no_text_makes_a_special_token(name: str, data: st.DataObject) -> None:
+def test_text_creates_no_special_token(name: str, data: st.DataObject) -> None:
     mine = ours(name)
     words = st.sampled_from([*mine.special_tokens.names(), "a", " ", "</", "s>", "▁"])
     text = data.draw(st.lists(words | st.text(max_size=3)).map("".join))
@@ -159,7 +159,7 @@ def test_a_unigram_model_would_make_them() -> None:
     assert mine.encode(text, specials=True).count(1) == 1
 
 
-def test_nor_do_other_models() -> None:
+def test_other_models_create_no_special_token() -> None:
     words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "<unk>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     merging = Tokenizer(models.BPE({"<": 0, "s": 1, ">": 2, "<s": 3, "<s>": 4}, [("<", "s"), ("<s", ">")]))
@@ -171,7 +171,7 @@ def test_nor_do_other_models() -> None:
         assert mine.special_tokens.names()["<s>"] in mine.encode(text, specials=True)
 
 
-def test_added_tokens_swallow_spaces_and_stand_alone(fast: Callable[[str], Any]) -> None:
+def test_added_tokens_absorb_spaces(fast: Callable[[str], Any]) -> None:
     texts = [
         "import imported reimport",
         "a <mask> b<mask>c",
@@ -191,7 +191,7 @@ def test_added_tokens_swallow_spaces_and_stand_alone(fast: Callable[[str], Any])
     assert mine.decode([nasa, gmbh]) == "NASA GmbH"
 
 
-def test_a_role_keeps_what_is_said_of_its_token() -> None:
+def test_a_role_retains_the_flags_of_its_token() -> None:
     backend = Tokenizer.from_str(zoo.library("byte_level"))
     mine = HFTokenizer(backend, {"mask": "<mask>", "cls": "<s>", "sep": "</s>"})
     assert mine.encode("a <mask> b", specials=True) == ours("byte_level").encode("a <mask> b", specials=True)
@@ -294,9 +294,9 @@ def test_a_template_without_the_text_is_refused(tmp_path: Path) -> None:
 
 
 CODES = {
-    "MBart": sentencepiece_tokenizer._MBART,
-    "MBart50": sentencepiece_tokenizer._MBART + sentencepiece_tokenizer._MBART50,
-    "Nllb": sentencepiece_tokenizer._NLLB,
+    "MBart": sentencepiece_families._MBART,
+    "MBart50": sentencepiece_families._MBART + sentencepiece_families._MBART50,
+    "Nllb": sentencepiece_families._NLLB,
 }
 LANGUAGES = {"MBart": ["en_XX", "de_DE", "ro_RO"], "MBart50": ["en_XX", "pl_PL"], "Nllb": ["eng_Latn", "deu_Latn"]}
 
@@ -390,7 +390,7 @@ def test_the_roles_of_a_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [b"[]", b"null", b"{oops", b'{"model_type": 3}'])
-def test_a_model_s_config_is_not_the_tokenizer_s_business(config: bytes, tmp_path: Path) -> None:
+def test_a_broken_model_config_is_ignored(config: bytes, tmp_path: Path) -> None:
     folder_of(tmp_path, Tokenizer.from_str(zoo.library("unigram")))
     (tmp_path / "config.json").write_bytes(config)
     assert load_tokenizer(tmp_path).kind == "unigram"
@@ -405,7 +405,7 @@ def test_a_model_s_config_is_not_the_tokenizer_s_business(config: bytes, tmp_pat
         {"add_bos_token": "yes", "src_lang": 3},
     ],
 )
-def test_odd_values_are_nobody_s(config: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_values_are_ignored(config: dict[str, Any], tmp_path: Path) -> None:
     folder_of(tmp_path, Tokenizer.from_str(zoo.library("unigram")), tokenizer_config=config)
     mine = load_tokenizer(tmp_path)
     assert mine.add_special_tokens(mine.encode("the names")) == ours("unigram").add_special_tokens(
@@ -486,7 +486,7 @@ def test_vocab_txt_against_transformers(config: dict[str, Any], tmp_path: Path) 
     assert (mine.kind, mine.special_tokens.mask) == ("wordpiece", 4)
 
 
-def test_what_is_found_first(tmp_path: Path) -> None:
+def test_precedence_of_files(tmp_path: Path) -> None:
     bert_folder(gpt2_folder(tmp_path))
     assert load_tokenizer(tmp_path).kind == "bpe"
     Tokenizer.from_str(zoo.library("unigram")).save(str(tmp_path / "tokenizer.json"))

@@ -16,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvad.errors import TokenizerError
-from kvad.text import sentencepiece_tokenizer
+from kvad.text import sentencepiece_families
 from kvad.text.detokenizer import Detokenizer
 from kvad.text.hf_config import read_settings
-from kvad.text.sentencepiece_tokenizer import TOKENIZER_FAMILIES, SentencePieceModel, SentencePieceTokenizer
+from kvad.text.sentencepiece_families import TOKENIZER_FAMILIES
+from kvad.text.sentencepiece_model import SentencePieceModel
+from kvad.text.sentencepiece_tokenizer import SentencePieceTokenizer
 from kvad.text.tokenizer import load_tokenizer
 from tests.support import tokenizer_zoo as zoo
 
@@ -35,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {
         name: zoo.spm_folder(base / name, name) for name in FAMILY_NAMES if name not in ("Gemma", "M2M100", "Nllb")
     }
-    codes = [f"__{code}__" for code in sentencepiece_tokenizer._M2M100]
+    codes = [f"__{code}__" for code in sentencepiece_families._M2M100]
     found["M2M100"] = zoo.spm_folder(base / "M2M100", "M2M100", additional_special_tokens=codes)
     found["Gemma"] = base / "Gemma"
     found["Gemma"].mkdir()
@@ -234,7 +236,7 @@ def test_any_ids_against_sentencepiece(tokenizers: dict[str, SentencePieceTokeni
     check()
 
 
-def test_the_oracle_objects_to_naive_streams(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
+def test_naive_streams_are_detected(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
     for family in ("T5", "Llama"):
         mine = tokenizers[family]
         ids = mine.encode("import the names")
@@ -277,7 +279,7 @@ def test_t5_s_sentinels(tokenizers: dict[str, SentencePieceTokenizer], tmp_path:
     assert few.vocab_size == mine.vocab_size - 100
 
 
-def test_user_defined_pieces_are_no_way_round(tmp_path: Path) -> None:
+def test_user_defined_pieces_create_no_special_token(tmp_path: Path) -> None:
     """A model may find such a piece in any text; one that is special is spelled all the same."""
     content = zoo.spm("bpe", 700, **zoo.LLAMA, user_defined_symbols="<turn>,<tool>")
     (tmp_path / "tokenizer.model").write_bytes(content)
@@ -334,7 +336,7 @@ def test_ids_out_of_range(tokenizers: dict[str, SentencePieceTokenizer], token: 
             call(token)
 
 
-def test_what_every_tokenizer_refuses(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
+def test_invalid_inputs_are_refused(tokenizers: dict[str, SentencePieceTokenizer]) -> None:
     with pytest.raises(TokenizerError, match="lone surrogate"):
         tokenizers["T5"].encode("a\ud83d")
     with pytest.raises(TokenizerError, match="got one str"):
@@ -386,7 +388,7 @@ def test_a_file_by_its_name(folders: dict[str, Path], tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "tokenizer.model")
 
 
-def test_tokenizer_json_goes_first(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_tokenizer_json_takes_precedence(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["T5"], tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text(zoo.library("wordpiece"))
     assert load_tokenizer(tmp_path).kind == "wordpiece"
@@ -416,7 +418,7 @@ def test_a_class_that_is_not_known(tmp_path: Path) -> None:
         None,
     ],
 )
-def test_a_model_that_is_none(content: bytes | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_model(content: bytes | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = zoo.spm_folder(tmp_path, "T5")
     path = folder / "spiece.model"
     path.write_bytes(path.read_bytes()[:-30] if content is None else content)

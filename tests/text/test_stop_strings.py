@@ -65,7 +65,7 @@ def test_examples(pieces: list[str], stops: list[str], expected: tuple[str, str 
     assert run(pieces, stops) == expected == naive("".join(pieces), stops)
 
 
-def test_after_a_stop_nothing_comes() -> None:
+def test_nothing_is_emitted_after_a_stop() -> None:
     matcher = StopStringMatcher(["b"])
     assert matcher.push("abc") == ("a", "b")
     assert matcher.push("more") == ("", "b")
@@ -84,7 +84,7 @@ def test_refused() -> None:
         StopStringMatcher("ab")
 
 
-def test_the_oracle_objects_to_a_matcher_that_forgets() -> None:
+def test_a_matcher_that_drops_text_is_detected() -> None:
     """Looking at each piece alone misses a stop across a boundary."""
     pieces, stops = ["a\n", "\nb"], ["\n\n"]
     alone = "".join(naive(piece, stops)[0] for piece in pieces)

@@ -275,7 +275,7 @@ def test_attacks_are_refused(name):
 
 
 @pytest.mark.parametrize("name", sorted(CHEAP))
-def test_what_is_cheap_is_bounded(name):
+def test_cheap_operations_are_bounded(name):
     try:
         text = rendered(ATTACKS[name], QUICK).text
     except ChatTemplateError:
@@ -384,7 +384,7 @@ def test_the_worker_imports_no_torch():
 # ---------------------------------------------------------------- threads, forks, ends
 
 
-def test_threads_render_beside_an_attack():
+def test_threads_render_during_an_attack():
     """More threads than workers: each gets its own replies, and attacks end only their own render."""
     texts, problems = [], []
 
@@ -407,7 +407,7 @@ def test_threads_render_beside_an_attack():
     assert problems == ["the chat template took more than 0.1 s of CPU"] * 3
 
 
-def test_a_fork_has_a_worker_of_its_own():
+def test_a_fork_has_a_separate_worker():
     program = (
         "before = worker()\n"
         "child = os.fork()\n"

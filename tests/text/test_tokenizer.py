@@ -18,7 +18,7 @@ from kvad.text.tokenizer import KINDS, load_tokenizer, train_tokenizer
 LOSSLESS = ("bpe", "byte", "char")
 
 
-def test_text_comes_back(tokenizer: Tokenizer, documents: list[str]) -> None:
+def test_text_round_trips(tokenizer: Tokenizer, documents: list[str]) -> None:
     for text in ["", *documents]:
         ids = tokenizer.encode(text)
         assert all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in ids)
@@ -35,7 +35,7 @@ def test_batch_is_one_by_one(tokenizer: Tokenizer, documents: list[str]) -> None
     assert tokenizer.encode_batch([]) == []
 
 
-def test_specials_are_never_made_by_accident(tokenizer: Tokenizer) -> None:
+def test_text_that_spells_a_special_token_is_text(tokenizer: Tokenizer) -> None:
     names = tokenizer.special_tokens.names()
     assert list(names) == list(NAMES.values())
     assert len(set(names.values())) == 5
@@ -180,14 +180,14 @@ def test_empty_corpus(kind: str, texts: list[str]) -> None:
         ("char", {"on_unknown": "ignore"}, "on_unknown='ignore'"),
     ],
 )
-def test_options_that_cannot_be(kind: str, options: dict[str, object], message: str) -> None:
+def test_invalid_options(kind: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(TokenizerError) as caught:
         train_tokenizer(kind, ["some text"], **options)  # type: ignore[arg-type]
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_encoders_roles_frame_a_text_and_tokens_of_ones_own_have_names(kind: str, tmp_path: Path) -> None:
+def test_encoder_roles_and_custom_special_tokens(kind: str, tmp_path: Path) -> None:
     roles = ("pad", "unk", "cls", "sep", "mask", "<extra_id_0>", "<|im_end|>")
     made = train_tokenizer(kind, ["some text"], vocab_size=300, specials=roles)
     made.save(tmp_path)
@@ -250,7 +250,7 @@ def test_malformed_file(tmp_path: Path, content: bytes | dict[str, object], mess
     assert message in str(caught.value) and str(path) in caught.value.message
 
 
-def test_a_disk_that_refuses(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer.save(tmp_path)
     before = (tmp_path / "tokenizer.json").read_bytes()
 

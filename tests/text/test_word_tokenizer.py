@@ -17,7 +17,7 @@ def test_char_ids_are_in_code_point_order() -> None:
     assert tokenizer.encode("cab\n") == [5, 3, 4, 2]
 
 
-def test_char_keeps_the_most_frequent() -> None:
+def test_char_selects_the_most_frequent() -> None:
     tokenizer = train_tokenizer("char", ["aaabbbccd"], vocab_size=4)
     assert tokenizer.encode("ab") == [2, 3]
     assert tokenizer.vocab_size == 4
@@ -83,10 +83,10 @@ MARKS = st.text(st.sampled_from("ab1 .,'\"-([)]\n\t’‘$é\u0301世세\u200d`"
 @given(text=MARKS | st.text(max_size=30), split=st.sampled_from(["words", "whitespace"]), lower=st.booleans())
 def test_what_is_decoded_is_encoded_the_same(text: str, split: str, lower: bool) -> None:
     cutter = WordTokenizer([], split=split, lower=lower)
-    words = sorted(set(cutter.words(text)))
+    words = sorted(set(cutter.split_tokens(text)))
     tokenizer = WordTokenizer(words, split=split, lower=lower, on_unknown="error")
     ids = tokenizer.encode(text)
-    assert [tokenizer.token_bytes(token).decode() for token in ids] == cutter.words(text)
+    assert [tokenizer.token_bytes(token).decode() for token in ids] == cutter.split_tokens(text)
     assert tokenizer.encode(tokenizer.decode(ids)) == ids
 
 

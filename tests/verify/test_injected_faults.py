@@ -29,11 +29,12 @@ from kvad.config.model import ModelConfig
 from kvad.errors import KvadError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.ops.rotary import RotaryCache
+from kvad.verify.cases import MemoryCase
 from kvad.verify.diagnosis import diagnose
 from kvad.verify.injected_faults import check_fault_name, inject_cache_fault
 from kvad.verify.report import FAULTS, UNKNOWN_FAULT
 from kvad.verify.run import verify
-from kvad.verify.scenario import ScenarioOptions, build_prompts, build_streams, cache_config, num_preemptions
+from kvad.verify.scenario import ScenarioOptions, build_prompts, build_streams, case_cache_config, num_preemptions
 
 NAMES = [name for name in FAULTS if name != UNKNOWN_FAULT]
 OPTIONS = ScenarioOptions(num_seqs=3, prefill_chunk_size=8, block_size=4, tokens=8, dtypes=("float64",))
@@ -248,7 +249,7 @@ def test_float32_that_stores_less_is_named_in_float32(layout):
 
 def diagnose_with(model, build, layout="paged", dtype="float64", options=OPTIONS):
     streams = build_streams(model, build_prompts(model.config, options, None), options)
-    cache = cache_config(model.config, streams, options, layout, dtype)
+    cache = case_cache_config(model.config, streams, options, MemoryCase(layout, dtype))
     judged = model.double() if dtype == "float64" else model
     return diagnose(judged, cache, streams, build, squeezes=num_preemptions(options))
 

@@ -282,7 +282,7 @@ def test_json_has_the_policies(checkpoint, capsys):
     ("asked", "says"),
     [
         (("--policy", "windw(3)"), "did you mean 'window'"),
-        (("--policy", "sinks(3)"), "The signature is sinks(num_sinks: 'int', window: 'int')"),
+        (("--policy", "sinks(3)"), "The signature is sinks(num_sinks, window)"),
         (("--endless",), "layer 0 keeps all tokens of a sequence"),
         (("--policy", "full", "--endless"), "Use a policy that drops old tokens"),
     ],

@@ -102,7 +102,8 @@ def test_the_page_and_its_json(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_errors_name_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder), "--round-trip", "prefix-disc"]) == 2
-    assert "'prefix-disc' is not known; did you mean 'prefix-disk'?" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--round-trip: 'prefix-disc' is not known" in err and "did you mean 'prefix-disk'?" in err
     assert main(["verify", str(folder), *SMALL, "--round-trip", "swap", "--inject-fault", "mask"]) == 2
     assert "--inject-fault and --round-trip" in capsys.readouterr().err
     with pytest.raises(UsageError, match="'disc' is no round trip"):

@@ -15,15 +15,4 @@ if TYPE_CHECKING:
     from kvad.cache.device.offload_reader import OffloadReader as OffloadReader
     from kvad.cache.device.offload_reader import OffloadStats as OffloadStats
 
-__all__ = ["EvictionEvent", "KVCache", "OffloadReader", "OffloadStats", "host_copy", "slot_copy", "tensor_bytes"]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "EvictionEvent": "eviction",
-        "KVCache": "kv_cache",
-        "OffloadReader": "offload_reader",
-        "OffloadStats": "offload_reader",
-    },
-    ("host_copy", "slot_copy", "tensor_bytes"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

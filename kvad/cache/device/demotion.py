@@ -3,7 +3,7 @@
 The host decides which block is demoted and to where (``BlockOps.quantize``, ``BlockOps.merge``). A summary replaces
 ``ratio`` tokens: it has the mean of their values and the mean of their *unrotated* keys, at the mean position; rotated
 keys point in different directions, so their mean is short. Its logit is increased by log(ratio), the ``weight`` of
-``AttentionMask``: n equal keys count n times. A trained :data:`SummarizerFn` replaces all three.
+``AttentionMask``: n equal keys count n times. A trained ``SummarizerFn`` replaces all three.
 
     ratio 4, positions 8 9 10 11:  one slot at position 9 (its key at 9.5), weight log 4
 """
@@ -47,36 +47,22 @@ def merge_layer(
     rotary: Rotary | None,
     summarizer: SummarizerFn,
 ) -> None:
-    """Merge blocks of one layer into summaries of the lower level.
+    """Merge blocks of one layer (``upper``: keys, values) into summaries (``lower``: keys, values, weights).
 
-    Args:
-        upper: Keys and values of the upper level.
-        lower: Keys, values and weights of the lower level.
-        ops_to_merge: One operation per source block.
-        positions: [n, block_size], of the source blocks.
-        ratio: Tokens per summary.
-        rotary: Rotation of the stored keys; None if they are not rotated.
-        summarizer: Computes the summaries.
+    ``positions`` [n, block_size] are those of the source blocks; ``rotary`` is None if the stored keys are not rotated.
     """
     keys, values = (_blocks(store, _ids(ops_to_merge, "source_block", positions)) for store in upper)
     if rotary is not None:
         keys = ops.rotary.rotate_blocks(keys, -positions, rotary, 1 / rotary.factor)
-    groups_of_ratio = (-1, ratio)
-    grouped = [
-        values_to_write.unflatten(2, groups_of_ratio).transpose(1, 2).flatten(0, 1)
-        for values_to_write in (keys, values)
-    ]  # [n * slots, K, ratio, D]
+    grouped = [x.unflatten(2, (-1, ratio)).transpose(1, 2).flatten(0, 1) for x in (keys, values)]  # [m, K, ratio, D]
     summary_keys, summary_values, extra_weights = summarizer(*grouped)
     if rotary is not None:
-        mean_positions = positions.unflatten(1, groups_of_ratio).double().mean(-1).view(-1, 1)
-        summary_keys = ops.rotary.rotate_blocks(
-            summary_keys.unsqueeze(2), mean_positions, rotary, rotary.factor
-        ).squeeze(2)
-    num_summaries = positions.shape[1] // ratio
-    blocks = _ids(ops_to_merge, "target_block", positions).repeat_interleave(num_summaries)
-    offsets = (
-        _ids(ops_to_merge, "first_slot", positions).unsqueeze(1) + torch.arange(num_summaries, device=positions.device)
-    ).flatten()
+        mean_positions = positions.unflatten(1, (-1, ratio)).double().mean(-1).view(-1, 1)
+        unrotated = summary_keys.unsqueeze(2)
+        summary_keys = ops.rotary.rotate_blocks(unrotated, mean_positions, rotary, rotary.factor).squeeze(2)
+    slots = torch.arange(positions.shape[1] // ratio, device=positions.device)
+    blocks = _ids(ops_to_merge, "target_block", positions).repeat_interleave(len(slots))
+    offsets = (_ids(ops_to_merge, "first_slot", positions).unsqueeze(1) + slots).flatten()
     weights = (math.log(ratio) + extra_weights).unsqueeze(-1)
     for store, values_to_write in zip(lower, (summary_keys, summary_values, weights), strict=True):
         for op in ops_to_merge:

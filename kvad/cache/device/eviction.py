@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.cache.device.tensors import BlockTable, LayerTensor, allocate_head_major, gather_blocks
+from kvad.cache.device.tensors import BlockArrays, BlockTable, LayerTensor, allocate_head_major, gather_blocks
 from kvad.cache.groups import CacheGroup
 from kvad.cache.policy import ALL_QUERIES, EvictionContext, EvictionPolicy
 from kvad.model_input import EvictOp
@@ -33,7 +33,7 @@ class EvictionEvent(NamedTuple):
 EvictionHook = Callable[[EvictionEvent], None]
 
 
-class PerHeadMetadata:
+class PerHeadMetadata(BlockArrays):
     """Positions and attention mass per head and slot of one layer.
 
     ``positions`` [blocks, K, block_size] int32, -1 for an empty slot; ``mass`` of the same shape, or None if the policy
@@ -44,20 +44,11 @@ class PerHeadMetadata:
         assert group.eviction_policy is not None
         shape = group.num_blocks, group.spec.num_kv_heads, group.block_size
         self.positions = allocate_head_major(*shape, dtype=torch.int32, fill=-1, device=device)
-        mass = torch.float64 if group.key_format == "float64" else torch.float32
-        self.mass = (
-            allocate_head_major(*shape, dtype=mass, device=device) if group.eviction_policy.observed_queries else None
-        )
-
-    @property
-    def arrays(self) -> tuple[Tensor, ...]:
-        """All tensors of the metadata."""
-        return (self.positions,) if self.mass is None else (self.positions, self.mass)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(array.nbytes for array in self.arrays)
+        self.mass, self.arrays = None, (self.positions,)
+        if group.eviction_policy.observed_queries:
+            mass_dtype = torch.float64 if group.key_format == "float64" else torch.float32
+            self.mass = allocate_head_major(*shape, dtype=mass_dtype, device=device)
+            self.arrays = self.positions, self.mass
 
     def clear(self, blocks: Tensor) -> None:
         """Empty whole blocks."""
@@ -86,7 +77,7 @@ class PerHeadMetadata:
         assert self.mass is not None
         mass = mass.to(self.mass.dtype)
         if table.per_row == 1:
-            self.mass[table.flat, :, table.start : table.start + table.slots] += mass
+            self.mass[table.flat, :, : table.slots] += mass
             return
         num_seqs, num_heads, _ = mass.shape
         blocks = mass.view(num_seqs, num_heads, table.per_row, -1).transpose(1, 2).flatten(0, 1)
@@ -136,18 +127,16 @@ def evict_layer(
     eviction_hook: EvictionHook | None = None,
 ) -> None:
     """Apply all evictions of a step to one layer; all reads precede all writes."""
-    policy, block_size = group.eviction_policy, group.block_size
+    policy, block_size, device = group.eviction_policy, group.block_size, metadata.positions.device
     assert policy is not None
-    device = metadata.positions.device
     arrays = (*keys.arrays, *values.arrays, *metadata.arrays)
     retained: list[list[Tensor]] = []
     for op in evict_ops:
         table = BlockTable(torch.tensor([op.blocks], device=device), block_size, op.num_held)
+        mass = metadata.mass
         context = EvictionContext(
             metadata.read(table)[0, :, : op.num_held],
-            None
-            if metadata.mass is None
-            else gather_blocks(metadata.mass.unsqueeze(-1), table)[0, :, : op.num_held, 0],
+            None if mass is None else gather_blocks(mass.unsqueeze(-1), table)[0, :, : op.num_held, 0],
             lambda table=table, op=op: keys.read(table, _wide(keys))[0, :, : op.num_held],  # type: ignore[misc]
             lambda table=table, op=op: values.read(table, _wide(values))[0, :, : op.num_held],  # type: ignore[misc]
             op.length,

@@ -1,10 +1,10 @@
 """Host copies of blocks: swapped sequences, and transfers to and from the block store.
 
 On a GPU, copies are pinned and asynchronous: the device stream orders them before later writes to the blocks and after
-earlier ones, and :meth:`HostCopier.wait` must precede reading a copy on the host. On a CPU a copy is complete when the
+earlier ones, and ``HostCopier.wait`` must precede reading a copy on the host. On a CPU a copy is complete when the
 call returns.
 
-A transfer to the block store is one byte buffer per block and group: the arrays that :meth:`KVCache.iter_arrays` names,
+A transfer to the block store is one byte buffer per block and group: the arrays that ``KVCache.iter_arrays`` names,
 concatenated: positions, then each layer's keys, values, scales and metadata. Formats are not interpreted, so a loaded
 block is equal bit for bit. Both directions copy: no tensor of the pool is shared with a store.
 """
@@ -18,22 +18,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvad import storage
 from kvad.cache.device.tensor_bytes import section_to_tensor, tensor_to_section
+from kvad.cache.device.tensors import ArrayBlocks
 from kvad.cache.groups import CacheGroup, group_bytes
-from kvad.storage import Section
+from kvad.storage import Buffer, Section
 
 CopyCallback = Callable[[Literal["out", "in"], int, float], None]
-
-
-class BlockSelection(Protocol):
-    """Blocks [n] of an array [blocks, ...]."""
-
-    @property
-    def array(self) -> Tensor: ...
-
-    @property
-    def blocks(self) -> Tensor: ...
 
 
 class _PendingCopy(NamedTuple):
@@ -53,15 +43,15 @@ class HostCopier:
         self._cuda = device.type == "cuda"
         self._pending: dict[tuple[str, int], _PendingCopy] = {}
 
-    def copy_out(self, key: int, selections: Iterable[BlockSelection]) -> list[Tensor]:
-        """Copy blocks to contiguous host tensors; call :meth:`wait` before reading them."""
+    def copy_out(self, key: int, selections: Iterable[ArrayBlocks]) -> list[Tensor]:
+        """Copy blocks to contiguous host tensors; call ``wait`` before reading them."""
         self._report_finished()
         started = self._record_time()
         copies = [self._to_host(selection.array[selection.blocks]) for selection in selections]
         self._finish("out", key, copies, started)
         return copies
 
-    def copy_in(self, key: int, selections: Iterable[BlockSelection], copies: Sequence[Tensor]) -> None:
+    def copy_in(self, key: int, selections: Iterable[ArrayBlocks], copies: Sequence[Tensor]) -> None:
         """Copy host tensors into as many blocks."""
         self._report_finished()
         started = self._record_time()
@@ -94,11 +84,10 @@ class HostCopier:
         nbytes, ended = sum(copy.nbytes for copy in copies), self._record_time()
         if isinstance(started, float) and isinstance(ended, float):
             self.on_copied(direction, nbytes, ended - started)
-        elif isinstance(started, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+        elif not isinstance(started, float) and not isinstance(ended, float):
             self._pending[direction, key] = _PendingCopy(direction, nbytes, started, ended)
 
     def _report_finished(self) -> None:
-        """Report finished copies to ``on_copied``."""
         for name, pending in list(self._pending.items()):
             if pending.ended.query():
                 del self._pending[name]
@@ -111,7 +100,7 @@ def to_sections(copies: Sequence[Tensor]) -> list[Section]:
 
 
 def from_sections(sections: Sequence[Section]) -> list[Tensor]:
-    """Return the tensors of :func:`to_sections`; they share the sections' memory."""
+    """Return the tensors of ``to_sections``; they share the sections' memory."""
     return [section_to_tensor(section) for section in sorted(sections, key=lambda section: int(section.name))]
 
 
@@ -122,9 +111,9 @@ BlockTransfer = Sequence[tuple[int, Sequence[Sequence[int]]]]  # (copy id, block
 class HostStore(Protocol):
     """The part of a BlockStore that KVCache calls."""
 
-    def put(self, copy_id: int, buffers: Mapping[int, storage.filesystem.Buffer]) -> None: ...
+    def put(self, copy_id: int, buffers: Mapping[int, Buffer]) -> None: ...
 
-    def take(self, copy_id: int) -> Mapping[int, storage.filesystem.Buffer]: ...
+    def take(self, copy_id: int) -> Mapping[int, Buffer]: ...
 
     def cancel(self, copy_id: int) -> None: ...
 
@@ -142,7 +131,6 @@ class KVCacheLike(Protocol):
 
 
 def block_bytes_per_group(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
-    """Return the bytes of one block of each group."""
     return tuple(group_bytes(group).total // group.num_blocks for group in groups)
 
 
@@ -150,7 +138,7 @@ def copy_blocks_out(kv_cache: KVCacheLike, host: HostStore, transfers: BlockTran
     """Pass a copy of each block to the block store."""
     if not transfers:
         return
-    buffers: dict[int, dict[int, storage.filesystem.Buffer]] = {copy_id: {} for copy_id, _ in transfers}
+    buffers: dict[int, dict[int, Buffer]] = {copy_id: {} for copy_id, _ in transfers}
     blocks, ids_per_group = _by_group(kv_cache, transfers)
     arrays = kv_cache.read_blocks(blocks)
     for group_index, copy_ids in enumerate(ids_per_group):
@@ -185,21 +173,19 @@ def copy_blocks_in(kv_cache: KVCacheLike, host: HostStore, transfers: BlockTrans
         kv_cache.write_blocks(blocks, state)
 
 
-def _bytes(buffer: storage.filesystem.Buffer) -> Tensor:
+def _bytes(buffer: Buffer) -> Tensor:
     """Return a uint8 tensor [N]; read-only buffers are copied, because torch warns of them."""
     return torch.frombuffer(bytearray(buffer) if memoryview(buffer).readonly else buffer, dtype=torch.uint8)
 
 
 def _names(kv_cache: KVCacheLike, group_index: int) -> dict[str, Tensor]:
-    """Return the arrays of a group in order."""
     return {name: array for name, array in kv_cache.array_specs().items() if name.startswith(f"{group_index}.")}
 
 
 def _by_group(kv_cache: KVCacheLike, transfers: BlockTransfer) -> tuple[list[list[int]], list[list[int]]]:
     """Return per group the blocks and the copy ids that they belong to."""
-    num_groups = len(kv_cache.groups)
-    blocks: list[list[int]] = [[] for _ in range(num_groups)]
-    ids_per_group: list[list[int]] = [[] for _ in range(num_groups)]
+    blocks: list[list[int]] = [[] for _ in kv_cache.groups]
+    ids_per_group: list[list[int]] = [[] for _ in kv_cache.groups]
     for copy_id, group_blocks in transfers:
         for group_index, block_ids in enumerate(group_blocks):
             blocks[group_index].extend(block_ids)

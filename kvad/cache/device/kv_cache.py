@@ -1,6 +1,6 @@
 """KVCache: the device half of the cache. It stores tensors and makes no decisions.
 
-Each layer has one :class:`~kvad.cache.device.tensors.LayerTensor` of keys and one of values, in the formats of its
+Each layer has one ``kvad.cache.device.tensors.LayerTensor`` of keys and one of values, in the formats of its
 group; each group has a column of positions, ``[blocks, block_size]`` int64. A slot is visible if its position is >= 0,
 which holds only if the owner of its block wrote it: ``apply`` clears blocks that change owner (positions to -1,
 contents to zero), and block 0 (NULL_BLOCK, pads tables) is never written. So one mask rule works for contiguous, paged
@@ -17,7 +17,8 @@ Blocks, sequences and evictions are chosen by the KVCacheManager.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,13 +26,13 @@ from torch import Tensor
 from kvad import ops
 from kvad.cache.device.demotion import SummarizerFn, mean_summary, merge_layer, merge_positions, quantize_layer
 from kvad.cache.device.eviction import EvictionHook, PerHeadMetadata, evict_layer
-from kvad.cache.device.host_copy import HostCopier, HostStore, copy_blocks_in, copy_blocks_out
-from kvad.cache.device.offload_reader import OffloadReader
+from kvad.cache.device.host_copy import HostCopier, HostStore, block_bytes_per_group, copy_blocks_in, copy_blocks_out
+from kvad.cache.device.offload_reader import OffloadReader, OffloadTile
 from kvad.cache.device.quest import BlockKeyBounds
 from kvad.cache.device.slot_copy import BlockIndex, SlotIndex, copy_slots_in, copy_slots_out
-from kvad.cache.device.tensors import LayerTensor
-from kvad.cache.device.views import CrossAttentionView, GroupStepPlan, ReadPlan, SelfAttentionView, WriteIndex
-from kvad.cache.groups import CacheGroup, group_bytes
+from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, LayerTensor
+from kvad.cache.device.views import CrossAttentionView, ReadPlan, SelfAttentionView, WriteIndex
+from kvad.cache.groups import CacheGroup
 from kvad.cache.policy import UNBOUNDED
 from kvad.model_input import BlockOps, CacheView, EvictOp, MergeOp, ModelInput, Rotary, SlotMapping
 
@@ -42,17 +43,6 @@ class RestorableState(Protocol):
     def restore(self, kv_cache: KVCache, blocks: Sequence[Sequence[int]]) -> None:
         """Write into newly allocated blocks per group."""
         ...
-
-
-class ArrayBlocks(NamedTuple):
-    """One raw array of a group, [blocks, ...], and a sequence's blocks of it.
-
-    ``name`` is "group.layer.kind.number", such as "0.3.keys.0".
-    """
-
-    name: str
-    array: Tensor
-    blocks: Tensor
 
 
 class KVCache:
@@ -97,17 +87,18 @@ class KVCache:
             OffloadReader(self.groups, UNBOUNDED) if offload_reader is None and any(offloaded) else offload_reader
         )
         for group, is_offloaded in zip(self.groups, offloaded, strict=True):
-            spec, size = group.spec, group.block_size
-            layers = {}
-            for layer in () if is_offloaded else group.layers:
-                keys = LayerTensor(group.key_format, group.num_blocks, spec.num_kv_heads, size, spec.head_dim, device)
-                layers[layer] = (
-                    keys,
-                    LayerTensor(group.value_format, group.num_blocks, spec.num_kv_heads, size, spec.value_dim, device),
-                )
-            self.stores.append(layers)
-            self.weights.append(_weights(group, device))
-            self.positions.append(torch.full((group.num_blocks, size), -1, dtype=torch.int64, device=device))
+            layers, spec = () if is_offloaded else group.layers, group.spec
+            has_weights = group.lower_level is not None and group.lower_level.ratio > 1
+            allocate = partial(_allocate, group, device)
+            self.stores.append(
+                {
+                    layer: (allocate(group.key_format, spec.head_dim), allocate(group.value_format, spec.value_dim))
+                    for layer in layers
+                }
+            )
+            self.weights.append({layer: allocate(group.weight_format, 1) for layer in layers if has_weights})
+            shape = group.num_blocks, group.block_size
+            self.positions.append(torch.full(shape, -1, dtype=torch.int64, device=device))
         token_layers = {  # groups that take tokens or an encoder input
             layer: pair
             for group, layers in zip(self.groups, self.stores, strict=True)
@@ -118,28 +109,23 @@ class KVCache:
         self.values = [token_layers[layer][1] for layer in sorted(token_layers)]
         self.rotaries: dict[int, Rotary] = {}  # by layer, as last used for writing
         self.summarizers: dict[int, SummarizerFn] = dict(summarizers or {})
-        evicting = [
-            (layer, group) for group in self.groups if group.eviction_policy is not None for layer in group.layers
-        ]
-        self.head_metadata = {layer: PerHeadMetadata(group, device) for layer, group in evicting}
-        sparse = [
-            (layer, group) for group in self.groups if group.sparse_read_policy is not None for layer in group.layers
-        ]
-        self.block_bounds = {layer: BlockKeyBounds(group, self.keys[layer], device) for layer, group in sparse}
-        self.swapped: dict[
-            int, list[Tensor] | RestorableState
-        ] = {}  # host copies by key; on a GPU valid after copier.wait
+        by_layer = [(layer, group) for group in self.groups for layer in group.layers]
+        self.head_metadata = {
+            layer: PerHeadMetadata(group, device) for layer, group in by_layer if group.eviction_policy is not None
+        }
+        self.block_bounds = {
+            layer: BlockKeyBounds(group, self.keys[layer], device)
+            for layer, group in by_layer
+            if group.sparse_read_policy is not None
+        }
+        # Host copies by key; on a GPU valid after copier.wait.
+        self.swapped: dict[int, list[Tensor] | RestorableState] = {}
         self.copier = HostCopier(torch.device(device))
         self.host_store: HostStore | None = None  # receives evicted blocks and provides loaded ones
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors: keys and values, metadata and weights by layer, positions by group."""
-        stores: list[LayerTensor | PerHeadMetadata | BlockKeyBounds] = [
-            *self._stores(),
-            *self.head_metadata.values(),
-            *self.block_bounds.values(),
-        ]
-        stores += self._weights()
+        stores = [*self._stores(), *self._metadata()]
         return [*(array for store in stores for array in store.arrays), *self.positions]
 
     def payload_bytes(self) -> int:
@@ -152,20 +138,17 @@ class KVCache:
 
     def metadata_bytes(self) -> int:
         """Return the bytes of positions, per-head metadata, block bounds and weights."""
-        metadata: list[LayerTensor | PerHeadMetadata | BlockKeyBounds] = [
-            *self.head_metadata.values(),
-            *self.block_bounds.values(),
-        ]
-        metadata += self._weights()
-        return sum(positions.nbytes for positions in self.positions) + sum(arrays.nbytes for arrays in metadata)
+        return sum(column.nbytes for column in self.positions) + sum(arrays.nbytes for arrays in self._metadata())
 
-    def _weights(self) -> Iterator[LayerTensor]:
-        for held in self.weights:
-            yield from held.values()
+    def _metadata(self) -> Iterator[BlockArrays]:
+        yield from self.head_metadata.values()
+        yield from self.block_bounds.values()
+        for layers in self.weights:
+            yield from layers.values()
 
     def _stores(self) -> Iterator[LayerTensor]:
         for side in (0, 1):
-            yield from (pair[side] for held in self.stores for pair in held.values())
+            yield from (pair[side] for layers in self.stores for pair in layers.values())
 
     def release(self) -> None:
         """Free all tensors. The cache cannot be used afterwards."""
@@ -175,7 +158,7 @@ class KVCache:
             self.offload_reader.close()
 
     def apply(self, block_ops: BlockOps) -> None:
-        """Apply block operations between two steps, in the order of :class:`BlockOps`."""
+        """Apply block operations between two steps, in the order of ``BlockOps``."""
         if self.host_store is not None:
             copy_blocks_out(self, self.host_store, block_ops.store)
         self._swap(block_ops)
@@ -190,19 +173,15 @@ class KVCache:
         for group_index, merge_ops in enumerate(block_ops.merge):
             if merge_ops:
                 self._merge(group_index, merge_ops)
-        for group, positions, clear, copy in zip(
-            self.groups, self.positions, block_ops.clear, block_ops.copy, strict=True
-        ):
+        groups = zip(self.groups, self.positions, block_ops.clear, block_ops.copy, strict=True)
+        for group, positions, clear, copy in groups:
             if clear:
                 self._clear(group, positions, torch.tensor(clear, device=positions.device))
             for source, target, num_retained in copy:
                 self._copy(group, positions, source, target, num_retained)
 
     def discard(self, block_ops: BlockOps) -> None:
-        """Discard the block operations of a failed step, applied or not.
-
-        Requested copies are canceled; states to swap in and swapped sequences to drop are dropped.
-        """
+        """Cancel the copies of a failed step, and drop the states that it would have swapped in or dropped."""
         if self.host_store is not None:
             for copy_id, _ in (*block_ops.store, *block_ops.load):
                 self.host_store.cancel(copy_id)
@@ -222,23 +201,15 @@ class KVCache:
             self.swapped.pop(key, None)
 
     def iter_arrays(self, blocks: Sequence[Sequence[int]]) -> Iterator[ArrayBlocks]:
-        """Yield every raw array of the groups with a sequence's blocks of it.
-
-        Args:
-            blocks: Blocks per group: groups that take tokens, then lower levels, then cross-attention. Further groups
-                are left out.
-        """
+        """Yield every raw array of the groups with a sequence's blocks of it; groups beyond ``blocks`` are left out."""
         groups = zip(self.groups, self.positions, self.stores, self.weights, blocks, strict=False)
         for group_index, (group, positions, stores, weights, ids) in enumerate(groups):
             block_ids = torch.tensor(ids, dtype=torch.int64, device=positions.device)
             yield ArrayBlocks(f"{group_index}.positions", positions, block_ids)
             for layer, (keys, values) in stores.items():
-                stores_by_kind: dict[str, LayerTensor | PerHeadMetadata | BlockKeyBounds] = {
-                    "keys": keys,
-                    "values": values,
-                }
+                stores_by_kind: dict[str, BlockArrays] = {"keys": keys, "values": values}
                 if group.lower_level is None:
-                    stores_by_kind |= self._head_metadata(layer)
+                    stores_by_kind.update(self._head_metadata(layer))
                 elif layer in weights:
                     stores_by_kind["weights"] = weights[layer]
                 for kind, store in stores_by_kind.items():
@@ -246,15 +217,14 @@ class KVCache:
                         yield ArrayBlocks(f"{group_index}.{layer}.{kind}.{index}", array, block_ids)
 
     def block_bytes(self) -> list[int]:
-        """Return the bytes of one block of each group, of all ranks."""
-        return [group_bytes(group).total // group.num_blocks for group in self.groups]
+        return list(block_bytes_per_group(self.groups))
 
     def read_blocks(self, blocks: BlockIndex) -> dict[str, Tensor]:
-        """Copy blocks to the host, as arrays by name (:meth:`iter_arrays`), of all ranks."""
+        """Copy blocks to the host, as arrays by name (``iter_arrays``), of all ranks."""
         return {item.name: item.array[item.blocks].cpu() for item in self.iter_arrays(blocks)}
 
     def write_blocks(self, blocks: BlockIndex, state: Mapping[str, Tensor]) -> None:
-        """Write the arrays of :meth:`read_blocks`; groups without blocks are skipped."""
+        """Write the arrays of ``read_blocks``; groups without blocks are skipped."""
         for item in self.iter_arrays(blocks):
             if len(item.blocks):
                 item.array[item.blocks] = state[item.name].to(item.array.device)
@@ -264,7 +234,7 @@ class KVCache:
         return copy_slots_out(self, blocks, slots)
 
     def copy_in(self, blocks: BlockIndex, slots: SlotIndex, arrays: Mapping[str, Tensor]) -> None:
-        """Write the arrays of :meth:`copy_out` into newly allocated blocks."""
+        """Write the arrays of ``copy_out`` into newly allocated blocks."""
         copy_slots_in(self, blocks, slots, arrays)
 
     def array_specs(self) -> dict[str, Tensor]:
@@ -273,10 +243,7 @@ class KVCache:
 
     def summary_rotaries(self) -> dict[int, Rotary]:
         """Return by layer the rotation of keys that are merged into summaries."""
-        summary_groups = [
-            group for group in self.groups if group.lower_level is not None and group.lower_level.ratio > 1
-        ]
-        layers = {layer for group in summary_groups for layer in group.layers}
+        layers = {layer for weights in self.weights for layer in weights}
         return {layer: rotary for layer, rotary in self.rotaries.items() if layer in layers}
 
     def set_summary_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
@@ -286,20 +253,12 @@ class KVCache:
             self.rotaries.setdefault(layer, rotary._replace(inv_freq=inv_freq))
 
     def failed_rows(self, seqs_per_sub_batch: Sequence[int]) -> dict[int, str]:
-        """Return the last step's sequences with unreadable offloaded tokens, and the causes.
-
-        Sequences are counted over all sub-batches, which have ``seqs_per_sub_batch`` sequences. Their outputs are
-        wrong; those of other sequences are not.
-        """
+        """Return the last step's sequences (over all sub-batches) with unreadable offloaded tokens, and the causes."""
         return {} if self.offload_reader is None else self.offload_reader.failed_rows(seqs_per_sub_batch)
 
-    def _head_metadata(self, layer: int) -> dict[str, PerHeadMetadata | BlockKeyBounds]:
-        """Return the per-head metadata and block bounds of a layer by kind."""
-        by_kind: dict[str, Mapping[int, PerHeadMetadata | BlockKeyBounds]] = {
-            "head_metadata": self.head_metadata,
-            "block_bounds": self.block_bounds,
-        }
-        return {kind: arrays[layer] for kind, arrays in by_kind.items() if layer in arrays}
+    def _head_metadata(self, layer: int) -> Mapping[str, PerHeadMetadata | BlockKeyBounds]:
+        by_kind = {"head_metadata": self.head_metadata.get(layer), "block_bounds": self.block_bounds.get(layer)}
+        return {kind: arrays for kind, arrays in by_kind.items() if arrays is not None}
 
     def _quantize(self, group_index: int, pairs: Sequence[tuple[int, int]]) -> None:
         level, positions = self.groups[group_index].lower_level, self.positions[group_index]
@@ -315,9 +274,8 @@ class KVCache:
     def _merge(self, group_index: int, merge_ops: Sequence[MergeOp]) -> None:
         level, lower_positions = self.groups[group_index].lower_level, self.positions[group_index]
         assert level is not None
-        positions = self.positions[level.upper_group][
-            torch.tensor([op.source_block for op in merge_ops], device=lower_positions.device)
-        ]
+        sources = torch.tensor([op.source_block for op in merge_ops], device=lower_positions.device)
+        positions = self.positions[level.upper_group][sources]
         for layer, (keys, values) in self.stores[group_index].items():
             rotary = None if self.rope_on_read else self.rotaries.get(layer)
             summarizer = self.summarizers.get(layer, mean_summary)
@@ -328,15 +286,8 @@ class KVCache:
 
     def _evict(self, group: CacheGroup, positions: Tensor, evict_ops: Sequence[EvictOp]) -> None:
         for layer in group.layers:
-            evict_layer(
-                group,
-                layer,
-                self.keys[layer],
-                self.values[layer],
-                self.head_metadata[layer],
-                evict_ops,
-                self.eviction_hook,
-            )
+            keys, values, metadata = self.keys[layer], self.values[layer], self.head_metadata[layer]
+            evict_layer(group, layer, keys, values, metadata, evict_ops, self.eviction_hook)
         for op in evict_ops:  # Heads retain different tokens; the column only says that a slot is used.
             blocks = torch.tensor(op.target_blocks, device=positions.device)
             filled = torch.arange(len(op.target_blocks) * group.block_size, device=positions.device)
@@ -345,9 +296,8 @@ class KVCache:
     def clear(self, group_index: int, blocks: Sequence[int]) -> None:
         """Clear newly allocated blocks of a group that takes tokens or an encoder input."""
         positions = self.positions[group_index]
-        self._clear(
-            self.groups[group_index], positions, torch.tensor(blocks, dtype=torch.int64, device=positions.device)
-        )
+        block_ids = torch.tensor(blocks, dtype=torch.int64, device=positions.device)
+        self._clear(self.groups[group_index], positions, block_ids)
 
     def _clear(self, group: CacheGroup, positions: Tensor, blocks: Tensor) -> None:
         positions.index_fill_(0, blocks, -1)
@@ -372,40 +322,28 @@ class KVCache:
         views: list[CacheView | None] = [None] * len(self.keys)
         encoder_mappings = iter(() if model_input.encoder_input is None else model_input.encoder_input.slot_mappings)
         empty_mapping = SlotMapping(model_input.positions, ())  # for a step with encoder input only
-        tiles = (
-            self.offload_reader.open(model_input, self.positions)
-            if self.offload_reader is not None and model_input.sub_batches
-            else {}
-        )
+        tiles: Mapping[int, Sequence[OffloadTile]] = {}
+        if self.offload_reader is not None and model_input.sub_batches:
+            tiles = self.offload_reader.open(model_input, self.positions)
         for group_index, group in enumerate(self.groups):
-            slot_mapping = model_input.slot_mappings[group_index] if model_input.sub_batches else empty_mapping
-            if group.spec.is_cross_attention:
-                write_index = (
-                    WriteIndex(self, group_index, model_input.encoder_input, next(encoder_mappings))
-                    if model_input.encoder_input is not None
-                    else None
-                )
-                read_plan = ReadPlan(self, group_index, model_input, slot_mapping)
-                for layer in group.layers:
-                    views[layer] = CrossAttentionView(
-                        write_index, read_plan, layer, self.keys[layer], self.values[layer]
-                    )
-                continue
             if group.lower_level is not None:
                 continue
-            group_plan = GroupStepPlan(self, group_index, model_input, slot_mapping, angles, tiles)
+            slot_mapping = model_input.slot_mappings[group_index] if model_input.sub_batches else empty_mapping
+            view_type: type[SelfAttentionView | CrossAttentionView] = SelfAttentionView
+            write_index: WriteIndex | None = None
+            if not group.spec.is_cross_attention:
+                write_index = WriteIndex(self, group_index, model_input, slot_mapping)
+                for layer in self.head_metadata.keys() & set(group.layers):
+                    self.head_metadata[layer].write(write_index.blocks, write_index.offsets, model_input.positions)
+            else:
+                view_type = CrossAttentionView
+                if model_input.encoder_input is not None:
+                    write_index = WriteIndex(self, group_index, model_input.encoder_input, next(encoder_mappings))
+            read_plan = ReadPlan(self, group_index, model_input, slot_mapping, angles, tiles)
             for layer in group.layers:
-                if layer in self.head_metadata:
-                    self.head_metadata[layer].write(
-                        group_plan.write_index.blocks, group_plan.write_index.offsets, model_input.positions
-                    )
-                views[layer] = SelfAttentionView(group_plan, layer, self.keys[layer], self.values[layer])
+                views[layer] = view_type(write_index, read_plan, layer, self.keys[layer], self.values[layer])
         return [view for view in views if view is not None]
 
 
-def _weights(group: CacheGroup, device: torch.device | str) -> dict[int, LayerTensor]:
-    """Allocate the logit weights of a level's summaries, by layer."""
-    if group.lower_level is None or group.lower_level.ratio == 1:
-        return {}
-    wide, heads = group.weight_format, group.spec.num_kv_heads
-    return {layer: LayerTensor(wide, group.num_blocks, heads, group.block_size, 1, device) for layer in group.layers}
+def _allocate(group: CacheGroup, device: torch.device | str, format_name: str, dim: int) -> LayerTensor:
+    return LayerTensor(format_name, group.num_blocks, group.spec.num_kv_heads, group.block_size, dim, device)

@@ -2,13 +2,13 @@
 
 The host decides which blocks are offloaded (``BlockOps.quantize``) and which a sequence reads (its level's block
 table), as for any level. Whole blocks are stored as raw bytes in an
-:class:`~kvad.cache.offload.token_offload.OffloadFile`, so no information is lost. A step reads them once per layer, in
+``kvad.cache.token_offload.OffloadFile``, so no information is lost. A step reads them once per layer, in
 tiles, and ``ops/merge.py`` merges the attention parts one after the other, so temporary memory is bounded for any
 length. A tile in RAM is read in place. The order of other tiles is known when the step begins: a thread reads ahead
 into two alternating buffers, the next tile of this layer or the first of the next layer, while the layer attends to the
 current one.
 
-Sequences whose blocks cannot be read are reported (:meth:`OffloadReader.failed_rows`); only their own outputs are
+Sequences whose blocks cannot be read are reported (``OffloadReader.failed_rows``); only their own outputs are
 wrong, because sequences do not attend to each other.
 """
 
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,9 @@ from kvad.cache.device.tensors import BlockTable, LayerTensor, gather_metadata
 from kvad.cache.groups import CacheGroup
 from kvad.errors import ConfigError
 from kvad.model_input import NULL_BLOCK, RESERVED_BLOCKS, ModelInput, TokenPositions
-from kvad.storage import REAL_FILE_SYSTEM, FileSystem
+from kvad.storage import REAL_FILE_SYSTEM, FileSystem, IoThread
+
+token_offload = offload.token_offload
 
 MAX_RUNS_IN_PLACE = 8  # runs per sequence and tile that are read in place; more are gathered first
 
@@ -54,7 +57,7 @@ class OffloadTile(NamedTuple):
     sub_batch: int
     table: BlockTable  # [R, n]
     keys: TokenPositions
-    runs: list[offload.token_offload.BlockRun]  # no run contains blocks of two sequences
+    runs: list[token_offload.BlockRun]  # no run contains blocks of two sequences
     in_ram: bool  # All blocks are in RAM.
 
 
@@ -78,34 +81,25 @@ class OffloadReader:
         folder: Path | None = None,
         fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
-        self.plan = offload.token_offload.plan_offload(groups, ram_bytes)
+        self.plan = token_offload.plan_offload(groups, ram_bytes)
         target_folder = folder or storage.filesystem.user_cache_dir("offload")
         self.folder = target_folder if self.plan.disk_bytes else None
         if self.folder is not None:
             _prepare(self.folder, fs)
-        self._layers = {group_index: groups[group_index].layers for group_index in self.plan.shares}
-        self._slices = {
-            group_index: offload.token_offload.block_slices(groups[group_index]) for group_index in self.plan.shares
+        self._groups = {group_index: groups[group_index] for group_index in self.plan.shares}
+        self._slices = {group_index: token_offload.block_slices(group) for group_index, group in self._groups.items()}
+        self._codecs = {
+            group_index: (ops.quantize.get_codec(group.key_format), ops.quantize.get_codec(group.value_format))
+            for group_index, group in self._groups.items()
         }
-        self._heads = {group_index: groups[group_index].spec.num_kv_heads for group_index in self.plan.shares}
-        self._codecs: dict[int, tuple[ops.quantize.FormatCodec, ops.quantize.FormatCodec]] = {}
-        for group_index in self.plan.shares:
-            self._codecs[group_index] = (
-                ops.quantize.get_codec(groups[group_index].key_format),
-                ops.quantize.get_codec(groups[group_index].value_format),
-            )
-        self.offload_files: dict[int, offload.token_offload.OffloadFile] = {}
-        self._staging = [
-            np.empty(self.plan.staging_bytes // offload.token_offload.NUM_TILES, np.uint8)
-            for _ in range(offload.token_offload.NUM_TILES)
-        ]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvad-offload")
+        self.offload_files: dict[int, token_offload.OffloadFile] = {}
+        tile_bytes = self.plan.staging_bytes // token_offload.NUM_TILES
+        self._staging = [np.empty(tile_bytes, np.uint8) for _ in range(token_offload.NUM_TILES)]
+        self._thread = IoThread("kvad-offload")
         self._read_ahead: _ReadAhead | None = None
         try:
             for group_index, share in self.plan.shares.items():
-                self.offload_files[group_index] = offload.token_offload.OffloadFile(
-                    share, target_folder, str(group_index), fs
-                )
+                self.offload_files[group_index] = token_offload.OffloadFile(share, target_folder, str(group_index), fs)
         except ConfigError:
             self.close()
             raise
@@ -116,24 +110,18 @@ class OffloadReader:
         for offload_file in self.offload_files.values():
             offload_file.close()
         self._staging = []
-        self._thread.shutdown()
+        self._thread.stop()
 
     def stats(self) -> OffloadStats:
-        """Return the statistics of all offloaded levels."""
-        files = list(self.offload_files.values())
+        files = self.offload_files.values()
         return OffloadStats(
-            sum(offload_file.written for offload_file in files),
-            sum(offload_file.read_ram for offload_file in files),
-            sum(offload_file.read_disk for offload_file in files),
-            sum(
-                offload_file.touched * offload_file.share.layers * offload_file.share.block_bytes
-                for offload_file in files
-            ),
-            sum(offload_file.failures for offload_file in files),
-            self.folder,
+            written=sum(file.written for file in files),
+            from_ram=sum(file.read_ram for file in files),
+            from_disk=sum(file.read_disk for file in files),
+            disk_bytes=sum(file.touched * file.share.layers * file.share.block_bytes for file in files),
+            failed=sum(file.failures for file in files),
+            folder=self.folder,
         )
-
-    # ------------------------------------------------------------ between two steps
 
     def write_blocks(
         self,
@@ -145,24 +133,17 @@ class OffloadReader:
         """Offload whole blocks of the upper level, in every layer."""
         self._stop_reading()
         offload_file, slices = self.offload_files[group_index], self._slices[group_index]
-        runs = offload_file.split_runs([target - RESERVED_BLOCKS for target in targets])
+        runs = token_offload.split_runs([target - RESERVED_BLOCKS for target in targets], offload_file.share.ram)
         lines = torch.zeros((len(targets), offload_file.share.block_bytes), dtype=torch.uint8)
         for layer, stores in upper.items():
             raw = [array for store in stores for array in store.take_blocks(sources)]
             for array_slice, array in zip(slices, raw, strict=True):
                 flat = array.flatten(1).contiguous().view(torch.uint8)
                 lines[:, array_slice.offset : array_slice.offset + array_slice.nbytes] = flat.cpu()
-            offload_file.write(self._layers[group_index].index(layer), runs, lines.numpy())
-
-    # ------------------------------------------------------------ a step
+            offload_file.write(self._groups[group_index].layers.index(layer), runs, lines.numpy())
 
     def open(self, model_input: ModelInput, positions: Sequence[Tensor]) -> dict[int, list[OffloadTile]]:
-        """Return the tiles that a step reads, by group, and start reading ahead.
-
-        Args:
-            model_input: Input of the step.
-            positions: Position columns by group.
-        """
+        """Return the tiles that a step reads, by group, and start reading ahead; ``positions`` are the columns."""
         self._stop_reading()
         tiles = {
             group_index: list(self._tiles(group_index, model_input, positions[group_index]))
@@ -171,11 +152,11 @@ class OffloadReader:
         jobs = [
             (layer, group_index, tile)
             for group_index, group_tiles in tiles.items()
-            for layer in self._layers[group_index]
+            for layer in self._groups[group_index].layers
             for tile in group_tiles
             if not tile.in_ram
         ]
-        jobs.sort(key=lambda job: job[:1])
+        jobs.sort(key=lambda job: job[0])
         self._read_ahead = _ReadAhead(self, jobs)
         return tiles
 
@@ -187,13 +168,13 @@ class OffloadReader:
             blocks_per_tile = max(1, share.tile // num_seqs)
             for start in range(0, per_row, blocks_per_tile):
                 tile_blocks = blocks[:, start : start + blocks_per_tile]
-                table = BlockTable(tile_blocks, size, tile_blocks.shape[1] * size)
+                width = tile_blocks.shape[1]
+                table = BlockTable(tile_blocks, size, width * size)
+                file_blocks = torch.where(tile_blocks == NULL_BLOCK, -1, tile_blocks - RESERVED_BLOCKS)
                 runs = [
-                    run._replace(tile_index=run.tile_index + seq * tile_blocks.shape[1])
-                    for seq, block_ids in enumerate(tile_blocks.tolist())
-                    for run in self.offload_files[group_index].split_runs(
-                        [block - RESERVED_BLOCKS if block != NULL_BLOCK else -1 for block in block_ids]
-                    )
+                    run._replace(tile_index=run.tile_index + seq * width)
+                    for seq, block_ids in enumerate(file_blocks.tolist())
+                    for run in token_offload.split_runs(block_ids, share.ram)
                 ]
                 in_ram = len(runs) <= MAX_RUNS_IN_PLACE * num_seqs and all(run.first < share.ram for run in runs)
                 yield OffloadTile(sub_batch, table, TokenPositions(gather_metadata(column, table)), runs, in_ram)
@@ -205,13 +186,13 @@ class OffloadReader:
         """
         assert self._read_ahead is not None, "open must precede read"
         if tile.in_ram:
-            offload_file, layer_index = self.offload_files[group_index], self._layers[group_index].index(layer)
+            offload_file, layer_index = self.offload_files[group_index], self._groups[group_index].layers.index(layer)
             views = [(run.tile_index, offload_file.ram_view(layer_index, run)) for run in tile.runs]
             lines = [(layer_index, torch.from_numpy(view)) for layer_index, view in views if view is not None]
         else:
             lines = [(0, self._read_ahead.take(layer, tile))]
         num_seqs, num_blocks = tile.table.rows, tile.table.per_row
-        shape = num_seqs, self._heads[group_index], num_blocks, tile.table.block_size
+        shape = num_seqs, self._groups[group_index].spec.num_kv_heads, num_blocks, tile.table.block_size
         raw: tuple[list[Tensor], list[Tensor]] = [], []
         for array_slice in self._slices[group_index]:
             raw[array_slice.is_value].append(_arrays(lines, array_slice, shape, like.device))
@@ -221,22 +202,20 @@ class OffloadReader:
         return keys.decode(raw[0], like.dtype), values.decode(raw[1], like.dtype)
 
     def failed_rows(self, seqs_per_sub_batch: Sequence[int]) -> dict[int, str]:
-        """Return the sequences of the last step with unreadable blocks, and the causes.
-
-        Args:
-            seqs_per_sub_batch: Number of sequences of each sub-batch.
-        """
+        """Return the sequences of the last step with unreadable blocks, and the causes."""
         lost = {} if self._read_ahead is None else self._read_ahead.lost
         return {sum(seqs_per_sub_batch[:sub_batch]) + seq: reason for (sub_batch, seq), reason in lost.items()}
 
     def _job(self, layer: int, group_index: int, tile: OffloadTile, buffer: int) -> dict[int, str]:
-        block_bytes = self.offload_files[group_index].share.block_bytes
-        count = tile.table.rows * tile.table.per_row
-        into = self._staging[buffer][: count * block_bytes].reshape(count, block_bytes)
-        return self.offload_files[group_index].read(self._layers[group_index].index(layer), tile.runs, into)
+        into = self.staging(buffer, group_index, tile)
+        return self.offload_files[group_index].read(self._groups[group_index].layers.index(layer), tile.runs, into)
+
+    def staging(self, buffer: int, group_index: int, tile: OffloadTile) -> token_offload.BlockBytes:
+        """Return the part of a buffer that a tile fills, [n, block_bytes]."""
+        count, block_bytes = tile.table.rows * tile.table.per_row, self.plan.shares[group_index].block_bytes
+        return self._staging[buffer][: count * block_bytes].reshape(count, block_bytes)
 
     def _stop_reading(self) -> None:
-        """Wait until no read is in progress."""
         if self._read_ahead is not None:
             self._read_ahead.stop()
             self._read_ahead = None
@@ -249,26 +228,22 @@ class _ReadAhead:
         self.lost: dict[tuple[int, int], str] = {}
         self._reader, self._jobs = reader, deque(jobs)
         self._in_flight: deque[tuple[int, int, OffloadTile, int, Future[dict[int, str]]]] = deque()
-        for buffer in range(offload.token_offload.NUM_TILES):
+        for buffer in range(token_offload.NUM_TILES):
             self._submit(buffer)
 
     def _submit(self, buffer: int) -> None:
         if self._jobs:
             layer, group_index, tile = self._jobs.popleft()
-            future = self._reader._thread.submit(self._reader._job, layer, group_index, tile, buffer)
+            future = self._reader._thread.submit(partial(self._reader._job, layer, group_index, tile, buffer))
             self._in_flight.append((layer, group_index, tile, buffer, future))
 
     def take(self, layer: int, tile: OffloadTile) -> Tensor:
-        """Return the next tile, [n, block_bytes]; it is valid until :meth:`done`."""
+        """Return the next tile, [n, block_bytes]; it is valid until ``done``."""
         planned_layer, group_index, next_tile, buffer, future = self._in_flight[0]
         assert planned_layer == layer and next_tile is tile, "tiles must be read in layer order"
         for tile_index, reason in future.result().items():
             self.lost.setdefault((tile.sub_batch, tile_index // tile.table.per_row), reason)
-        count, block_bytes = (
-            tile.table.rows * tile.table.per_row,
-            self._reader.offload_files[group_index].share.block_bytes,
-        )
-        return torch.from_numpy(self._reader._staging[buffer][: count * block_bytes]).view(count, block_bytes)
+        return torch.from_numpy(self._reader.staging(buffer, group_index, tile))
 
     def done(self) -> None:
         """Reuse the buffer of the tile that was taken."""
@@ -285,10 +260,9 @@ class _ReadAhead:
 
 
 def _prepare(folder: Path, fs: FileSystem) -> None:
-    """Create the folder and remove leftovers."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        offload.token_offload.remove_offload_leftovers(folder, fs)
+        storage.filesystem.remove_temp_files(folder, lambda name: name.startswith(token_offload.FILE_PREFIX), fs)
     except OSError as error:
         raise ConfigError(
             f"cache.offload_dir: cannot write to {folder}: {error.strerror or error}",
@@ -298,30 +272,22 @@ def _prepare(folder: Path, fs: FileSystem) -> None:
 
 def _arrays(
     lines: Sequence[tuple[int, Tensor]],
-    array_slice: offload.token_offload.ArraySlice,
+    array_slice: token_offload.ArraySlice,
     shape: tuple[int, int, int, int],
     device: torch.device,
 ) -> Tensor:
     """Return one array of all blocks of a tile, [R, K, P * block_size, width], a copy.
 
-    Args:
-        lines: (tile index, lines [n, bytes]) of whole sequences or of parts of one.
-        array_slice: The array to return.
-        shape: R, K, P, block_size.
-        device: Device of the result.
+    ``lines`` are (tile index, [n, bytes]) of whole sequences or of parts of one; ``shape`` is R, K, P, block_size.
     """
     num_seqs, num_heads, num_blocks, block_size = shape
     dtype: torch.dtype = getattr(torch, array_slice.dtype)
     is_complete = sum(len(part) for _, part in lines) == num_seqs * num_blocks
-    result = (torch.empty if is_complete else torch.zeros)(
-        (num_seqs, num_heads, num_blocks, block_size, array_slice.width), dtype=dtype, device=device
-    )
+    allocate = torch.empty if is_complete else torch.zeros
+    result = allocate((num_seqs, num_heads, num_blocks, block_size, array_slice.width), dtype=dtype, device=device)
     for tile_index, part in lines:
-        view = (
-            part[:, array_slice.offset : array_slice.offset + array_slice.nbytes]
-            .view(dtype)
-            .view(-1, num_heads, block_size, array_slice.width)
-        )
+        raw = part[:, array_slice.offset : array_slice.offset + array_slice.nbytes]
+        view = raw.view(dtype).view(-1, num_heads, block_size, array_slice.width)
         if len(view) == num_seqs * num_blocks:
             result.copy_(view.view(num_seqs, num_blocks, num_heads, block_size, array_slice.width).transpose(1, 2))
         else:

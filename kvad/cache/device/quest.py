@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kvad import ops
 from kvad.cache.device.eviction import round_mantissa
-from kvad.cache.device.tensors import BlockTable, LayerTensor, allocate_head_major, gather_blocks
+from kvad.cache.device.tensors import BlockArrays, BlockTable, LayerTensor, allocate_head_major, gather_blocks
 from kvad.cache.groups import CacheGroup
 from kvad.model_input import NULL_BLOCK, AttentionPattern, TokenPositions
 
 
-class BlockKeyBounds:
+class BlockKeyBounds(BlockArrays):
     """Minimum and maximum of the keys of each block of one layer, [blocks, K, 1, D]."""
 
     def __init__(self, group: CacheGroup, keys: LayerTensor, device: torch.device | str) -> None:
@@ -32,16 +32,7 @@ class BlockKeyBounds:
         shape = group.num_blocks, group.spec.num_kv_heads, 1, group.spec.head_dim
         self.key_min = allocate_head_major(*shape, dtype=dtype, fill=torch.inf, device=device)
         self.key_max = allocate_head_major(*shape, dtype=dtype, fill=-torch.inf, device=device)
-
-    @property
-    def arrays(self) -> tuple[Tensor, ...]:
-        """All tensors of the bounds."""
-        return self.key_min, self.key_max
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.key_min.nbytes + self.key_max.nbytes
+        self.arrays = self.key_min, self.key_max
 
     def clear(self, blocks: Tensor) -> None:
         """Empty whole blocks."""
@@ -73,10 +64,8 @@ class BlockKeyBounds:
 
         q [R, L, H, D], positions [R, L] -> bool [R, K, L, P].
         """
-        key_min, key_max = (
-            x.masked_fill(x.isinf(), 0.0)
-            for x in (gather_blocks(self.key_min, table), gather_blocks(self.key_max, table))
-        )
+        gathered = (gather_blocks(array, table) for array in self.arrays)
+        key_min, key_max = (bounds.masked_fill(bounds.isinf(), 0.0) for bounds in gathered)
         num_seqs, kv_heads, num_blocks, _ = key_min.shape
         grouped = q.to(key_min.dtype).transpose(1, 2).unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [R, K, G * L, D]
         bound = grouped.clamp(min=0) @ key_max.transpose(-1, -2) + grouped.clamp(max=0) @ key_min.transpose(-1, -2)

@@ -21,25 +21,12 @@ import torch
 from torch import Tensor
 
 from kvad.cache.device.quest import BlockKeyBounds
-from kvad.cache.device.tensors import split_slots
+from kvad.cache.device.tensors import ArrayBlocks, split_slots
 from kvad.cache.groups import CacheGroup
 
 MIN_RUN_LENGTH = 64  # mean slots per run from which runs are copied one by one
 BlockIndex = Sequence[Sequence[int]]
 SlotIndex = Sequence[Tensor | None]
-
-
-class RawArray(Protocol):
-    """Blocks [n] of a named array [blocks, ...]."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def array(self) -> Tensor: ...
-
-    @property
-    def blocks(self) -> Tensor: ...
 
 
 class SlotStorage(Protocol):
@@ -48,7 +35,7 @@ class SlotStorage(Protocol):
     groups: tuple[CacheGroup, ...]
     block_bounds: dict[int, BlockKeyBounds]
 
-    def iter_arrays(self, blocks: BlockIndex) -> Iterator[RawArray]: ...
+    def iter_arrays(self, blocks: BlockIndex) -> Iterator[ArrayBlocks]: ...
 
     def clear(self, number: int, blocks: Sequence[int]) -> None: ...
 
@@ -56,29 +43,24 @@ class SlotStorage(Protocol):
 def copy_slots_out(kv_cache: SlotStorage, blocks: BlockIndex, slots: SlotIndex) -> dict[str, Tensor]:
     """Copy a sequence's arrays to the host, by the names of ``iter_arrays``.
 
-    Args:
-        kv_cache: Cache to read.
-        blocks: Blocks of each group.
-        slots: Slots [m] of each group in token order (block * block_size + offset); None copies whole blocks.
-
-    Returns:
-        Arrays [m, K, width] and positions [m], or whole blocks [n, ...].
+    ``slots`` are those of each group in token order [m] (block * block_size + offset); None copies whole blocks.
+    Returns arrays [m, K, width] and positions [m], or whole blocks [n, ...].
     """
     plans = [None if group_slots is None else _SlotPlan(group_slots) for group_slots in slots]
     copies = {}
-    for name, array, block_ids in _all_arrays(kv_cache, blocks):
+    for name, array, block_ids in _arrays(kv_cache, blocks):
         plan = plans[int(name.partition(".")[0])]
         copies[name] = (array[block_ids] if plan is None else plan.out(array)).cpu()
     return copies
 
 
 def copy_slots_in(kv_cache: SlotStorage, blocks: BlockIndex, slots: SlotIndex, arrays: Mapping[str, Tensor]) -> None:
-    """Write the arrays of :func:`copy_slots_out` into cleared ``blocks``."""
+    """Write the arrays of ``copy_slots_out`` into cleared ``blocks``."""
     plans = [None if slots_of_group is None else _SlotPlan(slots_of_group) for slots_of_group in slots]
     for group_index, plan in enumerate(plans):
         if plan is not None:
             _clear(kv_cache, group_index, blocks[group_index], plan)
-    for name, array, block_ids in _all_arrays(kv_cache, blocks):
+    for name, array, block_ids in _arrays(kv_cache, blocks):
         plan, values = plans[int(name.partition(".")[0])], arrays[name].to(array.device)
         if plan is None:
             array[block_ids] = values
@@ -104,10 +86,8 @@ def _clear(kv_cache: SlotStorage, group_index: int, blocks: Sequence[int], plan:
         bounds.clear(torch.tensor(sorted(filled), device=bounds.key_min.device))
 
 
-def _all_arrays(kv_cache: SlotStorage, blocks: BlockIndex) -> Iterator[tuple[str, Tensor, Tensor]]:
-    for item in kv_cache.iter_arrays(blocks):
-        if item.name.split(".")[2:3] != ["block_bounds"]:
-            yield item.name, item.array, item.blocks
+def _arrays(kv_cache: SlotStorage, blocks: BlockIndex) -> Iterator[ArrayBlocks]:
+    return (item for item in kv_cache.iter_arrays(blocks) if item.name.split(".")[2:3] != ["block_bounds"])
 
 
 class _SlotRun(NamedTuple):

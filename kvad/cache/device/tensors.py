@@ -7,7 +7,7 @@ stored: a step sees its own tokens as any later step does.
 A format is decoded for the blocks of one sub-batch and one layer at a time, never for the pool. A sequence has many
 blocks (paged) or one (contiguous).
 
-Arrays are stored head by head (:func:`allocate_head_major`), so consecutive blocks are one contiguous range of each
+Arrays are stored head by head (``allocate_head_major``), so consecutive blocks are one contiguous range of each
 head and are read as a view, for one or several sequences. Other blocks are gathered. A slot is ``block * block_size +
 offset``. Positions are stored elsewhere and decide visibility.
 
@@ -16,7 +16,7 @@ offset``. Positions are stored elsewhere and decide visibility.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,36 +40,17 @@ class BlockTable:
     Args:
         blocks: Block ids [R, P].
         block_size: Slots of a block.
-        slots: Slots to read of each sequence.
-        start: First slot to read, if each sequence has one block.
+        slots: Slots to read of each sequence, if it has one block.
     """
 
-    def __init__(self, blocks: Tensor, block_size: int, slots: int, start: int = 0) -> None:
-        rows, per_row = blocks.shape
-        self.rows, self.per_row, self.block_size, self.start = rows, per_row, block_size, start
-        self.slots = min(slots, block_size - start) if per_row == 1 else per_row * block_size
+    def __init__(self, blocks: Tensor, block_size: int, slots: int) -> None:
+        self.rows, self.per_row = blocks.shape
+        self.block_size = block_size
+        self.slots = min(slots, block_size) if self.per_row == 1 else self.per_row * block_size
         self.flat = blocks.reshape(-1)
-        self.ids: list[int] = self.flat.tolist() if per_row == 1 else []
+        self.ids: list[int] = self.flat.tolist() if self.per_row == 1 else []
         self.first = _run(self.flat)
         self._row_index: dict[tuple[int, int], Tensor] = {}
-        self._tiles: dict[int, list[BlockTable]] = {}
-
-    def tiles(self, slots: int) -> list[BlockTable]:
-        """Split into tables of ``slots`` slots, in whole blocks if a sequence has several."""
-        if slots not in self._tiles:
-            size, per_row = self.block_size, self.per_row
-            blocks = self.flat.view(self.rows, per_row)
-            if per_row == 1:
-                first, end = self.start, self.start + self.slots
-                tables = [BlockTable(blocks, size, min(slots, end - at), at) for at in range(first, end, slots)]
-            else:
-                blocks_per_tile = max(1, slots // size)
-                tables = [
-                    BlockTable(blocks[:, at : at + blocks_per_tile], size, blocks_per_tile * size)
-                    for at in range(0, per_row, blocks_per_tile)
-                ]
-            self._tiles[slots] = tables
-        return self._tiles[slots]
 
     def row_index(self, blocks: int, heads: int) -> Tensor:
         """Return the lines of each sequence, head and block in a store [K * blocks, block_size * D].
@@ -105,25 +86,47 @@ def gather_blocks(store: Tensor, table: BlockTable) -> Tensor:
     A store with one line per block, [blocks, K, 1, D], gives [R, K, P, D]. The store must be head-major.
     """
     blocks, heads, lines, width = store.shape
-    low, high = (0, 1) if lines == 1 and table.per_row == 1 else (table.start, table.start + table.slots)
+    num_read = 1 if lines == 1 and table.per_row == 1 else table.slots
     heads_first, slots = store.transpose(0, 1), table.per_row * lines
     if table.first is not None:
         run = heads_first[:, table.first : table.first + table.rows * table.per_row]
-        return run.view(heads, table.rows, slots, width).transpose(0, 1)[:, :, low:high]
-    if table.ids and high - low < lines:  # A part of each block.
-        return torch.stack([store[block, :, low:high] for block in table.ids])
+        return run.view(heads, table.rows, slots, width).transpose(0, 1)[:, :, :num_read]
+    if table.ids and num_read < lines:  # A part of each block.
+        return torch.stack([store[block, :, :num_read] for block in table.ids])
     # Whole lines are copied, because other orders take 10 to 60 times as long.
     gathered = heads_first.view(heads * blocks, lines * width).index_select(0, table.row_index(blocks, heads))
-    return gathered.view(table.rows, heads, slots, width)[:, :, low:high]
+    return gathered.view(table.rows, heads, slots, width)[:, :, :num_read]
 
 
 def gather_metadata(column: Tensor, table: BlockTable) -> Tensor:
     """Return the slots of a table from column [blocks, block_size]: [R, S]."""
     gathered = torch.index_select(column, 0, table.flat)
-    return gathered.view(table.rows, table.per_row * table.block_size)[:, table.start : table.start + table.slots]
+    return gathered.view(table.rows, table.per_row * table.block_size)[:, : table.slots]
 
 
-class LayerTensor:
+class ArrayBlocks(NamedTuple):
+    """One raw array of a cache group, and a sequence's blocks of it.
+
+    ``name`` is "group.positions" or "group.layer.kind.number", such as "0.3.keys.0".
+    """
+
+    name: str
+    array: Tensor  # [blocks, ...]
+    blocks: Tensor  # [n]
+
+
+class BlockArrays:
+    """Arrays [blocks, ...] of one layer."""
+
+    arrays: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+class LayerTensor(BlockArrays):
     """Keys or values of one layer in one format.
 
     Args:
@@ -138,8 +141,6 @@ class LayerTensor:
         ConfigError: If torch does not support the format.
     """
 
-    __slots__ = ("_decode", "_encode", "arrays", "data", "dim", "format")
-
     def __init__(
         self, name: str, blocks: int, heads: int, block_size: int, dim: int, device: torch.device | str = "cpu"
     ) -> None:
@@ -151,13 +152,6 @@ class LayerTensor:
             dtype = getattr(torch, array.dtype)
             arrays.append(allocate_head_major(blocks, heads, lines, array.width, dtype=dtype, device=device))
         self.arrays, self.data = tuple(arrays), arrays[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays)
-
-    # ------------------------------------------------------------ encoding and decoding
 
     def write(self, blocks: Tensor, offsets: Tensor, x: Tensor) -> None:
         """Write x [T, K, D] to slots ``offsets`` [T] of ``blocks`` [T]."""
@@ -174,35 +168,22 @@ class LayerTensor:
         """Return [R, K, S, D] in ``dtype``; a view if format and table allow it."""
         return self._decode([gather_blocks(array, table) for array in self.arrays], dtype)
 
-    def read_tiles(self, table: BlockTable, dtype: torch.dtype, slots: int) -> Iterator[Tensor]:
-        """Yield the result of :meth:`read` as tiles [R, K, n, D] in slot order.
-
-        n is ``slots`` in whole blocks, at least one, and smaller at the end. Tiles are decoded on demand.
-        """
-        for tile in table.tiles(slots):
-            yield self.read(tile, dtype)
-
     def read_per_head(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
         """Read separate blocks for each head, [R, K, n] -> [R, K, n * block_size, D]."""
         assert not self.format.is_blockwise, "a per-channel format is read by tables"
         num_seqs, num_heads, _ = blocks.shape
         num_blocks = len(self.data)
-        index = (
-            blocks + torch.arange(0, num_heads * num_blocks, num_blocks, device=blocks.device).view(1, -1, 1)
-        ).flatten()
+        first_lines = torch.arange(0, num_heads * num_blocks, num_blocks, device=blocks.device)
+        index = (blocks + first_lines.view(1, -1, 1)).flatten()
         lines = [array.transpose(0, 1).flatten(0, 1).index_select(0, index) for array in self.arrays]
         raw = [line.view(num_seqs, num_heads, -1, line.shape[-1]) for line in lines]
         return self._decode(raw, dtype)
 
     def read_slots(self, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the vectors in slots ``offsets`` [n] of ``blocks`` [n]: [n, K, D]."""
-        raw = [
-            array[blocks, :, offsets if array.shape[2] == self.data.shape[2] else 0].unsqueeze(2)
-            for array in self.arrays
-        ]
+        size = self.data.shape[2]
+        raw = [array[blocks, :, offsets if array.shape[2] == size else 0].unsqueeze(2) for array in self.arrays]
         return self._decode(raw, dtype).squeeze(2)
-
-    # ------------------------------------------------------------ raw bytes
 
     def clear(self, blocks: Tensor) -> None:
         """Zero whole blocks; every format decodes zeros as zeros."""
@@ -214,22 +195,6 @@ class LayerTensor:
         for array in self.arrays:
             array[target] = array[source]
 
-    def take_slots(self, blocks: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-        """Return raw slots, each [n, K, width]. Per-token formats only."""
-        assert not self.format.is_blockwise, "a per-channel format has no independent slots"
-        return tuple(array[blocks, :, offsets] for array in self.arrays)
-
-    def put_slots(self, blocks: Tensor, offsets: Tensor, raw: Sequence[Tensor]) -> None:
-        """Write raw slots of the same format."""
-        assert not self.format.is_blockwise, "a per-channel format has no independent slots"
-        for array, part in zip(self.arrays, raw, strict=True):
-            array[blocks, :, offsets] = part
-
     def take_blocks(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """Return raw blocks, each [n, K, block_size or 1, width]."""
         return tuple(array[blocks] for array in self.arrays)
-
-    def put_blocks(self, blocks: Tensor, raw: Sequence[Tensor]) -> None:
-        """Write raw blocks of the same format."""
-        for array, part in zip(self.arrays, raw, strict=True):
-            array[blocks] = part

@@ -1,8 +1,8 @@
 """Cache views: one layer's access to the KVCache in one step.
 
-Masks, tables and indices are computed once per group and step (:class:`GroupStepPlan`) and shared by its layers
-(:class:`SelfAttentionView`); cross-attention reads the encoder input that was written earlier
-(:class:`CrossAttentionView`). Lower levels and offloaded tokens are further parts of the same softmax.
+Masks, tables and indices are computed once per group and step (``ReadPlan``) and shared by its layers
+(``SelfAttentionView``); cross-attention reads the encoder input that was written earlier
+(``CrossAttentionView``). Lower levels and offloaded tokens are further parts of the same softmax.
 
 Views do not choose blocks and support no gradients.
 """
@@ -23,15 +23,7 @@ from kvad.cache.device.quest import BlockKeyBounds, SparseMask
 from kvad.cache.device.tensors import BlockTable, LayerTensor, gather_blocks, gather_metadata, split_slots
 from kvad.cache.groups import CacheGroup
 from kvad.errors import CacheError
-from kvad.model_input import (
-    AttentionParams,
-    AttentionPattern,
-    ModelInput,
-    Rotary,
-    SlotMapping,
-    SubBatch,
-    TokenPositions,
-)
+from kvad.model_input import AttentionParams, AttentionPattern, ModelInput, Rotary, SlotMapping, TokenPositions
 
 
 class KVCacheState(Protocol):
@@ -61,6 +53,11 @@ class WriteIndex:
         self.blocks, self.offsets = split_slots(slot_mapping.slots, kv_cache.groups[group_index].block_size)
         kv_cache.positions[group_index][self.blocks, self.offsets] = model_input.positions
 
+    def write(self, keys: LayerTensor, values: LayerTensor, k: Tensor, v: Tensor) -> None:
+        """Write k [T, K, D] and v [T, K, Dv] of one layer."""
+        keys.write(self.blocks, self.offsets, k)
+        values.write(self.blocks, self.offsets, v)
+
 
 class ReadPlan:
     """Tables and masks of a group's sub-batches in one step."""
@@ -71,82 +68,60 @@ class ReadPlan:
         group_index: int,
         model_input: ModelInput,
         slot_mapping: SlotMapping,
-        tiles: Mapping[int, Sequence[OffloadTile]] | None = None,
+        angles: ops.rotary.RotaryCache,
+        tiles: Mapping[int, Sequence[OffloadTile]],
     ) -> None:
-        group = kv_cache.groups[group_index]
-        self.sub_batches: Sequence[SubBatch] = (
-            model_input.sub_batches if slot_mapping.sub_batches is None else slot_mapping.sub_batches
-        )
-        self.spans = ops.sub_batch.sub_batch_spans(self.sub_batches)
+        group, policy = kv_cache.groups[group_index], kv_cache.groups[group_index].eviction_policy
+        own_sub_batches = slot_mapping.sub_batches
+        self.sub_batches = model_input.sub_batches if own_sub_batches is None else own_sub_batches
+        self.spans = [slice(*span) for span in ops.sub_batch.sub_batch_spans(self.sub_batches)]
         self.kernel, self.attention_hook = kv_cache.kernel, kv_cache.attention_hook
-        pattern = AttentionPattern.from_spec(group.spec)
         self.rotate_keys, self.exact_rope = kv_cache.rope_on_read, kv_cache.exact_rope
-        self.tables, self.masks = [], []
-        self.head_metadata, self.bounds, policy = kv_cache.head_metadata, kv_cache.block_bounds, group.eviction_policy
+        self.angles, self.rotaries = angles, kv_cache.rotaries
+        self.head_metadata, self.bounds = kv_cache.head_metadata, kv_cache.block_bounds
         self.positions = kv_cache.positions[group_index]
-        self.query_counts: list[Tensor | None] = []
-        self.lower: list[_LowerLevel | _OffloadedLevel] = [
-            _OffloadedLevel(kv_cache, level, model_input, tiles[level])
-            if tiles and level in tiles
-            else _LowerLevel(kv_cache, level, model_input)
-            for level in _levels_below(kv_cache.groups, group_index)
-            if model_input.sub_batches
+        self.queries = [
+            TokenPositions(model_input.positions[span].view(sub_batch.num_seqs, sub_batch.num_new_tokens))
+            for sub_batch, span in zip(self.sub_batches, self.spans, strict=True)
         ]
-        for sub_batch, (low, high), block_ids in zip(
-            self.sub_batches, self.spans, slot_mapping.block_tables, strict=True
-        ):
-            table = BlockTable(block_ids, group.block_size, sub_batch.num_read_slots)
-            queries = TokenPositions(model_input.positions[low:high].view(sub_batch.num_seqs, sub_batch.num_new_tokens))
-            self.tables.append(table)
-            self.masks.append(
-                ops.attention.AttentionMask(
-                    queries, TokenPositions(gather_metadata(kv_cache.positions[group_index], table)), pattern
-                )
-            )
-            observes = policy is not None and policy.observed_queries > 0
-            self.query_counts.append(
-                count_queries(policy, queries.position) if policy is not None and observes else None
-            )
+        self.tables = [
+            BlockTable(blocks, group.block_size, sub_batch.num_read_slots)
+            for sub_batch, blocks in zip(self.sub_batches, slot_mapping.block_tables, strict=True)
+        ]
+        self.masks = _masks(group, self.queries, self.tables, self.positions)
+        observes = policy is not None and policy.observed_queries > 0
+        self.query_counts = [
+            count_queries(policy, queries.position) if policy is not None and observes else None
+            for queries in self.queries
+        ]
+        self.lower: list[_LowerLevel | _OffloadedLevel] = []
+        for level in _levels_below(kv_cache.groups, group_index) if model_input.sub_batches else ():
+            if level in tiles:
+                self.lower.append(_OffloadedLevel(kv_cache, level, self.queries, tiles[level]))
+            else:
+                self.lower.append(_LowerLevel(kv_cache, level, self.queries, model_input.slot_mappings[level]))
+
+    def rotated(self, k: Tensor, positions: Tensor, params: AttentionParams, span: slice) -> Tensor:
+        """Rotate keys [R, K, S, D] that were stored without rotation."""
+        if not self.rotate_keys or params.rotary is None:
+            return k
+        return ops.rotary.rotate_rows(k, positions, params.rotary, span, exact=self.exact_rope)
 
     def attend(self, layer: int, q: Tensor, keys: LayerTensor, values: LayerTensor, params: AttentionParams) -> Tensor:
         """Return attention outputs [T, H, Dv] of one layer."""
         outputs = []
-        metadata = self.head_metadata.get(layer)
+        metadata, bounds = self.head_metadata.get(layer), self.bounds.get(layer)
         for index, sub_batch in enumerate(self.sub_batches):
-            low, high = self.spans[index]
-            queries, span, table = (
-                q[low:high].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens)),
-                slice(low, high),
-                self.tables[index],
-            )
-            bounds = self.bounds.get(layer)
+            span, table, counts = self.spans[index], self.tables[index], self.query_counts[index]
+            queries = q[span].unflatten(0, (sub_batch.num_seqs, sub_batch.num_new_tokens))
             if bounds is not None and not bounds.reads_all(table):
-                sparse_part = self._sparse_part(bounds, queries, self.masks[index], table, keys, values)
-                result = ops.sub_batch.attend_sub_batch(
-                    layer, index, sparse_part, params, self.kernel, self.attention_hook, span
-                )
-                outputs.append(result.out.flatten(0, 1))
-                continue
-            k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
-            mask, counts = self.masks[index], self.query_counts[index]
-            rotate_keys = self.rotate_keys and params.rotary is not None
-            if metadata is not None and (rotate_keys or params.bias is not None):  # Otherwise only visibility matters.
-                mask = ops.attention.AttentionMask(mask.queries, TokenPositions(metadata.read(table)), mask.pattern)
-            if rotate_keys:
-                assert params.rotary is not None
-                k = ops.rotary.rotate_rows(k, mask.keys.position, params.rotary, span, exact=self.exact_rope)
-            first_part = ops.merge.AttentionPart(queries, k, v, mask)
-            lower_parts = [lower.parts(layer, index, queries, params, self, span) for lower in self.lower]
+                part, counts = self._sparse_part(bounds, queries, index, keys, values), None
+                lower_parts: Iterator[ops.merge.AttentionPart] = iter(())
+            else:
+                part = self._dense_part(metadata, queries, index, keys, values, params)
+                lower_parts = chain(*(level.parts(self, layer, index, queries, params) for level in self.lower))
             result = ops.sub_batch.attend_sub_batch(
-                layer,
-                index,
-                first_part,
-                params,
-                self.kernel,
-                self.attention_hook,
-                span,
-                counts,
-                lower_parts=chain(*lower_parts),
+                layer, index, part, params, self.kernel, self.attention_hook, span, counts, lower_parts=lower_parts
             )
             if metadata is not None and counts is not None:
                 assert result.mass is not None
@@ -154,59 +129,57 @@ class ReadPlan:
             outputs.append(result.out.flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
 
-    def _sparse_part(
+    def _dense_part(
         self,
-        bounds: BlockKeyBounds,
+        metadata: PerHeadMetadata | None,
         q: Tensor,
-        mask: ops.attention.AttentionMask,
-        table: BlockTable,
+        index: int,
         keys: LayerTensor,
         values: LayerTensor,
+        params: AttentionParams,
+    ) -> ops.merge.AttentionPart:
+        table, mask = self.tables[index], self.masks[index]
+        rotates = self.rotate_keys and params.rotary is not None
+        if metadata is not None and (rotates or params.bias is not None):  # Otherwise only visibility matters.
+            mask = ops.attention.AttentionMask(mask.queries, TokenPositions(metadata.read(table)), mask.pattern)
+        k = self.rotated(keys.read(table, q.dtype), mask.keys.position, params, self.spans[index])
+        return ops.merge.AttentionPart(q, k, values.read(table, q.dtype), mask)
+
+    def _sparse_part(
+        self, bounds: BlockKeyBounds, q: Tensor, index: int, keys: LayerTensor, values: LayerTensor
     ) -> ops.merge.AttentionPart:
         """Return the attention part of sparsely read blocks.
 
         With one query per sequence, its blocks are gathered; with several, each query has a mask.
         """
+        table, mask = self.tables[index], self.masks[index]
         selected = bounds.select_blocks(q, mask.queries.position, table)
         if q.shape[1] > 1:
             sparse_mask = SparseMask(mask.queries, mask.keys, mask.pattern, selected, table.block_size)
             return ops.merge.AttentionPart(q, keys.read(table, q.dtype), values.read(table, q.dtype), sparse_mask)
         blocks = bounds.selected_blocks(selected, table)
-        mask_of_selected = ops.attention.AttentionMask(
-            mask.queries, TokenPositions(self.positions[blocks].flatten(2)), mask.pattern
-        )
-        return ops.merge.AttentionPart(
-            q, keys.read_per_head(blocks, q.dtype), values.read_per_head(blocks, q.dtype), mask_of_selected
-        )
+        positions = TokenPositions(self.positions[blocks].flatten(2))
+        mask = ops.attention.AttentionMask(mask.queries, positions, mask.pattern)
+        k, v = keys.read_per_head(blocks, q.dtype), values.read_per_head(blocks, q.dtype)
+        return ops.merge.AttentionPart(q, k, v, mask)
 
 
 class _LowerLevel:
-    """Tables and masks of a lower level in one step."""
+    """Tables and masks of a lower level in one step.
 
-    def __init__(self, kv_cache: KVCacheState, group_index: int, model_input: ModelInput) -> None:
-        group = kv_cache.groups[group_index]
-        assert group.lower_level is not None
+    It does not keep the ``ReadPlan`` that owns it: a cycle would keep all masks in memory beyond the step.
+    """
+
+    def __init__(
+        self, kv_cache: KVCacheState, group_index: int, queries: Sequence[TokenPositions], slot_mapping: SlotMapping
+    ) -> None:
+        group, size = kv_cache.groups[group_index], kv_cache.groups[group_index].block_size
         self.stores, self.weights = kv_cache.stores[group_index], kv_cache.weights[group_index]
-        pattern, slot_mapping = AttentionPattern.from_spec(group.spec), model_input.slot_mappings[group_index]
-        self.tables, self.masks = [], []
-        for sub_batch, (low, high), blocks in zip(
-            model_input.sub_batches,
-            ops.sub_batch.sub_batch_spans(model_input.sub_batches),
-            slot_mapping.block_tables,
-            strict=True,
-        ):
-            table = BlockTable(blocks, group.block_size, blocks.shape[1] * group.block_size)
-            queries, keys = (
-                TokenPositions(model_input.positions[low:high].view(sub_batch.num_seqs, sub_batch.num_new_tokens)),
-                kv_cache.positions[group_index],
-            )
-            self.tables.append(table)
-            self.masks.append(
-                ops.attention.AttentionMask(queries, TokenPositions(gather_metadata(keys, table)), pattern)
-            )
+        self.tables = [BlockTable(blocks, size, blocks.shape[1] * size) for blocks in slot_mapping.block_tables]
+        self.masks = _masks(group, queries, self.tables, kv_cache.positions[group_index])
 
     def parts(
-        self, layer: int, sub_batch: int, q: Tensor, params: AttentionParams, read_plan: ReadPlan, span: slice
+        self, read_plan: ReadPlan, layer: int, sub_batch: int, q: Tensor, params: AttentionParams
     ) -> Iterator[ops.merge.AttentionPart]:
         """Yield the part of a sub-batch; none if no sequence has blocks in this level."""
         table, mask = self.tables[sub_batch], self.masks[sub_batch]
@@ -214,8 +187,7 @@ class _LowerLevel:
             return
         keys, values = self.stores[layer]
         k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
-        if read_plan.rotate_keys and params.rotary is not None:
-            k = ops.rotary.rotate_rows(k, mask.keys.position, params.rotary, span, exact=read_plan.exact_rope)
+        k = read_plan.rotated(k, mask.keys.position, params, read_plan.spans[sub_batch])
         if layer in self.weights:
             mask = mask.with_weight(gather_blocks(self.weights[layer].data, table).squeeze(-1))
         yield ops.merge.AttentionPart(q, k, v, mask)
@@ -225,93 +197,46 @@ class _OffloadedLevel:
     """Tiles of an offloaded level in one step."""
 
     def __init__(
-        self, kv_cache: KVCacheState, group_index: int, model_input: ModelInput, tiles: Sequence[OffloadTile]
+        self, kv_cache: KVCacheState, group_index: int, queries: Sequence[TokenPositions], tiles: Sequence[OffloadTile]
     ) -> None:
         assert kv_cache.offload_reader is not None
-        self.reader, self.group_index, self.pattern = (
-            kv_cache.offload_reader,
-            group_index,
-            AttentionPattern.from_spec(kv_cache.groups[group_index].spec),
-        )
-        self.tiles = [
-            [tile for tile in tiles if tile.sub_batch == sub_batch] for sub_batch in range(len(model_input.sub_batches))
-        ]
-        spans = zip(model_input.sub_batches, ops.sub_batch.sub_batch_spans(model_input.sub_batches), strict=True)
-        self.queries = [
-            TokenPositions(model_input.positions[low:high].view(sub_batch.num_seqs, sub_batch.num_new_tokens))
-            for sub_batch, (low, high) in spans
-        ]
+        self._reader, self._group_index, self._queries = kv_cache.offload_reader, group_index, queries
+        self._pattern, self._tiles = AttentionPattern.from_spec(kv_cache.groups[group_index].spec), tiles
 
     def parts(
-        self, layer: int, sub_batch: int, q: Tensor, params: AttentionParams, read_plan: ReadPlan, span: slice
+        self, read_plan: ReadPlan, layer: int, sub_batch: int, q: Tensor, params: AttentionParams
     ) -> Iterator[ops.merge.AttentionPart]:
         """Yield one part per tile.
 
         Each tile is read on demand and has its own mask, since a mask of all tiles would be as long as the sequence.
         """
-        for tile in self.tiles[sub_batch]:
-            k, v = self.reader.read(self.group_index, layer, tile, q)
-            if read_plan.rotate_keys and params.rotary is not None:
-                k = ops.rotary.rotate_rows(k, tile.keys.position, params.rotary, span, exact=read_plan.exact_rope)
-            yield ops.merge.AttentionPart(
-                q, k, v, ops.attention.AttentionMask(self.queries[sub_batch], tile.keys, self.pattern)
-            )
+        queries, span = self._queries[sub_batch], read_plan.spans[sub_batch]
+        for tile in self._tiles:
+            if tile.sub_batch == sub_batch:
+                k, v = self._reader.read(self._group_index, layer, tile, q)
+                k = read_plan.rotated(k, tile.keys.position, params, span)
+                yield ops.merge.AttentionPart(q, k, v, ops.attention.AttentionMask(queries, tile.keys, self._pattern))
+
+
+def _masks(
+    group: CacheGroup, queries: Sequence[TokenPositions], tables: Sequence[BlockTable], column: Tensor
+) -> list[ops.attention.AttentionMask]:
+    """Return one mask per sub-batch; ``column`` has the group's positions [blocks, block_size]."""
+    pattern = AttentionPattern.from_spec(group.spec)
+    return [
+        ops.attention.AttentionMask(query, TokenPositions(gather_metadata(column, table)), pattern)
+        for query, table in zip(queries, tables, strict=True)
+    ]
 
 
 def _levels_below(groups: Sequence[CacheGroup], group_index: int) -> list[int]:
     """Return the lower levels of a group, oldest tokens first."""
-    return [
-        i
-        for i, group in reversed(list(enumerate(groups)))
-        if group.lower_level is not None and group.lower_level.token_group == group_index
-    ]
+    levels = [(index, group.lower_level) for index, group in enumerate(groups) if group.lower_level is not None]
+    return [index for index, level in reversed(levels) if level.token_group == group_index]
 
 
-class GroupStepPlan:
-    """Data shared by the layers of one group in one step."""
-
-    def __init__(
-        self,
-        kv_cache: KVCacheState,
-        group_index: int,
-        model_input: ModelInput,
-        slot_mapping: SlotMapping,
-        angles: ops.rotary.RotaryCache,
-        tiles: Mapping[int, Sequence[OffloadTile]],
-    ) -> None:
-        self.angles, self.rotaries = angles, kv_cache.rotaries
-        self.write_index = WriteIndex(kv_cache, group_index, model_input, slot_mapping)
-        self.read = ReadPlan(kv_cache, group_index, model_input, slot_mapping, tiles)
-
-
-class SelfAttentionView:
-    """View of one self-attention layer: writes the new tokens, then reads."""
-
-    def __init__(self, group_plan: GroupStepPlan, layer: int, keys: LayerTensor, values: LayerTensor) -> None:
-        self._group_plan, self._layer, self._keys, self._values = group_plan, layer, keys, values
-
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
-        """Rotate and write q, k, v and return attention outputs [T, H, Dv]."""
-        assert k is not None and v is not None, "self-attention requires keys and values"
-        group_plan, write_index = self._group_plan, self._group_plan.write_index
-        _check_no_gradients(q, k, v)
-        if params.rotary is not None:
-            group_plan.rotaries[self._layer] = params.rotary
-            q = group_plan.angles.rotate(q, params.rotary)
-            k = k if group_plan.read.rotate_keys else group_plan.angles.rotate(k, params.rotary)
-        self._keys.write(write_index.blocks, write_index.offsets, k)
-        self._values.write(write_index.blocks, write_index.offsets, v)
-        if self._layer in group_plan.read.bounds:
-            group_plan.read.bounds[self._layer].update(write_index.blocks, write_index.offsets)
-        return group_plan.read.attend(self._layer, q, self._keys, self._values, params)
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        """Not supported: self-attention writes in :meth:`attend`."""
-        raise AssertionError("self-attention has no encoder input")
-
-
-class CrossAttentionView:
-    """View of one cross-attention layer; ``write_index`` is None without encoder input."""
+class LayerView:
+    """View of one layer; ``write_index`` is None in a cross-attention layer without encoder input."""
 
     def __init__(
         self, write_index: WriteIndex | None, read_plan: ReadPlan, layer: int, keys: LayerTensor, values: LayerTensor
@@ -319,18 +244,43 @@ class CrossAttentionView:
         self._write_index, self._read_plan = write_index, read_plan
         self._layer, self._keys, self._values = layer, keys, values
 
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Store keys and values of the encoder input."""
+        assert self._write_index is not None, "the step has no encoder input"
+        _check_no_gradients(k, v)
+        self._write_index.write(self._keys, self._values, k, v)
+
+
+class SelfAttentionView(LayerView):
+    """View of one self-attention layer: writes the new tokens, then reads."""
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        """Rotate and write q, k, v and return attention outputs [T, H, Dv]."""
+        assert k is not None and v is not None and self._write_index is not None, "requires keys, values and slots"
+        read_plan = self._read_plan
+        _check_no_gradients(q, k, v)
+        if params.rotary is not None:
+            read_plan.rotaries[self._layer] = params.rotary
+            q = read_plan.angles.rotate(q, params.rotary)
+            k = k if read_plan.rotate_keys else read_plan.angles.rotate(k, params.rotary)
+        self._write_index.write(self._keys, self._values, k, v)
+        if self._layer in read_plan.bounds:
+            read_plan.bounds[self._layer].update(self._write_index.blocks, self._write_index.offsets)
+        return read_plan.attend(self._layer, q, self._keys, self._values, params)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """Not supported: self-attention writes in ``attend``."""
+        raise AssertionError("self-attention has no encoder input")
+
+
+class CrossAttentionView(LayerView):
+    """View of one cross-attention layer."""
+
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         """Return attention outputs [T, H, Dv] over the stored encoder input."""
         assert k is None and v is None, "an encoder input is written once, by write"
         _check_no_gradients(q)
         return self._read_plan.attend(self._layer, q, self._keys, self._values, params)
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        """Store keys and values of the encoder input."""
-        assert self._write_index is not None, "the step has no encoder input"
-        _check_no_gradients(k, v)
-        self._keys.write(self._write_index.blocks, self._write_index.offsets, k)
-        self._values.write(self._write_index.blocks, self._write_index.offsets, v)
 
 
 def _check_no_gradients(*tensors: Tensor) -> None:

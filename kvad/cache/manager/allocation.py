@@ -7,8 +7,8 @@ Invariants:
   are empty. A writer that keeps a block after another sequence copied it may find slots of *later* positions in it.
   No query sees them before the sequence has overwritten them, because queries are causal. If blocks have key bounds
   (``policy.Quest``), the block is cleared before it is written.
-* :meth:`BlockAllocator.allocate` gives every span its blocks or changes nothing;
-  :meth:`BlockAllocator.net_block_demand` counts exactly as it allocates.
+* ``BlockAllocator.allocate`` gives every span its blocks or changes nothing;
+  ``BlockAllocator.net_block_demand`` counts exactly as it allocates.
 
 No torch.
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from kvad.cache.manager.block_mapping import BlockMapping
 from kvad.cache.manager.block_pool import BlockPool
 from kvad.cache.manager.demotion import DemotionOps, LevelDemotion
-from kvad.cache.manager.sequence_blocks import SequenceBlocks
+from kvad.cache.manager.sequence_blocks import NEVER, SequenceBlocks
 from kvad.model_input import BlockOps, EvictOp
 
 
@@ -31,6 +31,19 @@ class TokenSpan(NamedTuple):
     seq_index: int
     start: int
     num_tokens: int
+
+
+class BlockAllocation(NamedTuple):
+    """Slots and block tables of one step.
+
+    Block tables are the manager's own lists, valid until its next call: do not store or change them.
+    """
+
+    block_ops: BlockOps
+    slots: tuple[list[int], ...]  # per group that takes tokens: one slot per token, in the order of the spans
+    # Per group (token groups, lower groups, cross-attention), per span: the blocks to read after this write.
+    block_tables: tuple[list[list[int]], ...]
+    num_lower_levels: int = 0  # number of lower groups
 
 
 TokenSpans = Sequence[TokenSpan] | Sequence[tuple[int, int, int]]
@@ -62,11 +75,8 @@ class BlockAllocator:
         Returns:
             The block operations, or None and no change if a pool is too full.
         """
-        demoted = (
-            [(self._sequence(seq_index), start) for seq_index, start, _ in spans]
-            if any(mapping.demotion_policy for mapping in self._mappings)
-            else []
-        )
+        demotes = any(mapping.demotion_policy for mapping in self._mappings)
+        demoted = [(self._sequence(seq_index), start) for seq_index, start, _ in spans] if demotes else []
         if not all(self._has_blocks(index, spans) for index in range(len(self._mappings))):
             return None
         if not self.demotion.has_room(demoted):
@@ -84,14 +94,54 @@ class BlockAllocator:
             clears[index], copies[index], evictions[index] = tuple(clear), tuple(copy), tuple(evictions_in_group)
         demotion_ops.release()
         block_ops = BlockOps(tuple(clears), tuple(copies))
-        return (
-            demotion_ops.attach_to_ops(block_ops._replace(evict=tuple(evictions)))
-            if self._evicts_or_demotes
-            else block_ops
-        )
+        if not self._evicts_or_demotes:
+            return block_ops
+        return demotion_ops.attach_to_ops(block_ops._replace(evict=tuple(evictions)))
+
+    def place_tokens(self, spans: TokenSpans) -> tuple[tuple[list[int], ...], tuple[list[list[int]], ...]]:
+        """Return the slots of the spans, and their block tables (see ``BlockAllocation``)."""
+        num_token_groups, num_groups = len(self._mappings), len(self._pools)
+        slots: tuple[list[int], ...] = tuple([] for _ in range(num_token_groups))
+        tables: tuple[list[list[int]], ...] = tuple([] for _ in range(num_groups))
+        pairs = [(group_slots.append, table.append) for group_slots, table in zip(slots, tables, strict=False)]
+        for seq_index, start, count in spans:
+            sequence = self._sequence(seq_index)
+            if count == 1 and sequence.fast_path_start <= start < sequence.fast_path_end:
+                for group_blocks, (add_slot, add_table) in zip(sequence.groups, pairs, strict=True):
+                    add_slot(group_blocks.slot_offset + start)
+                    add_table(group_blocks.blocks)
+            else:
+                self._place_span(sequence, start, start + count, slots, tables)
+            for index, level in enumerate(sequence.lower_levels, num_token_groups):
+                tables[index].append(level.blocks)
+            first_cross = num_token_groups + len(sequence.lower_levels)
+            if first_cross < num_groups:
+                assert sequence.encoder_sequence is not None, f"sequence {seq_index} has no encoder input"
+                for index, blocks in enumerate(sequence.encoder_sequence.blocks, first_cross):
+                    tables[index].append(blocks)
+            if start + count > sequence.num_written:
+                sequence.num_written = start + count
+        return slots, tables
+
+    def _place_span(
+        self,
+        sequence: SequenceBlocks,
+        start: int,
+        end: int,
+        slots: tuple[list[int], ...],
+        tables: tuple[list[list[int]], ...],
+    ) -> None:
+        """Append the slots of positions start .. end - 1, and compute the end of the fast path."""
+        fast_path_end = NEVER
+        groups = zip(self._mappings, sequence.groups, slots, tables, strict=False)
+        for mapping, group_blocks, group_slots, table in groups:
+            limit = mapping.group.max_blocks_per_seq
+            assert len(group_blocks.blocks) <= limit, f"a sequence outgrows its {limit} blocks"
+            fast_path_end = min(fast_path_end, mapping.slots(group_blocks, start, end, group_slots))
+            table.append(group_blocks.blocks)
+        sequence.fast_path_start, sequence.fast_path_end = end, fast_path_end
 
     def needs_blocks(self, seq_index: int, count: int) -> bool:
-        """Return True if the next ``count`` tokens of a sequence need new blocks."""
         sequence = self._sequence(seq_index)
         spans = [(seq_index, sequence.length, count)]
         if any(self.net_block_demand(index, spans) > 0 for index in range(len(self._mappings))):
@@ -99,15 +149,13 @@ class BlockAllocator:
         return any(self.demotion.blocks_needed([(sequence, sequence.length)]))
 
     def net_block_demand(self, index: int, spans: TokenSpans) -> int:
-        """Return the number of blocks that :meth:`allocate` would take from a group, less those it frees first."""
+        """Return the number of blocks that ``allocate`` would take from a group, less those it frees first."""
         mapping, pool, need, freed = self._mappings[index], self._pools[index], 0, 0
         refs_left: dict[int, int] = {}  # references after the blocks counted so far are freed
         for seq_index, start, _ in spans:
             group_blocks = self._sequence(seq_index).groups[index]
-            sinks = mapping.num_sink_blocks
-            num_passed = mapping.blocks_out_of_window(group_blocks, start) or self.demotion.num_leaving(
-                index, group_blocks, start
-            )
+            sinks, num_passed = mapping.num_sink_blocks, mapping.blocks_out_of_window(group_blocks, start)
+            num_passed = num_passed or self.demotion.num_leaving(index, group_blocks, start)
             for block in group_blocks.blocks[sinks : sinks + num_passed]:
                 refs_left[block] = refs_left.get(block, pool.refs[block]) - 1
                 freed += refs_left[block] == 0
@@ -121,11 +169,8 @@ class BlockAllocator:
                     refs_left[block] = refs_left.get(block, pool.refs[block]) - 1
                     freed += refs_left[block] == 0 and index_in_sequence >= retained_blocks
                     need += refs_left[block] > 0 and index_in_sequence < retained_blocks
-                need += (
-                    0
-                    if mapping.is_ring
-                    else max(0, mapping.num_blocks_to_keep(retained_slots + count) - retained_blocks)
-                )
+                if not mapping.is_ring:
+                    need += max(0, mapping.num_blocks_to_keep(retained_slots + count) - retained_blocks)
                 continue
             need += max(0, stop - len(group_blocks.blocks))
             for block in group_blocks.blocks[first:stop]:
@@ -139,15 +184,13 @@ class BlockAllocator:
         """Return True if a writer must copy this block first (a method, so that a test can break it)."""
         return refs > 1 or pool.prefixes[block] is not None
 
-    # ------------------------------------------------------------ inside
-
     def _sequence(self, seq_index: int) -> SequenceBlocks:
         sequence = self._sequences[seq_index]
         assert sequence is not None, f"no sequence has index {seq_index}"
         return sequence
 
     def _has_blocks(self, index: int, spans: TokenSpans) -> bool:
-        """Return True if :meth:`_allocate` would find enough blocks."""
+        """Return True if ``_allocate`` would find enough blocks."""
         return self.net_block_demand(index, spans) <= self._pools[index].num_available
 
     def _allocate(self, index: int, spans: TokenSpans) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -155,32 +198,30 @@ class BlockAllocator:
         mapping, pool = self._mappings[index], self._pools[index]
         clear: list[int] = []
         copy: list[tuple[int, int, int]] = []
-        copied_blocks: list[
-            int
-        ] = []  # Freed last: BlockOps clears before it copies, so no source may be allocated again here.
+        # Freed last: BlockOps clears before it copies, so no source may be allocated again here.
+        copied_blocks: list[int] = []
         for seq_index, start, _ in spans:
             group_blocks = self._sequence(seq_index).groups[index]
             num_passed = mapping.blocks_out_of_window(group_blocks, start)
-            if num_passed:
-                sinks = mapping.num_sink_blocks
-                for block in group_blocks.blocks[sinks : sinks + num_passed]:
-                    pool.decref(block)
-                del group_blocks.blocks[sinks : sinks + num_passed]
-                group_blocks.num_skipped_blocks += num_passed
+            passed = slice(mapping.num_sink_blocks, mapping.num_sink_blocks + num_passed)
+            for block in group_blocks.blocks[passed]:
+                pool.decref(block)
+            del group_blocks.blocks[passed]
+            group_blocks.num_skipped_blocks += num_passed
         for seq_index, start, count in spans:
             sequence = self._sequence(seq_index)
             group_blocks = sequence.groups[index]
             first, stop = mapping.written_blocks(group_blocks, start, start + count)
             for index_in_sequence in range(first, stop):
                 if index_in_sequence == len(group_blocks.blocks):
-                    group_blocks.blocks.append(pool.allocate()[0])
+                    group_blocks.blocks.append(pool.allocate())
                     clear.append(group_blocks.blocks[index_in_sequence])
                     continue
                 block = group_blocks.blocks[index_in_sequence]
                 shared = self.is_shared(pool, block, pool.refs[block])
                 if not shared and not (mapping.has_block_bounds and sequence.num_written > start):
                     continue
-                target = group_blocks.blocks[index_in_sequence] = pool.allocate()[0] if shared else block
+                target = group_blocks.blocks[index_in_sequence] = pool.allocate() if shared else block
                 retained_slots = mapping.filled_slots(group_blocks, start, index_in_sequence)
                 if retained_slots:
                     copy.append((block, target, retained_slots))
@@ -209,22 +250,15 @@ class BlockAllocator:
                 continue
             retained_blocks = mapping.num_blocks_to_keep(retained_slots)
             reused = [block if pool.refs[block] == 1 else None for block in group_blocks.blocks[:retained_blocks]]
-            for block, reused_block in zip(
-                group_blocks.blocks, [*reused, *[None] * (len(group_blocks.blocks) - retained_blocks)], strict=True
-            ):
-                if reused_block is None:
+            for block in group_blocks.blocks:
+                if block not in reused:
                     pool.decref(block)
             evicting.append((seq_index, start, group_blocks, retained_slots, reused))
         ops = []
-        for (
-            seq_index,
-            start,
-            group_blocks,
-            retained_slots,
-            reused,
-        ) in evicting:  # after all have freed: one may need a block of another
+        # After all have freed: one may need a block of another.
+        for seq_index, start, group_blocks, retained_slots, reused in evicting:
             num_held, blocks = start - group_blocks.num_evicted_tokens, tuple(group_blocks.blocks)
-            group_blocks.blocks = [pool.allocate()[0] if block is None else block for block in reused]
+            group_blocks.blocks = [pool.allocate() if block is None else block for block in reused]
             group_blocks.num_evicted_tokens, group_blocks.last_eviction_length = start - retained_slots, start
             ops.append(EvictOp(seq_index, start, blocks, num_held, retained_slots, tuple(group_blocks.blocks)))
         return ops

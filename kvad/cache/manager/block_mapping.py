@@ -1,6 +1,6 @@
 """Mapping of positions to blocks in one group that takes tokens: blocks held, needed, written and freed.
 
-All functions depend only on a group, a :class:`~kvad.cache.manager.sequence_blocks.GroupBlocks` and lengths
+All functions depend only on a group, a ``kvad.cache.manager.sequence_blocks.GroupBlocks`` and lengths
 (``kv_cache_manager.py`` has an example). Nothing here allocates or frees a block. No torch.
 """
 
@@ -9,8 +9,16 @@ from __future__ import annotations
 import sys
 
 from kvad.cache.groups import CacheGroup
+from kvad.cache.manager.block_pool import BlockPool
 from kvad.cache.manager.sequence_blocks import NEVER, GroupBlocks, SequenceBlocks, ring_offset
 from kvad.model_input import AttentionPattern
+
+
+def num_sinks(group: CacheGroup) -> int:
+    """Return the number of tokens that always stay at the start."""
+    if group.demotion_policy is not None:
+        return group.demotion_policy.num_sinks
+    return AttentionPattern.from_spec(group.spec).num_sinks
 
 
 class BlockMapping:
@@ -29,13 +37,10 @@ class BlockMapping:
         self.pattern = AttentionPattern.from_spec(group.spec)
         self.window = NEVER if self.pattern.window is None else self.pattern.window
         self.eviction_policy, self.demotion_policy = group.eviction_policy, group.demotion_policy
-        self.num_sink_blocks = self.num_blocks(
-            self.pattern.num_sinks if group.demotion_policy is None else group.demotion_policy.num_sinks
-        )
+        self.num_sink_blocks = self.num_blocks(num_sinks(group))
         self.has_block_bounds = group.sparse_read_policy is not None
 
     def num_blocks(self, slots: int) -> int:
-        """Return the number of blocks that ``slots`` slots fill."""
         return -(-slots // self.block_size)
 
     def max_length(self, first_lower_group: CacheGroup | None) -> int:
@@ -50,14 +55,10 @@ class BlockMapping:
             if group.num_usable_blocks < group.max_blocks_per_seq:
                 return group.num_usable_blocks * group.block_size
             assert first_lower_group is not None, "a tiered policy has at least one lower group"
+            num_lower_blocks = min(first_lower_group.num_usable_blocks, first_lower_group.max_blocks_per_seq)
             num_undemoted = group.demotion_policy.recent + group.demotion_policy.num_sinks
-            return (
-                num_undemoted
-                + min(first_lower_group.num_usable_blocks, first_lower_group.max_blocks_per_seq) * group.block_size
-            )
+            return num_undemoted + num_lower_blocks * group.block_size
         return min(group.num_usable_blocks, group.max_blocks_per_seq) * group.block_size
-
-    # ------------------------------------------------------------ visible blocks
 
     def first_needed(self, start: int) -> int:
         """Return the first logical block behind the sinks that a query at position ``start`` can see."""
@@ -69,13 +70,8 @@ class BlockMapping:
         """Return the number of blocks behind the sinks that no query from ``start`` on can see."""
         if self.is_ring or self.window == NEVER:
             return 0
-        return max(
-            0,
-            min(
-                len(group_blocks.blocks) - self.num_sink_blocks,
-                self.first_needed(start) - self.num_sink_blocks - group_blocks.num_skipped_blocks,
-            ),
-        )
+        num_passed = self.first_needed(start) - self.num_sink_blocks - group_blocks.num_skipped_blocks
+        return max(0, min(len(group_blocks.blocks) - self.num_sink_blocks, num_passed))
 
     def has_window(self, group_blocks: GroupBlocks, num_written: int, length: int) -> bool:
         """Return True if the keys that a query at position ``length`` needs are still held."""
@@ -83,26 +79,18 @@ class BlockMapping:
         if needed >= length or self.demotion_policy is not None:
             return True  # It sees only itself and sinks; or the demoted tokens are in lower groups.
         if self.is_ring:
-            oldest = 0 if num_written <= self.block_size else num_written - (self.block_size - self.pattern.num_sinks)
-        else:
-            oldest = (
-                (group_blocks.num_skipped_blocks + self.num_sink_blocks) * self.block_size
-                if group_blocks.num_skipped_blocks
-                else 0
-            )
-        return oldest <= needed
-
-    # ------------------------------------------------------------ written blocks
+            ring_size = self.block_size - self.pattern.num_sinks
+            return num_written <= self.block_size or num_written - ring_size <= needed
+        num_skipped = group_blocks.num_skipped_blocks
+        return not num_skipped or (num_skipped + self.num_sink_blocks) * self.block_size <= needed
 
     def written_blocks(self, group_blocks: GroupBlocks, start: int, end: int) -> tuple[int, int]:
         """Return the range [low, high) of block indices, new ones included, that positions start .. end - 1 write."""
         if self.is_ring:
             return 0, 1
-        size = self.block_size
+        size, num_evicted = self.block_size, group_blocks.num_evicted_tokens
         num_skipped = group_blocks.num_skipped_blocks if start // size >= self.num_sink_blocks else 0
-        return (start - group_blocks.num_evicted_tokens) // size - num_skipped, (
-            end - group_blocks.num_evicted_tokens - 1
-        ) // size + 1 - num_skipped
+        return (start - num_evicted) // size - num_skipped, (end - num_evicted - 1) // size + 1 - num_skipped
 
     def filled_slots(self, group_blocks: GroupBlocks, start: int, index: int) -> int:
         """Return the number of filled slots in block ``index`` before ``start`` is written."""
@@ -113,13 +101,10 @@ class BlockMapping:
 
     def num_slots_to_keep(self, group_blocks: GroupBlocks, start: int) -> int | None:
         """Return the number of slots that stay if an eviction is due at length ``start``, else None."""
-        if (
-            self.eviction_policy is None
-            or group_blocks.last_eviction_length == start
-            or not self.eviction_policy.evicts_at(start)
-        ):
+        policy = self.eviction_policy
+        if policy is None or group_blocks.last_eviction_length == start or not policy.evicts_at(start):
             return None
-        return min(self.eviction_policy.budget, start - group_blocks.num_evicted_tokens)
+        return min(policy.budget, start - group_blocks.num_evicted_tokens)
 
     def num_blocks_to_keep(self, num_slots: int) -> int:
         """Return the number of blocks that stay when an eviction keeps ``num_slots`` slots."""
@@ -131,10 +116,8 @@ class BlockMapping:
             return len(group_blocks.blocks)
         if self.eviction_policy is not None:
             return self.num_blocks(length - group_blocks.num_evicted_tokens)
-        stop = self.num_blocks(length)
-        return (
-            stop if stop <= self.num_sink_blocks else max(self.num_sink_blocks, stop - group_blocks.num_skipped_blocks)
-        )
+        stop, sinks = self.num_blocks(length), self.num_sink_blocks
+        return stop if stop <= sinks else max(sinks, stop - group_blocks.num_skipped_blocks)
 
     def copy_for_fork(self, old: GroupBlocks, new: GroupBlocks, length: int) -> None:
         """Copy to ``new`` the blocks of the first ``length`` tokens that a query at ``length`` needs."""
@@ -145,13 +128,10 @@ class BlockMapping:
         if self.eviction_policy is not None:
             new.blocks = old.blocks[: self.num_blocks(length - old.num_evicted_tokens)]
             return
-        sinks, stop = self.num_sink_blocks, self.num_blocks(length)
-        first = max(sinks + old.num_skipped_blocks, self.first_needed(length))
+        sinks, stop, num_skipped = self.num_sink_blocks, self.num_blocks(length), old.num_skipped_blocks
+        first = max(sinks + num_skipped, self.first_needed(length))
         new.num_skipped_blocks = first - sinks
-        new.blocks = (
-            old.blocks[: min(sinks, stop)]
-            + old.blocks[first - old.num_skipped_blocks : max(0, stop - old.num_skipped_blocks)]
-        )
+        new.blocks = old.blocks[: min(sinks, stop)] + old.blocks[first - num_skipped : max(0, stop - num_skipped)]
         if len(new.blocks) <= sinks:
             new.num_skipped_blocks = max(0, length // self.block_size - sinks)
 
@@ -161,84 +141,54 @@ class BlockMapping:
         Returns:
             The end of the fast path: up to it, single tokens need no new block and no eviction.
         """
-        size, position = self.block_size, start
-        num_held = (
-            self.pattern.num_sinks + self.window + end - start - 1
-            if self.eviction_policy is None
-            else end - group_blocks.num_evicted_tokens
-        )
+        size, sinks, blocks = self.block_size, self.num_sink_blocks, group_blocks.blocks
+        num_evicted, num_skipped = group_blocks.num_evicted_tokens, group_blocks.num_skipped_blocks
+        num_held = end - num_evicted
+        if self.eviction_policy is None:
+            num_held = self.pattern.num_sinks + self.window + end - start - 1
         assert not self.is_ring or end <= size or num_held <= size, "a span outgrows a ring"
-        stop = position
+        position = stop = start
         while position < end:
-            if self.eviction_policy is not None:
-                logical = (position - group_blocks.num_evicted_tokens) // size
-                stop = (logical + 1) * size + group_blocks.num_evicted_tokens
-                group_blocks.slot_offset = (
-                    group_blocks.blocks[logical] - logical
-                ) * size - group_blocks.num_evicted_tokens
-            elif self.is_ring:
-                group_blocks.slot_offset, stop = ring_offset(
-                    group_blocks.blocks[0], size, self.pattern.num_sinks, position
-                )
+            if self.is_ring and self.eviction_policy is None:
+                offset, stop = ring_offset(blocks[0], size, self.pattern.num_sinks, position)
             else:
-                logical = position // size
-                stop = (logical + 1) * size
-                group_blocks.slot_offset = (
-                    group_blocks.blocks[
-                        logical if logical < self.num_sink_blocks else logical - group_blocks.num_skipped_blocks
-                    ]
-                    - logical
-                ) * size
-            slots.extend(range(group_blocks.slot_offset + position, group_blocks.slot_offset + min(stop, end)))
-            position = min(stop, end)
+                logical = (position - num_evicted) // size
+                stop = (logical + 1) * size + num_evicted
+                block = blocks[logical if logical < sinks else logical - num_skipped]
+                offset = (block - logical) * size - num_evicted
+            slots.extend(range(offset + position, offset + min(stop, end)))
+            group_blocks.slot_offset, position = offset, min(stop, end)
         fast_path_end = stop  # End of the block that is being written,
         if not self.is_ring and self.window != NEVER:  # or before its first block leaves the window,
-            fast_path_end = min(
-                fast_path_end,
-                (group_blocks.num_skipped_blocks + self.num_sink_blocks + 1) * size
-                + self.window
-                - self.pattern.window_step,
-            )
-        policy = self.eviction_policy or self.demotion_policy
-        return (
-            fast_path_end if policy is None else min(fast_path_end, policy.next_trigger_length(start))
-        )  # or before the next eviction
+            end_of_window = (num_skipped + sinks + 1) * size + self.window - self.pattern.window_step
+            fast_path_end = min(fast_path_end, end_of_window)
+        policy = self.eviction_policy or self.demotion_policy  # or before the next eviction
+        return fast_path_end if policy is None else min(fast_path_end, policy.next_trigger_length(start))
 
-    # ------------------------------------------------------------ invariants
-
-    def check(self, group_blocks: GroupBlocks, sequence: SequenceBlocks, label: str) -> None:
+    def check(self, group_blocks: GroupBlocks, sequence: SequenceBlocks, pool: BlockPool, label: str) -> None:
         """Assert that a sequence holds the blocks that its next query needs, in a valid table."""
-        size = self.block_size
-        assert len(set(group_blocks.blocks)) == len(group_blocks.blocks), f"{label}: a block is twice in its table"
-        assert len(group_blocks.blocks) <= self.group.max_blocks_per_seq, (
-            f"{label}: more blocks than a sequence may have"
-        )
-        assert sequence.length <= sequence.num_written, (
-            f"{label}: committed {sequence.length}, wrote up to {sequence.num_written}"
-        )
+        size, blocks, sinks = self.block_size, group_blocks.blocks, self.num_sink_blocks
+        length, num_skipped = sequence.length, group_blocks.num_skipped_blocks
+        assert len(set(blocks)) == len(blocks), f"{label}: a block is twice in its table"
+        assert len(blocks) <= self.group.max_blocks_per_seq, f"{label}: more blocks than a sequence may have"
+        assert length <= sequence.num_written, f"{label}: committed {length}, wrote up to {sequence.num_written}"
         if self.is_ring:
-            assert group_blocks.num_skipped_blocks == 0 and len(group_blocks.blocks) == bool(
-                sequence.length or group_blocks.blocks
-            ), f"{label}: its ring is invalid"
+            assert num_skipped == 0 and len(blocks) == bool(length or blocks), f"{label}: its ring is invalid"
             return
         if self.eviction_policy is not None:
-            num_held = sequence.length - group_blocks.num_evicted_tokens
-            assert num_held <= len(group_blocks.blocks) * size, (
-                f"{label}: {num_held} slots in {len(group_blocks.blocks)} blocks"
-            )
+            num_held = length - group_blocks.num_evicted_tokens
+            assert num_held <= len(blocks) * size, f"{label}: {num_held} slots in {len(blocks)} blocks"
             return
-        end = (group_blocks.num_skipped_blocks + len(group_blocks.blocks)) * size
-        needed = (
-            self.pattern.first_visible(sequence.length)
-            if self.demotion_policy is None
-            else max(0, group_blocks.last_eviction_length - self.demotion_policy.recent)
-        )
-        if needed < sequence.length:  # Otherwise its next query sees only itself and sinks.
-            assert (
-                not group_blocks.num_skipped_blocks
-                or (group_blocks.num_skipped_blocks + self.num_sink_blocks) * size <= needed
-            ), f"{label}: its window is not held"
-            assert end >= sequence.length, f"{label}: {sequence.length} tokens, blocks up to {end}"
-        assert not group_blocks.num_skipped_blocks or len(group_blocks.blocks) >= self.num_sink_blocks, (
-            f"{label}: its sinks are not held"
-        )
+        if self.demotion_policy is None:
+            needed = self.pattern.first_visible(length)
+        else:
+            needed = max(0, group_blocks.last_eviction_length - self.demotion_policy.recent)
+        if needed < length:  # Otherwise its next query sees only itself and sinks.
+            end = (num_skipped + len(blocks)) * size
+            assert not num_skipped or (num_skipped + sinks) * size <= needed, f"{label}: its window is not held"
+            assert end >= length, f"{label}: {length} tokens, blocks up to {end}"
+        assert not num_skipped or len(blocks) >= sinks, f"{label}: its sinks are not held"
+        for index, block in enumerate(blocks):
+            depth = (index if index < sinks else index + num_skipped) + 1
+            prefix = pool.prefixes[block]
+            assert prefix is None or prefix.depth == depth, f"{label}: block {block} is published at another depth"

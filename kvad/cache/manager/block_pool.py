@@ -1,6 +1,6 @@
-"""Block ownership: one :class:`BlockPool` per cache group, and the :class:`PrefixIndex` of published blocks.
+"""Block ownership: one ``BlockPool`` per cache group, and the ``PrefixIndex`` of published blocks.
 
-The invariant, checked by :meth:`BlockPool.check` after every step of the tests::
+The invariant, checked by ``BlockPool.check`` after every step of the tests::
 
     free + evictable + live == total
 
@@ -8,7 +8,7 @@ The invariant, checked by :meth:`BlockPool.check` after every step of the tests:
 later sequence may acquire). *Free*: neither. Free and evictable blocks form one list, the free list that is also the
 LRU list: free blocks at the head, then published blocks, the least recently released first. All operations are O(1).
 
-A :class:`PrefixNode` is the whole history up to the end of one full block: the tokens of the block and the node before
+A ``PrefixNode`` is the whole history up to the end of one full block: the tokens of the block and the node before
 it. It is found by a chained digest, ``H(parent's digest + tokens)``, but a digest is never trusted: tokens and parent
 are compared on every hit, and there is at most one node per history, so identity is equality. With a hash of 8 bits
 the cache hits less often, but is never wrong (tests/cache/manager/test_block_pool.py).
@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from weakref import WeakValueDictionary
 
+from kvad.cache.groups import CacheGroup
 from kvad.model_input import RESERVED_BLOCKS
 
 HashFn = Callable[[bytes], bytes]
@@ -98,7 +99,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that :meth:`allocate` can return: free and evictable ones."""
+        """Number of blocks that ``allocate`` can return: free and evictable ones."""
         return len(self._idle)
 
     @property
@@ -111,31 +112,26 @@ class BlockPool:
 
     @property
     def peak(self) -> int:
-        """Maximum number of live blocks since :meth:`reset_peak`."""
+        """Maximum number of live blocks since ``reset_peak``."""
         return self.total - self._min_idle
 
     def reset_peak(self) -> None:
         self._min_idle = len(self._idle)
 
-    def allocate(self) -> tuple[int, bool]:
-        """Take the block at the head of the list.
-
-        Returns:
-            (block, True if it was evicted). Its contents belong to another sequence: clear it.
-        """
+    def allocate(self) -> int:
+        """Take the block at the head of the list. Its contents belong to another sequence: clear it."""
         block, _ = self._idle.popitem(last=False)
         self._min_idle = min(self._min_idle, len(self._idle))
         self.refs[block] = 1
         prefix = self.prefixes[block]
-        if prefix is None:
-            return block, False
-        if self.on_evict is not None:
-            self.on_evict(block, prefix)
-        self.prefixes[block] = None
-        del self._published[prefix]
-        self.evictable -= 1
-        self.evictions += 1
-        return block, True
+        if prefix is not None:
+            if self.on_evict is not None:
+                self.on_evict(block, prefix)
+            self.prefixes[block] = None
+            del self._published[prefix]
+            self.evictable -= 1
+            self.evictions += 1
+        return block
 
     def incref(self, block: int) -> None:
         """Add a reference to a live or published block."""
@@ -158,6 +154,11 @@ class BlockPool:
         else:
             self.evictable += 1
 
+    def decref_all(self, blocks: Sequence[int]) -> None:
+        """Remove a reference of each block, the last one first."""
+        for block in reversed(blocks):
+            self.decref(block)
+
     def find(self, prefix: PrefixNode) -> int | None:
         return self._published.get(prefix)
 
@@ -171,7 +172,7 @@ class BlockPool:
         return True
 
     def unpublish(self, block: int) -> None:
-        """Undo :meth:`publish`. Sequences that reference the block keep it."""
+        """Undo ``publish``. Sequences that reference the block keep it."""
         prefix = self.prefixes[block]
         assert prefix is not None, f"block {block} is not published"
         del self._published[prefix]
@@ -211,7 +212,7 @@ class LowestFreeBlockPool(BlockPool):
         super().__init__(blocks)
         self._heap = list(self._idle)
 
-    def allocate(self) -> tuple[int, bool]:
+    def allocate(self) -> int:
         self._idle.move_to_end(heapq.heappop(self._heap), last=False)
         return super().allocate()
 
@@ -219,3 +220,8 @@ class LowestFreeBlockPool(BlockPool):
         super().decref(block)
         if not self.refs[block]:
             heapq.heappush(self._heap, block)
+
+
+def build_pool(group: CacheGroup) -> BlockPool:
+    is_offloaded = group.lower_level is not None and group.lower_level.is_offloaded
+    return LowestFreeBlockPool(group.num_blocks) if is_offloaded else BlockPool(group.num_blocks)

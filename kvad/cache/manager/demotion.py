@@ -47,16 +47,12 @@ class LevelDemotion:
 
     def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool], num_token_groups: int) -> None:
         self._groups, self._pools, self._num_token_groups = tuple(groups), tuple(pools), num_token_groups
-        lower_levels = [
-            (group_index, group.lower_level)
-            for group_index, group in enumerate(groups)
-            if group.lower_level is not None
-        ]
+        levels = [(group_index, group.lower_level) for group_index, group in enumerate(groups) if group.lower_level]
         self.lower_groups = tuple(
-            tuple(group_index for group_index, level in lower_levels if level.token_group == index)
+            tuple(group_index for group_index, level in levels if level.token_group == index)
             for index in range(num_token_groups)
         )
-        self._count = len(lower_levels)
+        self._count = len(levels)
 
     def num_leaving(self, index: int, group_blocks: GroupBlocks, start: int) -> int:
         """Return the number of blocks behind the sinks that leave group ``index`` at length ``start``."""
@@ -67,33 +63,27 @@ class LevelDemotion:
         return max(0, (start - policy.recent) // size - policy.num_sinks // size - group_blocks.num_skipped_blocks)
 
     def has_room(self, sequences: Sequence[tuple[SequenceBlocks, int]]) -> bool:
-        """Return True if :meth:`demote` would find enough blocks, those that it frees not counted."""
-        return all(
-            count <= pool.num_available
-            for count, pool in zip(self.blocks_needed(sequences), self._pools[self._num_token_groups :], strict=False)
-        )
+        """Return True if ``demote`` would find enough blocks, those that it frees not counted."""
+        needs = zip(self.blocks_needed(sequences), self._pools[self._num_token_groups :], strict=False)
+        return all(count <= pool.num_available for count, pool in needs)
 
     def blocks_needed(self, sequences: Sequence[tuple[SequenceBlocks, int]]) -> list[int]:
-        """Return the number of blocks that :meth:`demote` would take from each lower group."""
+        """Return the number of blocks that ``demote`` would take from each lower group."""
         num_needed = [0] * self._count
         for index, lower_groups in enumerate(self.lower_groups):
             for sequence, start in sequences if lower_groups else ():
                 num_demoted = self.num_leaving(index, sequence.groups[index], start)
                 for group_index in lower_groups:
-                    group, level_blocks = (
-                        self._groups[group_index],
-                        sequence.lower_levels[group_index - self._num_token_groups],
-                    )
-                    assert group.lower_level is not None
-                    if group.lower_level.ratio > 1:
+                    group, level_index = self._groups[group_index], group_index - self._num_token_groups
+                    size, level, level_blocks = group.block_size, group.lower_level, sequence.lower_levels[level_index]
+                    assert level is not None
+                    if level.ratio > 1:
                         shared = self._is_shared(group_index, level_blocks) and num_demoted > 0
-                        filled = level_blocks.num_used_slots + num_demoted * group.block_size // group.lower_level.ratio
-                        num_needed[group_index - self._num_token_groups] += (
-                            -(-filled // group.block_size) - len(level_blocks.blocks) + shared
-                        )
+                        num_filled = level_blocks.num_used_slots + num_demoted * size // level.ratio
+                        num_needed[level_index] += -(-num_filled // size) - len(level_blocks.blocks) + shared
                     else:
-                        num_needed[group_index - self._num_token_groups] += num_demoted
-                        num_demoted = max(0, len(level_blocks.blocks) + num_demoted - group.lower_level.max_blocks)
+                        num_needed[level_index] += num_demoted
+                        num_demoted = max(0, len(level_blocks.blocks) + num_demoted - level.max_blocks)
         return num_needed
 
     def demote(self, index: int, sequence: SequenceBlocks, start: int, ops: DemotionOps) -> None:
@@ -115,10 +105,8 @@ class LevelDemotion:
         for block in leaving:
             self._pools[index].decref(block)
         for group_index in self.lower_groups[index]:
-            level, level_blocks = (
-                self._groups[group_index].lower_level,
-                sequence.lower_levels[group_index - self._num_token_groups],
-            )
+            level = self._groups[group_index].lower_level
+            level_blocks = sequence.lower_levels[group_index - self._num_token_groups]
             assert level is not None
             if level.ratio > 1:
                 self._merge(group_index, level_blocks, leaving, ops)
@@ -131,14 +119,11 @@ class LevelDemotion:
         """Quantize blocks into a lower group. Return the blocks that leave it for the next one."""
         group, pool = self._groups[group_index], self._pools[group_index]
         assert group.lower_level is not None
-        allocated = [pool.allocate()[0] for _ in blocks]
+        allocated = [pool.allocate() for _ in blocks]
         ops.quantize[group_index].extend(zip(blocks, allocated, strict=True))
         level_blocks.blocks.extend(allocated)
-        dropped = level_blocks.blocks[: max(0, len(level_blocks.blocks) - group.lower_level.max_blocks)]
-        del level_blocks.blocks[: len(dropped)]
-        level_blocks.num_used_slots = len(level_blocks.blocks) * group.block_size
-        ops.freed_later.extend((pool, block) for block in dropped)
-        return dropped
+        level_blocks.num_used_slots += len(allocated) * group.block_size
+        return self._drop_excess(group_index, level_blocks, ops)
 
     def _merge(self, group_index: int, level_blocks: LevelBlocks, blocks: Sequence[int], ops: DemotionOps) -> None:
         group, pool = self._groups[group_index], self._pools[group_index]
@@ -146,17 +131,24 @@ class LevelDemotion:
         for block in blocks:
             slot = level_blocks.num_used_slots % group.block_size
             if slot == 0:
-                level_blocks.blocks.append(pool.allocate()[0])
+                level_blocks.blocks.append(pool.allocate())
             source = level_blocks.blocks[-1]
             if self._is_shared(group_index, level_blocks):
-                level_blocks.blocks[-1] = pool.allocate()[0]
+                level_blocks.blocks[-1] = pool.allocate()
                 ops.freed_later.append((pool, source))
             ops.merge[group_index].append(MergeOp(block, level_blocks.blocks[-1], slot, source))
             level_blocks.num_used_slots += group.block_size // group.lower_level.ratio
+        self._drop_excess(group_index, level_blocks, ops)
+
+    def _drop_excess(self, group_index: int, level_blocks: LevelBlocks, ops: DemotionOps) -> list[int]:
+        """Drop the oldest blocks beyond the level's size and return them."""
+        group = self._groups[group_index]
+        assert group.lower_level is not None
         dropped = level_blocks.blocks[: max(0, len(level_blocks.blocks) - group.lower_level.max_blocks)]
         del level_blocks.blocks[: len(dropped)]
         level_blocks.num_used_slots -= len(dropped) * group.block_size
-        ops.freed_later.extend((pool, block) for block in dropped)
+        ops.freed_later.extend((self._pools[group_index], block) for block in dropped)
+        return dropped
 
     def _is_shared(self, group_index: int, level_blocks: LevelBlocks) -> bool:
         """Return True if another sequence references the block that is being filled."""

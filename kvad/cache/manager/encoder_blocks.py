@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvad.cache.groups import CacheGroup
@@ -26,21 +27,14 @@ class EncoderAllocation(NamedTuple):
     slots: tuple[list[int], ...]  # per cross-attention group: one per encoder token, in the order of the sequences
 
 
+@dataclass(slots=True, eq=False)
 class EncoderSequence:
-    """Cross-attention blocks of one sequence.
+    """Cross-attention blocks of one sequence."""
 
-    Attributes:
-        blocks: Blocks per group.
-        written: The input was encoded.
-        cache_key: Prefix node of the whole input; None if other sequences must not find it.
-    """
-
-    __slots__ = ("blocks", "cache_key", "length", "tokens", "written")
-
-    def __init__(self, tokens: tuple[int, ...], cache_key: PrefixNode | None, blocks: tuple[list[int], ...]) -> None:
-        self.tokens, self.cache_key, self.blocks = tokens, cache_key, blocks
-        self.length = len(tokens)
-        self.written = False
+    tokens: tuple[int, ...]
+    cache_key: PrefixNode | None  # of the whole input; None if other sequences must not find it
+    blocks: tuple[list[int], ...]  # per group
+    written: bool = False  # The input was encoded.
 
 
 class EncoderBlocks:
@@ -62,14 +56,8 @@ class EncoderBlocks:
         return min((min(g.num_usable_blocks, g.max_blocks_per_seq) * g.block_size for g in self.groups), default=0)
 
     def attach(self, tokens: Sequence[int], root: bytes) -> EncoderSequence | None:
-        """Acquire the published blocks of an encoder input, or allocate new ones.
-
-        Returns:
-            The blocks, or None if a pool is too full.
-        """
-        assert 0 < len(tokens) <= self.max_source_len, (
-            f"an encoder input of {len(tokens)} tokens exceeds {self.max_source_len}"
-        )
+        """Acquire the published blocks of an encoder input, or allocate new ones; None if a pool is too full."""
+        assert 0 < len(tokens) <= self.max_source_len, f"an encoder input of {len(tokens)} tokens"
         token_bytes = array("q", tokens).tobytes()
         cache_key = self._prefixes.root(b"source\0" + root + b"\0" + token_bytes) if self._share else None
         if cache_key is not None:
@@ -80,26 +68,22 @@ class EncoderBlocks:
                     for block in blocks:
                         pool.incref(block)
                 self.hits += 1
-                sequence = EncoderSequence(tuple(tokens), cache_key, tuple(complete))
-                sequence.written = True
-                return sequence
+                return EncoderSequence(tuple(tokens), cache_key, tuple(complete), written=True)
         num_blocks = [-(-len(tokens) // group.block_size) for group in self.groups]
         if any(count > pool.num_available for count, pool in zip(num_blocks, self.pools, strict=True)):
             return None
         self.misses += 1
         blocks_per_group = tuple(
-            [pool.allocate()[0] for _ in range(count)] for count, pool in zip(num_blocks, self.pools, strict=True)
+            [pool.allocate() for _ in range(count)] for count, pool in zip(num_blocks, self.pools, strict=True)
         )
         return EncoderSequence(tuple(tokens), cache_key, blocks_per_group)
 
     def share(self, sequence: EncoderSequence) -> EncoderSequence:
         """Share the blocks with one more sequence."""
-        copy = EncoderSequence(sequence.tokens, sequence.cache_key, tuple(list(blocks) for blocks in sequence.blocks))
-        copy.written = sequence.written
         for pool, blocks in zip(self.pools, sequence.blocks, strict=True):
             for block in blocks:
                 pool.incref(block)
-        return copy
+        return replace(sequence, blocks=tuple(list(blocks) for blocks in sequence.blocks))
 
     def allocate_slots(self, sequences: Sequence[EncoderSequence], groups_before: int) -> EncoderAllocation:
         """Compute the slots of one encoder step and the blocks to clear.
@@ -113,9 +97,8 @@ class EncoderBlocks:
             for sequence in sequences:
                 assert not sequence.written, "an encoder input is written once"
                 blocks = sequence.blocks[index]
-                group_slots.extend(
-                    blocks[position // size] * size + position % size for position in range(sequence.length)
-                )
+                positions = range(len(sequence.tokens))
+                group_slots.extend(blocks[position // size] * size + position % size for position in positions)
             clear.append(tuple(block for sequence in sequences for block in sequence.blocks[index]))
             slots.append(group_slots)
         return EncoderAllocation(BlockOps(tuple(clear), ((),) * len(clear)), tuple(slots))
@@ -127,9 +110,8 @@ class EncoderBlocks:
             return
         token_bytes = array("q", sequence.tokens).tobytes()
         for index, pool in enumerate(self.pools):
-            for block, prefix in zip(
-                sequence.blocks[index], self._block_prefixes(index, sequence.cache_key, token_bytes), strict=True
-            ):
+            prefixes = self._block_prefixes(index, sequence.cache_key, token_bytes)
+            for block, prefix in zip(sequence.blocks[index], prefixes, strict=True):
                 if prefix is not None:
                     pool.publish(block, prefix)
 
@@ -145,15 +127,10 @@ class EncoderBlocks:
         """Return the prefix node of each block: the input's node, the group's block size and the block's index."""
         size = self.groups[index].block_size
         count = -(-len(token_bytes) // (size * 8))
-        return [
-            self._prefixes.extend(cache_key, b"%d/%d" % (index_in_sequence, size)) for index_in_sequence in range(count)
-        ]
+        return [self._prefixes.extend(cache_key, b"%d/%d" % (block_index, size)) for block_index in range(count)]
 
     def _find(self, index: int, cache_key: PrefixNode, token_bytes: bytes) -> list[int] | None:
-        matches = []
-        for prefix in self._block_prefixes(index, cache_key, token_bytes):
-            block = None if prefix is None else self.pools[index].find(prefix)
-            if block is None:
-                return None
-            matches.append(block)
-        return matches
+        prefixes = self._block_prefixes(index, cache_key, token_bytes)
+        blocks = [None if prefix is None else self.pools[index].find(prefix) for prefix in prefixes]
+        published = [block for block in blocks if block is not None]
+        return published if len(published) == len(blocks) else None

@@ -2,8 +2,8 @@
 
 A group holds the positions ``0 .. num_sink_tokens - 1`` and ``first_position .. length - 1`` of a sequence (both are 0
 if nothing was freed), or, under an eviction policy, ``length - num_evicted`` slots in their order. The blocks, block
-sizes and rings of one cache are one way to store them; :func:`fit_layout` computes the layout in another group, and
-:func:`held_slots` the slot of each token.
+sizes and rings of one cache are one way to store them; ``fit_layout`` computes the layout in another group, and
+``held_slots`` the slot of each token.
 
     window 6, block size 4, 18 tokens:          3 skipped blocks, blocks [7, 3]     ->  num_sink_tokens 0, first 12
     the same in a ring of 9 slots:              positions 12 .. 17                  ->  slots 3 4 5 6 7 8
@@ -18,14 +18,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvad.cache.groups import CacheGroup
-from kvad.cache.manager.sequence_blocks import GroupBlocks, ring_offset
+from kvad.cache.manager.block_mapping import num_sinks
+from kvad.cache.manager.sequence_blocks import GroupBlocks, SequenceBlocks, ring_offset
 from kvad.model_input import AttentionPattern
 
 
 class HeldRange(NamedTuple):
     """Tokens that a group holds of a sequence.
 
-    ``num_evicted`` and ``last_eviction_length`` are those of :class:`~kvad.cache.manager.sequence_blocks.GroupBlocks`.
+    ``num_evicted`` and ``last_eviction_length`` are those of ``kvad.cache.manager.sequence_blocks.GroupBlocks``.
     """
 
     num_sink_tokens: int = 0
@@ -60,22 +61,29 @@ class GroupLayout(NamedTuple):
 def held_range(group: CacheGroup, group_blocks: GroupBlocks, length: int, num_written: int) -> HeldRange:
     """Return the tokens that a group holds of a sequence; ``num_written`` is the end of its furthest write."""
     if group.eviction_policy is not None:
-        return HeldRange(
-            num_evicted=group_blocks.num_evicted_tokens, last_eviction_length=group_blocks.last_eviction_length
-        )
-    size, sinks = group.block_size, _num_sinks(group)
-    if _is_ring(group):
+        return HeldRange(0, 0, group_blocks.num_evicted_tokens, group_blocks.last_eviction_length)
+    size, sinks = group.block_size, num_sinks(group)
+    if group.max_blocks_per_seq == 1:
         first = num_written - (size - sinks) if num_written > size else 0
         return HeldRange(min(sinks, length), min(first, length)) if first else HeldRange()
-    if not group_blocks.num_skipped_blocks:
-        return HeldRange(last_eviction_length=group_blocks.last_eviction_length)
-    blocks = _ceil_div(sinks, size)
-    return HeldRange(
-        min(blocks * size, length),
-        min((group_blocks.num_skipped_blocks + blocks) * size, length),
-        0,
-        group_blocks.last_eviction_length,
-    )
+    num_sink_tokens = first = 0
+    if group_blocks.num_skipped_blocks:
+        num_sink_tokens = -(-sinks // size) * size
+        first = num_sink_tokens + group_blocks.num_skipped_blocks * size
+    return HeldRange(min(num_sink_tokens, length), min(first, length), 0, group_blocks.last_eviction_length)
+
+
+def describe_layout(groups: Sequence[CacheGroup], sequence: SequenceBlocks) -> SequenceLayout:
+    """Return the blocks of a running sequence; ``groups`` are those that take tokens."""
+    layouts = []
+    for group, group_blocks in zip(groups, sequence.groups, strict=True):
+        held = held_range(group, group_blocks, sequence.length, sequence.num_written)
+        layouts.append((held, group_blocks.num_skipped_blocks, tuple(group_blocks.blocks)))
+    lower_levels = tuple((level.num_used_slots, tuple(level.blocks)) for level in sequence.lower_levels)
+    encoder = sequence.encoder_sequence
+    encoder_blocks = () if encoder is None else tuple(map(tuple, encoder.blocks))
+    encoder_tokens = None if encoder is None else encoder.tokens
+    return SequenceLayout(sequence.length, tuple(layouts), lower_levels, encoder_tokens, encoder_blocks)
 
 
 def is_reusable(group: CacheGroup, held: HeldRange, length: int, new_length: int) -> bool:
@@ -97,38 +105,29 @@ def fit_layout(group: CacheGroup, held: HeldRange, length: int) -> GroupLayout |
     """Compute how ``group`` stores a sequence of ``length`` tokens of which ``held`` exist; None if it cannot."""
     size = group.block_size
     if group.eviction_policy is not None:
-        return _check_capacity(group, GroupLayout(_ceil_div(length - held.num_evicted, size), 0, held, True))
-    sinks = _num_sinks(group)
-    if _is_ring(group):
+        return _check_capacity(group, GroupLayout(-(-(length - held.num_evicted) // size), 0, held, True))
+    sinks = num_sinks(group)
+    if group.max_blocks_per_seq == 1:
         return _fit_ring(group, held, length, sinks)
-    blocks, stop = _ceil_div(sinks, size), _ceil_div(length, size)
-    first = max(
-        held.first_position // size if group.demotion_policy is not None else _first_needed(group, length), blocks
-    )
+    blocks, stop = -(-sinks // size), -(-length // size)
+    first = held.first_position
+    if group.demotion_policy is None:
+        first = AttentionPattern.from_spec(group.spec).first_visible(length)
+    first = max(first // size, blocks)
+    is_complete = held.first_position <= held.num_sink_tokens
     count, num_skipped = min(blocks, stop) + max(0, stop - first), first - blocks
     if count <= blocks:
         num_skipped = max(0, length // size - blocks)
     if not num_skipped:
-        new_range = held._replace(
-            num_sink_tokens=min(held.num_sink_tokens, length), first_position=min(held.first_position, length)
-        )
-        return _check_capacity(group, GroupLayout(count, 0, new_range, held.first_position <= held.num_sink_tokens))
-    max_sink_tokens = min(blocks * size, length)
-    num_sink_tokens = (
-        max_sink_tokens if held.first_position <= held.num_sink_tokens else min(held.num_sink_tokens, max_sink_tokens)
-    )
-    new_range = held._replace(
-        num_sink_tokens=num_sink_tokens, first_position=min(max(held.first_position, first * size), length)
-    )
-    return _check_capacity(
-        group,
-        GroupLayout(
-            count,
-            num_skipped,
-            new_range,
-            num_sink_tokens == max_sink_tokens and new_range.first_position == min(first * size, length),
-        ),
-    )
+        num_sink_tokens, first_position = min(held.num_sink_tokens, length), min(held.first_position, length)
+        is_whole = is_complete
+    else:
+        max_sink_tokens = min(blocks * size, length)
+        num_sink_tokens = max_sink_tokens if is_complete else min(held.num_sink_tokens, max_sink_tokens)
+        first_position = min(max(held.first_position, first * size), length)
+        is_whole = num_sink_tokens == max_sink_tokens and first_position == min(first * size, length)
+    new_range = held._replace(num_sink_tokens=num_sink_tokens, first_position=first_position)
+    return _check_capacity(group, GroupLayout(count, num_skipped, new_range, is_whole))
 
 
 def held_positions(held: HeldRange, length: int) -> tuple[range, range]:
@@ -140,8 +139,9 @@ def held_positions(held: HeldRange, length: int) -> tuple[range, range]:
 
 def held_slots(group: CacheGroup, blocks: Sequence[int], num_skipped: int, held: HeldRange, length: int) -> list[int]:
     """Return the slots of the held positions in that order: block * block_size + offset."""
-    size, sinks = group.block_size, _num_sinks(group)
-    is_ranked, is_ring, num_sink_blocks = group.eviction_policy is not None, _is_ring(group), _ceil_div(sinks, size)
+    size, sinks = group.block_size, num_sinks(group)
+    is_ranked, is_ring = group.eviction_policy is not None, group.max_blocks_per_seq == 1
+    num_sink_blocks = -(-sinks // size)
     slots: list[int] = []
     for span in held_positions(held, length):
         position, end = span.start, span.stop
@@ -174,24 +174,3 @@ def _fit_ring(group: CacheGroup, held: HeldRange, length: int, sinks: int) -> Gr
 
 def _check_capacity(group: CacheGroup, layout: GroupLayout) -> GroupLayout | None:
     return layout if layout.count <= min(group.num_usable_blocks, group.max_blocks_per_seq) else None
-
-
-def _first_needed(group: CacheGroup, length: int) -> int:
-    return AttentionPattern.from_spec(group.spec).first_visible(length) // group.block_size
-
-
-def _is_ring(group: CacheGroup) -> bool:
-    return group.max_blocks_per_seq == 1
-
-
-def _num_sinks(group: CacheGroup) -> int:
-    """Return the number of tokens that always stay at the start."""
-    return (
-        AttentionPattern.from_spec(group.spec).num_sinks
-        if group.demotion_policy is None
-        else group.demotion_policy.num_sinks
-    )
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

@@ -1,6 +1,6 @@
 """Prefix cache: chains of full blocks that are found, acquired, published and invalidated, in pools and block stores.
 
-A chain is a list of :class:`~kvad.cache.manager.block_pool.PrefixNode`, each the history of the previous one plus one
+A chain is a list of ``kvad.cache.manager.block_pool.PrefixNode``, each the history of the previous one plus one
 block. A sequence starts with the longest chain that every group can serve: a group without a window needs all blocks,
 a group with a window those of the sinks and of the last ``window - 1`` tokens.
 
@@ -18,11 +18,28 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvad.cache.manager.block_mapping import BlockMapping
 from kvad.cache.manager.block_pool import BlockPool, PrefixIndex, PrefixNode
 from kvad.cache.manager.prefix_offload import PrefetchRequest, PrefixOffload
 from kvad.cache.manager.sequence_blocks import NEVER, SequenceBlocks, block_index
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Block counts per group, and prefix cache statistics. ``total = used + free + evictable``."""
+
+    total: tuple[int, ...]
+    used: tuple[int, ...]
+    free: tuple[int, ...]
+    evictable: tuple[int, ...]
+    evictions: tuple[int, ...]  # published blocks that were reused so far
+    hits: int  # admissions with a cached prefix
+    misses: int  # admissions without
+    hit_tokens: int  # tokens that were not computed because of hits
+    peak: tuple[int, ...]  # maximum of used since KVCacheManager.reset_peak
+    watermark: tuple[int, ...]  # blocks that an admission leaves free
 
 
 class PrefixCache:
@@ -45,8 +62,6 @@ class PrefixCache:
         self._mappings, self._pools, self.prefixes, self.offload = tuple(mappings), tuple(pools), prefixes, offload
         self._size = mappings[0].block_size if mappings else 1
         self.hits = self.misses = self.hit_tokens = 0
-
-    # ------------------------------------------------------------ find
 
     def find(
         self, root: PrefixNode, tokens: Sequence[int], max_tokens: int, prefetched: PrefetchRequest | None = None
@@ -75,9 +90,7 @@ class PrefixCache:
         while prefix is not None and prefix.depth:
             chain.append(prefix)
             prefix = prefix.parent
-        unwindowed = [
-            pool for pool, mapping in zip(self._pools, self._mappings, strict=True) if mapping.window == NEVER
-        ]
+        unwindowed = [pool for pool, rules in zip(self._pools, self._mappings, strict=True) if rules.window == NEVER]
         count = 0
         for prefix in reversed(chain):
             blocks = [pool.find(prefix) for pool in unwindowed]
@@ -88,17 +101,14 @@ class PrefixCache:
 
     def block_keys(self, tokens: Sequence[int], root: bytes) -> list[str]:
         """Return the block store keys of the full blocks of these tokens."""
-        nodes, size, parent = list[PrefixNode](), self._size, self.prefixes.root(root)
+        keys, size, prefix = list[str](), self._size, self.prefixes.root(root)
         for start in range(0, len(tokens) - size + 1, size):
-            parent = (
-                None
-                if parent is None
-                else self.prefixes.extend(parent, array("q", tokens[start : start + size]).tobytes())
-            )
-            if parent is None:
+            if prefix is not None:
+                prefix = self.prefixes.extend(prefix, array("q", tokens[start : start + size]).tobytes())
+            if prefix is None:
                 break
-            nodes.append(parent)
-        return [prefix.digest.hex() for prefix in nodes]
+            keys.append(prefix.digest.hex())
+        return keys
 
     def prefetch(self, tokens: Sequence[int], root: bytes, max_tokens: int) -> PrefetchRequest:
         """Build a request for the blocks of ``tokens`` that are in the block store and in no pool.
@@ -108,7 +118,7 @@ class PrefixCache:
         """
         parent = self.prefixes.root(root) if self.offload is not None else None
         if parent is None or self.offload is None or max_tokens < self._size:
-            return PrefetchRequest(None, (), {})
+            return PrefetchRequest(None)
         block_store, size, missed = self.offload.block_store, self._size, ""
         token_bytes = array("q", tokens[: max_tokens - max_tokens % size]).tobytes()
         chain: list[PrefixNode] = []
@@ -126,24 +136,16 @@ class PrefixCache:
                 break
             chain.append(prefix)
             parent = prefix
-        depth = self._usable_depth(
-            chain, lambda index, prefix: prefix in stored or self._is_available(index, prefix, None)
-        )
+        depth = self._usable_depth(chain, lambda index, prefix: prefix in stored or self._is_available(index, prefix))
         missed = missed or ("unknown" if depth < len(token_bytes) // (size * 8) else "")
+        del chain[depth:]
         missing_groups: dict[PrefixNode, tuple[int, ...]] = {}
         for index, pool in enumerate(self._pools):
-            for prefix in self._needed_blocks(index, chain[:depth])[1]:
+            for prefix in self._needed_blocks(index, chain)[1]:
                 if pool.find(prefix) is None:
                     missing_groups[prefix] = (*missing_groups.get(prefix, ()), index)
-        prefetched = PrefetchRequest(
-            block_store,
-            chain[:depth],
-            {prefix: missing_groups[prefix] for prefix in chain[:depth] if prefix in missing_groups},
-        )
-        prefetched.missed = missed
-        return prefetched
-
-    # ------------------------------------------------------------ acquire
+        in_order = {prefix: missing_groups[prefix] for prefix in chain if prefix in missing_groups}
+        return PrefetchRequest(block_store, chain, in_order, missed)
 
     def acquire_longest(
         self,
@@ -200,22 +202,17 @@ class PrefixCache:
                             pool.incref(block)
                     group_blocks.blocks = [0 if block is None else block for block in blocks]
                     continue
-                for index_in_sequence, prefix in enumerate(needed):
-                    if not group_blocks.blocks[index_in_sequence]:
-                        group_blocks.blocks[index_in_sequence] = missing.setdefault(prefix, {})[index] = (
-                            pool.allocate()[0]
-                        )
+                for block_number, prefix in enumerate(needed):
+                    if not group_blocks.blocks[block_number]:
+                        block = group_blocks.blocks[block_number] = pool.allocate()
+                        missing.setdefault(prefix, {})[index] = block
         num_sure = next((index for index, prefix in enumerate(chain) if prefix in missing), len(chain))
         sequence.last_block = chain[num_sure - 1] if num_sure else sequence.root
         sequence.tail_tokens = list(tokens[num_sure * self._size : len(chain) * self._size])
         if missing:
             assert prefetched is not None and self.offload is not None
-            num_skipped = (
-                0 if any(group_blocks.num_skipped_blocks == 0 for group_blocks in sequence.groups) else num_sure
-            )
+            num_skipped = num_sure if all(group.num_skipped_blocks for group in sequence.groups) else 0
             self.offload.on_acquired(seq_index, prefetched, missing, chain[-1], self._size, num_skipped)
-
-    # ------------------------------------------------------------ publish and invalidate
 
     def publish(self, sequence: SequenceBlocks, num_sure: int) -> None:
         """Publish the full blocks within the sequence's first ``num_sure`` tokens."""
@@ -226,18 +223,11 @@ class PrefixCache:
             if node is None:  # Digest collision: this sequence publishes no more.
                 sequence.last_block, sequence.tail_tokens = None, []
                 return
-            stored = {}
-            for index, (group_blocks, pool, mapping) in enumerate(
-                zip(sequence.groups, self._pools, self._mappings, strict=True)
-            ):
-                index_in_sequence = block_index(
-                    node.depth - 1, mapping.num_sink_blocks, group_blocks.num_skipped_blocks
-                )
-                if index_in_sequence is not None:
-                    pool.publish(group_blocks.blocks[index_in_sequence], node)
-                    stored[index] = group_blocks.blocks[index_in_sequence]
+            blocks = self._blocks_of(sequence, node)
+            for index, block in blocks.items():
+                self._pools[index].publish(block, node)
             if self.offload is not None:
-                self.offload.on_published(node, stored)
+                self.offload.on_published(node, blocks)
             sequence.last_block = node
             start += size
         del tail_tokens[:start]
@@ -246,13 +236,19 @@ class PrefixCache:
         """Publish again what a sequence had published before it was swapped out, unless another block holds it."""
         sequence.republish, prefix = False, sequence.last_block
         while prefix is not None and prefix.depth:
-            for group_blocks, pool, mapping in zip(sequence.groups, self._pools, self._mappings, strict=True):
-                index_in_sequence = block_index(
-                    prefix.depth - 1, mapping.num_sink_blocks, group_blocks.num_skipped_blocks
-                )
-                if index_in_sequence is not None and pool.prefixes[group_blocks.blocks[index_in_sequence]] is None:
-                    pool.publish(group_blocks.blocks[index_in_sequence], prefix)
+            for index, block in self._blocks_of(sequence, prefix).items():
+                if self._pools[index].prefixes[block] is None:
+                    self._pools[index].publish(block, prefix)
             prefix = prefix.parent
+
+    def _blocks_of(self, sequence: SequenceBlocks, prefix: PrefixNode) -> dict[int, int]:
+        """Return the sequence's blocks of one logical block, by group; groups that freed theirs are left out."""
+        blocks = {}
+        for index, (group_blocks, mapping) in enumerate(zip(sequence.groups, self._mappings, strict=True)):
+            number = block_index(prefix.depth - 1, mapping.num_sink_blocks, group_blocks.num_skipped_blocks)
+            if number is not None:
+                blocks[index] = group_blocks.blocks[number]
+        return blocks
 
     def invalidate(self, prefix: PrefixNode | None) -> None:
         """Unpublish a whole history, from its end to its root, after a numerical error."""
@@ -279,9 +275,7 @@ class PrefixCache:
             node = node.parent
         return node.parent, array("q", node.tokens).tolist()[:rest]
 
-    # ------------------------------------------------------------ inside
-
-    def _is_available(self, index: int, prefix: PrefixNode, prefetched: PrefetchRequest | None) -> bool:
+    def _is_available(self, index: int, prefix: PrefixNode, prefetched: PrefetchRequest | None = None) -> bool:
         """Return True if this block of group ``index`` is in its pool or was loaded."""
         return self._pools[index].find(prefix) is not None or (prefetched is not None and prefetched.has(prefix, index))
 

@@ -4,7 +4,7 @@ A published block is stored under the key of its history: a digest of the prefix
 block, and a separate 256-bit digest of the whole history before it. A loaded block is used only if tokens and digest
 are equal to those of the requesting sequence: with keys of 8 bits the store hits less often, but is never wrong.
 
-A :class:`PrefetchRequest` loads the blocks of a sequence that are in no pool; it is polled. Loaded bytes stay in host
+A ``PrefetchRequest`` loads the blocks of a sequence that are in no pool; it is polled. Loaded bytes stay in host
 memory until the sequence is admitted. Only then are blocks allocated and filled, in the same BlockOps as everything
 else (``BlockOps.load``): a request that ends while its blocks are loading leaves nothing behind, and late loads write
 to an unreferenced buffer.
@@ -20,19 +20,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from kvad import storage
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import CacheGroup
 from kvad.cache.manager.block_pool import PrefixNode
 from kvad.errors import ConfigError
+from kvad.storage import Buffer
 
 
 def check_shareable(cache: CacheConfig, groups: Sequence[CacheGroup]) -> None:
-    """Check that a cache with a block store has blocks that another request can use.
-
-    Raises:
-        ConfigError: If no block can be shared.
-    """
+    """Raise ConfigError if a cache with a block store has no blocks that another request can use."""
     if cache.prefix_cache_dir is None and cache.prefix_cache_ram is None:
         return
     token_groups = [group for group in groups if not group.spec.is_cross_attention and group.lower_level is None]
@@ -53,25 +49,19 @@ class BlockKey(NamedTuple):
     tokens: bytes
 
 
+@dataclass(eq=False)
 class LoadHandle:
-    """One block that is being loaded.
+    """One block that is being loaded."""
 
-    Attributes:
-        buffers: Bytes by group; None until the load is complete, and after a failure.
-        miss_reason: Reason of a failure.
-        location: "ram" or "disk".
-        was_compressed: The block was compressed in RAM.
-    """
+    name: BlockKey
+    groups: tuple[int, ...]
+    done: bool = False
+    buffers: Mapping[int, Buffer] | None = None  # by group; None until the load is complete, and after a failure
+    miss_reason: str = ""  # reason of a failure
+    location: str = ""  # "ram" or "disk"
+    was_compressed: bool = False  # in RAM
 
-    __slots__ = ("__weakref__", "buffers", "done", "groups", "location", "miss_reason", "name", "was_compressed")
-
-    def __init__(self, name: BlockKey, groups: tuple[int, ...]) -> None:
-        self.name, self.groups = name, groups
-        self.done, self.location, self.miss_reason = False, "", ""
-        self.was_compressed = False
-        self.buffers: Mapping[int, storage.filesystem.Buffer] | None = None
-
-    def complete(self, buffers: Mapping[int, storage.filesystem.Buffer], location: str) -> None:
+    def complete(self, buffers: Mapping[int, Buffer], location: str) -> None:
         self.buffers, self.location = buffers, location
         self.done = True
 
@@ -95,7 +85,7 @@ class BlockStoreProtocol(Protocol):
         """Cancel a requested copy or a staged load."""
         ...
 
-    def stage_load(self, buffers: Mapping[int, storage.filesystem.Buffer]) -> int:
+    def stage_load(self, buffers: Mapping[int, Buffer]) -> int:
         """Return the id under which KVCache will read these buffers."""
         ...
 
@@ -126,19 +116,20 @@ def block_key(prefix: PrefixNode) -> BlockKey:
 class PrefetchRequest:
     """Loads of the blocks of a waiting sequence that are in no pool.
 
-    ``chain`` references every known block of its tokens. Nothing is loaded before :meth:`start`.
+    ``chain`` references every known block of its tokens. Nothing is loaded before ``start``.
     """
 
     def __init__(
         self,
         block_store: BlockStoreProtocol | None,
-        chain: Sequence[PrefixNode],
-        missing_groups: Mapping[PrefixNode, tuple[int, ...]],
+        chain: Sequence[PrefixNode] = (),
+        missing_groups: Mapping[PrefixNode, tuple[int, ...]] | None = None,
+        missed: str = "",  # reason why the chain is not longer
     ) -> None:
-        self._block_store, self.chain, self._missing_groups = block_store, tuple(chain), dict(missing_groups)
+        self._block_store, self.chain, self.missed = block_store, tuple(chain), missed
+        self._missing_groups = dict(missing_groups or {})
         self.handles: dict[PrefixNode, LoadHandle] = {}
         self._unfinished: list[LoadHandle] = []  # as of the last call of ready
-        self.missed = ""  # reason why the chain is not longer
 
     @property
     def started(self) -> bool:
@@ -146,10 +137,8 @@ class PrefetchRequest:
 
     def start(self) -> None:
         if self._block_store is not None and not self.started:
-            self.handles = {
-                prefix: self._block_store.load(block_key(prefix), token_groups)
-                for prefix, token_groups in self._missing_groups.items()
-            }
+            missing, load = self._missing_groups, self._block_store.load
+            self.handles = {prefix: load(block_key(prefix), groups) for prefix, groups in missing.items()}
             self._unfinished = list(self.handles.values())
 
     def ready(self) -> bool:
@@ -199,7 +188,7 @@ class PrefetchResult(NamedTuple):
 class PendingLoad(NamedTuple):
     """Loaded bytes of one block and their target blocks, both by group."""
 
-    buffers: Mapping[int, storage.filesystem.Buffer]
+    buffers: Mapping[int, Buffer]
     blocks: dict[int, int]
 
 
@@ -264,13 +253,8 @@ class PrefixOffload:
     ) -> None:
         """Schedule the loads of an admitted sequence.
 
-        Args:
-            seq_index: Index of the sequence.
-            prefetched: The finished request.
-            missing: Newly allocated blocks, by prefix, then by group.
-            last_prefix: Last block of the chain.
-            block_size: Tokens per block.
-            num_skipped: Blocks before the loaded ones that no group needs.
+        ``missing`` are the newly allocated blocks, by prefix, then by group; ``num_skipped`` blocks before them are
+        needed by no group.
         """
         loads = []
         for prefix, blocks in missing.items():
@@ -282,10 +266,9 @@ class PrefixOffload:
             self.hits.tokens[prefetched.handles[next(iter(missing))].location] += num_skipped * block_size
         self._pending_loads[seq_index] = loads, last_prefix
         if self.results is not None:
-            loaded_blocks = (
-                _loaded_block(prefix, prefetched.handles[prefix], tuple(blocks)) for prefix, blocks in missing.items()
-            )
-            self.results[seq_index] = PrefetchResult(tuple(loaded_blocks), num_skipped)
+            handles = prefetched.handles
+            loaded = (_loaded_block(prefix, handles[prefix], tuple(blocks)) for prefix, blocks in missing.items())
+            self.results[seq_index] = PrefetchResult(tuple(loaded), num_skipped)
 
     def on_admitted(self, seq_index: int, miss_reason: str) -> None:
         """Record the admission of a prefetched sequence, and the reason why its chain is not longer."""
@@ -319,13 +302,10 @@ class PrefixOffload:
 
     def take_loads(self) -> tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]:
         """Return and clear the loads to make."""
-        loads_by_group = []
-        for seq_index, (loads, last_prefix) in self._pending_loads.items():
-            self.uncommitted_loads[seq_index] = last_prefix
-            for load in loads:
-                loads_by_group.append((self.block_store.stage_load(load.buffers), self._by_group(load.blocks)))
+        pending = [load for loads, _ in self._pending_loads.values() for load in loads]
+        self.uncommitted_loads |= {seq_index: prefix for seq_index, (_, prefix) in self._pending_loads.items()}
         self._pending_loads.clear()
-        return tuple(loads_by_group)
+        return tuple((self.block_store.stage_load(load.buffers), self._by_group(load.blocks)) for load in pending)
 
     def _by_group(self, blocks: dict[int, int]) -> tuple[tuple[int, ...], ...]:
         return tuple((blocks[index],) if index in blocks else () for index in range(self._num_groups))

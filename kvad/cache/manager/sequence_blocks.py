@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvad.cache.manager.block_pool import PrefixNode
@@ -10,31 +11,23 @@ from kvad.cache.manager.encoder_blocks import EncoderSequence
 NEVER = 1 << 62
 
 
+@dataclass(slots=True, eq=False)
 class GroupBlocks:
     """Blocks of one sequence in one group that takes tokens."""
 
-    __slots__ = ("blocks", "last_eviction_length", "num_evicted_tokens", "num_skipped_blocks", "slot_offset")
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.clear()
-
-    def clear(self) -> None:
-        self.blocks = []
-        self.num_skipped_blocks = 0  # logical blocks behind the sinks that were freed
-        self.num_evicted_tokens = 0  # tokens that evictions dropped
-        self.last_eviction_length = 0  # length of the sequence at the last eviction or demotion
-        self.slot_offset = 0  # slot = position + slot_offset in the block that is being written
+    blocks: list[int] = field(default_factory=list)
+    num_skipped_blocks: int = 0  # logical blocks behind the sinks that were freed
+    num_evicted_tokens: int = 0  # tokens that evictions dropped
+    last_eviction_length: int = 0  # length of the sequence at the last eviction or demotion
+    slot_offset: int = 0  # slot = position + slot_offset in the block that is being written
 
 
+@dataclass(slots=True, eq=False)
 class LevelBlocks:
     """Blocks of one sequence in a lower group, and the number of their filled slots."""
 
-    __slots__ = ("blocks", "num_used_slots")
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.num_used_slots = 0
+    blocks: list[int] = field(default_factory=list)
+    num_used_slots: int = 0
 
 
 class PublishedPrefix(NamedTuple):
@@ -69,32 +62,14 @@ class SequenceBlocks:
         tail_tokens: Tokens behind the last full block.
         fast_path_start: A single token at a position in ``fast_path_start .. fast_path_end - 1`` is written at
             ``position + slot_offset`` in every group, and nothing else has to be done for it.
-        fast_path_end: See ``fast_path_start``.
         republish: The sequence was swapped in; its published prefix is published again once its blocks are filled.
         min_truncate_length: Shortest length to truncate to. Blocks of an imported sequence have empty slots that
             only queries from this position on do not read.
     """
 
-    __slots__ = (
-        "encoder_sequence",
-        "fast_path_end",
-        "fast_path_start",
-        "groups",
-        "last_block",
-        "length",
-        "lower_levels",
-        "min_truncate_length",
-        "num_written",
-        "republish",
-        "root",
-        "tail_tokens",
-    )
-
     def __init__(self, num_groups: int, num_levels: int, root: PrefixNode | None) -> None:
+        self._num_groups, self._num_levels, self.root = num_groups, num_levels, root
         self.encoder_sequence: EncoderSequence | None = None
-        self.groups = tuple(GroupBlocks() for _ in range(num_groups))
-        self.lower_levels = tuple(LevelBlocks() for _ in range(num_levels))
-        self.root = root
         self.reset()
 
     @property
@@ -109,10 +84,8 @@ class SequenceBlocks:
         self.republish = False
         self.last_block = self.root
         self.tail_tokens: list[int] = []
-        for group_blocks in self.groups:
-            group_blocks.clear()
-        for level_blocks in self.lower_levels:
-            level_blocks.blocks, level_blocks.num_used_slots = [], 0
+        self.groups = tuple(GroupBlocks() for _ in range(self._num_groups))
+        self.lower_levels = tuple(LevelBlocks() for _ in range(self._num_levels))
 
 
 def block_index(logical: int, num_sinks: int, num_skipped_blocks: int) -> int | None:

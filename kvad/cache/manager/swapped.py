@@ -3,9 +3,8 @@
     swap_out         blocks are copied to the host, then freed
     swap_in          as many blocks are allocated, and filled in the sequence's next step
     import_sequence  a sequence from another cache is treated as if it had been swapped out here
-    drop             a swapped sequence will not return
 
-Copies and drops are added to the next BlockOps (:meth:`SwappedSequences.attach_to_ops`); a swap-in is added to those of
+Copies and drops are added to the next BlockOps (``SwappedSequences.attach_to_ops``); a swap-in is added to those of
 the sequence's own step. A step that fails ends its sequences, so none continues with blocks that were never filled.
 
 Invariant: a key is used once. No torch.
@@ -13,6 +12,7 @@ Invariant: a key is used once. No torch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -20,8 +20,6 @@ from kvad.cache.manager.block_pool import BlockPool, PrefixNode
 from kvad.cache.manager.portable_layout import GroupLayout
 from kvad.cache.manager.sequence_blocks import PublishedPrefix, SequenceBlocks, SwappedSequence
 from kvad.model_input import BlockOps
-
-SwapCopy = tuple[int, tuple[tuple[int, ...], ...]]  # (key, blocks per group)
 
 
 class PendingSwapIn(NamedTuple):
@@ -39,32 +37,26 @@ class SwappedSequences:
 
     def __init__(self, pools: Sequence[BlockPool], num_token_groups: int) -> None:
         self._pools, self._num_token_groups = tuple(pools), num_token_groups
-        self._num_keys = self._epoch = 0  # keys so far; prefix cache resets so far
-        self.pending_swap_outs: list[SwapCopy] = []  # for the next BlockOps
+        self._keys, self._epoch = itertools.count(), 0  # prefix cache resets so far
+        self.pending_swap_outs: list[tuple[int, tuple[tuple[int, ...], ...]]] = []  # key, blocks per group
         self.pending_swap_ins: dict[int, PendingSwapIn] = {}  # by sequence index
-        self.pending_drops: list[int] = []
+        self.pending_drops: list[int] = []  # keys of sequences that will not return
 
     def swap_out(self, seq_index: int, sequence: SequenceBlocks) -> SwappedSequence:
         """Record the blocks of a sequence that is about to be freed, and schedule their copy."""
         if seq_index in self.pending_swap_ins:  # It has not run since it was swapped in: its copy still exists.
             return self.pending_swap_ins[seq_index].sequence
-        key = self._next_key()
-        self.pending_swap_outs.append((key, tuple(tuple(group_blocks.blocks) for group_blocks in sequence.all_groups)))
+        key = next(self._keys)
+        self.pending_swap_outs.append((key, _block_ids(sequence)))
         groups = tuple(
-            (
-                len(group_blocks.blocks),
-                group_blocks.num_skipped_blocks,
-                group_blocks.num_evicted_tokens,
-                group_blocks.last_eviction_length,
-            )
-            for group_blocks in sequence.groups
+            (len(group.blocks), group.num_skipped_blocks, group.num_evicted_tokens, group.last_eviction_length)
+            for group in sequence.groups
         )
         lower_levels = tuple((len(level.blocks), level.num_used_slots) for level in sequence.lower_levels)
-        published = (
-            None
-            if sequence.root is None
-            else PublishedPrefix(sequence.root, sequence.last_block, tuple(sequence.tail_tokens), self._epoch)
-        )
+        published = None
+        if sequence.root is not None:
+            tail_tokens = tuple(sequence.tail_tokens)
+            published = PublishedPrefix(sequence.root, sequence.last_block, tail_tokens, self._epoch)
         return SwappedSequence(key, sequence.length, groups, lower_levels, published, sequence.min_truncate_length)
 
     def swap_in(self, seq_index: int, swapped: SwappedSequence) -> SequenceBlocks | None:
@@ -72,33 +64,23 @@ class SwappedSequences:
         counts = [count for count, *_ in (*swapped.groups, *swapped.lower_levels)]
         if any(count > pool.num_available for count, pool in zip(counts, self._pools, strict=True)):
             return None
-        published = (
-            swapped.published if swapped.published is not None and swapped.published.epoch == self._epoch else None
-        )
-        sequence = SequenceBlocks(
-            self._num_token_groups,
-            len(self._pools) - self._num_token_groups,
-            None if published is None else published.root,
-        )
+        published = swapped.published
+        if published is not None and published.epoch != self._epoch:
+            published = None
+        num_levels = len(self._pools) - self._num_token_groups
+        sequence = SequenceBlocks(self._num_token_groups, num_levels, None if published is None else published.root)
         if published is not None:
-            sequence.last_block, sequence.tail_tokens, sequence.republish = (
-                published.last_block,
-                list(published.tail_tokens),
-                True,
-            )
+            sequence.last_block, sequence.tail_tokens = published.last_block, list(published.tail_tokens)
+            sequence.republish = True
         sequence.length = sequence.num_written = swapped.length
         sequence.min_truncate_length = swapped.min_truncate_length
-        for group_blocks, (_, *counters) in zip(sequence.groups, swapped.groups, strict=True):
-            group_blocks.num_skipped_blocks, group_blocks.num_evicted_tokens, group_blocks.last_eviction_length = (
-                counters
-            )
+        for group, (_, *counters) in zip(sequence.groups, swapped.groups, strict=True):
+            group.num_skipped_blocks, group.num_evicted_tokens, group.last_eviction_length = counters
         for level, (_, num_used_slots) in zip(sequence.lower_levels, swapped.lower_levels, strict=True):
             level.num_used_slots = num_used_slots
         for record, pool, count in zip(sequence.all_groups, self._pools, counts, strict=True):
-            record.blocks = [pool.allocate()[0] for _ in range(count)]
-        self.pending_swap_ins[seq_index] = PendingSwapIn(
-            swapped, tuple(tuple(group_blocks.blocks) for group_blocks in sequence.all_groups)
-        )
+            record.blocks = [pool.allocate() for _ in range(count)]
+        self.pending_swap_ins[seq_index] = PendingSwapIn(swapped, _block_ids(sequence))
         return sequence
 
     def import_sequence(
@@ -112,26 +94,17 @@ class SwappedSequences:
     ) -> SwappedSequence:
         """Record an imported sequence, as KVCacheManager.import_sequence does; ``root`` is its prefix root, if any."""
         length = len(tokens)
+        held = [layout.held_range for layout in layouts]
         groups = tuple(
-            (
-                layout.count,
-                layout.num_skipped_blocks,
-                layout.held_range.num_evicted,
-                layout.held_range.last_eviction_length,
-            )
-            for layout in layouts
+            (layout.count, layout.num_skipped_blocks, held_range.num_evicted, held_range.last_eviction_length)
+            for layout, held_range in zip(layouts, held, strict=True)
         )
         min_truncate_length = 0 if all(layout.whole for layout in layouts) else length
-        published = (
-            None if root is None or min_truncate_length else PublishedPrefix(root, root, tuple(tokens), self._epoch)
-        )
-        return SwappedSequence(
-            self._next_key(), length, groups, tuple(lower_levels), published, min_truncate_length, has_encoder_blocks
-        )
-
-    def drop(self, swapped: SwappedSequence) -> None:
-        """Drop a swapped sequence: its copy is deleted with the next BlockOps."""
-        self.pending_drops.append(swapped.key)
+        published = None
+        if root is not None and not min_truncate_length:
+            published = PublishedPrefix(root, root, tuple(tokens), self._epoch)
+        levels, key = tuple(lower_levels), next(self._keys)
+        return SwappedSequence(key, length, groups, levels, published, min_truncate_length, has_encoder_blocks)
 
     def drop_prefixes(self) -> None:
         """Let swapped sequences publish nothing when they return."""
@@ -146,17 +119,16 @@ class SwappedSequences:
         """Add pending swap-outs and drops, and the swap-ins of these sequences."""
         if not (self.pending_swap_outs or self.pending_swap_ins or self.pending_drops):
             return block_ops
-        swapped_in = [
-            self.pending_swap_ins.pop(seq_index)
-            for seq_index in sorted(set(seq_indices) & self.pending_swap_ins.keys())
-        ]
-        swap_in = tuple((swapped.key, blocks) for swapped, blocks in swapped_in)
+        swapped_in = sorted(set(seq_indices) & self.pending_swap_ins.keys())
+        swap_ins = [self.pending_swap_ins.pop(seq_index) for seq_index in swapped_in]
         block_ops = block_ops._replace(
-            swap_out=tuple(self.pending_swap_outs), swap_in=swap_in, drop_swapped=tuple(self.pending_drops)
+            swap_out=tuple(self.pending_swap_outs),
+            swap_in=tuple((swapped.key, blocks) for swapped, blocks in swap_ins),
+            drop_swapped=tuple(self.pending_drops),
         )
         self.pending_swap_outs, self.pending_drops = [], []
         return block_ops
 
-    def _next_key(self) -> int:
-        self._num_keys += 1
-        return self._num_keys - 1
+
+def _block_ids(sequence: SequenceBlocks) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(group_blocks.blocks) for group_blocks in sequence.all_groups)

@@ -18,27 +18,4 @@ if TYPE_CHECKING:
     from kvad.cache.offload.swap_space import SwapFiles as SwapFiles
     from kvad.cache.offload.swap_space import SwapSpace as SwapSpace
 
-__all__ = [
-    "BlockStore",
-    "DiskBlockStore",
-    "PinnedPrefix",
-    "SwapFiles",
-    "SwapSpace",
-    "block_store",
-    "disk_store",
-    "pinned",
-    "swap_space",
-    "token_offload",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "BlockStore": "block_store",
-        "DiskBlockStore": "disk_store",
-        "PinnedPrefix": "pinned",
-        "SwapFiles": "swap_space",
-        "SwapSpace": "swap_space",
-    },
-    ("block_store", "disk_store", "pinned", "swap_space", "token_offload"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -4,14 +4,14 @@ r"""Block store: published blocks beyond the pool, in RAM and on disk.
       \--published-->   disk (disk_store.py): written immediately, so that little is lost when the process ends
 
 Reader threads load the blocks of waiting sequences; another thread writes and compresses. The engine thread never
-waits for either: it calls :meth:`BlockStore.has` (an index in memory), gets handles and polls them.
+waits for either: it calls ``BlockStore.has`` (an index in memory), gets handles and polls them.
 
 A load returns exactly what was stored: on disk every byte is checksummed, and the key (``prefix_offload.BlockKey``: the
 block's tokens and a digest of all tokens before it) and the fingerprint of weights and formats are compared. A mismatch
 or a failure is a miss with a reason; from there on the sequence is computed.
 
-Never: a wait for the disk in ``has``, ``load``, ``request_copy``, ``put``, ``take``, ``stage_load`` or ``drop``; a
-buffer that a live sequence writes to: KVCache copies. No torch.
+Only ``wait``, ``flush``, ``pin_blocks`` and ``close`` wait for the disk. No buffer is one that a live sequence writes
+to: KVCache copies. No torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvad import storage
 from kvad.cache import manager
 from kvad.cache.config import WRITE_QUEUE_BYTES
 from kvad.cache.offload.disk_store import DiskBlockStore, DiskStoreStats
-from kvad.cache.offload.ram_store import RamBlockStore, RamStoreStats
+from kvad.cache.offload.ram_store import CachedBlock, RamBlockStore, RamStoreStats
 from kvad.errors import StorageError
-from kvad.storage import CacheFingerprint, IoThread, Section
+from kvad.storage import Buffer, CacheFingerprint, IoThread, Section
+
+BlockKey = manager.prefix_offload.BlockKey
+LoadHandle = manager.prefix_offload.LoadHandle
 
 CONTAINER_KIND = "block"
 NUM_READERS = 4  # threads: one waits for the disk while others verify checksums
@@ -40,16 +44,16 @@ CLOSE_TIMEOUT = 30.0  # seconds to finish queued writes when the store is closed
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlockStoreStats:
     """Statistics of a block store."""
 
-    ram: RamStoreStats
-    disk: DiskStoreStats
-    bytes_out: int  # copied out of the pool
-    bytes_in: int  # copied into the pool
-    num_not_written: int  # blocks skipped because the write queue was full
-    queued_bytes: int  # bytes waiting to be written
+    ram: RamStoreStats = field(default_factory=RamStoreStats)
+    disk: DiskStoreStats = field(default_factory=DiskStoreStats)
+    bytes_out: int = 0  # copied out of the pool
+    bytes_in: int = 0  # copied into the pool
+    num_not_written: int = 0  # blocks skipped because the write queue was full
+    queued_bytes: int = 0  # bytes waiting to be written
 
 
 def key_prefix(fingerprint: CacheFingerprint) -> str:
@@ -80,25 +84,22 @@ class BlockStore:
         max_queued_bytes: int = WRITE_QUEUE_BYTES,
     ) -> None:
         assert disk_store is None or fingerprint is not None, "a disk store needs a fingerprint"
-        self._sizes, self._disk_store, self._max_queued_bytes = tuple(sizes), disk_store, max_queued_bytes
-        self._ram_store = None if ram_bytes is None else RamBlockStore(ram_bytes, widths)
+        self._sizes, self._widths, self._max_queued_bytes = tuple(sizes), tuple(widths), max_queued_bytes
+        self._ram_store, self._disk_store = None if ram_bytes is None else RamBlockStore(ram_bytes, widths), disk_store
         self._fingerprint = CacheFingerprint() if fingerprint is None else fingerprint
         self._key_prefix = key_prefix(self._fingerprint)
         self._changed = threading.Condition(threading.RLock())
+        self._stats = BlockStoreStats()
         self._copy_ids = itertools.count()
-        self._requested_copies: dict[
-            int, tuple[manager.prefix_offload.BlockKey, int]
-        ] = {}  # copies requested from KVCache: key, bytes to write (0: evicted, for the RAM store)
-        self._staged_loads: dict[int, Mapping[int, storage.filesystem.Buffer]] = {}
-        self._writing: dict[
-            str, tuple[manager.prefix_offload.BlockKey, Mapping[int, storage.filesystem.Buffer], int]
-        ] = {}  # by block key
+        # Copies requested from KVCache: key, bytes to write (0: evicted, for the RAM store).
+        self._requested_copies: dict[int, tuple[BlockKey, int]] = {}
+        self._staged_loads: dict[int, Mapping[int, Buffer]] = {}
+        self._writing: dict[str, tuple[BlockKey, Mapping[int, Buffer], int]] = {}  # by block key
         self._queued_keys: set[str] = set()  # keys that are written once KVCache has copied them
         self._pending_drops: dict[str, int] = {}  # keys that the writer has yet to remove from disk
-        self._handles: weakref.WeakSet[manager.prefix_offload.LoadHandle] = weakref.WeakSet()
+        self._handles: weakref.WeakSet[LoadHandle] = weakref.WeakSet()
         self._num_pending_loads = 0  # handles that are not done
-        self._num_not_written = self._queued_bytes = self._bytes_out = self._bytes_in = 0
-        self._readers = tuple(IoThread(f"kvad-block-read-{copy_id}") for copy_id in range(NUM_READERS))
+        self._readers = tuple(IoThread(f"kvad-block-read-{index}") for index in range(NUM_READERS))
         self._reader_cycle = itertools.cycle(self._readers)
         self._writer = IoThread("kvad-block-write")
         self._stop = weakref.finalize(self, _stop, self._readers, self._writer, disk_store)
@@ -108,18 +109,12 @@ class BlockStore:
     def has(self, key: str) -> bool:
         """True if the block is stored in RAM or on disk, or is being written."""
         with self._changed:
-            if key in self._pending_drops:
-                return False
-            in_ram = self._ram_store is not None and self._ram_store.has(key)
-            return (
-                in_ram
-                or key in self._writing
-                or (self._disk_store is not None and self._disk_key(key) in self._disk_store)
-            )
+            in_ram = self._ram_store is not None and key in self._ram_store
+            return key not in self._pending_drops and (in_ram or key in self._writing or self._is_on_disk(key))
 
-    def load(self, name: manager.prefix_offload.BlockKey, groups: tuple[int, ...]) -> manager.prefix_offload.LoadHandle:
-        """Start loading these groups of a block; poll :attr:`LoadHandle.done`."""
-        handle = manager.prefix_offload.LoadHandle(name, groups)
+    def load(self, name: BlockKey, groups: tuple[int, ...]) -> LoadHandle:
+        """Start loading these groups of a block; poll ``LoadHandle.done``."""
+        handle = LoadHandle(name, groups)
         with self._changed:
             if name.key in self._pending_drops:
                 handle.fail("withdrawn")
@@ -127,32 +122,22 @@ class BlockStore:
             self._handles.add(handle)
             writing = self._writing.get(name.key)
             block = None if self._ram_store is None else self._ram_store.get(name, groups)
-            if block is not None and self._ram_store is not None:
-                decompress = self._ram_store.decompress_job(block, groups)
+            if block is not None:
                 handle.was_compressed = any(group in block.compressed for group in groups)
                 if block.compressed:
-                    self._num_pending_loads += 1
-                    next(self._reader_cycle).submit(partial(_run_decompression, weakref.ref(self), decompress, handle))
+                    self._start_load(self._decompress, block, handle)
                 else:
-                    handle.complete(decompress(), "ram")
+                    handle.complete(block.raw(groups, self._widths), "ram")
             elif writing is not None and writing[0] == name and all(group in writing[1] for group in groups):
                 handle.complete({group: writing[1][group] for group in groups}, "ram")
-            elif self._disk_store is not None and self._disk_key(name.key) in self._disk_store:
-                self._num_pending_loads += 1
-                next(self._reader_cycle).submit(partial(_read, weakref.ref(self), self._disk_store, handle))
+            elif self._is_on_disk(name.key):
+                self._start_load(self._read, handle)
             else:
                 handle.fail("gone")
         return handle
 
-    def request_copy(
-        self, name: manager.prefix_offload.BlockKey, groups: tuple[int, ...], *, evicted: bool
-    ) -> int | None:
-        """Request a copy of a block from KVCache.
-
-        Args:
-            name: Key of the block.
-            groups: Groups to copy.
-            evicted: The block is evicted from the pool and goes to RAM; else it was published and goes to disk.
+    def request_copy(self, name: BlockKey, groups: tuple[int, ...], *, evicted: bool) -> int | None:
+        """Request a copy of a block from KVCache: an evicted one goes to RAM, a published one to disk.
 
         Returns:
             The id under which KVCache calls ``put``, or None if no copy is needed.
@@ -167,14 +152,14 @@ class BlockStore:
             else:
                 if self._disk_store is None or not self._disk_store.writable or name.key in self._queued_keys:
                     return None
-                if name.key in self._writing or self._disk_key(name.key) in self._disk_store:
+                if name.key in self._writing or self._is_on_disk(name.key):
                     return None
                 size = sum(self._sizes[group] for group in groups)
-                if self._queued_bytes and self._queued_bytes + size > self._max_queued_bytes:
-                    self._num_not_written += 1
+                if self._stats.queued_bytes and self._stats.queued_bytes + size > self._max_queued_bytes:
+                    self._stats.num_not_written += 1
                     return None
                 self._queued_keys.add(name.key)
-                self._queued_bytes += size
+                self._stats.queued_bytes += size
             copy_id = next(self._copy_ids)
             self._requested_copies[copy_id] = name, size
             return copy_id
@@ -183,10 +168,12 @@ class BlockStore:
         """Cancel a requested copy or a staged load; unknown ids are ignored."""
         with self._changed:
             self._staged_loads.pop(copy_id, None)
-            if copy_id in self._requested_copies:
-                self._cancel_copy(copy_id)
+            name, size = self._requested_copies.pop(copy_id, (None, 0))
+            if name is not None and size:
+                self._stats.queued_bytes -= size
+                self._queued_keys.discard(name.key)
 
-    def stage_load(self, buffers: Mapping[int, storage.filesystem.Buffer]) -> int:
+    def stage_load(self, buffers: Mapping[int, Buffer]) -> int:
         """Store loaded buffers until KVCache takes them; returns the id for ``take``."""
         with self._changed:
             copy_id = next(self._copy_ids)
@@ -200,18 +187,18 @@ class BlockStore:
                 if handle.name.key == key:
                     handle.fail("withdrawn")
             for copy_id in [copy_id for copy_id, (name, _) in self._requested_copies.items() if name.key == key]:
-                self._cancel_copy(copy_id)
+                self.cancel(copy_id)
             if self._ram_store is not None:
                 self._ram_store.drop(key)
-            if self._disk_store is None:
-                return
-            self._dequeue(key)
-            self._pending_drops[key] = self._pending_drops.get(key, 0) + 1
-            self._writer.submit(partial(_remove, weakref.ref(self), self._disk_store, self._disk_key(key), key))
+            if self._disk_store is not None:
+                self._dequeue(key)
+                self._pending_drops[key] = self._pending_drops.get(key, 0) + 1
+                self._writer.submit(partial(self._disk_store.drop, self._disk_key(key)))
+                self._submit(self._writer, self._on_removed, key)
 
     # ------------------------------------------------------------ called by KVCache
 
-    def put(self, copy_id: int, buffers: Mapping[int, storage.filesystem.Buffer]) -> None:
+    def put(self, copy_id: int, buffers: Mapping[int, Buffer]) -> None:
         """Receive a requested copy. The store owns the buffers from now on."""
         with self._changed:
             request = self._requested_copies.pop(copy_id, None)
@@ -219,22 +206,21 @@ class BlockStore:
                 return  # withdrawn meanwhile
             name, size = request
             assert all(memoryview(buffer).nbytes == self._sizes[group] for group, buffer in buffers.items())
-            self._bytes_out += sum(self._sizes[group] for group in buffers)
-            if not size:
+            self._stats.bytes_out += sum(self._sizes[group] for group in buffers)
+            if size:
+                self._queued_keys.discard(name.key)
+                self._writing[name.key] = name, buffers, size
+                self._submit(self._writer, self._write, name)
+            else:
                 assert self._ram_store is not None
-                if self._ram_store.put(name, buffers) is not None:
-                    self._writer.submit(partial(_run_compression, weakref.ref(self), self._ram_store))
-                return
-            self._queued_keys.discard(name.key)
-            self._writing[name.key] = name, buffers, size
-            assert self._disk_store is not None
-            self._writer.submit(partial(_write, weakref.ref(self), self._disk_store, name))
+                if self._ram_store.put(name, buffers):
+                    self._submit(self._writer, self._compress)
 
-    def take(self, copy_id: int) -> Mapping[int, storage.filesystem.Buffer]:
+    def take(self, copy_id: int) -> Mapping[int, Buffer]:
         """Return and forget staged buffers; the caller copies and never writes them."""
         with self._changed:
             buffers = self._staged_loads.pop(copy_id)
-            self._bytes_in += sum(memoryview(buffer).nbytes for buffer in buffers.values())
+            self._stats.bytes_in += sum(memoryview(buffer).nbytes for buffer in buffers.values())
             return buffers
 
     # ------------------------------------------------------------ may wait
@@ -246,7 +232,6 @@ class BlockStore:
 
     @property
     def on_disk(self) -> bool:
-        """True if there is a disk store that accepts writes."""
         return self._disk_store is not None and self._disk_store.writable
 
     @property
@@ -255,15 +240,7 @@ class BlockStore:
         return self._disk_store.folder
 
     def pin_blocks(self, keys: Sequence[str]) -> list[str]:
-        """Write the queued blocks, flush these blocks to the disk and pin them.
-
-        Returns:
-            Their keys in the disk store.
-
-        Raises:
-            StorageError: If a block is not stored.
-            OSError: If the disk fails.
-        """
+        """Write the queued blocks, flush these blocks to the disk and pin them; return their keys in the disk store."""
         assert self._disk_store is not None, "pinning requires a disk store"
         self.flush()
         disk_keys = [self._disk_key(key) for key in keys]
@@ -279,61 +256,90 @@ class BlockStore:
         self._stop()
 
     def stats(self) -> BlockStoreStats:
-        """Return the statistics of the store."""
         with self._changed:
             ram_stats = RamStoreStats() if self._ram_store is None else self._ram_store.stats()
             disk_stats = DiskStoreStats() if self._disk_store is None else self._disk_store.stats()
-            return BlockStoreStats(
-                ram_stats, disk_stats, self._bytes_out, self._bytes_in, self._num_not_written, self._queued_bytes
-            )
+            return replace(self._stats, ram=ram_stats, disk=disk_stats)
 
-    # ------------------------------------------------------------ called by the threads
+    # ------------------------------------------------------------ inside
 
     def _disk_key(self, key: str) -> str:
         return f"{self._key_prefix}-{key}"
 
-    def _cancel_copy(self, copy_id: int) -> None:
-        name, size = self._requested_copies.pop(copy_id)
-        self._queued_bytes -= size
-        if size:
-            self._queued_keys.discard(name.key)
+    def _is_on_disk(self, key: str) -> bool:
+        return self._disk_store is not None and self._disk_key(key) in self._disk_store
 
-    def _dequeue(
-        self, key: str
-    ) -> tuple[manager.prefix_offload.BlockKey, Mapping[int, storage.filesystem.Buffer]] | None:
-        entry = self._writing.pop(key, None)
-        if entry is None:
-            return None
-        self._queued_bytes -= entry[2]
-        return entry[0], entry[1]
+    def _dequeue(self, key: str) -> None:
+        _, _, size = self._writing.pop(key, (None, None, 0))
+        self._stats.queued_bytes -= size
 
-    def on_written(self, disk_store: DiskBlockStore, name: manager.prefix_offload.BlockKey) -> None:
+    def _submit(self, thread: IoThread, method: Callable[..., None], *args: Any) -> None:
+        """Call a method in a thread, which gets a weak reference: an unclosed store can be garbage collected."""
+        thread.submit(partial(_call_if_alive, weakref.WeakMethod(method), *args))
+
+    def _start_load(self, method: Callable[..., None], *args: Any) -> None:
+        self._num_pending_loads += 1
+        self._submit(next(self._reader_cycle), method, *args)
+
+    # ------------------------------------------------------------ in the threads
+
+    def _write(self, name: BlockKey) -> None:
         with self._changed:
             entry = self._writing.get(name.key)
         if entry is None or entry[0] != name:
             return  # withdrawn meanwhile
+        assert self._disk_store is not None
         sections = [Section(str(g), "uint8", (memoryview(p).nbytes,), p) for g, p in sorted(entry[1].items())]
         metadata = {"parent": name.parent_digest, "tokens": name.tokens.hex()}
         try:
-            disk_store.put(self._disk_key(name.key), CONTAINER_KIND, self._fingerprint.parts, metadata, sections)
+            self._disk_store.put(self._disk_key(name.key), CONTAINER_KIND, self._fingerprint.parts, metadata, sections)
         finally:  # The block leaves the queue even if the write failed.
             with self._changed:
                 if self._writing.get(name.key) is entry:
                     self._dequeue(name.key)
 
-    def on_removed(self, key: str) -> None:
+    def _on_removed(self, key: str) -> None:
         with self._changed:
             self._pending_drops[key] -= 1
             if not self._pending_drops[key]:
                 del self._pending_drops[key]
 
-    def on_loaded(
-        self,
-        handle: manager.prefix_offload.LoadHandle,
-        buffers: Mapping[int, storage.filesystem.Buffer] | None,
-        location: str,
-        reason: str = "",
-    ) -> None:
+    def _read(self, handle: LoadHandle) -> None:
+        assert self._disk_store is not None
+        buffers, reason = None, "failed"  # also after a bug or a MemoryError, which IoThread logs
+        try:
+            if not handle.done:  # Otherwise it was withdrawn meanwhile.
+                buffers = self._disk_store.get(self._disk_key(handle.name.key), partial(self._checked, handle))
+        except StorageError as error:
+            reason = error.reason
+        except OSError:
+            pass  # The disk store has counted it.
+        finally:
+            self._on_loaded(handle, buffers, "disk", reason)
+
+    def _checked(
+        self, handle: LoadHandle, header: storage.container.Header, section: Callable[[str], memoryview]
+    ) -> dict[int, Buffer]:
+        """Return the buffers of a stored block, or raise StorageError if the file is another block."""
+        differs = ", ".join(self._fingerprint.differences(header.fingerprint))
+        if header.kind != CONTAINER_KIND or differs:
+            raise StorageError(f"stored block: another kind or model: {differs}", reason="mismatch")
+        key = header.metadata.get("parent"), header.metadata.get("tokens")
+        if key != (handle.name.parent_digest, handle.name.tokens.hex()):
+            raise StorageError("stored block: other tokens", reason="collision")
+        groups = [group for group in handle.groups if str(group) in header.sections]
+        if any(header.sections[str(group)].nbytes != self._sizes[group] for group in groups):
+            raise StorageError("stored block: another size", reason="mismatch")
+        return {group: section(str(group)) for group in groups}
+
+    def _decompress(self, block: CachedBlock, handle: LoadHandle) -> None:
+        buffers = None
+        try:
+            buffers = block.raw(handle.groups, self._widths)
+        finally:
+            self._on_loaded(handle, buffers, "ram", "failed")
+
+    def _on_loaded(self, handle: LoadHandle, buffers: Mapping[int, Buffer] | None, location: str, reason: str) -> None:
         with self._changed:
             if not handle.done:
                 if buffers is None:
@@ -344,101 +350,22 @@ class BlockStore:
             if not self._num_pending_loads:
                 self._changed.notify_all()
 
-    def read_block(self, disk_store: DiskBlockStore, handle: manager.prefix_offload.LoadHandle) -> None:
-        if handle.done:  # withdrawn meanwhile
-            self.on_loaded(handle, None, "")
-            return
-        try:
-            buffers = disk_store.get(self._disk_key(handle.name.key), partial(self._checked, handle))
-        except StorageError as error:
-            self.on_loaded(handle, None, "", error.reason)
-        except OSError:
-            self.on_loaded(handle, None, "", "failed")
-        except BaseException:  # A bug or MemoryError: IoThread logs it, and waiting callers must be notified.
-            self.on_loaded(handle, None, "", "failed")
-            raise
-        else:
-            self.on_loaded(handle, buffers, "disk")
-
-    def _checked(
-        self,
-        handle: manager.prefix_offload.LoadHandle,
-        header: storage.container.Header,
-        section: Callable[[str], memoryview],
-    ) -> dict[int, storage.filesystem.Buffer]:
-        """Return the buffers of a stored block after comparing its key.
-
-        Raises:
-            StorageError: If the file is another block.
-        """
-        name = handle.name
-        differs = ", ".join(self._fingerprint.differences(header.fingerprint))
-        if header.kind != CONTAINER_KIND or differs:
-            raise StorageError(f"stored block: another kind or model: {differs}", reason="mismatch")
-        if header.metadata.get("parent") != name.parent_digest or header.metadata.get("tokens") != name.tokens.hex():
-            raise StorageError("stored block: other tokens", reason="collision")
-        for group in handle.groups:
-            stored = header.sections.get(str(group))
-            if stored is not None and stored.nbytes != self._sizes[group]:
-                raise StorageError("stored block: another size", reason="mismatch")
-        return {group: section(str(group)) for group in handle.groups if str(group) in header.sections}
-
-    def compress_oldest(self, ram_store: RamBlockStore) -> None:
+    def _compress(self) -> None:
+        assert self._ram_store is not None
         while True:
             with self._changed:
-                block = ram_store.oldest()
-                if block is None:
-                    return
-                job = ram_store.compress_job(block)
-            compressed = job()
+                block = self._ram_store.next_to_compress()
+            if block is None:
+                return
+            compressed = block.compress(self._widths)
             with self._changed:
-                ram_store.on_compressed(block, compressed)
+                self._ram_store.replace(block, compressed)
 
 
-# The threads hold only a weak reference to the store, so that an unclosed store can be garbage collected.
-
-
-def _write(store: weakref.ref[BlockStore], disk_store: DiskBlockStore, name: manager.prefix_offload.BlockKey) -> None:
-    owner = store()
-    if owner is not None:
-        owner.on_written(disk_store, name)
-
-
-def _remove(store: weakref.ref[BlockStore], disk_store: DiskBlockStore, disk_key: str, key: str) -> None:
-    try:
-        disk_store.drop(disk_key)
-    finally:
-        owner = store()
-        if owner is not None:
-            owner.on_removed(key)
-
-
-def _read(
-    store: weakref.ref[BlockStore], disk_store: DiskBlockStore, handle: manager.prefix_offload.LoadHandle
-) -> None:
-    owner = store()
-    if owner is not None:
-        owner.read_block(disk_store, handle)
-
-
-def _run_decompression(
-    store: weakref.ref[BlockStore],
-    decompress: Callable[[], Mapping[int, storage.filesystem.Buffer]],
-    handle: manager.prefix_offload.LoadHandle,
-) -> None:
-    buffers = None
-    try:
-        buffers = decompress()
-    finally:
-        owner = store()
-        if owner is not None:
-            owner.on_loaded(handle, buffers, "ram", "failed")
-
-
-def _run_compression(store: weakref.ref[BlockStore], ram_store: RamBlockStore) -> None:
-    owner = store()
-    if owner is not None:
-        owner.compress_oldest(ram_store)
+def _call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    bound = method()
+    if bound is not None:
+        bound(*args)
 
 
 def _stop(readers: Sequence[IoThread], writer: IoThread, disk_store: DiskBlockStore | None) -> None:

@@ -12,17 +12,8 @@ A disk failure never fails the caller. A failed write drops its entry and disabl
 entries can still be read. A failed read drops its entry, and the MAX_FAILURES-th disables the store. A failed entry is
 never tried again. Lack of space (``reserve`` bytes stay free) is not a failure.
 
-Writes are not flushed unless requested (``durable``): after a power cut an entry is complete, or refused by its
-checksums and recomputed. Thread-safe. No torch.
-
-Eviction order: least recently used (:class:`LRUOrder`), or :class:`ARCOrder`, which also tracks entries used more than
-once, so that one long text does not evict the entries that many requests use.
-
-ARC after Megiddo and Modha 2003 (USENIX FAST, fig. 4), for entries of unequal size: pages are replaced by bytes. There
-are two lists of stored entries (``once``, ``often``) and two of evicted ones; when a recently evicted entry is stored
-again, ``target``, the bytes for ``once``, is adjusted.
-
-Both orders store keys and sizes only; the store reports when an entry is added, used, evicted or removed.
+Writes are not flushed: after a power cut an entry is complete, or refused by its checksums and recomputed.
+Thread-safe. No torch.
 """
 
 from __future__ import annotations
@@ -34,7 +25,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +33,26 @@ from kvad import storage
 from kvad.errors import ConfigError, StorageError, suggest
 from kvad.storage import REAL_FILE_SYSTEM, FileSystem, Section
 
+LOCK_NAME = "prefix-cache.lock"
+KEY_PATTERN = re.compile(r"[0-9a-f][0-9a-f-]{0,127}")
+FILE_SUFFIX = ".kv"
+RESERVED_BYTES = 256 << 20  # bytes that stay free on the disk
+MAX_FAILURES = 3  # failed reads that disable the store
+HEADER = 1024  # approximate bytes of an entry besides its sections
+LOG = logging.getLogger(__name__)
+
 
 class LRUOrder:
-    """Least-recently-used order of a store of ``limit`` bytes; ``sizes`` has the stored entries."""
+    """Least-recently-used order of a store of ``limit`` bytes; ``sizes`` has the bytes of the stored entries."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.sizes: OrderedDict[str, int] = OrderedDict()
 
     def add(self, key: str, size: int) -> None:
-        """Add an entry as the most recently used."""
         self.sizes[key] = size
-        self.sizes.move_to_end(key)
 
     def touch(self, key: str) -> None:
-        """Mark an entry as just used."""
         self.sizes.move_to_end(key)
 
     def remove(self, key: str) -> None:
@@ -64,11 +60,9 @@ class LRUOrder:
         del self.sizes[key]
 
     def evict(self, key: str) -> None:
-        """Remove an evicted entry."""
-        del self.sizes[key]
+        self.remove(key)
 
     def victims(self) -> Iterator[str]:
-        """Yield the keys in eviction order."""
         yield from self.sizes
 
 
@@ -88,7 +82,12 @@ class _Queue(OrderedDict[str, int]):
 
 
 class ARCOrder(LRUOrder):
-    """Adaptive replacement (ARC): recency and frequency of use."""
+    """Adaptive replacement (ARC): one long text does not evict the entries that many requests use.
+
+    After Megiddo and Modha 2003 (USENIX FAST, fig. 4), with bytes instead of pages. There are two lists of stored
+    entries (``once``, ``often``) and two of evicted ones. When a recently evicted entry is stored again, ``target``,
+    the bytes for ``once``, is adjusted.
+    """
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
@@ -114,16 +113,15 @@ class ARCOrder(LRUOrder):
     def touch(self, key: str) -> None:
         super().touch(key)
         self.often.put(key, self._pop(key))
-        self.often.move_to_end(key)
 
     def remove(self, key: str) -> None:
         super().remove(key)
         self._pop(key)
 
     def evict(self, key: str) -> None:
-        super().evict(key)
         left = self.left_once if key in self.once else self.left_often
-        left.put(key, self._pop(key))
+        left.put(key, self.sizes[key])
+        self.remove(key)
         self._trim_history()
 
     def victims(self) -> Iterator[str]:
@@ -143,20 +141,10 @@ class ARCOrder(LRUOrder):
             self.left_often.drop(next(iter(self.left_often)))
 
 
-EvictionOrder = LRUOrder
 EVICTION_ORDERS: Mapping[str, type[LRUOrder]] = {"lru": LRUOrder, "arc": ARCOrder}
 
 
-LOCK_NAME = "prefix-cache.lock"
-KEY_PATTERN = re.compile(r"[0-9a-f][0-9a-f-]{0,127}")
-FILE_SUFFIX = ".kv"
-RESERVED_BYTES = 256 << 20  # bytes that stay free on the disk
-MAX_FAILURES = 3  # failed reads that disable the store
-HEADER = 1024  # approximate bytes of an entry besides its sections
-LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
+@dataclass
 class DiskStoreStats:
     """Statistics of a disk store."""
 
@@ -212,17 +200,15 @@ class DiskBlockStore:
                 suggest(replacement, EVICTION_ORDERS),
             )
         self.folder, self.max_bytes, self._reserve, self._fs = folder, max_bytes, reserve, fs
-        self._eviction_order = EVICTION_ORDERS[replacement](max_bytes)
+        self._order = EVICTION_ORDERS[replacement](max_bytes)
         self._lock = threading.RLock()
-        self._bytes = self._hits = self._read = self._written = 0
-        self._evictions = self._refused = self._failures = self._bad_reads = self._num_removed = 0
-        self._misses: Counter[str] = Counter()
-        self._disabled_reason, self._closed = "", False
+        self._stats = DiskStoreStats(limit=max_bytes)  # ``bytes`` is the sum of the order's sizes
+        self._misses, self._closed = Counter[str](), False
         fs.make_dir(folder)
         lock_file = fs.lock(folder / LOCK_NAME)
         self.release = weakref.finalize(self, _close, fs, lock_file)  # Then another process may lock the folder.
         try:
-            self._num_removed = remove_leftovers(folder, fs)
+            self._stats.num_removed = remove_leftovers(folder, fs)
             files = sorted(fs.list_files(folder), key=lambda file: (file.used_ns, file.name))
             self._pinned = frozenset(pinned())
         except BaseException:
@@ -231,34 +217,28 @@ class DiskBlockStore:
         for file in files:
             key = file.name.removesuffix(FILE_SUFFIX)
             if key != file.name and KEY_PATTERN.fullmatch(key):
-                self._eviction_order.add(key, file.size)
-                self._bytes += file.size
+                self._add(key, file.size)
         self._evict(0)
 
     def eviction_order(self) -> tuple[str, ...]:
         """Return all keys, the next victim first."""
         with self._lock:
-            return tuple(self._eviction_order.victims())
+            return tuple(self._order.victims())
 
     def __contains__(self, key: str) -> bool:
-        return not self._closed and key in self._eviction_order.sizes
+        return not self._closed and key in self._order.sizes
 
     @property
     def writable(self) -> bool:
         """True if new entries are written."""
-        return not self._disabled_reason
+        return not self._stats.disabled_reason
 
     def pin(self, keys: Sequence[str]) -> None:
-        """Pin more keys and flush their files.
-
-        Raises:
-            StorageError: If an entry is missing.
-            OSError: If the disk fails.
-        """
+        """Pin more keys and flush their files; StorageError if an entry is missing."""
         with self._lock:
             missing = [key for key in keys if key not in self]
             if missing:
-                reason = self._disabled_reason or "there is no room"
+                reason = self._stats.disabled_reason or "there is no room"
                 raise StorageError(
                     f"{self.folder}: {len(missing)} of {len(keys)} blocks are not stored: {reason}",
                     "give it more bytes (--prefix-cache-size), or another folder (--prefix-cache-dir)",
@@ -283,18 +263,17 @@ class DiskBlockStore:
         try:
             with storage.container.open_container(self._path(key), self._fs, whole=True) as entry:
                 result = read(entry.header, entry.read)
-                count = entry.header.nbytes
         except StorageError as error:
-            self._missed(key, error.reason)
+            self._on_miss(key, error.reason)
             raise
         except OSError as error:
-            self._bad_read(key, error)
+            self._on_failed_read(key, error)
             raise
         with self._lock:
-            self._hits += 1
-            self._read += count
-            if key in self._eviction_order.sizes:
-                self._eviction_order.touch(key)
+            self._stats.hits += 1
+            self._stats.read_bytes += entry.header.nbytes
+            if key in self._order.sizes:
+                self._order.touch(key)
         with suppress(OSError):  # Only the eviction order is affected.
             self._fs.touch(self._path(key))
         return result
@@ -306,31 +285,24 @@ class DiskBlockStore:
         fingerprint: Mapping[str, str],
         metadata: Mapping[str, Any],
         sections: Sequence[Section],
-        *,
-        durable: bool = False,
     ) -> bool:
-        """Write an entry and evict others if needed.
-
-        Returns:
-            False if it was not written; the cause is counted.
-        """
+        """Write an entry and evict others if needed; return False, with the cause counted, if it was not written."""
         assert KEY_PATTERN.fullmatch(key), key
-        if self._disabled_reason or key in self:
+        if not self.writable or key in self:
             return False
         size = sum(memoryview(section.data).nbytes for section in sections) + HEADER
         try:
             if not self._make_room(size):
                 return False
             size = storage.container.write_container(
-                self._path(key), kind, fingerprint, metadata, sections, durable=durable, fs=self._fs
+                self._path(key), kind, fingerprint, metadata, sections, durable=False, fs=self._fs
             )
         except OSError as error:
-            self._fail("writing", error)
+            self._on_failure("writing", error)
             return False
         with self._lock:
-            self._eviction_order.add(key, size)
-            self._bytes += size
-            self._written += size
+            self._add(key, size)
+            self._stats.written_bytes += size
         self._evict(0, keep=key)
         return True
 
@@ -338,67 +310,63 @@ class DiskBlockStore:
         """Remove an entry. If the disk refuses, it is ignored until the store is opened again."""
         with self._lock:
             self._remove_from_index(key)
+        self._remove_file(key)
+
+    def stats(self) -> DiskStoreStats:
+        with self._lock:
+            sizes = self._order.sizes
+            pinned = sum(key in sizes for key in self._pinned)
+            return replace(self._stats, num_blocks=len(sizes), pinned=pinned, misses=dict(self._misses))
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}{FILE_SUFFIX}"
+
+    def _add(self, key: str, size: int) -> None:
+        self._order.add(key, size)
+        self._stats.bytes += size
+
+    def _remove_from_index(self, key: str) -> None:
+        if key in self._order.sizes:
+            self._stats.bytes -= self._order.sizes[key]
+            self._order.remove(key)
+
+    def _remove_file(self, key: str) -> bool:
         try:
             self._fs.remove(self._path(key))
         except FileNotFoundError:
             pass
         except OSError as error:
-            self._fail("removing", error)
-
-    def stats(self) -> DiskStoreStats:
-        """Return the statistics of the store."""
-        with self._lock:
-            return DiskStoreStats(
-                bytes=self._bytes,
-                num_blocks=len(self._eviction_order.sizes),
-                limit=self.max_bytes,
-                pinned=sum(key in self._eviction_order.sizes for key in self._pinned),
-                hits=self._hits,
-                read_bytes=self._read,
-                written_bytes=self._written,
-                evictions=self._evictions,
-                num_refused=self._refused,
-                failures=self._failures,
-                num_removed=self._num_removed,
-                misses=dict(self._misses),
-                disabled_reason=self._disabled_reason,
-            )
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}{FILE_SUFFIX}"
+            self._on_failure("removing", error)
+            return False
+        return True
 
     def _make_room(self, size: int) -> bool:
         """Evict until ``size`` more bytes fit; return False if they cannot."""
         if size <= self.max_bytes and self._evict(size) and self._fs.free_bytes(self.folder) - size >= self._reserve:
             return True
         with self._lock:
-            self._refused += 1
-            is_first = self._refused == 1
+            self._stats.num_refused += 1
+            is_first = self._stats.num_refused == 1
         if is_first:
             LOG.warning("%s: no room for another block; the engine continues without storing it", self.folder)
         return False
 
     def _evict(self, size: int, keep: str = "") -> bool:
         """Evict until ``size`` more bytes fit; return False if pinned entries prevent it."""
-        while self._bytes + size > self.max_bytes:
+        while self._stats.bytes + size > self.max_bytes:
             with self._lock:
-                candidates = (key for key in self._eviction_order.victims() if key not in self._pinned and key != keep)
+                candidates = (key for key in self._order.victims() if key not in self._pinned and key != keep)
                 victim = next(candidates, None)
                 if victim is None:
                     return False
-                self._bytes -= self._eviction_order.sizes[victim]
-                self._eviction_order.evict(victim)
-                self._evictions += 1
-            try:
-                self._fs.remove(self._path(victim))
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                self._fail("removing", error)
+                self._stats.bytes -= self._order.sizes[victim]
+                self._order.evict(victim)
+                self._stats.evictions += 1
+            if not self._remove_file(victim):
                 return False
         return True
 
-    def _missed(self, key: str, reason: str) -> None:
+    def _on_miss(self, key: str, reason: str) -> None:
         with self._lock:
             self._misses[reason] += 1
             if reason == "foreign":  # The file stays, and put may replace it.
@@ -407,29 +375,23 @@ class DiskBlockStore:
             LOG.info("%s: entry %s is %s", self.folder, key, reason)
             self.drop(key)
 
-    def _remove_from_index(self, key: str) -> None:
-        if key in self._eviction_order.sizes:
-            self._bytes -= self._eviction_order.sizes[key]
-            self._eviction_order.remove(key)
-
-    def _bad_read(self, key: str, error: OSError) -> None:
+    def _on_failed_read(self, key: str, error: OSError) -> None:
         with self._lock:
             self._misses["failed"] += 1
-            self._failures += 1
-            self._bad_reads += 1
+            self._stats.failures += 1
             self._remove_from_index(key)  # A failed entry is never tried again.
-            if self._bad_reads < MAX_FAILURES or self._closed:
+            if self._misses["failed"] < MAX_FAILURES or self._closed:
                 return
             self._closed = True
-            self._disabled_reason = self._disabled_reason or f"reading failed: {error}"
+            self._stats.disabled_reason = self._stats.disabled_reason or f"reading failed: {error}"
         LOG.warning("%s: reading failed (%s); the engine continues without the disk store", self.folder, error)
 
-    def _fail(self, operation: str, error: OSError) -> None:
+    def _on_failure(self, operation: str, error: OSError) -> None:
         with self._lock:
-            self._failures += 1
-            if self._disabled_reason:
+            self._stats.failures += 1
+            if self._stats.disabled_reason:
                 return
-            self._disabled_reason = f"{operation} failed: {error}"
+            self._stats.disabled_reason = f"{operation} failed: {error}"
         LOG.warning(
             "%s: %s failed (%s); the engine continues and stores no more blocks there", self.folder, operation, error
         )

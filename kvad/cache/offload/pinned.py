@@ -31,33 +31,17 @@ class PinnedPrefix(NamedTuple):
 
 
 def check_prefix_name(name: str) -> str:
-    """Return a valid name unchanged.
-
-    Raises:
-        UsageError: If the name is not valid.
-    """
+    """Return a valid name unchanged, or raise UsageError."""
     if not storage.filesystem.is_valid_name(name) or name.endswith(FILE_SUFFIX):
         raise storage.filesystem.invalid_name_error(name, "for a prefix")
     return name
 
 
 def write_pinned_prefix(folder: Path, pin: PinnedPrefix, fs: FileSystem = REAL_FILE_SYSTEM) -> None:
-    """Write a pinned prefix durably.
-
-    Raises:
-        UsageError: If the name is not valid.
-        OSError: If the disk fails.
-    """
+    """Write a pinned prefix durably."""
     metadata = {"keys": list(pin.keys), "tokens": pin.tokens, "text": pin.text}
-    storage.container.write_container(
-        folder / f"{check_prefix_name(pin.name)}{FILE_SUFFIX}",
-        CONTAINER_KIND,
-        pin.fingerprint,
-        metadata,
-        [],
-        durable=True,
-        fs=fs,
-    )
+    path = _path(folder, pin.name)
+    storage.container.write_container(path, CONTAINER_KIND, pin.fingerprint, metadata, [], durable=True, fs=fs)
 
 
 def read_pinned_prefixes(folder: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> list[PinnedPrefix]:
@@ -80,7 +64,7 @@ def find_pinned_prefix(folder: Path, name: str, fs: FileSystem = REAL_FILE_SYSTE
         StorageError: If it does not exist or is damaged.
         UsageError: If the name is not valid.
     """
-    path = folder / f"{check_prefix_name(name)}{FILE_SUFFIX}"
+    path = _path(folder, name)
     try:
         return _read(path, fs)
     except StorageError as error:
@@ -93,13 +77,16 @@ def find_pinned_prefix(folder: Path, name: str, fs: FileSystem = REAL_FILE_SYSTE
 
 def remove_pinned_prefix(folder: Path, name: str, fs: FileSystem = REAL_FILE_SYSTEM) -> None:
     """Unpin a prefix; its blocks stay until they are evicted."""
-    fs.remove(folder / f"{check_prefix_name(name)}{FILE_SUFFIX}")
+    fs.remove(_path(folder, name))
     fs.sync_dir(folder)
 
 
 def pinned_keys(folder: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> frozenset[str]:
-    """Return the keys of all pinned blocks."""
     return frozenset(key for pin in read_pinned_prefixes(folder, fs) for key in pin.keys)
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{check_prefix_name(name)}{FILE_SUFFIX}"
 
 
 def _read(path: Path, fs: FileSystem) -> PinnedPrefix:

@@ -7,15 +7,16 @@ recently used block is dropped first. Not thread-safe: ``block_store.py`` holds 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kvad import storage
 from kvad.cache import manager
 from kvad.errors import ConfigError
+from kvad.storage import Buffer
 
 
-@dataclass(frozen=True)
+@dataclass
 class RamStoreStats:
     """Statistics of a RAM store."""
 
@@ -26,23 +27,35 @@ class RamStoreStats:
     evictions: int = 0
 
 
+@dataclass(frozen=True, eq=False)
 class CachedBlock:
-    """One block: raw and compressed buffers by group."""
+    """One block, immutable, so that a thread can read it without the store's lock."""
 
-    __slots__ = ("buffers", "compressed", "compression_tried", "name")
-
-    def __init__(self, name: manager.prefix_offload.BlockKey, buffers: Mapping[int, storage.filesystem.Buffer]) -> None:
-        self.name, self.compression_tried = name, False
-        self.buffers: dict[int, storage.filesystem.Buffer] = dict(buffers)
-        self.compressed: dict[int, bytes] = {}
+    name: manager.prefix_offload.BlockKey
+    buffers: Mapping[int, Buffer]  # raw, by group
+    compressed: Mapping[int, bytes]  # by group
+    compression_tried: bool = False
 
     @property
     def nbytes(self) -> int:
         return sum(memoryview(buffer).nbytes for buffer in (*self.buffers.values(), *self.compressed.values()))
 
     def has(self, groups: Sequence[int]) -> bool:
-        """True if all groups are present."""
         return all(group in self.buffers or group in self.compressed for group in groups)
+
+    def raw(self, groups: Sequence[int], widths: Sequence[int]) -> dict[int, Buffer]:
+        """Return the raw buffers of these groups; ``widths`` are the bytes of a number, per group."""
+        return {
+            g: self.buffers[g] if g in self.buffers else storage.byte_shuffle.decompress(self.compressed[g], widths[g])
+            for g in groups
+        }
+
+    def compress(self, widths: Sequence[int]) -> CachedBlock:
+        """Return a compressed block; buffers that save too little stay raw."""
+        buffers = {group: storage.byte_shuffle.compress(raw, widths[group]) for group, raw in self.buffers.items()}
+        compressed = {group: buffer for group, buffer in buffers.items() if buffer is not None}
+        raw = {group: buffer for group, buffer in self.buffers.items() if group not in compressed}
+        return CachedBlock(self.name, raw, {**self.compressed, **compressed}, compression_tried=True)
 
 
 class RamBlockStore:
@@ -53,9 +66,9 @@ class RamBlockStore:
             raise ConfigError(
                 f"cache.prefix_cache_ram: must be at least 1 byte, got {limit}", "Omit it, or give a larger size."
             )
-        self.limit, self._widths = limit, tuple(widths)
+        self._widths, self._stats = tuple(widths), RamStoreStats(limit=limit)
         self._blocks: OrderedDict[str, CachedBlock] = OrderedDict()
-        self._bytes = self._raw = self._evictions = 0
+        self._raw_bytes = 0  # of blocks whose compression was not tried
 
     def get(self, name: manager.prefix_offload.BlockKey, groups: Sequence[int]) -> CachedBlock | None:
         """Return the block with this key and all groups, or None; it becomes the most recently used."""
@@ -65,80 +78,48 @@ class RamBlockStore:
         self._blocks.move_to_end(name.key)
         return block
 
-    def has(self, key: str) -> bool:
-        """True if a block with this key is stored."""
+    def __contains__(self, key: str) -> bool:
         return key in self._blocks
 
-    def put(
-        self, name: manager.prefix_offload.BlockKey, buffers: Mapping[int, storage.filesystem.Buffer]
-    ) -> CachedBlock | None:
-        """Store a block; returns the next block to compress, if any."""
+    def put(self, name: manager.prefix_offload.BlockKey, buffers: Mapping[int, Buffer]) -> bool:
+        """Store a block; return True if a block should be compressed."""
         previous = self._blocks.get(name.key)
         if previous is not None:
             self.drop(name.key)
             if previous.name == name:  # The same block with other groups.
-                buffers = {
-                    **previous.buffers,
-                    **{
-                        g: storage.byte_shuffle.decompress(raw, self._widths[g])
-                        for g, raw in previous.compressed.items()
-                    },
-                    **buffers,
-                }
-        block = CachedBlock(name, buffers)
-        if block.nbytes > self.limit:
-            return None
+                buffers = {**previous.raw([*previous.buffers, *previous.compressed], self._widths), **buffers}
+        block = CachedBlock(name, buffers, {})
+        if block.nbytes > self._stats.limit:
+            return False
         self._blocks[name.key] = block
-        self._bytes += block.nbytes
-        self._raw += block.nbytes
-        while self._bytes > self.limit:
+        self._count(block, 1)
+        while self._stats.bytes > self._stats.limit:
             self.drop(next(iter(self._blocks)))
-            self._evictions += 1
-        return self.oldest()
+            self._stats.evictions += 1
+        return self.next_to_compress() is not None
 
-    def oldest(self) -> CachedBlock | None:
-        """Return the next block to compress: if raw blocks take more than half of the size."""
-        if 2 * self._raw <= self.limit:
+    def next_to_compress(self) -> CachedBlock | None:
+        """Return the oldest raw block, if raw blocks take more than half of the size."""
+        if 2 * self._raw_bytes <= self._stats.limit:
             return None
         return next((block for block in self._blocks.values() if not block.compression_tried), None)
 
+    def replace(self, block: CachedBlock, compressed: CachedBlock) -> None:
+        """Replace a block by its compressed form, unless it was dropped meanwhile."""
+        if self._blocks.get(block.name.key) is block:
+            self._blocks[block.name.key] = compressed
+            self._count(block, -1)
+            self._count(compressed, 1)
+
     def drop(self, key: str) -> None:
-        """Drop a block if it is stored."""
         block = self._blocks.pop(key, None)
         if block is not None:
-            self._bytes -= block.nbytes
-            self._raw -= 0 if block.compression_tried else block.nbytes
+            self._count(block, -1)
 
-    def compress_job(self, block: CachedBlock) -> Callable[[], dict[int, bytes | None]]:
-        """Return a function that compresses the block without the lock."""
-        buffers = dict(block.buffers)
-        return lambda: {
-            group: storage.byte_shuffle.compress(buffer, self._widths[group]) for group, buffer in buffers.items()
-        }
-
-    def on_compressed(self, block: CachedBlock, compressed: Mapping[int, bytes | None]) -> None:
-        """Replace buffers by their compressed form; those that saved too little stay raw."""
-        if self._blocks.get(block.name.key) is not block or block.compression_tried:
-            return
-        before, block.compression_tried = block.nbytes, True
-        for group, raw in compressed.items():
-            if raw is not None:
-                block.compressed[group] = raw
-                del block.buffers[group]
-        self._raw -= before
-        self._bytes += block.nbytes - before
-
-    def decompress_job(
-        self, block: CachedBlock, groups: Sequence[int]
-    ) -> Callable[[], dict[int, storage.filesystem.Buffer]]:
-        """Return a function that returns the raw buffers; it needs no lock."""
-        buffers, compressed = dict(block.buffers), dict(block.compressed)
-        return lambda: {
-            g: buffers[g] if g in buffers else storage.byte_shuffle.decompress(compressed[g], self._widths[g])
-            for g in groups
-        }
+    def _count(self, block: CachedBlock, sign: int) -> None:
+        self._stats.bytes += sign * block.nbytes
+        self._raw_bytes += 0 if block.compression_tried else sign * block.nbytes
 
     def stats(self) -> RamStoreStats:
-        """Return the statistics of the store."""
-        count = sum(bool(block.compressed) for block in self._blocks.values())
-        return RamStoreStats(self._bytes, self.limit, len(self._blocks), count, self._evictions)
+        num_compressed = sum(bool(block.compressed) for block in self._blocks.values())
+        return replace(self._stats, num_blocks=len(self._blocks), compressed=num_compressed)

@@ -8,21 +8,14 @@
     lost     its copy was not made, or its file is damaged: ``fault`` has the cause
 
 Invariants: a copy leaves RAM only after its file is complete. A sequence that is in-ram or writing can be swapped in
-at once; one that is on-disk or reading is waited for only in :meth:`SwapSpace.wait`. Late results never change a
+at once; one that is on-disk or reading is waited for only in ``SwapSpace.wait``. Late results never change a
 dropped or swapped-in sequence. Sequences that can be recomputed (not ``required``) exceed the limit one at a time,
 while they are written; the others stay in RAM beyond the limit if the disk refuses them.
 
-Owned by the engine thread. Integers and opaque copies; no torch.
+Owned by the engine thread; file operations run in one background thread. Integers and opaque copies; no torch.
 
-:class:`SwapFiles` writes one container per sequence (``container.py``) in one thread (``io_thread.py``), for this
-process only. The caller submits jobs and polls :meth:`SwapFiles.pop_finished`, which never waits;
-:meth:`SwapFiles.wait` does. Jobs of a key run in order; jobs of a key that was removed meanwhile are skipped, and its
-file is removed. Every failure is returned as a :class:`SwapResult` with ``failure``; the thread never dies of it.
-
-File names are temporary names (``temp_paths.py``) with this process's id, so that files of a dead process are removed
-at the next start. Nothing is flushed: no process reads the files later.
-
-Standard library only; no torch.
+Files have temporary names (``temp_paths.py``): those of a dead process are removed at the next start. Nothing is
+flushed, because no process reads the files later.
 """
 
 from __future__ import annotations
@@ -31,13 +24,13 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from kvad import storage
@@ -47,6 +40,13 @@ from kvad.storage import REAL_FILE_SYSTEM, FileSystem, IoThread, Section
 FILE_PREFIX = "kvad-swap-"
 CONTAINER_KIND = "swap"
 RESERVED_BYTES = 64 << 20  # bytes that stay free on the disk
+RETRY = 30.0  # seconds without writes after the disk refused one
+LOG = logging.getLogger(__name__)
+
+SwapLocation = Literal["ram", "disk"]
+SwapState = Literal["pending", "in-ram", "writing", "on-disk", "reading", "lost"]
+Order = tuple[int, int]
+_FileJob = Callable[[], tuple[int, Sequence[Section]]]  # returns the bytes, and the sections that it read
 
 
 class SwapResult(NamedTuple):
@@ -61,26 +61,15 @@ class SwapResult(NamedTuple):
 
 
 class SwapFiles:
-    """Files of one engine's swapped sequences.
+    """Files of one engine's swapped sequences: one container per sequence, for this process only.
 
-    Args:
-        folder: Folder of the files, created if missing.
-        fs: File system.
-        clock: Seconds; measures each operation.
-        worker: Thread of the file operations; a new one by default.
+    Jobs of a key run in order. Every failure is returned as a ``SwapResult``. The folder is created if missing.
 
     Raises:
         ConfigError: If the folder cannot be written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        fs: FileSystem = REAL_FILE_SYSTEM,
-        clock: Callable[[], float] = perf_counter,
-        worker: IoThread | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, *, fs: FileSystem = REAL_FILE_SYSTEM, worker: IoThread | None = None) -> None:
         self.folder, self.fs = folder, fs
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,47 +78,51 @@ class SwapFiles:
         except OSError as error:
             raise ConfigError(f"swap_dir: {folder}: {error.strerror}", "Give a writable folder.") from None
         self.swept = storage.filesystem.remove_temp_files(folder, lambda name: FILE_PREFIX in name, fs)
-        self._file_worker = _FileWorker(fs, clock)
-        self._worker = IoThread("kvad-swap") if worker is None else worker
+        self._worker, self._name = IoThread("kvad-swap") if worker is None else worker, os.urandom(8).hex()
         self._paths: dict[int, Path] = {}
-        self.pending = 0  # writes and reads without a result yet
-        weakref.finalize(self, _cleanup, self._worker, self._file_worker, self._paths)
+        self._jobs: list[tuple[int, Future[SwapResult]]] = []  # by key: writes and reads whose result was not returned
+        weakref.finalize(self, _remove_all, self._worker, fs, self._paths)
 
     def write(self, key: int, sections: Callable[[], Sequence[Section]]) -> None:
         """Write a sequence. The thread calls ``sections``; its content must not change until then."""
         path = self._paths[key] = storage.temp_paths.temp_path(self.folder / f"{FILE_PREFIX}{key}", "tmp")
-        self.pending += 1
-        self._worker.submit(partial(self._file_worker.write, key, path, sections))
+        self._submit(key, path, "write", partial(_write, self.fs, path, self._metadata(key), sections))
 
     def read(self, key: int) -> None:
         """Read the sequence that was written under ``key``."""
-        self.pending += 1
-        self._worker.submit(partial(self._file_worker.read, key, self._paths[key]))
+        path = self._paths[key]
+        self._submit(key, path, "read", partial(_read, self.fs, path, self._metadata(key)))
+
+    def _metadata(self, key: int) -> dict[str, str]:
+        return {"sequence": f"{self._name}.{key}"}
+
+    def _submit(self, key: int, path: Path, operation: Literal["write", "read"], job: _FileJob) -> None:
+        self._jobs.append((key, self._worker.submit(partial(_run, SwapResult(operation, key), path, job))))
 
     def remove(self, key: int) -> None:
         """Cancel the jobs of ``key`` and remove its file, if any."""
         path = self._paths.pop(key, None)
         if path is not None:
-            _discard(self._worker, self._file_worker, key, path)
+            for job in [job for other, job in self._jobs if other == key]:
+                job.cancel()
+            self._jobs = [entry for entry in self._jobs if entry[0] != key]  # A later write may have the same key.
+            self._worker.submit(partial(_remove, self.fs, path))
+
+    @property
+    def pending(self) -> bool:
+        """True if a write or a read has not returned its result."""
+        return bool(self._jobs)
 
     def pop_finished(self) -> list[SwapResult]:
-        """Return the results since the last call, those of removed keys included."""
-        results: list[SwapResult] = []
-        while self.pending:
-            try:
-                results.append(self._file_worker.results.get_nowait())
-            except Empty:
-                break
-            self.pending -= 1
-        return results
+        """Return the results since the last call."""
+        finished = [entry for entry in self._jobs if entry[1].done()]
+        self._jobs = [entry for entry in self._jobs if entry not in finished]
+        return [job.result() for _, job in finished]
 
     def wait(self) -> list[SwapResult]:
         """Wait for at least one result if any job is pending; return all results."""
-        if not self.pending:
-            return []
-        first = self._file_worker.results.get()
-        self.pending -= 1
-        return [first, *self.pop_finished()]
+        futures.wait([job for _, job in self._jobs], return_when=futures.FIRST_COMPLETED)
+        return self.pop_finished()
 
     def has_room(self, nbytes: int) -> bool:
         """True if the disk has room for ``nbytes`` and the reserve."""
@@ -139,90 +132,59 @@ class SwapFiles:
             return False
 
     def close(self) -> None:
-        """Stop the thread and remove all files. The running job ends first, queued ones are dropped."""
+        """Stop the thread and remove all files. The running job ends first, queued ones are canceled."""
         for key in list(self._paths):
             self.remove(key)
         self._worker.stop()
-        self.pop_finished()
-        self.pending = 0
+        self._jobs.clear()
 
 
-def _discard(worker: IoThread, file_worker: _FileWorker, key: int, path: Path) -> None:
-    file_worker.canceled.add(key)
-    worker.submit(partial(file_worker.remove, key, path))
+# Jobs of the thread; they do not reference the SwapFiles, so that it can be garbage collected.
 
 
-def _cleanup(worker: IoThread, file_worker: _FileWorker, paths: dict[int, Path]) -> None:
-    """Remove the files of a garbage-collected SwapFiles."""
-    for key, path in paths.items():
-        _discard(worker, file_worker, key, path)
+def _write(
+    fs: FileSystem, path: Path, metadata: Mapping[str, str], build_sections: Callable[[], Sequence[Section]]
+) -> tuple[int, Sequence[Section]]:
+    sections = build_sections()
+    return storage.container.write_container(path, CONTAINER_KIND, {}, metadata, sections, durable=False, fs=fs), ()
+
+
+def _read(fs: FileSystem, path: Path, metadata: Mapping[str, str]) -> tuple[int, Sequence[Section]]:
+    with storage.container.open_container(path, fs) as container:
+        if container.header.kind != CONTAINER_KIND or container.header.metadata != metadata:
+            raise StorageError(f"{path}: contains another sequence", reason="mismatch")
+        infos = container.header.sections.values()
+        sections = [Section(info.name, info.dtype, info.shape, container.read(info.name)) for info in infos]
+    return sum(info.nbytes for info in infos), sections
+
+
+def _run(result: SwapResult, path: Path, job: _FileJob) -> SwapResult:
+    context = f"{path}: could not be {'written' if result.operation == 'write' else 'read'}"
+    start, failure = time.perf_counter(), None
+    try:
+        nbytes, sections = job()
+        result = result._replace(nbytes=nbytes, sections=sections)
+    except OSError as error:
+        failure = f"{context}: {error.strerror or error}"
+    except KvadError as error:
+        failure = error.message
+    except BaseException as error:  # The engine waits for a result in every case.
+        failure = f"{context}: {type(error).__name__}: {error}"
+    return result._replace(seconds=time.perf_counter() - start, failure=failure)
+
+
+def _remove(fs: FileSystem, path: Path) -> None:
+    with suppress(OSError):
+        fs.remove(path)
+
+
+def _remove_all(worker: IoThread, fs: FileSystem, paths: dict[int, Path]) -> None:
+    for path in paths.values():
+        worker.submit(partial(_remove, fs, path))
     worker.finish()
 
 
-class _FileWorker:
-    """The thread's half: runs file operations and queues their results."""
-
-    def __init__(self, fs: FileSystem, clock: Callable[[], float]) -> None:
-        self._fs, self._clock, self._name = fs, clock, os.urandom(8).hex()
-        self.results: SimpleQueue[SwapResult] = SimpleQueue()
-        self.canceled: set[int] = set()  # keys whose files the thread has yet to remove
-
-    def write(self, key: int, path: Path, sections: Callable[[], Sequence[Section]]) -> None:
-        def job() -> tuple[int, Sequence[Section]]:
-            written_sections = sections()
-            return storage.container.write_container(
-                path, CONTAINER_KIND, {}, self._metadata(key), written_sections, durable=False, fs=self._fs
-            ), ()
-
-        self._run(SwapResult("write", key), job, f"{path}: could not be written")
-
-    def read(self, key: int, path: Path) -> None:
-        def job() -> tuple[int, Sequence[Section]]:
-            sections = self._sections(key, path)
-            return sum(memoryview(section.data).nbytes for section in sections), sections
-
-        self._run(SwapResult("read", key), job, f"{path}: could not be read")
-
-    def remove(self, key: int, path: Path) -> None:
-        with suppress(OSError):
-            self._fs.remove(path)
-        self.canceled.discard(key)
-
-    def _run(self, result: SwapResult, job: Callable[[], tuple[int, Sequence[Section]]], context: str) -> None:
-        if result.key in self.canceled:
-            self.results.put(result._replace(failure="canceled"))
-            return
-        start, failure = self._clock(), ""
-        try:
-            nbytes, sections = job()
-            result = result._replace(nbytes=nbytes, sections=sections)
-        except OSError as error:
-            failure = f"{context}: {error.strerror or error}"
-        except KvadError as error:
-            failure = error.message
-        except BaseException as error:  # The engine waits for a result in every case.
-            failure = f"{context}: {type(error).__name__}: {error}"
-        self.results.put(result._replace(seconds=self._clock() - start, failure=failure or None))
-
-    def _sections(self, key: int, path: Path) -> list[Section]:
-        with storage.container.open_container(path, self._fs) as container:
-            if container.header.kind != CONTAINER_KIND or container.header.metadata != self._metadata(key):
-                raise StorageError(f"{path}: contains another sequence", reason="mismatch")
-            stored = container.header.sections.values()
-            return [Section(info.name, info.dtype, info.shape, container.read(info.name)) for info in stored]
-
-    def _metadata(self, key: int) -> dict[str, str]:
-        return {"sequence": f"{self._name}.{key}"}
-
-
-SwapLocation = Literal["ram", "disk"]
-SwapState = Literal["pending", "in-ram", "writing", "on-disk", "reading", "lost"]
-Order = tuple[int, int]
-RETRY = 30.0  # seconds without writes after the disk refused one
-LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
+@dataclass
 class SwapSpaceStats:
     """Statistics of a swap space."""
 
@@ -237,17 +199,17 @@ class SwapSpaceStats:
     fault: str = ""  # message of the last failure
 
 
+@dataclass(slots=True)
 class _SwapRecord:
     """State of one swapped sequence."""
 
-    __slots__ = ("fault", "is_written", "nbytes", "order", "origin", "required", "state")
-
-    def __init__(self, nbytes: int, order: Order, required: bool) -> None:
-        self.nbytes, self.order, self.required = nbytes, order, required
-        self.state: SwapState = "pending"
-        self.is_written = False  # Its file is complete.
-        self.origin: SwapLocation = "ram"  # Where its copy was read from.
-        self.fault = ""
+    nbytes: int
+    order: Order
+    required: bool  # cannot be recomputed
+    state: SwapState = "pending"
+    is_written: bool = False  # Its file is complete.
+    origin: SwapLocation = "ram"  # Where its copy was read from.
+    fault: str = ""
 
 
 class SwapSpace:
@@ -276,103 +238,73 @@ class SwapSpace:
         on_copied: Callable[[Literal["write", "read"], int, float], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert files is None or (to_sections is not None and from_sections is not None), (
-            "files require to_sections and from_sections"
-        )
-        self.copies, self.ram, self.files = copies, ram, files
-        self._to_sections, self._from_sections, self.on_copied, self._clock = (
-            to_sections,
-            from_sections,
-            on_copied,
-            clock,
-        )
+        assert files is None or (to_sections and from_sections), "files require to_sections and from_sections"
+        self.copies, self.ram, self.files, self.on_copied, self._clock = copies, ram, files, on_copied, clock
+        self._to_sections, self._from_sections = to_sections, from_sections
         self._records: dict[int, _SwapRecord] = {}
-        self._prefetched = -1  # key of the last :meth:`prefetch`
+        self._prefetched = -1  # key of the last ``prefetch``
         self._swapping_in: Collection[int] = ()
-        self._fs_refused_at = float("-inf")  # time of the last failed write
+        self._refused_at = float("-inf")  # time of the last failed write
         self._stats = SwapSpaceStats()
         self._changed = False  # since the last poll
 
     def __len__(self) -> int:
-        """Return the number of swapped sequences."""
         return len(self._records)
 
     # ------------------------------------------------------------ room
 
     @property
     def bounded(self) -> bool:
-        """True if RAM is limited."""
         return self.ram is not None
 
     def location_for(self, nbytes: int, *, required: bool = False) -> SwapLocation | None:
-        """Choose where a sequence would be stored now.
+        """Return where a sequence would be stored now; None if there is no room.
 
-        Args:
-            nbytes: Size of the sequence's blocks.
-            required: The sequence cannot be recomputed, so RAM may exceed its limit.
-
-        Returns:
-            "ram" or "disk", or None if there is no room.
+        RAM may exceed its limit for a sequence that cannot be recomputed (``required``).
         """
-        if self.ram is None or self._ram_bytes() + nbytes <= self.ram:
+        ram_bytes, writing_bytes = self._ram_bytes(), self._bytes_in("writing")
+        if self.ram is None or ram_bytes + nbytes <= self.ram:
             return "ram"
-        if not self._can_write() or (not required and self._is_writing()):
+        excess = max(0, ram_bytes - self.ram)
+        if self.files is None or not self._can_write() or (not required and (excess or writing_bytes)):
             return None
-        assert self.files is not None
-        waiting = max(0, self._ram_bytes() - self.ram) + self._writing_bytes()
-        return "disk" if self.files.has_room(waiting + nbytes) else None
+        return "disk" if self.files.has_room(excess + writing_bytes + nbytes) else None
 
     def has_room(self, nbytes: int) -> bool:
         """True if sequences of ``nbytes`` bytes in total fit next to the stored ones."""
         if self.ram is None:
             return True
-        left = max(0, self.ram - self._ram_bytes())
-        if nbytes <= left:
+        excess = nbytes - max(0, self.ram - self._ram_bytes())
+        if excess <= 0:
             return True
-        return (
-            self.files is not None and self._can_write() and self.files.has_room(nbytes - left + self._writing_bytes())
-        )
+        return self.files is not None and self._can_write() and self.files.has_room(excess + self._bytes_in("writing"))
 
     def _ram_bytes(self) -> int:
         """Return the bytes that are, or will be, in RAM and are not being written."""
-        return sum(
-            record.nbytes
-            for key, record in self._records.items()
-            if record.state == "pending"
-            or (record.state == "in-ram" and not (record.is_written and key == self._prefetched))
-        )
+        prefetched = self._records.get(self._prefetched)
+        is_copied = prefetched is not None and prefetched.state == "in-ram" and prefetched.is_written
+        return self._bytes_in("pending", "in-ram") - (prefetched.nbytes if prefetched and is_copied else 0)
 
-    def _writing_bytes(self) -> int:
-        return sum(record.nbytes for record in self._records.values() if record.state == "writing")
-
-    def _is_writing(self) -> bool:
-        return self._ram_bytes() > (self.ram or 0) or self._writing_bytes() > 0
+    def _bytes_in(self, *states: SwapState) -> int:
+        return sum(record.nbytes for record in self._records.values() if record.state in states)
 
     def _can_write(self) -> bool:
-        return self.files is not None and self._clock() >= self._fs_refused_at + RETRY
+        return self._clock() >= self._refused_at + RETRY
 
     # ------------------------------------------------------------ sequences
 
     def store(self, key: int, nbytes: int, order: Order, *, required: bool) -> None:
-        """Register a sequence whose copy is made with the next BlockOps.
+        """Register a sequence whose copy is made with the next BlockOps; the greatest ``order`` is needed last.
 
         A sequence that was canceled before its swap-in was applied is still registered.
-
-        Args:
-            key: Key of the copy.
-            nbytes: Size of the sequence's blocks.
-            order: Priority; the greatest is needed last.
-            required: The sequence cannot be recomputed.
         """
-        if key not in self._records:
-            self._records[key] = _SwapRecord(nbytes, order, required)
+        self._records.setdefault(key, _SwapRecord(nbytes, order, required))
 
     def state(self, key: int) -> SwapState:
         """Return the state of a sequence; "in-ram" for a copy that others added to ``copies``."""
         return self._records[key].state if key in self._records else "in-ram"
 
     def failure(self, key: int) -> str:
-        """Return why a sequence is lost."""
         return self._records[key].fault
 
     def nbytes(self, key: int) -> int:
@@ -392,34 +324,26 @@ class SwapSpace:
             record.state = "reading"
             self.files.read(key)
 
-    def pop(self, key: int) -> None:
+    def pop(self, key: int) -> _SwapRecord | None:
         """Remove a sequence whose swap-in is in the BlockOps; the device owns its copy."""
-        self._remove(key)
+        self._changed = True  # There is more room.
+        if key in self._records and self.files is not None:
+            self.files.remove(key)
+        return self._records.pop(key, None)
 
     def drop(self, key: int) -> None:
         """Drop a sequence and its copy, also one that others added."""
-        record = self._remove(key)
+        record = self.pop(key)
         if record is None or record.state != "pending":  # Otherwise the BlockOps that make the copy drop it.
             self.copies.pop(key, None)
-
-    def _remove(self, key: int) -> _SwapRecord | None:
-        record = self._records.pop(key, None)
-        self._changed = True  # There is more room.
-        if record is not None and self.files is not None:
-            self.files.remove(key)
-        return record
 
     # ------------------------------------------------------------ progress
 
     def poll(self, not_copied: Collection[int] = (), swapping_in: Collection[int] = ()) -> bool:
         """Apply finished reads and writes, and start writing copies beyond the limit.
 
-        Args:
-            not_copied: Keys of sequences whose copies are not made yet.
-            swapping_in: Keys that are being swapped in and stay in RAM.
-
-        Returns:
-            True if waiting sequences may be able to continue.
+        Copies of ``not_copied`` keys are not made yet; those of ``swapping_in`` stay in RAM. Returns True if waiting
+        sequences may be able to continue.
         """
         self._swapping_in = swapping_in
         if self.files is not None and self.files.pending:
@@ -427,12 +351,9 @@ class SwapSpace:
                 self._apply_result(result)
         for key, record in self._records.items():
             if record.state == "pending" and key not in not_copied:
-                record.state = (
-                    "in-ram"
-                    if key in self.copies
-                    else self._mark_lost(record, "the copy was not made: the step failed")
-                )
-                self._changed = True
+                record.state, self._changed = "in-ram", True
+                if key not in self.copies:
+                    record.state, record.fault = "lost", "the copy was not made: the step failed"
         if self._records:
             self._balance()
         changed, self._changed = self._changed, False
@@ -441,7 +362,7 @@ class SwapSpace:
     @property
     def pending(self) -> bool:
         """True if a read or a write is in progress."""
-        return self.files is not None and self.files.pending > 0
+        return self.files is not None and self.files.pending
 
     def wait(self, swapping_in: Collection[int] = ()) -> None:
         """Wait for at least one read or write."""
@@ -451,48 +372,42 @@ class SwapSpace:
             self._apply_result(result)
 
     def _apply_result(self, result: SwapResult) -> None:
-        record = self._records.get(result.key)
+        record, stats = self._records.get(result.key), self._stats
         if record is None:
             return  # dropped meanwhile
         self._changed = True
         if result.failure is not None:
-            self._on_failure(result, record)
-        elif result.operation == "write":
-            record.is_written, record.state = True, "in-ram"
+            self._on_failure(result, record, result.failure)
+            return
+        record.state = "in-ram"
+        if result.operation == "write":
+            record.is_written = True
             self._drop_copy(result.key, record)
-            written, nbytes = self._stats.written + 1, self._stats.written_bytes + result.nbytes
-            self._stats = replace(self._stats, written=written, written_bytes=nbytes)
-            self.on_copied("write", result.nbytes, result.seconds)
+            stats.written, stats.written_bytes = stats.written + 1, stats.written_bytes + result.nbytes
         else:
             assert self._from_sections is not None
             self.copies[result.key] = self._from_sections(result.sections)
-            record.state, record.origin = "in-ram", "disk"
-            read, nbytes = self._stats.read + 1, self._stats.read_bytes + result.nbytes
-            self._stats = replace(self._stats, read=read, read_bytes=nbytes)
-            self.on_copied("read", result.nbytes, result.seconds)
+            record.origin = "disk"
+            stats.read, stats.read_bytes = stats.read + 1, stats.read_bytes + result.nbytes
+        self.on_copied(result.operation, result.nbytes, result.seconds)
 
-    def _on_failure(self, result: SwapResult, record: _SwapRecord) -> None:
-        assert result.failure is not None and self.files is not None
-        self._stats = replace(self._stats, failed=self._stats.failed + 1, fault=result.failure)
-        LOG.warning("swapped sequence: %s", result.failure)
-        if result.operation == "read":
-            record.state = self._mark_lost(record, result.failure)
-            return
-        self._fs_refused_at = self._clock()
-        self.files.remove(result.key)
-        record.state = "in-ram"
-        if not record.required and result.key not in self._swapping_in:
+    def _on_failure(self, result: SwapResult, record: _SwapRecord, failure: str) -> None:
+        self._stats.failed, self._stats.fault = self._stats.failed + 1, failure
+        LOG.warning("swapped sequence: %s", failure)
+        if result.operation == "write":
+            assert self.files is not None
+            self._refused_at = self._clock()
+            self.files.remove(result.key)
+            if record.required or result.key in self._swapping_in:
+                record.state = "in-ram"
+                return
             del self.copies[result.key]
-            record.state = self._mark_lost(record, result.failure)
-
-    def _mark_lost(self, record: _SwapRecord, failure: str) -> SwapState:
-        record.fault = failure
-        return "lost"
+        record.state, record.fault = "lost", failure
 
     def _balance(self) -> None:
         """Write copies beyond the limit; the sequence that is needed last first."""
         ram_bytes = self._ram_bytes()
-        self._update_peak()
+        self._stats.ram_peak = max(self._stats.ram_peak, self._resident_bytes())
         if self.ram is None or ram_bytes <= self.ram or self.files is None:
             return
         assert self._to_sections is not None
@@ -502,14 +417,14 @@ class SwapSpace:
             if record.state == "in-ram" and key not in self._swapping_in
         ]
         for _, key in sorted(candidates, reverse=True):
-            record, build_sections = self._records[key], partial(self._to_sections, key, self.copies[key])
+            record = self._records[key]
             if ram_bytes <= self.ram:
                 return
             if record.is_written:
                 ram_bytes -= record.nbytes if self._drop_copy(key, record) else 0
             elif self._can_write():
                 record.state = "writing"
-                self.files.write(key, build_sections)
+                self.files.write(key, partial(self._to_sections, key, self.copies[key]))
                 ram_bytes -= record.nbytes
 
     def _drop_copy(self, key: int, record: _SwapRecord) -> bool:
@@ -523,17 +438,11 @@ class SwapSpace:
     # ------------------------------------------------------------ statistics
 
     def stats(self) -> SwapSpaceStats:
-        """Return the statistics of the swap space."""
-        ram = self._resident_bytes()
-        fs = sum(record.nbytes for record in self._records.values() if record.is_written)
-        return replace(self._stats, ram_bytes=ram, disk_bytes=fs)
+        disk_bytes = sum(record.nbytes for record in self._records.values() if record.is_written)
+        return replace(self._stats, ram_bytes=self._resident_bytes(), disk_bytes=disk_bytes)
 
     def _resident_bytes(self) -> int:
-        states = ("in-ram", "writing", "reading")
-        return sum(record.nbytes for record in self._records.values() if record.state in states)
-
-    def _update_peak(self) -> None:
-        self._stats = replace(self._stats, ram_peak=max(self._stats.ram_peak, self._resident_bytes()))
+        return self._bytes_in("in-ram", "writing", "reading")
 
     def close(self) -> None:
         """Stop the file thread and drop every sequence."""
@@ -542,7 +451,6 @@ class SwapSpace:
         self._records.clear()
 
     def check(self) -> None:
-        """Assert that the copies match the states."""
         for key, record in self._records.items():
             if record.state in ("in-ram", "writing"):
                 assert key in self.copies, f"swapped sequence {key} is {record.state} without a copy"

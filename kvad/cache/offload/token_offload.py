@@ -10,15 +10,15 @@ blocks never move between RAM and disk.
 
     budget 1000 bytes, 2 layers, lines of 96 bytes:  1000 // 192 = 5 blocks in RAM, 960 bytes
 
-Blocks on disk are read through two *tiles* of staging memory of about :data:`TILE` bytes each.
+Blocks on disk are read through two *tiles* of staging memory of about ``TILE`` bytes each.
 
-:meth:`OffloadFile.read` returns what :meth:`OffloadFile.write` stored, or the lines for which it cannot, with the
+``OffloadFile.read`` returns what ``OffloadFile.write`` stored, or the lines for which it cannot, with the
 cause. A line from disk is verified with its checksum, which stays in RAM, so lost writes, misplaced lines and stale
 lines are detected as well as changed bits. A failed write raises nothing: its line is unreadable until it is written
 again. RAM lines are not locked: a writer waits for the reader.
 
 The files are private to this process. They have temporary names (``temp_paths.py``) and are removed by
-:meth:`OffloadFile.close`, at the end of the process, or after its death by the next :func:`remove_offload_leftovers`.
+``OffloadFile.close``, at the end of the process, or after its death by the next OffloadReader.
 
 ``kvad plan`` uses the sizes. No torch: lines are NumPy bytes, which a thread may write in another inference mode.
 """
@@ -113,36 +113,20 @@ class OffloadLayout:
 
 
 def plan_offload(groups: Sequence[CacheGroup], ram_budget: int) -> OffloadLayout:
-    """Divide RAM among the offloaded levels, in proportion to their maximum sizes.
-
-    Args:
-        groups: All cache groups.
-        ram_budget: Bytes of RAM for tokens.
-    """
-    levels = {
-        group_index: group
-        for group_index, group in enumerate(groups)
-        if group.lower_level is not None and group.lower_level.is_offloaded
-    }
-    block_bytes = {group_index: _line(group) for group_index, group in levels.items()}
-    total_bytes = {
-        group_index: len(group.layers) * block_bytes[group_index] * group.num_usable_blocks
-        for group_index, group in levels.items()
-    }
+    """Divide RAM for tokens (bytes) among the offloaded levels, in proportion to their maximum sizes."""
+    levels = [(i, group) for i, group in enumerate(groups) if group.lower_level and group.lower_level.is_offloaded]
+    total_bytes = sum(len(group.layers) * _line_bytes(group) * group.num_usable_blocks for _, group in levels)
     shares = {}
-    for group_index, group in levels.items():
-        line_bytes, num_layers = block_bytes[group_index], len(group.layers)
-        ram = min(
-            group.num_usable_blocks,
-            ram_budget * total_bytes[group_index] // sum(total_bytes.values()) // (num_layers * line_bytes),
-        )
-        max_num_seqs = group.num_usable_blocks // group.max_blocks_per_seq
-        tile = min(group.num_usable_blocks, max(max_num_seqs, TILE // line_bytes))
-        shares[group_index] = LevelLayout(num_layers, line_bytes, ram, group.num_usable_blocks - ram, tile)
+    for group_index, group in levels:
+        line_bytes, num_layers, num_blocks = _line_bytes(group), len(group.layers), group.num_usable_blocks
+        level_bytes = num_layers * line_bytes * num_blocks
+        ram = min(num_blocks, ram_budget * level_bytes // total_bytes // (num_layers * line_bytes))
+        tile = min(num_blocks, max(num_blocks // group.max_blocks_per_seq, TILE // line_bytes))
+        shares[group_index] = LevelLayout(num_layers, line_bytes, ram, num_blocks - ram, tile)
     return OffloadLayout(shares)
 
 
-def _line(group: CacheGroup) -> int:
+def _line_bytes(group: CacheGroup) -> int:
     last = block_slices(group)[-1]
     return last.offset + -(-last.nbytes // ALIGN) * ALIGN
 
@@ -175,11 +159,6 @@ def split_runs(numbers: Sequence[int], split: int) -> list[BlockRun]:
                 continue
         runs.append(BlockRun(tile_index, block, 1))
     return runs
-
-
-def remove_offload_leftovers(folder: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> int:
-    """Remove files of dead processes; returns their number."""
-    return storage.filesystem.remove_temp_files(folder, lambda name: name.startswith(FILE_PREFIX), fs)
 
 
 class OffloadFile:
@@ -216,11 +195,6 @@ class OffloadFile:
         self._end()
         self._ram = self._ram[:, :0]
 
-    def split_runs(self, numbers: Sequence[int]) -> list[BlockRun]:
-        return split_runs(numbers, self.share.ram)
-
-    # ------------------------------------------------------------ writing
-
     def write(self, layer: int, runs: Sequence[BlockRun], lines: BlockBytes) -> None:
         """Write lines [n, line_bytes], contiguous."""
         for tile_index, first, count in runs:
@@ -246,8 +220,6 @@ class OffloadFile:
             else:
                 self._unreadable.pop((layer, first + index), None)
 
-    # ------------------------------------------------------------ reading
-
     def read(self, layer: int, runs: Sequence[BlockRun], into: BlockBytes) -> dict[int, str]:
         """Read into lines [n, line_bytes], contiguous.
 
@@ -263,9 +235,8 @@ class OffloadFile:
                 part[:] = self._ram[layer, first : first + count]
                 self.read_ram += part.nbytes
             else:
-                lost_lines = self._read(layer, first, part)
                 self.read_disk += part.nbytes
-                for index, reason in lost_lines.items():
+                for index, reason in self._read(layer, first, part).items():
                     part[index] = 0
                     lost[tile_index + index] = reason
         return lost
@@ -280,9 +251,8 @@ class OffloadFile:
 
     def _read(self, layer: int, first: int, into: BlockBytes) -> dict[int, str]:
         data, size, at = into.reshape(-1).data, self.share.block_bytes, first - self.share.ram
-        lost = {
-            n: self._unreadable[layer, first + n] for n in range(len(into)) if (layer, first + n) in self._unreadable
-        }
+        written = {n: self._unreadable.get((layer, first + n)) for n in range(len(into))}
+        lost = {n: reason for n, reason in written.items() if reason is not None}
         try:
             num_read = self.fs.read(self._files[layer], data, at * size)
         except OSError as error:

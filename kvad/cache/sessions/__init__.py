@@ -13,8 +13,4 @@ if TYPE_CHECKING:
     from kvad.cache.sessions.file import save_session as save_session
     from kvad.cache.sessions.state import SequenceState as SequenceState
 
-__all__ = ["SequenceState", "directory", "load_session", "save_session", "state"]
-
-__getattr__, __dir__ = lazy_names(
-    __name__, {"SequenceState": "state", "load_session": "file", "save_session": "file"}, ("directory", "state")
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -67,7 +67,11 @@ def check_overwritable(path: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> None:
             raise
         return
     if kind != CONTAINER_KIND:
-        raise StorageError(f"{path}: a {kind}, not a session", "The file is left unchanged.", reason="foreign")
+        raise not_a_session(path, kind)
+
+
+def not_a_session(path: Path, kind: str) -> StorageError:
+    return StorageError(f"{path}: a {kind}, not a session", "The file is left unchanged.", reason="foreign")
 
 
 def is_session_dir(folder: Path) -> bool:
@@ -99,12 +103,7 @@ def inspect_session(folder: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> Iterator
 
 
 def read_tokens(path: Path, last: int, fs: FileSystem = REAL_FILE_SYSTEM) -> list[int]:
-    """Return the last ``last`` tokens of a session.
-
-    Raises:
-        StorageError: If the file is missing or damaged.
-        OSError: If the disk fails.
-    """
+    """Return the last ``last`` tokens of a session."""
     with storage.container.open_container(path, fs) as container:
         tokens = array("q", bytes(container.read("history")))
     if sys.byteorder == "big":
@@ -113,10 +112,7 @@ def read_tokens(path: Path, last: int, fs: FileSystem = REAL_FILE_SYSTEM) -> lis
 
 
 def remove_session_leftovers(folder: Path, fs: FileSystem = REAL_FILE_SYSTEM) -> int:
-    """Remove unfinished session files of dead writers; returns their number.
-
-    Files that the disk refuses to remove are skipped.
-    """
+    """Remove unfinished session files of dead writers; returns their number."""
     return storage.filesystem.remove_temp_files(folder, lambda name: name.endswith(FILE_SUFFIX), fs)
 
 
@@ -124,7 +120,7 @@ def _inspect(path: Path, fs: FileSystem, *, whole: bool) -> SessionFile:
     try:
         with storage.container.open_container(path, fs) as container:
             if path.suffix == FILE_SUFFIX and container.header.kind != CONTAINER_KIND:
-                return SessionFile(path, "foreign", f"{path}: a {container.header.kind}, not a session")
+                raise not_a_session(path, container.header.kind)
             if whole:
                 container.check()
             return SessionFile(path, "whole", header=container.header)

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvad import storage
 from kvad.cache import device, manager
 from kvad.cache.device import KVCache
-from kvad.cache.sessions.directory import CONTAINER_KIND
+from kvad.cache.sessions.directory import CONTAINER_KIND, not_a_session
 from kvad.cache.sessions.state import GroupState, SequenceState, fit_state, state_shapes
 from kvad.errors import StorageError
 from kvad.model_input import Rotary
@@ -47,7 +47,7 @@ def save_session(
     writer: Mapping[str, Any],
     fs: FileSystem = REAL_FILE_SYSTEM,
 ) -> int:
-    """Write a session atomically and durably; on failure the previous file stays.
+    """Write a session atomically and durably, and return its size in bytes; on failure the previous file stays.
 
     Args:
         path: File to write.
@@ -56,12 +56,6 @@ def save_session(
         history: All tokens of the session.
         writer: Metadata of the caller, plain JSON.
         fs: File system.
-
-    Returns:
-        The size of the file in bytes.
-
-    Raises:
-        OSError: If the disk fails.
     """
     sections = [_section("tokens", torch.tensor(state.tokens)), _section("history", torch.tensor(list(history)))]
     if state.encoder_tokens is not None:
@@ -75,12 +69,8 @@ def save_session(
         "rope_regime": state.regime,
         "cache_salt": state.salt,
         "groups": [
-            {
-                "signature": dict(group.signature),
-                "held_range": list(group.held_range),
-                "num_used_slots": group.num_used_slots,
-            }
-            for group in state.groups
+            {"signature": dict(signature), "held_range": list(held_range), "num_used_slots": num_used_slots}
+            for signature, held_range, num_used_slots, _ in state.groups
         ],
         "rotaries": [[layer, rotary.interleaved, rotary.factor] for layer, rotary in state.rotaries.items()],
         "writer": dict(writer),
@@ -113,9 +103,7 @@ def load_session(
     with storage.container.open_container(path, fs) as container:
         header = container.header
         if header.kind != CONTAINER_KIND:
-            raise StorageError(
-                f"{path}: a {header.kind}, not a session", "The file is left unchanged.", reason="foreign"
-            )
+            raise not_a_session(path, header.kind)
         try:
             regime, salt = str(header.metadata["rope_regime"]), str(header.metadata["cache_salt"])
             differences = list(fingerprint_for(regime, salt).differences(header.fingerprint))
@@ -123,11 +111,8 @@ def load_session(
                 raise _mismatch_error(path, "; ".join(differences), header.metadata.get("writer", {}).get("model"))
             return _read(container, kv_cache, regime, salt, engine_id)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise StorageError(
-                f"{path}: not a session of this version ({error!r})",
-                storage.container.rewrite_hint(path),
-                reason="foreign",
-            ) from None
+            hint = storage.container.rewrite_hint(path)
+            raise StorageError(f"{path}: not a session of this version ({error!r})", hint, reason="foreign") from None
 
 
 def _read(container: ContainerFile, kv_cache: KVCache, regime: str, salt: str, engine_id: object) -> LoadedSession:
@@ -135,45 +120,23 @@ def _read(container: ContainerFile, kv_cache: KVCache, regime: str, salt: str, e
     descriptions, groups = metadata["groups"], []
     for group_index, group in enumerate(descriptions):
         names = [name for name in sections if name.startswith(f"{group_index}.")]
-        held_range, num_used_slots = (
-            manager.portable_layout.HeldRange(*map(_count, group["held_range"])),
-            _count(group["num_used_slots"]),
-        )
-        groups.append(
-            GroupState(
-                group["signature"],
-                held_range,
-                num_used_slots,
-                {name.partition(".")[2]: _shaped(container, name) for name in names},
-            )
-        )
+        held_range = manager.portable_layout.HeldRange(*map(_count, group["held_range"]))
+        arrays = {name.partition(".")[2]: _shaped(container, name) for name in names}
+        groups.append(GroupState(group["signature"], held_range, _count(group["num_used_slots"]), arrays))
     num_encoder_tokens = None if "source" not in sections else sections["source"].shape[0]
-    _check(
-        container.path,
-        SequenceState(
-            (0,) * _count(metadata["length"]),
-            (0,) * num_encoder_tokens if num_encoder_tokens else None,
-            regime,
-            salt,
-            tuple(groups),
-            {},
-        ),
-        kv_cache,
-    )
+    source = (0,) * num_encoder_tokens if num_encoder_tokens else None
+    shapes = SequenceState((0,) * _count(metadata["length"]), source, regime, salt, tuple(groups), {})
+    _check(container.path, shapes, kv_cache)
     for group_index, group_state in enumerate(groups):
         for name, array in group_state.arrays.items():
             group_state.arrays[name] = _filled(container, f"{group_index}.{name}", array)
     tokens, history = _integers(container, "tokens"), _integers(container, "history")
     if len(tokens) != metadata["length"] or not tokens:
         raise ValueError("tokens")
-    rotaries = {
-        int(layer): Rotary(
-            _filled(container, f"rotary.{layer}", _shaped(container, f"rotary.{layer}")),
-            bool(interleaved),
-            float(factor),
-        )
-        for layer, interleaved, factor in metadata["rotaries"]
-    }
+    rotaries = {}
+    for layer, interleaved, factor in metadata["rotaries"]:
+        inv_freq = _filled(container, f"rotary.{layer}", _shaped(container, f"rotary.{layer}"))
+        rotaries[int(layer)] = Rotary(inv_freq, bool(interleaved), float(factor))
     encoder_tokens = None if num_encoder_tokens is None else _integers(container, "source")
     state = SequenceState(tokens, encoder_tokens, regime, salt, tuple(groups), rotaries, engine_id)
     return LoadedSession(state, history, metadata["writer"], container.header.nbytes)
@@ -188,9 +151,8 @@ def _check(path: Path, state: SequenceState, kv_cache: KVCache) -> None:
         expected = state_shapes(kv_cache, state, group_index)
         stored_shapes = {name: (tuple(array.shape), array.dtype) for name, array in group_state.arrays.items()}
         if stored_shapes != expected:
-            raise StorageError(
-                f"{path}: the arrays of group {group_index} do not match its held range", reason="foreign"
-            )
+            problem = f"{path}: the arrays of group {group_index} do not match its held range"
+            raise StorageError(problem, reason="foreign")
 
 
 def _mismatch_error(path: Path, difference: str, model: object = None) -> StorageError:

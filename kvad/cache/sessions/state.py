@@ -1,12 +1,12 @@
 """A sequence's cache on the host: keys and values in token order, in their stored formats.
 
-:func:`capture` copies it out of a KVCache; :class:`PendingRestore` writes it into another one of the same model and
+``capture`` copies it out of a KVCache; ``PendingRestore`` writes it into another one of the same model and
 policy, with other blocks, another layout or on another device. Nothing is decoded, so nothing is rounded: a restored
 state is equal bit for bit. Arrays of groups that take tokens, and of encoder inputs, are by slot ([m, K, width];
 positions [m]). Arrays of lower levels are whole blocks, because blocks were quantized and merged whole, so they require
 the same block size. Block bounds (``quest.py``) are recomputed.
 
-:func:`fit_state` returns why a state cannot be used, or how much of it can.
+``fit_state`` returns why a state cannot be used, or how much of it can.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from kvad.cache.device import KVCache
 from kvad.cache.groups import CacheGroup
 from kvad.model_input import AttentionPattern, Rotary
 
+portable_layout = manager.portable_layout
+
 
 class GroupState(NamedTuple):
     """State of one cache group."""
 
-    signature: Mapping[str, Any]  # identifies the group (:func:`group_signature`)
-    held_range: manager.portable_layout.HeldRange  # cached positions, if the group takes tokens
+    signature: Mapping[str, Any]  # identifies the group (``group_signature``)
+    held_range: portable_layout.HeldRange  # cached positions, if the group takes tokens
     num_used_slots: int  # filled slots of a lower level's blocks
     arrays: dict[str, Tensor]  # by "layer.kind.number" and "positions"
 
@@ -47,12 +49,10 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Number of cached tokens."""
         return len(self.tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
         return sum(array.nbytes for group in self.groups for array in group.arrays.values())
 
 
@@ -60,7 +60,7 @@ class FittedState(NamedTuple):
     """The layout of the first ``length`` tokens of a state in other cache groups."""
 
     length: int
-    layouts: tuple[manager.portable_layout.GroupLayout, ...]  # per group that takes tokens
+    layouts: tuple[portable_layout.GroupLayout, ...]  # per group that takes tokens
     lower_levels: tuple[tuple[int, int], ...]  # per level: blocks, filled slots
 
 
@@ -87,13 +87,10 @@ def group_signature(groups: Sequence[CacheGroup], group_index: int) -> dict[str,
     }
 
 
-# ---------------------------------------------------------------- capture
-
-
 @torch.inference_mode()
 def capture(
     kv_cache: KVCache,
-    layout: manager.portable_layout.SequenceLayout,
+    layout: portable_layout.SequenceLayout,
     tokens: Sequence[int],
     *,
     regime: str,
@@ -101,33 +98,26 @@ def capture(
     engine_id: object,
 ) -> SequenceState:
     """Copy a sequence's cache to the host. Its blocks may be freed afterwards."""
-    groups = kv_cache.all_groups
-    blocks = [
-        *(block_ids for _, _, block_ids in layout.groups),
-        *(block_ids for _, block_ids in layout.lower_levels),
-        *layout.encoder_blocks,
+    groups, nothing = kv_cache.all_groups, portable_layout.HeldRange()
+    parts = [  # held range, filled slots of a lower level, blocks
+        *((held, 0, block_ids) for held, _, block_ids in layout.groups),
+        *((nothing, num_used_slots, block_ids) for num_used_slots, block_ids in layout.lower_levels),
+        *((nothing, 0, block_ids) for block_ids in layout.encoder_blocks),
     ]
-    slots = [_held_slots(groups, group_index, layout) for group_index in range(len(blocks))]
-    arrays: list[dict[str, Tensor]] = [{} for _ in blocks]
-    for name, array in kv_cache.copy_out(blocks, slots).items():
-        group_index, _, kind = name.partition(".")
-        arrays[int(group_index)][kind] = array
-    held_ranges = [item for item, _, _ in layout.groups] + [manager.portable_layout.HeldRange()] * (
-        len(blocks) - len(layout.groups)
-    )
-    num_used_slots = (
-        [0] * len(layout.groups) + [item for item, _ in layout.lower_levels] + [0] * len(layout.encoder_blocks)
-    )
     group_states = tuple(
-        GroupState(group_signature(groups, i), held_ranges[i], num_used_slots[i], arrays[i]) for i in range(len(blocks))
+        GroupState(group_signature(groups, index), held, num_used_slots, {})
+        for index, (held, num_used_slots, _) in enumerate(parts)
     )
-    return SequenceState(
-        tuple(tokens), layout.encoder_tokens, regime, salt, group_states, kv_cache.summary_rotaries(), engine_id
-    )
+    slots = [_held_slots(groups, group_index, layout) for group_index in range(len(parts))]
+    for name, array in kv_cache.copy_out([block_ids for *_, block_ids in parts], slots).items():
+        group_index, _, kind = name.partition(".")
+        group_states[int(group_index)].arrays[kind] = array
+    rotaries = kv_cache.summary_rotaries()
+    return SequenceState(tuple(tokens), layout.encoder_tokens, regime, salt, group_states, rotaries, engine_id)
 
 
 def _held_slots(
-    groups: Sequence[CacheGroup], group_index: int, layout: manager.portable_layout.SequenceLayout
+    groups: Sequence[CacheGroup], group_index: int, layout: portable_layout.SequenceLayout
 ) -> Tensor | None:
     """Return the slots of a group in the order of the state; None for whole blocks."""
     group = groups[group_index]
@@ -136,20 +126,15 @@ def _held_slots(
     if group.spec.is_cross_attention:
         block_ids = layout.encoder_blocks[group_index - len(layout.groups) - len(layout.lower_levels)]
         assert layout.encoder_tokens is not None
-        return torch.tensor(_source_slots(group, block_ids, len(layout.encoder_tokens)), dtype=torch.int64)
+        return _source_slots(group, block_ids, len(layout.encoder_tokens))
     held_range, num_skipped_blocks, blocks = layout.groups[group_index]
-    return torch.tensor(
-        manager.portable_layout.held_slots(group, blocks, num_skipped_blocks, held_range, layout.length),
-        dtype=torch.int64,
-    )
+    slots = portable_layout.held_slots(group, blocks, num_skipped_blocks, held_range, layout.length)
+    return torch.tensor(slots, dtype=torch.int64)
 
 
-def _source_slots(group: CacheGroup, blocks: Sequence[int], length: int) -> list[int]:
-    size = group.block_size
-    return [blocks[position // size] * size + position % size for position in range(length)]
-
-
-# ---------------------------------------------------------------- restore
+def _source_slots(group: CacheGroup, blocks: Sequence[int], length: int) -> Tensor:
+    size, positions = group.block_size, torch.arange(length)
+    return torch.tensor(blocks, dtype=torch.int64)[positions // size] * size + positions % size
 
 
 def common_prefix_length(state: SequenceState, tokens: Sequence[int]) -> int:
@@ -175,9 +160,9 @@ def fit_state(state: SequenceState, groups: Sequence[CacheGroup], length: int) -
                 return f"max_seq_len: {count} blocks of a level there, room for {group.max_blocks_per_seq} here"
             lower_levels.append((count, group_state.num_used_slots))
         elif not group.spec.is_cross_attention:
-            if not manager.portable_layout.is_reusable(group, group_state.held_range, state.length, length):
+            if not portable_layout.is_reusable(group, group_state.held_range, state.length, length):
                 return _too_short(group, state.length, length)
-            layout = manager.portable_layout.fit_layout(group, group_state.held_range, length)
+            layout = portable_layout.fit_layout(group, group_state.held_range, length)
             if layout is None:
                 return f"max_seq_len: {length} tokens there, no room for them here"
             layouts.append(layout)
@@ -227,29 +212,19 @@ class PendingRestore:
             return None, []
         if group.spec.is_cross_attention:
             length = len(self.state.encoder_tokens or ())
-            return torch.tensor(_source_slots(group, blocks, length), dtype=torch.int64), [slice(0, length)]
-        layout = self.fitted.layouts[group_index]
-        slots = manager.portable_layout.held_slots(
-            group, blocks, layout.num_skipped_blocks, layout.held_range, self.fitted.length
-        )
-        return torch.tensor(slots, dtype=torch.int64), _select_slots(
-            group_state.held_range, layout.held_range, self.fitted.length
-        )
+            return _source_slots(group, blocks, length), [slice(0, length)]
+        layout, length = self.fitted.layouts[group_index], self.fitted.length
+        slots = portable_layout.held_slots(group, blocks, layout.num_skipped_blocks, layout.held_range, length)
+        return torch.tensor(slots, dtype=torch.int64), _select_slots(group_state.held_range, layout.held_range, length)
 
 
-def _select_slots(
-    state: manager.portable_layout.HeldRange, held_range: manager.portable_layout.HeldRange, length: int
-) -> list[slice]:
+def _select_slots(state: portable_layout.HeldRange, held_range: portable_layout.HeldRange, length: int) -> list[slice]:
     """Return where the positions of ``held_range`` are among those of a state."""
     picks = []
-    for span in manager.portable_layout.held_positions(held_range, length):
-        if span:
-            offset = (
-                0
-                if state.num_evicted or span.start < state.num_sink_tokens
-                else state.first_position - state.num_sink_tokens
-            )
-            picks.append(slice(span.start - offset, span.stop - offset))
+    for span in filter(None, portable_layout.held_positions(held_range, length)):
+        is_in_front = state.num_evicted or span.start < state.num_sink_tokens
+        offset = 0 if is_in_front else state.first_position - state.num_sink_tokens
+        picks.append(slice(span.start - offset, span.stop - offset))
     return picks
 
 
@@ -262,9 +237,8 @@ def state_shapes(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of every array of a state's group."""
     group, group_state = kv_cache.all_groups[group_index], state.groups[group_index]
-    num_slots = (
-        len(state.encoder_tokens or ()) if group.spec.is_cross_attention else group_state.held_range.slots(state.length)
-    )
+    is_source = group.spec.is_cross_attention
+    num_slots = len(state.encoder_tokens or ()) if is_source else group_state.held_range.slots(state.length)
     num_blocks = len(group_state.arrays["positions"])
     shapes = {}
     for name, array in kv_cache.array_specs().items():

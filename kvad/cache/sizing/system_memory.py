@@ -1,4 +1,6 @@
-"""Memory available to this process: the machine's, or less if its control groups limit it.
+"""Memory of this machine: bytes available to this process, and bandwidth.
+
+Available is what the machine has, or less if control groups limit the process.
 
 Linux: ``MemAvailable`` of ``/proc/meminfo``, and for every memory control group of the process its limit minus its use
 plus the reclaimable file cache. Elsewhere the value of ``sysconf``, or None if unknown.
@@ -7,10 +9,13 @@ plus the reclaimable file cache. Elsewhere the value of ``sysconf``, or None if 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+BANDWIDTH_BYTES = 256 << 20  # read to measure the bandwidth; larger than any processor cache
+NUM_COLUMNS = 4096
 # (controllers in /proc/self/cgroup, mount, limit, used, droppable in memory.stat): version 2, version 1
 _GROUPS = (
     ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -19,13 +24,9 @@ _GROUPS = (
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that can be allocated without swapping or an out-of-memory kill.
+    """Return the bytes that can be allocated without swapping or an out-of-memory kill; None if unknown.
 
-    Args:
-        root: Folder that contains ``proc`` and ``sys``; tests pass their own.
-
-    Returns:
-        The number of bytes, or None if unknown.
+    ``root`` contains ``proc`` and ``sys``; tests pass another one.
     """
     limits = [*_machine(root), *_control_groups(root)]
     if limits:
@@ -68,3 +69,22 @@ def _lines(path: Path) -> list[str]:
         return path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []
+
+
+def measure_bandwidth(seconds: float = 0.3) -> float:
+    """Measure bytes per second, the best of several matrix-vector products: the bound of a decode step.
+
+    Each reads ``BANDWIDTH_BYTES``, or a tenth of the available bytes if that is less, with numpy's number of threads.
+    """
+    import numpy as np
+
+    available = available_bytes()
+    size = BANDWIDTH_BYTES if available is None else min(BANDWIDTH_BYTES, available // 10)
+    matrix = np.ones((max(1, size // (4 * NUM_COLUMNS)), NUM_COLUMNS), dtype=np.float32)
+    vector = np.ones(NUM_COLUMNS, dtype=np.float32)
+    best, first_start = float("inf"), time.perf_counter()
+    while time.perf_counter() - first_start < seconds:
+        start = time.perf_counter()
+        matrix @ vector
+        best = min(best, time.perf_counter() - start)
+    return float(matrix.nbytes / best)

@@ -1,7 +1,8 @@
-"""Hugging Face families, one file each; :data:`FAMILIES` maps a ``model_type`` to its file.
+"""Hugging Face families; ``FAMILIES`` maps a ``model_type`` to its file.
 
-A family is imported when it is requested.  Custom families are named in an environment variable:
-``KVAD_FAMILIES=parrot=parrot:FAMILY``.
+Classes that differ only in fields and names are rows of a table (``_decoder.py``, ``bart.py``).  A file is imported
+when one of its families is requested, and lists them in ``FAMILIES``.  Custom families are named in an environment
+variable: ``KVAD_FAMILIES=parrot=parrot:FAMILY``.
 """
 
 from __future__ import annotations
@@ -17,63 +18,22 @@ __all__ = ["ENV_VARIABLE", "FAMILIES", "UNSUPPORTED", "find_family"]
 
 ENV_VARIABLE = "KVAD_FAMILIES"
 
-FAMILIES: dict[str, str] = {  # model_type -> file
-    "bart": "bart",
-    "bert": "bert",
-    "biogpt": "biogpt",
-    "blenderbot": "blenderbot",
-    "blenderbot-small": "blenderbot_small",
-    "bloom": "bloom",
-    "camembert": "roberta",
-    "codegen": "codegen",
-    "cohere": "cohere",
-    "cohere2": "cohere",
-    "distilbert": "distilbert",
-    "electra": "electra",
-    "falcon": "falcon",
-    "gemma": "gemma",
-    "gemma2": "gemma",
-    "gemma3": "gemma3",
-    "gemma3_text": "gemma",
-    "gpt2": "gpt2",
-    "gpt_bigcode": "gpt_bigcode",
-    "gpt_neo": "gpt_neo",
-    "gpt_neox": "gpt_neox",
-    "gpt_oss": "gpt_oss",
-    "gptj": "gptj",
-    "granite": "llama",
-    "llama": "llama",
-    "m2m_100": "m2m_100",
-    "marian": "marian",
-    "mbart": "mbart",
-    "mistral": "llama",
-    "mixtral": "mixtral",
-    "modernbert": "modernbert",
-    "mpnet": "mpnet",
-    "mpt": "mpt",
-    "mt5": "t5",
-    "nomic_bert": "nomic_bert",
-    "olmo": "olmo",
-    "olmo2": "olmo",
-    "openai-gpt": "openai_gpt",
-    "opt": "opt",
-    "pegasus": "pegasus",
-    "phi": "phi",
-    "phi3": "phi3",
-    "qwen2": "qwen",
-    "qwen3": "qwen",
-    "roberta": "roberta",
-    "roberta-prelayernorm": "roberta_prelayernorm",
-    "roformer": "roformer",
-    "smollm3": "smollm3",
-    "stablelm": "stablelm",
-    "starcoder2": "starcoder2",
-    "t5": "t5",
-    "t5gemma": "t5gemma",
-    "umt5": "t5",
-    "xglm": "xglm",
-    "xlm-roberta": "roberta",
+_TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
+    "bart": ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"),
+    "bert": ("bert", "camembert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    "distilbert": ("distilbert",),
+    "fairseq": ("biogpt", "opt", "xglm"),
+    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "gpt": ("codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt"),
+    "llama": ("granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi", "phi3", "stablelm", "starcoder2"),
+    "modernbert": ("modernbert",),
+    "neox": ("bloom", "falcon", "gpt_neox", "mpt"),
+    "rotary_bert": ("nomic_bert", "roformer"),
+    "t5": ("mt5", "t5", "umt5"),
+    "t5gemma": ("t5gemma",),
+    "windowed": ("cohere", "cohere2", "gpt_oss", "qwen2", "qwen3", "smollm3"),
 }
+FAMILIES: dict[str, str] = {model_type: file for file, types in _TYPES.items() for model_type in types}
 
 UNSUPPORTED: dict[str, str] = {  # model_type -> reason
     "longt5": "its encoder attends to blocks and to sums of blocks; t5, mt5 and umt5 are read",
@@ -85,8 +45,7 @@ UNSUPPORTED: dict[str, str] = {  # model_type -> reason
 def find_family(model_type: str) -> Family:
     """Return the family of a ``model_type``.
 
-    Raises:
-        CheckpointError: If it is unknown or not supported; the hint is the most similar name, or the reason.
+    Raises CheckpointError for any other; the hint is the most similar name, or why it is not supported.
     """
     custom = _custom_families().get(model_type)
     if custom is not None:
@@ -98,15 +57,12 @@ def find_family(model_type: str) -> Family:
         raise CheckpointError(f"model_type {model_type!r} is not supported", UNSUPPORTED[model_type])
     if model_type not in FAMILIES:
         raise CheckpointError(f"model_type {model_type!r} is not known", suggest(model_type, FAMILIES))
-    family = importlib.import_module(f"kvad.checkpoint.families.{FAMILIES[model_type]}").FAMILY
-    assert isinstance(family, Family)
-    return family
+    module = importlib.import_module(f"kvad.checkpoint.families.{FAMILIES[model_type]}")
+    families: tuple[Family, ...] = module.FAMILIES
+    return next(family for family in families if model_type in family.types)
 
 
 def _custom_families() -> dict[str, str]:
-    """Parse ``parrot=parrot:FAMILY,...``.
-
-    Code of a family is named by the user, never by a downloaded file.
-    """
+    """Parse ``parrot=parrot:FAMILY,...``; code is named by the user, never by a downloaded file."""
     entries = [entry.partition("=") for entry in os.environ.get(ENV_VARIABLE, "").split(",") if entry.strip()]
     return {name.strip(): target.strip() for name, _, target in entries}

@@ -1,29 +1,35 @@
-"""Shared parts of Llama-like decoders: sizes, tensors, layers of several types, writing.
+"""Decoders that differ only in fields and names: one ``DecoderClass`` for each class of transformers.
 
-A size that is absent in a file has the default of its class, which the family states (:func:`with_defaults`).
+A class lists the fields of its config (``_fields.py``) and the names of its tensors.  ``decoder_family`` makes a
+family of one or several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
+from kvad import config as cfg
+from kvad.checkpoint import conversion
 from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, TensorTransform, prefix_rules, tensor_rule
-from kvad.checkpoint.families._common import read_rope, shortest_pattern
-from kvad.config import (
-    AttentionConfig,
-    LanguageHeadConfig,
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-    RopeConfig,
-    StackConfig,
+from kvad.checkpoint.families._common import shortest_pattern
+from kvad.checkpoint.families._fields import (
+    FieldTable,
+    activation,
+    flag,
+    integer,
+    number,
+    optional_integer,
+    read_table,
+    write_table,
 )
+from kvad.config import ModelConfig, head_dim
 from kvad.errors import CheckpointError
 
-LAYER = {
+LAYER = {  # kvad -> Hugging Face
     "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj",
     "attention.v": "self_attn.v_proj",
@@ -35,15 +41,131 @@ LAYER = {
     "norm2": "post_attention_layernorm",
 }
 QK_NORM = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+TENSORS = {
+    "embedding.tokens": "model.embed_tokens",
+    "decoder.layers": "model.layers",
+    "decoder.norm": "model.norm",
+    "head": "lm_head",
+}
+SIZES: FieldTable = {  # of classes with Llama's names; a class states its defaults
+    "hidden_size": integer("hidden_size"),
+    "vocab_size": integer("vocab_size"),
+    "max_seq_len": integer("max_position_embeddings"),
+    "tie_embeddings": flag("tie_word_embeddings"),
+    "stack.num_layers": integer("num_hidden_layers"),
+    "attention.num_heads": integer("num_attention_heads"),
+    "attention.num_kv_heads": integer(
+        "num_key_value_heads", default=lambda fields: fields.integer("num_attention_heads")
+    ),
+    "attention.head_dim": optional_integer("head_dim", write_none=False),
+    "mlp.intermediate_size": integer("intermediate_size"),
+    "mlp.activation": activation("hidden_act", "silu"),
+    "norm.eps": number("rms_norm_eps", 1e-6),
+}
 STACKED = TensorTransform(  # one tensor of kvad's; the file has one per index of its first axis
     lambda tensors, shapes: [torch.stack(list(tensors))], lambda tensors, shapes: list(tensors[0].unbind())
 )
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
-LayerRules = Callable[[str, str], Iterable[TensorRule]]
+# The model and a layer's prefixes in kvad's and Hugging Face's names -> rules.
+LayerRules = Callable[[ModelConfig, str, str], Iterable[TensorRule]]
 
 
-# ---------------------------------------------------------------- reading
+class LayerTypes(NamedTuple):
+    """Reader and writer of layer types, for a class whose layers differ."""
+
+    # Fields and the layer of the table -> layer types, and the letter of each layer.
+    read: Callable[[HFConfigReader, cfg.LayerConfig], tuple[Mapping[str, cfg.LayerConfig], str]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class DecoderClass:
+    """One decoder class of transformers."""
+
+    model_type: str
+    architecture: str  # name of the class
+    fields: FieldTable
+    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)  # tensors of a layer, kvad -> Hugging Face
+    tensors: Mapping[str, str] = field(default_factory=lambda: TENSORS)  # the others, and the prefix of the layers
+    mlp: type[cfg.GatedMLPConfig | cfg.PlainMLPConfig | cfg.MoEConfig] = cfg.GatedMLPConfig
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the class, for fields that files leave out
+    check: Callable[[HFConfigReader], None] | None = None  # raises CheckpointError for unsupported options
+    layer_types: LayerTypes | None = None  # None: all layers are equal
+    layer_rules: LayerRules | None = None  # of tensors that ``layer`` does not name
+    # Further fields to write.  The default of ``pad_token_id`` exceeds a small vocabulary.
+    constants: Mapping[str, Any] = field(default_factory=lambda: {"pad_token_id": None})
+    prefix: str = "model."
+    ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)  # besides the matrix of a tied head
+
+    def variant(self, model_type: str, architecture: str, **changes: Any) -> DecoderClass:
+        """Return a class that differs in ``changes``."""
+        return replace(self, model_type=model_type, architecture=architecture, **changes)
+
+    def read(self, fields: HFConfigReader) -> ModelConfig:
+        if self.check is not None:
+            self.check(fields)
+        fields = with_defaults(fields, **self.defaults)
+        values = read_table(self.fields, fields)
+        layer = cfg.LayerConfig(
+            cfg.AttentionConfig(**values["attention"]), self.mlp(**values["mlp"]), cfg.NormConfig(**values["norm"])
+        )
+        if self.layer_types is None:
+            decoder = cfg.StackConfig(layer_types={"L": layer}, **values["stack"])
+        else:
+            decoder = build_stack(*self.layer_types.read(fields, layer), **values["stack"])
+        return ModelConfig(
+            **values[""],
+            decoder=decoder,
+            embedding=cfg.EmbeddingConfig(**values["embedding"]),
+            head=cfg.LanguageHeadConfig(**values["head"]),
+            dropout=cfg.DropoutConfig(**values["dropout"]),
+        )
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        try:
+            content = write_table(self.fields, config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.model_type} cannot express this model: {error.message}") from error
+        if "head_dim" in self.defaults:
+            content["head_dim"] = head_dim(config, config.stack.layer_config(0).attention)
+        if self.layer_types is not None:
+            content |= self.layer_types.write(config)
+        return {"architectures": [self.architecture], "model_type": self.model_type, **content, **self.constants}
+
+    def rules(self, config: ModelConfig) -> Iterator[TensorRule]:
+        for kvad_name, hf_name in self.tensors.items():
+            if kvad_name != "decoder.layers":
+                yield tensor_rule(kvad_name, hf_name)
+                continue
+            for index in range(config.stack.num_layers):
+                prefixes = f"decoder.layers.{index}", f"{hf_name}.{index}"
+                if self.layer_rules is not None:
+                    yield from self.layer_rules(config, *prefixes)
+                yield from prefix_rules(*prefixes, self.layer)
+
+
+def decoder_family(*classes: DecoderClass, choose: Callable[[ModelConfig], str] | None = None) -> Family:
+    """Build the family of some classes that name and ignore the same tensors.
+
+    ``choose`` returns the ``model_type`` of the class that can express a model (default: the only class).
+    """
+    by_type = {decoder.model_type: decoder for decoder in classes}
+    first = classes[0]
+
+    def chosen(config: ModelConfig) -> DecoderClass:
+        return first if choose is None else by_type[choose(config)]
+
+    head = f"{first.tensors['head']}.weight"
+    return Family(
+        tuple(by_type),
+        lambda fields: by_type.get(fields.model_type, first).read(fields),
+        lambda config: chosen(config).rules(config),
+        lambda config: chosen(config).write(config),
+        prefix=first.prefix,
+        ignored=(*first.ignored, head.replace(".", r"\.")),
+        head=(head, f"{first.tensors['embedding.tokens']}.weight"),
+    )
 
 
 def with_defaults(fields: HFConfigReader, **defaults: Any) -> HFConfigReader:
@@ -52,26 +174,7 @@ def with_defaults(fields: HFConfigReader, **defaults: Any) -> HFConfigReader:
     return HFConfigReader({**defaults, **fields.content}, fields.where)
 
 
-def full_rope(fields: HFConfigReader, *, theta: float = 10000.0, **changes: Any) -> RopeConfig:
-    """Read rotary positions over the full head.  Raises CheckpointError for part of a head."""
-    position = read_rope(fields, max_seq_len=fields.integer("max_position_embeddings"), theta=theta, **changes)
-    if position.partial_rotary_factor != 1:
-        raise CheckpointError(
-            f"{fields.where}: partial_rotary_factor {position.partial_rotary_factor} is not supported"
-        )
-    return position
-
-
-def attention_config(fields: HFConfigReader, **changes: Any) -> AttentionConfig:
-    """Build grouped-query attention from the file's sizes and the family's ``changes``."""
-    heads = fields.integer("num_attention_heads")
-    dim = fields.integer("head_dim") if "head_dim" in fields else None
-    return AttentionConfig(heads, fields.integer("num_key_value_heads", default=heads), dim, **changes)
-
-
-def rms_norm(fields: HFConfigReader, default: float = 1e-6, **changes: Any) -> NormConfig:
-    """Build an RMSNorm from ``rms_norm_eps``."""
-    return NormConfig("rms", fields.number("rms_norm_eps", default=default), **changes)
+# ---------------------------------------------------------------- layers of several types
 
 
 def read_window(fields: HFConfigReader) -> int | None:
@@ -93,7 +196,7 @@ def window_pattern(fields: HFConfigReader, sliding: Callable[[int], bool]) -> st
 
 
 def optional_window_pattern(fields: HFConfigReader, sliding: Callable[[int], bool]) -> str:
-    """Return :func:`window_pattern` for a class where ``use_sliding_window`` enables windows."""
+    """Return ``window_pattern`` for a class where ``use_sliding_window`` enables windows."""
     used = fields.flag("use_sliding_window") and read_window(fields) is not None
     pattern = window_pattern(fields, lambda index: used and sliding(index))
     if "L" in pattern and not used:
@@ -101,108 +204,62 @@ def optional_window_pattern(fields: HFConfigReader, sliding: Callable[[int], boo
     return pattern
 
 
-def build_stack(layer_types: Mapping[str, LayerConfig], pattern: str, **rest: Any) -> StackConfig:
-    """Build a stack from one letter per layer; the letter of a single layer type is L."""
-    if len(set(pattern)) == 1:
-        return StackConfig(len(pattern), {"L": layer_types[pattern[0]]}, **rest)
-    return StackConfig(
-        len(pattern),
-        {letter: layer_types[letter] for letter in dict.fromkeys(pattern)},
-        shortest_pattern(pattern),
-        **rest,
-    )
+def with_attention(layer: cfg.LayerConfig, **changes: Any) -> cfg.LayerConfig:
+    return replace(layer, attention=replace(layer.attention, **changes))
 
 
-def build_model_config(fields: HFConfigReader, decoder: StackConfig, *, tie: bool = False, **rest: Any) -> ModelConfig:
-    """Build a decoder; ``tie`` is the class's default of ``tie_word_embeddings``."""
-    return ModelConfig(
-        hidden_size=fields.integer("hidden_size"),
-        vocab_size=fields.integer("vocab_size"),
-        max_seq_len=fields.integer("max_position_embeddings"),
-        decoder=decoder,
-        tie_embeddings=fields.flag("tie_word_embeddings", tie),
-        **rest,
-    )
+def window_layers(pattern: Callable[[HFConfigReader], str], *, requires_window: bool = False) -> LayerTypes:
+    """Build layer types G (full) and L (window) in the order of ``pattern``.
+
+    Args:
+        pattern: Returns the letter of each layer.
+        requires_window: The class requires a window even if no layer has one.
+    """
+
+    def read(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
+        return {"G": layer, "L": with_attention(layer, window=read_window(fields))}, pattern(fields)
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        content = write_layer_types(config)
+        if requires_window and content["sliding_window"] is None:
+            content["sliding_window"] = config.max_seq_len
+        return content
+
+    return LayerTypes(read, write)
 
 
-# ---------------------------------------------------------------- tensors
-
-
-def layer_rules(config: ModelConfig, layer: LayerRules) -> Iterator[TensorRule]:
-    """Yield the model's rules; ``layer`` returns those of one layer for two prefixes."""
-    yield tensor_rule("embedding.tokens", "model.embed_tokens")
-    for index in range(config.stack.num_layers):
-        yield from layer(f"decoder.layers.{index}", f"model.layers.{index}")
-    yield tensor_rule("decoder.norm", "model.norm")
-    yield tensor_rule("head", "lm_head")
-
-
-def decoder_rules(names: Mapping[str, str]) -> Callable[[ModelConfig], Iterator[TensorRule]]:
-    """Build the rules of a family whose tensors differ only in their names."""
-    return lambda config: layer_rules(config, lambda kvad_name, hf_name: prefix_rules(kvad_name, hf_name, names))
-
-
-# ---------------------------------------------------------------- writing
-
-
-def size_fields(config: ModelConfig, model_type: str, architecture: str) -> dict[str, Any]:
-    """Return the fields that every such config.json has."""
-    attention, mlp = config.stack.layer_config(0).attention, config.stack.layer_config(0).mlp
-    out = {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": mlp.intermediate_size,
-        "num_hidden_layers": config.stack.num_layers,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads or attention.num_heads,
-        "max_position_embeddings": config.max_seq_len,
-        "tie_word_embeddings": config.tie_embeddings,
-        "pad_token_id": None,  # the class's default exceeds a small vocabulary
-    }
-    return out if attention.head_dim is None else {**out, "head_dim": attention.head_dim}
-
-
-def write_layer_types(config: ModelConfig) -> dict[str, Any]:
+def write_layer_types(config: ModelConfig | cfg.StackConfig) -> dict[str, Any]:
     """Return the window, and the type of each layer."""
-    windows = [config.stack.layer_config(index).attention.window for index in range(config.stack.num_layers)]
+    stack = config if isinstance(config, cfg.StackConfig) else config.stack
+    windows = [stack.layer_config(index).attention.window for index in range(stack.num_layers)]
     return {
         "sliding_window": next((size for size in windows if size is not None), None),
         "layer_types": [_FULL if size is None else _SLIDING for size in windows],
     }
 
 
-def with_rope_type(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Rename ``rope_type`` to ``type`` in ``rope_scaling``; retain only ``names`` besides it.
-
-    Some classes of transformers 4 refuse any other field.
-    """
-    scaling = fields["rope_scaling"]
-    if scaling is None:
-        return fields
-    retained = {name: scaling[name] for name in names if name in scaling}
-    return {**fields, "rope_scaling": {"type": scaling["rope_type"], **retained}}
+def build_stack(layer_types: Mapping[str, cfg.LayerConfig], pattern: str, **rest: Any) -> cfg.StackConfig:
+    """Build a stack from one letter per layer; the letter of a single layer type is L."""
+    if len(set(pattern)) == 1:
+        return cfg.StackConfig(layer_types={"L": layer_types[pattern[0]]}, **rest)
+    used_types = {letter: layer_types[letter] for letter in dict.fromkeys(pattern)}
+    return cfg.StackConfig(layer_types=used_types, layer_pattern=shortest_pattern(pattern), **rest)
 
 
-def language_head(config: ModelConfig) -> LanguageHeadConfig:
-    """Return the head, or a default one if it is of another kind, which reading back detects."""
-    return config.head if isinstance(config.head, LanguageHeadConfig) else LanguageHeadConfig()
+# ---------------------------------------------------------------- tensors
 
 
-def decoder_family(
-    types: tuple[str, ...],
-    read: Callable[[HFConfigReader], ModelConfig],
-    rules: Callable[[ModelConfig], Iterable[TensorRule]],
-    write: Callable[[ModelConfig], dict[str, Any]],
-) -> Family:
-    """Build a family with Llama's prefix, ignored tensors and head."""
-    return Family(
-        types,
-        read,
-        rules,
-        write,
-        prefix="model.",
-        ignored=(r".*rotary_emb\.inv_freq", r"lm_head\.weight"),
-        head=("lm_head.weight", "model.embed_tokens.weight"),
-    )
+def fused_qkv(name: str, groups: Callable[[cfg.AttentionConfig], int] | None = None) -> LayerRules:
+    """Build the rule of a matrix of q, k and v, in ``groups`` parts (None: all q, then all k, then all v)."""
+
+    def rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+        qkv = tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv")
+        attention = config.stack.layer_config(0).attention
+        transform = conversion.STACKED if groups is None else conversion.grouped_transform(groups(attention))
+        yield tensor_rule(qkv, f"{hf_prefix}.{name}", transform)
+
+    return rules
+
+
+def kv_heads(attention: cfg.AttentionConfig) -> int:
+    return attention.num_kv_heads or attention.num_heads

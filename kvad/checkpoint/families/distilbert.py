@@ -14,27 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvad import config as cfg
 from kvad import model
 from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.checkpoint.families import _encoder
 from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, single_layer_type
-from kvad.config import (
-    AttentionConfig,
-    ClassificationHeadConfig,
-    EmbeddingConfig,
-    HeadTransformConfig,
-    LanguageHeadConfig,
-    LayerConfig,
-    LearnedPositionsConfig,
-    ModelConfig,
-    NormConfig,
-    PlainMLPConfig,
-    PoolingHeadConfig,
-    SinusoidalPositionsConfig,
-    StackConfig,
-)
+from kvad.config import ModelConfig
 
-_NORM = NormConfig("layer", 1e-12, bias=True)
+_NORM = cfg.NormConfig("layer", 1e-12, bias=True)
 _TABLE = "embeddings.position_embeddings.weight"
 _EMBEDDING = {
     "embedding.tokens": "embeddings.word_embeddings",
@@ -57,23 +44,20 @@ def read(fields: HFConfigReader) -> ModelConfig:
     _encoder.encoder_only(fields)
     max_seq_len = fields.integer("max_position_embeddings", default=512)
     activation = fields.choice("activation", ACTIVATIONS, "gelu")
-    attention = AttentionConfig(fields.integer("n_heads"), position=None, causal=False, qkv_bias=True, out_bias=True)
-    layer = LayerConfig(attention, PlainMLPConfig(fields.integer("hidden_dim"), activation, bias=True), _NORM)
-    names = _encoder.read_labels(fields)
-    heads: dict[str, _encoder.TaskHead] = {
-        "ForMaskedLM": LanguageHeadConfig(bias=True, transform=HeadTransformConfig(activation, norm=_NORM)),
-        "ForTokenClassification": ClassificationHeadConfig(names),
-        "ForSequenceClassification": ClassificationHeadConfig(names, "row", transform=HeadTransformConfig("relu")),
-        "Model": PoolingHeadConfig(),
-    }
+    attention = cfg.AttentionConfig(
+        fields.integer("n_heads"), position=None, causal=False, qkv_bias=True, out_bias=True
+    )
+    layer = cfg.LayerConfig(attention, cfg.PlainMLPConfig(fields.integer("hidden_dim"), activation, bias=True), _NORM)
+    language = cfg.LanguageHeadConfig(bias=True, transform=cfg.HeadTransformConfig(activation, norm=_NORM))
+    heads = _encoder.task_heads(fields, language, "relu")
     is_sinusoidal = fields.flag("sinusoidal_pos_embds")
     return ModelConfig(
         hidden_size=fields.integer("dim"),
         vocab_size=fields.integer("vocab_size"),
         max_seq_len=max_seq_len,
-        encoder=StackConfig(fields.integer("n_layers"), {"L": layer}, norm_position="post", final_norm=False),
-        embedding=EmbeddingConfig(
-            SinusoidalPositionsConfig() if is_sinusoidal else LearnedPositionsConfig(max_seq_len), norm=_NORM
+        encoder=cfg.StackConfig(fields.integer("n_layers"), {"L": layer}, norm_position="post", final_norm=False),
+        embedding=cfg.EmbeddingConfig(
+            cfg.SinusoidalPositionsConfig() if is_sinusoidal else cfg.LearnedPositionsConfig(max_seq_len), norm=_NORM
         ),
         head=_encoder.read_task_head(fields, heads),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
@@ -86,7 +70,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
         yield tensor_rule(kvad_name, base + hf_name)
     for i in range(config.stack.num_layers):
         yield from prefix_rules(f"encoder.layers.{i}", f"{base}transformer.layer.{i}", _LAYER)
-    if isinstance(config.head, LanguageHeadConfig):
+    if isinstance(config.head, cfg.LanguageHeadConfig):
         yield tensor_rule("head.transform.dense", "vocab_transform")
         yield tensor_rule("head.transform.norm", "vocab_layer_norm")
         yield tensor_rule("head", "vocab_projector")
@@ -96,7 +80,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 
 def _base(config: ModelConfig) -> str:
-    return "" if isinstance(config.head, PoolingHeadConfig) else "distilbert."
+    return "" if isinstance(config.head, cfg.PoolingHeadConfig) else "distilbert."
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -111,7 +95,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "n_heads": layer.attention.num_heads,
         "activation": hf_activation(layer.mlp.activation),
         "max_position_embeddings": config.max_seq_len,
-        "sinusoidal_pos_embds": isinstance(config.embedding.position, SinusoidalPositionsConfig),
+        "sinusoidal_pos_embds": isinstance(config.embedding.position, cfg.SinusoidalPositionsConfig),
         "tie_word_embeddings": config.tie_embeddings,
     }
     return fields
@@ -119,7 +103,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the sinusoidal positions [max_seq_len, E] as they are stored."""
-    if isinstance(config.embedding.position, SinusoidalPositionsConfig):
+    if isinstance(config.embedding.position, cfg.SinusoidalPositionsConfig):
         yield (
             _base(config) + _TABLE,
             model.positions.sinusoidal_embedding(
@@ -136,20 +120,22 @@ def resolve(config: ModelConfig, lookup: Callable[[str], Tensor | None]) -> Mode
     for _, sinusoids in table(config):
         if stored is not None and not _encoder.tables_equal(stored, sinusoids):
             config = replace(
-                config, embedding=replace(config.embedding, position=LearnedPositionsConfig(config.max_seq_len))
+                config, embedding=replace(config.embedding, position=cfg.LearnedPositionsConfig(config.max_seq_len))
             )
     return _heads(config, lookup)
 
 
-FAMILY = Family(
-    ("distilbert",),
-    read,
-    rules,
-    write,
-    prefix="distilbert.",
-    ignored=(r"embeddings\.position_(ids|embeddings\.weight)", r"vocab_projector\.weight"),
-    extra=table,
-    head=("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),
-    name_variants=_encoder.LEGACY_NORMS,
-    resolve=resolve,
+FAMILIES = (
+    Family(
+        ("distilbert",),
+        read,
+        rules,
+        write,
+        prefix="distilbert.",
+        ignored=(r"embeddings\.position_(ids|embeddings\.weight)", r"vocab_projector\.weight"),
+        extra=table,
+        head=("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),
+        name_variants=_encoder.LEGACY_NORMS,
+        resolve=resolve,
+    ),
 )

@@ -1,116 +1,59 @@
-"""Llama 1 to 3.x (Touvron et al. 2023), Mistral (Jiang et al. 2023), Granite (IBM 2024).
+"""Decoders of equal layers that differ from Llama in a few fields and names.
 
-RoPE by halves, RMSNorm before each half of a layer, SwiGLU; grouped keys and values since Llama 2 70B.  Mistral has a
-sliding window.  Granite scales the embeddings, each half's output, the attention logits and the output logits.
+The base is Llama 1 to 3.x (Touvron et al. 2023): RoPE by halves, RMSNorm before each half of a layer, SwiGLU; grouped
+keys and values since Llama 2 70B.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.conversion import HFConfigReader
-from kvad.checkpoint.families._common import (
-    ACTIVATIONS,
-    dropout_fields,
-    hf_activation,
-    read_dropout,
-    require_rope,
-    rope_fields,
-)
+from kvad import config as cfg
+from kvad.checkpoint import conversion
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, tensor_rule
+from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families._decoder import (
     LAYER,
-    attention_config,
-    build_model_config,
-    build_stack,
+    QK_NORM,
+    SIZES,
+    STACKED,
+    TENSORS,
+    DecoderClass,
     decoder_family,
-    decoder_rules,
-    full_rope,
-    language_head,
-    read_window,
-    rms_norm,
-    size_fields,
-    with_defaults,
+    fused_qkv,
+    kv_heads,
 )
-from kvad.config import EmbeddingConfig, GatedMLPConfig, LanguageHeadConfig, LayerConfig, ModelConfig, head_dim
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "granite": {"max_position_embeddings": 2048},
-}
-_DROPOUT = {"attention": "attention_dropout"}
-_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM"}
+_DROPOUT = {"dropout.attention": hf.dropout("attention_dropout")}
+_WINDOW = {"attention.window": hf.optional_integer("sliding_window")}
 
 
-def read(fields: HFConfigReader) -> ModelConfig:
-    name = fields.model_type
-    fields = with_defaults(fields, **_DEFAULTS[name])
-    biased = name != "mistral"  # Mistral's class ignores the flags for biases
-    bias = biased and fields.flag("attention_bias")
-    attention = attention_config(
-        fields,
-        position=full_rope(fields),
-        window=read_window(fields) if name == "mistral" else None,
-        qkv_bias=bias,
-        out_bias=bias,
-        softmax_scale=fields.number("attention_multiplier", default=1.0) if name == "granite" else "default",
-    )
-    activation = fields.choice("hidden_act", ACTIVATIONS, "silu")
-    mlp = GatedMLPConfig(fields.integer("intermediate_size"), activation, biased and fields.flag("mlp_bias"))
-    layer_types, pattern = (
-        {"L": LayerConfig(attention, mlp, rms_norm(fields))},
-        "L" * fields.integer("num_hidden_layers"),
-    )
-    dropout = read_dropout(fields, **_DROPOUT)
-    if name != "granite":
-        return build_model_config(fields, build_stack(layer_types, pattern), dropout=dropout)
-    return build_model_config(
-        fields,
-        build_stack(layer_types, pattern, residual_scale=fields.number("residual_multiplier", default=1.0)),
-        embedding=EmbeddingConfig(scale=fields.number("embedding_multiplier", default=1.0)),
-        dropout=dropout,
-        head=LanguageHeadConfig(logit_scale=1 / fields.number("logits_scaling", default=1.0)),
-    )
+# ---------------------------------------------------------------- Llama, Mistral, Granite
 
+_LLAMA = DecoderClass(
+    "llama",
+    "LlamaForCausalLM",
+    {
+        **SIZES,
+        **_DROPOUT,
+        "attention.position": hf.rope(),
+        **hf.biases("attention_bias"),
+        "mlp.bias": hf.flag("mlp_bias"),
+    },
+    defaults={"max_position_embeddings": 2048},
+)
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    layer, name = config.stack.layer_config(0), _name(config)
-    out = {
-        **size_fields(config, name, _CLASSES[name]),
-        "hidden_act": hf_activation(layer.mlp.activation),
-        "rms_norm_eps": layer.norm.eps,
-        **rope_fields(require_rope(layer.attention.position, name)),
-        **dropout_fields(config, **_DROPOUT),
-    }
-    if name == "mistral":
-        out |= {"sliding_window": layer.attention.window}
-    else:
-        out |= {"attention_bias": layer.attention.qkv_bias, "mlp_bias": layer.mlp.bias}
-    if name == "granite":
-        out |= {
-            "embedding_multiplier": config.embedding.scale,
-            "residual_multiplier": config.stack.residual_scale,
-            "attention_multiplier": _multiplier(config),
-            "logits_scaling": _inverse(language_head(config).logit_scale),
-        }
-    return out
-
-
-def _name(config: ModelConfig) -> str:
-    """Return the class that can express the model."""
-    attention = config.stack.layer_config(0).attention
-    scales = (config.embedding.scale, config.stack.residual_scale, language_head(config).logit_scale)
-    if attention.softmax_scale != "default" or scales != (1.0, 1.0, 1.0):
-        return "granite"
-    return "llama" if attention.window is None else "mistral"
-
-
-def _multiplier(config: ModelConfig) -> float:
-    attention = config.stack.layer_config(0).attention
-    if attention.softmax_scale == "default":
-        return float(head_dim(config, attention) ** -0.5)
-    return 1.0 if attention.softmax_scale == "none" else attention.softmax_scale
+# Jiang et al. 2023.  The class ignores the flags for biases.
+_MISTRAL = _LLAMA.variant(
+    "mistral",
+    "MistralForCausalLM",
+    fields={**SIZES, **_DROPOUT, **_WINDOW, "attention.position": hf.rope()},
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+)
 
 
 def _inverse(scale: float) -> float:
@@ -119,4 +62,245 @@ def _inverse(scale: float) -> float:
     return next((x for x in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)) if 1 / x == scale), near)
 
 
-FAMILY = decoder_family(("llama", "mistral", "granite"), read, decoder_rules(LAYER), write)
+# IBM 2024.  Scales the embeddings, each half's output, the attention logits and the output logits.
+_GRANITE = _LLAMA.variant(
+    "granite",
+    "GraniteForCausalLM",
+    fields={
+        **_LLAMA.fields,
+        "attention.softmax_scale": hf.softmax_scale(
+            lambda fields: fields.number("attention_multiplier", default=1.0),
+            lambda scale: {"attention_multiplier": scale},
+        ),
+        "embedding.scale": hf.number("embedding_multiplier", 1.0),
+        "stack.residual_scale": hf.number("residual_multiplier", 1.0),
+        "head.logit_scale": hf.HFField(
+            lambda fields: 1 / fields.number("logits_scaling", default=1.0),
+            lambda scale, config: {"logits_scaling": _inverse(scale)},
+        ),
+    },
+)
+
+
+def _choose_llama(config: ModelConfig) -> str:
+    attention = config.stack.layer_config(0).attention
+    scales = config.embedding.scale, config.stack.residual_scale, getattr(config.head, "logit_scale", 1.0)
+    if attention.softmax_scale != "default" or scales != (1.0, 1.0, 1.0):
+        return "granite"
+    return "llama" if attention.window is None else "mistral"
+
+
+# ---------------------------------------------------------------- Mixtral
+
+
+def _mixtral_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+    mlp = config.stack.layer_config(0).mlp
+    assert isinstance(mlp, cfg.MoEConfig)
+    for kvad_name, hf_name in {"gate": "w1", "down": "w2", "up": "w3"}.items():
+        experts = range(mlp.num_experts)
+        names = tuple(f"{hf_prefix}.block_sparse_moe.experts.{expert}.{hf_name}.weight" for expert in experts)
+        yield tensor_rule(f"{kvad_prefix}.mlp.{kvad_name}", names, STACKED)
+
+
+# Jiang et al. 2024.  Mistral with a mixture of experts as MLP, two of eight for each token.  An expert is
+# w2(silu(w1 x) * w3 x), stored as separate tensors: transformers 5 joins them when it reads and splits them when it
+# writes.
+_MIXTRAL = DecoderClass(
+    "mixtral",
+    "MixtralForCausalLM",
+    {
+        **SIZES,
+        **_WINDOW,
+        "attention.position": hf.rope(theta=1000000.0),
+        "mlp.num_experts": hf.integer("num_local_experts"),
+        "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+    },
+    layer={
+        **{name: LAYER[name] for name in LAYER if not name.startswith("mlp.")},
+        "mlp.router": "block_sparse_moe.gate",
+    },
+    mlp=cfg.MoEConfig,
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    layer_rules=_mixtral_rules,
+)
+
+
+# ---------------------------------------------------------------- OLMo
+
+# Groeneveld et al. 2024.  LayerNorm without weights; may clip q, k and v to [-clip_qkv, clip_qkv].
+_OLMO = DecoderClass(
+    "olmo",
+    "OlmoForCausalLM",
+    {
+        **{name: SIZES[name] for name in SIZES if name != "norm.eps"},
+        "norm.kind": "layer",
+        "norm.weight": False,
+        "attention.position": hf.rope(scaling_fields=("factor",)),
+        **hf.biases("attention_bias"),
+        "attention.clip_qkv": hf.optional_number("clip_qkv"),
+    },
+    layer={**LAYER, **QK_NORM, "norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
+    defaults={"max_position_embeddings": 2048},
+)
+
+# Walsh et al. 2024.  A norm after each half of a layer instead of before it; normalizes all of q and all of k.
+_OLMO2 = _OLMO.variant(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    fields={
+        **{name: _OLMO.fields[name] for name in _OLMO.fields if not name.startswith(("norm.", "attention.clip"))},
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+        "attention.qk_norm": "full",
+        "stack.norm_position": "after",
+    },
+)
+
+
+def _choose_olmo(config: ModelConfig) -> str:
+    return "olmo" if config.stack.layer_config(0).norm.kind == "layer" else "olmo2"
+
+
+# ---------------------------------------------------------------- StarCoder 2, StableLM, Phi
+
+# Lozhkov et al. 2024.  LayerNorm and MLP with biases, grouped keys, a sliding window.
+_STARCODER2 = DecoderClass(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    {
+        **SIZES,
+        **_WINDOW,
+        "tie_embeddings": hf.flag("tie_word_embeddings", True),
+        "attention.position": hf.rope(),
+        **hf.biases("use_bias", True),
+        "mlp.activation": hf.activation("hidden_act", "gelu_pytorch_tanh"),
+        "mlp.bias": hf.flag("use_bias", True),
+        **hf.layer_norm("norm_epsilon"),
+    },
+    layer={**LAYER, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    mlp=cfg.PlainMLPConfig,
+    defaults={"max_position_embeddings": 4096, "num_key_value_heads": 2},
+)
+
+
+def _check_head_dim(fields: HFConfigReader) -> None:
+    fields.require_one_of("head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+
+
+def _stablelm_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+    attention = config.stack.layer_config(0).attention
+    for part, heads in (("q", attention.num_heads), ("k", kv_heads(attention))):
+        norms = tuple(f"{hf_prefix}.self_attn.{part}_layernorm.norms.{head}" for head in range(heads))
+        yield tensor_rule(f"{kvad_prefix}.attention.{part}_norm", norms, STACKED)
+
+
+# Stability AI 2023, StableLM 2 and 3B.  LayerNorm and partial RoPE.  The halves of a layer are sequential, or in
+# parallel after one norm; q and k are optionally normalized per head, with separate weights.
+_STABLELM = DecoderClass(
+    "stablelm",
+    "StableLmForCausalLM",
+    {
+        **SIZES,
+        "attention.position": hf.rope(partial=0.25),
+        "attention.qkv_bias": hf.flag("use_qkv_bias"),
+        "attention.qk_norm": hf.flag("qk_layernorm", values=("none", "each")),
+        "attention.qk_norm_config": hf.HFField(
+            lambda fields: (
+                cfg.NormConfig("layer", fields.number("layer_norm_eps", default=1e-5))
+                if fields.flag("qk_layernorm")
+                else None
+            )
+        ),
+        **hf.layer_norm("layer_norm_eps"),
+        "stack.norm_position": hf.flag("use_parallel_residual", values=("pre", "parallel")),
+    },
+    defaults={"max_position_embeddings": 4096, "num_key_value_heads": 32},
+    check=_check_head_dim,
+    layer_rules=_stablelm_rules,
+)
+
+# Gunasekar et al. 2023, Phi-1, 1.5 and 2.  Parallel halves after one norm, partial RoPE by halves, biases everywhere,
+# in the head too; q and k are optionally normalized per head.
+_PHI = DecoderClass(
+    "phi",
+    "PhiForCausalLM",
+    {
+        **SIZES,
+        "attention.position": hf.rope(partial=0.5),
+        "attention.qkv_bias": True,
+        "attention.out_bias": True,
+        "attention.qk_norm": hf.flag("qk_layernorm", values=("none", "head")),
+        "mlp.activation": hf.activation("hidden_act", "gelu_new"),
+        "mlp.bias": True,
+        **hf.layer_norm("layer_norm_eps"),
+        "stack.norm_position": "parallel",
+        "head.bias": True,
+    },
+    layer={
+        **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkv"},
+        "attention.out": "self_attn.dense",
+        "attention.q_norm": "self_attn.q_layernorm",
+        "attention.k_norm": "self_attn.k_layernorm",
+        "mlp.up": "mlp.fc1",
+        "mlp.down": "mlp.fc2",
+        "norm1": "input_layernorm",
+    },
+    tensors={**TENSORS, "decoder.norm": "model.final_layernorm"},
+    mlp=cfg.PlainMLPConfig,
+    defaults={"max_position_embeddings": 2048},
+    check=_check_head_dim,
+)
+
+_PHI3_ROPE = hf.rope(partial=1.0, scaling_fields=("short_factor", "long_factor"))
+
+
+def _read_phi3_rope(fields: HFConfigReader) -> cfg.RopeConfig:
+    position: cfg.RopeConfig = _PHI3_ROPE.read(fields)
+    if not isinstance(position.scaling, cfg.LongRopeScalingConfig | None):
+        raise CheckpointError(
+            f"{fields.where}: rope_type {position.scaling.kind!r} is not supported", "Supported: longrope."
+        )
+    return position
+
+
+def _write_phi3_rope(position: Any, config: ModelConfig) -> dict[str, Any]:
+    scaling = hf.require_rope(position).scaling
+    original = scaling.original_max_seq_len if isinstance(scaling, cfg.LongRopeScalingConfig) else config.max_seq_len
+    return {**_PHI3_ROPE.write(position, config), "original_max_position_embeddings": original}
+
+
+def _phi3_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+    yield from fused_qkv("self_attn.qkv_proj")(config, kvad_prefix, hf_prefix)
+    gate_up = f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"
+    yield tensor_rule(gate_up, f"{hf_prefix}.mlp.gate_up_proj", conversion.STACKED)
+
+
+# Abdin et al. 2024, Phi-3, 3.5 and 4-mini.  Fused q, k, v and fused gate, up; LongRoPE.
+_PHI3 = DecoderClass(
+    "phi3",
+    "Phi3ForCausalLM",
+    {
+        **SIZES,
+        **_WINDOW,
+        "attention.position": hf.HFField(_read_phi3_rope, _write_phi3_rope),
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+    },
+    layer={name: LAYER[name] for name in ("attention.out", "mlp.down", "norm1", "norm2")},
+    defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+    layer_rules=_phi3_rules,
+)
+
+FAMILIES = (
+    decoder_family(_LLAMA, _MISTRAL, _GRANITE, choose=_choose_llama),
+    decoder_family(_MIXTRAL),
+    decoder_family(_OLMO, _OLMO2, choose=_choose_olmo),
+    decoder_family(_STARCODER2),
+    decoder_family(_STABLELM),
+    decoder_family(_PHI),
+    decoder_family(_PHI3),
+)

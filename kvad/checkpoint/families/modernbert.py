@@ -11,23 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from kvad import config as cfg
 from kvad.checkpoint.conversion import STACKED, Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.checkpoint.families import _encoder
-from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, read_rope, require_rope, rope_fields
-from kvad.config import (
-    AttentionConfig,
-    ClassificationHeadConfig,
-    EmbeddingConfig,
-    GatedMLPConfig,
-    HeadTransformConfig,
-    LanguageHeadConfig,
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-    PoolingHeadConfig,
-    RopeConfig,
-    StackConfig,
-)
+from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, read_rope, rope_fields
+from kvad.checkpoint.families._fields import require_rope
+from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -44,8 +33,8 @@ def read(fields: HFConfigReader) -> ModelConfig:
         hidden_size=fields.integer("hidden_size"),
         vocab_size=fields.integer("vocab_size"),
         max_seq_len=_max_seq_len(fields),
-        encoder=StackConfig(len(types), layer_types, pattern),
-        embedding=EmbeddingConfig(norm=_norm(fields)),
+        encoder=cfg.StackConfig(len(types), layer_types, pattern),
+        embedding=cfg.EmbeddingConfig(norm=_norm(fields)),
         head=_encoder.read_task_head(fields, _heads(fields)),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
     )
@@ -60,10 +49,10 @@ def _types(fields: HFConfigReader) -> list[str]:
     return list(types)
 
 
-def _layer(fields: HFConfigReader, kind: str, first_norm: bool) -> LayerConfig:
+def _layer(fields: HFConfigReader, kind: str, first_norm: bool) -> cfg.LayerConfig:
     bias = fields.flag("attention_bias")
     fields.require_one_of("rope_theta", reason="Use global_rope_theta and local_rope_theta.")
-    attention = AttentionConfig(
+    attention = cfg.AttentionConfig(
         fields.integer("num_attention_heads"),
         position=read_rope(fields, max_seq_len=_max_seq_len(fields), layer_type=kind, theta=_theta(fields, kind)),
         causal=False,
@@ -72,15 +61,12 @@ def _layer(fields: HFConfigReader, kind: str, first_norm: bool) -> LayerConfig:
         out_bias=bias,
     )
     activation = fields.choice("hidden_activation", ACTIVATIONS, "gelu")
-    mlp = GatedMLPConfig(fields.integer("intermediate_size"), activation, fields.flag("mlp_bias"))
-    return LayerConfig(attention, mlp, _norm(fields), pre_attention_norm=first_norm)
+    mlp = cfg.GatedMLPConfig(fields.integer("intermediate_size"), activation, fields.flag("mlp_bias"))
+    return cfg.LayerConfig(attention, mlp, _norm(fields), pre_attention_norm=first_norm)
 
 
 def _theta(fields: HFConfigReader, kind: str) -> float:
-    """Return the rotary base of a layer type in 4.x's fields.
-
-    Null for local layers means the global base.
-    """
+    """Return the rotary base of a layer type in 4.x's fields; null for local layers is the global one."""
     full_theta = fields.number("global_rope_theta", default=160000.0)
     if kind == _FULL or fields.content.get("local_rope_theta", 0) is None:
         return full_theta
@@ -91,24 +77,24 @@ def _max_seq_len(fields: HFConfigReader) -> int:
     return fields.integer("max_position_embeddings", default=8192)
 
 
-def _norm(fields: HFConfigReader) -> NormConfig:
-    return NormConfig("layer", fields.number("norm_eps", default=1e-5), bias=fields.flag("norm_bias"))
+def _norm(fields: HFConfigReader) -> cfg.NormConfig:
+    return cfg.NormConfig("layer", fields.number("norm_eps", default=1e-5), bias=fields.flag("norm_bias"))
 
 
 def _heads(fields: HFConfigReader) -> dict[str, _encoder.TaskHead]:
     names, pool = _encoder.read_labels(fields), fields.choice("classifier_pooling", _POOLING, "cls")
     activation = fields.choice("classifier_activation", ACTIVATIONS, "gelu")
-    transform = HeadTransformConfig(activation, fields.flag("classifier_bias"), _norm(fields))
+    transform = cfg.HeadTransformConfig(activation, fields.flag("classifier_bias"), _norm(fields))
     return {
-        "ForMaskedLM": LanguageHeadConfig(bias=fields.flag("decoder_bias", True), transform=transform),
-        "ForTokenClassification": ClassificationHeadConfig(names, transform=transform),
-        "ForSequenceClassification": ClassificationHeadConfig(names, "row", pool, transform=transform),
-        "Model": PoolingHeadConfig(),
+        "ForMaskedLM": cfg.LanguageHeadConfig(bias=fields.flag("decoder_bias", True), transform=transform),
+        "ForTokenClassification": cfg.ClassificationHeadConfig(names, transform=transform),
+        "ForSequenceClassification": cfg.ClassificationHeadConfig(names, "row", pool, transform=transform),
+        "Model": cfg.PoolingHeadConfig(),
     }
 
 
 def rules(config: ModelConfig) -> Iterator[TensorRule]:
-    base = "" if isinstance(config.head, PoolingHeadConfig) else "model."
+    base = "" if isinstance(config.head, cfg.PoolingHeadConfig) else "model."
     yield tensor_rule("embedding.tokens", f"{base}embeddings.tok_embeddings")
     yield tensor_rule("embedding.norm", f"{base}embeddings.norm")
     for i in range(config.stack.num_layers):
@@ -120,7 +106,7 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield tensor_rule("encoder.norm", f"{base}final_norm")
     yield tensor_rule("head.transform.dense", "head.dense")
     yield tensor_rule("head.transform.norm", "head.norm")
-    yield tensor_rule("head", "decoder" if isinstance(config.head, LanguageHeadConfig) else "classifier")
+    yield tensor_rule("head", "decoder" if isinstance(config.head, cfg.LanguageHeadConfig) else "classifier")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -129,8 +115,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     types = [_FULL if layer_config.attention.window is None else _SLIDING for layer_config in layers]
     windows = {layer_config.attention.window for layer_config in layers if layer_config.attention.window is not None}
     ropes = {
-        kind: require_rope(layer_config.attention.position, "modernbert")
-        for kind, layer_config in zip(types, layers, strict=True)
+        kind: require_rope(layer_config.attention.position) for kind, layer_config in zip(types, layers, strict=True)
     }
     fields = {
         **_encoder.task_fields(config, "ModernBert"),
@@ -145,9 +130,11 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "norm_eps": layer.norm.eps,
         "norm_bias": layer.norm.bias,
         "attention_bias": layer.attention.qkv_bias,
-        "mlp_bias": layer.mlp.bias if isinstance(layer.mlp, GatedMLPConfig) else False,
-        "decoder_bias": not isinstance(head, LanguageHeadConfig) or head.bias,
-        "classifier_pooling": "mean" if isinstance(head, ClassificationHeadConfig) and head.pool == "mean" else "cls",
+        "mlp_bias": layer.mlp.bias if isinstance(layer.mlp, cfg.GatedMLPConfig) else False,
+        "decoder_bias": not isinstance(head, cfg.LanguageHeadConfig) or head.bias,
+        "classifier_pooling": "mean"
+        if isinstance(head, cfg.ClassificationHeadConfig) and head.pool == "mean"
+        else "cls",
         "local_attention": 2 * (max(windows, default=65) - 1),
         "pad_token_id": None,  # the class's default exceeds a smaller vocabulary
         "tie_word_embeddings": config.tie_embeddings,
@@ -159,7 +146,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _types_and_ropes(types: list[str], ropes: dict[str, RopeConfig]) -> dict[str, Any]:
+def _types_and_ropes(types: list[str], ropes: dict[str, cfg.RopeConfig]) -> dict[str, Any]:
     """Return layer types and rotary positions in 5.x's format and, if possible, in 4.x's.
 
     4.x can express every n-th layer being full, and one scaling for all layers.
@@ -181,13 +168,15 @@ def _types_and_ropes(types: list[str], ropes: dict[str, RopeConfig]) -> dict[str
     return out
 
 
-FAMILY = Family(
-    ("modernbert",),
-    read,
-    rules,
-    write,
-    prefix="model.",
-    ignored=(r"decoder\.weight",),
-    head=("decoder.weight", "model.embeddings.tok_embeddings.weight"),
-    resolve=_encoder.head_resolver("head.dense.weight"),
+FAMILIES = (
+    Family(
+        ("modernbert",),
+        read,
+        rules,
+        write,
+        prefix="model.",
+        ignored=(r"decoder\.weight",),
+        head=("decoder.weight", "model.embeddings.tok_embeddings.weight"),
+        resolve=_encoder.head_resolver("head.dense.weight"),
+    ),
 )

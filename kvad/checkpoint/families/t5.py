@@ -21,30 +21,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from kvad import config as cfg
 from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
-from kvad.checkpoint.families._common import (
-    ACTIVATIONS,
-    check_expressible,
-    dropout_fields,
-    hf_activation,
-    read_dropout,
-    single_layer_type,
-)
-from kvad.config import (
-    AttentionConfig,
-    EmbeddingConfig,
-    EncoderInputConfig,
-    GatedMLPConfig,
-    LanguageHeadConfig,
-    LayerConfig,
-    ModelConfig,
-    NormConfig,
-    PlainMLPConfig,
-    PoolingHeadConfig,
-    StackConfig,
-    T5BiasConfig,
-    head_dim,
-)
+from kvad.checkpoint.families._common import ACTIVATIONS, dropout_fields, hf_activation, read_dropout, single_layer_type
+from kvad.config import EncoderInputConfig, ModelConfig, head_dim
 from kvad.errors import CheckpointError
 
 _ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
@@ -65,20 +45,20 @@ def read(fields: HFConfigReader) -> ModelConfig:
         "hidden_size": hidden_size,
         "vocab_size": fields.integer("vocab_size"),
         "max_seq_len": max_seq_len,
-        "encoder": StackConfig(layers, {"L": encoder}),
+        "encoder": cfg.StackConfig(layers, {"L": encoder}),
         "dropout": read_dropout(fields, **_DROPOUT),
     }
     if _encoder_only(fields):
-        return ModelConfig(**common, head=PoolingHeadConfig())
+        return ModelConfig(**common, head=cfg.PoolingHeadConfig())
     decoder = _layer(fields, bidirectional=False)
     cross = replace(encoder.attention, position=None)
     return ModelConfig(
         **common,
-        decoder=StackConfig(
+        decoder=cfg.StackConfig(
             fields.integer("num_decoder_layers", default=layers), {"L": replace(decoder, cross_attention=cross)}
         ),
-        encoder_input=EncoderInputConfig(max_seq_len, EmbeddingConfig()),
-        head=LanguageHeadConfig(logit_scale=hidden_size**-0.5 if _scaled(fields) else 1.0),
+        encoder_input=EncoderInputConfig(max_seq_len, cfg.EmbeddingConfig()),
+        head=cfg.LanguageHeadConfig(logit_scale=hidden_size**-0.5 if _scaled(fields) else 1.0),
         tie_embeddings=_tied(fields),
     )
 
@@ -104,24 +84,26 @@ def _scaled(fields: HFConfigReader) -> bool:
     return fields.flag("scale_decoder_outputs", default)
 
 
-def _layer(fields: HFConfigReader, *, bidirectional: bool) -> LayerConfig:
-    position = T5BiasConfig(
+def _layer(fields: HFConfigReader, *, bidirectional: bool) -> cfg.LayerConfig:
+    position = cfg.T5BiasConfig(
         fields.integer("relative_attention_num_buckets", default=32),
         fields.integer("relative_attention_max_distance", default=128),
         bidirectional=bidirectional,
         shared=fields.model_type != "umt5",
     )
-    attention = AttentionConfig(
+    attention = cfg.AttentionConfig(
         fields.integer("num_heads"),
         head_dim=fields.integer("d_kv"),
         position=position,
         causal=not bidirectional,
         softmax_scale="none",
     )
-    return LayerConfig(attention, _mlp(fields), NormConfig("rms", fields.number("layer_norm_epsilon", default=1e-6)))
+    return cfg.LayerConfig(
+        attention, _mlp(fields), cfg.NormConfig("rms", fields.number("layer_norm_epsilon", default=1e-6))
+    )
 
 
-def _mlp(fields: HFConfigReader) -> PlainMLPConfig | GatedMLPConfig:
+def _mlp(fields: HFConfigReader) -> cfg.PlainMLPConfig | cfg.GatedMLPConfig:
     """Read the MLP from ``feed_forward_proj``, or the fields that override it."""
     form = str(fields.get("feed_forward_proj", "relu" if fields.model_type == "t5" else "gated-gelu"))
     first, _, last = form.partition("-")
@@ -131,17 +113,17 @@ def _mlp(fields: HFConfigReader) -> PlainMLPConfig | GatedMLPConfig:
             f"{fields.where}: feed_forward_proj {form!r} is not supported", "Supported: relu, gated-gelu."
         )
     activation = fields.choice("dense_act_fn", ACTIVATIONS, derived)
-    kind = GatedMLPConfig if fields.flag("is_gated_act", bool(last)) else PlainMLPConfig
+    kind = cfg.GatedMLPConfig if fields.flag("is_gated_act", bool(last)) else cfg.PlainMLPConfig
     return kind(fields.integer("d_ff"), activation)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     if config.encoder is None:
         raise CheckpointError("t5 cannot express this model: it must have an encoder")
-    layer: LayerConfig = single_layer_type(config.encoder, "t5")
+    layer: cfg.LayerConfig = single_layer_type(config.encoder, "t5")
     single_layer_type(config, "t5")
-    position, gated = layer.attention.position, isinstance(layer.mlp, GatedMLPConfig)
-    if not isinstance(position, T5BiasConfig):
+    position, gated = layer.attention.position, isinstance(layer.mlp, cfg.GatedMLPConfig)
+    if not isinstance(position, cfg.T5BiasConfig):
         raise CheckpointError("t5 cannot express this model: its positions are no bias by buckets of distance")
     name = "t5" if position.shared else "umt5"
     stem = name.upper()
@@ -162,9 +144,10 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **_mlp_fields(layer.mlp.activation, gated),
         **dropout_fields(config, **_DROPOUT),
     }
-    if config.decoder is not None and isinstance(config.head, LanguageHeadConfig):
+    if config.decoder is not None and isinstance(config.head, cfg.LanguageHeadConfig):
         scaled = config.head.logit_scale != 1.0
-        check_expressible(name, its_tied_head_is_not_scaled=name == "umt5" and config.tie_embeddings and not scaled)
+        if name == "umt5" and config.tie_embeddings and not scaled:
+            raise CheckpointError("umt5 cannot express this model: its tied head is not scaled")
         fields |= {"tie_word_embeddings": config.tie_embeddings, "scale_decoder_outputs": scaled}
         fields["num_decoder_layers"] = config.decoder.num_layers
     return fields
@@ -192,25 +175,27 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
     yield tensor_rule("head", "lm_head")
 
 
-def _names(layer: LayerConfig) -> dict[str, str]:
+def _names(layer: cfg.LayerConfig) -> dict[str, str]:
     last = 1 if layer.cross_attention is None else 2
     names = {f"attention.{kvad_name}": f"0.SelfAttention.{hf_name}" for kvad_name, hf_name in _ATTENTION.items()}
     names |= {
         f"cross_attention.{kvad_name}": f"1.EncDecAttention.{hf_name}" for kvad_name, hf_name in _ATTENTION.items()
     }
     names |= {"norm1": "0.layer_norm", "norm_cross": "1.layer_norm", "norm2": f"{last}.layer_norm"}
-    up = "wi_1" if isinstance(layer.mlp, GatedMLPConfig) else "wi"
+    up = "wi_1" if isinstance(layer.mlp, cfg.GatedMLPConfig) else "wi"
     names |= {"mlp.gate": f"{last}.DenseReluDense.wi_0", "mlp.up": f"{last}.DenseReluDense.{up}"}
     names["mlp.down"] = f"{last}.DenseReluDense.wo"
     return names | {"attention.relative_bias": "0.SelfAttention.relative_attention_bias.weight"}
 
 
-FAMILY = Family(
-    ("t5", "mt5", "umt5"),
-    read,
-    rules,
-    write,
-    ignored=(r"lm_head\.weight", r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"),
-    head=("lm_head.weight", "shared.weight"),
-    copies={"shared.weight": ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight")},
+FAMILIES = (
+    Family(
+        ("t5", "mt5", "umt5"),
+        read,
+        rules,
+        write,
+        ignored=(r"lm_head\.weight", r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"),
+        head=("lm_head.weight", "shared.weight"),
+        copies={"shared.weight": ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight")},
+    ),
 )

@@ -6,17 +6,16 @@ Numbers go to stdout, progress to stderr; ``--out`` writes the JSON lines and a 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from kvad.cli.commands.cache_quality import cache_quality_command, streaming_command
-from kvad.cli.model_options import format_options, parse_format_options
-from kvad.cli.options import emit_json, format_bytes, json_line, json_option, model_argument
-from kvad.errors import RequestError, UsageError
+from kvad.cli.commands.cache_quality import cache_quality_command, require_decoder, streaming_command
+from kvad.cli.fields import command, option
+from kvad.cli.output import ProgressLine, draw_figures, format_bytes, json_line, note, print_result
+from kvad.cli.parameters import INTEGERS, FormatOptions, JsonOption, ModelArgument, given_formats
 
 if TYPE_CHECKING:
     from kvad import benchmarks
@@ -40,31 +39,17 @@ bench_group.add_command(cache_quality_command)
 bench_group.add_command(streaming_command)
 
 
-@bench_group.command()
-@model_argument
-@click.option(
-    "--new-tokens", metavar="N,N,...", help="Numbers of new tokens to time [default: 64,128,256,512, or what fits]."
-)
-@click.option("--prompt", default="", help="Prompt to continue [default: the opening token].")
-@format_options
-@click.option("--repeats", type=int, default=3, show_default=True, help="Number of runs; medians are reported.")
-@click.option(
-    "-o",
-    "--out",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Folder for the JSON lines and the figure [default: not written].",
-)
-@json_option
-def cache_command(
-    model: Path,
-    new_tokens: str | None,
-    prompt: str,
-    repeats: int,
-    out: Path | None,
-    as_json: bool,
-    **options: str | None,
-) -> None:
+class _BenchOptions(ModelArgument, FormatOptions, JsonOption):
+    new_tokens: tuple[int, ...] | None = option(
+        "Numbers of new tokens to time [default: 64,128,256,512, or what fits]", kind=INTEGERS
+    )
+    prompt: str = option("Prompt to continue [default: the opening token]", "")
+    repeats: int = option("Number of runs; medians are reported", 3)
+    out: Path | None = option("Folder for the JSON lines and the figure [default: not written]", short="-o")
+
+
+@command("cache", _BenchOptions, bench_group)
+def cache_command(options: _BenchOptions) -> None:
     """Time generation with the cache, by recomputation, and with a cache extended by torch.cat, alternately.
 
     \b
@@ -74,35 +59,18 @@ def cache_command(
     from kvad.benchmarks import bench_cache
     from kvad.llm import LLM
 
-    lengths = None if new_tokens is None else _token_counts(new_tokens)
-    with LLM.load(model, max_num_seqs=1, **parse_format_options(options)) as llm:
-        if llm.model.config.kind != "decoder":
-            raise UsageError(f"kvad bench cache times a decoder, this is an {llm.model.config.kind}")
+    prompt, lengths = options.prompt, options.new_tokens
+    with LLM.load(options.model, max_num_seqs=1, **given_formats(options)) as llm, ProgressLine() as progress:
+        require_decoder(llm, "cache")
         if lengths is None:
             room = llm.model.config.max_seq_len - len(llm.encode(prompt))
-            lengths = list(TOKENS) if room >= TOKENS[-1] else [max(1, room // part) for part in (8, 4, 2, 1)]
+            lengths = TOKENS if room >= TOKENS[-1] else tuple(max(1, room // part) for part in (8, 4, 2, 1))
             if room < TOKENS[-1]:
-                click.echo(f"kvad: the model's limit leaves room for {room} new tokens: timing {lengths}", err=True)
-        result = bench_cache(llm, lengths, repeats, _progress, prompt=prompt)
-    for path in [] if out is None else write_results(result, out):
-        click.echo(f"kvad: figure: {path}", err=True)
-    if as_json:
-        emit_json(result)
-    else:
-        click.echo("\n".join(bench_lines(result)))
-
-
-def _token_counts(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError as error:
-        wrong = str(error).rpartition(": ")[2]
-        raise RequestError(f"--new-tokens: {wrong} is not a number of tokens", "write them like 64,128,256") from None
-
-
-def _progress(curve: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r{curve:<10} {done:>6} of {total} tokens ", err=True, nl=False)
+                note(f"the model's limit leaves room for {room} new tokens: timing {list(lengths)}")
+        result = bench_cache(llm, lengths, options.repeats, progress.update, prompt=prompt)
+    for path in [] if options.out is None else write_results(result, options.out):
+        note(f"figure: {path}")
+    print_result(options.as_json, result, bench_lines(result))
 
 
 def write_results(result: benchmarks.cache_speed.BenchResult, out: Path) -> list[Path]:
@@ -127,17 +95,15 @@ def _figure(result: benchmarks.cache_speed.BenchResult, out: Path) -> list[Path]
     ]
     files = [out / "bench-cache.png", out / "bench-cache.svg"]
     title = f"{result.speedup[-1]:.1f} times faster with the cache at {result.tokens[-1]} new tokens"
-    try:
-        return inspection.plot.draw_series(
+    return draw_figures(
+        lambda: inspection.plot.draw_series(
             series, files, title=title, x_label="new tokens", y_label="seconds", log_x=True, log_y=True
         )
-    except ModuleNotFoundError:
-        click.echo("kvad: no figure: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
-        return []
+    )
 
 
 def bench_lines(result: benchmarks.cache_speed.BenchResult) -> list[str]:
-    """Format the result: machine, times, slopes, counted FLOPs and bytes, and a chart."""
+    """Format the result: machine, times, slopes, counted FLOPs and bytes."""
     return [
         f"{result.parameters:,} parameters in {result.dtype}, cache {result.layout} in {result.cache_dtype}",
         f"{result.machine}; commit {result.commit or 'unknown'}",
@@ -147,8 +113,6 @@ def bench_lines(result: benchmarks.cache_speed.BenchResult) -> list[str]:
         *_meaning(result),
         "",
         *_counts(result),
-        "",
-        _chart(result),
     ]
 
 
@@ -198,11 +162,3 @@ def _counts(result: benchmarks.cache_speed.BenchResult) -> list[str]:
         for c in result.counted
     ]
     return [head, *rows]
-
-
-def _chart(result: benchmarks.cache_speed.BenchResult) -> str:
-    from kvad import benchmarks
-
-    curves = _names(result.curves).items()
-    points = {name: list(zip(result.tokens, curve.seconds, strict=True)) for name, curve in curves}
-    return benchmarks.cache_speed.ascii_chart(points, x="new tokens", y="seconds")

@@ -5,180 +5,119 @@ Numbers go to stdout, progress and notes to stderr; ``--out`` appends JSON lines
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
-from kvad.cli.options import emit_json, json_line, json_option, model_argument
+from kvad.cli.fields import Options, command, option
+from kvad.cli.output import ProgressLine, draw_figures, format_table, json_line, note, print_result
+from kvad.cli.parameters import INTEGERS, NUMBERS, JsonOption, ModelArgument
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
     from kvad import benchmarks, inspection
     from kvad.benchmarks import Variant
     from kvad.llm import LLM
-    from kvad.model import Summarizer
     from kvad.text import Tokenizer
 
-T = TypeVar("T")
 MAX_LENGTH = 2048  # limit of the default lengths
-TEXT_HELP = "Text file to read. Repeatable [default: held-out sources of this Python's library]."
 
 
-@click.command("cache-quality")
-@model_argument
-@click.option(
-    "--variants",
-    metavar="NAME,...",
-    help="Cache variants, such as int8,snapkv,snapkv+int8; full is always included [default: all].",
-)
-@click.option(
-    "--summarizer",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Also measure the summaries of this summarizer.",
-)
-@click.option(
-    "--compression-ratios", default="0.25,0.5,0.75,0.875", show_default=True, help="Fractions of the cache to evict."
-)
-@click.option(
-    "--tasks", default="single,many,chain", show_default=True, help="Needle tasks: one needle, one of many, a chain."
-)
-@click.option("--lengths", metavar="N,...", help="Tokens of a task [default: 1/8 to 1 of the limit, at most 2048].")
-@click.option("--depths", default="0,0.25,0.5,0.75,1", show_default=True, help="Relative positions of the needle.")
-@click.option(
-    "--samples-per-cell", type=int, default=8, show_default=True, help="Number of tasks per length and depth."
-)
-@click.option(
-    "--num-texts", type=int, default=8, show_default=True, help="Number of texts for the perplexity; 0 is nspan."
-)
-@click.option("--text-length", type=int, help="Tokens of such a text [default: the longest of --lengths].")
-@click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help=TEXT_HELP)
-@click.option(
-    "--language",
-    type=click.Choice(["auto", "lookup", "english"]),
-    default="auto",
-    show_default=True,
-    help="Language of the tasks.",
-)
-@click.option(
-    "--question-position",
-    type=click.Choice(["after", "before"]),
-    default="after",
-    show_default=True,
-    help="Ask the question only after eviction, or also in the prompt.",
-)
-@click.option("--prefill-chunk-size", type=int, default=16, show_default=True, help="Tokens of a sequence per step.")
-@click.option(
-    "--evict-after",
-    type=click.Choice(["chunk", "prompt"]),
-    default="chunk",
-    show_default=True,
-    help="When ranking policies evict: after every chunk, or once after the prompt.",
-)
-@click.option("--max-num-seqs", type=int, default=8, show_default=True, help="Maximum number of sequences.")
-@click.option("-s", "--seed", type=int, default=0, show_default=True, help="Seed of the tasks.")
-@click.option(
-    "-o",
-    "--out",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Folder for lines and figures; a previous run in it is continued [default: not written].",
-)
-@click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
-@json_option
-def cache_quality_command(
-    model: Path,
-    variants: str | None,
-    summarizer: Path | None,
-    compression_ratios: str,
-    tasks: str,
-    lengths: str | None,
-    depths: str,
-    files: tuple[Path, ...],
-    language: str,
-    text_length: int | None,
-    out: Path | None,
-    overwrite: bool,
-    as_json: bool,
-    **counts: Any,
-) -> None:
+class _TextOption(Options):
+    text: tuple[Path, ...] = option(
+        "Text file to read [default: held-out sources of this Python's library]", metavar="FILE"
+    )
+
+
+class _QualityOptions(ModelArgument, _TextOption, JsonOption):
+    variants: str | None = option(
+        "Cache variants, such as int8,snapkv,snapkv+int8; full is always included [default: all]", metavar="NAME,..."
+    )
+    summarizer: Path | None = option("Also measure the summaries of this summarizer")
+    compression_ratios: tuple[float, ...] = option(
+        "Fractions of the cache to evict", (0.25, 0.5, 0.75, 0.875), kind=NUMBERS
+    )
+    tasks: str = option("Needle tasks: one needle, one of many, a chain", "single,many,chain")
+    lengths: tuple[int, ...] | None = option(
+        "Tokens of a task [default: 1/8 to 1 of the limit, at most 2048]", kind=INTEGERS
+    )
+    depths: tuple[float, ...] = option("Relative positions of the needle", (0.0, 0.25, 0.5, 0.75, 1.0), kind=NUMBERS)
+    samples_per_cell: int = option("Number of tasks per length and depth", 8)
+    num_texts: int = option("Number of texts for the perplexity; 0 omits it", 8)
+    text_length: int | None = option("Tokens of such a text [default: the longest of --lengths]")
+    language: Literal["auto", "lookup", "english"] = option("Language of the tasks", "auto")
+    question_position: Literal["after", "before"] = option(
+        "Ask the question only after eviction, or also in the prompt", "after"
+    )
+    prefill_chunk_size: int = option("Tokens of a sequence per step", 16)
+    evict_after: Literal["chunk", "prompt"] = option(
+        "When ranking policies evict: after every chunk, or once after the prompt", "chunk"
+    )
+    max_num_seqs: int = option("Maximum number of sequences", 8)
+    seed: int = option("Seed of the tasks", 0, short="-s")
+    out: Path | None = option(
+        "Folder for lines and figures; a previous run in it is continued [default: not written]", short="-o"
+    )
+    overwrite: bool = option("Replace the contents of --out")
+
+
+@command("cache-quality", _QualityOptions)
+def cache_quality_command(options: _QualityOptions) -> None:
     """Measure the loss of lossy caches: perplexity, KL, needle recall, chains of variables.
 
     \b
     kvad bench cache-quality MODEL --variants snapkv,tiered+int4 --language english --out runs/quality
     """
-    from kvad import benchmarks
+    from kvad import benchmarks, checkpoint
     from kvad.benchmarks import bench_quality, select_variants
+    from kvad.checkpoint import open_checkpoint
     from kvad.llm import LLM
 
-    loaded_summarizer = None if summarizer is None else _load_summarizer(summarizer, model)
-    learned = [benchmarks.variants.LEARNED] if loaded_summarizer else []
-    names = [*benchmarks.variants.known_variants(), *learned] if variants is None else variants.split(",")
-    selected = select_variants(names, _numbers("--compression-ratios", compression_ratios, float), loaded_summarizer)
-    with LLM.load(model, max_num_seqs=1) as llm:
-        _require_decoder(llm, "cache-quality")
-        limit = llm.model.config.max_seq_len
-        task_lengths = _default_lengths(limit) if lengths is None else _numbers("--lengths", lengths, int)
-        max_length = text_length or max(task_lengths)
-        options = _options(tasks, task_lengths, _numbers("--depths", depths, float), max_length, counts)
-        haystack_language = _language(language, llm, files)
+    handle = open_checkpoint(options.model)
+    folder = options.summarizer
+    summarizer = None if folder is None else checkpoint.summarizer.load_summarizer(folder, handle)
+    learned = [benchmarks.variants.LEARNED] if summarizer else []
+    known = [*benchmarks.variants.known_variants(), *learned]
+    names = known if options.variants is None else options.variants.split(",")
+    selected = select_variants(names, options.compression_ratios, summarizer)
+    with LLM.load(handle, max_num_seqs=1) as llm, ProgressLine() as progress:
+        require_decoder(llm, "cache-quality")
+        quality = _quality_options(options, llm.model.config.max_seq_len)
+        assert llm.tokenizer is not None
         opening = _opening(llm.tokenizer)
-        texts = _rows(haystack_language, files, opening, options.num_texts, max_length)
+        language = benchmarks.needle_tasks.choose_language(
+            options.language, llm.tokenizer, lambda: _read(options.text), opening
+        )
+        texts = _perplexity_texts(language, options.text, opening, quality)
         result = bench_quality(
             llm,
             selected,
-            haystack_language,
+            language,
             texts,
-            options,
-            model=str(model),
-            out=out,
-            overwrite=overwrite,
-            progress=_progress,
+            quality,
+            model=str(options.model),
+            out=None if options.out is None else benchmarks.results.ResultFolder(options.out, options.overwrite),
+            progress=progress.update,
         )
-    _clear()
-    for path in [] if out is None else _figures(result, out):
-        click.echo(f"kvad: figure: {path}", err=True)
-    for note in result.notes:
-        click.echo(f"kvad: {note}", err=True)
-    if as_json:
-        emit_json(result)
-    else:
-        click.echo("\n".join(format_quality(result)))
+    for path in [] if options.out is None else _figures(result, options.out):
+        note(f"figure: {path}")
+    for text in result.notes:
+        note(text)
+    print_result(options.as_json, result, format_quality(result))
 
 
-@click.command()
-@model_argument
-@click.option(
-    "--variant", default="sinks", show_default=True, help="Cache variant, with as many tokens as the model's limit."
-)
-@click.option("--policy", help="Cache policy with arguments, such as 'sinks(4,252)' [default: that of --variant].")
-@click.option("--num-tokens", type=int, default=100_000, show_default=True, help="Number of tokens to stream.")
-@click.option("--span-length", type=int, default=10_000, show_default=True, help="Tokens per reported perplexity.")
-@click.option("--prefill-chunk-size", type=int, default=16, show_default=True, help="Tokens per step.")
-@click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help=TEXT_HELP)
-@click.option(
-    "-o",
-    "--out",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Folder for the result and a figure [default: not written].",
-)
-@json_option
-def streaming_command(
-    model: Path,
-    variant: str,
-    policy: str | None,
-    num_tokens: int,
-    span_length: int,
-    prefill_chunk_size: int,
-    files: tuple[Path, ...],
-    out: Path | None,
-    as_json: bool,
-) -> None:
+class _StreamingOptions(ModelArgument, _TextOption, JsonOption):
+    variant: str = option("Cache variant, with as many tokens as the model's limit", "sinks")
+    policy: str | None = option("Cache policy with arguments, such as 'sinks(4,252)' [default: that of --variant]")
+    num_tokens: int = option("Number of tokens to stream", 100_000)
+    span_length: int = option("Tokens per reported perplexity", 10_000)
+    prefill_chunk_size: int = option("Tokens per step", 16)
+    out: Path | None = option("Folder for the result and a figure [default: not written]", short="-o")
+
+
+@command("streaming", _StreamingOptions)
+def streaming_command(options: _StreamingOptions) -> None:
     """Measure the perplexity along one long text, span by span, next to recomputed windows.
 
     Flatness is the worst span over the best, each divided by the perplexity without a cache: 1 is flat.
@@ -190,93 +129,73 @@ def streaming_command(
     from kvad.benchmarks import bench_streaming
     from kvad.llm import LLM
 
-    with LLM.load(model, max_num_seqs=1) as llm:
-        _require_decoder(llm, "streaming")
-        selected = _streaming_variant(variant, policy, llm.model.config.max_seq_len)
-        ids = _stream(llm, files, num_tokens)
-        result = bench_streaming(llm, selected, ids, span=span_length, chunk=prefill_chunk_size, progress=_progress)
-    _clear()
-    for path in [] if out is None else _write_streaming(result, out, str(model)):
-        click.echo(f"kvad: figure: {path}", err=True)
-    if as_json:
-        emit_json(result)
-    else:
-        click.echo("\n".join(format_streaming(result)))
+    with LLM.load(options.model, max_num_seqs=1) as llm, ProgressLine() as progress:
+        require_decoder(llm, "streaming")
+        selected = _streaming_variant(options.variant, options.policy, llm.model.config.max_seq_len)
+        ids = _stream(llm, options.text, options.num_tokens)
+        span, chunk = options.span_length, options.prefill_chunk_size
+        result = bench_streaming(llm, selected, ids, span=span, chunk=chunk, progress=progress.update)
+    for path in [] if options.out is None else _write_streaming(result, options.out, str(options.model)):
+        note(f"figure: {path}")
+    print_result(options.as_json, result, format_streaming(result))
 
 
 # ---------------------------------------------------------------- options
 
 
-def _load_summarizer(path: Path, model: Path) -> Summarizer:
-    from kvad import checkpoint
-    from kvad.checkpoint import open_checkpoint
-
-    return checkpoint.summarizer.load_summarizer(path, open_checkpoint(model))
-
-
-def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
-    try:
-        return tuple(kind(number) for number in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"{option}: {text!r} is not a list of numbers", "write them like 0.25,0.5 or 128,256"
-        ) from None
-
-
-def _require_decoder(llm: LLM, name: str) -> None:
+def require_decoder(llm: LLM, name: str) -> None:
+    """Raise UsageError if the model is not a decoder with a tokenizer."""
     if llm.model.config.kind != "decoder":
         raise UsageError(f"kvad bench {name} needs a decoder, got an {llm.model.config.kind}")
     if llm.tokenizer is None:
         raise UsageError("the model has no tokenizer, which the benchmark needs")
 
 
-def _default_lengths(limit: int) -> tuple[int, ...]:
-    longest = min(limit, MAX_LENGTH)
-    return tuple(dict.fromkeys(max(1, longest // part) for part in (8, 4, 2, 1)))
-
-
-def _options(
-    kinds: str, lengths: tuple[int, ...], depths: tuple[float, ...], row: int, counts: dict[str, Any]
-) -> benchmarks.cache_quality.QualityOptions:
+def _quality_options(options: _QualityOptions, limit: int) -> benchmarks.cache_quality.QualityOptions:
     from kvad import benchmarks
 
-    tasks: Any = tuple(kinds.split(",")) if kinds else ()
+    longest = min(limit, MAX_LENGTH)
+    lengths = options.lengths or tuple(dict.fromkeys(max(1, longest // part) for part in (8, 4, 2, 1)))
+    shared = (
+        "depths",
+        "samples_per_cell",
+        "num_texts",
+        "question_position",
+        "evict_after",
+        "max_num_seqs",
+        "prefill_chunk_size",
+        "seed",
+    )
+    tasks: Any = tuple(options.tasks.split(",")) if options.tasks else ()
     return benchmarks.cache_quality.QualityOptions(
-        tasks=tasks, lengths=lengths, depths=depths, text_length=row, **counts
+        tasks=tasks,
+        lengths=lengths,
+        text_length=options.text_length or max(lengths),
+        **{name: getattr(options, name) for name in shared},
     )
 
 
-def _language(name: str, llm: LLM, files: Sequence[Path]) -> benchmarks.needle_tasks.HaystackLanguage:
-    from kvad import benchmarks
-
-    assert llm.tokenizer is not None
-    return benchmarks.needle_tasks.choose_language(name, llm.tokenizer, lambda: _read(files), _opening(llm.tokenizer))
-
-
-def _opening(tokenizer: Tokenizer | None) -> list[int]:
+def _opening(tokenizer: Tokenizer) -> list[int]:
     """Return the token that opens every training text of this model, if any."""
-    assert tokenizer is not None
     specials = tokenizer.special_tokens
     first = specials.separator if specials.separator is not None else specials.bos
     return [] if first is None else [first]
 
 
-def _rows(
+def _perplexity_texts(
     language: benchmarks.needle_tasks.HaystackLanguage,
     files: Sequence[Path],
     opening: Sequence[int],
-    count: int,
-    length: int,
+    options: benchmarks.cache_quality.QualityOptions,
 ) -> list[list[int]]:
     """Read the texts for the perplexity: the files, or held-out text in the language of the model."""
     from kvad import benchmarks, datasets
 
+    count, length = options.num_texts, options.text_length
     if files or language.name != "lookup":
         return benchmarks.cache_quality.text_rows(language, _read(files), opening, count, length)
-    texts = [
-        datasets.synthetic.episode(length - len(opening), datasets.synthetic.HELD_OUT_SEED + number)
-        for number in range(count)
-    ]
+    seeds = range(datasets.synthetic.HELD_OUT_SEED, datasets.synthetic.HELD_OUT_SEED + count)
+    texts = [datasets.synthetic.episode(length - len(opening), seed) for seed in seeds]
     return [[*opening, *language.encode(text)] for text in texts]
 
 
@@ -327,29 +246,14 @@ def _streaming_variant(name: str, policy: str | None, limit: int) -> Variant:
 # ---------------------------------------------------------------- output
 
 
-def _progress(label: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r{label:<40} {done:>7,} of {total:,} ", err=True, nl=False)
-
-
-def _clear() -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r{'':<64}\r", err=True, nl=False)
-
-
 def format_quality(result: benchmarks.cache_quality.QualityResult) -> list[str]:
     """Format the result: settings, and a row per cache variant."""
-    kinds = list(result.options.tasks)
-    wide = max(16, *(len(row.cache) + 1 for row in result.summary))
-    head = f"{'cache':<{wide}}{'evicted':>8}{'memory':>8}{'perplexity':>12}{'ratio':>8}{'KL':>10}" + "".join(
-        f"{kind:>8}" for kind in kinds
-    )
-    rows = [
-        f"{row.cache:<{wide}}{row.ratio:>8.1%}{_number(row.memory, 8, 2)}{_number(row.perplexity, 12, 3)}"
-        f"{_number(row.perplexity_ratio, 8, 3)}"
-        f"{_number(row.kl, 10, 2, 'e')}" + "".join(_number(row.recall[kind], 8, 2) for kind in kinds)
-        for row in result.summary
-    ]
+    kinds = result.options.tasks
+    rows = [("cache", "evicted", "memory", "perplexity", "ratio", "KL", *kinds)]
+    for row in result.summary:
+        scores = (_number(row.memory, 2), _number(row.perplexity, 3), _number(row.perplexity_ratio, 3))
+        recalls = [_number(row.recall[kind], 2) for kind in kinds]
+        rows.append((row.cache, f"{row.ratio:.1%}", *scores, _number(row.kl, 2, "e"), *recalls))
     options = result.options
     question = "after eviction" if options.question_position == "after" else "before and after eviction"
     question += ", evicted once" if options.evict_after == "prompt" else ""
@@ -362,15 +266,14 @@ def format_quality(result: benchmarks.cache_quality.QualityResult) -> list[str]:
         f"{model}; {result.machine}; commit {result.commit or 'unknown'}",
         f"tasks of {lengths} tokens, {options.samples_per_cell} per length and depth, questions {question}; {texts}",
         "",
-        head,
-        *rows,
+        *format_table(rows, left=(0,)),
         "",
         legend,
     ]
 
 
-def _number(value: float | None, width: int, digits: int, form: str = "f") -> str:
-    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}{form}}"
+def _number(value: float | None, digits: int, form: str = "f") -> str:
+    return "-" if value is None else f"{value:.{digits}{form}}"
 
 
 def format_streaming(result: benchmarks.streaming_perplexity.StreamingResult) -> list[str]:
@@ -393,30 +296,30 @@ def format_streaming(result: benchmarks.streaming_perplexity.StreamingResult) ->
 
 def _figures(result: benchmarks.cache_quality.QualityResult, out: Path) -> list[Path]:
     """Write ``cache-quality.json``, the curves of perplexity and recall, and the heat maps of needle recall."""
-    from kvad import inspection
     from kvad import text as text_lib
 
     text_lib.base.write_text(out / "cache-quality.json", json_line(result) + "\n")
-    files = list[Path]()
-    try:
-        for name, label, series in _curves(result):
-            title = f"{name} against the fraction of the cache that is kept"
-            files += inspection.plot.draw_series(
-                series, _pair(out, name), title=title, x_label="fraction kept", y_label=label
+    return draw_figures(lambda: list(_draw_all(result, out)))
+
+
+def _draw_all(result: benchmarks.cache_quality.QualityResult, out: Path) -> Iterable[Path]:
+    from kvad import inspection
+
+    for name, label, series in _curves(result):
+        title = f"{name} against the fraction of the cache that is kept"
+        yield from inspection.plot.draw_series(
+            series, _image_paths(out, name), title=title, x_label="fraction kept", y_label=label
+        )
+    for kind in result.options.tasks:
+        grids, across = _grids(result, kind)
+        if grids:
+            title = f"recall of {kind}, by depth and length"
+            yield from inspection.plot.draw_grids(
+                grids, _image_paths(out, kind), across=across, title=title, x_label="tokens", y_label="depth"
             )
-        for kind in result.options.tasks:
-            grids, across = _grids(result, kind)
-            if grids:
-                title = f"recall of {kind}, by depth and length"
-                files += inspection.plot.draw_grids(
-                    grids, _pair(out, kind), across=across, title=title, x_label="tokens", y_label="depth"
-                )
-    except ModuleNotFoundError:
-        click.echo("kvad: no figures: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
-    return files
 
 
-def _pair(out: Path, name: str) -> list[Path]:
+def _image_paths(out: Path, name: str) -> list[Path]:
     return [out / f"cache-quality-{name}.png", out / f"cache-quality-{name}.svg"]
 
 
@@ -493,8 +396,8 @@ def _write_streaming(result: benchmarks.streaming_perplexity.StreamingResult, ou
         "model": model,
         "limit": result.limit,
         "chunk": result.chunk,
-        "machine": benchmarks.cache_speed.machine_info(),
-        "commit": benchmarks.cache_speed.commit_id(),
+        "machine": benchmarks.results.machine_info(),
+        "commit": benchmarks.results.commit_id(),
     }
     first = {"what": "streaming", "cache": result.cache}
     lines = [{**first, **asdict(span), "ratio": span.ratio, **settings} for span in result.spans]
@@ -506,8 +409,8 @@ def _write_streaming(result: benchmarks.streaming_perplexity.StreamingResult, ou
     ]
     files = [out / "bench-streaming.png", out / "bench-streaming.svg"]
     title = f"stream through a limit of {result.limit:,}: flatness {result.flatness:.3f}"
-    try:
-        return inspection.plot.draw_series(series, files, title=title, x_label="tokens", y_label="perplexity of a span")
-    except ModuleNotFoundError:
-        click.echo("kvad: no figure: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
-        return []
+    return draw_figures(
+        lambda: inspection.plot.draw_series(
+            series, files, title=title, x_label="tokens", y_label="perplexity of a span"
+        )
+    )

@@ -13,26 +13,26 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvad import storage
 from kvad.cache import sessions
-from kvad.cli.cache_options import describe_evicted, describe_limit, parse_policy_options
 from kvad.cli.commands.generate import note_empty
-from kvad.cli.commands.session import sessions_option
+from kvad.cli.fields import command, option
 from kvad.cli.line_batches import open_for_command
-from kvad.cli.model_options import (
+from kvad.cli.output import format_bytes, note, print_error
+from kvad.cli.parameters import (
+    CacheOptions,
     InterruptFlag,
-    add_cache_options,
+    ModelArgument,
+    SamplingOptions,
+    SessionDirOption,
+    load_fields,
     open_llm,
-    parse_sampling_options,
-    resolve_sampling_options,
-    sampling_options,
 )
-from kvad.cli.options import SectionedCommand, format_bytes, model_argument
-from kvad.cli.stats import RunMeter, RunStats, cache_lines, group_use, stats_lines
+from kvad.cli.stats import RunMeter, RunStats, cache_lines, describe_evicted, describe_limit, group_use, stats_lines
 from kvad.errors import DataError, KvadError, RequestError, StorageError, UsageError, format_count, suggest
 from kvad.text import ids_of_text
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """One line of the user (as it entered the text) and the reply, as text and as token ids."""
+    """A line of the user (as it entered the text) and the reply."""
 
     user_text: str
     user_ids: tuple[int, ...]
@@ -55,21 +55,7 @@ class ChatTurn:
     reply_ids: tuple[int, ...]
 
 
-class ChatFormat(Protocol):
-    """Encoder of a chat. ``name`` describes it in /help."""
-
-    name: str
-
-    def encode_turn(self, turns: Sequence[ChatTurn], line: str) -> tuple[str, tuple[int, ...]]:
-        """Return the text that a line adds to the chat, and its token ids."""
-        ...
-
-    def prompt(self, turns: Sequence[ChatTurn], typed: str, ids: Sequence[int]) -> list[int]:
-        """Return the token ids of the whole prompt."""
-        ...
-
-
-def choose_chat_format(folder: Path, tokenizer: Tokenizer, system: str | None) -> ChatFormat:
+def choose_chat_format(folder: Path, tokenizer: Tokenizer, system: str | None) -> PlainChat:
     """Use the chat template of the model, if any; ``system`` is the system message."""
     from kvad import text as text_lib
 
@@ -77,13 +63,11 @@ def choose_chat_format(folder: Path, tokenizer: Tokenizer, system: str | None) -
     if template is not None:
         return TemplatedChat(template, tokenizer, system)
     if system is not None:
-        from kvad.errors import UsageError
-
         raise UsageError("--system: the model has no chat template", "type the text as the first line")
-    return PlainText(tokenizer)
+    return PlainChat(tokenizer)
 
 
-class PlainText:
+class PlainChat:
     """Chat as one growing text, stored as ids: each turn begins with the tokens of the previous one."""
 
     name = "plain continuation: each line is a line of the text, and the model continues it"
@@ -92,28 +76,30 @@ class PlainText:
         self._tokenizer = tokenizer
 
     def encode_turn(self, turns: Sequence[ChatTurn], line: str) -> tuple[str, tuple[int, ...]]:
-        """Put the line on its own line, unless it ends with a backslash."""
+        """Return the text that a line adds (on its own line, unless it ends with a backslash) and its ids."""
         text = "".join(turn.user_text + turn.reply for turn in turns)
         before = "\n" if text and not text.endswith("\n") else ""
         typed = before + (line[:-1] if line.endswith("\\") else f"{line}\n" if line else "")
         return typed, tuple(self._tokenizer.encode(typed))
 
     def prompt(self, turns: Sequence[ChatTurn], typed: str, ids: Sequence[int]) -> list[int]:
+        """Return the token ids of the whole prompt."""
         return [token for turn in turns for token in (*turn.user_ids, *turn.reply_ids)] + list(ids)
 
 
-class TemplatedChat:
+class TemplatedChat(PlainChat):
     """Chat in the model's template. A warning is printed if a message contains the text of a special token."""
 
     name = "the model's chat template"
 
     def __init__(self, template: text_lib.chat_template.ChatTemplate, tokenizer: Tokenizer, system: str | None) -> None:
-        self._template, self._tokenizer, self._system = template, tokenizer, system
+        super().__init__(tokenizer)
+        self._template, self._system = template, system
 
     def encode_turn(self, turns: Sequence[ChatTurn], line: str) -> tuple[str, tuple[int, ...]]:
         special = [name for name in self._tokenizer.special_tokens.names() if name and name in line]
         if special:
-            click.echo(f"kvad: {special[0]} in your text is read as a special token", err=True)
+            note(f"{special[0]} in your text is read as a special token")
         return line, tuple(self._tokenizer.encode(line))
 
     def prompt(self, turns: Sequence[ChatTurn], typed: str, ids: Sequence[int]) -> list[int]:
@@ -138,13 +124,12 @@ CHAT_COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
 FILE_FORMAT = 1
 
 
-@click.command(cls=SectionedCommand)
-@model_argument
-@sampling_options
-@add_cache_options
-@sessions_option
-@click.option("--system", metavar="TEXT", help="System message of the chat template.")
-def chat_command(model: Path, **options: Any) -> None:
+class _ChatOptions(ModelArgument, SamplingOptions, CacheOptions, SessionDirOption):
+    system: str | None = option("System message of the chat template")
+
+
+@command("chat", _ChatOptions)
+def chat_command(options: _ChatOptions) -> None:
     """Chat with a model in its chat template; without a template it continues one growing text. /help lists commands.
 
     \b
@@ -152,29 +137,22 @@ def chat_command(model: Path, **options: Any) -> None:
     kvad chat runs/demo --overflow sinks
     kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
-    given = parse_sampling_options(options)
-    parse_policy_options(options)
-    from kvad.llm import resolve_sampling
-
-    handle = open_for_command(model, "chat")
-    with open_llm(handle.path, options, max_num_seqs=resolve_sampling(given, handle.generation).num_beams) as llm:
+    load, given = load_fields(options), options.sampling_fields()
+    handle = open_for_command(options.model, "chat")
+    sampling = options.resolve(given, handle, endless=options.endless)
+    with open_llm(handle, load, max_num_seqs=sampling.num_beams) as llm:
         if llm.tokenizer is None:
             raise RequestError("the model has no tokenizer", "kvad generate --ids accepts token ids")
-        dialogue = choose_chat_format(handle.tokenizer_folder, llm.tokenizer, options["system"])
-        sampling = resolve_sampling_options(llm, given, options["bad_word"], endless=options["endless"])
-        chat = _Chat(llm, sampling, dialogue, options["session_dir"] or sessions.directory.default_session_dir())
+        dialogue = choose_chat_format(handle.tokenizer_folder, llm.tokenizer, options.system)
+        chat = _Chat(llm, sampling, dialogue, options.session_folder)
         for line in _lines():
             try:
                 if not chat.handle_line(line):
                     break
             except KvadError as error:
-                _print_stderr(f"kvad: error: {error.message}" + (f"; {error.hint}" if error.hint else ""))
+                note(f"error: {error.message}" + (f"; {error.hint}" if error.hint else ""))
             except OSError as error:  # an invalid path does not end the chat
-                _print_stderr(f"kvad: error: {error.filename}: {error.strerror}")
-
-
-def _print_stderr(text: str) -> None:
-    click.echo(text, err=True)
+                note(f"error: {error.filename}: {error.strerror}")
 
 
 def _lines() -> Iterator[str]:
@@ -184,7 +162,7 @@ def _lines() -> Iterator[str]:
         return
     with suppress(ImportError):
         import readline  # noqa: F401  # input() edits lines once it is imported
-    _print_stderr("/help lists the commands; Ctrl-D leaves")
+    print_error("/help lists the commands; Ctrl-D leaves")
     while True:
         try:
             yield input("> ")
@@ -192,7 +170,7 @@ def _lines() -> Iterator[str]:
             click.echo()
             return
         except KeyboardInterrupt:
-            _print_stderr("\n(/quit or Ctrl-D leaves)")
+            print_error("\n(/quit or Ctrl-D leaves)")
 
 
 def _read_piped() -> Iterator[str]:
@@ -206,7 +184,7 @@ def _read_piped() -> Iterator[str]:
 class _Chat:
     """The turns of a chat, and the commands that act on them."""
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, dialogue: ChatFormat, folder: Path) -> None:
+    def __init__(self, llm: LLM, sampling: SamplingParams, dialogue: PlainChat, folder: Path) -> None:
         assert llm.tokenizer is not None
         self.llm, self.tokenizer, self.sampling, self.dialogue = llm, llm.tokenizer, sampling, dialogue
         self.folder, self.session = folder, llm.session()
@@ -241,7 +219,7 @@ class _Chat:
         elif name == "/undo":
             self.undo()
         elif name != "/quit":
-            _print_stderr({"/help": self.help, "/stats": self.stats, "/kv": self.kv}[name]())
+            print_error({"/help": self.help, "/stats": self.stats, "/kv": self.kv}[name]())
         return name != "/quit"
 
     def reply(self, line: str) -> None:
@@ -284,14 +262,14 @@ class _Chat:
     def _report(self, length: int, limit: cache.config.LengthLimit | None) -> None:
         """Report a full context, a full pool, an unusable session and evicted tokens."""
         if self.limit is not None and length >= self.limit:
-            _print_stderr(f"the context of {format_count(self.limit, 'token')} is full: /undo takes back the last turn")
+            print_error(f"the context of {format_count(self.limit, 'token')} is full: /undo takes back the last turn")
         elif limit == "pool":
-            _print_stderr(f"the reply {describe_limit(self.llm, limit)}")
+            print_error(f"the reply {describe_limit(self.llm, limit)}")
         if self.session.missed:
-            _print_stderr(f"kvad: the cached chat could not be reused: {self.session.missed}")
+            note(f"the cached chat could not be reused: {self.session.missed}")
         evicted = describe_evicted(self.llm, length)
         if evicted:
-            _print_stderr(f"kvad: {evicted}")
+            note(f"{evicted}")
 
     # ------------------------------------------------------------ commands
 
@@ -320,7 +298,7 @@ class _Chat:
             raise UsageError("there is no turn to take back")
         self.turns.pop()
         left = len(self.turns)
-        _print_stderr(f"{format_count(left, 'turn')} {'is' if left == 1 else 'are'} left")
+        print_error(f"{format_count(left, 'turn')} {'is' if left == 1 else 'are'} left")
 
     def save(self, where: str) -> None:
         """Save the chat as a session, or as JSON with its cache next to it.
@@ -347,7 +325,7 @@ class _Chat:
             raise UsageError("the chat is empty")
         else:
             message += f" {path}" + ("; its cache is not saved, because its tokens are offloaded" if offloads else "")
-        _print_stderr(message)
+        print_error(message)
 
     def _content(self) -> dict[str, Any]:
         turns = [{"typed": turn.user_text, "reply": turn.reply} for turn in self.turns]
@@ -390,7 +368,7 @@ class _Chat:
                 reason = f"; {error.message}"
         self.turns, self.session = turns, loaded
         tokens = loaded.tokens or self.tokens
-        _print_stderr(
+        print_error(
             f"{format_count(len(self.turns), 'turn')}, {format_count(len(self.tokens), 'token')} "
             f"from {path or session}; "
             f"{loaded.restored:,} of {format_count(len(tokens), 'token')} restored{reason}"

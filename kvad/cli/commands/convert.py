@@ -6,45 +6,47 @@ Output folders are written completely or not at all (``storage``), also after Ct
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import click
 
+from kvad.cli.fields import argument, command, option
 from kvad.cli.line_batches import model_capabilities
-from kvad.cli.model_options import DTYPES
-from kvad.cli.options import console, emit_json, format_bytes, json_option, model_argument
+from kvad.cli.output import ProgressLine, emit_json, format_bytes, print_result
+from kvad.cli.parameters import Dtype, JsonOption, ModelArgument
 from kvad.errors import UsageError, format_count, with_article
 
 if TYPE_CHECKING:
+    import torch
+
     from kvad import checkpoint
 
 TOKENS = 1000  # tokens of the cache size in the plan
 
 
-@click.command("import")
-@click.argument("source", metavar="HF_DIR_OR_NAME")
-@click.argument("out", metavar="[OUT]", required=False, type=click.Path(path_type=Path))
-@click.option("--save-dtype", type=click.Choice(DTYPES), help="Dtype to store [default: as stored].")
-@click.option("--revision", help="Branch, tag or commit on the hub [default: main].")
-@click.option("--offline", is_flag=True, help="Use only the local cache of the hub.")
-@click.option("--token", help="Token of the hub [default: HF_TOKEN, or that of hf auth login].")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint in OUT.")
-@json_option
-def import_command(
-    source: str,
-    out: Path | None,
-    save_dtype: str | None,
-    revision: str | None,
-    offline: bool,
-    token: str | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+class _SaveOptions(JsonOption):
+    save_dtype: Dtype | None = option("Dtype to store [default: as stored]")
+    overwrite: bool = option("Replace a checkpoint in the output folder")
+
+    def torch_dtype(self) -> torch.dtype | None:
+        from kvad import checkpoint
+
+        return None if self.save_dtype is None else checkpoint.native.DTYPES[self.save_dtype]
+
+
+class _ImportOptions(_SaveOptions):
+    source: str = argument("HF_DIR_OR_NAME")
+    out: Path | None = argument("[OUT]")
+    revision: str | None = option("Branch, tag or commit on the hub [default: main]")
+    offline: bool = option("Use only the local cache of the hub")
+    token: str | None = option("Token of the hub [default: HF_TOKEN, or that of hf auth login]")
+
+
+@command("import", _ImportOptions)
+def import_command(options: _ImportOptions) -> None:
     """Convert a Hugging Face model, a folder or a name on the hub, to kvad's layout.
 
     OUT defaults to ./NAME for a model on the hub; for a folder without OUT only the plan is printed. Every command also
@@ -58,29 +60,24 @@ def import_command(
     from kvad import checkpoint
     from kvad.checkpoint import open_checkpoint
 
-    out = _default_out(source) if out is None else out
+    source, out = options.source, options.out or _default_out(options.source)
     if out is not None:
-        check_output(out, None, overwrite)
-    folder = checkpoint.hub.resolve_model_path(
-        source, revision=revision, token=token, offline=True if offline else None
-    )
+        check_output(out, None, options.overwrite)
+    offline = True if options.offline else None
+    folder = checkpoint.hub.resolve_model_path(source, revision=options.revision, token=options.token, offline=offline)
     opened = open_checkpoint(folder)
     if not isinstance(opened, checkpoint.hf_layout.HFCheckpoint):
         raise UsageError(f"{source} is a kvad checkpoint already", "every command accepts it")
     if out is not None:
-        check_output(out, folder, overwrite)
-    plan = _plan(opened, save_dtype)
-    if not as_json:
+        check_output(out, folder, options.overwrite)
+    plan = _plan(opened, options.save_dtype)
+    if not options.as_json:
         click.echo("\n".join(_page(source, plan)))
     if out is not None:
-        with _bar(format_count(plan.tensors, "tensor"), plan.bytes) as progress:
-            checkpoint.export.import_hf(
-                opened,
-                out,
-                dtype=None if save_dtype is None else checkpoint.native.DTYPES[save_dtype],
-                progress=progress,
-            )
-    if as_json:
+        with ProgressLine() as progress:
+            update = _byte_progress(progress, plan.bytes)
+            checkpoint.export.import_hf(opened, out, dtype=options.torch_dtype(), progress=update)
+    if options.as_json:
         emit_json({"source": source, "out": out, **dataclasses.asdict(plan)})
     elif out is not None:
         click.echo(f"written: {out}\nnext:  kvad doctor {out}")
@@ -89,23 +86,16 @@ def import_command(
         click.echo(f"nothing was written; name a folder for it, as in  kvad import {source} runs/{name}")
 
 
-@click.command("export")
-@model_argument
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option(
-    "--format", "form", type=click.Choice(["hf"]), default="hf", show_default=True, help="Layout of the output."
-)
-@click.option(
-    "--family",
-    metavar="TYPE",
-    help="Hugging Face model_type, such as llama [default: the origin, or the first that fits].",
-)
-@click.option("--save-dtype", type=click.Choice(DTYPES), help="Dtype to store [default: as stored].")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint in OUT.")
-@json_option
-def export_command(
-    model: Path, out: Path, form: str, family: str | None, save_dtype: str | None, overwrite: bool, as_json: bool
-) -> None:
+class _ExportOptions(ModelArgument, _SaveOptions):
+    out: Path = argument("OUT")
+    format: Literal["hf"] = option("Layout of the output", "hf")
+    family: str | None = option(
+        "Hugging Face model_type, such as llama [default: the origin, or the first that fits]", metavar="TYPE"
+    )
+
+
+@command("export", _ExportOptions)
+def export_command(options: _ExportOptions) -> None:
     """Convert a checkpoint to a Hugging Face folder that transformers can load.
 
     The class that reads it is printed. A model that no class of transformers can express is refused, with the reason.
@@ -117,16 +107,14 @@ def export_command(
     from kvad import checkpoint
     from kvad.checkpoint import open_checkpoint
 
-    check_output(out, None, overwrite)
-    opened = open_checkpoint(model)
-    check_output(out, opened.path, overwrite)
-    reader = checkpoint.export.export_hf(
-        opened, out, family=family, dtype=None if save_dtype is None else checkpoint.native.DTYPES[save_dtype]
-    )
-    if as_json:
-        emit_json({"model": model, "out": out, "format": form, "class": reader})
-    else:
-        click.echo(f"written: {out}\nread by: transformers.{reader}.from_pretrained({str(out)!r})")
+    out = options.out
+    check_output(out, None, options.overwrite)
+    opened = open_checkpoint(options.model)
+    check_output(out, opened.path, options.overwrite)
+    reader = checkpoint.export.export_hf(opened, out, family=options.family, dtype=options.torch_dtype())
+    record = {"model": options.model, "out": out, "format": options.format, "class": reader}
+    lines = [f"written: {out}", f"read by: transformers.{reader}.from_pretrained({str(out)!r})"]
+    print_result(options.as_json, record, lines)
 
 
 def _default_out(source: str) -> Path | None:
@@ -180,7 +168,7 @@ def _plan(opened: checkpoint.hf_layout.HFCheckpoint, dtype: str | None) -> _Plan
 
     config, stored = opened.config, str(opened.stored_dtype).removeprefix("torch.")
     chosen = dtype or stored
-    if chosen not in DTYPES:
+    if chosen not in get_args(Dtype):
         raise UsageError(
             f"its weights are stored as {chosen}, which kvad does not support", "give --save-dtype bfloat16"
         )
@@ -225,36 +213,26 @@ def _page(source: str, plan: _Plan) -> list[str]:
     ]
 
 
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[str, int], None] | None]:
-    """A function of a tensor's name and bytes that moves a bar on stderr; None where that is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+def _byte_progress(progress: ProgressLine, total: int) -> Callable[[str, int], None]:
+    """Return a function that adds the bytes of a tensor to the line of progress."""
+    done = 0
 
-    columns = (BarColumn(bar_width=24), DownloadColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console(), transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task(what, total=total)
+    def update(name: str, num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        progress.update(name if done < total else "writing", done, total)
 
-        def update(name: str, num_bytes: int) -> None:
-            bar.update(task, advance=num_bytes, description=name)
-            if bar.tasks[0].completed >= total:  # every tensor is there: what is left is the disk's
-                bar.update(task, total=None, description=f"writing {format_bytes(total)}")
-
-        yield update
+    return update
 
 
-@click.command("merge")
-@click.argument("base", metavar="BASE", type=click.Path(path_type=Path))
-@click.argument("adapter", metavar="ADAPTER", type=click.Path(path_type=Path))
-@click.option(
-    "-o", "--out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="Folder of the merged model."
-)
-@click.option("--save-dtype", type=click.Choice(DTYPES), help="Dtype to store [default: as BASE is stored].")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint in --out.")
-@json_option
-def merge_command(base: Path, adapter: Path, out: Path, save_dtype: str | None, overwrite: bool, as_json: bool) -> None:
+class _MergeOptions(_SaveOptions):
+    base: Path = argument("BASE")
+    adapter: Path = argument("ADAPTER")
+    out: Path = option("Folder of the merged model", dataclasses.MISSING, short="-o")
+
+
+@command("merge", _MergeOptions)
+def merge_command(options: _MergeOptions) -> None:
     """Merge a LoRA adapter, kvad's or PEFT's, into its base model.
 
     ADAPTER is a folder, or the run of kvad train --lora-rank. BASE keeps its layout, its tokenizer and every
@@ -267,15 +245,15 @@ def merge_command(base: Path, adapter: Path, out: Path, save_dtype: str | None, 
     from kvad import checkpoint
     from kvad.checkpoint import open_checkpoint
 
-    check_output(out, None, overwrite)
-    opened = checkpoint.adapter.merge_adapter(open_checkpoint(base), adapter)
+    out, adapter = options.out, options.adapter
+    check_output(out, None, options.overwrite)
+    opened = checkpoint.adapter.merge_adapter(open_checkpoint(options.base), adapter)
     for source in (opened.base.path, opened.path):
-        check_output(out, source, overwrite)
+        check_output(out, source, options.overwrite)
     if not opened.factors:
         raise UsageError(f"{adapter} contains no matrices")
-    checkpoint.adapter.write_merged(opened, out, None if save_dtype is None else checkpoint.native.DTYPES[save_dtype])
-    if as_json:
-        emit_json({"base": base, "adapter": adapter, "out": out, "parts": sorted(opened.factors)})
-    else:
-        serves = model_capabilities(opened.config)[1][0]
-        click.echo(f"written: {out}, {format_count(len(opened.factors), 'part')} merged\nnext:  kvad {serves} {out}")
+    checkpoint.adapter.write_merged(opened, out, options.torch_dtype())
+    record = {"base": options.base, "adapter": adapter, "out": out, "parts": sorted(opened.factors)}
+    next_command = f"kvad {model_capabilities(opened.config)[1][0]} {out}"
+    merged = format_count(len(opened.factors), "part")
+    print_result(options.as_json, record, f"written: {out}, {merged} merged\nnext:  {next_command}")

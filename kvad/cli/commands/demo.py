@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.options import console, emit_json, format_bytes, json_option
+from kvad.cli.fields import command, option
+from kvad.cli.output import console, emit_json, exit_with, format_bytes, print_error
+from kvad.cli.parameters import JsonOption
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,49 +32,43 @@ BENCH_LENGTHS = (64, 128, 256, 512)
 PROMPT = "def "
 
 
-@click.command()
-@click.option("--minutes", type=float, default=2.0, show_default=True, help="Minutes of training.")
-@click.option(
-    "-o",
-    "--out",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    default=Path("runs/demo"),
-    show_default=True,
-    help="Folder of the run.",
-)
-@click.option("-s", "--seed", type=int, default=0, show_default=True, help="Seed of weights, data order and sample.")
-@click.option("--repeats", type=int, default=2, show_default=True, help="Runs of every timing.")
-@json_option
-@click.pass_context
-def demo_command(ctx: click.Context, minutes: float, out: Path, seed: int, repeats: int, as_json: bool) -> None:
+class _DemoOptions(JsonOption):
+    minutes: float = option("Minutes of training", 2.0)
+    out: Path = option("Folder of the run", Path("runs/demo"), short="-o")
+    seed: int = option("Seed of weights, data order and sample", 0, short="-s")
+    repeats: int = option("Runs of every timing", 2)
+
+
+@command("demo", _DemoOptions)
+def demo_command(options: _DemoOptions) -> None:
     """Train a small model, generate from its KV cache, verify the cache and measure its speedup.
 
     \b
     kvad demo
     kvad demo --minutes 0.5 --out runs/quick
     """
+    out, seed = options.out, options.seed
     _check_free(out)
-    page = _Page(as_json)
+    page = _Page(options.as_json)
     start = time.perf_counter()
-    outcome = _train(page, minutes, out, seed)
+    outcome = _train(page, options.minutes, out, seed)
     if outcome.reason == "interrupted":
         page.write(f"stopped; the model of step {outcome.step} is in {out}")
-        ctx.exit(130)
+        exit_with(130)
     from kvad.llm import LLM
 
     with LLM.load(out, max_num_seqs=4) as llm:
         completion = _generate(page, llm, seed)
         report = _verify(page, llm)
-        bench = _time(page, llm, repeats, out)
+        bench = _time(page, llm, options.repeats, out)
     result = _result(outcome, completion, report, bench, time.perf_counter() - start)
     (out / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     page.title("next")
     page.write(_next_steps(out))
-    if as_json:
+    if options.as_json:
         emit_json(result)
     if report.broken:
-        ctx.exit(1)
+        exit_with(1)
 
 
 def _check_free(out: Path) -> None:
@@ -125,7 +121,7 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
         f"validation loss {outcome.val_loss:.3f}"
     )
     for path in draw_loss_curve(out):
-        click.echo(f"curve: {path}", err=True)
+        print_error(f"curve: {path}")
     return outcome
 
 
@@ -169,7 +165,7 @@ def _time(page: _Page, llm: LLM, repeats: int, out: Path) -> benchmarks.cache_sp
     result = bench_cache(llm, BENCH_LENGTHS, repeats)
     page.write("\n".join(bench_lines(result)))
     for path in write_results(result, out):
-        click.echo(f"figure: {path}", err=True)
+        print_error(f"figure: {path}")
     return result
 
 

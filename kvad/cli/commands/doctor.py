@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvad.cache import sessions
-from kvad.cli.options import emit_json, json_option
+from kvad.cli.fields import argument, command, option
+from kvad.cli.output import emit_json, exit_with
+from kvad.cli.parameters import JsonOption
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,12 +29,14 @@ ADVICE = {
 }
 
 
-@click.command()
-@click.argument("model", metavar="MODEL|FOLDER", type=click.Path(path_type=Path))
-@click.option("--fix", is_flag=True, help="Remove leftovers of dead processes, and damaged files of a prefix cache.")
-@click.option("--remove-damaged", is_flag=True, help="With --fix and a session folder: also remove damaged files.")
-@json_option
-def doctor_command(model: Path, fix: bool, remove_damaged: bool, as_json: bool) -> None:
+class _DoctorOptions(JsonOption):
+    model: Path = argument("MODEL|FOLDER")
+    fix: bool = option("Remove leftovers of dead processes, and damaged files of a prefix cache")
+    remove_damaged: bool = option("With --fix and a session folder: also remove damaged files")
+
+
+@command("doctor", _DoctorOptions)
+def doctor_command(options: _DoctorOptions) -> None:
     """Check a kvad checkpoint, a Hugging Face folder, a session folder or a prefix cache folder for damage.
 
     Each check prints one line: `ok`, or `problem` and the remedy. Every byte is read. Exit code 1 if any check fails.
@@ -47,6 +51,7 @@ def doctor_command(model: Path, fix: bool, remove_damaged: bool, as_json: bool) 
     kvad doctor ~/.cache/kvad/prefix-cache --fix
     kvad doctor ~/.local/share/kvad/sessions --fix
     """
+    model, fix, remove_damaged, as_json = options.model, options.fix, options.remove_damaged, options.as_json
     if remove_damaged and not fix:
         raise click.UsageError("--remove-damaged needs --fix.")
     if sessions.directory.is_session_dir(model):
@@ -63,7 +68,7 @@ def doctor_command(model: Path, fix: bool, remove_damaged: bool, as_json: bool) 
     healthy = all(finding.ok for finding in findings)
     if as_json:
         emit_json({"model": model, "healthy": healthy, "findings": findings})
-    click.get_current_context().exit(0 if healthy else 1)
+    exit_with(0 if healthy else 1)
 
 
 def _check_folder(folder: Path, fix: bool) -> Iterator[inspection.doctor.CheckResult]:
@@ -97,7 +102,7 @@ def _check_sessions(folder: Path, removable: tuple[str, ...], as_json: bool) -> 
             click.echo(f"{'ok' if is_ok else 'problem':<8}{file.state:<11}{file.path.name}: {_describe(file)}{end}")
     if as_json:
         emit_json({"folder": folder, "healthy": healthy, "findings": findings})
-    click.get_current_context().exit(0 if healthy else 1)
+    exit_with(0 if healthy else 1)
 
 
 def _describe(file: sessions.directory.SessionFile) -> str:

@@ -7,24 +7,27 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 import click
 
+from kvad.cli.fields import command, option
 from kvad.cli.line_batches import (
     BATCH_LINES,
+    LineOptions,
     LineResult,
     LineSource,
     LineTask,
     answer_lines,
-    line_options,
     open_for_command,
+    print_answer,
     print_answers,
-    printer,
     require_tokenizer,
 )
-from kvad.cli.options import json_line, model_argument
+from kvad.cli.output import exit_with, json_line
+from kvad.cli.parameters import COUNT, OUTPUT_FILE, load_fields
 from kvad.errors import RequestError, SaveError
 
 if TYPE_CHECKING:
@@ -33,16 +36,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-batch_size_option = click.option(
-    "--batch-size", type=int, default=BATCH_LINES, show_default=True, help="Maximum number of lines per batch."
-)
+
+class _EncodeOptions(LineOptions):
+    batch_size: int = option("Maximum number of lines per batch", BATCH_LINES, common=True)
 
 
-@click.command()
-@model_argument
-@batch_size_option
-@line_options
-def tag_command(model: Path, file: Path | None, **options: Any) -> None:
+@command("tag", _EncodeOptions)
+def tag_command(options: _EncodeOptions) -> None:
     """Assign a label to each word of FILE, or of standard input: `Angela/B-PER Merkel/I-PER spoke/O`.
 
     Every line gives one line, in order; an empty line stays empty.
@@ -51,7 +51,7 @@ def tag_command(model: Path, file: Path | None, **options: Any) -> None:
     kvad tag dslim/bert-base-NER news.txt > news.tags
     echo "Angela Merkel spoke in Bonn." | kvad tag dslim/bert-base-NER --json
     """
-    _run_lines(model, file, "tag", options, _tagging)
+    exit_with(_answer("tag", options, _tagging))
 
 
 def _tagging(llm: LLM) -> LineTask[Sequence[engine.output.TokenLabel]]:
@@ -64,11 +64,8 @@ def _tagging(llm: LLM) -> LineTask[Sequence[engine.output.TokenLabel]]:
     )
 
 
-@click.command()
-@model_argument
-@batch_size_option
-@line_options
-def classify_command(model: Path, file: Path | None, **options: Any) -> None:
+@command("classify", _EncodeOptions)
+def classify_command(options: _EncodeOptions) -> None:
     """Assign a label to each line of FILE, or of standard input: the most likely `LABEL<tab>PROBABILITY`.
 
     Every line gives one line, in order; an empty line stays empty. --json prints all labels.
@@ -77,7 +74,7 @@ def classify_command(model: Path, file: Path | None, **options: Any) -> None:
     kvad classify distilbert/distilbert-base-uncased-finetuned-sst-2-english reviews.txt
     echo "What a film." | kvad classify runs/sst2 --json
     """
-    _run_lines(model, file, "classify", options, _classifying)
+    exit_with(_answer("classify", options, _classifying))
 
 
 def _classifying(llm: LLM) -> LineTask[Sequence[engine.output.Label]]:
@@ -90,14 +87,12 @@ def _classifying(llm: LLM) -> LineTask[Sequence[engine.output.Label]]:
     )
 
 
-@click.command()
-@model_argument
-@click.option(
-    "--top-k", type=click.IntRange(min=1), default=5, show_default=True, help="Number of tokens to print for each mask."
-)
-@batch_size_option
-@line_options
-def fill_mask_command(model: Path, file: Path | None, **options: Any) -> None:
+class _FillMaskOptions(_EncodeOptions):
+    top_k: int = option("Number of tokens to print for each mask", 5, kind=COUNT)
+
+
+@command("fill-mask", _FillMaskOptions)
+def fill_mask_command(options: _FillMaskOptions) -> None:
     """Predict the masked tokens of FILE, or of standard input.
 
     Prints `TOKEN PROBABILITY`, most likely first, separated by tabs; ` | ` separates several masks. Every line
@@ -108,7 +103,7 @@ def fill_mask_command(model: Path, file: Path | None, **options: Any) -> None:
     echo "Paris is the [MASK] of France." | kvad fill-mask google-bert/bert-base-cased --top-k 3
     kvad fill-mask FacebookAI/xlm-roberta-base masked.txt --json
     """
-    _run_lines(model, file, "fill-mask", options, lambda llm: _filling(llm, options["top_k"]))
+    exit_with(_answer("fill-mask", options, lambda llm: _filling(llm, options.top_k)))
 
 
 def _filling(llm: LLM, top: int) -> LineTask[Sequence[Sequence[engine.output.MaskPrediction]]]:
@@ -140,31 +135,16 @@ def _escape_unprintable(text: str) -> str:
 # ---------------------------------------------------------------- vectors
 
 
-@click.command()
-@model_argument
-@click.option(
-    "--pooling",
-    type=click.Choice(["mean", "first", "head"]),
-    help="Vector of a line: the mean of its tokens, the first token, or the head's [default: the model's, else mean].",
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["json", "npy"]),
-    help="Output format [default: from the suffix of --out, else json].",
-)
-@click.option(
-    "-o",
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Output file [default: stdout].",
-)
-@batch_size_option
-@line_options
-def embed_command(
-    model: Path, file: Path | None, pooling: Any, form: str | None, out: Path | None, as_json: bool, **options: Any
-) -> None:
+class _EmbedOptions(_EncodeOptions):
+    pooling: Literal["mean", "first", "head"] | None = option(
+        "Vector of a line: the mean of its tokens, the first token, or the head's [default: the model's, else mean]"
+    )
+    format: Literal["json", "npy"] | None = option("Output format [default: from the suffix of --out, else json]")
+    out: Path | None = option("Output file [default: stdout]", short="-o", kind=OUTPUT_FILE)
+
+
+@command("embed", _EmbedOptions)
+def embed_command(options: _EmbedOptions) -> None:
     """Compute a vector for each line of FILE, or of standard input.
 
     JSON is one object per line, {"line": 1, "embedding": [...]}, null for an empty line; npy is one float32 array
@@ -174,16 +154,17 @@ def embed_command(
     kvad embed sentence-transformers/all-MiniLM-L6-v2 sentences.txt --out sentences.npy
     echo "A house by the lake." | kvad embed runs/bert --pooling first
     """
-    if as_json and form == "npy":
+    out, as_json = options.out, options.as_json
+    if as_json and options.format == "npy":
         raise click.UsageError("--json and --format npy exclude each other.")
-    form = form or ("npy" if out is not None and out.suffix == ".npy" and not as_json else "json")
+    form = options.format or ("npy" if out is not None and out.suffix == ".npy" and not as_json else "json")
     if form == "npy" and out is None:
         raise click.UsageError("--format npy needs --out FILE.")
 
     def task(llm: LLM) -> LineTask[list[float] | None]:
         return LineTask(
             prepare=llm.encode,
-            run=lambda many: llm.embed(many, pool=pooling).float().tolist(),
+            run=lambda many: llm.embed(many, pool=options.pooling).float().tolist(),
             plain=None,
             fields=lambda vector: {"embedding": vector},
             empty=None,
@@ -194,8 +175,8 @@ def embed_command(
         if out is not None:
             target = stack.enter_context(_replacing(out))
             show = stack.enter_context(_Matrix(target)).show if form == "npy" else _Objects(target).show
-        failed = _answer(model, file, "embed", {**options, "as_json": as_json}, task, show)
-    click.get_current_context().exit(1 if failed else 0)
+        code = _answer("embed", options, task, show)
+    exit_with(code)
 
 
 class _Objects:
@@ -255,34 +236,23 @@ def _replacing(out: Path) -> Iterator[BinaryIO]:
 # ---------------------------------------------------------------- running
 
 
-def _run_lines(
-    model: Path, file: Path | None, command: str, options: dict[str, Any], task: Callable[[LLM], LineTask[T]]
-) -> None:
-    failed = _answer(model, file, command, options, task)
-    click.get_current_context().exit(1 if failed else 0)
-
-
 def _answer(
-    model: Path,
-    file: Path | None,
     command: str,
-    options: dict[str, Any],
+    options: _EncodeOptions,
     task: Callable[[LLM], LineTask[T]],
     show: Callable[[LineResult[T]], None] | None = None,
 ) -> int:
-    """Answer all lines and return the number of failed lines; without ``show`` the answers are printed."""
+    """Answer all lines and return the exit code; without ``show`` the answers are printed."""
     from kvad.llm import LLM
 
-    with LineSource(file) as lines:
-        opened = open_for_command(model, command)
+    with LineSource(options.file) as lines:
+        opened = open_for_command(options.model, command)
         # An encoder needs no cache, and the decoder of an encoder-decoder is not used.
-        minimal_cache: dict[str, Any] = (
-            {} if opened.config.encoder_input is None else {"max_seq_len": 1, "max_source_len": 1}
-        )
-        chosen = {name: options[name] for name in ("dtype", "deterministic", "adapter")}
-        chosen["max_num_seqs"] = options["batch_size"]
-        with LLM.load(opened.path, **chosen, **minimal_cache) as llm:
+        has_decoder = opened.config.encoder_input is not None
+        minimal_cache: dict[str, Any] = {"max_seq_len": 1, "max_source_len": 1} if has_decoder else {}
+        with LLM.load(opened, max_num_seqs=options.batch_size, **load_fields(options), **minimal_cache) as llm:
             require_tokenizer(llm)
             line_task = task(llm)
-            shown = printer(line_task, as_json=options["as_json"]) if show is None else show
-            return print_answers(answer_lines(lines, line_task), shown, lines, quiet=options["quiet"])
+            print_line = partial(print_answer, line_task, as_json=options.as_json) if show is None else show
+            failed = print_answers(answer_lines(lines, line_task), print_line, lines, quiet=options.quiet)
+    return 1 if failed else 0

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cli.cache_options import parse_policy_options, policy_options
-from kvad.cli.commands.eval_report import EvalProgress, cache_options_given
-from kvad.cli.commands.eval_tasks import (
-    MAX_TOKENS,
-    OBJECTIVE_TASKS,
-    eval_labels,
-    eval_objective,
-    eval_pairs,
-    eval_tags,
-    eval_texts,
-)
-from kvad.cli.model_options import DTYPES, adapter_option, deterministic_option, format_options
-from kvad.cli.options import SectionedCommand, emit_json, model_argument
+from kvad.cli.commands.eval_report import EvalOptions
+from kvad.cli.commands.eval_tasks import OBJECTIVE_TASKS, eval_labels, eval_objective, eval_pairs, eval_tags, eval_texts
+from kvad.cli.fields import command, flag_of, is_given
+from kvad.cli.output import ProgressLine, emit_json
 from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from kvad.checkpoint import CheckpointHandle
 
-TASKS = ("auto", "lm", "translate", "match", "tag", "classify", "masked-lm", "span-corruption", "chat")
-TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
-
 # Options by the tasks that use them.
 LENGTH_OPTIONS = ("length_multiples", "length_plot", "trained_seq_len")
 TEXT_OPTIONS = (
     "window", "stride", "bos", "document_unit", "max_scored_tokens", "word_perplexity", "exceed_max_seq_len",
-    "suffixes", *LENGTH_OPTIONS,
+    "suffix", *LENGTH_OPTIONS,
 )  # fmt: skip
 ANSWER_OPTIONS = ("num_beams", "length_penalty", "max_tokens", "lowercase", "print_samples", "pairs")
 OPTIONS_BY_TASK: Mapping[str, tuple[str, ...]] = {
@@ -43,112 +30,14 @@ OPTIONS_BY_TASK: Mapping[str, tuple[str, ...]] = {
     "match": ANSWER_OPTIONS,
     "tag": (),
     "classify": (),
-    "masked-lm": ("window", "document_unit", "suffixes"),
-    "span-corruption": ("window", "document_unit", "suffixes"),
+    "masked-lm": ("window", "document_unit", "suffix"),
+    "span-corruption": ("window", "document_unit", "suffix"),
     "chat": ("window",),
 }
-FLAGS = {"suffixes": "--suffix"}
 
 
-def _multiples(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:
-    try:
-        return () if value is None else tuple(float(number) for number in value.split(","))
-    except ValueError:
-        raise click.BadParameter("write it like 1,2,4,8,16", param=param) from None
-
-
-@click.command("eval", cls=SectionedCommand)
-@model_argument
-@click.argument("data", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--task", type=click.Choice(TASKS), default="auto", help="Task [default: by the model and the data].")
-@click.option(
-    "--pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two parallel files of lines. Repeatable."
-)
-@click.option(
-    "--encoding-errors",
-    type=click.Choice(["strict", "replace"]),
-    default="strict",
-    show_default=True,
-    help="Handling of bytes that are not UTF-8.",
-)
-@click.option(
-    "--suffix",
-    "suffixes",
-    multiple=True,
-    metavar=".EXT",
-    help="Suffix of the files to read in a folder. Repeatable [default: all].",
-)
-@click.option(
-    "--document-unit", type=click.Choice(["files", "lines", "joined"]), help="Unit of one text [default: files]."
-)
-@click.option("--window", type=int, help="Tokens of a window [default: the model's limit].")
-@click.option("--stride", type=int, help="Tokens between two windows [default: half a window].")
-@click.option(
-    "--bos",
-    type=click.Choice(["none", "start", "window"]),
-    help="Put the opening token nowhere, before each text or before each window [default: start, if it exists].",
-)
-@click.option("--exceed-max-seq-len", is_flag=True, help="Allow a --window above the model's limit.")
-@click.option(
-    "--max-scored-tokens", type=click.IntRange(min=1), help="Score about N tokens, evenly spread [default: all]."
-)
-@click.option("--word-perplexity", is_flag=True, help="Also compute the perplexity per word.")
-@click.option(
-    "--length-multiples",
-    metavar="N,N",
-    callback=_multiples,
-    help="Evaluate rows of these multiples of the trained length [default with --length-plot: 1,2,4,8,16].",
-)
-@click.option(
-    "--length-plot",
-    multiple=True,
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Plot perplexity by row length: PNG, SVG or PDF. Repeatable.",
-)
-@click.option(
-    "--trained-seq-len",
-    type=click.IntRange(min=2),
-    help="Tokens of a training row [default: the run's, else the model's limit].",
-)
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    help=f"Maximum tokens of an answer [default: the checkpoint's, else {MAX_TOKENS}].",
-)
-@click.option("--num-beams", type=click.IntRange(min=1), help="Beams of the search; 1 is greedy [default: 1].")
-@click.option("--length-penalty", type=float, help="Divide beam scores by length ** X [default: 1].")
-@click.option(
-    "--bleu-tokenization",
-    type=click.Choice(["words", "spaces"]),
-    help="Tokenization for BLEU: kvad's words, or spaces of tokenized texts [default: sacrebleu's 13a].",
-)
-@click.option("--lowercase", is_flag=True, help="Compare in lower case.")
-@click.option("--print-samples", type=click.IntRange(min=1), help="Print N answers next to their references.")
-@click.option("--use-cache", is_flag=True, help="Evaluate through the KV cache; any cache option implies it.")
-@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Maximum number of sequences in the cache.")
-@click.option("--layout", type=click.Choice(["paged", "contiguous"]), help="Cache layout [default: paged].")
-@click.option("--block-size", type=click.IntRange(min=1), help="Tokens per block [default: 16].")
-@click.option(
-    "--prefill-chunk-size",
-    type=click.IntRange(min=1),
-    help="Tokens of a sequence per step, with a cache [default: 16].",
-)
-@click.option(
-    "--summarizer",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Summarizer for a tiered policy with summaries.",
-)
-@format_options
-@policy_options
-@adapter_option
-@click.option("--dtype", type=click.Choice(DTYPES), help="Dtype of the computation [default: as stored].")
-@deterministic_option
-@click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; with --length-multiples one per length.")
-def eval_command(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **options: Any) -> None:
+@command("eval", EvalOptions)
+def eval_command(options: EvalOptions) -> None:
     """Evaluate a model.
 
     The task depends on the model and on DATA:
@@ -180,24 +69,21 @@ def eval_command(model: Path, data: tuple[Path, ...], task: str, as_json: bool, 
     """
     from kvad.checkpoint import open_checkpoint
 
-    if not data and not options["pairs"]:
+    if not options.data and not options.pairs:
         raise UsageError("no data was given", "give files or folders, or --pairs SOURCE TARGET")
-    parse_policy_options(options)
-    opened = open_checkpoint(model)
-    task = _task(opened, task, data, options)
-    _check_unused_options(task, options)
+    has_cache = bool(options.given_cache_fields)
+    opened = open_checkpoint(options.model)
+    task = _task(opened, options)
+    _check_unused_options(task, options, has_cache=has_cache)
     run = {"lm": eval_texts, "translate": eval_pairs, "match": eval_pairs, "tag": eval_tags, "classify": eval_labels}
     start = time.perf_counter()
-    with EvalProgress(quiet=options["quiet"]) as progress:
-        if task in OBJECTIVE_TASKS:
-            lines, page = eval_objective(opened, task, data, options, progress.update)
-        else:
-            lines, page = run[task](opened, task, data, options, progress)
-    if as_json:
-        first = {"task": task, "model": str(model), "data": [str(path) for path in _paths(data, options)]}
-        timing = {"seconds": time.perf_counter() - start}
+    with ProgressLine(quiet=options.quiet) as progress:
+        lines, page = run.get(task, eval_objective)(opened, task, options, progress)
+    if options.as_json:
+        paths = [*options.data, *(path for pair in options.pairs for path in pair)]
+        first = {"task": task, "model": options.model, "data": paths}
         for line in lines:
-            emit_json({**first, **line, **timing})
+            emit_json({**first, **line, "seconds": time.perf_counter() - start})
         return
     for name, text in page:
         click.echo(f"{name:<11}{text}" if name else text)
@@ -206,24 +92,24 @@ def eval_command(model: Path, data: tuple[Path, ...], task: str, as_json: bool, 
 # ---------------------------------------------------------------- which task
 
 
-def _task(opened: CheckpointHandle, requested: str, data: Sequence[Path], options: Mapping[str, Any]) -> str:
+def _task(opened: CheckpointHandle, options: EvalOptions) -> str:
     """Choose the task by the kind of the model and the form of the data.
 
     Raises:
         RequestError: If the model cannot do the requested task.
     """
+    from kvad import config as cfg
     from kvad.cli.line_batches import model_capabilities
-    from kvad.config import ClassificationHeadConfig, LanguageHeadConfig
 
-    head = opened.config.head
-    pairs = bool(options["pairs"]) or any(path.suffix == ".tsv" for path in data)
+    head, requested = opened.config.head, options.task
+    pairs = bool(options.pairs) or any(path.suffix == ".tsv" for path in options.data)
     if opened.config.kind == "decoder":
         tasks: tuple[str, ...] = ("match", "lm", "chat") if pairs else ("lm", "match", "chat")
     elif opened.config.kind == "encoder-decoder":
         tasks = ("translate", "match", "span-corruption")
-    elif isinstance(head, LanguageHeadConfig):
+    elif isinstance(head, cfg.LanguageHeadConfig):
         tasks = ("masked-lm",)
-    elif isinstance(head, ClassificationHeadConfig):
+    elif isinstance(head, cfg.ClassificationHeadConfig):
         tasks = ("tag",) if head.level == "token" else ("classify",)
     else:
         raise RequestError(f"{opened.path} is {model_capabilities(opened.config)[0]}: it has no outputs to evaluate")
@@ -233,25 +119,19 @@ def _task(opened: CheckpointHandle, requested: str, data: Sequence[Path], option
     return tasks[0] if requested == "auto" else requested
 
 
-def _check_unused_options(task: str, options: Mapping[str, Any]) -> None:
+def _check_unused_options(task: str, options: EvalOptions, *, has_cache: bool) -> None:
     """Refuse options that the task does not use."""
     others = {name for names in OPTIONS_BY_TASK.values() for name in names} - set(OPTIONS_BY_TASK[task])
     for name in sorted(others):
-        if options[name] not in (None, (), False):
-            flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
-            raise UsageError(f"{flag} does not apply to --task {task}", "omit it")
-    if task in ("tag", "classify", "masked-lm") and cache_options_given(options):
+        if is_given(getattr(options, name)):
+            raise UsageError(f"{flag_of(name)} does not apply to --task {task}", "omit it")
+    if task in ("tag", "classify", "masked-lm") and has_cache:
         raise UsageError("an encoder has no cache", "omit the cache options")
-    if task in OBJECTIVE_TASKS and (cache_options_given(options) or options["deterministic"]):
+    if task in OBJECTIVE_TASKS and (has_cache or options.deterministic):
         raise UsageError(f"--task {task} runs without an engine", "omit its options")
-    curve = bool(options["length_multiples"] or options["length_plot"])
-    if options["trained_seq_len"] is not None and not curve:
+    if options.trained_seq_len is not None and not options.is_curve:
         raise UsageError("--trained-seq-len needs --length-multiples", "add them, or omit it")
-    if curve and (cache_options_given(options) or options["window"] or options["stride"]):
+    if options.is_curve and (has_cache or options.window or options.stride):
         raise UsageError(
             "--length-multiples evaluates its own rows without a cache", "omit --window, --stride and the cache options"
         )
-
-
-def _paths(data: Sequence[Path], options: Mapping[str, Any]) -> list[Path]:
-    return [*data, *(path for pair in options["pairs"] for path in pair)]

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvad.cli.cache_options import parse_policy_options
-from kvad.cli.model_options import parse_format_options
-from kvad.cli.options import explicit_options
+from kvad.cli.fields import argument, option
+from kvad.cli.parameters import (
+    COUNT,
+    NUMBERS,
+    OUTPUT_FILE,
+    DtypeOption,
+    EndlessOption,
+    FormatOptions,
+    JsonOption,
+    ModelArgument,
+    PairFiles,
+    PolicyOptions,
+    QuietOption,
+    WeightOptions,
+    cache_fields,
+    given_formats,
+)
 from kvad.errors import format_count
 
 if TYPE_CHECKING:
@@ -20,8 +34,67 @@ if TYPE_CHECKING:
     from kvad.checkpoint import CheckpointHandle
     from kvad.llm import LLM
 
+MAX_TOKENS = 256  # tokens of an answer, if neither the user nor the checkpoint sets it
 TextLine = dict[str, Any]  # a JSON object
 TextLines = list[tuple[str, str]]  # (name, text); text without a name is not indented
+EvalResult = tuple[list[TextLine], TextLines]
+
+
+class EvalOptions(
+    ModelArgument, FormatOptions, PolicyOptions, EndlessOption, WeightOptions, DtypeOption, QuietOption, JsonOption
+):
+    """Options of ``kvad eval``. With --length-multiples, --json prints one object per length."""
+
+    data: tuple[Path, ...] = argument("[DATA]...")
+    task: Literal["auto", "lm", "translate", "match", "tag", "classify", "masked-lm", "span-corruption", "chat"] = (
+        option("Task [default: by the model and the data]", "auto")
+    )
+    pairs: PairFiles = option("Two parallel files of lines", metavar="SOURCE TARGET")
+    encoding_errors: Literal["strict", "replace"] = option("Handling of bytes that are not UTF-8", "strict")
+    suffix: tuple[str, ...] = option("Suffix of the files to read in a folder [default: all]", metavar=".EXT")
+    document_unit: Literal["files", "lines", "joined"] | None = option("Unit of one text [default: files]")
+    window: int | None = option("Tokens of a window [default: the model's limit]")
+    stride: int | None = option("Tokens between two windows [default: half a window]")
+    bos: Literal["none", "start", "window"] | None = option(
+        "Put the opening token nowhere, before each text or before each window [default: start, if it exists]"
+    )
+    exceed_max_seq_len: bool = option("Allow a --window above the model's limit")
+    max_scored_tokens: int | None = option("Score about N tokens, evenly spread [default: all]", kind=COUNT)
+    word_perplexity: bool = option("Also compute the perplexity per word")
+    length_multiples: tuple[float, ...] | None = option(
+        "Evaluate rows of these multiples of the trained length [default with --length-plot: 1,2,4,8,16]", kind=NUMBERS
+    )
+    length_plot: tuple[Path, ...] = option("Plot perplexity by row length: PNG, SVG or PDF", kind=OUTPUT_FILE)
+    trained_seq_len: int | None = option(
+        "Tokens of a training row [default: the run's, else the model's limit]", kind=click.IntRange(min=2)
+    )
+    max_tokens: int | None = option(
+        f"Maximum tokens of an answer [default: the checkpoint's, else {MAX_TOKENS}]", short="-n", kind=COUNT
+    )
+    num_beams: int | None = option("Beams of the search; 1 is greedy [default: 1]", kind=COUNT)
+    length_penalty: float | None = option("Divide beam scores by length ** X [default: 1]")
+    bleu_tokenization: Literal["words", "spaces"] | None = option(
+        "Tokenization for BLEU: kvad's words, or spaces of tokenized texts [default: sacrebleu's 13a]"
+    )
+    lowercase: bool = option("Compare in lower case")
+    print_samples: int | None = option("Print N answers next to their references", kind=COUNT)
+    use_cache: bool = option("Evaluate through the KV cache; any cache option implies it")
+    max_num_seqs: int | None = option("Maximum number of sequences in the cache", kind=COUNT)
+    layout: Literal["paged", "contiguous"] | None = option("Cache layout [default: paged]")
+    block_size: int | None = option("Tokens per block [default: 16]", kind=COUNT)
+    prefill_chunk_size: int | None = option("Tokens of a sequence per step, with a cache [default: 16]", kind=COUNT)
+
+    @property
+    def is_curve(self) -> bool:
+        """True if the perplexity is evaluated by row length."""
+        return bool(self.length_multiples or self.length_plot)
+
+    @cached_property
+    def given_cache_fields(self) -> dict[str, Any]:
+        """Return the given cache options as keywords of LLM.load; {} without any."""
+        summarizer = {} if self.summarizer is None else {"summarizer": self.summarizer}
+        fields = {**cache_fields(self), **summarizer, **given_formats(self)}
+        return fields or ({"layout": "paged"} if self.use_cache else {})
 
 
 def format_curve(curve: evaluation.extrapolation.LengthCurve, figures: Sequence[Path]) -> TextLines:
@@ -134,15 +207,8 @@ def format_labels(scores: evaluation.metrics.LabelScores, known: Sequence[str], 
     return page
 
 
-def cache_options_given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the explicitly given cache options as keywords of LLM.load; {} without any."""
-    fields = explicit_options(options, ("layout", "block_size", "prefill_chunk_size", "summarizer", "max_num_seqs"))
-    fields = {**fields, **parse_format_options(options), **parse_policy_options(options)}
-    return fields or ({"layout": "paged"} if options["use_cache"] else {})
-
-
 def load_for_eval(
-    opened: CheckpointHandle, options: Mapping[str, Any], *, max_num_seqs: int, max_seq_len: int, answers: bool = False
+    opened: CheckpointHandle, options: EvalOptions, *, max_num_seqs: int, max_seq_len: int, answers: bool = False
 ) -> LLM:
     """Load a model with the requested cache, else with the smallest that is sufficient.
 
@@ -155,7 +221,7 @@ def load_for_eval(
     """
     from kvad.llm import LLM
 
-    requested = cache_options_given(options)
+    requested = options.given_cache_fields
     fields: dict[str, Any] = {
         "enable_prefix_caching": False,
         "prefill_chunk_size": 16,
@@ -171,14 +237,8 @@ def load_for_eval(
             else {"max_num_seqs": max_num_seqs, "max_seq_len": max_seq_len}
         )
     fields["prefill_chunk_size"] = min(fields.get("prefill_chunk_size", 512), fields["max_seq_len"])
-    chosen = {name: options[name] for name in ("dtype", "deterministic", "adapter")}
-    return LLM.load(opened.path, **chosen, **fields)
-
-
-def build_cached_scorer(llm: LLM) -> evaluation.readers.TokenScorer:
-    from kvad import evaluation
-
-    return evaluation.readers.CachedScorer(llm.engine)
+    chosen: dict[str, Any] = {name: getattr(options, name) for name in ("dtype", "deterministic", "adapter")}
+    return LLM.load(opened, **chosen, **fields)
 
 
 def describe_cache(llm: LLM) -> TextLine:
@@ -187,24 +247,3 @@ def describe_cache(llm: LLM) -> TextLine:
     cache, group = llm.engine.cache, llm.engine.kv_cache_manager.groups[0]
     stored = cache_lib.quantization.join_format_names(group.key_format, group.value_format)
     return {"policy": cache.policy, "stored": stored, "layout": cache.layout, "chunk": cache.prefill_chunk_size}
-
-
-class EvalProgress:
-    """Shows a line of progress on stderr if it is a terminal."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._shown = not quiet and sys.stderr.isatty()
-
-    def update(self, label: str, done: int, total: int) -> None:
-        if self._shown:
-            click.echo(f"\r{label:<36} {done:>11,} of {total:,} ", err=True, nl=False)
-
-    def done(self) -> None:
-        if self._shown:
-            click.echo(f"\r{'':<72}\r", err=True, nl=False)
-
-    def __enter__(self) -> EvalProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.done()

@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cli.cache_options import describe_limit, parse_policy_options
-from kvad.cli.model_options import (
+from kvad.cli.fields import argument, command, option
+from kvad.cli.output import emit_json, exit_with, note, print_error
+from kvad.cli.parameters import (
+    CacheOptions,
     InterruptFlag,
-    add_cache_options,
+    JsonOption,
+    ModelArgument,
+    SamplingOptions,
+    load_fields,
     open_llm,
-    parse_sampling_options,
-    read_stdin,
-    resolve_sampling_options,
-    sampling_options,
+    parse_token_ids,
+    read_text_or_stdin,
 )
-from kvad.cli.options import SectionedCommand, emit_json, json_option, model_argument, token_ids
-from kvad.cli.stats import RunMeter, RunStats, stats_lines
+from kvad.cli.stats import RunMeter, describe_limit, stats_lines
 
 if TYPE_CHECKING:
     from kvad import cache
@@ -36,26 +37,23 @@ if TYPE_CHECKING:
 PromptArgument = str | list[int]
 
 
-@click.command(cls=SectionedCommand)
-@model_argument
-@click.argument("prompt", nargs=-1, metavar="[PROMPT]...|-")
-@sampling_options
-@click.option("--n", type=int, help="Samples of each prompt, which share its cache [default: 1].")
-@click.option("--logprobs", type=int, metavar="N", help="Print log-probabilities of the output, with N alternatives.")
-@click.option(
-    "--prompt-logprobs", type=int, metavar="N", help="Print log-probabilities of the prompt, with N alternatives."
-)
-@click.option("--ids", is_flag=True, help="Read each PROMPT as token ids: '12 7 99'.")
-@click.option("--echo", is_flag=True, help="Print the prompt before its continuation.")
-@add_cache_options
-@click.option("--stats", is_flag=True, help="Print speed and cache statistics on stderr.")
-@click.option(
-    "--stream/--no-stream",
-    default=True,
-    help="Print tokens as they are generated, or all at the end [default: --stream].",
-)
-@json_option
-def generate_command(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
+class _GenerateOptions(ModelArgument, SamplingOptions, CacheOptions, JsonOption):
+    prompt: tuple[str, ...] = argument("[PROMPT]...|-")
+    n: int | None = option("Samples of each prompt, which share its cache [default: 1]")
+    logprobs: int | None = option("Print log-probabilities of the output, with N alternatives")
+    prompt_logprobs: int | None = option("Print log-probabilities of the prompt, with N alternatives")
+    ids: bool = option("Read each PROMPT as token ids: '12 7 99'")
+    echo: bool = option("Print the prompt before its continuation")
+    stats: bool = option("Print speed and cache statistics on stderr")
+    stream: bool = option("Print tokens as they are generated, or all at the end", True)
+
+    def read_prompts(self) -> list[PromptArgument]:
+        texts = [read_text_or_stdin(text) for text in self.prompt] or [""]
+        return [parse_token_ids(text, "--ids") if self.ids else text for text in texts]
+
+
+@command("generate", _GenerateOptions)
+def generate_command(options: _GenerateOptions) -> None:
     """Continue each PROMPT.
 
     `-` reads one from standard input unchanged, including its last newline. An empty prompt starts with the token that
@@ -68,60 +66,78 @@ def generate_command(model: Path, prompt: tuple[str, ...], **options: Any) -> No
     kvad generate runs/demo - --max-seq-len 128 --overflow offload --stats < long.txt
     kvad generate runs/demo "def " --prefix-cache-dir cache --stats
     """
-    if options["echo"] and options["as_json"]:
+    if options.echo and options.as_json:
         raise click.UsageError("--echo and --json exclude each other: the JSON contains the prompts.")
-    given = parse_sampling_options(options)
-    parse_policy_options(options)
-    prompts = [_read(text, options["ids"]) for text in prompt] or [""]
+    load, given, prompts = load_fields(options), options.sampling_fields(), options.read_prompts()
     from kvad.checkpoint import open_checkpoint
-    from kvad.llm import resolve_sampling
 
-    handle = open_checkpoint(model)
-    requested = resolve_sampling(given, handle.generation)
-    num_samples = len(prompts) * max(requested.n, requested.num_beams)
-    max_num_seqs = max(min(8, num_samples), requested.num_beams)
-    with open_llm(handle.path, options, max_num_seqs=max_num_seqs) as llm, InterruptFlag() as stop:
-        sampling = resolve_sampling_options(llm, given, options["bad_word"], endless=options["endless"])
-        answers = [_Answer.create(llm, text, sampling.n) for text in prompts]
-        printer = _Printer(llm, answers, echo=options["echo"]) if options["stream"] and not options["as_json"] else None
+    handle = open_checkpoint(options.model)
+    sampling = options.resolve(given, handle, endless=options.endless)
+    num_samples = len(prompts) * max(sampling.n, sampling.num_beams)
+    max_num_seqs = max(min(8, num_samples), sampling.num_beams)
+    with open_llm(handle, load, max_num_seqs=max_num_seqs) as llm, InterruptFlag() as stop:
+        answers = [_Answer.create(llm, prompt, sampling.n) for prompt in prompts]
+        printer = _Printer(llm, answers, echo=options.echo)
         meter = RunMeter(llm)
         try:
-            _collect(llm, answers, sampling, meter, printer, stop)
+            _collect(llm, answers, sampling, meter, printer if options.stream and not options.as_json else None, stop)
         finally:
-            if printer is not None:
+            if options.stream and not options.as_json:
                 printer.close()
-        if options["as_json"]:
-            emit_json(_as_json(llm, model, answers, meter.stats() if options["stats"] else None, stop.requested))
+        stats = meter.stats() if options.stats else None
+        if options.as_json:
+            completions = [answer.record() for answer in answers]
+            record = {"model": options.model, "interrupted": stop.requested, "completions": completions}
+            emit_json({**record, "stats": stats})
         else:
-            _print_stats(llm, answers, options, meter.stats() if options["stats"] else None)
+            if not options.stream:
+                printer.print_all()
+            _print_logprobs(answers)
+            if stats is not None:
+                print_error("\n".join(stats_lines(stats)))
         _print_limits(llm, answers)
     if stop.requested:
-        click.echo("kvad: interrupted", err=True)
-        click.get_current_context().exit(130)
-
-
-def _read(text: str, ids: bool) -> PromptArgument:
-    text = read_stdin() if text == "-" else text
-    return token_ids(text, "--ids") if ids else text
+        note("interrupted")
+        exit_with(130)
 
 
 def note_empty(llm: LLM, prompt: PromptArgument) -> None:
     """Report on stderr that an empty prompt starts with the opening token."""
     if not prompt:
         assert llm.tokenizer is not None
-        opening_token = llm.tokenizer.token_text(llm.encode(prompt)[0])
-        click.echo(f"kvad: the prompt is empty: generating from the opening token {opening_token}", err=True)
+        note(f"the prompt is empty: generating from the opening token {_token_text(llm, llm.encode(prompt)[0])}")
 
 
 # ---------------------------------------------------------------- answers
 
 
+@dataclass(frozen=True)
+class _ScoredToken:
+    text: str
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+    top_texts: tuple[str, ...]
+
+    @staticmethod
+    def create(llm: LLM, score: TokenLogprob) -> _ScoredToken:
+        texts = tuple(_token_text(llm, token) for token, _ in score.top_logprobs)
+        return _ScoredToken(
+            _token_text(llm, score.token_id), score.token_id, score.logprob, tuple(score.top_logprobs), texts
+        )
+
+    def line(self) -> str:
+        alternatives = zip(self.top_texts, self.top_logprobs, strict=True)
+        top = "  ".join(f"{text} {logprob:.3f}" for text, (_, logprob) in alternatives)
+        return f"{self.token_id:>7}  {self.text:<16} {self.logprob:9.4f}  {top}".rstrip()
+
+
 @dataclass
 class _Sample:
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    scores: list[TokenLogprob] = field(default_factory=list)
-    finish: str = "abort"  # until the engine reports the finish reason
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[_ScoredToken] = field(default_factory=list)
+    finish_reason: str = "abort"  # until the engine reports it
     limit: cache.config.LengthLimit | None = None
 
 
@@ -130,10 +146,10 @@ class _Answer:
     """One prompt and its samples."""
 
     prompt: PromptArgument
-    tokens: list[int]
-    samples: list[_Sample]
-    scores: list[TokenLogprob] = field(default_factory=list)
-    cached: int = 0
+    prompt_token_ids: list[int]
+    choices: list[_Sample]
+    prompt_logprobs: list[_ScoredToken] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
     @staticmethod
     def create(llm: LLM, prompt: PromptArgument, n: int) -> _Answer:
@@ -143,18 +159,31 @@ class _Answer:
 
     def add(self, llm: LLM, chunk: StreamChunk) -> str:
         """Add a chunk and return its text (token ids if the model has no tokenizer)."""
-        sample = self.samples[chunk.sample_index]
-        self.scores.extend(chunk.prompt_logprobs)
+        sample = self.choices[chunk.sample_index]
+        self.prompt_logprobs.extend(_ScoredToken.create(llm, score) for score in chunk.prompt_logprobs)
         text = chunk.text
         if chunk.token_id is not None:
-            sample.tokens.append(chunk.token_id)
+            sample.token_ids.append(chunk.token_id)
             text = text if llm.tokenizer is not None else f"{chunk.token_id} "
         if chunk.logprob is not None:
-            sample.scores.append(chunk.logprob)
+            sample.logprobs.append(_ScoredToken.create(llm, chunk.logprob))
         if chunk.finish_reason is not None:
-            sample.finish, sample.limit = chunk.finish_reason, chunk.limit
+            sample.finish_reason, sample.limit = chunk.finish_reason, chunk.limit
         sample.text += text
         return text
+
+    def record(self) -> dict[str, object]:
+        """Return the answer for JSON, with the field names of ``kvad.engine.Completion``."""
+        from kvad import engine
+
+        num_tokens = sum(len(sample.token_ids) for sample in self.choices)
+        return {
+            "prompt": self.prompt,
+            "prompt_token_ids": self.prompt_token_ids,
+            "prompt_logprobs": self.prompt_logprobs,
+            "choices": self.choices,
+            "usage": engine.output.CompletionUsage(len(self.prompt_token_ids), num_tokens, self.num_cached_tokens),
+        }
 
 
 def _collect(
@@ -165,10 +194,10 @@ def _collect(
     printer: _Printer | None,
     stop: InterruptFlag,
 ) -> None:
-    with closing(_stream_all(llm, [answer.tokens for answer in answers], sampling)) as chunks:
+    with closing(_stream_all(llm, [answer.prompt_token_ids for answer in answers], sampling)) as chunks:
         for index, chunk in chunks:
             meter.add(chunk)
-            answers[index].cached = meter.usage(chunk.request).num_cached_tokens
+            answers[index].num_cached_tokens = meter.usage(chunk.request).num_cached_tokens
             text = answers[index].add(llm, chunk)
             if printer is not None:
                 printer.push((index, chunk.sample_index), text, ended=chunk.finish_reason is not None)
@@ -194,6 +223,12 @@ def _stream_all(
             stream.close()
 
 
+def _token_text(llm: LLM, token: int) -> str:
+    return str(token) if llm.tokenizer is None else llm.tokenizer.token_text(token)
+
+
+# ---------------------------------------------------------------- output
+
 SampleKey = tuple[int, int]  # (prompt, sample)
 
 
@@ -202,7 +237,7 @@ class _Printer:
 
     def __init__(self, llm: LLM, answers: Sequence[_Answer], *, echo: bool) -> None:
         self._llm, self._answers, self._echo = llm, answers, echo
-        self._order = [(number, i) for number, answer in enumerate(answers) for i in range(len(answer.samples))]
+        self._order = [(number, i) for number, answer in enumerate(answers) for i in range(len(answer.choices))]
         self._labeled = len(self._order) > 1
         self._buffers: dict[SampleKey, str] = dict.fromkeys(self._order, "")
         self._ended: set[SampleKey] = set()
@@ -214,6 +249,10 @@ class _Printer:
             self._ended.add(key)
         while self._order and self._show(self._order[0]):
             self._order.pop(0)
+
+    def print_all(self) -> None:
+        for number, i in list(self._order):
+            self.push((number, i), self._answers[number].choices[i].text, ended=True)
 
     def _show(self, key: SampleKey) -> bool:
         """Print the buffered text of the first sample; return True if the sample is complete."""
@@ -229,12 +268,15 @@ class _Printer:
 
     def _print_header(self, key: SampleKey) -> None:
         self._open = True
+        answer = self._answers[key[0]]
         if self._labeled:
-            click.echo(_label(self._answers, key))
+            sample = f", sample {key[1] + 1}" if len(answer.choices) > 1 else ""
+            click.echo(f"==> prompt {key[0] + 1}{sample}: {answer.prompt!r} <==")
         if self._echo:
-            answer = self._answers[key[0]]
-            text = answer.prompt if isinstance(answer.prompt, str) else _text(self._llm, answer.tokens)
-            click.echo(text, nl=False)
+            tokenizer = self._llm.tokenizer
+            tokens = answer.prompt_token_ids
+            decoded = "".join(f"{token} " for token in tokens) if tokenizer is None else tokenizer.decode(tokens)
+            click.echo(answer.prompt if isinstance(answer.prompt, str) else decoded, nl=False)
 
     def close(self) -> None:
         """Print the buffered text of unfinished samples."""
@@ -245,92 +287,20 @@ class _Printer:
         self._order = []
 
 
-def _label(answers: Sequence[_Answer], key: SampleKey) -> str:
-    sample = f", sample {key[1] + 1}" if len(answers[key[0]].samples) > 1 else ""
-    prompt = answers[key[0]].prompt
-    return f"==> prompt {key[0] + 1}{sample}: {prompt!r} <=="
-
-
-def _text(llm: LLM, tokens: Sequence[int]) -> str:
-    return "".join(f"{token} " for token in tokens) if llm.tokenizer is None else llm.tokenizer.decode(tokens)
-
-
-def _print_stats(llm: LLM, answers: Sequence[_Answer], options: dict[str, Any], stats: RunStats | None) -> None:
-    """Print texts that were not streamed, log-probabilities and statistics."""
-    if not options["stream"]:
-        printer = _Printer(llm, answers, echo=options["echo"])
-        for number, answer in enumerate(answers):
-            for i, sample in enumerate(answer.samples):
-                printer.push((number, i), sample.text, ended=True)
-    for number, answer in enumerate(answers):
-        if answer.scores:
-            click.echo(f"\nlog-probabilities of prompt {number + 1}")
-            _table(llm, answer.scores)
-        for i, sample in enumerate(answer.samples):
-            if sample.scores:
-                click.echo(f"\nlog-probabilities of prompt {number + 1}, sample {i + 1}")
-                _table(llm, sample.scores)
-    for line in [] if stats is None else stats_lines(stats):
-        click.echo(line, err=True)
+def _print_logprobs(answers: Sequence[_Answer]) -> None:
+    for number, answer in enumerate(answers, 1):
+        samples = [(f", sample {i}", sample.logprobs) for i, sample in enumerate(answer.choices, 1)]
+        for label, scores in [("", answer.prompt_logprobs), *samples]:
+            if scores:
+                click.echo(f"\nlog-probabilities of prompt {number}{label}")
+                click.echo("\n".join(score.line() for score in scores))
 
 
 def _print_limits(llm: LLM, answers: Sequence[_Answer]) -> None:
     """Print a line for every text that a limit of the model or the cache ended."""
-    several = len(answers) > 1 or any(len(answer.samples) > 1 for answer in answers)
+    several = len(answers) > 1 or any(len(answer.choices) > 1 for answer in answers)
     for number, answer in enumerate(answers, 1):
-        for i, sample in enumerate(answer.samples, 1):
+        for i, sample in enumerate(answer.choices, 1):
             message = describe_limit(llm, sample.limit)
             if message:
-                click.echo(f"kvad: {f'prompt {number}, sample {i}: ' if several else ''}{message}", err=True)
-
-
-def _table(llm: LLM, scores: Sequence[TokenLogprob]) -> None:
-    for score in scores:
-        top = "  ".join(f"{_token_text(llm, token)} {logprob:.3f}" for token, logprob in score.top_logprobs)
-        click.echo(f"{score.token_id:>7}  {_token_text(llm, score.token_id):<16} {score.logprob:9.4f}  {top}".rstrip())
-
-
-def _token_text(llm: LLM, token: int) -> str:
-    return str(token) if llm.tokenizer is None else llm.tokenizer.token_text(token)
-
-
-def _as_json(llm: LLM, model: Path, answers: Sequence[_Answer], stats: RunStats | None, interrupted: bool) -> object:
-    def scores(logprobs: Sequence[TokenLogprob]) -> list[object]:
-        return [
-            {
-                "token": s.token_id,
-                "text": _token_text(llm, s.token_id),
-                "logprob": s.logprob,
-                "top": [list(pair) for pair in s.top_logprobs],
-            }
-            for s in logprobs
-        ]
-
-    return {
-        "model": model,
-        "interrupted": interrupted,
-        "completions": [
-            {
-                "prompt": answer.prompt,
-                "prompt_tokens": answer.tokens,
-                "prompt_logprobs": scores(answer.scores),
-                "samples": [
-                    {
-                        "text": s.text,
-                        "tokens": s.tokens,
-                        "finish_reason": s.finish,
-                        "limit": s.limit,
-                        "logprobs": scores(s.scores),
-                    }
-                    for s in answer.samples
-                ],
-                "usage": {
-                    "prompt": len(answer.tokens),
-                    "completion": sum(len(sample.tokens) for sample in answer.samples),
-                    "cached": answer.cached,
-                },
-            }
-            for answer in answers
-        ],
-        "stats": stats,
-    }
+                note(f"{f'prompt {number}, sample {i}: ' if several else ''}{message}")

@@ -9,35 +9,37 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvad.cli.options import emit_json, figures_option, format_bytes, json_option
+from kvad.cli.fields import Options, argument, command, option
+from kvad.cli.output import draw_figures, format_bytes, format_table, print_result
+from kvad.cli.parameters import JsonOption
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
     from kvad import evaluation
 
 MAX_COLUMN = 28  # columns of a value in the table
+FIGURE_HELP = "File for the figure: PNG, SVG or PDF"
 
 
-@click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", type=click.Path(path_type=Path))
-@figures_option("compare.png and compare.svg, here")
-@click.option(
-    "--x", "axis", type=click.Choice(["steps", "tokens", "seconds"]), default="steps", show_default=True,
-    help="The horizontal axis.",
-)  # fmt: skip
-@click.option(
-    "--smoothing",
-    type=click.FloatRange(0, 1, max_open=True),
-    help="Exponential smoothing of the loss [default: by the number of steps].",
-)
-@json_option
-def compare_command(
-    runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smoothing: float | None, as_json: bool
-) -> None:
+class _CompareOptions(JsonOption):
+    runs: tuple[Path, ...] = argument("RUN RUN...", required=True)
+    out: tuple[Path, ...] = option(
+        f"{FIGURE_HELP} [default: compare.png and compare.svg, here]", short="-o", metavar="FILE"
+    )
+    x: Literal["steps", "tokens", "seconds"] = option("The horizontal axis", "steps")
+    smoothing: float | None = option(
+        "Exponential smoothing of the loss [default: by the number of steps]",
+        kind=click.FloatRange(0, 1, max_open=True),
+        metavar="X",
+    )
+
+
+@command("compare", _CompareOptions)
+def compare_command(options: _CompareOptions) -> None:
     """Compare training runs: curves in one figure, and a table of different settings and results.
 
     RUN is the --out of a kvad train, finished or not. Losses of runs with different tokenizers or objectives are not
@@ -49,34 +51,23 @@ def compare_command(
     """
     from kvad import evaluation
 
-    if len(runs) < 2:
+    if len(options.runs) < 2:
         raise UsageError("compare needs at least two runs", "the curves of one run are in its folder")
-    records = evaluation.compare_runs.read_runs(runs)
+    records = evaluation.compare_runs.read_runs(options.runs)
+    smoothing = options.smoothing
     smoothing = evaluation.compare_runs.default_smoothing(records) if smoothing is None else smoothing
     summaries = [run.summary(smoothing) for run in records]
-    different, warnings = (
-        evaluation.compare_runs.run_differences(records),
-        evaluation.compare_runs.comparison_warnings(records),
-    )
-    try:
-        figures = evaluation.compare_runs.draw_runs(
-            records, list(out) or [Path("compare.png"), Path("compare.svg")], axis, smoothing
-        )
-    except ModuleNotFoundError:
-        click.echo("kvad: no curves: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
-        figures = []
-    if as_json:
-        run_results = [
-            {"name": run.name, "path": run.path, **dataclasses.asdict(summary)}
-            for run, summary in zip(records, summaries, strict=True)
-        ]
-        emit_json({"runs": run_results, "differences": different, "cautions": warnings, "figures": figures})
-        return
-    click.echo("\n".join(_table(records, summaries, different)))
-    for line in warnings:
-        click.echo(f"note: {line}")
-    for path in figures:
-        click.echo(path)
+    different = evaluation.compare_runs.run_differences(records)
+    warnings = evaluation.compare_runs.comparison_warnings(records)
+    out = list(options.out) or [Path("compare.png"), Path("compare.svg")]
+    figures = draw_figures(lambda: evaluation.compare_runs.draw_runs(records, out, options.x, smoothing), "curves")
+    runs = [
+        {"name": run.name, "path": run.path, **dataclasses.asdict(summary)}
+        for run, summary in zip(records, summaries, strict=True)
+    ]
+    record = {"runs": runs, "differences": different, "cautions": warnings, "figures": figures}
+    lines = [*_table(records, summaries, different), *(f"note: {line}" for line in warnings), *map(str, figures)]
+    print_result(options.as_json, record, lines)
 
 
 def _table(
@@ -85,20 +76,11 @@ def _table(
     different: dict[str, list[Any]],
 ) -> list[str]:
     """Format a table with a column per run: different settings, then results."""
-    rows: list[tuple[str, list[str]]] = [("", [run.name for run in runs])]
-    rows += [(key, [_short(value) for value in values]) for key, values in different.items()]
-    rows += [("", ["-" for _ in runs])]
-    rows += [(name, [format_cell(summary) for summary in summaries]) for name, format_cell in RESULT_ROWS]
-    first = max(len(key) for key, _ in rows)
-    widths = [max(len(values[at]) for _, values in rows) for at in range(len(runs))]
-    lines = []
-    for key, values in rows:
-        if all(value == "-" for value in values) and not key:
-            lines.append("-" * (first + sum(width + 2 for width in widths)))
-            continue
-        cells = "".join(f"  {value:>{width}}" for value, width in zip(values, widths, strict=True))
-        lines.append(f"{key:<{first}}{cells}".rstrip())
-    return lines
+    settings = [("", *(run.name for run in runs))]
+    settings += [(key, *map(_short, values)) for key, values in different.items()]
+    results = [(name, *map(format_cell, summaries)) for name, format_cell in RESULT_ROWS]
+    lines = format_table([*settings, *results], left=(0,))
+    return [*lines[: len(settings)], "-" * max(map(len, lines)), *lines[len(settings) :]]
 
 
 def _short(value: object) -> str:
@@ -129,25 +111,19 @@ RESULT_ROWS = (
 )
 
 
-@click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE.jsonl...", type=click.Path(path_type=Path))
-@figures_option()
-@click.option("--x", "x", default="step", show_default=True, help="The key of the horizontal axis.")
-@click.option("--y", "y", multiple=True, help="Key to draw. Repeatable [default: the losses of a training run].")
-@click.option("--group-by", help="Draw one curve per value of this key.")
-@click.option("--title", default="", help="Title of the figure.")
-@click.option("--log-x", is_flag=True, help="Logarithmic horizontal axis.")
-@click.option("--log-y", is_flag=True, help="Logarithmic vertical axis.")
-def plot_command(
-    files: tuple[Path, ...],
-    out: tuple[Path, ...],
-    x: str,
-    y: tuple[str, ...],
-    group_by: str | None,
-    title: str,
-    log_x: bool,
-    log_y: bool,
-) -> None:
+class _PlotOptions(Options):
+    files: tuple[Path, ...] = argument("FILE.jsonl...", required=True)
+    out: tuple[Path, ...] = option(FIGURE_HELP, short="-o", metavar="FILE")
+    x: str = option("The key of the horizontal axis", "step")
+    y: tuple[str, ...] = option("Key to draw [default: the losses of a training run]")
+    group_by: str | None = option("Draw one curve per value of this key")
+    title: str = option("Title of the figure", "")
+    log_x: bool = option("Logarithmic horizontal axis")
+    log_y: bool = option("Logarithmic vertical axis")
+
+
+@command("plot", _PlotOptions)
+def plot_command(options: _PlotOptions) -> None:
     """Plot JSON lines: the metrics of a training run, or the lines of a benchmark.
 
     Without --out the figures are written next to the first file, as PNG and SVG.
@@ -159,8 +135,9 @@ def plot_command(
     """
     from kvad import inspection
 
-    targets = list(out) or [files[0].with_suffix(".png"), files[0].with_suffix(".svg")]
-    if not y and (x != "step" or group_by or log_x or log_y):
+    files, x, y, title = options.files, options.x, options.y, options.title
+    targets = list(options.out) or [files[0].with_suffix(".png"), files[0].with_suffix(".svg")]
+    if not y and (x != "step" or options.group_by or options.log_x or options.log_y):
         raise UsageError("--x, --group-by, --log-x and --log-y need --y: the key to draw", "omit them for a loss curve")
     if not y and len(files) == 1:
         inspection.plot.read_jsonl(files[0])
@@ -171,12 +148,11 @@ def plot_command(
         series = []
         for path in files:
             name = (path.parent.name or path.stem) if len(files) > 1 else ""
-            series += inspection.plot.build_series(
-                inspection.plot.read_jsonl(path), x, y or ("loss",), by=group_by, name=name
-            )
+            lines = inspection.plot.read_jsonl(path)
+            series += inspection.plot.build_series(lines, x, y or ("loss",), by=options.group_by, name=name)
         label = y[0] if len(y) == 1 else ""
         drawn = inspection.plot.draw_series(
-            series, targets, title=title, x_label=x, y_label=label, log_x=log_x, log_y=log_y
+            series, targets, title=title, x_label=x, y_label=label, log_x=options.log_x, log_y=options.log_y
         )
     for path in drawn:
         click.echo(path)

@@ -6,9 +6,8 @@ No torch until a model is loaded: ``list``, ``show`` and ``rm`` read headers onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,46 +17,52 @@ from kvad import cache as cache_lib
 from kvad import storage
 from kvad.cache import offload, sessions
 from kvad.cache.offload import DiskBlockStore, PinnedPrefix
-from kvad.cli.cache_options import parse_policy_options
-from kvad.cli.model_options import (
+from kvad.cli.fields import Options, argument, command, option
+from kvad.cli.output import emit_json, exit_with, format_bytes, note, print_error, print_result
+from kvad.cli.parameters import (
+    CacheOptions,
     InterruptFlag,
-    add_cache_options,
+    JsonOption,
+    ModelArgument,
+    PromptOptions,
+    SamplingOptions,
+    SessionDirOption,
+    load_fields,
     open_llm,
-    parse_sampling_options,
-    read_prompt_text,
-    resolve_sampling_options,
-    sampling_options,
+    tokenizer_folder,
 )
-from kvad.cli.options import SectionedCommand, emit_json, format_bytes, json_option, model_argument, tokenizer_folder
 from kvad.errors import RequestError, SaveError, StorageError, UsageError, format_count
 
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+CacheOptionsT = TypeVar("CacheOptionsT", bound=CacheOptions)
 MAX_SHOWN_TOKENS = 32  # tokens shown from the end of a session
 
-name_argument = click.argument("name", metavar="NAME")
-sessions_option = click.option(
-    "--session-dir",
-    envvar=sessions.directory.SESSION_DIR_VARIABLE,
-    metavar="FOLDER",
-    type=click.Path(path_type=Path, file_okay=False),
-    help=f"Folder of the sessions [default: {sessions.directory.SESSION_DIR_VARIABLE}, else the user's data folder].",
-)
+
+class _NameArgument(Options):
+    name: str = argument("NAME")
 
 
-def prompt_options(command: CommandT) -> CommandT:
-    options = [
-        click.option("--prompt", metavar="TEXT", help="Text to add to the session; - reads standard input."),
-        click.option(
-            "--file",
-            metavar="FILE",
-            type=click.Path(path_type=Path),
-            help="File with the text, UTF-8; - reads standard input.",
-        ),
-        click.option("--source", metavar="TEXT", help="Encoder input of an encoder-decoder, with the first text."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+class _TurnOptions(_NameArgument, ModelArgument, PromptOptions, CacheOptions, SessionDirOption, JsonOption):
+    source: str | None = option("Encoder input of an encoder-decoder, with the first text", common=True)
+
+
+class _SaveOptions(_TurnOptions):
+    overwrite: bool = option("Replace a session of this name")
+
+
+class _ContinueOptions(_TurnOptions, SamplingOptions):
+    no_save: bool = option("Do not change the saved session")
+
+
+class _ListOptions(SessionDirOption, JsonOption):
+    """Options of ``kvad session list``."""
+
+
+class _ShowOptions(_NameArgument, SessionDirOption, JsonOption):
+    model: Path | None = option("The model of the session, to show the end of the text", metavar="MODEL")
+
+
+class _RemoveOptions(SessionDirOption, JsonOption):
+    names: tuple[str, ...] = argument("NAME...", required=True)
 
 
 @click.group()
@@ -71,140 +76,110 @@ def session_group() -> None:
     """
 
 
-@session_group.command("save", cls=SectionedCommand)
-@model_argument
-@name_argument
-@prompt_options
-@add_cache_options
-@sessions_option
-@click.option("--overwrite", is_flag=True, help="Replace a session of this name.")
-@json_option
-def session_save(model: Path, name: str, overwrite: bool, as_json: bool, **options: Any) -> None:
+@command("save", _SaveOptions, session_group)
+def session_save(options: _SaveOptions) -> None:
     """Compute the cache of a text and save it as session NAME.
 
     \b
     kvad session save runs/demo notes --file notes.txt
     cat notes.txt | kvad session save runs/demo notes --prompt - --policy "sinks(4, 1020)"
     """
-    text = read_prompt_text(options["prompt"], options["file"])
+    name, text = options.name, options.read_prompt()
     if not text:
         raise UsageError("there is no text to save", "give --prompt TEXT or --file FILE")
-    path = sessions.directory.session_path(name, _session_folder(options))
-    if path.exists() and not overwrite:
+    path = sessions.directory.session_path(name, options.session_folder)
+    if path.exists() and not options.overwrite:
         raise UsageError(f"session {name} exists", "--overwrite replaces it; kvad session continue adds to it")
-    parse_policy_options(options)
+    load = load_fields(options)
     _prepare(path)
-    with open_llm(model, options, max_num_seqs=1) as llm:
-        opened = llm.session()
-        opened.path, opened.name = path, name
-        opened.append(text, encoder_input=options["source"])
-        nbytes = opened.save()
-        tokens = len(opened.tokens)
-    if as_json:
-        emit_json({"session": name, "path": path, "tokens": tokens, "bytes": nbytes})
-    else:
-        click.echo(f"{name}: {format_count(tokens, 'token')}, {format_bytes(nbytes)} in {path}")
+    with open_llm(options.model, load, max_num_seqs=1) as llm:
+        session = llm.session()
+        session.path, session.name = path, name
+        session.append(text, encoder_input=options.source)
+        nbytes = session.save()
+        tokens = len(session.tokens)
+    line = f"{name}: {format_count(tokens, 'token')}, {format_bytes(nbytes)} in {path}"
+    print_result(options.as_json, {"session": name, "path": path, "tokens": tokens, "bytes": nbytes}, line)
 
 
-@session_group.command("continue", cls=SectionedCommand)
-@model_argument
-@name_argument
-@prompt_options
-@sampling_options
-@add_cache_options
-@sessions_option
-@click.option("--no-save", is_flag=True, help="Do not change the saved session.")
-@json_option
-def session_continue(model: Path, name: str, no_save: bool, as_json: bool, **options: Any) -> None:
+@command("continue", _ContinueOptions, session_group)
+def session_continue(options: _ContinueOptions) -> None:
     """Continue session NAME: add a text, print the continuation and save the session again.
 
     \b
     kvad session continue runs/demo notes --prompt "In short: " --max-tokens 64 --temperature 0
     """
-    given, text = parse_sampling_options(options), read_prompt_text(options["prompt"], options["file"])
-    path, header = read_session_header(name, options)
-    parse_policy_options(options)
-    with open_llm(model, with_saved_options(options, header), max_num_seqs=1) as llm:
-        opened = llm.session(path)
-        opened.name = name
-        before, sampling = len(opened.tokens), resolve_sampling_options(llm, given, options["bad_word"])
+    from kvad.checkpoint import open_checkpoint
+
+    given, text = options.sampling_fields(), options.read_prompt()
+    path, header = read_session_header(options.name, options)
+    load = load_fields(with_saved_options(options, header))
+    handle = open_checkpoint(options.model)
+    sampling = options.resolve(given, handle)
+    with open_llm(handle, load, max_num_seqs=1) as llm:
+        session = llm.session(path)
+        session.name = options.name
+        before = len(session.tokens)
         if "seed" not in given and not sampling.greedy:
-            sampling = replace(sampling, seed=opened.seed)
-        generated, finish = "", "abort"
-        with InterruptFlag() as stop, closing(opened.stream(text, sampling, encoder_input=options["source"])) as chunks:
+            sampling = dataclasses.replace(sampling, seed=session.seed)
+        generated, finish_reason = "", "abort"
+        with InterruptFlag() as stop, closing(session.stream(text, sampling, encoder_input=options.source)) as chunks:
             for chunk in chunks:
-                generated, finish = generated + chunk.text, chunk.finish_reason or finish
-                if not as_json:
+                generated, finish_reason = generated + chunk.text, chunk.finish_reason or finish_reason
+                if not options.as_json:
                     click.echo(chunk.text if llm.tokenizer is not None else f"{chunk.token_id} ", nl=False)
                 if stop.requested:
                     break
         result = {
-            "session": name,
+            "session": options.name,
             "path": path,
-            "model": model,
-            "restored": opened.reused,
+            "model": options.model,
+            "restored": session.reused,
             "before": before,
-            "missed": opened.missed,
+            "missed": session.missed,
             "text": generated,
-            "finish_reason": finish,
-            "tokens": len(opened.tokens),
-            "bytes": None if no_save else opened.save(),
+            "finish_reason": finish_reason,
+            "tokens": len(session.tokens),
+            "bytes": None if options.no_save else session.save(),
         }
-    if as_json:
-        emit_json(result)
-    else:
-        click.echo()
+    print_result(options.as_json, result, "")
+    if not options.as_json:
         missed = f" ({result['missed']})" if result["missed"] else ""
-        click.echo(f"kvad: {result['restored']:,} of {format_count(before, 'token')} restored{missed}", err=True)
-    click.get_current_context().exit(130 if stop.requested else 0)
+        note(f"{result['restored']:,} of {format_count(before, 'token')} restored{missed}")
+    exit_with(130 if stop.requested else 0)
 
 
-@session_group.command("list")
-@sessions_option
-@json_option
-def session_list(as_json: bool, **options: Any) -> None:
+@command("list", _ListOptions, session_group)
+def session_list(options: _ListOptions) -> None:
     """List the sessions. Damaged files, and files that are not sessions, are marked.
 
     \b
     kvad session list
     kvad session list --session-dir /mnt/sessions --json
     """
-    folder = _session_folder(options)
+    folder = options.session_folder
     sessions.directory.remove_session_leftovers(folder)
-    files = list(sessions.directory.list_sessions(folder))
-    rows = [
-        {
-            "name": file.path.stem,
-            "state": file.state,
-            **(_summary(file.header) if file.header else {"message": file.problem}),
-        }
-        for file in files
+    records = [
+        {"name": file.path.stem, "state": file.state}
+        | (_summary(file.header) if file.header else {"message": file.problem})
+        for file in sessions.directory.list_sessions(folder)
     ]
-    if as_json:
-        emit_json({"folder": folder, "sessions": rows})
+    if options.as_json:
+        emit_json({"folder": folder, "sessions": records})
         return
-    if not rows:
-        click.echo(f"kvad: no session in {folder}", err=True)
-    width = max((len(row["name"]) for row in rows), default=0)
-    for row in rows:
-        if row["state"] != "whole":
-            click.echo(f"{row['name']:<{width}}  {row['state']}: {row['message']}")
-            continue
-        size = format_bytes(row["bytes"])
-        click.echo(f"{row['name']:<{width}}  {row['tokens']:>9,} tokens  {size:>10}  {row['saved']}  {row['model']}")
+    if not records:
+        note(f"no session in {folder}")
+    width = max((len(record["name"]) for record in records), default=0)
+    for record in records:
+        line = f"{record['state']}: {record.get('message')}"
+        if record["state"] == "whole":
+            size = format_bytes(int(record["bytes"]))
+            line = f"{record['tokens']:>9,} tokens  {size:>10}  {record['saved']}  {record['model']}"
+        click.echo(f"{record['name']:<{width}}  {line}")
 
 
-@session_group.command("show")
-@name_argument
-@click.option(
-    "--model",
-    metavar="MODEL",
-    type=click.Path(path_type=Path),
-    help="The model of the session, to show the end of the text.",
-)
-@sessions_option
-@json_option
-def session_show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
+@command("show", _ShowOptions, session_group)
+def session_show(options: _ShowOptions) -> None:
     """Show the model, the cache and the length of a session; with --model also the end of its text.
 
     Only the header is read; kvad doctor FOLDER reads every byte.
@@ -213,6 +188,7 @@ def session_show(name: str, model: Path | None, as_json: bool, **options: Any) -
     kvad session show notes
     kvad session show notes --model runs/demo
     """
+    name, model = options.name, options.model
     path, header = read_session_header(name, options)
     result: dict[str, Any] = {"name": name, "path": path, **_summary(header), "fingerprint": dict(header.fingerprint)}
     if model is not None:
@@ -224,61 +200,69 @@ def session_show(name: str, model: Path | None, as_json: bool, **options: Any) -
                 f"session {name}: it was saved with another tokenizer than that of {model}", reason="mismatch"
             )
         result["end"] = tokenizer.decode(sessions.directory.read_tokens(path, MAX_SHOWN_TOKENS), skip_specials=False)
-    if as_json:
+    if options.as_json:
         emit_json(result)
         return
-    if model is not None:
-        result["end"] = repr(result["end"])
-    cache = result.pop("cache")
+    cache, fingerprint = result.pop("cache"), result.pop("fingerprint")
     result["cache"] = ", ".join(f"{key} {value}" for key, value in cache.items() if value not in (None, False))
     result["bytes"] = f"{result['bytes']:,}"
-    fingerprint = result.pop("fingerprint")
-    result["belongs to"] = ", ".join(
-        f"{key} {value}" for key, value in fingerprint.items() if value and key != "policy"
-    )
+    parts = [f"{key} {value}" for key, value in fingerprint.items() if value and key != "policy"]
+    result["belongs to"] = ", ".join(parts)
+    if model is not None:
+        result["end"] = repr(result["end"])
     for key, value in result.items():
         click.echo(f"{key:<10}  {value}")
 
 
-@session_group.command("rm")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@sessions_option
-@json_option
-def session_rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
+@command("rm", _RemoveOptions, session_group)
+def session_rm(options: _RemoveOptions) -> None:
     """Remove sessions. Other files are not removed.
 
     \b
     kvad session rm notes
     """
-    folder = _session_folder(options)
-    paths = [sessions.directory.session_path(name, folder) for name in names]
-    for name, path in zip(names, paths, strict=True):
+    folder = options.session_folder
+    paths = {name: sessions.directory.session_path(name, folder) for name in options.names}
+    for path in paths.values():
         if not path.exists():
-            raise UsageError(f"there is no session {name} in {folder}", "kvad session list has their names")
+            raise _missing_session(path)
         sessions.directory.check_overwritable(path)
-    for path in dict.fromkeys(paths):
+    for path in paths.values():
         path.unlink()
-    if as_json:
-        emit_json({"folder": folder, "removed": list(dict.fromkeys(names))})
+    if options.as_json:
+        emit_json({"folder": folder, "removed": list(paths)})
 
 
 # ---------------------------------------------------------------- session files
 
 
-def read_session_header(name: str, options: Mapping[str, Any]) -> tuple[Path, storage.container.Header]:
+def read_session_header(name: str, options: SessionDirOption) -> tuple[Path, storage.container.Header]:
     """Return the file and the header of session ``name``.
 
     Raises:
         UsageError: If there is no such session.
         StorageError: If the file is damaged or is not a session.
     """
-    path = sessions.directory.session_path(name, _session_folder(options))
-    return path, _session(path)
+    path = sessions.directory.session_path(name, options.session_folder)
+    try:
+        header = storage.container.read_header(path)
+    except StorageError as error:
+        if error.reason != "missing":
+            raise
+        raise _missing_session(path) from None
+    if header.kind != sessions.directory.CONTAINER_KIND:
+        raise StorageError(f"{path}: it is a {header.kind}, not a session", "it was not changed", reason="foreign")
+    return path, header
 
 
-def with_saved_options(options: Mapping[str, Any], header: storage.container.Header) -> dict[str, Any]:
+def _missing_session(path: Path) -> UsageError:
+    return UsageError(f"there is no session {path.stem} in {path.parent}", "kvad session list has their names")
+
+
+def with_saved_options(options: CacheOptionsT, header: storage.container.Header) -> CacheOptionsT:
     """Fill cache options that are not given with those that the session was saved with."""
-    merged, cache = dict(options), header.metadata.get("writer", {}).get("cache", {})
+    cache = header.metadata.get("writer", {}).get("cache", {})
+    saved: dict[str, Any] = {}
     option_groups = (  # option -> CacheConfig field; a group is filled if none of its options is given
         {"policy": "policy", "overflow": "overflow", "endless": "endless"},
         {"cache_dtype": "dtype", "cache_key_dtype": "key_dtype", "cache_value_dtype": "value_dtype"},
@@ -286,11 +270,11 @@ def with_saved_options(options: Mapping[str, Any], header: storage.container.Hea
         {"rope_at": "rope_at"},
     )
     for names in option_groups:
-        if not any(options.get(option) for option in names):
-            merged.update({option: cache.get(field) for option, field in names.items()})
-    if cache.get("overflow") in cache_lib.config.CONTINUING_MODES and options.get("max_seq_len") is None:
-        merged["max_seq_len"] = cache.get("max_seq_len")  # the kept tokens depend on it
-    return {**merged, "endless": bool(merged["endless"])}
+        if not any(getattr(options, name) for name in names):
+            saved |= {name: cache.get(field) for name, field in names.items()}
+    if cache.get("overflow") in cache_lib.config.CONTINUING_MODES and options.max_seq_len is None:
+        saved["max_seq_len"] = cache.get("max_seq_len")  # the kept tokens depend on it
+    return dataclasses.replace(options, **saved)
 
 
 def _prepare(path: Path) -> None:
@@ -303,53 +287,50 @@ def _prepare(path: Path) -> None:
         raise SaveError(f"{path}: {error.strerror}", "choose another folder with --session-dir FOLDER") from None
 
 
-def _session_folder(options: Mapping[str, Any]) -> Path:
-    folder = options["session_dir"]
-    return folder if folder is not None else sessions.directory.default_session_dir()
-
-
-def _session(path: Path) -> storage.container.Header:
-    """Read the header of a session file."""
-    try:
-        header = storage.container.read_header(path)
-    except StorageError as error:
-        if error.reason != "missing":
-            raise
-        raise UsageError(
-            f"there is no session {path.stem} in {path.parent}", "kvad session list has their names"
-        ) from None
-    if header.kind != sessions.directory.CONTAINER_KIND:
-        raise StorageError(f"{path}: it is a {header.kind}, not a session", "it was not changed", reason="foreign")
-    return header
-
-
 def _summary(header: storage.container.Header) -> dict[str, Any]:
-    metadata = header.metadata
+    metadata, fingerprint = header.metadata, header.fingerprint
     writer = metadata.get("writer", {})
     return {
         "tokens": metadata.get("history", 0),
         "restored": metadata.get("length", 0),
         "bytes": header.nbytes,
-        "policy": header.fingerprint.get("policy", ""),
-        "formats": cache_lib.quantization.join_format_names(
-            header.fingerprint.get("keys", ""), header.fingerprint.get("values", "")
-        ),
+        "policy": fingerprint.get("policy", ""),
+        "formats": cache_lib.quantization.join_format_names(fingerprint.get("keys", ""), fingerprint.get("values", "")),
         **{key: writer.get(key, "") for key in ("model", "created", "saved", "kvad", "seed")},
         "cache": writer.get("cache", {}),
     }
 
 
+# ---------------------------------------------------------------- prefixes
+
 MAX_SIZE = 1 << 62  # bytes: removing a prefix must not evict blocks
 
 
-def _dir_option(command: CommandT) -> CommandT:
-    option = click.option(
-        "--prefix-cache-dir",
-        metavar="FOLDER",
-        type=click.Path(path_type=Path),
-        help="Folder of the prefix cache [default: kvad/prefix-cache in the user's cache folder].",
+class _PrefixDirOption(JsonOption):
+    prefix_cache_dir: Path | None = option(
+        "Folder of the prefix cache [default: kvad/prefix-cache in the user's cache folder]", common=True
     )
-    return option(command)
+
+    @property
+    def folder(self) -> Path:
+        folder = self.prefix_cache_dir or _default_prefix_dir()
+        if not folder.is_dir():
+            raise UsageError(
+                f"{folder} is not a folder", "give the folder of the prefix cache with --prefix-cache-dir FOLDER"
+            )
+        return folder
+
+
+class _NamedPrefixOptions(_NameArgument, _PrefixDirOption):
+    """Options of ``kvad prefix show`` and ``kvad prefix rm``."""
+
+
+class _PrefixAddOptions(ModelArgument, PromptOptions, CacheOptions, JsonOption):
+    name: str = option("Name of the prefix", dataclasses.MISSING, metavar="NAME")
+
+
+def _default_prefix_dir() -> Path:
+    return storage.filesystem.user_cache_dir("prefix-cache")
 
 
 @click.group()
@@ -363,16 +344,8 @@ def prefix_group() -> None:
     """
 
 
-@prefix_group.command("add", cls=SectionedCommand)
-@model_argument
-@click.option("--prompt", metavar="TEXT", help="Text of the prefix; - reads standard input.")
-@click.option(
-    "--file", metavar="FILE", type=click.Path(path_type=Path), help="File with the text, UTF-8; - reads standard input."
-)
-@click.option("--name", metavar="NAME", required=True, help="Name of the prefix.")
-@add_cache_options
-@json_option
-def prefix_add(model: Path, prompt: str | None, file: Path | None, name: str, as_json: bool, **options: Any) -> None:
+@command("add", _PrefixAddOptions, prefix_group)
+def prefix_add(options: _PrefixAddOptions) -> None:
     """Compute the full blocks of a text, store them on disk and pin them: they are never evicted.
 
     A request uses them if it begins with the same tokens and has the same --cache-dtype, --policy and --block-size.
@@ -382,80 +355,61 @@ def prefix_add(model: Path, prompt: str | None, file: Path | None, name: str, as
     kvad prefix add runs/demo --file system.txt --name system --prefix-cache-dir cache
     kvad prefix add runs/demo --prompt - --name system --cache-dtype int8 < system.txt
     """
-    if prompt is None and file is None:
+    if options.prompt is None and options.file is None:
         raise click.UsageError("give the text with --prompt or --file")
-    text = read_prompt_text(prompt, file)
-    options["prefix_cache_dir"] = options["prefix_cache_dir"] or storage.filesystem.user_cache_dir("prefix-cache")
+    text = options.read_prompt()
+    options = dataclasses.replace(options, prefix_cache_dir=options.prefix_cache_dir or str(_default_prefix_dir()))
+    load = load_fields(options)
     from kvad.engine import pin_prefix
 
-    with open_llm(model, options, max_num_seqs=1) as llm:
+    with open_llm(options.model, load, max_num_seqs=1) as llm:
         if llm.model.config.kind == "encoder-decoder":
             raise RequestError(
                 "the cache of an encoder-decoder depends on its source: it has no prefix for many requests",
                 "kvad session save saves one text with its source",
             )
-        prefix = pin_prefix(llm.engine, llm.encode(text), name, text)
-    summary = _prefix_summary(options["prefix_cache_dir"], prefix)
-    if as_json:
-        emit_json(summary)
-    else:
-        click.echo(_line(summary))
+        prefix = pin_prefix(llm.engine, llm.encode(text), options.name, text)
+    summary = _prefix_summary(Path(load["prefix_cache_dir"]), prefix)
+    print_result(options.as_json, summary, _line(summary))
 
 
-@prefix_group.command("list")
-@_dir_option
-@json_option
-def prefix_list(prefix_cache_dir: Path | None, as_json: bool) -> None:
+@command("list", _PrefixDirOption, prefix_group)
+def prefix_list(options: _PrefixDirOption) -> None:
     """List the pinned prefixes.
 
     \b
     kvad prefix list --prefix-cache-dir cache --json
     """
-    folder = _prefix_folder(prefix_cache_dir)
+    folder = options.folder
     summaries = [_prefix_summary(folder, prefix) for prefix in offload.pinned.read_pinned_prefixes(folder)]
-    if as_json:
-        emit_json({"prefix_cache_dir": folder, "prefixes": summaries})
-        return
-    for summary in summaries:
-        click.echo(_line(summary))
-    if not summaries:
-        click.echo(f"{folder} contains no prefix", err=True)
+    if summaries or options.as_json:
+        print_result(options.as_json, {"prefix_cache_dir": folder, "prefixes": summaries}, map(_line, summaries))
+    else:
+        print_error(f"{folder} contains no prefix")
 
 
-@prefix_group.command("show")
-@click.argument("name")
-@_dir_option
-@json_option
-def prefix_show(name: str, prefix_cache_dir: Path | None, as_json: bool) -> None:
+@command("show", _NamedPrefixOptions, prefix_group)
+def prefix_show(options: _NamedPrefixOptions) -> None:
     """Show a prefix and the model and cache that it belongs to.
 
     \b
     kvad prefix show system --prefix-cache-dir cache
     """
-    folder = _prefix_folder(prefix_cache_dir)
-    prefix = offload.pinned.find_pinned_prefix(folder, name)
-    summary = {**_prefix_summary(folder, prefix), "fingerprint": dict(prefix.fingerprint)}
-    if as_json:
-        emit_json(summary)
-        return
-    click.echo(_line(summary))
-    click.echo(f"text       {prefix.text!r}")
-    for part, value in prefix.fingerprint.items():
-        if value:
-            click.echo(f"{part:<10} {value}")
+    prefix = offload.pinned.find_pinned_prefix(options.folder, options.name)
+    summary = _prefix_summary(options.folder, prefix)
+    parts = [f"{part:<10} {value}" for part, value in prefix.fingerprint.items() if value]
+    lines = [_line(summary), f"text       {prefix.text!r}", *parts]
+    print_result(options.as_json, {**summary, "fingerprint": dict(prefix.fingerprint)}, lines)
 
 
-@prefix_group.command("rm")
-@click.argument("name")
-@_dir_option
-@json_option
-def prefix_rm(name: str, prefix_cache_dir: Path | None, as_json: bool) -> None:
+@command("rm", _NamedPrefixOptions, prefix_group)
+def prefix_rm(options: _NamedPrefixOptions) -> None:
     """Unpin a prefix and remove the blocks that no other prefix uses.
 
     \b
     kvad prefix rm system --prefix-cache-dir cache
     """
-    folder = _prefix_folder(prefix_cache_dir)
+    folder, name = options.folder, options.name
     prefix = offload.pinned.find_pinned_prefix(folder, name)
     others = {key for other in offload.pinned.read_pinned_prefixes(folder) if other.name != name for key in other.keys}
     keys = [key for key in prefix.keys if key not in others]
@@ -463,26 +417,16 @@ def prefix_rm(name: str, prefix_cache_dir: Path | None, as_json: bool) -> None:
     try:
         store = DiskBlockStore(folder, MAX_SIZE)
     except BlockingIOError:
-        note = "another process uses the folder: the blocks are evicted when it needs space"
+        reason = "another process uses the folder: the blocks are evicted when it needs space"
         removed = 0
     else:
-        note, removed = "", sum(key in store for key in keys)
+        reason, removed = "", sum(key in store for key in keys)
         for key in keys:
             store.drop(key)
         store.release()
-    if as_json:
-        emit_json({"prefix_cache_dir": folder, "name": name, "removed_blocks": removed, "note": note})
-    else:
-        click.echo(f"{name}: unpinned, {format_count(removed, 'block')} removed{f' ({note})' if note else ''}")
-
-
-def _prefix_folder(prefix_cache_dir: Path | None) -> Path:
-    folder = storage.filesystem.user_cache_dir("prefix-cache") if prefix_cache_dir is None else prefix_cache_dir
-    if not folder.is_dir():
-        raise UsageError(
-            f"{folder} is not a folder", "give the folder of the prefix cache with --prefix-cache-dir FOLDER"
-        )
-    return folder
+    record = {"prefix_cache_dir": folder, "name": name, "removed_blocks": removed, "note": reason}
+    line = f"{name}: unpinned, {format_count(removed, 'block')} removed{f' ({reason})' if reason else ''}"
+    print_result(options.as_json, record, line)
 
 
 def _prefix_summary(folder: Path, prefix: PinnedPrefix) -> dict[str, Any]:

@@ -10,21 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.model_options import read_stdin
-from kvad.cli.options import emit_json, json_option, model_argument, token_ids, tokenizer_folder
+from kvad.cli.fields import argument, command, option
+from kvad.cli.output import emit_json
+from kvad.cli.parameters import JsonOption, ModelArgument, parse_token_ids, read_stdin, read_text, tokenizer_folder
 from kvad.errors import DataError, UsageError, format_count
 
 if TYPE_CHECKING:
     from kvad.text import Tokenizer
 
 
-@click.command()
-@click.argument("source", metavar="MODEL_OR_TOKENIZER", type=click.Path(path_type=Path))
-@click.argument("text", required=False, metavar="[TEXT|-]")
-@click.option("--ids", is_flag=True, help="Print only the ids, on one line.")
-@click.option("--decode", is_flag=True, help="Read TEXT as token ids and print the decoded text.")
-@json_option
-def tokenize_command(source: Path, text: str | None, ids: bool, decode: bool, as_json: bool) -> None:
+class _TokenizeOptions(JsonOption):
+    source: Path = argument("MODEL_OR_TOKENIZER")
+    text: str | None = argument("[TEXT|-]")
+    ids: bool = option("Print only the ids, on one line")
+    decode: bool = option("Read TEXT as token ids and print the decoded text")
+
+
+@command("tokenize", _TokenizeOptions)
+def tokenize_command(options: _TokenizeOptions) -> None:
     """Show the tokens of TEXT; `-` or no TEXT reads standard input.
 
     \b
@@ -34,20 +37,20 @@ def tokenize_command(source: Path, text: str | None, ids: bool, decode: bool, as
     """
     from kvad.text import load_tokenizer
 
-    if ids and decode:
+    if options.ids and options.decode:
         raise click.UsageError("--ids and --decode exclude each other.")
-    tokenizer = load_tokenizer(source if source.is_file() else tokenizer_folder(source))
-    text = read_stdin() if text is None or text == "-" else text
-    tokens = token_ids(text, "--decode") if decode else tokenizer.encode(text)
-    spelled = tokenizer.decode(tokens, skip_specials=False) if decode else text
-    if as_json:
-        emit_json(_token_json(tokenizer, spelled, tokens))
-    elif decode:
-        click.echo(spelled)
-    elif ids:
+    tokenizer = load_tokenizer(options.source if options.source.is_file() else tokenizer_folder(options.source))
+    text = read_stdin() if options.text is None or options.text == "-" else options.text
+    tokens = parse_token_ids(text, "--decode") if options.decode else tokenizer.encode(text)
+    decoded = tokenizer.decode(tokens, skip_specials=False) if options.decode else text
+    if options.as_json:
+        emit_json(_token_json(tokenizer, decoded, tokens))
+    elif options.decode:
+        click.echo(decoded)
+    elif options.ids:
         click.echo(" ".join(map(str, tokens)))
     else:
-        _token_table(tokenizer, spelled, tokens)
+        _token_table(tokenizer, decoded, tokens)
 
 
 def _token_table(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> None:
@@ -77,33 +80,21 @@ def _token_json(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> objec
     }
 
 
-@click.command()
-@model_argument
-@click.option("-m", "--message", "given", multiple=True, metavar="ROLE=TEXT", help="Message. Repeatable.")
-@click.option(
-    "-f", "--file", metavar="FILE", help="File with messages, as JSON or JSON lines; `-` reads standard input."
-)
-@click.option("--tools", "tools_file", metavar="FILE", help="File with a JSON list of tool schemas.")
-@click.option("--no-generation-prompt", is_flag=True, help="Do not start the assistant's turn at the end.")
-@click.option(
-    "--continue-final-message", is_flag=True, help="End inside the last message, so that the model continues it."
-)
-@click.option("--template-name", help="Template of the model [default: default, or tool_use with --tools].")
-@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Variable of the template. Repeatable.")
-@click.option("--tokens", is_flag=True, help="Show the tokens of the prompt instead of its text.")
-@json_option
-def chat_template_command(
-    model: Path,
-    given: tuple[str, ...],
-    file: str | None,
-    tools_file: str | None,
-    no_generation_prompt: bool,
-    continue_final_message: bool,
-    template_name: str | None,
-    settings: tuple[str, ...],
-    tokens: bool,
-    as_json: bool,
-) -> None:
+class _TemplateOptions(ModelArgument, JsonOption):
+    message: tuple[str, ...] = option("Message", short="-m", metavar="ROLE=TEXT")
+    file: Path | None = option(
+        "File with messages, as JSON or JSON lines; `-` reads standard input", short="-f", metavar="FILE"
+    )
+    tools: Path | None = option("File with a JSON list of tool schemas", metavar="FILE")
+    no_generation_prompt: bool = option("Do not start the assistant's turn at the end")
+    continue_final_message: bool = option("End inside the last message, so that the model continues it")
+    template_name: str | None = option("Template of the model [default: default, or tool_use with --tools]")
+    set: tuple[str, ...] = option("Variable of the template", metavar="NAME=VALUE")
+    tokens: bool = option("Show the tokens of the prompt instead of its text")
+
+
+@command("chat-template", _TemplateOptions)
+def chat_template_command(options: _TemplateOptions) -> None:
     """Show the prompt that MODEL's chat template renders: messages of --file, then those of --message.
 
     \b
@@ -116,32 +107,29 @@ def chat_template_command(
     from kvad.errors import ChatTemplateError
     from kvad.text import load_tokenizer
 
-    folder = tokenizer_folder(model)
-    messages, tools = _conversation(file) if file is not None else ([], None)
-    messages = [*messages, *map(_message, given)]
+    folder = tokenizer_folder(options.model)
+    messages, tools = _conversation(options.file) if options.file is not None else ([], None)
+    messages = [*messages, *map(_message, options.message)]
     if not messages:
         raise click.UsageError("no message was given: add --message user=TEXT or --file.")
-    if tools_file is not None:
-        tools = _parse(_read(tools_file, "--tools"), tools_file)
-    template = text_lib.chat_template.ChatTemplate.load(folder, name=template_name)
+    if options.tools is not None:
+        tools = _parse(_read(options.tools, "--tools"), options.tools)
+    template = text_lib.chat_template.ChatTemplate.load(folder, name=options.template_name)
     if template is None:
         raise ChatTemplateError(f"{folder} has no chat template", "add a chat_template.jinja")
     rendered = template.render(
         messages,
         tools=tools,
-        generation_prompt=not no_generation_prompt and not continue_final_message,
-        continue_final=continue_final_message,
-        variables=dict(map(_setting, settings)),
+        generation_prompt=not options.no_generation_prompt and not options.continue_final_message,
+        continue_final=options.continue_final_message,
+        variables=dict(map(_setting, options.set)),
     )
-    tokenizer = load_tokenizer(folder) if tokens else None
+    tokenizer = load_tokenizer(folder) if options.tokens else None
     ids = tokenizer.encode(rendered.text, specials=True) if tokenizer is not None else []
-    if as_json:
-        chosen = {
-            "template": template.choose(tools=tools is not None),
-            "text": rendered.text,
-            "spans": rendered.generation_marks,
-        }
-        emit_json(chosen | (_prompt_json(tokenizer, ids) if tokenizer is not None else {}))
+    if options.as_json:
+        name, spans = template.choose(tools=tools is not None), rendered.generation_marks
+        tokens = {} if tokenizer is None else _prompt_json(tokenizer, ids)
+        emit_json({"template": name, "text": rendered.text, "spans": spans, **tokens})
     elif tokenizer is not None:
         _prompt_table(tokenizer, ids)
     else:
@@ -169,18 +157,14 @@ def _setting(text: str) -> tuple[str, Any]:
 # ---------------------------------------------------------------- files
 
 
-def _read(file: str, option: str) -> str:
-    if file == "-":
-        return read_stdin()
+def _read(path: Path, flag: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{option}: cannot read {file}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{option}: {file} is not UTF-8 at byte {error.start}") from None
+        return read_text(path)
+    except DataError as error:
+        raise DataError(f"{flag}: {error.message}") from None
 
 
-def _parse(text: str, file: str, line: int = 0) -> Any:
+def _parse(text: str, file: Path, line: int = 0) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -188,7 +172,7 @@ def _parse(text: str, file: str, line: int = 0) -> Any:
         raise DataError(f"{file} is not JSON: {where}: {error.msg}") from None
 
 
-def _conversation(file: str) -> tuple[list[Any], Any]:
+def _conversation(file: Path) -> tuple[list[Any], Any]:
     """Read messages and tools from a JSON list, an object with both, or JSON lines of messages."""
     text = _read(file, "--file")
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]

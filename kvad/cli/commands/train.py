@@ -9,170 +9,66 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvad.cli.options import console, emit_json, format_bytes, json_option, parse_optional_number, with_seq_len
-from kvad.errors import UsageError, format_count, suggest
+from kvad.cli.fields import argument, command, option
+from kvad.cli.output import console, draw_figures, emit_json, exit_with, format_bytes, print_error, print_result
+from kvad.cli.parameters import COUNT, JsonOption
+from kvad.cli.run_parameters import CorpusOptions, merge_options, set_key, with_seq_len
+from kvad.errors import UsageError, format_count
+from kvad.train.config import OptimConfig, RunConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from kvad.train.config import RunConfig
     from kvad.train.loop import DataParallelGroup, TrainingPlan
     from kvad.train.monitoring import Callback, TrainingResult
     from kvad.train.setup import CorpusArgument
 
-TOKENIZER_KINDS = ("bpe", "byte", "char", "word")
 
-# option -> key of the run file
-FLAG_KEYS = {
-    "preset": "model.preset",
-    "seq_len": "data.seq_len",
-    "suffixes": "data.file_suffixes",
-    "encoding_errors": "data.encoding_errors",
-    "validation": "data.validation_fraction",
-    "vocab_size": "tokenizer.vocab_size",
-    "batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
-    "steps": "train.steps",
-    "minutes": "train.minutes",
-    "lr": "optim.lr",
-    "min_lr": "optim.min_lr",
-    "warmup_steps": "optim.warmup_steps",
-    "seed": "train.seed",
-    "precision": "train.precision",
-    "device": "train.device",
-    "eval_interval": "train.eval_interval",
-    "save_interval": "train.save_interval",
-    "objective": "objective.kind",
-    "lora_rank": "lora.rank",
-    "tensorboard": "train.tensorboard",
-    "check_cache": "callbacks.check_cache",
-    "prompts": "callbacks.prompts",
-    "bleu_samples": "callbacks.bleu_samples",
-}
+class _TrainOptions(CorpusOptions, JsonOption):
+    corpus: tuple[Path, ...] = argument("[CORPUS]...")
+    out: Path | None = option("Folder of the run", short="-o")
+    config: Path | None = option("Run file (TOML); flags override it", metavar="FILE")
+    set: tuple[str, ...] = option(
+        "Set any key of the run: optim.lr=1e-3; keys of [model] need no table: decoder.num_layers=4",
+        metavar="KEY=VALUE",
+    )
+    objective: (
+        Literal["next-token", "seq2seq", "masked-lm", "span-corruption", "tag", "classify", "chat", "summarizer"] | None
+    ) = option("Training objective [default: next-token; for pairs seq2seq, for an encoder masked-lm]")
+    init: str | None = option(
+        "Checkpoint to start from; with --objective summarizer the model whose cache is summarized", metavar="MODEL"
+    )
+    lora_rank: int | None = option("Train LoRA adapters of this rank instead of all weights", metavar="RANK")
+    preset: str | None = option(
+        "Model preset: tiny, small, demo, medium, base, shakespeare-char, gpt2-124m, llama-small; transformer-tiny, "
+        "-base, -big; marian-tiny, -base; t5-tiny, -small; encoder-tiny, bert-base [default: small]"
+    )
+    seq_len: int | None = option("Tokens of a training row [default: 256; with --init at most its limit]")
+    batch_size: int | None = option("Rows of a micro-batch", of=TrainConfig)
+    gradient_accumulation_steps: int | None = option("Micro-batches per optimizer step", of=TrainConfig)
+    steps: int | None = option("Optimizer steps [default: 1000, unless --minutes is given]")
+    minutes: float | None = option("Minutes of training; the learning rate follows the clock [default: no limit]")
+    lr: float | None = option("Highest learning rate", of=OptimConfig)
+    min_lr: float | None = option("Final learning rate", of=OptimConfig)
+    warmup_steps: int | None = option("Warmup steps [default: a tenth of the steps, at most 100]")
+    seed: int | None = option("Seed of weights, split and order", short="-s", of=TrainConfig)
+    precision: Literal["auto", "fp32", "bf16", "fp16"] | None = option("Precision of the computation", of=TrainConfig)
+    device: str | None = option("Torch device", of=TrainConfig)
+    eval_interval: int | None = option("Steps between evaluations", of=TrainConfig)
+    save_interval: int | None = option("Steps between checkpoints", of=TrainConfig)
+    check_cache: bool = option("At evaluations, compare cached with uncached output")
+    prompt: tuple[str, ...] = option("At evaluations, print a continuation of TEXT")
+    bleu_samples: int | None = option("At evaluations, compute BLEU on N held-out pairs [default: off]", kind=COUNT)
+    tensorboard: bool = option("Also write TensorBoard files to OUT/tensorboard")
+    resume: bool = option("Resume from the last checkpoint of --out, bit for bit")
+    overwrite: bool = option("Replace the run in --out")
+    dry_run: bool = option("Only estimate memory, FLOPs, time and disk space of the run")
 
 
-TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
-
-
-@click.command()
-@click.argument("corpus", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--pairs",
-    multiple=True,
-    type=TWO_PATHS,
-    metavar="SOURCE TARGET",
-    help="Two parallel files: line n of TARGET answers line n of SOURCE. Repeatable.",
-)
-@click.option("-o", "--out", metavar="FOLDER", type=click.Path(path_type=Path), help="Folder of the run.")
-@click.option(
-    "--config", "run_file", metavar="FILE", type=click.Path(path_type=Path), help="Run file (TOML); flags override it."
-)
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Set any key of the run: optim.lr=1e-3; keys of [model] need no table: decoder.num_layers=4. Repeatable.",
-)
-@click.option(
-    "--objective",
-    type=click.Choice(
-        ["next-token", "seq2seq", "masked-lm", "span-corruption", "tag", "classify", "chat", "summarizer"]
-    ),
-    help="Training objective [default: next-token; for pairs seq2seq, for an encoder masked-lm].",
-)
-@click.option(
-    "--init",
-    metavar="MODEL",
-    help="Checkpoint to start from; with --objective summarizer the model whose cache is summarized.",
-)
-@click.option("--lora-rank", type=int, metavar="RANK", help="Train LoRA adapters of this rank instead of all weights.")
-@click.option(
-    "--preset",
-    help="Model preset: tiny, small, demo, medium, base, shakespeare-char, gpt2-124m, llama-small; transformer-tiny, "
-    "-base, -big; marian-tiny, -base; t5-tiny, -small; encoder-tiny, bert-base [default: small].",
-)
-@click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load [default: bpe].")
-@click.option("--vocab-size", type=int, help="Maximum size of the vocabulary [default: 4096].")
-@click.option("--seq-len", type=int, help="Tokens of a training row [default: 256; with --init at most its limit].")
-@click.option(
-    "--suffix",
-    "suffixes",
-    multiple=True,
-    metavar=".EXT",
-    help="Suffix of the files to read in a folder. Repeatable [default: all text].",
-)
-@click.option(
-    "--encoding-errors",
-    type=click.Choice(["strict", "replace"]),
-    help="Handling of bytes that are not UTF-8 [default: strict].",
-)
-@click.option(
-    "--validation",
-    metavar="FRACTION|FILE",
-    help="Fraction of the corpus to hold out, or a file of pairs or examples [default: 0.1].",
-)
-@click.option(
-    "--validation-pairs",
-    multiple=True,
-    type=TWO_PATHS,
-    metavar="SOURCE TARGET",
-    help="Two parallel files of held-out pairs. Repeatable.",
-)
-@click.option("--batch-size", type=int, help="Rows of a micro-batch [default: 16].")
-@click.option("--gradient-accumulation-steps", type=int, help="Micro-batches per optimizer step [default: 1].")
-@click.option("--steps", type=int, help="Optimizer steps [default: 1000, unless --minutes is given].")
-@click.option(
-    "--minutes", type=float, help="Minutes of training; the learning rate follows the clock [default: no limit]."
-)
-@click.option("--lr", type=float, help="Highest learning rate [default: 1e-3].")
-@click.option("--min-lr", type=float, help="Final learning rate [default: 1e-4].")
-@click.option("--warmup-steps", type=int, help="Warmup steps [default: a tenth of the steps, at most 100].")
-@click.option("-s", "--seed", type=int, help="Seed of weights, split and order [default: 0].")
-@click.option(
-    "--precision",
-    type=click.Choice(["auto", "fp32", "bf16", "fp16"]),
-    help="Precision of the computation [default: auto].",
-)
-@click.option("--device", help="Torch device [default: cpu].")
-@click.option("--eval-interval", type=int, help="Steps between evaluations [default: 250].")
-@click.option("--save-interval", type=int, help="Steps between checkpoints [default: 500].")
-@click.option("--check-cache", is_flag=True, default=None, help="At evaluations, compare cached with uncached output.")
-@click.option(
-    "--prompt",
-    "prompts",
-    multiple=True,
-    metavar="TEXT",
-    help="At evaluations, print a continuation of TEXT. Repeatable.",
-)
-@click.option(
-    "--bleu-samples",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="At evaluations, compute BLEU on N held-out pairs [default: off].",
-)
-@click.option("--tensorboard", is_flag=True, default=None, help="Also write TensorBoard files to OUT/tensorboard.")
-@click.option("--resume", is_flag=True, help="Resume from the last checkpoint of --out, bit for bit.")
-@click.option("--overwrite", is_flag=True, help="Replace the run in --out.")
-@click.option("--dry-run", is_flag=True, help="Only estimate memory, FLOPs, time and disk space of the run.")
-@json_option
-def train_command(
-    corpus: tuple[Path, ...],
-    pairs: tuple[tuple[Path, Path], ...],
-    validation: str | None,
-    validation_pairs: tuple[tuple[Path, Path], ...],
-    out: Path | None,
-    run_file: Path | None,
-    assignments: tuple[str, ...],
-    tokenizer: str | None,
-    resume: bool,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    **flags: Any,
-) -> None:
+@command("train", _TrainOptions)
+def train_command(options: _TrainOptions) -> None:
     """Train a model on text files and folders, or on pairs of texts.
 
     A run file (TOML) may be the first argument. Every file is a document. An encoder-decoder (--preset
@@ -196,59 +92,54 @@ def train_command(
     kvad train more/ --init ./SmolLM2-135M --lora-rank 8 --set lora.target_modules=all --out runs/adapter
     kvad train corpus/ --objective summarizer --init runs/mine --set ratio=8 --out runs/summaries
     """
-    from kvad.train.config import RunConfig, read_toml
-    from kvad.train.monitoring import make_progress
+    from kvad.train.config import read_toml
+    from kvad.train.loop import read_run_config
 
-    if resume and overwrite:
-        raise UsageError("--resume and --overwrite exclude each other")
-    if dry_run and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError("--dry-run plans a single process", "run it without torchrun")
-    if dry_run and resume:
-        raise UsageError("--dry-run and --resume exclude each other", "omit one of them")
-    if out is None and not dry_run:
-        raise click.UsageError("Missing option '--out'.")
+    out, run_file, corpus = options.out, options.config, options.corpus
+    _check_options(options)
     if corpus and corpus[0].suffix == ".toml":
         if run_file is not None:
             raise UsageError(f"{corpus[0]} and --config {run_file}: only one run file is allowed")
         run_file, corpus = corpus[0], corpus[1:]
-    stored = _stored_run(out) if resume and out is not None else None
-    table = {} if stored is None else stored.to_dict()
-    if run_file is not None:
-        table = read_toml(run_file)
-    flags["validation"] = fraction = parse_optional_number(validation)
-    table = _with_flags(table, flags, tokenizer, assignments)
-    config = RunConfig.from_dict(table)
-    data_parallel = None if dry_run else _data_parallel(config)
-    config = with_seq_len(config, table, stored)
-    held_out = [(Path(validation),)] if validation is not None and fraction is None else []
-    named = _named(corpus, pairs, [*held_out, *validation_pairs])
+    stored = read_run_config(out)[0] if options.resume and out is not None else None
+    tables = read_toml(run_file) if run_file is not None else {} if stored is None else stored.to_dict()
+    tables = _with_options(tables, options)
+    config = RunConfig.from_dict(tables)
+    data_parallel = None if options.dry_run else _data_parallel(config)
+    config, named = with_seq_len(config, tables, stored), options.name_corpus(corpus)
     if data_parallel is None:
-        show_plan(config, named, out, overwrite=overwrite, as_json=as_json)
-        return
-    assert out is not None
+        show_plan(config, named, out, overwrite=options.overwrite, as_json=options.as_json)
+    else:
+        assert out is not None
+        _train(config, named, out, data_parallel, options)
+
+
+def _check_options(options: _TrainOptions) -> None:
+    if options.resume and options.overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    if options.dry_run and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("--dry-run plans a single process", "run it without torchrun")
+    if options.dry_run and options.resume:
+        raise UsageError("--dry-run and --resume exclude each other", "omit one of them")
+    if options.out is None and not options.dry_run:
+        raise click.UsageError("Missing option '--out'.")
+
+
+def _train(
+    config: RunConfig, named: CorpusArgument, out: Path, data_parallel: DataParallelGroup, options: _TrainOptions
+) -> None:
+    from kvad.train.monitoring import make_progress
+
     progress = make_progress(console())
     try:
-        outcome = _run_training(
-            config, named, out, [progress, *_callbacks(config)], data_parallel, resume=resume, overwrite=overwrite
-        )
+        callbacks = [progress, *_callbacks(config)]
+        outcome = _run_training(config, named, out, callbacks, data_parallel, options)
     finally:
         progress.close()
     if data_parallel.is_main:
-        _print_result(outcome, config, out, draw_loss_curve(out), as_json)
+        _print_result(outcome, config, out, draw_loss_curve(out), options.as_json)
     if outcome.reason == "interrupted":
-        click.get_current_context().exit(130)
-
-
-def _is_summarizer_run(out: Path) -> bool:
-    from kvad import checkpoint
-
-    return any((path / checkpoint.folder.SUMMARIZER_FILE).is_file() for path in checkpoint.folder.list_steps(out)[-1:])
-
-
-def _stored_run(out: Path) -> RunConfig:
-    from kvad.train.loop import read_model_run, read_summarizer_run
-
-    return read_summarizer_run(out)[0] if _is_summarizer_run(out) else read_model_run(out)[0]
+        exit_with(130)
 
 
 def _callbacks(config: RunConfig) -> list[Callback]:
@@ -274,78 +165,31 @@ def _run_training(
     out: Path,
     callbacks: Sequence[Callback],
     data_parallel: DataParallelGroup,
-    *,
-    resume: bool,
-    overwrite: bool,
+    options: _TrainOptions,
 ) -> TrainingResult:
     from kvad.cache.sizing import available_bytes
     from kvad.train.config import SummarizerConfig
-    from kvad.train.loop import resume_model, resume_summarizer, train_model, train_summarizer
+    from kvad.train.loop import RunOptions, resume_model, train_model
 
-    if config.objective.kind == "summarizer":
-        if resume:
-            return resume_summarizer(out, config=config, corpus=named, callbacks=callbacks)
-        return train_summarizer(config, named, out, overwrite=overwrite, callbacks=callbacks)
-    if config.summarizer != SummarizerConfig():
+    if config.objective.kind != "summarizer" and config.summarizer != SummarizerConfig():
         raise UsageError("[summarizer] is for --objective summarizer", "--init MODEL without it continues a checkpoint")
-    available = available_bytes()
-    if resume:
-        return resume_model(
-            out,
-            config=config,
-            corpus=named,
-            available=available,
-            callbacks=callbacks,
-            measure_peak=True,
-            data_parallel=data_parallel,
-        )
-    return train_model(
-        config,
-        named,
-        out,
-        overwrite=overwrite,
-        available=available,
-        callbacks=callbacks,
-        measure_peak=True,
-        data_parallel=data_parallel,
+    run_options = RunOptions(
+        available=available_bytes(), callbacks=callbacks, measure_peak=True, data_parallel=data_parallel
     )
+    if options.resume:
+        return resume_model(out, config=config, corpus=named, **run_options)
+    return train_model(config, named, out, overwrite=options.overwrite, **run_options)
 
 
-def _named(
-    corpus: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held_out: Sequence[tuple[Path, ...]]
-) -> CorpusArgument:
-    """Return the paths of documents or TSV files, or all pairs if any are given."""
-    from kvad.train.sources import PairPaths
-
-    if not pairs and not held_out:
-        return corpus
-    return PairPaths((*((path,) for path in corpus), *pairs), tuple(held_out))
-
-
-def _with_flags(
-    table: Mapping[str, Any], flags: Mapping[str, Any], tokenizer: str | None, assignments: Iterable[str]
-) -> dict[str, Any]:
-    """Merge the given flags and --set into the tables of a run file."""
+def _with_options(tables: Mapping[str, Any], options: _TrainOptions) -> dict[str, Any]:
+    """Merge the given options and --set into the tables of a run file."""
     from kvad.train.config import apply_overrides
 
-    merged = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
-
-    def put(path: str, value: object) -> None:
-        name, _, key = path.partition(".")
-        inner = merged.setdefault(name, {})
-        if isinstance(inner, dict):  # RunConfig refuses a value that is not a table
-            inner[key] = value
-
-    init, flags = flags.get("init"), {name: value for name, value in flags.items() if name != "init"}
-    for flag, value in flags.items():
-        if value is not None and value != ():
-            put(FLAG_KEYS[flag], list(value) if isinstance(value, tuple) else value)
-    if init is not None:
-        put("summarizer.model" if _kind(merged) == "summarizer" else "model.init", init)
-    if tokenizer is not None:
-        _check_tokenizer(tokenizer)
-        put(*(("tokenizer.kind", tokenizer) if tokenizer in TOKENIZER_KINDS else ("tokenizer.path", tokenizer)))
-    return apply_overrides(merged, _pairs(assignments, is_summarizer=_kind(merged) == "summarizer"))
+    merged = merge_options(tables, options)
+    is_summarizer = _kind(merged) == "summarizer"
+    if options.init is not None:
+        set_key(merged, "summarizer.model" if is_summarizer else "model.init", options.init)
+    return apply_overrides(merged, _assignments(options.set, is_summarizer=is_summarizer))
 
 
 def _kind(tables: Mapping[str, Any]) -> object:
@@ -353,12 +197,7 @@ def _kind(tables: Mapping[str, Any]) -> object:
     return objective.get("kind") if isinstance(objective, dict) else None
 
 
-def _check_tokenizer(tokenizer: str) -> None:
-    if tokenizer not in TOKENIZER_KINDS and not Path(tokenizer).exists():
-        raise UsageError(f"--tokenizer {tokenizer!r} is neither a kind nor a file", suggest(tokenizer, TOKENIZER_KINDS))
-
-
-def _pairs(assignments: Iterable[str], *, is_summarizer: bool) -> Iterator[tuple[str, str]]:
+def _assignments(assignments: Iterable[str], *, is_summarizer: bool) -> Iterator[tuple[str, str]]:
     """Parse --set KEY=VALUE; for a summarizer run, a key without a table belongs to [summarizer]."""
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -371,11 +210,7 @@ def draw_loss_curve(out: Path) -> list[Path]:
     """Draw the curves of the run; none if matplotlib is not installed or nothing was logged."""
     from kvad import evaluation
 
-    try:
-        return evaluation.compare_runs.plot_run(out)
-    except ModuleNotFoundError:
-        click.echo("kvad: no curves: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
-        return []
+    return draw_figures(lambda: evaluation.compare_runs.plot_run(out), "curves")
 
 
 def _next_command(outcome: TrainingResult, config: RunConfig) -> str:
@@ -383,7 +218,7 @@ def _next_command(outcome: TrainingResult, config: RunConfig) -> str:
     from kvad.checkpoint import open_checkpoint
 
     kind = config.resolve(vocab=1).kind if config.init is None else open_checkpoint(outcome.checkpoint).config.kind
-    by_objective = {"masked-lm": "fill", "tag": "tag", "classify": "classify", "chat": "chat"}
+    by_objective = {"masked-lm": "fill-mask", "tag": "tag", "classify": "classify", "chat": "chat"}
     default = {"encoder-decoder": "translate", "encoder": "fill-mask"}.get(kind, "generate")
     return by_objective.get(config.objective.kind, default)
 
@@ -391,27 +226,21 @@ def _next_command(outcome: TrainingResult, config: RunConfig) -> str:
 def _print_result(outcome: TrainingResult, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
     if as_json:
         emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
-    losses = [
-        f"{name} {value:.4f}"
-        for name, value in (("loss", outcome.loss), ("validation", outcome.val_loss))
-        if value is not None
-    ]
-    click.echo(
-        f"{format_count(outcome.step, 'step')}, {format_count(outcome.tokens, 'token')} in {outcome.elapsed:.0f} s: "
-        f"{', '.join(losses)}",
-        err=True,
-    )
+    results = {"loss": outcome.loss, "validation": outcome.val_loss}
+    losses = ", ".join(f"{name} {value:.4f}" for name, value in results.items() if value is not None)
+    steps, tokens = format_count(outcome.step, "step"), format_count(outcome.tokens, "token")
+    print_error(f"{steps}, {tokens} in {outcome.elapsed:.0f} s: {losses}")
     if config.train.keep_best and outcome.best is not None and outcome.best_step not in (None, outcome.step):
-        click.echo(f"best:  {out / 'best'}, validation {outcome.best:.4f} at step {outcome.best_step:,}", err=True)
+        print_error(f"best:  {out / 'best'}, validation {outcome.best:.4f} at step {outcome.best_step:,}")
     if outcome.reason == "interrupted":
-        click.echo(f"stopped and saved. Resume with:  kvad train --resume --out {out}", err=True)
+        print_error(f"stopped and saved. Resume with:  kvad train --resume --out {out}")
     elif config.objective.kind == "summarizer":
         summarizer = config.summarizer
         recent, ratio, interval = summarizer.recent, summarizer.ratio, summarizer.interval
         policy = f"tiered({recent}, quantized=0, summaries=N, ratio={ratio}, interval={interval})"
-        click.echo(f'next:  kvad generate {summarizer.model} --summarizer {out} --policy "{policy}"', err=True)
+        print_error(f'next:  kvad generate {summarizer.model} --summarizer {out} --policy "{policy}"')
     else:
-        click.echo(f"next:  kvad {_next_command(outcome, config)} {out}", err=True)
+        print_error(f"next:  kvad {_next_command(outcome, config)} {out}")
 
 
 def show_plan(config: RunConfig, named: CorpusArgument, out: Path | None, *, overwrite: bool, as_json: bool) -> None:
@@ -422,14 +251,12 @@ def show_plan(config: RunConfig, named: CorpusArgument, out: Path | None, *, ove
 
     if out is not None:
         setup.preflight.check_run_folder(config, named, out, overwrite)
-    plan = plan_training(config, named, available_bytes(), lambda text: click.echo(text, err=True))
-    if as_json:
-        more = {"tokens": plan.tokens, "flops": plan.flops, "bytes": plan.bytes}
-        emit_json({**dataclasses.asdict(plan), **more, "config": config.to_dict()})
-    else:
-        click.echo("\n".join(training_plan_text(plan)))
+    plan = plan_training(config, named, available_bytes(), print_error)
+    totals = {"tokens": plan.tokens, "flops": plan.flops, "bytes": plan.bytes}
+    record = {**dataclasses.asdict(plan), **totals, "config": config.to_dict()}
+    print_result(as_json, record, training_plan_text(plan))
     if plan.fits is not None and plan.fits < plan.batch:
-        click.get_current_context().exit(1)
+        exit_with(1)
 
 
 def training_plan_text(plan: TrainingPlan) -> list[str]:

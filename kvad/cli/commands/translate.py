@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import click
-
-from kvad.cli.cache_options import parse_policy_options, short_policy_options
+from kvad.cli.fields import command, given_fields, option
 from kvad.cli.line_batches import (
+    LineOptions,
     LineSource,
     LineTask,
     answer_lines,
-    line_options,
     open_for_command,
+    print_answer,
     print_answers,
-    printer,
     require_tokenizer,
 )
-from kvad.cli.model_options import check_sampling_ranges, format_options, parse_format_options
-from kvad.cli.options import SectionedCommand, explicit_options, model_argument
+from kvad.cli.output import exit_with
+from kvad.cli.parameters import FormatOptions, PolicyOptions, check_sampling_ranges, load_fields
+from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
 
 MAX_TOKENS = 256  # tokens of a translation, if neither the user nor the checkpoint sets it
+NO_CACHE_FIELDS = ("dtype", "adapter", "deterministic")  # keywords of LLM.load
 MAX_PARALLEL_LINES, MAX_SEQS = 32, 512  # default limits: lines, and beams of all lines
-SAMPLING_OPTIONS = ("num_beams", "length_penalty", "max_tokens", "temperature", "top_k", "top_p", "seed")
 
 
 class Translation(NamedTuple):
@@ -40,38 +39,28 @@ class Translation(NamedTuple):
     score: float | None = None  # of a beam search only
 
 
-@click.command(cls=SectionedCommand)
-@model_argument
-@click.option("--language", metavar="CODE", help="Target language of a multilingual model.")
-@click.option("--source-language", metavar="CODE", help="Language of the lines, for models that mark it.")
-@click.option("--prefix", metavar="TEXT", help="Beginning of every translation.")
-@click.option("--num-beams", type=int, help="Beams of the search; 1 is greedy [default: the checkpoint's, else 1].")
-@click.option(
-    "--length-penalty", type=float, help="Divide beam scores by length ** X [default: the checkpoint's, else 1]."
-)
-@click.option("--n-best", type=int, default=1, show_default=True, help="Number of translations per line, best first.")
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=int,
-    help=f"Maximum tokens of a translation [default: the checkpoint's, else {MAX_TOKENS}].",
-)
-@click.option("-t", "--temperature", type=float, help="Sample at this temperature instead of searching [default: off].")
-@click.option("--top-k", type=int, help="Sample from the K most likely tokens [default: 0, off].")
-@click.option(
-    "--top-p", type=float, help="Sample from the most likely tokens that together reach probability X [default: 1]."
-)
-@click.option("-s", "--seed", type=int, help="Sample with this seed [default: 0].")
-@click.option(
-    "--max-num-seqs",
-    type=int,
-    help=f"Maximum number of sequences in the cache, one per beam [default: {MAX_PARALLEL_LINES} lines].",
-)
-@click.option("-c", "--max-seq-len", type=int, help="Maximum tokens of a sequence [default: as --max-tokens needs].")
-@format_options
-@short_policy_options
-@line_options
-def translate_command(model: Path, file: Path | None, **options: Any) -> None:
+class _TranslateOptions(LineOptions, FormatOptions, PolicyOptions):
+    language: str | None = option("Target language of a multilingual model", metavar="CODE")
+    source_language: str | None = option("Language of the lines, for models that mark it", metavar="CODE")
+    prefix: str = option("Beginning of every translation", "")
+    num_beams: int | None = option("Beams of the search; 1 is greedy [default: the checkpoint's, else 1]")
+    length_penalty: float | None = option("Divide beam scores by length ** X [default: the checkpoint's, else 1]")
+    n_best: int = option("Number of translations per line, best first", 1)
+    max_tokens: int | None = option(
+        f"Maximum tokens of a translation [default: the checkpoint's, else {MAX_TOKENS}]", short="-n"
+    )
+    temperature: float | None = option("Sample at this temperature instead of searching [default: off]", short="-t")
+    top_k: int | None = option("Sample from the K most likely tokens [default: 0, off]")
+    top_p: float | None = option("Sample from the most likely tokens that together reach probability X [default: 1]")
+    seed: int | None = option("Sample with this seed [default: 0]", short="-s")
+    max_num_seqs: int | None = option(
+        f"Maximum number of sequences in the cache, one per beam [default: {MAX_PARALLEL_LINES} lines]"
+    )
+    max_seq_len: int | None = option("Maximum tokens of a sequence [default: as --max-tokens needs]", short="-c")
+
+
+@command("translate", _TranslateOptions)
+def translate_command(options: _TranslateOptions) -> None:
     """Translate every line of FILE, or of standard input.
 
     Every line gives one line, in order; an empty line stays empty. With --n-best N every line gives N lines
@@ -82,78 +71,66 @@ def translate_command(model: Path, file: Path | None, **options: Any) -> None:
     kvad translate facebook/nllb-200-distilled-600M --source-language deu_Latn --language eng_Latn < letter.txt
     echo "Ein Haus am See." | kvad translate runs/opus --num-beams 6 --n-best 3 --json
     """
-    _check(options)
-    with LineSource(file) as lines:
-        opened = open_for_command(model, "translate")
-        sampling = _sampling(opened, options)
-        with _load(opened, sampling, options) as llm:
+    given, load = _check(options), load_fields(options)
+    with LineSource(options.file) as lines:
+        opened = open_for_command(options.model, "translate")
+        sampling = _sampling(opened, given, options.n_best)
+        with _load(opened, sampling, load, len(options.prefix.encode())) as llm:
             task = _task(llm, sampling, options)
-            show = printer(task, as_json=options["as_json"])
-            failed = print_answers(answer_lines(lines, task), show, lines, quiet=options["quiet"])
-    click.get_current_context().exit(1 if failed else 0)
+            show = partial(print_answer, task, as_json=options.as_json)
+            failed = print_answers(answer_lines(lines, task), show, lines, quiet=options.quiet)
+    exit_with(1 if failed else 0)
 
 
-def _check(options: Mapping[str, Any]) -> None:
-    """Check the options before a model is opened."""
-    check_sampling_ranges(explicit_options(options, SAMPLING_OPTIONS))
-    parse_policy_options(options)
-    if options["n_best"] < 1:
-        raise RequestError(f"--n-best: {options['n_best']} is out of range, must be at least 1")
-    if options["num_beams"] is not None and options["n_best"] > options["num_beams"] and options["temperature"] is None:
-        raise RequestError(
-            f"--n-best {options['n_best']} exceeds --num-beams {options['num_beams']}", "search with more beams"
-        )
+def _check(options: _TranslateOptions) -> dict[str, Any]:
+    """Check the options before a model is opened; return the given fields of SamplingParams."""
+    given, n_best = given_fields(options, SamplingParams), options.n_best
+    check_sampling_ranges(given)
+    if n_best < 1:
+        raise RequestError(f"--n-best: {n_best} is out of range, must be at least 1")
+    if options.num_beams is not None and n_best > options.num_beams and options.temperature is None:
+        raise RequestError(f"--n-best {n_best} exceeds --num-beams {options.num_beams}", "search with more beams")
+    return given
 
 
-def _sampling(opened: CheckpointHandle, options: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(opened: CheckpointHandle, given: dict[str, Any], n_best: int) -> dict[str, Any]:
     """Merge the options with the checkpoint's sampling defaults; without both, search greedily."""
     from kvad.engine import scheduling
 
     defaults: Mapping[str, Any] = opened.generation.sampling or {}
-    chosen = explicit_options(options, SAMPLING_OPTIONS)
-    chosen.setdefault("max_tokens", min(defaults.get("max_tokens", MAX_TOKENS), opened.config.max_seq_len))
+    chosen = {"max_tokens": min(defaults.get("max_tokens", MAX_TOKENS), opened.config.max_seq_len), **given}
     sampled = any(name in chosen for name in scheduling.request.SAMPLING_ONLY_FIELDS)
-    if not sampled and "num_beams" not in chosen and options["n_best"] > 1:
-        chosen["num_beams"] = max(options["n_best"], defaults.get("num_beams", 1))
+    if not sampled and "num_beams" not in chosen and n_best > 1:
+        chosen["num_beams"] = max(n_best, defaults.get("num_beams", 1))
     if not sampled and "num_beams" not in chosen and not defaults:
         chosen["num_beams"] = 1
     if chosen.get("num_beams") == 1 and not sampled:
         chosen["temperature"] = 0.0
-    if options["n_best"] > 1:
-        chosen["n"] = options["n_best"]
+    if n_best > 1:
+        chosen["n"] = n_best
     return chosen
 
 
-def _load(opened: CheckpointHandle, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
+def _load(opened: CheckpointHandle, sampling: Mapping[str, Any], load: dict[str, Any], prefix_bytes: int) -> LLM:
     """Load the model with a cache for at most 32 lines that takes at most half of the available memory."""
-    from kvad.llm import LLM, resolve_sampling
+    from kvad import engine
+    from kvad.llm import LLM
 
-    requested = resolve_sampling(sampling, opened.generation)
+    requested = engine.options.resolve_sampling(sampling, opened.generation)
     seqs_per_line = max(requested.num_beams, requested.n)
-    longest = (
-        sampling["max_tokens"] + len((options["prefix"] or "").encode()) + 2
-    )  # a text has at most one token per byte
-    max_seq_len = min(opened.config.max_seq_len, longest) if options["max_seq_len"] is None else options["max_seq_len"]
-    if options["max_num_seqs"] is not None and options["max_num_seqs"] < seqs_per_line:
+    longest = sampling["max_tokens"] + prefix_bytes + 2  # a text has at most one token per byte
+    load.setdefault("max_seq_len", min(opened.config.max_seq_len, longest))
+    max_num_seqs = load.get("max_num_seqs")
+    if max_num_seqs is None:
+        load["max_num_seqs"] = _max_num_seqs(opened, seqs_per_line, load)
+    elif max_num_seqs < seqs_per_line:
         raise UsageError(
-            f"--max-num-seqs: must be at least {seqs_per_line}, the beams or samples of a line, "
-            f"got {options['max_num_seqs']}"
+            f"--max-num-seqs: must be at least {seqs_per_line}, the beams or samples of a line, got {max_num_seqs}"
         )
-    max_num_seqs = (
-        _max_num_seqs(opened, seqs_per_line, options, max_seq_len)
-        if options["max_num_seqs"] is None
-        else options["max_num_seqs"]
-    )
-    chosen = {
-        **parse_format_options(options),
-        **parse_policy_options(options),
-        "deterministic": options["deterministic"],
-    }
-    chosen["adapter"] = options["adapter"]
-    return LLM.load(opened.path, dtype=options["dtype"], max_num_seqs=max_num_seqs, max_seq_len=max_seq_len, **chosen)
+    return LLM.load(opened, **load)
 
 
-def _max_num_seqs(opened: CheckpointHandle, seqs_per_line: int, options: Mapping[str, Any], max_seq_len: int) -> int:
+def _max_num_seqs(opened: CheckpointHandle, seqs_per_line: int, load: Mapping[str, Any]) -> int:
     """Choose the number of sequences that half of the available memory can hold."""
     from kvad.cache import CacheConfig
     from kvad.cache.sizing import available_bytes, plan_memory
@@ -161,19 +138,12 @@ def _max_num_seqs(opened: CheckpointHandle, seqs_per_line: int, options: Mapping
     available, source = available_bytes(), opened.config.encoder_input
     assert source is not None, "an encoder-decoder has an encoder input"
     stored = str(opened.stored_dtype).removeprefix("torch.")
-    computed = options["dtype"] or ("float32" if stored == "float16" else stored)
-    fields: dict[str, Any] = {
-        name.removeprefix("cache_"): value for name, value in parse_format_options(options).items()
-    }
-    fields |= parse_policy_options(options)
+    computed = load.get("dtype") or ("float32" if stored == "float16" else stored)
+    names = {name: name.removeprefix("cache_") for name in load if name not in NO_CACHE_FIELDS}
+    fields = {"dtype": computed, **{field: load[name] for name, field in names.items()}}
     lines = max(1, min(MAX_PARALLEL_LINES, MAX_SEQS // seqs_per_line))
     while lines > 1 and available is not None:
-        cache = CacheConfig(
-            max_num_seqs=lines * seqs_per_line,
-            max_seq_len=max_seq_len,
-            max_source_len=source.max_seq_len,
-            **{"dtype": computed, **fields},
-        )
+        cache = CacheConfig(max_num_seqs=lines * seqs_per_line, max_source_len=source.max_seq_len, **fields)
         if plan_memory(opened.config, cache, weights_dtype=computed).total <= available // 2:
             break
         lines //= 2
@@ -183,15 +153,13 @@ def _max_num_seqs(opened: CheckpointHandle, seqs_per_line: int, options: Mapping
 # ---------------------------------------------------------------- the task
 
 
-def _task(llm: LLM, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> LineTask[Sequence[Translation]]:
-    language, source_language = options["language"], options["source_language"]
-    if (
-        require_tokenizer(llm).source_tokenizer is not None and language is not None
-    ):  # Marian marks the target language in the source
-        language, source_language = None, language
-    target_prefix, prefix_tokens = _target_prefix(llm, options["prefix"], language)
+def _task(llm: LLM, sampling: Mapping[str, Any], options: _TranslateOptions) -> LineTask[Sequence[Translation]]:
+    language, source_language = options.language, options.source_language
+    if require_tokenizer(llm).source_tokenizer is not None and language is not None:
+        language, source_language = None, language  # Marian marks the target language in the source
+    target_prefix, prefix_tokens = _target_prefix(llm, options.prefix, language)
     llm.texts.encode_source("a", source_language)  # an unknown language is an error of the command, not of a line
-    numbered = options["n_best"] > 1
+    numbered = options.n_best > 1
 
     def generate(many: list[list[int]]) -> list[list[Translation]]:
         chosen = {
@@ -217,7 +185,7 @@ def _task(llm: LLM, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> 
     return LineTask(lambda text: llm.texts.encode_source(text, source_language), generate, plain, fields, empty=())
 
 
-def _target_prefix(llm: LLM, prefix: str | None, language: str | None) -> tuple[list[int] | None, list[int]]:
+def _target_prefix(llm: LLM, prefix: str, language: str | None) -> tuple[list[int] | None, list[int]]:
     """Return the first tokens of every target (None without a prefix) and the tokens of the prefix."""
     code = llm.generation.forced_bos_token_id if language is None else llm.texts.language_token(language)
     if not prefix:

@@ -12,15 +12,4 @@ if TYPE_CHECKING:
     from kvad.engine.execution.sampler import NONFINITE_ERROR as NONFINITE_ERROR
     from kvad.engine.execution.sampler import sample_outputs as sample_outputs
 
-__all__ = ["NONFINITE_ERROR", "ManagedCache", "ModelRunner", "sample_outputs"]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "ManagedCache": "model_runner",
-        "ModelRunner": "model_runner",
-        "NONFINITE_ERROR": "sampler",
-        "sample_outputs": "sampler",
-    },
-    (),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,6 +1,6 @@
 """Input buffers: a step's integers at the same addresses whenever a batch shape recurs.
 
-A :class:`BatchShape` is everything about a step except the numbers in its tensors: sub-batches, number of logits, table
+A ``BatchShape`` is everything about a step except the numbers in its tensors: sub-batches, number of logits, table
 widths. All integers are in one host buffer, which goes to an accelerator in one copy; the tensors of each shape are
 created once, as views. Equal shapes give the model the same tensors with other contents: a captured graph needs this,
 and an eager step saves a dozen small allocations.
@@ -8,13 +8,13 @@ and an eager step saves a dozen small allocations.
     sub-batch (2 sequences x 1 token), one group, tables 3 wide:
     tokens 2 | positions 2 | logit indices 2 | slots 2 | table 2 x 3
 
-A ModelInput from here is valid until the next :meth:`InputBuffers.fill`.
+A ModelInput from here is valid until the next ``InputBuffers.fill``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,65 +31,45 @@ MAX_SHAPES = 256  # cached; all are rebuilt when the limit is exceeded
 
 
 class BatchShape(NamedTuple):
-    """Shape of a step.
-
-    ``widths``: per cache group and sub-batch, the blocks of its longest sequence. The first ``num_token_groups`` groups
-        store
-    tokens; groups after the first ``num_cached_groups`` (cross-attention) use ``cross_sub_batches``.
-    """
+    """Shape of a step."""
 
     sub_batches: tuple[SubBatch, ...]
     num_logits: int
-    widths: tuple[tuple[int, ...], ...]
-    cross_sub_batches: tuple[SubBatch, ...] | None = None
-    num_token_groups: int = 0
-    num_cached_groups: int = 0
+    widths: tuple[tuple[int, ...], ...]  # per cache group and sub-batch: blocks of its longest sequence
+    cross_sub_batches: tuple[SubBatch, ...] | None = None  # used by cross-attention groups, which come last
+    num_token_groups: int = 0  # the first groups, which store tokens
+    num_cached_groups: int = 0  # the groups before those of cross-attention
 
     @staticmethod
     def from_output(output: SchedulerOutput) -> BatchShape:
         allocation = output.allocation
-        widths, num_token_groups = (
-            tuple(_widths(output.sub_batches, tables) for tables in allocation.block_tables),
-            len(allocation.slots),
-        )
-        logit_indices = sum(len(scheduled.logit_offsets) for scheduled in output.scheduled)
+        widths = tuple(_widths(output.sub_batches, tables) for tables in allocation.block_tables)
+        num_logits = sum(len(scheduled.logit_offsets) for scheduled in output.scheduled)
+        num_token_groups = len(allocation.slots)
+        num_cached_groups = num_token_groups + allocation.num_lower_levels
+        cross_sub_batches = output.cross_sub_batches
         return BatchShape(
-            output.sub_batches,
-            logit_indices,
-            widths,
-            output.cross_sub_batches,
-            num_token_groups,
-            num_token_groups + allocation.num_lower_levels,
+            output.sub_batches, num_logits, widths, cross_sub_batches, num_token_groups, num_cached_groups
         )
 
     def group_sub_batches(self, group: int) -> tuple[SubBatch, ...]:
         """Return the sub-batches of one group."""
-        return (
-            self.sub_batches
-            if group < self.num_cached_groups or self.cross_sub_batches is None
-            else self.cross_sub_batches
-        )
+        if group < self.num_cached_groups or self.cross_sub_batches is None:
+            return self.sub_batches
+        return self.cross_sub_batches
 
 
 class _ShapeBuffers(NamedTuple):
-    """Tensors of one shape, and their host arrays in the same order."""
+    """Tensors of one shape, and their host arrays in the order of ``_sizes``."""
 
     model_input: ModelInput
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    logit_indices: NDArray[np.int64]
-    max_seq_lens: NDArray[np.int64] | None
-    slots: list[NDArray[np.int64]]
-    tables: list[list[NDArray[np.int64]]]
-    strides: list[list[int]]
+    arrays: list[NDArray[np.int64]]
+    strides: list[list[int]]  # per group and sub-batch: sequences per row of the table
     num_used: int
 
 
 class InputBuffers:
-    """Buffers for all shapes.
-
-    ``max_model_len`` is the model's limit if its rotary regime depends on lengths.
-    """
+    """Buffers for all shapes; ``max_model_len`` is the model's limit if its rotary regime depends on lengths."""
 
     def __init__(self, device: torch.device, *, max_model_len: int | None) -> None:
         self.device, self._max_model_len = device, max_model_len
@@ -114,15 +94,13 @@ class InputBuffers:
             positions.extend(range(scheduled.start, end))
             if self._max_model_len is not None:
                 max_seq_lens.extend([min(scheduled.sequence.max_len, self._max_model_len)] * scheduled.num_tokens)
-        buffers.tokens[:] = tokens
-        buffers.positions[:] = positions
-        buffers.logit_indices[:] = logit_indices
-        if buffers.max_seq_lens is not None:
-            buffers.max_seq_lens[:] = max_seq_lens
-        for group, slots in enumerate(output.allocation.slots):
-            buffers.slots[group][:] = slots
-        for group, tables_of_group in enumerate(output.allocation.block_tables):
-            _write_tables(buffers.tables[group], buffers.strides[group], tables_of_group)
+        arrays, allocation = iter(buffers.arrays), output.allocation
+        for values in (tokens, positions, logit_indices, *([max_seq_lens] if self._max_model_len is not None else [])):
+            next(arrays)[:] = values
+        for group, tables in enumerate(allocation.block_tables):
+            if group < len(allocation.slots):
+                next(arrays)[:] = allocation.slots[group]
+            _write_tables(arrays, buffers.strides[group], tables)
         # The host waits for every step's logits, so the device buffer is no longer in use.
         if self._device_buffer is not self._host_buffer:
             self._device_buffer[: buffers.num_used].copy_(self._host_buffer[: buffers.num_used], non_blocking=True)
@@ -148,22 +126,23 @@ class InputBuffers:
         )
 
     def _views(self, shape: BatchShape, sizes: Sequence[tuple[int, ...]]) -> _ShapeBuffers:
-        host, device_views, offset = [], [], 0
+        arrays, views, offset = [], [], 0
         for dims in sizes:
             size = math.prod(dims)
-            host.append(self._host_buffer[offset : offset + size].view(dims).numpy())
-            device_views.append(self._device_buffer[offset : offset + size].view(dims))
+            arrays.append(self._host_buffer[offset : offset + size].view(dims).numpy())
+            views.append(self._device_buffer[offset : offset + size].view(dims))
             offset += _aligned(size)
-        hosts, tensors = iter(host), iter(device_views)
+        tensors = iter(views)
         tokens, positions, logit_indices = next(tensors), next(tensors), next(tensors)
         max_seq_lens = next(tensors) if self._max_model_len is not None else None
-        slot_mappings = []
+        slot_mappings, strides = [], []
         for group, widths in enumerate(shape.widths):
             slots = next(tensors) if group < shape.num_token_groups else None
             tables = tuple(next(tensors) for _ in widths)
-            slot_mappings.append(
-                SlotMapping(slots, tables, None if group < shape.num_cached_groups else shape.cross_sub_batches)
-            )
+            cross_sub_batches = None if group < shape.num_cached_groups else shape.cross_sub_batches
+            slot_mappings.append(SlotMapping(slots, tables, cross_sub_batches))
+            pairs = zip(shape.sub_batches, shape.group_sub_batches(group), strict=True)
+            strides.append([sub_batch.num_seqs // group_batch.num_seqs for sub_batch, group_batch in pairs])
         model_input = ModelInput(
             tokens,
             positions,
@@ -172,15 +151,7 @@ class InputBuffers:
             max_seq_lens=max_seq_lens,
             slot_mappings=tuple(slot_mappings),
         )
-        first = next(hosts), next(hosts), next(hosts), next(hosts) if self._max_model_len is not None else None
-        host_slots, host_tables, strides = [], [], []
-        for group, widths in enumerate(shape.widths):
-            if group < shape.num_token_groups:
-                host_slots.append(next(hosts))
-            host_tables.append([next(hosts) for _ in widths])
-            sub_batch_pairs = zip(shape.sub_batches, shape.group_sub_batches(group), strict=True)
-            strides.append([sub_batch.num_seqs // group_batch.num_seqs for sub_batch, group_batch in sub_batch_pairs])
-        return _ShapeBuffers(model_input, *first, host_slots, host_tables, strides, offset)
+        return _ShapeBuffers(model_input, arrays, strides, offset)
 
 
 def _sizes(shape: BatchShape, with_limits: bool) -> list[tuple[int, ...]]:
@@ -210,17 +181,13 @@ def _widths(sub_batches: Sequence[SubBatch], tables: Sequence[Sequence[int]]) ->
     return tuple(widths)
 
 
-def _write_tables(
-    sub_batches: Sequence[NDArray[np.int64]], strides: Sequence[int], tables_of_group: Sequence[Sequence[int]]
-) -> None:
-    """Write each sequence's blocks, padded with NULL_BLOCK.
-
-    Of ``stride`` sequences, only the first one's.
-    """
+def _write_tables(arrays: Iterator[NDArray[np.int64]], strides: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+    """Write the blocks of every ``stride``-th sequence, padded with NULL_BLOCK."""
     start = 0
-    for table, stride in zip(sub_batches, strides, strict=True):
+    for stride in strides:
+        table = next(arrays)
         stop = start + len(table) * stride
-        for blocks, table_row in zip(tables_of_group[start:stop:stride], table, strict=True):
+        for blocks, table_row in zip(tables[start:stop:stride], table, strict=True):
             table_row[: len(blocks)] = blocks
             table_row[len(blocks) :] = NULL_BLOCK
         start = stop

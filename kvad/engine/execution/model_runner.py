@@ -1,6 +1,6 @@
 """Model runner: apply block operations, fill input buffers and run the model.
 
-The model receives tensors only; :meth:`ModelRunner.tensors` lists all that outlive a step. It runs eagerly.
+The model receives tensors only; ``ModelRunner.tensors`` lists all that outlive a step. It runs eagerly.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from kvad.model_input import BlockOps, CacheProtocol, ModelInput, SlotMapping
 
 
 class ManagedCache(CacheProtocol, Protocol):
-    """Cache that a KVCacheManager controls.
-
-    :class:`kvad.cache.device.kv_cache.KVCache`, or a stand-in.
-    """
+    """Cache that a KVCacheManager controls: ``kvad.cache.device.kv_cache.KVCache``, or a stand-in."""
 
     def apply(self, block_ops: BlockOps) -> None: ...
 
@@ -44,10 +41,7 @@ class ModelRunner:
         )
 
     def rope_regime(self, max_len: int) -> str:
-        """Return the rotary regime of a sequence of up to ``max_len`` tokens.
-
-        Others share no blocks.
-        """
+        """Return the rotary regime of a sequence of up to ``max_len`` tokens; others share no blocks with it."""
         layer_types = self.model.config.stack.layer_types
         ropes = [
             layer.attention.position
@@ -71,67 +65,56 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> tuple[Tensor, ModelInput]:
-        """Return the encoder's output [T, E] and its input.
-
-        Cross-attention keys and values are written.
+        """Return the encoder's output [T, E] and its input; cross-attention keys and values are written.
 
         The limit of an encoder input, which decides its rotary regime, is its own length, because it never grows.
         """
-        tokens = [token for seq in encoder_batch.sequences for token in seq.request.encoder_tokens or ()]
-        positions = [
-            position for seq in encoder_batch.sequences for position in range(len(seq.request.encoder_tokens or ()))
-        ]
-        allocation = encoder_batch.allocation
-        slot_mappings = (
-            () if allocation is None else tuple(SlotMapping(self._integers(slots), ()) for slots in allocation.slots)
-        )
-        position_tensor = self._integers(positions)
-        no_tokens = position_tensor[:0]
-        lengths = (
-            [len(seq.request.encoder_tokens or ()) for seq in encoder_batch.sequences]
-            if self._encoder_depends_on_length
-            else []
-        )
-        max_seq_lens = self._integers([length for length in lengths for _ in range(length)]) if lengths else None
+        inputs, allocation = [seq.request.encoder_tokens for seq in encoder_batch.sequences], encoder_batch.allocation
+        positions = self._integers([position for tokens in inputs for position in range(len(tokens))])
+        no_tokens = positions[:0]
+        slots_per_group = () if allocation is None else allocation.slots
+        limits = None
+        if self._encoder_depends_on_length:
+            limits = self._integers([len(tokens) for tokens in inputs for _ in tokens])
         encoder_input = ModelInput(
-            self._integers(tokens),
-            position_tensor,
+            self._integers([token for tokens in inputs for token in tokens]),
+            positions,
             encoder_batch.sub_batches,
             no_tokens,
-            max_seq_lens=max_seq_lens,
-            slot_mappings=slot_mappings,
+            max_seq_lens=limits,
+            slot_mappings=tuple(SlotMapping(self._integers(slots), ()) for slots in slots_per_group),
         )
         if allocation is None:
             return self.model.encode(encoder_input), encoder_input
         self.cache.apply(allocation.block_ops)
-        return self.model(
-            ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input), self.cache
-        ), encoder_input
+        model_input = ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input)
+        return self.model(model_input, self.cache), encoder_input
 
     @torch.inference_mode()
     def encoder_outputs(
-        self, hidden: Tensor, model_input: ModelInput, lengths: Sequence[int], output_kinds: Sequence[str]
+        self, hidden: Tensor, model_input: ModelInput, encoder_batch: scheduling.sequence.EncoderBatch
     ) -> list[Tensor]:
         """Return the requested output of each sequence: the head's, or pooled hidden states."""
+        inputs = [seq.request.encoder_input for seq in encoder_batch.sequences]
+        kinds, lengths = [x.output for x in inputs if x is not None], [len(x.tokens) for x in inputs if x is not None]
         outputs: dict[str, Sequence[Tensor]] = {}
-        if "head" in output_kinds:
-            outputs["head"] = self._head(hidden, model_input, list(lengths))
-        if "mean" in output_kinds:
-            outputs["mean"] = model_lib.heads.pool_hidden(hidden, model_input.sub_batches, "mean").unbind(0)
-        if "first" in output_kinds:
-            outputs["first"] = model_lib.heads.pool_hidden(hidden, model_input.sub_batches, "first").unbind(0)
-        return [outputs[kind][index] for index, kind in enumerate(output_kinds)]
+        for kind in set(kinds):
+            if kind == "head":
+                outputs[kind] = self._head(hidden, model_input, lengths)
+            else:
+                outputs[kind] = model_lib.heads.pool_hidden(hidden, model_input.sub_batches, kind).unbind(0)
+        return [outputs[kind][index] for index, kind in enumerate(kinds)]
 
     def _head(self, hidden: Tensor, model_input: ModelInput, lengths: list[int]) -> Sequence[Tensor]:
         """Return the head's output per sequence; hidden states for an encoder-decoder."""
-        rows: tuple[Tensor, ...]
+        parts: tuple[Tensor, ...]
         if self.model.decoder is not None:
-            rows = hidden.split(lengths)
+            parts = hidden.split(lengths)
         elif self.model.config.pools_sequence:
-            rows = self.model.pooled_outputs(hidden, model_input).unbind(0)
+            parts = self.model.pooled_outputs(hidden, model_input).unbind(0)
         else:
-            rows = self.model.logits(hidden, torch.arange(len(hidden), device=hidden.device)).split(lengths)
-        return rows
+            parts = self.model.logits(hidden, torch.arange(len(hidden), device=hidden.device)).split(lengths)
+        return parts
 
     def _integers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

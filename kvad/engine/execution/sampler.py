@@ -1,8 +1,9 @@
 """Sampler: from logits to tokens, candidates, log-probabilities or errors.
 
-Sampling is a chain of small functions over [N, V], each skipped if no row uses it. Every function leaves other rows
-unchanged bit for bit, and a row's draw is a function of seed, sample and position, so results do not depend on
-neighbors. Logits that are NaN or infinite, or an exception in a caller's function, are an error of that row only.
+Sampling is a chain of small functions over [N, V], one row per sequence, each skipped if no sequence uses it. Every
+function leaves other rows unchanged bit for bit, and a draw is a function of seed, sample and position, so results do
+not depend on neighbors. Logits that are NaN or infinite, or an exception in a caller's function, are an error of that
+sequence only.
 
 Random numbers are counter-based: Philox4x32-10 (Salmon et al. 2011). ``uniform(seed, sample, position)`` is the same in
 any batch, after a preemption, and on every machine.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from kvad.engine.scheduling import (
     SchedulerOutput,
     SequenceOutput,
     TokenLogprob,
+    TokenSequence,
     num_candidates,
 )
 
@@ -60,76 +61,90 @@ def uniform(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[in
     return fractions
 
 
-class SamplingRow(NamedTuple):
-    """Inputs for one row of logits."""
-
-    sampling_params: SamplingParams
-    tokens: Sequence[int]  # prompt and output
-    num_prompt_tokens: int  # length of the prompt in tokens
-    sample_index: int
-    stop_tokens: frozenset[int]
-    max_len: int = 1 << 62  # maximum number of tokens
-
-
-class SampledToken(NamedTuple):
-    """Sampled token; for a beam, ``candidates`` instead (possibly empty)."""
-
-    token: int
-    logprob: TokenLogprob | None
-    error: str | None
-    candidates: tuple[tuple[int, float], ...] = ()
-
-
 NONFINITE_ERROR = "numerical error: the model's logits are NaN or infinite"
 NO_ALLOWED_TOKEN = (
     "every token is banned by allowed_tokens_fn, bad_words_ids, logit_bias, min_tokens or no_repeat_ngram_size"
 )
 
 
-def sample_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Sample one token per row from logits [N, V]."""
+def sample_outputs(output: SchedulerOutput, logits: Tensor) -> list[SequenceOutput]:
+    """Sample and score each scheduled sequence's share of the logits [N, V]."""
+    results: list[SequenceOutput] = []
+    sampled: dict[int, int] = {}  # index of a scheduled sequence -> index of its sampled logits
+    start = 0
+    for index, scheduled in enumerate(output.scheduled):
+        stop = start + len(scheduled.logit_offsets)
+        if scheduled.is_sampled:
+            sampled[index] = stop - 1
+        results.append(_score_span(scheduled, logits[start : stop - scheduled.is_sampled]))
+        start = stop
+    if sampled:
+        sequences = [output.scheduled[index].sequence for index in sampled]
+        new_results = _sample_or_fail(logits[list(sampled.values())], sequences)
+        for index, result in zip(sampled, new_results, strict=True):
+            span = results[index]
+            results[index] = result._replace(prompt_logprobs=span.prompt_logprobs, error=span.error or result.error)
+    return results
+
+
+def _score_span(scheduled: ScheduledSequence, logits: Tensor) -> SequenceOutput:
+    """Score the prompt tokens that follow the span's logits [n, V]."""
+    if not len(logits):
+        return SequenceOutput()
+    first = scheduled.start + scheduled.logit_offsets[0] + 1
+    targets = scheduled.sequence.token_ids[first : first + len(logits)]
+    scores = gather_logprobs(logits, targets, scheduled.sequence.sampling_params.prompt_logprobs or 0)
+    return SequenceOutput(error=NONFINITE_ERROR) if scores is None else SequenceOutput(prompt_logprobs=tuple(scores))
+
+
+def _sample_or_fail(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[SequenceOutput]:
+    """Sample from [N, V]; an exception in ``allowed_tokens_fn`` fails its sequence only."""
+    try:
+        return sample_tokens(logits, sequences)
+    except Exception as error:
+        if all(seq.sampling_params.allowed_tokens_fn is None for seq in sequences):
+            raise
+        if len(sequences) == 1:
+            return [SequenceOutput(0, error=f"sampling failed: {type(error).__name__}: {error}")]
+        parts = zip(logits.split(1), sequences, strict=True)
+        return [result for part, seq in parts for result in _sample_or_fail(part, [seq])]
+
+
+def sample_tokens(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[SequenceOutput]:
+    """Sample one token per sequence from logits [N, V]; the result of a beam has ``candidates``, possibly none."""
     raw = logits.float()
     is_finite = torch.isfinite(raw).all(dim=-1).tolist()
     if not all(is_finite):
         raw = torch.where(torch.isfinite(raw), raw, torch.zeros_like(raw))
     scores = raw
-    beam_rows = [i for i, row in enumerate(rows) if row.sampling_params.num_beams > 1]
-    if beam_rows:  # beams sum log-probabilities, to which bans and penalties apply (as in transformers)
+    beams = [i for i, seq in enumerate(sequences) if seq.sampling_params.num_beams > 1]
+    if beams:  # beams sum log-probabilities, to which bans and penalties apply (as in transformers)
         scores = raw.clone()
-        scores[beam_rows] = raw[beam_rows].log_softmax(dim=-1)
+        scores[beams] = raw[beams].log_softmax(dim=-1)
     for step in SAMPLER_STEPS:
-        scores = step(scores, rows)
+        scores = step(scores, sequences)
     tokens = scores.argmax(dim=-1)
-    sampled_rows = [i for i, row in enumerate(rows) if not row.sampling_params.greedy]
-    if sampled_rows:
-        tokens[sampled_rows] = _draw(scores[sampled_rows], [rows[i] for i in sampled_rows])
+    drawn = [i for i, seq in enumerate(sequences) if not seq.sampling_params.greedy]
+    if drawn:
+        tokens[drawn] = _draw(scores[drawn], [sequences[i] for i in drawn])
     chosen = tokens.tolist()
     has_allowed = (scores.amax(dim=-1) > -math.inf).tolist()
-    logprobs = _requested_logprobs(raw, rows, chosen)
-    candidates = _candidates(scores, rows, beam_rows)
-    return [
-        SampledToken(
-            token,
-            logprob,
-            (None if has_token or i in candidates else NO_ALLOWED_TOKEN) if is_row_finite else NONFINITE_ERROR,
-            candidates.get(i, ()),
-        )
-        for i, (token, logprob, is_row_finite, has_token) in enumerate(
-            zip(chosen, logprobs, is_finite, has_allowed, strict=True)
-        )
-    ]
+    logprobs = _requested_logprobs(raw, sequences, chosen)
+    results = []
+    for i, seq in enumerate(sequences):
+        is_beam = seq.sampling_params.num_beams > 1
+        error = None if has_allowed[i] or is_beam else NO_ALLOWED_TOKEN
+        candidates = _candidates(scores[i], seq) if is_beam else ()
+        error = error if is_finite[i] else NONFINITE_ERROR
+        results.append(SequenceOutput(chosen[i], logprobs.get(i), error=error, candidates=candidates))
+    return results
 
 
-def _candidates(
-    scores: Tensor, rows: Sequence[SamplingRow], row_indices: Sequence[int]
-) -> dict[int, tuple[tuple[int, float], ...]]:
-    """Return the best continuations of beams, as many as the search considers."""
-    candidates = {}
-    for i in row_indices:
-        count = min(num_candidates(rows[i].sampling_params, len(rows[i].stop_tokens)), scores.shape[-1])
-        values, tokens = scores[i].topk(count)
-        candidates[i] = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
-    return candidates
+def _candidates(scores: Tensor, beam: TokenSequence) -> tuple[tuple[int, float], ...]:
+    """Return the best continuations under scores [V], as many as the search considers."""
+    count = min(num_candidates(beam.sampling_params, len(beam.stop_tokens)), len(scores))
+    values, tokens = scores.topk(count)
+    return tuple(zip(tokens.tolist(), values.tolist(), strict=True))
 
 
 def gather_logprobs(logits: Tensor, targets: Sequence[int], top_logprobs: int) -> list[TokenLogprob] | None:
@@ -140,52 +155,54 @@ def gather_logprobs(logits: Tensor, targets: Sequence[int], top_logprobs: int) -
     return _score(raw, targets, [top_logprobs] * len(targets))
 
 
-def _requested_logprobs(raw: Tensor, rows: Sequence[SamplingRow], chosen: Sequence[int]) -> list[TokenLogprob | None]:
-    requested = [i for i, row in enumerate(rows) if row.sampling_params.logprobs is not None]
-    if not requested:
-        return [None] * len(rows)
-    logprobs: list[TokenLogprob | None] = [None] * len(rows)
-    num_alternatives = [rows[i].sampling_params.logprobs or 0 for i in requested]
-    for i, score in zip(
-        requested, _score(raw[requested], [chosen[i] for i in requested], num_alternatives), strict=True
-    ):
-        logprobs[i] = score
-    return logprobs
+def _requested_logprobs(raw: Tensor, sequences: Sequence[TokenSequence], chosen: list[int]) -> dict[int, TokenLogprob]:
+    """Return the log-probabilities of chosen tokens by index, where they were requested."""
+    counts = {
+        i: seq.sampling_params.logprobs for i, seq in enumerate(sequences) if seq.sampling_params.logprobs is not None
+    }
+    if not counts:
+        return {}
+    scores = _score(raw[list(counts)], [chosen[i] for i in counts], list(counts.values()))
+    return dict(zip(counts, scores, strict=True))
 
 
 def _score(raw: Tensor, targets: Sequence[int], num_alternatives: Sequence[int]) -> list[TokenLogprob]:
     logprobs = raw.log_softmax(dim=-1)
     target_logprobs = logprobs[range(len(targets)), list(targets)].tolist()
-    max_top = min(max(num_alternatives), raw.shape[-1])
-    values, ids = logprobs.topk(max_top, dim=-1) if max_top else (logprobs[:, :0], logprobs[:, :0])
+    values, ids = logprobs.topk(min(max(num_alternatives), raw.shape[-1]), dim=-1)
     alternatives = [list(zip(map(int, i), v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [
-        TokenLogprob(token, logprob, tuple(row[:num_top]))
-        for token, logprob, row, num_top in zip(targets, target_logprobs, alternatives, num_alternatives, strict=True)
+        TokenLogprob(token, logprob, tuple(best[:count]))
+        for token, logprob, best, count in zip(targets, target_logprobs, alternatives, num_alternatives, strict=True)
     ]
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+def _draw(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
+    """Draw by inverse transform: the first token whose cumulative probability exceeds the uniform number."""
+    seeds = [seq.sampling_params.seed for seq in sequences]
+    u = uniform(seeds, [seq.sample_index for seq in sequences], [len(seq.token_ids) for seq in sequences])
+    cumulated = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    threshold = torch.from_numpy(u).to(scores.device).unsqueeze(-1) * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, threshold, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
 # ---------------------------------------------------------------- sampler steps
 
 
-def apply_bans(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def apply_bans(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Ban end tokens before ``min_tokens``, ends of bad words, and repeated n-grams."""
-    banned_tokens = [(i, token) for i, row in enumerate(rows) for token in _banned(row) if token < scores.shape[-1]]
-    if not banned_tokens:
+    banned = [(i, token) for i, seq in enumerate(sequences) for token in _banned(seq) if token < scores.shape[-1]]
+    if not banned:
         return scores
     scores = scores.clone()
-    row_indices, tokens = zip(*banned_tokens, strict=True)
-    scores[list(row_indices), list(tokens)] = -math.inf
+    indices, tokens = zip(*banned, strict=True)
+    scores[list(indices), list(tokens)] = -math.inf
     return scores
 
 
-def _banned(row: SamplingRow) -> set[int]:
-    params, tokens = row.sampling_params, row.tokens
-    banned = set(row.stop_tokens) if len(tokens) - row.num_prompt_tokens < params.min_tokens else set()
+def _banned(seq: TokenSequence) -> set[int]:
+    params, tokens = seq.sampling_params, seq.token_ids
+    banned = set(seq.stop_tokens) if len(tokens) - seq.num_prompt_tokens < params.min_tokens else set()
     for word in params.bad_words_ids:
         prefix = word[:-1]
         if not prefix or tuple(tokens[-len(prefix) :]) == tuple(prefix):
@@ -197,72 +214,67 @@ def _banned(row: SamplingRow) -> set[int]:
 
 def _repeated(tokens: Sequence[int], n: int) -> set[int]:
     """Return tokens that would repeat an n-gram (Paulus et al. 2018, sec. 2.5)."""
-    if len(tokens) + 1 < n:
-        return set()
-    last = tuple(tokens[len(tokens) - n + 1 :])
-    return {
-        tokens[start + n - 1] for start in range(len(tokens) - n + 1) if tuple(tokens[start : start + n - 1]) == last
-    }
+    last = tokens[len(tokens) + 1 - n :]
+    starts = range(len(tokens) + 1 - n)
+    return {tokens[start + n - 1] for start in starts if tokens[start : start + n - 1] == last}
 
 
-def apply_forced_tokens(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def apply_forced_tokens(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Keep only allowed tokens, and the forced first or last token."""
-    row_indices = [i for i, row in enumerate(rows) if _forces(row.sampling_params)]
-    if not row_indices:
+    if not any(_forces_tokens(seq.sampling_params) for seq in sequences):
         return scores
     scores = scores.clone()
-    for i in row_indices:
-        params, tokens = rows[i].sampling_params, rows[i].tokens
+    for i, seq in enumerate(sequences):
+        params, num_tokens = seq.sampling_params, len(seq.token_ids)
         if params.allowed_tokens_fn is not None:
-            ids = [token for token in params.allowed_tokens_fn(tuple(tokens)) if 0 <= token < scores.shape[-1]]
-            allowed_scores = scores[i, ids]
-            scores[i] = -math.inf
-            scores[i, ids] = allowed_scores
-        forced_token = params.forced_bos_token_id if len(tokens) == rows[i].num_prompt_tokens else None
-        if params.forced_eos_token_id is not None and len(tokens) + 1 == rows[i].max_len:
+            allowed = params.allowed_tokens_fn(tuple(seq.token_ids))
+            ids = [token for token in allowed if 0 <= token < scores.shape[-1]]
+            _keep_only(scores[i], ids, scores[i, ids])
+        forced_token = params.forced_bos_token_id if num_tokens == seq.num_prompt_tokens else None
+        if params.forced_eos_token_id is not None and num_tokens + 1 == seq.max_len:
             forced_token = params.forced_eos_token_id
         if forced_token is not None:
-            scores[i] = -math.inf
-            scores[i, forced_token] = 0.0
+            _keep_only(scores[i], [forced_token], 0.0)
     return scores
 
 
-def _forces(params: SamplingParams) -> bool:
-    return (
-        params.allowed_tokens_fn is not None
-        or params.forced_bos_token_id is not None
-        or params.forced_eos_token_id is not None
-    )
+def _forces_tokens(params: SamplingParams) -> bool:
+    options = params.allowed_tokens_fn, params.forced_bos_token_id, params.forced_eos_token_id
+    return any(option is not None for option in options)
 
 
-def apply_logit_bias(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    if not any(row.sampling_params.logit_bias for row in rows):
+def _keep_only(scores: Tensor, ids: list[int], values: Tensor | float) -> None:
+    """Set scores [V] to ``values`` at ``ids`` and to -inf elsewhere."""
+    scores.fill_(-math.inf)
+    scores[ids] = values
+
+
+def apply_logit_bias(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
+    if not any(seq.sampling_params.logit_bias for seq in sequences):
         return scores
     scores = scores.clone()
-    for i, row in enumerate(rows):
-        for token, bias in row.sampling_params.logit_bias.items():
+    for i, seq in enumerate(sequences):
+        for token, bias in seq.sampling_params.logit_bias.items():
             scores[i, token] += bias
     return scores
 
 
-def apply_penalties(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def apply_penalties(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Apply repetition, presence and frequency penalties.
 
     Repetition (Keskar et al. 2019, sec. 4.1): positive logits are divided, negative ones multiplied, for tokens of
     prompt and output. Presence and frequency are subtracted, for output tokens.
     """
-    row_indices = [i for i, row in enumerate(rows) if _has_penalty(row.sampling_params)]
-    if not row_indices:
+    penalized = [i for i, seq in enumerate(sequences) if _has_penalty(seq.sampling_params)]
+    if not penalized:
         return scores
     scores = scores.clone()
-    for i in row_indices:
-        params, tokens = rows[i].sampling_params, torch.tensor(rows[i].tokens, device=scores.device)
-        token_ids = tokens.unique()
-        old_scores = scores[i, token_ids]
-        scores[i, token_ids] = torch.where(
-            old_scores > 0, old_scores / params.repetition_penalty, old_scores * params.repetition_penalty
-        )
-        output, counts = tokens[rows[i].num_prompt_tokens :].unique(return_counts=True)
+    for i in penalized:
+        params, tokens = sequences[i].sampling_params, torch.tensor(sequences[i].token_ids, device=scores.device)
+        ids, penalty = tokens.unique(), params.repetition_penalty
+        old_scores = scores[i, ids]
+        scores[i, ids] = torch.where(old_scores > 0, old_scores / penalty, old_scores * penalty)
+        output, counts = tokens[sequences[i].num_prompt_tokens :].unique(return_counts=True)
         scores[i, output] -= params.presence_penalty + params.frequency_penalty * counts.to(scores.dtype)
     return scores
 
@@ -271,9 +283,9 @@ def _has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
-def apply_temperature(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Divide by the temperature; rows at 0 (greedy) and 1 are unchanged."""
-    taus = [row.sampling_params.temperature or 1.0 for row in rows]
+def apply_temperature(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
+    """Divide by the temperature; sequences at 0 (greedy) and 1 are unchanged."""
+    taus = [seq.sampling_params.temperature or 1.0 for seq in sequences]
     if all(tau == 1 for tau in taus):
         return scores
     best = scores.amax(dim=-1, keepdim=True)
@@ -282,63 +294,62 @@ def apply_temperature(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return torch.where(used, below / _column([max(tau, 1e-30) for tau in taus], scores), scores)
 
 
-def apply_top_k(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def apply_top_k(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Keep the k best tokens and ties with the k-th (Fan et al. 2018)."""
-    vocab = scores.shape[-1]
-    ks = [
-        min(row.sampling_params.top_k, vocab) if row.sampling_params.top_k and not row.sampling_params.greedy else vocab
-        for row in rows
-    ]
-    if all(k == vocab for k in ks):
+    vocab_size = scores.shape[-1]
+    ks = [0 if seq.sampling_params.greedy else seq.sampling_params.top_k for seq in sequences]
+    ks = [k if 0 < k < vocab_size else 0 for k in ks]
+    if not any(ks):
         return scores
-    best = scores.topk(max(k for k in ks if k < vocab), dim=-1).values
-    rank_index = torch.tensor([k - 1 if k < vocab else 0 for k in ks], device=scores.device).unsqueeze(-1)
-    floor = best.gather(-1, rank_index)
-    floor = torch.where(torch.tensor([k < vocab for k in ks], device=scores.device).unsqueeze(-1), floor, -math.inf)
+    best = scores.topk(max(ks), dim=-1).values
+    k = torch.tensor(ks, device=scores.device).unsqueeze(-1)
+    floor = torch.where(k > 0, best.gather(-1, (k - 1).clamp(min=0)), -math.inf)
     return scores.masked_fill(scores < floor, -math.inf)
 
 
-def apply_top_p(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def apply_top_p(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Keep the fewest tokens whose probabilities reach p (Holtzman et al. 2020)."""
-    ps = [1.0 if row.sampling_params.greedy else row.sampling_params.top_p for row in rows]
+    ps = [1.0 if seq.sampling_params.greedy else seq.sampling_params.top_p for seq in sequences]
     if all(p >= 1 for p in ps):
         return scores
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered.softmax(dim=-1)
-    previous = probabilities.cumsum(dim=-1) - probabilities
-    return _drop(scores, ids, previous >= _column([p if p < 1 else math.inf for p in ps], scores))
+    return _drop_beyond(scores, ids, ordered.softmax(dim=-1), ps)
 
 
-def apply_min_p(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def apply_min_p(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Keep tokens with at least min_p times the best probability (Nguyen et al. 2024)."""
-    ps = [0.0 if row.sampling_params.greedy else row.sampling_params.min_p for row in rows]
+    ps = [0.0 if seq.sampling_params.greedy else seq.sampling_params.min_p for seq in sequences]
     if not any(ps):
         return scores
     floor = scores.amax(dim=-1, keepdim=True) + _column([math.log(p) if p else -math.inf for p in ps], scores)
     return scores.masked_fill(scores < floor, -math.inf)
 
 
-def apply_typical_p(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def apply_typical_p(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Keep tokens with surprise nearest to the entropy, up to typical_p (Meister et al. 2023)."""
-    ps = [1.0 if row.sampling_params.greedy else row.sampling_params.typical_p for row in rows]
+    ps = [1.0 if seq.sampling_params.greedy else seq.sampling_params.typical_p for seq in sequences]
     if all(p >= 1 for p in ps):
         return scores
     logprobs = scores.log_softmax(dim=-1)
     probabilities = logprobs.exp()
     entropy = -(probabilities * logprobs.masked_fill(probabilities == 0, 0.0)).sum(dim=-1, keepdim=True)
     ids = (-logprobs - entropy).abs().sort(dim=-1, stable=True).indices
-    ordered = probabilities.gather(-1, ids)
-    previous = ordered.cumsum(dim=-1) - ordered
-    return _drop(scores, ids, previous >= _column([p if p < 1 else math.inf for p in ps], scores))
+    return _drop_beyond(scores, ids, probabilities.gather(-1, ids), ps)
 
 
-def _drop(scores: Tensor, ids: Tensor, out: Tensor) -> Tensor:
-    """Set ``out`` (in the order of ``ids``) to -inf, but never the first token."""
-    out[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(out).scatter(-1, ids, out), -math.inf)
+def _drop_beyond(scores: Tensor, ids: Tensor, probabilities: Tensor, limits: Sequence[float]) -> Tensor:
+    """Drop tokens (in the order of ``ids``) after their probabilities reach a limit below 1, never the first token."""
+    previous = probabilities.cumsum(dim=-1) - probabilities
+    is_dropped = previous >= _column([limit if limit < 1 else math.inf for limit in limits], scores)
+    is_dropped[:, 0] = False
+    return scores.masked_fill(torch.zeros_like(is_dropped).scatter(-1, ids, is_dropped), -math.inf)
 
 
-SAMPLER_STEPS: tuple[Callable[[Tensor, Sequence[SamplingRow]], Tensor], ...] = (
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+SAMPLER_STEPS: tuple[Callable[[Tensor, Sequence[TokenSequence]], Tensor], ...] = (
     apply_bans,
     apply_logit_bias,
     apply_penalties,
@@ -349,70 +360,3 @@ SAMPLER_STEPS: tuple[Callable[[Tensor, Sequence[SamplingRow]], Tensor], ...] = (
     apply_min_p,
     apply_typical_p,
 )
-
-
-def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw by inverse transform.
-
-    The first token whose cumulative probability exceeds the uniform number.
-    """
-    u = uniform([j.sampling_params.seed for j in rows], [j.sample_index for j in rows], [len(j.tokens) for j in rows])
-    cumulated = scores.double().softmax(dim=-1).cumsum(dim=-1)
-    threshold = torch.from_numpy(u).to(scores.device).unsqueeze(-1) * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, threshold, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
-
-
-def sample_outputs(output: SchedulerOutput, logits: Tensor) -> list[SequenceOutput]:
-    """Sample and score each scheduled sequence's share of the logits [N, V]."""
-    sampled: list[tuple[int, int]] = []
-    start, ranges = 0, []
-    for index, scheduled in enumerate(output.scheduled):
-        stop = start + len(scheduled.logit_offsets)
-        if scheduled.is_sampled:
-            sampled.append((index, stop - 1))
-        ranges.append((start, stop - 1 if scheduled.is_sampled else stop))
-        start = stop
-    results = [
-        _score_span(scheduled, logits, logit_range)
-        for scheduled, logit_range in zip(output.scheduled, ranges, strict=True)
-    ]
-    if sampled:
-        rows = [_sampling_row(output.scheduled[index]) for index, _ in sampled]
-        for (index, _), chosen in zip(
-            sampled, _sample_rows(logits[[start for _, start in sampled]], rows), strict=True
-        ):
-            previous = results[index]
-            error = previous.error or chosen.error
-            results[index] = SequenceOutput(
-                chosen.token, chosen.logprob, previous.prompt_logprobs, error, candidates=chosen.candidates
-            )
-    return results
-
-
-def _sample_rows(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Sample [N, V]; an exception in ``allowed_tokens_fn`` fails its row only."""
-    try:
-        return sample_tokens(logits, rows)
-    except Exception as error:
-        if all(row.sampling_params.allowed_tokens_fn is None for row in rows):
-            raise
-        if len(rows) == 1:
-            return [SampledToken(0, None, f"sampling failed: {type(error).__name__}: {error}")]
-        return [chosen for part, row in zip(logits.split(1), rows, strict=True) for chosen in _sample_rows(part, [row])]
-
-
-def _score_span(scheduled: ScheduledSequence, logits: Tensor, logit_range: tuple[int, int]) -> SequenceOutput:
-    low, high = logit_range
-    if low == high:
-        return SequenceOutput()
-    first = scheduled.start + scheduled.logit_offsets[0] + 1
-    targets = scheduled.sequence.token_ids[first : first + high - low]
-    scores = gather_logprobs(logits[low:high], targets, scheduled.sequence.sampling_params.prompt_logprobs or 0)
-    return SequenceOutput(error=NONFINITE_ERROR) if scores is None else SequenceOutput(prompt_logprobs=tuple(scores))
-
-
-def _sampling_row(scheduled: ScheduledSequence) -> SamplingRow:
-    row = scheduled.sequence
-    return SamplingRow(
-        row.sampling_params, row.token_ids, row.num_prompt_tokens, row.sample_index, row.stop_tokens, row.max_len
-    )

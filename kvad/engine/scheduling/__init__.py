@@ -12,41 +12,15 @@ if TYPE_CHECKING:
     from kvad.engine.scheduling import sequence as sequence
     from kvad.engine.scheduling.beam_search import num_candidates as num_candidates
     from kvad.engine.scheduling.limits import LengthLimits as LengthLimits
+    from kvad.engine.scheduling.request import SamplingOptions as SamplingOptions
     from kvad.engine.scheduling.request import SamplingParams as SamplingParams
     from kvad.engine.scheduling.request import SequenceOutput as SequenceOutput
+    from kvad.engine.scheduling.request import StreamChunk as StreamChunk
     from kvad.engine.scheduling.request import TokenLogprob as TokenLogprob
     from kvad.engine.scheduling.scheduler import Scheduler as Scheduler
     from kvad.engine.scheduling.sequence import RequestMetrics as RequestMetrics
     from kvad.engine.scheduling.sequence import ScheduledSequence as ScheduledSequence
     from kvad.engine.scheduling.sequence import SchedulerOutput as SchedulerOutput
+    from kvad.engine.scheduling.sequence import TokenSequence as TokenSequence
 
-__all__ = [
-    "LengthLimits",
-    "RequestMetrics",
-    "SamplingParams",
-    "ScheduledSequence",
-    "Scheduler",
-    "SchedulerOutput",
-    "SequenceOutput",
-    "TokenLogprob",
-    "num_candidates",
-    "preemption",
-    "request",
-    "sequence",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "LengthLimits": "limits",
-        "RequestMetrics": "sequence",
-        "SamplingParams": "request",
-        "ScheduledSequence": "sequence",
-        "Scheduler": "scheduler",
-        "SchedulerOutput": "sequence",
-        "SequenceOutput": "request",
-        "TokenLogprob": "request",
-        "num_candidates": "beam_search",
-    },
-    ("preemption", "request", "sequence"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,16 +2,17 @@
 
 Invariants: a sequence is *waiting* (no index, no blocks), *running* (an index), or neither (it has ended, or is a beam
 without tokens, with or without a reserved index); the lowest free index is assigned first; both lists are in order of
-arrival. The scheduler decides which sequence is next. Integers only, no torch.
+arrival. Integers only, no torch.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvad.cache.manager import KVCacheManager
+from kvad.engine.scheduling.beam_search import BeamCandidate
 from kvad.engine.scheduling.preemption import PreemptionManager
 from kvad.engine.scheduling.sequence import DONE, IDLE, RUNNING, WAITING, Request, TokenSequence
 
@@ -21,13 +22,43 @@ MAX_PREFETCHES = 2  # sequences that load from the block store at once, besides 
 class AdmissionQueue:
     """Waiting and running sequences; ``free_indices`` is a heap."""
 
-    def __init__(self, kv_cache_manager: KVCacheManager, max_num_seqs: int) -> None:
-        self._kv_cache_manager, self.max_num_seqs = kv_cache_manager, max_num_seqs
+    def __init__(self, kv_cache_manager: KVCacheManager, preemption: PreemptionManager, max_num_seqs: int) -> None:
+        self._kv_cache_manager, self.preemption, self.max_num_seqs = kv_cache_manager, preemption, max_num_seqs
         self.free_indices = list(range(max_num_seqs))
         self.running: list[TokenSequence] = []
         self.waiting: list[TokenSequence] = []
+        self._num_frees_when_blocked = -1  # at the last failed admission; retried when blocks are freed
 
     # ------------------------------------------------------------ admit
+
+    def admit(self, *, with_encoder_input: bool) -> Iterator[TokenSequence]:
+        """Yield waiting sequences as they are admitted, in order, until one does not fit.
+
+        They are not running before ``start``, which the caller may call at once.
+        """
+        is_blocked = self.running and self._num_frees_when_blocked == self._kv_cache_manager.num_frees
+        if not self.free_indices or (is_blocked and self.waiting[0].request.beams is None):
+            return
+        new_seqs: list[TokenSequence] = []
+        for seq in list(self.waiting):
+            if not self.free_indices:
+                return
+            if (seq.request.encoder_input is not None) != with_encoder_input or not self.is_admissible(seq):
+                continue
+            if not self.try_admit(seq, new_seqs):
+                self.block()
+                return
+            self.waiting.remove(seq)
+            yield seq
+            if seq.state == WAITING:
+                new_seqs.append(seq)
+
+    def block(self) -> None:
+        """Admit nothing to a running batch until blocks are freed."""
+        self._num_frees_when_blocked = self._kv_cache_manager.num_frees
+
+    def unblock(self) -> None:
+        self._num_frees_when_blocked = -1
 
     def enqueue(self, seq: TokenSequence) -> None:
         """Insert a sequence into the waiting list by priority."""
@@ -57,25 +88,22 @@ class AdmissionQueue:
         if seq.prefetch.ready():
             return True
         others = sum(other.prefetch is not None and bool(other.prefetch.handles) for other in self.waiting)
-        if seq.prefetch.started or (
-            others >= MAX_PREFETCHES and seq is not self.waiting[0]
-        ):  # the oldest is never delayed by others
+        is_oldest = seq is self.waiting[0]  # never delayed by others
+        if seq.prefetch.started or (others >= MAX_PREFETCHES and not is_oldest):
             return False
         seq.prefetch.start()
         return seq.prefetch.ready()
 
-    def try_admit(
-        self, seq: TokenSequence, preemption: PreemptionManager, new_seqs: Sequence[TokenSequence] = ()
-    ) -> bool:
+    def try_admit(self, seq: TokenSequence, new_seqs: Sequence[TokenSequence]) -> bool:
         """Assign an index and the cached tokens to a sequence.
 
         Returns:
             False, without changes, if its tokens do not fit next to the running and ``new_seqs`` ones.
         """
         idle_beams, others = self._idle_beams(seq), [*self.running, *new_seqs]
-        if len(self.free_indices) <= len(idle_beams) or not preemption.ready(seq):
+        if len(self.free_indices) <= len(idle_beams) or not self.preemption.ready(seq):
             return False
-        if others and not preemption.can_always_swap(seq, others):
+        if others and not self.preemption.can_always_swap(seq, others):
             return False
         seq_index = seq.seq_index = self.free_indices[0]
         if seq.swapped is not None and not self._kv_cache_manager.swap_in(seq_index, seq.swapped):
@@ -87,21 +115,15 @@ class AdmissionQueue:
                 seq_index, seq.token_ids, seq.request.prefix_root, _max_hit_tokens(seq), seq.prefetch
             )
             assert length is not None, f"index {seq_index} is in use"
-        if (
-            seq.request.encoder_tokens is not None
-            and not seq.encoder_ready
-            and not self._attach_encoder_input(seq, seq_index, seq.request.encoder_tokens)
-        ):
+        if not seq.encoder_ready and not self._attach_encoder_input(seq, seq_index, seq.request.encoder_tokens):
             self.release(seq, has_index=False)
             return False
         seq.num_computed_tokens = length
         # Other sequences still need blocks for the tokens they were admitted with. Without a watermark, admission
         # ignores that, because they may preempt this one.
-        pending_needs = (
-            [(other.seq_index, len(other.token_ids)) for other in others]
-            if any(self._kv_cache_manager.watermark_blocks)
-            else []
-        )
+        pending_needs: list[tuple[int, int]] = []
+        if any(self._kv_cache_manager.watermark_blocks):
+            pending_needs = [(other.seq_index, len(other.token_ids)) for other in others]
         if others and not self._kv_cache_manager.can_allocate(seq_index, len(seq.token_ids), pending_needs):
             self.release(seq, has_index=False)
             return False
@@ -153,16 +175,35 @@ class AdmissionQueue:
         seqs = seq.request.sequences if seq.request.beams is not None else []
         return [beam for beam in seqs if beam.state == IDLE and beam.seq_index < 0]
 
-    def fork(self, seq: TokenSequence, beam: TokenSequence) -> TokenSequence:
+    def continue_beams(self, request: Request, children: Sequence[BeamCandidate]) -> None:
+        """Fork beams with several children and free those with none; append the children's tokens.
+
+        A beam's first child continues at its index; others continue in idle beams.
+        """
+        live, first_child = request.live_beams, dict[int, int]()
+        for rank, child in enumerate(children):
+            first_child.setdefault(child.parent, rank)
+        for index, seq in enumerate(live):
+            seq.beam_candidates = None
+            if index not in first_child:
+                self.running.remove(seq)
+                self._kv_cache_manager.free(seq.seq_index)
+                seq.state = IDLE
+        idle_beams = [seq for seq in request.sequences if seq.state == IDLE]
+        request.live_beams = []
+        for rank, child in enumerate(children):
+            parent = live[child.parent]
+            is_first = first_child[child.parent] == rank
+            request.live_beams.append(parent if is_first else self._fork(parent, idle_beams.pop(0)))
+        for seq, child in zip(request.live_beams, children, strict=True):
+            seq.token_ids.append(child.token)
+
+    def _fork(self, seq: TokenSequence, beam: TokenSequence) -> TokenSequence:
         """Let the idle beam ``beam`` continue with the tokens of ``seq``."""
         forked = self._kv_cache_manager.fork(seq.seq_index, beam.seq_index, seq.num_computed_tokens)
         assert forked, "a sequence can always be forked at its end"
-        beam.token_ids, beam.num_computed_tokens, beam.read_bucket = (
-            list(seq.token_ids),
-            seq.num_computed_tokens,
-            seq.read_bucket,
-        )
-        beam.encoder_ready, beam.state = True, RUNNING
+        beam.token_ids, beam.num_computed_tokens = list(seq.token_ids), seq.num_computed_tokens
+        beam.read_bucket, beam.encoder_ready, beam.state = seq.read_bucket, True, RUNNING
         insort(self.running, beam, key=_priority)
         return beam
 
@@ -177,7 +218,7 @@ class AdmissionQueue:
         if has_index:
             heapq.heappush(self.free_indices, seq.seq_index)
         seq.seq_index, seq.num_computed_tokens, seq.read_bucket = -1, 0, 0
-        seq.encoder_ready = seq.request.encoder_tokens is None
+        seq.encoder_ready = seq.request.encoder_input is None
 
     def release_idle_beams(self, request: Request) -> None:
         """Release the indices reserved for beams without tokens."""
@@ -204,9 +245,7 @@ class AdmissionQueue:
             assert seq.num_computed_tokens == self._kv_cache_manager.seq_len(seq.seq_index), (
                 "the sequence and the manager disagree on its length"
             )
-            is_exempt = (
-                seq.request.encoder_tokens is not None and not seq.token_ids
-            ) or seq.beam_candidates is not None
+            is_exempt = not seq.token_ids or seq.beam_candidates is not None
             assert is_exempt or seq.num_computed_tokens < len(seq.token_ids) <= seq.max_len, (
                 "a sequence without tokens to compute is running"
             )
@@ -214,11 +253,8 @@ class AdmissionQueue:
 
 def _max_hit_tokens(seq: TokenSequence) -> int | None:
     """Return the longest allowed prefix hit if prompt log-probabilities are requested."""
-    return (
-        seq.num_scored_tokens
-        if seq.wants_prompt_logprobs and seq.num_scored_tokens < seq.num_prompt_tokens - 1
-        else None
-    )
+    needs_scores = seq.wants_prompt_logprobs and seq.num_scored_tokens < seq.num_prompt_tokens - 1
+    return seq.num_scored_tokens if needs_scores else None
 
 
 def _priority(seq: TokenSequence) -> tuple[int, int]:

@@ -1,16 +1,12 @@
-"""Grouping of a step's sequences into sub-batches.
-
-The sequences of a sub-batch have equally many new tokens and similar read lengths. Integers only: no torch.
-"""
+"""Sub-batches of a step: sequences with equally many new tokens and similar read lengths. Integers only: no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from kvad.cache import CacheGroup
-from kvad.cache.manager import BlockAllocation
-from kvad.engine.scheduling.sequence import TokenSequence
+from kvad.cache.manager import BlockAllocation, KVCacheManager
+from kvad.engine.scheduling.sequence import ScheduledSequence, TokenSequence
 from kvad.model_input import SubBatch
 
 MIN_READ_BUCKET = 64  # slots; shorter reads share a bucket, because another sub-batch costs more than reading
@@ -18,30 +14,64 @@ MIN_READ_BUCKET = 64  # slots; shorter reads share a bucket, because another sub
 BatchItem = tuple[int, TokenSequence, int]  # sort key, sequence, number of new tokens
 
 
-class SubBatchBuilder:
-    """Builds the sub-batches of one cache's steps."""
+class BatchBuilder:
+    """Chooses the running sequences' next tokens, and groups the sequences of a step into sub-batches."""
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        self._groups = tuple(groups)
+    def __init__(self, kv_cache_manager: KVCacheManager, max_num_batched_tokens: int, prefill_chunk_size: int) -> None:
+        self._kv_cache_manager, self._groups = kv_cache_manager, kv_cache_manager.groups
+        self.max_num_batched_tokens, self._prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
+        self._reads_encoder = kv_cache_manager.max_source_len > 0
         paged_groups = [group for group in self._groups if group.max_blocks_per_seq > 1]
         self._bucket_unit = max([MIN_READ_BUCKET, *(group.block_size for group in paged_groups)])
-        self._max_read_slots = max(
-            (g.max_blocks_per_seq * g.block_size for g in self._groups), default=1
-        )  # per sequence
+        self._max_read_slots = max((g.max_blocks_per_seq * g.block_size for g in self._groups), default=1)
 
-    def sort_key(self, seq: TokenSequence, num_new_tokens: int) -> int:
-        """Return a sort key: (new tokens, read bucket, index).
+    def continue_running(self, running: Sequence[TokenSequence]) -> tuple[list[BatchItem], int]:
+        """Return the running sequences' next tokens (decoding first) and the tokens left."""
+        items: list[BatchItem] = []
+        prefilling: list[TokenSequence] = []
+        num_tokens_left = self.max_num_batched_tokens
+        for seq in running:
+            assert seq.encoder_ready, "the encoder input is computed first"
+            if seq.beam_candidates is not None:
+                continue  # this beam waits for the other beams
+            if seq.num_computed_tokens + 1 == len(seq.token_ids):
+                items.append((self._sort_key(seq, 1), seq, 1))
+                num_tokens_left -= 1
+            else:
+                prefilling.append(seq)
+        for seq in prefilling:
+            if num_tokens_left <= 0:
+                break
+            items.append(self.prefill_item(seq, num_tokens_left))
+            num_tokens_left -= items[-1][2]
+        return items, num_tokens_left
 
-        Buckets are units times powers of two.
-        """
+    def prefill_item(self, seq: TokenSequence, num_tokens_left: int) -> BatchItem:
+        """Return the sequence with its next tokens: a chunk that ends where the policy evicts."""
+        num_new_tokens = min(
+            len(seq.token_ids) - seq.num_computed_tokens,
+            self._prefill_chunk_size,
+            num_tokens_left,
+            self._kv_cache_manager.tokens_until_eviction(seq.seq_index),
+        )
+        return self._sort_key(seq, num_new_tokens), seq, num_new_tokens
+
+    def sort(self, items: list[BatchItem]) -> list[BatchItem]:
+        """Sort by sub-batch, and within it by index, or by request so that sequences of one source are adjacent."""
+        return sorted(items, key=_request_order if self._reads_encoder else None)
+
+    def _sort_key(self, seq: TokenSequence, num_new_tokens: int) -> int:
+        """Return a sort key: (new tokens, read bucket, index). Buckets are units times powers of two."""
         end = seq.num_computed_tokens + num_new_tokens
         if end > seq.read_bucket:
             units = -(-min(end, self._max_read_slots) // self._bucket_unit)
             seq.read_bucket = self._bucket_unit << (units - 1).bit_length()
         return ((num_new_tokens << 40 | seq.read_bucket) << 16) + seq.seq_index
 
-    def build(self, items: list[BatchItem], allocation: BlockAllocation) -> tuple[SubBatch, ...]:
-        """Split sorted items into sub-batches."""
+    def build(
+        self, items: list[BatchItem], allocation: BlockAllocation
+    ) -> tuple[tuple[SubBatch, ...], tuple[SubBatch, ...] | None]:
+        """Split sorted items into sub-batches; the second ones are those of cross-attention, if any."""
         sub_batches, begin = [], 0
         for stop in range(1, len(items) + 1):
             if stop == len(items) or items[stop][0] >> 16 != items[begin][0] >> 16:
@@ -49,7 +79,7 @@ class SubBatchBuilder:
                     SubBatch(stop - begin, items[begin][2], self._num_read_slots(items, allocation, begin, stop))
                 )
                 begin = stop
-        return tuple(sub_batches)
+        return tuple(sub_batches), _group_by_source(items, sub_batches) if self._reads_encoder else None
 
     def _num_read_slots(self, items: list[BatchItem], allocation: BlockAllocation, begin: int, stop: int) -> int:
         """Return the slots that the sub-batch's longest sequence reads in the group with most slots."""
@@ -68,7 +98,11 @@ class SubBatchBuilder:
         return num_read_slots
 
 
-def group_by_source(items: list[BatchItem], sub_batches: tuple[SubBatch, ...]) -> tuple[SubBatch, ...]:
+def _request_order(item: BatchItem) -> tuple[int, tuple[int, int]]:
+    return item[0] >> 16, item[1].priority
+
+
+def _group_by_source(items: list[BatchItem], sub_batches: Sequence[SubBatch]) -> tuple[SubBatch, ...]:
     """Regroup sub-batches for cross-attention: runs of one request's sequences become one row.
 
     Applies if all runs of a sub-batch have the same length. ``num_read_slots`` is the longest encoder input's length.
@@ -84,8 +118,37 @@ def group_by_source(items: list[BatchItem], sub_batches: tuple[SubBatch, ...]) -
             else:
                 runs.append(1)
         run_length = runs[0] if len(set(runs)) == 1 else 1
-        num_read_slots = max(len(seq.request.encoder_tokens or ()) for seq in seqs)
+        num_read_slots = max(len(seq.request.encoder_tokens) for seq in seqs)
         cross_sub_batches.append(
             SubBatch(sub_batch.num_seqs // run_length, run_length * sub_batch.num_new_tokens, num_read_slots)
         )
     return tuple(cross_sub_batches)
+
+
+def schedule_span(seq: TokenSequence, num_new_tokens: int) -> ScheduledSequence:
+    """Return the sequence's next tokens with the offsets whose logits are needed."""
+    start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
+    is_sampled = end == len(seq.token_ids) and end < seq.max_len
+    # The last token scores the next one, if any: finite logits there validate the span (Scheduler.update_from_output).
+    stop = num_new_tokens if is_sampled or end < len(seq.token_ids) else num_new_tokens - 1
+    first_offset = stop - 1
+    if seq.wants_prompt_logprobs and seq.num_scored_tokens < seq.num_prompt_tokens - 1:
+        first_offset = min(first_offset, max(seq.num_scored_tokens - start, 0))
+    return ScheduledSequence(seq, start, num_new_tokens, range(max(first_offset, 0), stop), is_sampled)
+
+
+def next_encoder_batch(
+    unencoded: Sequence[TokenSequence], max_tokens: int
+) -> tuple[tuple[TokenSequence, ...], tuple[SubBatch, ...]]:
+    """Choose encoder inputs of up to ``max_tokens`` tokens, at least one; all are cached, or all are returned."""
+    chosen: list[TokenSequence] = []
+    for seq in unencoded:
+        if bool(seq.token_ids) != bool(unencoded[0].token_ids):
+            continue
+        max_tokens -= len(seq.request.encoder_tokens)
+        if chosen and max_tokens < 0:
+            break
+        chosen.append(seq)
+    chosen.sort(key=lambda seq: (len(seq.request.encoder_tokens), seq.seq_index))
+    lengths = [len(seq.request.encoder_tokens) for seq in chosen]
+    return tuple(chosen), tuple(SubBatch(lengths.count(n), n, n) for n in sorted(set(lengths)))

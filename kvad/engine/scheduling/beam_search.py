@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvad.engine.scheduling.request import FinishReason, SamplingParams
+from kvad import cache
+from kvad.engine.scheduling.request import FinishReason, SamplingParams, StreamChunk
 
 Candidates = Sequence[tuple[int, float]]  # (token, log-probability), best first
 
@@ -50,18 +51,12 @@ class BeamSearch:
     def __init__(
         self, sampling_params: SamplingParams, num_prompt_tokens: int, max_len: int, stop_tokens: frozenset[int]
     ) -> None:
-        self.sampling_params, self.num_prompt_tokens, self.max_len, self.stop_tokens = (
-            sampling_params,
-            num_prompt_tokens,
-            max_len,
-            stop_tokens,
-        )
+        self.sampling_params, self.num_prompt_tokens = sampling_params, num_prompt_tokens
+        self.max_len, self.stop_tokens = max_len, stop_tokens
         self.scores = [0.0]  # scores of the live beams, best first
         self.finished: list[Hypothesis] = []
-        self._max_hypotheses = max(
-            sampling_params.num_beams, math.ceil(sampling_params.num_beams * sampling_params.patience)
-        )
         self._num_hypotheses_to_end = math.ceil(sampling_params.num_beams * sampling_params.patience)
+        self._max_hypotheses = max(sampling_params.num_beams, self._num_hypotheses_to_end)
         self._improvable = True
         self._final_sequences: list[tuple[int, ...]] | None = None  # the live beams of a finished search
 
@@ -100,23 +95,16 @@ class BeamSearch:
         tokens that would have continued them.
         """
         sequences = sequences if self._final_sequences is None else self._final_sequences
-        live = [
-            Hypothesis(
-                score / self._penalty(max(1, len(tokens) - self.num_prompt_tokens)),
-                tuple(tokens[self.num_prompt_tokens :]),
-                "length",
-            )
-            for score, tokens in zip(self.scores, sequences, strict=False)
-        ]
+        live = []
+        for score, tokens in zip(self.scores, sequences, strict=False):
+            output = tuple(tokens[self.num_prompt_tokens :])
+            live.append(Hypothesis(score / self._penalty(max(1, len(output))), output, "length"))
         return (self.finished + live)[: self.sampling_params.n]
 
     def _over(self, length: int) -> bool:
         params = self.sampling_params
-        max_output_len = (
-            self.max_len - self.num_prompt_tokens
-            if params.early_stopping == "never" and params.length_penalty > 0
-            else length
-        )
+        is_hopeful = params.early_stopping == "never" and params.length_penalty > 0
+        max_output_len = self.max_len - self.num_prompt_tokens if is_hopeful else length
         if len(self.finished) >= params.num_beams:
             worst = min(hypothesis.score for hypothesis in self.finished)
             self._improvable = self._improvable and self.scores[0] / self._penalty(max_output_len) > worst
@@ -128,3 +116,17 @@ class BeamSearch:
         params = self.sampling_params
         base = (5 + length) / 6 if params.length_penalty_form == "gnmt" else length
         return float(base**params.length_penalty)
+
+
+def hypothesis_chunks(
+    request_id: int, hypotheses: Sequence[Hypothesis], limit: cache.config.LengthLimit
+) -> list[StreamChunk]:
+    """Return the tokens of the best hypotheses; the last chunk of each has its score."""
+    chunks: list[StreamChunk] = []
+    for sample, hypothesis in enumerate(hypotheses):
+        chunks.extend(StreamChunk(request_id, sample, token) for token in hypothesis.tokens[:-1])
+        last = StreamChunk(request_id, sample, hypothesis.tokens[-1] if hypothesis.tokens else None)
+        limited_by = limit if hypothesis.finish == "length" else None
+        last = last._replace(finish_reason=hypothesis.finish, cumulative_logprob=hypothesis.score, limit=limited_by)
+        chunks.append(last)
+    return chunks

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from kvad import cache as cache_lib
 from kvad.cache import CacheConfig, CacheGroup
-from kvad.cache.manager import max_blocks
+from kvad.cache.manager import KVCacheManager, max_blocks
 from kvad.engine.scheduling.request import SamplingParams
-from kvad.errors import RequestError
+from kvad.errors import ConfigError, RequestError
 
 ENDLESS = 1 << 40  # tokens of a sequence without a limit
 LIMIT_NAMES: dict[cache_lib.config.LengthLimit, str] = {
@@ -38,13 +38,9 @@ class LengthLimits:
     def from_config(model: int, cache: CacheConfig) -> LengthLimits:
         """Build the limits from the model's maximum length and a resolved cache configuration."""
         limited_by: cache_lib.config.LengthLimit = "cache" if cache.max_seq_len < model else "model"
-        overflow_policy = (
-            cache.overflow
-            if cache.overflow in cache_lib.config.CONTINUING_MODES
-            else cache.resolved_policy.name
-            if cache.endless
-            else ""
-        )
+        overflow_policy: str = cache.overflow if cache.overflow in cache_lib.config.CONTINUING_MODES else ""
+        if not overflow_policy and cache.endless:
+            overflow_policy = cache.resolved_policy.name
         overflow_max_len = ENDLESS if cache.endless else model if cache.exceeds_max_seq_len else None
         return LengthLimits(
             min(model, cache.max_seq_len), limited_by, cache.overflow, overflow_max_len, overflow_policy
@@ -68,14 +64,10 @@ class LengthLimits:
 
     def max_len_for(self, sampling_params: SamplingParams) -> tuple[int, cache_lib.config.LengthLimit]:
         """Return the tokens of the request's longest sequence, and what limits them."""
-        continues = self.overflow_max_len is not None and (
-            sampling_params.overflow is None or sampling_params.overflow in cache_lib.config.CONTINUING_MODES
-        )
-        return (
-            (self.overflow_max_len, "model")
-            if continues and self.overflow_max_len is not None
-            else (self.max_len, self.limited_by)
-        )
+        requested = sampling_params.overflow
+        if self.overflow_max_len is not None and requested in (None, *cache_lib.config.CONTINUING_MODES):
+            return self.overflow_max_len, "model"
+        return self.max_len, self.limited_by
 
     def resolve(
         self, length: int, sampling_params: SamplingParams, max_cached_tokens: int
@@ -113,26 +105,19 @@ class LengthLimits:
     def _check_rejected(
         self, length: int, requested: int | None, max_len: int, limited_by: cache_lib.config.LengthLimit
     ) -> None:
+        limit = f"{LIMIT_NAMES[limited_by]}, {max_len} tokens"
         hint = f"Set max_tokens to at most {max_len - length}."
         if requested is None:
-            raise RequestError(
-                f"overflow=reject: without max_tokens the request could exceed {LIMIT_NAMES[limited_by]}, "
-                f"{max_len} tokens",
-                hint,
-            )
+            raise RequestError(f"overflow=reject: without max_tokens the request could exceed {limit}", hint)
         if length + requested > max_len:
-            raise RequestError(
-                f"overflow=reject: {length} prompt tokens and max_tokens {requested} exceed {LIMIT_NAMES[limited_by]}, "
-                f"{max_len} tokens",
-                hint,
-            )
+            message = f"overflow=reject: {length} prompt tokens and max_tokens {requested} exceed {limit}"
+            raise RequestError(message, hint)
 
 
 class BlockReservations:
-    """Blocks reserved for requests in mode "reject".
+    """Blocks reserved for requests in mode "reject", so that all of them fit at their longest, above the watermark.
 
-    All of them fit at their longest, above the watermark. Samples count as if they shared no
-    blocks. Blocks of other requests do not count, because those can be preempted.
+    Samples count as if they shared no blocks. Other requests do not count, because those can be preempted.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], watermark_blocks: Sequence[int]) -> None:
@@ -143,15 +128,54 @@ class BlockReservations:
     def reserve(self, num_seqs: int, length: int) -> tuple[int, ...]:
         """Reserve and return blocks per group; raise RequestError if too few are left."""
         num_blocks = tuple(num_seqs * max_blocks(group, self._all_groups, length) for group in self._groups)
-        for num_blocks_of_group, left, group in zip(num_blocks, self._left, self._groups, strict=True):
-            if num_blocks_of_group > left:
+        for needed, left, group in zip(num_blocks, self._left, self._groups, strict=True):
+            if needed > left:
                 raise RequestError(
-                    f"overflow=reject: the request can need {num_blocks_of_group} blocks, but {left} of "
+                    f"overflow=reject: the request can need {needed} blocks, but {left} of "
                     f"{group.num_usable_blocks} are neither reserved nor kept free",
                     "Retry when another request has ended, or request fewer tokens.",
                 )
-        self.release(tuple(-num_blocks_of_group for num_blocks_of_group in num_blocks))
+        self.release([-needed for needed in num_blocks])
         return num_blocks
 
     def release(self, num_blocks: Sequence[int]) -> None:
         self._left = [left + change for left, change in zip(self._left, num_blocks, strict=True)]
+
+
+def check_beams(sampling_params: SamplingParams, limit: int, manager: KVCacheManager, max_num_seqs: int) -> None:
+    """Raise RequestError if this cache cannot hold a beam search of ``limit`` tokens."""
+    num_beams = sampling_params.num_beams
+    if manager.lossy:
+        raise RequestError(
+            "num_beams: beams share cached tokens, but under this policy each sequence keeps its own selection",
+            "Use a policy by position (full, window, sinks, block-window), or sample.",
+        )
+    if num_beams > max_num_seqs:
+        message = f"num_beams: must be at most max_num_seqs ({max_num_seqs}), got {num_beams}"
+        raise RequestError(message, "Request fewer beams.")
+    if not manager.has_capacity(num_beams, limit):
+        raise RequestError(
+            f"the cache has no room for {num_beams} beams of {limit} tokens",
+            "Request fewer beams or tokens, or give the cache more blocks.",
+        )
+
+
+def check_encoder_tokens(tokens: Sequence[int], max_len: int | None) -> None:
+    """Raise RequestError for an empty encoder input, or one that exceeds the cache's limit, if any."""
+    if not tokens:
+        raise RequestError("encoder input: must have at least 1 token, got 0")
+    if max_len is not None and len(tokens) > max_len:
+        raise RequestError(f"encoder input: must have at most {max_len} tokens, got {len(tokens)}", "Shorten it.")
+
+
+def check_sizes(max_num_seqs: int, max_num_batched_tokens: int, prefill_chunk_size: int, max_len: int) -> None:
+    """Raise ConfigError if a batch could not hold every running sequence."""
+    if max_num_seqs < 1 or prefill_chunk_size < 1 or max_len < 1:
+        raise ConfigError(
+            "max_num_seqs, prefill_chunk_size and max_len: must be at least 1, "
+            f"got {max_num_seqs}, {prefill_chunk_size} and {max_len}"
+        )
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens: must be at least max_num_seqs ({max_num_seqs}), got {max_num_batched_tokens}"
+        )

@@ -11,7 +11,7 @@ their maximum length, could be swapped out. So preemption always succeeds, and t
 The cost model holds seconds per computed token and per copied byte ("out", "in": between pool and host; "write",
 "read": between host and disk). The engine reports every prompt step and every copy; recent measurements weigh most. An
 initial estimate is used before the first copy, and gains weight each time a copy is too expensive
-(:meth:`SwapCostModel.decay`), so one slow moment does not count forever.
+(``SwapCostModel.decay``), so one slow moment does not count forever.
 
 Integers and measured seconds only; no torch.
 """
@@ -21,12 +21,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 from kvad.cache import group_bytes, offload
-from kvad.cache.manager import KVCacheManager, max_blocks
+from kvad.cache.manager import CacheStats, KVCacheManager, max_blocks
 from kvad.cache.offload import SwapSpace
+from kvad.engine.scheduling.batching import BatchItem
 from kvad.engine.scheduling.sequence import TokenSequence
 
 CopyDirection = Literal["out", "in", "write", "read"]
@@ -67,18 +68,13 @@ class SwapCostModel:
     @property
     def seconds_per_token(self) -> float:
         """Seconds per token; 0 before the first prompt."""
-        return (
-            self._seconds_per_token.seconds / self._seconds_per_token.num_units
-            if self._seconds_per_token.num_units
-            else 0.0
-        )
+        rate = self._seconds_per_token
+        return rate.seconds / rate.num_units if rate.num_units else 0.0
 
     def seconds_per_byte(self, direction: CopyDirection) -> float:
         """Return seconds per byte, measured and estimated."""
-        rate = self._byte_rates[direction]
-        return (rate.seconds + GUESS_WEIGHT_BYTES * INITIAL_SECONDS_PER_BYTE[direction]) / (
-            rate.num_units + GUESS_WEIGHT_BYTES
-        )
+        rate, guess_seconds = self._byte_rates[direction], GUESS_WEIGHT_BYTES * INITIAL_SECONDS_PER_BYTE[direction]
+        return (rate.seconds + guess_seconds) / (rate.num_units + GUESS_WEIGHT_BYTES)
 
     def swap_seconds(self, nbytes: int, *, disk: bool = False, back: bool = False) -> float:
         """Return the seconds to copy a sequence out and in (``back``: only in)."""
@@ -109,7 +105,7 @@ class SwapCostModel:
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreemptionStats:
     """Preempted sequences by action, with tokens, bytes and seconds."""
 
@@ -128,12 +124,11 @@ class PreemptionRecord(NamedTuple):
     """Outcome for a preempted sequence.
 
     ``action``: its copy went "out" or came "back", its tokens are recomputed ("again"), or its copy is "lost" or
-    "dropped" (enough is cached by now). ``location``: source or target of the copy; None is host memory beyond its
-    limit, or an imported state (``KVCacheManager.import_sequence``).
+    "dropped" (enough is cached by now).
     """
 
     action: Literal["out", "back", "again", "lost", "dropped"]
-    location: offload.swap_space.SwapLocation | None = None
+    location: offload.swap_space.SwapLocation | None = None  # None: host memory beyond its limit, or imported
     nbytes: int = 0
     reason: str = ""
 
@@ -155,56 +150,52 @@ class PreemptionManager:
         swap_space: SwapSpace | None = None,
         block_bytes: Sequence[int] | None = None,
     ) -> None:
-        self._kv_cache_manager, self.costs, self.swap_space = (
-            kv_cache_manager,
-            SwapCostModel() if costs is None else costs,
-            swap_space,
-        )
-        self._groups = kv_cache_manager.groups[
-            : len(kv_cache_manager.token_groups) + len(kv_cache_manager.lower_groups)
-        ]
+        self._kv_cache_manager, self.swap_space = kv_cache_manager, swap_space
+        self.costs = SwapCostModel() if costs is None else costs
+        num_groups = len(kv_cache_manager.token_groups) + len(kv_cache_manager.lower_groups)
+        self._groups = kv_cache_manager.groups[:num_groups]
         if block_bytes is None:
             block_bytes = [group_bytes(group).total // group.num_blocks for group in self._groups]
         self._block_bytes = block_bytes[: len(self._groups)]
-        self._recomputed = self._tokens = self._num_to_ram = self._num_to_disk = self._bytes = self._num_lost = 0
-        self._seconds: dict[CopyDirection, float] = {}
-        self.preemption_hook: Callable[[TokenSequence, PreemptionRecord], None] | None = (
-            None  # called for every sequence that is preempted or restored
-        )
+        self._stats = PreemptionStats()
+        # Called for every sequence that is preempted or restored.
+        self.preemption_hook: Callable[[TokenSequence, PreemptionRecord], None] | None = None
         if swap_space is not None:
             swap_space.on_copied = self.on_copied
 
     def on_copied(self, direction: CopyDirection, nbytes: int, seconds: float) -> None:
         """Record a finished copy."""
-        self._seconds[direction] = self._seconds.get(direction, 0.0) + seconds
+        self._stats.seconds[direction] = self._stats.seconds.get(direction, 0.0) + seconds
         self.costs.record_copy(direction, nbytes, seconds)
 
     # ------------------------------------------------------------ preempting
 
-    def preempt(self, seq: TokenSequence) -> str:
-        """Swap a running sequence out, or let it be recomputed (``swapped`` None); describe it."""
-        if seq.swapped is None and not self._should_swap(seq):
-            self._recomputed += 1
-            self._tokens += seq.num_computed_tokens
-            self._notify(seq, PreemptionRecord("again"))
-            return f"its {seq.num_computed_tokens} tokens will be recomputed"
-        is_new, nbytes = seq.swapped is None, self.nbytes(seq)
-        location = (
-            "ram"
-            if self.swap_space is None
-            else self.swap_space.location_for(nbytes, required=self._kv_cache_manager.lossy)
-        )
+    def preempt(self, seq: TokenSequence) -> None:
+        """Swap a running sequence out, or let it be recomputed (``swapped`` None)."""
+        stats = self._kv_cache_manager.stats()
+        action = self._swap_out(seq) if seq.swapped is not None or self._should_swap(seq) else self._recompute(seq)
+        log_full_pool(f"a sequence is preempted, {action}", seq, stats)
+
+    def _recompute(self, seq: TokenSequence) -> str:
+        self._stats.recomputed += 1
+        self._stats.recomputed_tokens += seq.num_computed_tokens
+        self._notify(seq, PreemptionRecord("again"))
+        return f"its {seq.num_computed_tokens} tokens will be recomputed"
+
+    def _swap_out(self, seq: TokenSequence) -> str:
+        is_new, nbytes, required = seq.swapped is None, self.nbytes(seq), self._kv_cache_manager.lossy
+        location: offload.swap_space.SwapLocation | None = "ram"
+        if self.swap_space is not None:
+            location = self.swap_space.location_for(nbytes, required=required)
         seq.swapped = self._kv_cache_manager.swap_out(seq.seq_index)
         if not is_new:
             return "its host copy is unchanged"
         if self.swap_space is not None:
-            self.swap_space.store(seq.swapped.key, nbytes, seq.priority, required=self._kv_cache_manager.lossy)
-        self._bytes += nbytes
+            self.swap_space.store(seq.swapped.key, nbytes, seq.priority, required=required)
+        self._stats.swapped_bytes += nbytes
         self._notify(seq, PreemptionRecord("out", location, nbytes))
-        self._num_to_ram, self._num_to_disk = (
-            self._num_to_ram + (location != "disk"),
-            self._num_to_disk + (location == "disk"),
-        )
+        self._stats.to_ram += location != "disk"
+        self._stats.to_disk += location == "disk"
         return f"{nbytes:,} bytes are swapped to {location or 'host memory beyond its limit: there is no other room'}"
 
     def _should_swap(self, seq: TokenSequence) -> bool:
@@ -212,9 +203,7 @@ class PreemptionManager:
             return False  # nothing to copy yet
         if self._kv_cache_manager.lossy:
             return True
-        if (
-            self.swap_space is None or seq.request.beams is not None
-        ):  # beams share blocks; a copy of each would repeat them
+        if self.swap_space is None or seq.request.beams is not None:  # a copy of each beam would repeat shared blocks
             return False
         if self._kv_cache_manager.uses_offload:  # most of this sequence is outside the pool already
             return False
@@ -242,16 +231,13 @@ class PreemptionManager:
 
     def prefetch(self, seq: TokenSequence) -> None:
         """Start loading the copy of the sequence that is admitted next."""
-        if (
-            self.swap_space is not None
-            and seq.swapped is not None
-            and self.swap_space.state(seq.swapped.key) == "on-disk"
-        ):
-            if self._is_cached_by_now(seq):
-                self.forget(seq)
-                self._notify(seq, PreemptionRecord("dropped"))
-            else:
-                self.swap_space.prefetch(seq.swapped.key)
+        if self.swap_space is None or seq.swapped is None or self.swap_space.state(seq.swapped.key) != "on-disk":
+            return
+        if self._is_cached_by_now(seq):
+            self.forget(seq)
+            self._notify(seq, PreemptionRecord("dropped"))
+        else:
+            self.swap_space.prefetch(seq.swapped.key)
 
     def ready(self, seq: TokenSequence) -> bool:
         """True if a swapped sequence can be restored now, or (``swapped`` now None) recomputed."""
@@ -292,16 +278,15 @@ class PreemptionManager:
             if self.swap_space is None or seq.swapped is None or self.swap_space.state(seq.swapped.key) != "lost":
                 continue
             reason = self.swap_space.failure(seq.swapped.key)
-            self._num_lost += 1
+            self._stats.num_lost += 1
             self.forget(seq)
             self._notify(seq, PreemptionRecord("lost", reason=reason))
             if self._kv_cache_manager.lossy:
-                failed_seqs.append(
-                    (seq, f"the swapped blocks of this sequence are lost and cannot be recomputed: {reason}")
-                )
+                error = f"the swapped blocks of this sequence are lost and cannot be recomputed: {reason}"
+                failed_seqs.append((seq, error))
             else:
                 LOG.info("request %d, sample %d is recomputed: %s", seq.request_id, seq.sample_index, reason)
-                self._recomputed += 1
+                self._stats.recomputed += 1
         return failed_seqs
 
     def _notify(self, seq: TokenSequence, swapped: PreemptionRecord) -> None:
@@ -341,11 +326,10 @@ class PreemptionManager:
         return self.swap_space.has_room(max(0, num_swap_bytes - own_bytes))
 
     def stats(self) -> PreemptionStats:
-        swap_space_stats = offload.swap_space.SwapSpaceStats() if self.swap_space is None else self.swap_space.stats()
-        return PreemptionStats(
-            self._recomputed, self._tokens, self._num_to_ram, self._num_to_disk, self._bytes, self._num_lost,
-            dict(self._seconds), swap_space_stats, self.costs.measured(),
-        )  # fmt: skip
+        """Return a copy of the statistics."""
+        swap_space = offload.swap_space.SwapSpaceStats() if self.swap_space is None else self.swap_space.stats()
+        seconds, costs = dict(self._stats.seconds), self.costs.measured()
+        return replace(self._stats, seconds=seconds, swap_space=swap_space, costs=costs)
 
     def close(self) -> None:
         if self.swap_space is not None:
@@ -354,3 +338,33 @@ class PreemptionManager:
 
 def _max_len(seq: TokenSequence) -> int:
     return max(len(seq.token_ids), seq.max_len - 1)
+
+
+def choose_victim(
+    running: Sequence[TokenSequence], items: Sequence[BatchItem], kv_cache_manager: KVCacheManager
+) -> TokenSequence:
+    """Return the youngest sequence that may be preempted when the pool is full.
+
+    A sequence in mode "stop" is chosen, to end, only if it cannot grow, or if one with reserved blocks cannot grow.
+    """
+    growing = {
+        id(seq)
+        for _, seq, num_new_tokens in items
+        if seq.overflow != "preempt" and kv_cache_manager.needs_blocks(seq.seq_index, num_new_tokens)
+    }
+    candidates = [seq for seq in reversed(running) if seq.overflow != "reject"]
+    assert candidates, "sequences with reserved blocks have none"
+    return next((seq for seq in candidates if not stops_when_full(seq) or id(seq) in growing), candidates[0])
+
+
+def stops_when_full(seq: TokenSequence) -> bool:
+    """True if the sequence ends when the pool is full; without output it can wait."""
+    return seq.overflow == "stop" and seq.num_generated_tokens > 0
+
+
+def log_full_pool(message: str, seq: TokenSequence, stats: CacheStats) -> None:
+    """Log pool usage; ``stats`` are those of the moment when the pool was full."""
+    LOG.info(
+        "the pool is full: %s (request %d, sample %d); blocks used %s, peak %s, watermark %s, of %s",
+        message, seq.request_id, seq.sample_index, stats.used, stats.peak, stats.watermark, stats.total,
+    )  # fmt: skip

@@ -20,34 +20,4 @@ if TYPE_CHECKING:
     from kvad.train.config.run import apply_overrides as apply_overrides
     from kvad.train.config.run import read_toml as read_toml
 
-__all__ = [
-    "CallbacksConfig",
-    "DataConfig",
-    "ObjectiveConfig",
-    "OptimConfig",
-    "RunConfig",
-    "SummarizerConfig",
-    "TokenizerConfig",
-    "TrainConfig",
-    "apply_overrides",
-    "read_toml",
-    "run",
-    "toml",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "CallbacksConfig": "run",
-        "DataConfig": "data",
-        "ObjectiveConfig": "run",
-        "OptimConfig": "optim",
-        "RunConfig": "run",
-        "SummarizerConfig": "run",
-        "TokenizerConfig": "data",
-        "TrainConfig": "run",
-        "apply_overrides": "run",
-        "read_toml": "run",
-    },
-    ("run", "toml"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

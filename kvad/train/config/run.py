@@ -26,13 +26,13 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from kvad import config
+from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError, suggest
 from kvad.train.config.data import DataConfig, TokenizerConfig
-from kvad.train.config.optim import OptimConfig, require
+from kvad.train.config.optim import OptimConfig
 from kvad.train.config.presets import MODEL_PRESETS
 
 
@@ -45,15 +45,14 @@ class SummarizerConfig:
     """
 
     model: str | None = None  # a checkpoint
-    ratio: int = 8
-    recent: int = 64
-    interval: int = 16
-    num_sinks: int = 0
-    hidden_size: int = 16  # hidden units per key-value head
+    ratio: Annotated[int, cfg.Range(2)] = 8
+    recent: cfg.PositiveInt = 64
+    interval: cfg.PositiveInt = 16
+    num_sinks: cfg.NonNegativeInt = 0
+    hidden_size: cfg.PositiveInt = 16  # hidden units per key-value head
 
     def __post_init__(self) -> None:
-        for name, minimum in (("ratio", 2), ("recent", 1), ("interval", 1), ("num_sinks", 0), ("hidden_size", 1)):
-            require(getattr(self, name) >= minimum, f"summarizer.{name}", getattr(self, name), f"at least {minimum}")
+        cfg.check_fields(self, "summarizer")
 
     def check_context(self, context: int) -> None:
         """Raise ConfigError if nothing of a row of ``context`` tokens would be summarized."""
@@ -69,16 +68,14 @@ class SummarizerConfig:
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021; ``model/lora.py``) on linear modules."""
 
-    rank: int = 8
-    alpha: float = 16.0  # scale: alpha / rank
+    rank: cfg.PositiveInt = 8
+    alpha: cfg.PositiveFloat = 16.0  # scale: alpha / rank
     target_modules: str | tuple[str, ...] = ("q", "v")  # "all", "q,v", or a list that may contain dotted patterns
-    dropout: float = 0.0  # of an adapter's input, in training
+    dropout: cfg.Fraction = 0.0  # of an adapter's input, in training
     use_rslora: bool = False  # scale: alpha / sqrt(rank)
 
     def __post_init__(self) -> None:
-        require(self.rank >= 1, "lora.rank", self.rank, "at least 1")
-        require(self.alpha > 0, "lora.alpha", self.alpha, "above 0")
-        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "in [0, 1)")
+        cfg.check_fields(self, "lora")
         if not self.target_names:
             raise ConfigError(
                 "lora.target_modules: must not be empty", 'For example: target_modules = ["q", "v"], or "all".'
@@ -96,10 +93,6 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "callbacks", "summarizer", "lora")
-MODEL = tuple(part.name for part in fields(ModelConfig))
-
-
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """Objective of a run and its options.
@@ -111,25 +104,20 @@ class ObjectiveConfig:
     kind: Literal[
         "auto", "next-token", "seq2seq", "masked-lm", "span-corruption", "tag", "classify", "chat", "summarizer"
     ] = "auto"
-    label_smoothing: float = 0.0
-    noise_density: float = 0.15  # masked-lm, span-corruption: share of hidden tokens
-    mean_span_length: float = 3.0  # span-corruption
-    scheduled_sampling: float = 0.0  # seq2seq: final share of decoder inputs that are the model's predictions
+    label_smoothing: cfg.Fraction = 0.0
+    noise_density: cfg.OpenFraction = 0.15  # masked-lm, span-corruption: share of hidden tokens
+    mean_span_length: Annotated[float, cfg.Range(1)] = 3.0  # span-corruption
+    # seq2seq: final share of decoder inputs that are the model's predictions
+    scheduled_sampling: Annotated[float, cfg.Range(0, 1)] = 0.0
     scheduled_sampling_schedule: Literal["linear", "exponential", "sigmoid"] = "linear"
-    scheduled_sampling_steps: int | None = None  # steps of the rise; None: the run's
+    scheduled_sampling_steps: cfg.PositiveInt | None = None  # steps of the rise; None: the run's
     chat_template: str | None = None  # chat: a file; None: the tokenizer's, else ChatML
     text_field: str = "text"  # classify: in JSONL
     label_field: str = "label"  # classify: in JSONL
-    input_mask_ratio: float = 0.0  # tag, classify: share of input tokens masked in training
+    input_mask_ratio: cfg.Fraction = 0.0  # tag, classify: share of input tokens masked in training
 
     def __post_init__(self) -> None:
-        require(0 <= self.label_smoothing < 1, "objective.label_smoothing", self.label_smoothing, "in [0, 1)")
-        require(0 < self.noise_density < 1, "objective.noise_density", self.noise_density, "between 0 and 1")
-        require(self.mean_span_length >= 1, "objective.mean_span_length", self.mean_span_length, "at least 1")
-        require(0 <= self.scheduled_sampling <= 1, "objective.scheduled_sampling", self.scheduled_sampling, "in [0, 1]")
-        require(0 <= self.input_mask_ratio < 1, "objective.input_mask_ratio", self.input_mask_ratio, "in [0, 1)")
-        steps = self.scheduled_sampling_steps
-        require(steps is None or steps >= 1, "objective.scheduled_sampling_steps", steps, "at least 1")
+        cfg.check_fields(self, "objective")
 
 
 @dataclass(frozen=True)
@@ -139,18 +127,18 @@ class TrainConfig:
     It ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
     """
 
-    steps: int | None = None
-    minutes: float | None = None
-    batch_size: int = 16
-    gradient_accumulation_steps: int = 1  # micro-batches of batch_size rows per step
-    seed: int = 0
+    steps: cfg.PositiveInt | None = None
+    minutes: cfg.PositiveFloat | None = None
+    batch_size: cfg.PositiveInt = 16
+    gradient_accumulation_steps: cfg.PositiveInt = 1  # micro-batches of batch_size rows per step
+    seed: cfg.NonNegativeInt = 0
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 autocast if it is faster here, else fp32
     device: str = "cpu"
-    eval_interval: int = 250  # steps
-    eval_tokens: int = 65536  # of the validation split, evenly spread; 0: all
-    save_interval: int = 500  # steps
-    log_interval: int = 10  # steps
-    keep_checkpoints: int = 2  # number of newest checkpoints to keep
+    eval_interval: cfg.PositiveInt = 250  # steps
+    eval_tokens: cfg.NonNegativeInt = 65536  # of the validation split, evenly spread; 0: all
+    save_interval: cfg.PositiveInt = 500  # steps
+    log_interval: cfg.PositiveInt = 10  # steps
+    keep_checkpoints: cfg.PositiveInt = 2  # number of newest checkpoints to keep
     keep_best: bool = True  # also keep the one with the lowest validation loss, saved when it is found
     async_save: bool = True  # write a copy in the background (`loop/checkpointer.py`)
     activation_checkpointing: bool = False  # recompute activations in the backward pass
@@ -158,21 +146,12 @@ class TrainConfig:
     tensorboard: bool = False  # also write event files
 
     def __post_init__(self) -> None:
-        for name in (
-            "batch_size",
-            "gradient_accumulation_steps",
-            "eval_interval",
-            "save_interval",
-            "log_interval",
-            "keep_checkpoints",
-        ):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        for name in ("steps", "minutes"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"train.{name}", value, "above 0")
-        for name in ("eval_tokens", "seed"):
-            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "at least 0")
-        _check_precision(self.precision, self.device)
+        cfg.check_fields(self, "train")
+        if self.precision == "fp16" and self.device.startswith("cpu"):
+            raise ConfigError(
+                "train.precision: fp16 must not be used on a CPU, where its matrix products take minutes",
+                "Use bf16 or fp32.",
+            )
 
     @property
     def last_step(self) -> int | None:
@@ -189,20 +168,14 @@ class CallbacksConfig:
 
     check_cache: bool = False  # compare the cached with the uncached model
     prompts: tuple[str, ...] = ()  # texts to continue (encoder-decoder: to answer)
-    max_tokens: int = 64  # of each continuation
-    temperature: float = 0.0  # 0: greedy
-    bleu_samples: int | None = None  # number of held-out pairs for BLEU
+    max_tokens: cfg.PositiveInt = 64  # of each continuation
+    temperature: cfg.NonNegativeFloat = 0.0  # 0: greedy
+    bleu_samples: cfg.PositiveInt | None = None  # number of held-out pairs for BLEU
 
     def __post_init__(self) -> None:
-        require(self.max_tokens >= 1, "callbacks.max_tokens", self.max_tokens, "at least 1")
-        require(self.temperature >= 0, "callbacks.temperature", self.temperature, "at least 0")
-        require(
-            self.bleu_samples is None or self.bleu_samples >= 1,
-            "callbacks.bleu_samples",
-            self.bleu_samples,
-            "at least 1",
-        )
-        require("" not in self.prompts, "callbacks.prompts", list(self.prompts), "non-empty texts")
+        cfg.check_fields(self, "callbacks")
+        if "" in self.prompts:
+            raise ConfigError(f"callbacks.prompts: must be non-empty texts, got {list(self.prompts)}")
         for name in ("max_tokens", "temperature"):
             if not self.prompts and getattr(self, name) != getattr(CallbacksConfig, name):
                 raise ConfigError(f"callbacks.{name}: has no meaning without callbacks.prompts", "Give prompts.")
@@ -213,20 +186,21 @@ class CallbacksConfig:
         return tuple(name for name in ("check_cache", "prompts", "bleu_samples") if getattr(self, name))
 
 
+TABLE_CLASSES: Mapping[str, type[Any]] = {
+    "data": DataConfig,
+    "tokenizer": TokenizerConfig,
+    "objective": ObjectiveConfig,
+    "optim": OptimConfig,
+    "train": TrainConfig,
+    "callbacks": CallbacksConfig,
+    "summarizer": SummarizerConfig,
+}
+TABLES = ("model", *TABLE_CLASSES, "lora")
+MODEL_KEYS = tuple(part.name for part in fields(ModelConfig))
 # Keys that may change on resume, because no number of the run depends on them.
 RESUMABLE_KEYS = (
-    *(
-        f"train.{key}"
-        for key in (
-            "log_interval",
-            "eval_interval",
-            "save_interval",
-            "keep_checkpoints",
-            "keep_best",
-            "async_save",
-            "tensorboard",
-        )
-    ),
+    *(f"train.{key}" for key in ("log_interval", "eval_interval", "save_interval", "keep_checkpoints", "keep_best")),
+    *("train.async_save", "train.tensorboard"),
     *(f"callbacks.{key.name}" for key in fields(CallbacksConfig)),
 )
 
@@ -235,7 +209,7 @@ RESUMABLE_KEYS = (
 class RunConfig:
     """Configuration of a training run.
 
-    ``model`` is the table as written; :meth:`resolve` makes a ModelConfig of it.
+    ``model`` is the table as written; ``resolve`` makes a ModelConfig of it.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -276,17 +250,12 @@ class RunConfig:
                 raise ConfigError(f"unknown table [{name}]", suggest(name, TABLES))
             if not isinstance(table, Mapping):
                 raise ConfigError(f"{name}: must be a table, got {table!r}")
-        return RunConfig(
-            dict(content.get("model", {})),
-            config.serialization.from_dict(DataConfig, content.get("data", {}), "data"),
-            config.serialization.from_dict(TokenizerConfig, content.get("tokenizer", {}), "tokenizer"),
-            config.serialization.from_dict(ObjectiveConfig, content.get("objective", {}), "objective"),
-            config.serialization.from_dict(OptimConfig, content.get("optim", {}), "optim"),
-            config.serialization.from_dict(TrainConfig, content.get("train", {}), "train"),
-            config.serialization.from_dict(CallbacksConfig, content.get("callbacks", {}), "callbacks"),
-            config.serialization.from_dict(SummarizerConfig, content.get("summarizer", {}), "summarizer"),
-            config.serialization.from_dict(LoraConfig, content["lora"], "lora") if "lora" in content else None,
-        )
+        tables = {
+            name: cfg.serialization.from_dict(table_class, content.get(name, {}), name)
+            for name, table_class in TABLE_CLASSES.items()
+        }
+        lora = cfg.serialization.from_dict(LoraConfig, content["lora"], "lora") if "lora" in content else None
+        return RunConfig(dict(content.get("model", {})), **tables, lora=lora)
 
     @staticmethod
     def load(path: Path) -> RunConfig:
@@ -294,8 +263,8 @@ class RunConfig:
         return RunConfig.from_dict(read_toml(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return tables for :meth:`from_dict`, without [lora] if there is none."""
-        content: dict[str, Any] = config.serialization.to_dict(self)
+        """Return tables for ``from_dict``, without [lora] if there is none."""
+        content: dict[str, Any] = cfg.serialization.to_dict(self)
         return content if self.lora is not None else {name: content[name] for name in content if name != "lora"}
 
     def resolve(self, vocab: int) -> ModelConfig:
@@ -314,9 +283,9 @@ class RunConfig:
         base = (
             {"embedding": {}}
             if name is None
-            else config.serialization.to_dict(MODEL_PRESETS[name](vocab, self.data.seq_len))
+            else cfg.serialization.to_dict(MODEL_PRESETS[name](vocab, self.data.seq_len))
         )
-        merged = config.serialization.override(_merge(base, table), dotted)
+        merged = cfg.serialization.override(_merge(base, table), dotted)
         _require_at_least(merged, "vocab_size", vocab, "the tokenizer's vocabulary")
         _require_at_least(merged, "max_seq_len", self.data.seq_len, "data.seq_len")
         if isinstance(merged.get("encoder_input"), dict):
@@ -354,10 +323,10 @@ def apply_overrides(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]
         except ValueError:
             value = text
         name, _, inner = key.partition(".")
-        if inner and name not in (*TABLES, *MODEL):
-            raise ConfigError(
-                f"unknown key {key!r}: {name!r} is neither a table nor a model key", suggest(name, (*TABLES, *MODEL))
-            )
+        known = (*TABLES, *MODEL_KEYS)
+        if inner and name not in known:
+            message = f"unknown key {key!r}: {name!r} is neither a table nor a model key"
+            raise ConfigError(message, suggest(name, known))
         if name not in TABLES or not inner:
             name, inner = "model", key
         table = tables.setdefault(name, {})
@@ -408,11 +377,3 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _require_at_least(table: dict[str, Any], key: str, minimum: int, reason: str, where: str = "") -> None:
     if table.setdefault(key, minimum) < minimum:
         raise ConfigError(f"model.{where}{key}: must be at least {minimum}, {reason}, got {table[key]}")
-
-
-def _check_precision(precision: str, device: str) -> None:
-    if precision == "fp16" and device.startswith("cpu"):
-        raise ConfigError(
-            "train.precision: fp16 must not be used on a CPU, where its matrix products take minutes",
-            "Use bf16 or fp32.",
-        )

@@ -43,7 +43,7 @@ def format_run_file(config: RunConfig, corpus: Any = None) -> str:
 
 
 def is_run_file(path: Path) -> bool:
-    """Return True for a file written by :func:`format_run_file`."""
+    """Return True for a file written by ``format_run_file``."""
     try:
         return path.read_bytes().startswith(HEAD.encode())
     except OSError:

@@ -15,16 +15,18 @@ source of a row is visible to every token, and to every target of the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvad.errors import DataError
 from kvad.model_input import ModelInput, SubBatch
+from kvad.train.config import RunConfig
 from kvad.train.data.token_store import Ints
 
 PADDING = -1  # document id of padding
@@ -42,38 +44,22 @@ class Segment(NamedTuple):
     """Tokens of one document, part of a document, or pair."""
 
     tokens: Ints  # [n] inputs
-    targets: Ints  # [n] next tokens, -1 for none
+    targets: Ints  # [n] targets, usually the next tokens; -1 for none
     encoder_tokens: Ints | None = None  # [m] of a pair
+    is_sampled: npt.NDArray[np.bool_] | None = None  # [n] inputs to replace by the model's samples
 
 
 PackedRow = Sequence[Segment]
 
 
-class RowSource(Protocol):
-    """Endless rows by index; the order is a function of the seed."""
-
-    def rows(self, numbers: Ints) -> list[PackedRow]:
-        """Return rows ``numbers`` [n], which ascend from step to step."""
-        ...
-
-
-@runtime_checkable
-class HasProvenance(Protocol):
-    """Data that can name the texts of its rows."""
-
-    def provenance(self, number: int) -> list[int]:
-        """Return the corpus indices of the texts in row ``number``; a pair counts as one text."""
-        ...
-
-
-def row_provenance(data: object, number: int) -> list[int]:
-    """Return the texts of a row, or [] for data without provenance."""
-    return data.provenance(number) if isinstance(data, HasProvenance) else []
+def cut_row(tokens: Ints, targets: Ints, cuts: Ints) -> PackedRow:
+    """Return a row of tokens [n] and targets [n] as segments that begin at 0 and at ``cuts``."""
+    return [Segment(*part) for part in zip(np.split(tokens, cuts), np.split(targets, cuts), strict=True)]
 
 
 @dataclass(frozen=True)
 class CollateConfig:
-    """Options of :func:`collate_rows`."""
+    """Options of ``collate_rows``."""
 
     seq_len: int
     pad: int = 0  # token id of padding
@@ -81,21 +67,17 @@ class CollateConfig:
     isolate_documents: bool = True
     device: torch.device | str = "cpu"
     vocab_size: int | None = None  # upper limit of token ids
+    keep_document_ids: bool = False  # also if every row is one segment, which needs no mask
 
-
-class PackingStats(NamedTuple):
-    """Use of the rows' capacity."""
-
-    rows: int
-    capacity: int  # tokens
-    num_used: int  # tokens
-    num_cropped: int = 0  # tokens lost by cropping
-
-    def summary(self) -> str:
-        """Return the shares of used, padding and cropped tokens."""
-        lost = self.num_cropped / max(1, self.num_used + self.num_cropped)
-        filled = self.num_used / max(1, self.capacity)
-        return f"{filled:.1%} filled, {1 - filled:.1%} padding, {lost:.1%} of the tokens cropped"
+    @staticmethod
+    def of_run(
+        config: RunConfig, pad: int = 0, vocab: int | None = None, *, keep_document_ids: bool = False
+    ) -> CollateConfig:
+        """Return the options of a run."""
+        data, device = config.data, config.train.device
+        return CollateConfig(
+            data.seq_len, pad, data.reset_positions, data.isolate_documents, device, vocab, keep_document_ids
+        )
 
 
 def collate_rows(rows: Sequence[PackedRow], shape: CollateConfig) -> Batch:
@@ -104,130 +86,71 @@ def collate_rows(rows: Sequence[PackedRow], shape: CollateConfig) -> Batch:
     Raises:
         DataError: If a token id is outside the vocabulary.
     """
-    has_source = rows[0][0].encoder_tokens is not None
     model_input = _side([[segment.tokens for segment in row] for row in rows], shape)
-    width = model_input.sub_batches[0].num_new_tokens
-    targets = np.full((len(rows), width), -1)
-    for number, row in enumerate(rows):
-        flat = np.concatenate([segment.targets for segment in row])
-        targets[number, : len(flat)] = flat
-    flat = targets.reshape(-1)
-    _check(flat, shape)
-    logit_indices = np.flatnonzero(flat >= 0)
+    targets = _padded([[segment.targets for segment in row] for row in rows], -1)
+    _check(targets, shape)
+    logit_indices = np.flatnonzero(targets >= 0)
     model_input = model_input._replace(logit_indices=torch.from_numpy(logit_indices).to(shape.device))
-    if has_source:
-        source = _side([[_source(segment) for segment in row] for row in rows], shape)
+    if rows[0][0].encoder_tokens is not None:
+        source = _side([[_required(segment.encoder_tokens) for segment in row] for row in rows], shape)
         if (model_input.document_ids is None) != (source.document_ids is None):  # cross-attention compares both
             model_input, source = _with_document_ids(model_input), _with_document_ids(source)
         model_input = model_input._replace(encoder_input=source)
-    return Batch(model_input, torch.from_numpy(flat[logit_indices]).to(shape.device))
+    batch = Batch(model_input, torch.from_numpy(targets.reshape(-1)[logit_indices]).to(shape.device))
+    if rows[0][0].is_sampled is None:
+        return batch
+    is_sampled = _padded([[_required(segment.is_sampled) for segment in row] for row in rows], fill=False)
+    return batch._replace(sampled_indices=torch.from_numpy(np.flatnonzero(is_sampled)).to(shape.device))
 
 
-def split_segments(batch: Batch) -> Iterator[Batch]:
-    """Yield every segment of an isolated batch as a batch: same tokens, positions and targets.
+def split_segments(rows: Sequence[PackedRow], shape: CollateConfig) -> Iterator[Batch]:
+    """Yield every segment of isolated rows as a batch: same tokens, positions and targets.
 
     Segments without a target are skipped.
     """
+    for row in rows:
+        low = source_low = 0
+        for segment in row:
+            if (segment.targets >= 0).any():
+                batch = collate_rows([[segment]], shape)
+                yield batch if shape.reset_positions else _shifted(batch, low, source_low)
+            low += len(segment.tokens)
+            source_low += 0 if segment.encoder_tokens is None else len(segment.encoder_tokens)
+
+
+def _shifted(batch: Batch, low: int, source_low: int) -> Batch:
+    """Return the batch with positions that start at ``low``, and ``source_low`` in the encoder."""
     model_input, source = batch.model_input, batch.model_input.encoder_input
-    stride = max(len(model_input.token_ids), 0 if source is None else len(source.token_ids))
-    owners, source_owners = (
-        segment_ids(model_input, stride)[0],
-        None if source is None else segment_ids(source, stride)[0],
-    )
-    has_target = torch.zeros(len(model_input.token_ids), dtype=torch.bool)
-    has_target[model_input.logit_indices.cpu()] = True
-    target_index = torch.zeros(len(model_input.token_ids), dtype=torch.int64)
-    target_index[model_input.logit_indices.cpu()] = torch.arange(len(model_input.logit_indices))
-    for owner in owners[owners >= 0].unique().tolist():
-        at = (owners == owner).nonzero().view(-1)
-        targets = batch.targets.cpu()[target_index[at[has_target[at]]]]
-        if not len(targets):
-            continue
-        single = _take_tokens(model_input, at)._replace(
-            logit_indices=has_target[at].nonzero().view(-1).to(model_input.token_ids.device), encoder_input=None
-        )
-        if source is not None and source_owners is not None:
-            single = single._replace(encoder_input=_take_tokens(source, (source_owners == owner).nonzero().view(-1)))
-        yield Batch(single, targets.to(batch.targets.device))
+    if source is not None:
+        source = source._replace(positions=source.positions + source_low)
+    return batch._replace(model_input=model_input._replace(positions=model_input.positions + low, encoder_input=source))
 
 
-def segment_ids(model_input: ModelInput, stride: int | None = None) -> tuple[Tensor, int]:
-    """Return the segment of each token of an isolated batch.
-
-    Returns:
-        [T] segment ids, unique over rows, -1 for padding; and the range of ids per row.
-    """
-    sub_batch = model_input.sub_batches[0]
-    stride = len(model_input.token_ids) if stride is None else stride
-    row = torch.arange(sub_batch.num_seqs).repeat_interleave(sub_batch.num_new_tokens) * stride
-    if model_input.document_ids is None:
-        return row, stride
-    documents = model_input.document_ids.cpu()
-    return (row + documents).masked_fill(documents < 0, -1), stride
+def _required(values: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    assert values is not None, "all segments of a batch have the same fields"
+    return values
 
 
-def select_rows(batch: Batch, rows: Tensor) -> Batch:
-    """Return a batch with ``rows`` [n] of its rows, in that order; one sub-batch per side."""
-    model_input = batch.model_input
-    target_index = torch.full((len(model_input.token_ids),), -1)
-    target_index[model_input.logit_indices.cpu()] = torch.arange(len(model_input.logit_indices))
-    selected = target_index.view(-1, model_input.sub_batches[0].num_new_tokens)[rows].view(-1)
-    at = (selected >= 0).nonzero().view(-1)
-    chosen = _select_input_rows(model_input, rows)._replace(logit_indices=at.to(model_input.token_ids.device))
-    source = None if model_input.encoder_input is None else _select_input_rows(model_input.encoder_input, rows)
-    return Batch(chosen._replace(encoder_input=source), batch.targets[selected[at].to(batch.targets.device)])
-
-
-def _select_input_rows(model_input: ModelInput, rows: Tensor) -> ModelInput:
-    width = model_input.sub_batches[0].num_new_tokens
-
-    def take(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.view(-1, width)[rows.to(x.device)].view(-1)
-
-    tokens, positions = take(model_input.token_ids), take(model_input.positions)
-    assert tokens is not None and positions is not None
-    return model_input._replace(
-        token_ids=tokens,
-        positions=positions,
-        document_ids=take(model_input.document_ids),
-        causal_order=take(model_input.causal_order),
-        max_seq_lens=take(model_input.max_seq_lens),
-        sub_batches=(SubBatch(len(rows), width, width),),
-    )
-
-
-def _take_tokens(model_input: ModelInput, at: Tensor) -> ModelInput:
-    def take(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[at.to(x.device)]
-
-    tokens, positions = take(model_input.token_ids), take(model_input.positions)
-    assert tokens is not None and positions is not None
-    nothing = model_input.logit_indices[:0]
-    return ModelInput(
-        tokens, positions, (SubBatch(1, len(at), len(at)),), nothing, max_seq_lens=take(model_input.max_seq_lens)
-    )
-
-
-def _source(segment: Segment) -> Ints:
-    assert segment.encoder_tokens is not None, "either all segments are pairs or none is"
-    return segment.encoder_tokens
+def _padded(rows: Sequence[Sequence[npt.NDArray[Any]]], fill: int) -> npt.NDArray[Any]:
+    """Return rows of pieces as one array [rows, width], at least one wide."""
+    width = max(1, *(sum(map(len, row)) for row in rows))
+    padded = np.full((len(rows), width), fill)
+    for number, row in enumerate(rows):
+        flat = np.concatenate(row)
+        padded[number, : len(flat)] = flat
+    return padded
 
 
 def _side(rows: Sequence[Sequence[Ints]], shape: CollateConfig) -> ModelInput:
     """Build the model input of one side from rows of segments, without logit indices."""
-    width = max(sum(map(len, row)) for row in rows)
-    indices = np.arange(width)
-    tokens, positions = np.full((len(rows), width), shape.pad), np.zeros((len(rows), width), np.int64)
-    documents = np.full((len(rows), width), PADDING)
-    for number, row in enumerate(rows):
-        low = 0
-        for document, piece in enumerate(row):
-            high = low + len(piece)
-            tokens[number, low:high] = piece
-            positions[number, low:high] = indices[: high - low] if shape.reset_positions else indices[low:high]
-            documents[number, low:high] = document
-            low = high
+    tokens = _padded(rows, shape.pad)
     _check(tokens, shape)
+    documents = _padded([[np.full(len(piece), n) for n, piece in enumerate(row)] for row in rows], PADDING)
+    indices = np.arange(tokens.shape[1])
+    if shape.reset_positions:
+        positions = _padded([[indices[: len(piece)] for piece in row] for row in rows], 0)
+    else:
+        positions = np.where(documents < 0, 0, indices)
 
     def tensor(values: Ints) -> Tensor:
         return torch.from_numpy(values.reshape(-1)).to(shape.device)
@@ -235,11 +158,11 @@ def _side(rows: Sequence[Sequence[Ints]], shape: CollateConfig) -> ModelInput:
     model_input = ModelInput(
         token_ids=tensor(tokens),
         positions=tensor(positions),
-        sub_batches=(SubBatch(len(rows), width, width),),
+        sub_batches=(SubBatch(len(rows), tokens.shape[1], tokens.shape[1]),),
         logit_indices=tensor(np.empty(0, np.int64)),
         max_seq_lens=torch.full((tokens.size,), shape.seq_len, device=shape.device),
     )
-    if not documents.any():  # one segment in every row, and no padding
+    if not shape.keep_document_ids and not documents.any():  # one segment in every row, and no padding
         return model_input
     if shape.isolate_documents:
         return model_input._replace(document_ids=tensor(documents))
@@ -247,65 +170,14 @@ def _side(rows: Sequence[Sequence[Ints]], shape: CollateConfig) -> ModelInput:
 
 
 def _with_document_ids(model_input: ModelInput) -> ModelInput:
-    return (
-        model_input
-        if model_input.document_ids is not None
-        else model_input._replace(document_ids=torch.zeros_like(model_input.token_ids))
-    )
+    if model_input.document_ids is not None:
+        return model_input
+    return model_input._replace(document_ids=torch.zeros_like(model_input.token_ids))
 
 
 def _check(tokens: Ints, shape: CollateConfig) -> None:
-    if shape.vocab_size is not None and tokens.size and int(tokens.max()) >= shape.vocab_size:
+    if shape.vocab_size is not None and int(tokens.max()) >= shape.vocab_size:
         raise DataError(
             f"token id {int(tokens.max()):,} is outside the model's vocabulary of {shape.vocab_size:,}",
             "Another tokenizer made these tokens, or they are damaged. Prepare them again.",
         )
-
-
-# ---------------------------------------------------------------- order
-
-
-class Epochs:
-    """Maps row numbers to rows if every epoch uses each of its rows once.
-
-    Args:
-        per_epoch: Rows per epoch, None if it varies; then epochs are counted from the first one on.
-        num_rows: Rows of one optimizer step.
-        order: Returns the rows of an epoch in their order.
-    """
-
-    def __init__(self, per_epoch: int | None, num_rows: int, order: Callable[[int], Ints]) -> None:
-        self._per_epoch, self._num_rows, self._order = per_epoch, num_rows, order
-        self._begins = [0]  # first row number of each epoch
-        self._epoch, self._epoch_rows = -1, np.empty(0, np.int64)
-
-    def rows(self, step: int) -> Ints:
-        """Return the rows of optimizer step ``step`` (from 0), [num_rows]; a step may span epochs."""
-        return self.epoch_and_row(np.arange(step * self._num_rows, (step + 1) * self._num_rows))[1]
-
-    def epoch_and_row(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """Return epochs and rows, [n] each, of ``numbers`` [n]."""
-        epochs, inside = self._split(numbers)
-        rows = np.empty(len(numbers), np.int64)
-        for epoch in np.unique(epochs):
-            in_epoch = epochs == epoch
-            rows[in_epoch] = self._epoch_order(int(epoch))[inside[in_epoch]]
-        return epochs, rows
-
-    def _split(self, numbers: Ints) -> tuple[Ints, Ints]:
-        if self._per_epoch is not None:
-            return numbers // self._per_epoch, numbers % self._per_epoch
-        while len(numbers) and self._begins[-1] <= int(numbers.max()):
-            self._begins.append(self._begins[-1] + len(self._epoch_order(len(self._begins) - 1)))
-        epochs: Ints = np.searchsorted(np.array(self._begins), numbers, side="right") - 1
-        return epochs, numbers - np.array(self._begins)[epochs]
-
-    def _epoch_order(self, epoch: int) -> Ints:
-        if epoch != self._epoch:
-            self._epoch, self._epoch_rows = epoch, self._order(epoch)
-        return self._epoch_rows
-
-
-def seeded_rng(seed: int, *numbers: int) -> np.random.Generator:
-    """Return random numbers that are a function of the run's seed and other integers."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *numbers])))

@@ -1,4 +1,4 @@
-"""Packing of pieces into rows by length, and mixtures of row sources. No torch.
+"""Packing of pieces into rows by length. No torch.
 
 A piece has a length on each side (one for documents, two for pairs: source and target), at most ``context``; a row
 holds ``context`` tokens on each side.
@@ -16,23 +16,18 @@ holds ``context`` tokens on each side.
 A pair is never cropped, because a truncated target is another text: the longest pair first, into the row with the least
 room that still holds it.
 
-:data:`OPEN_ROWS` pieces are packed at a time, so that a corpus of millions takes seconds, and a row's documents come
+``OPEN_ROWS`` pieces are packed at a time, so that a corpus of millions takes seconds, and a row's documents come
 from anywhere in it if the pieces do.
-
-:class:`MixtureRows` draws each row's source by weight. Draws are made in blocks of :data:`BLOCK` rows, each a function
-of (seed, block); the number of rows of each source before a block is counted once. So row n is the k-th row of its
-source, independent of the access order and of where a run resumes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kvad.train.data.collate import PackedRow, RowSource, row_provenance, seeded_rng
 from kvad.train.data.token_store import Ints
 
 OPEN_ROWS = 4096
@@ -46,9 +41,38 @@ class PackedLayout(NamedTuple):
     pieces: Ints
     lengths: Ints  # [n, sides] tokens of each piece
 
+
+class RowLayout(NamedTuple):
+    """Row r holds pieces ``first[r]`` to ``first[r + 1]``; piece i is tokens ``begin[i]`` to ``end[i]`` of a text."""
+
+    first: Ints
+    text: Ints
+    begin: Ints
+    end: Ints
+
     @property
     def num_rows(self) -> int:
         return len(self.first) - 1
+
+    def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (text, begin, end) of the pieces of a row."""
+        span = slice(self.first[row], self.first[row + 1])
+        return zip(self.text[span].tolist(), self.begin[span].tolist(), self.end[span].tolist(), strict=True)
+
+
+def pack_whole_texts(texts: Ints, lengths: Ints, context: int, fit: PackingMethod) -> RowLayout:
+    """Pack ``texts`` [n] of ``lengths`` [n, sides]; none is cut."""
+    packed = pack_rows(lengths, context, fit, crop=False)
+    return RowLayout(packed.first, texts[packed.pieces], np.zeros_like(packed.pieces), packed.lengths[:, -1])
+
+
+def pack_documents(lengths: Ints, context: int, fit: PackingMethod, random: np.random.Generator) -> RowLayout:
+    """Pack documents of ``lengths`` [n] in random order; longer ones are split at random offsets."""
+    document, begin, end = split_windows(lengths, context, random.integers(1, context + 1, len(lengths)))
+    order = random.permutation(len(document))
+    packed = pack_rows((end - begin)[order][:, None], context, fit, crop=True)
+    pieces = order[packed.pieces]
+    return RowLayout(packed.first, document[pieces], begin[pieces], begin[pieces] + packed.lengths[:, 0])
 
 
 def pack_rows(lengths: Ints, context: int, fit: PackingMethod, *, crop: bool) -> PackedLayout:
@@ -87,17 +111,11 @@ def split_windows(lengths: Ints, context: int, offsets: Ints) -> tuple[Ints, Int
     return document, begin, end
 
 
-def _decreasing(lengths: Ints) -> Ints:
-    """Return the pieces by longest side, ties by index."""
-    order: Ints = np.argsort(-lengths.max(axis=1), kind="stable")
-    return order
-
-
 def _fit(lengths: Ints, context: int, fit: PackingMethod) -> list[list[tuple[int, int]]]:
     """Place longest pieces first, into the first row with room or the fullest one."""
     room = np.full((lengths.shape[1], len(lengths)), context)
     rows: list[list[tuple[int, int]]] = []
-    for piece in _decreasing(lengths).tolist():
+    for piece in np.argsort(-lengths.max(axis=1), kind="stable").tolist():  # by longest side, ties by index
         opened = room[:, : len(rows)]
         fits = opened[0] >= lengths[piece, 0]
         for side in range(1, len(opened)):
@@ -127,61 +145,3 @@ def _best_fit_crop(lengths: Ints, context: int) -> list[list[tuple[int, int]]]:
             room -= min(length, room)
         rows.append(row)
     return rows
-
-
-BLOCK = 1024
-_DRAWS, _PARTS = 1, 2  # streams of random numbers
-
-
-class MixtureRows:
-    """Rows drawn from several sources; ``weights`` are shares in any unit."""
-
-    def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], seed: int) -> None:
-        self._sources, self._seed = sources, seed
-        self._cumulative_weights = np.cumsum(weights) / sum(weights)
-        self._before: list[Ints] = [np.zeros(len(sources), np.int64)]  # number of rows of each source before each block
-
-    def rows(self, numbers: Ints) -> list[PackedRow]:
-        which, inside = self.assign(numbers)
-        rows: list[PackedRow] = [()] * len(numbers)
-        for source in np.unique(which):
-            of_source = np.flatnonzero(which == source)
-            for at, row in zip(of_source.tolist(), self._sources[source].rows(inside[of_source]), strict=True):
-                rows[at] = row
-        return rows
-
-    def provenance(self, number: int) -> list[int]:
-        which, inside = (int(values[0]) for values in self.assign(np.array([number])))
-        return row_provenance(self._sources[which], inside)
-
-    def assign(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """Return the source of each row and its index among that source's rows, [n] each."""
-        which, inside = np.empty(len(numbers), np.int64), np.empty(len(numbers), np.int64)
-        blocks = numbers // BLOCK
-        for block in np.unique(blocks).tolist():
-            drawn = self._draw_sources(block)
-            before = self._rows_before(block)
-            in_block = blocks == block
-            at = numbers[in_block] % BLOCK
-            which[in_block] = drawn[at]
-            earlier = np.array([np.cumsum(drawn == source) for source in range(len(self._sources))])
-            inside[in_block] = before[drawn[at]] + earlier[drawn[at], at] - 1
-        return which, inside
-
-    def _draw_sources(self, block: int) -> Ints:
-        chances = seeded_rng(self._seed, _DRAWS, block).random(BLOCK)
-        drawn: Ints = np.searchsorted(self._cumulative_weights, chances, side="right").clip(
-            max=len(self._cumulative_weights) - 1
-        )
-        return drawn
-
-    def _rows_before(self, block: int) -> Ints:
-        while len(self._before) <= block:
-            counts = np.bincount(self._draw_sources(len(self._before) - 1), minlength=len(self._sources))
-            self._before.append(self._before[-1] + counts)
-        return self._before[block]
-
-
-def source_seed(seed: int, part: int) -> int:
-    """Return the seed of one source of a mixture, so that no two sources have the same order."""
-    return int(seeded_rng(seed, _PARTS, part).integers(1 << 62))

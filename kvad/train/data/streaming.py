@@ -8,7 +8,7 @@ difference between ``data.order = "sequential"`` and ``"stream"`` is where items
 the first of them, ``eval_tokens`` tokens. **Every epoch** begins with a row whose length is drawn from the seed, so
 that cuts differ.
 
-**The position** is four integers (:class:`Cursor`), stored in a run's checkpoints: earlier items are read again, but
+**The position** is four integers (``Cursor``), stored in a run's checkpoints: earlier items are read again, but
 not encoded. Without them the same rows are found from the beginning.
 """
 
@@ -24,10 +24,11 @@ from kvad.errors import ConfigError, DataError, format_count
 from kvad.text import Tokenizer
 from kvad.train import sources as sources_lib
 from kvad.train.config import RunConfig
-from kvad.train.data.collate import Batch, PackedRow, PackingStats, RowSource, Segment, collate_rows, seeded_rng
-from kvad.train.data.document_dataset import collate_config
-from kvad.train.data.packing import MixtureRows, PackingMethod, pack_rows, source_seed, split_windows
-from kvad.train.data.pair_dataset import packing_method
+from kvad.train.data.collate import PackedRow, Segment, cut_row
+from kvad.train.data.packed_dataset import Packer
+from kvad.train.data.packing import PackingMethod, pack_documents, pack_whole_texts
+from kvad.train.data.row_sources import PackingStats, mix_rows, seeded_rng, source_seeds
+from kvad.train.data.text_packer import packing_method
 from kvad.train.data.token_store import Ints, TokenStore, encode_pieces
 
 _HELD, _EPOCH, _BLOCK = 3, 4, 5  # streams of random numbers
@@ -46,7 +47,7 @@ class StreamItem(NamedTuple):
 
     def part(self, begin: int, end: int) -> Segment:
         targets = self.tokens[begin + 1 : end + 1]
-        if end == len(self.tokens):
+        if begin < end == len(self.tokens):
             targets = np.append(targets, self.next_token)
         return Segment(self.tokens[begin:end], targets, self.encoder_tokens)
 
@@ -71,66 +72,57 @@ class Cursor(NamedTuple):
 
 # ---------------------------------------------------------------- items
 
+Pieces = Iterator[tuple[Ints, bool, bool]]  # tokens, begins a text, ends a text
+
 
 def stream_texts(
     texts: sources_lib.documents.DocumentCorpus | sources_lib.pairs.PairCorpus, tokenizer: Tokenizer
 ) -> StreamItems:
     """Return the items of texts encoded on the fly; raises DataError if a text cannot be read."""
+
+    def pieces(skip: int) -> Pieces:
+        for piece in encode_pieces(texts, tokenizer, skip=skip):
+            yield np.array(piece.ids, np.int64), piece.opens, piece.closes
+
     if isinstance(texts, sources_lib.pairs.PairCorpus):
-        return lambda index: _pair_items(texts, tokenizer, index)
-    separator = tokenizer.special_tokens.separator
+        return lambda index: _pair_items(pieces(2 * index), index)
     texts.framer(tokenizer)
+    separator = tokenizer.special_tokens.separator
     assert separator is not None
-
-    def read(index: int) -> Iterator[StreamItem]:
-        previous: StreamItem | None = None
-        for number, piece in enumerate(encode_pieces(texts, tokenizer, skip=index), index):
-            tokens = np.array(piece.ids, np.int64)
-            if previous is not None:
-                yield previous if previous.closes or not len(tokens) else previous._replace(next_token=int(tokens[0]))
-            previous = StreamItem(number, tokens, separator if piece.closes else -1, piece.opens, piece.closes)
-        if previous is not None:
-            yield previous
-
-    return read
-
-
-def _pair_items(texts: sources_lib.pairs.PairCorpus, tokenizer: Tokenizer, index: int) -> Iterator[StreamItem]:
-    source: Ints | None = None
-    for piece in encode_pieces(texts, tokenizer, skip=2 * index):
-        ids = np.array(piece.ids, np.int64)
-        if source is None:
-            source = ids
-        else:
-            yield StreamItem(index, ids[:-1], int(ids[-1]), encoder_tokens=source)
-            index, source = index + 1, None
+    return lambda index: _document_items(pieces(index), index, separator)
 
 
 def stream_store(store: TokenStore, first: int, last: int, *, pairs: bool) -> StreamItems:
     """Return the items of texts ``first`` to ``last`` of a store."""
-    offsets = store.offsets[first : last + 1]
+    offsets, starts = store.offsets[first : last + 1], store.document_starts
+    inner = starts[(starts > offsets[0]) & (starts < offsets[-1])]
+    edges = np.union1d(offsets, inner) if len(inner) else offsets  # an empty text stays one
+    is_text = np.isin(edges, offsets).tolist()
+
+    def pieces(skip: int) -> Pieces:
+        for number in range(skip, len(edges) - 1):
+            yield store.take(np.arange(edges[number], edges[number + 1])), is_text[number], is_text[number + 1]
+
     if pairs:
-
-        def read_pairs(index: int) -> Iterator[StreamItem]:
-            for pair in range(index, (last - first) // 2):
-                begin, middle, end = offsets[2 * pair : 2 * pair + 3].tolist()
-                both = store.take(np.arange(begin, end))
-                yield StreamItem(pair, both[middle - begin : -1], int(both[-1]), encoder_tokens=both[: middle - begin])
-
-        return read_pairs
-    inner = store.document_starts[(store.document_starts > offsets[0]) & (store.document_starts < offsets[-1])]
-    edges = np.union1d(offsets, inner)
-    opens = np.isin(edges, offsets)
+        return lambda index: _pair_items(pieces(2 * index), index)
     separator = int(store.take(offsets[:1])[0])
+    return lambda index: _document_items(pieces(index), index, separator)
 
-    def read(index: int) -> Iterator[StreamItem]:
-        for number in range(index, len(edges) - 1):
-            begin, end = int(edges[number]), int(edges[number + 1])
-            tokens = store.take(np.arange(begin, end if opens[number + 1] else end + 1))
-            tokens, follow = (tokens, separator) if opens[number + 1] else (tokens[:-1], int(tokens[-1]))
-            yield StreamItem(number, tokens, follow, bool(opens[number]), bool(opens[number + 1]))
 
-    return read
+def _document_items(pieces: Pieces, index: int, separator: int) -> Iterator[StreamItem]:
+    previous: StreamItem | None = None
+    for number, (tokens, opens, closes) in enumerate(pieces, index):
+        if previous is not None:
+            yield previous if previous.closes or not len(tokens) else previous._replace(next_token=int(tokens[0]))
+        previous = StreamItem(number, tokens, separator if closes else -1, opens, closes)
+    if previous is not None:
+        yield previous
+
+
+def _pair_items(pieces: Pieces, index: int) -> Iterator[StreamItem]:
+    for number, (source, _, _) in enumerate(pieces, index):
+        target, _, _ = next(pieces)
+        yield StreamItem(number, target[:-1], int(target[-1]), encoder_tokens=source)
 
 
 # ---------------------------------------------------------------- rows
@@ -154,11 +146,17 @@ class ShuffleBuffer:
         self._known_cursors = [Cursor()]
         self._blocks: Iterator[tuple[Cursor, list[PackedRow]]] = iter(())
         self._at, self._rows = Cursor(row=-1), list[PackedRow]()
-        self.packing_stats: PackingStats | None = None
+        self._stats: PackingStats | None = None  # of the first block
         self.left_out = 0
 
     def rows(self, numbers: Ints) -> list[PackedRow]:
-        return [self._row(int(number)) for number in numbers]
+        return [self._row(number) for number in numbers.tolist()]
+
+    def provenance(self, number: int) -> list[int]:
+        return []  # unknown without reading the corpus again
+
+    def packing_stats(self) -> PackingStats:
+        return self._stats or PackingStats(0, 0, 0)
 
     @property
     def cursor(self) -> Cursor:
@@ -236,16 +234,12 @@ class ShuffleBuffer:
             first = int(seeded_rng(self._seed, _EPOCH, cursor.epoch).integers(1, self._context + 1))
         if cursor.offset:
             waiting = [item.after(cursor.offset) for item in islice(items, 1)]
-        is_over = False
-        while not is_over:
+        while True:
             count = sum(len(item.tokens) for item in waiting)
-            while count < self._tokens and not is_over:
-                item = next(items, None)
-                if item is None:
-                    is_over = True
-                else:
-                    waiting.append(item)
-                    count += len(item.tokens)
+            while count < self._tokens and (item := next(items, None)) is not None:
+                waiting.append(item)
+                count += len(item.tokens)
+            is_over = count < self._tokens
             if not waiting:
                 return
             random = seeded_rng(self._seed, _BLOCK, cursor.epoch, cursor.row)
@@ -253,83 +247,66 @@ class ShuffleBuffer:
                 rows, left = _rows_from_items(waiting, first, self._context, whole=is_over)
             else:
                 rows, left = self._pack_items(waiting, random), []
-            if self.packing_stats is None:
-                self._measure(rows, waiting, left)
+            self._stats = self._stats or self._measure(rows, waiting, left)
             yield cursor, [rows[at] for at in random.permutation(len(rows))]
             index, offset = (left[0].item_index, left[0].begin) if left else (waiting[-1].item_index + 1, 0)
             cursor = Cursor(cursor.row + len(rows), cursor.epoch, index, offset)
             waiting, first = left, self._context
+            if is_over:
+                return
 
     def _pack_items(self, items: Sequence[StreamItem], random: np.random.Generator) -> list[PackedRow]:
         """Pack whole items, or windows of longer ones, into rows."""
+        assert self._fit is not None
         lengths = np.array([len(item.tokens) for item in items])
-        sources = [item.encoder_tokens for item in items if item.encoder_tokens is not None]
+        sources = [len(item.encoder_tokens) for item in items if item.encoder_tokens is not None]
         if sources:
-            assert self._fit is not None
-            sizes = np.stack((np.array(list(map(len, sources))), lengths), axis=1)
-            number, begin, end = np.arange(len(items)), np.zeros_like(lengths), lengths
+            order, sizes = random.permutation(len(items)), np.stack((np.array(sources), lengths), axis=1)
+            layout = pack_whole_texts(order, sizes[order], self._context, self._fit)
         else:
-            offsets = random.integers(1, self._context + 1, len(items))
-            number, begin, end = split_windows(lengths, self._context, offsets)
-            sizes = (end - begin)[:, None]
-        order = random.permutation(len(number))
-        packed = pack_rows(sizes[order], self._context, self._fit or "first-fit", crop=not sources)
-        rows: list[PackedRow] = []
-        for low, high in pairwise(packed.first.tolist()):
-            pieces = order[packed.pieces[low:high]]
-            ends = np.minimum(end[pieces], begin[pieces] + packed.lengths[low:high, -1])
-            rows.append([items[number[p]].part(int(begin[p]), int(e)) for p, e in zip(pieces, ends, strict=True)])
-        return rows
+            layout = pack_documents(lengths, self._context, self._fit, random)
+        return [
+            [items[item].part(begin, end) for item, begin, end in layout.pieces(row)] for row in range(layout.num_rows)
+        ]
 
-    def _measure(self, rows: Sequence[PackedRow], items: Sequence[StreamItem], left: Sequence[StreamItem]) -> None:
-        """Store the packing statistics of the first block."""
+    def _measure(
+        self, rows: Sequence[PackedRow], items: Sequence[StreamItem], left: Sequence[StreamItem]
+    ) -> PackingStats:
+        num_used = sum(map(_num_tokens, rows))
+        num_cropped = _num_tokens(items) - _num_tokens(left) - num_used
         sides = 1 if items[0].encoder_tokens is None else 2
+        return PackingStats(len(rows), sides * len(rows) * self._context, num_used, num_cropped)
 
-        def tokens(parts: Sequence[StreamItem] | PackedRow) -> int:
-            return sum(
-                len(part.tokens) + (0 if part.encoder_tokens is None else len(part.encoder_tokens)) for part in parts
-            )
 
-        taken = sum(map(tokens, rows))
-        cropped = tokens(items) - tokens(left) - taken
-        self.packing_stats = PackingStats(len(rows), sides * len(rows) * self._context, taken, cropped)
+def _num_tokens(parts: Sequence[StreamItem] | PackedRow) -> int:
+    return sum(len(part.tokens) + (0 if part.encoder_tokens is None else len(part.encoder_tokens)) for part in parts)
 
 
 def _rows_from_items(
     items: Sequence[StreamItem], first: int, context: int, *, whole: bool
 ) -> tuple[list[PackedRow], list[StreamItem]]:
-    """Cut consecutive items into a row of ``first`` tokens and rows of ``context``.
-
-    Args:
-        items: The items.
-        first: Tokens of the first row.
-        context: Tokens of the other rows.
-        whole: The last row takes the rest.
+    """Cut consecutive items into a row of ``first`` tokens and rows of ``context``; ``whole``: the last takes the rest.
 
     Returns:
         The rows and the remaining items.
     """
-    ends = np.cumsum([len(item.tokens) for item in items])
-    total = int(ends[-1]) if len(items) else 0
-    edges = [0, *range(first, total + 1, context)]
-    if whole and edges[-1] < total:
-        edges.append(total)
+    if not items:
+        return [], []
+    ends = np.cumsum([0, *(len(item.tokens) for item in items)])
+    edges = [0, *range(first, int(ends[-1]) + 1, context)]
+    if whole and edges[-1] < ends[-1]:
+        edges.append(int(ends[-1]))
+    tokens = np.concatenate([item.tokens for item in items])
+    targets = np.concatenate([item.part(0, len(item.tokens)).targets for item in items])
+    continues = [not item.opens and item.item_index == before.item_index + 1 for before, item in pairwise(items)]
+    begins = ends[1:-1][~np.array(continues, bool)]  # of segments
     rows: list[PackedRow] = []
     for low, high in pairwise(edges):
-        row, at = list[Segment](), int(np.searchsorted(ends, low, side="right"))
-        while low < high:
-            item, begins = items[at], int(ends[at]) - len(items[at].tokens)
-            part = item.part(low - begins, min(high, int(ends[at])) - begins)
-            continues = row and low == begins and not item.opens and items[at - 1].item_index == item.item_index - 1
-            if continues:
-                row[-1] = Segment(*map(np.concatenate, zip(row[-1][:2], part[:2], strict=True)))
-            else:
-                row.append(part)
-            low, at = begins + len(item.tokens), at + 1
-        rows.append(row)
-    used, at = edges[-1], int(np.searchsorted(ends, edges[-1], side="right"))
+        cuts = begins[np.searchsorted(begins, low, side="right") : np.searchsorted(begins, high)] - low
+        rows.append(cut_row(tokens[low:high], targets[low:high], cuts))
+    at = int(np.searchsorted(ends, edges[-1], side="right")) - 1
     left = list(items[at:])
-    if left and (taken := used - (int(ends[at]) - len(items[at].tokens))):
+    if left and (taken := edges[-1] - int(ends[at])):
         left[0] = left[0].after(taken)
     return rows, left
 
@@ -337,34 +314,30 @@ def _rows_from_items(
 # ---------------------------------------------------------------- dataset
 
 
-class StreamingDataset:
-    """Training data of one or several sources in their order.
+class StreamPacker(Packer):
+    """Texts of one or several sources in their order.
 
     Raises:
         DataError: If a source has no held-out text.
         ConfigError: If the packing is not possible.
     """
 
+    train_tokens = 0  # unknown
+
     def __init__(
-        self,
-        sources: Sequence[tuple[StreamItems, float]],
-        config: RunConfig,
-        pad: int,
-        *,
-        pairs: bool,
-        description: str,
-        vocab: int | None = None,
+        self, sources: Sequence[tuple[StreamItems, float]], config: RunConfig, *, pairs: bool, description: str
     ) -> None:
-        """Build the data; ``sources`` are items and weights, ``description`` the first summary line."""
+        """Read the held-out rows; ``sources`` are items and weights, ``description`` the first summary line."""
         data, train = config.data, config.train
         if data.order == "stream" and train.eval_tokens == 0:
             raise ConfigError("train.eval_tokens: must be above 0 for order 'stream', got 0", "Use 65536, the default.")
-        self._train, self._description, self.shape = train, description, collate_config(config, pad, vocab)
-        fit = packing_method(data) if pairs else None if data.packing in ("auto", "split") else data.packing
-        seeds = [train.seed if len(sources) == 1 else source_seed(train.seed, number) for number in range(len(sources))]
+        self._description, self._context = description, data.seq_len
+        fit: PackingMethod | None = packing_method(config, "pair") if pairs else None
+        if not pairs and data.packing in ("first-fit", "best-fit"):
+            fit = data.packing
         self.sources = [
-            ShuffleBuffer(items, data.seq_len, fit, data.shuffle_buffer, data.validation_fraction, seed)  # type: ignore[arg-type]
-            for (items, _), seed in zip(sources, seeds, strict=True)
+            ShuffleBuffer(items, data.seq_len, fit, data.shuffle_buffer, data.validation_fraction, seed)
+            for (items, _), seed in zip(sources, source_seeds(train.seed, len(sources)), strict=True)
         ]
         self._validation_rows: list[PackedRow] = []
         for source in self.sources:
@@ -374,37 +347,16 @@ class StreamingDataset:
                     'Use more documents, a larger data.validation_fraction, or data.order = "epochs".',
                 )
             self._validation_rows += held_out
-        weights = [weight for _, weight in sources]
-        self._rows: RowSource = self.sources[0] if len(sources) == 1 else MixtureRows(self.sources, weights, train.seed)
-        self._rows.rows(np.arange(1))  # raises if nothing is left to train on
-        self.train_tokens = 0  # unknown
+        self.source = mix_rows(self.sources, [weight for _, weight in sources], train.seed)
+        self.source.rows(np.arange(1))  # raises if nothing is left to train on
         self.validation_tokens = sum(int((part.targets >= 0).sum()) for row in self._validation_rows for part in row)
         self.tokens_per_step = train.batch_size * train.gradient_accumulation_steps * data.seq_len
 
-    def micro_batches(self, step: int) -> list[Batch]:
-        train = self._train
-        rows = self.rows(
-            np.arange(train.batch_size * train.gradient_accumulation_steps)
-            + step * train.batch_size * train.gradient_accumulation_steps
-        )
-        return [
-            collate_rows(rows[low : low + train.batch_size], self.shape)
-            for low in range(0, len(rows), train.batch_size)
-        ]
-
-    def rows(self, numbers: Ints) -> list[PackedRow]:
-        """Return rows by number, as segments (``collate.py``)."""
-        return self._rows.rows(numbers)
-
-    def evaluation(self) -> Iterator[Batch]:
-        batch = self._train.batch_size
-        return (
-            collate_rows(self._validation_rows[low : low + batch], self.shape)
-            for low in range(0, len(self._validation_rows), batch)
-        )
+    def evaluation_rows(self, num_tokens: int, batch_size: int) -> Iterator[list[PackedRow]]:
+        rows = self._validation_rows
+        return (rows[low : low + batch_size] for low in range(0, len(rows), batch_size))
 
     def examples(self, count: int) -> list[tuple[list[int], list[int]]]:
-        """Return the first held-out pairs as ids: the encoder's input and the framed target."""
         parts = [part for row in self._validation_rows for part in row][:count]
         return [
             (part.encoder_tokens.tolist(), [*part.tokens.tolist(), int(part.targets[-1])])
@@ -413,23 +365,17 @@ class StreamingDataset:
         ]
 
     def position(self) -> list[list[int]]:
-        """Return the cursor of each source, for :meth:`seek` of a resumed run."""
+        """Return the cursor of each source, for ``seek`` of a resumed run."""
         return [list(source.cursor) for source in self.sources]
 
     def seek(self, position: Sequence[Sequence[int]]) -> None:
         for source, cursor in zip(self.sources, position, strict=True):
             source.seek(Cursor(*cursor))
 
-    def packing_stats(self) -> PackingStats:
-        """Return the packing of the first block, summed over sources."""
-        stats = [source.packing_stats for source in self.sources if source.packing_stats is not None]
-        return PackingStats(*(sum(values) for values in zip(*stats, strict=True)))
-
     def summary(self) -> list[str]:
-        stats, lines = self.packing_stats(), [self._description]
-        if any(source.left_out for source in self.sources):
+        stats, lines = self.source.packing_stats(), [self._description]
+        if num_left_out := sum(source.left_out for source in self.sources):
             lines.append(
-                f"left out so far: {format_count(sum(s.left_out for s in self.sources), 'pair')} longer than "
-                f"data.seq_len {self.shape.seq_len}"
+                f"left out so far: {format_count(num_left_out, 'pair')} longer than data.seq_len {self._context}"
             )
         return [*lines, f"packed: of the first {format_count(stats.rows, 'row')}, {stats.summary()}"]

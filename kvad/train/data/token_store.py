@@ -9,20 +9,28 @@ separator**; of pairs (``sources/pairs.py``), each source is followed by its tar
 A store is a folder: ``tokens-00000.bin`` and so on (uint16, or uint32 for a vocabulary that needs it; little-endian),
 ``offsets.bin`` (uint64 [documents + 1]) and ``manifest.json`` (counts, hashes of these files, the largest token id, the
 tokenizer's fingerprint, the sources with their hashes; ``cuts``: where the later pieces of long documents begin). It is
-written completely or not at all, and reused while sources, tokenizer and settings are the same. Columns add integers to
-every token (``sources/columns.py``). Invariant: text d is ``tokens[offsets[d] : offsets[d + 1]]``; the first token of a
-document is the separator. No torch.
+written completely or not at all, and reused while sources, tokenizer and settings are the same. Invariant: text d is
+``tokens[offsets[d] : offsets[d + 1]]``; the first token of a document is the separator.
+
+Columns of an ``kvad.train.sources.examples.ExampleCorpus`` add a value to every token: ``labels.bin`` holds its
+label (int32, -1: none), ``mask.bin`` whether it is a target (uint8); value i belongs to token i of the stream, in
+whichever shard it is. The manifest names columns and types::
+
+    tokens    5  9  2  7  7  3        labels   0  -1   3   3  -1   1        "columns": {"labels": "int32"}
+
+No torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,25 +47,15 @@ BATCH_CHARS = 1 << 22  # characters of documents encoded together
 SCAN_CHUNK = 1 << 20  # tokens scanned together
 
 Ints = npt.NDArray[np.int64]
-
-
-class TextSource(Protocol):
-    """Corpus of a store, such as :class:`~kvad.train.sources.documents.DocumentCorpus`."""
-
-    @property
-    def sources(self) -> tuple[sources_lib.documents.CorpusFile, ...]: ...
-
-    def pieces(self) -> Iterator[sources_lib.formats.TextPiece]: ...
-
-    def settings(self) -> dict[str, Any]: ...
-
-    def framer(self, tokenizer: Tokenizer) -> sources_lib.documents.FrameFn: ...
+AnyCorpus = (
+    sources_lib.documents.DocumentCorpus | sources_lib.pairs.PairCorpus | sources_lib.examples.ExampleCorpus[Any]
+)
+_TextBatch = list[tuple[int, sources_lib.formats.TextPiece]]  # pieces and the indices of their texts
 
 
 class EncodedPiece(NamedTuple):
     """Framed tokens of a piece of a text."""
 
-    number: int  # index of the text
     ids: list[int]
     opens: bool  # the piece begins its text
     closes: bool  # the piece ends its text
@@ -80,7 +78,8 @@ class TokenStore:
         self.manifest, self.fingerprint = manifest, str(manifest["fingerprint"])
         dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         self._shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in manifest["shards"]]
-        self._columns = sources_lib.columns.ColumnFiles(folder, manifest)
+        columns: Mapping[str, str] = manifest.get("columns", {})
+        self._columns = {name: np.memmap(folder / f"{name}.bin", np.dtype(kind), "r") for name, kind in columns.items()}
         self._starts = np.cumsum([0, *(len(shard) for shard in self._shards)])
         self.offsets: Ints = np.fromfile(folder / OFFSETS, "<u8").astype(np.int64)
         self.document_starts: Ints = np.array(manifest.get("cuts", []), np.int64)
@@ -96,12 +95,10 @@ class TokenStore:
         joined.manifest = {"fingerprint": joined.fingerprint, "joined": fingerprints}
         joined._shards = [shard for store in stores for shard in store._shards]
         joined._starts = np.cumsum([0, *(len(shard) for shard in joined._shards)])
-        before = np.cumsum([0, *(store.num_tokens for store in stores)])
-        moved = [store.offsets[:-1] + first for store, first in zip(stores, before, strict=False)]
-        joined.offsets = np.concatenate([*moved, before[-1:]])
-        joined.document_starts = np.concatenate(
-            [store.document_starts + first for store, first in zip(stores, before, strict=False)]
-        )
+        begins = np.cumsum([0, *(store.num_tokens for store in stores)])
+        pairs = list(zip(stores, begins[:-1], strict=True))
+        joined.offsets = np.concatenate([*(store.offsets[:-1] + begin for store, begin in pairs), begins[-1:]])
+        joined.document_starts = np.concatenate([store.document_starts + begin for store, begin in pairs])
         return joined
 
     @property
@@ -129,7 +126,7 @@ class TokenStore:
 
     def column(self, name: str, at: Ints) -> Ints:
         """Return the values of column ``name`` at stream positions ``at``, any shape."""
-        return self._columns.take(name, at)
+        return self._columns[name][at].astype(np.int64)
 
     def take(self, at: Ints) -> Ints:
         """Return token ids at stream positions ``at``, any shape."""
@@ -144,7 +141,7 @@ class TokenStore:
 
 def open_store(
     folder: Path,
-    corpus: TextSource,
+    corpus: AnyCorpus,
     tokenizer: Tokenizer,
     *,
     accept: Callable[[TokenStore], object] = lambda store: None,
@@ -166,8 +163,8 @@ def open_store(
         DataError: If texts cannot be read.
         SaveError: If the disk refuses; an old store stays complete.
     """
-    fingerprint = store_fingerprint(corpus, tokenizer)
-    if (manifest := _usable_manifest(folder, fingerprint)) is not None:
+    manifest = _read_manifest(folder)
+    if _is_complete(folder, manifest) and manifest["fingerprint"] == store_fingerprint(corpus, tokenizer):
         store = TokenStore(folder, manifest)
         accept(store)
         return store, True
@@ -194,49 +191,59 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def write_store(
     folder: Path,
-    corpus: TextSource,
+    corpus: AnyCorpus,
     tokenizer: Tokenizer,
     more: dict[str, Any] | None = None,
     *,
     progress: sources_lib.documents.Progress,
 ) -> dict[str, Any]:
     """Write the corpus as tokens into an empty folder; return its manifest, with ``more`` added."""
-    columns = dict(corpus.columns) if isinstance(corpus, sources_lib.columns.HasColumns) else {}
-    if isinstance(corpus, sources_lib.columns.HasColumns):
-        texts = enumerate(sources_lib.columns.write_columns(folder, columns, corpus.encoded(tokenizer, progress)))
-        pieces: Iterator[EncodedPiece] = (EncodedPiece(number, ids, True, True) for number, ids in texts)
+    more = dict(more or {})
+    if isinstance(corpus, sources_lib.examples.ExampleCorpus):
+        texts = _write_columns(folder, corpus.columns, corpus.encoded(tokenizer, progress))
+        pieces: Iterator[EncodedPiece] = (EncodedPiece(ids, True, True) for ids in texts)
+        more["columns"] = dict(corpus.columns)
     else:
         pieces = encode_pieces(corpus, tokenizer, progress)
     vocab = max(part.vocab_size for part in (tokenizer, tokenizer.source_tokenizer) if part is not None)
     counts = _write(folder, pieces, _dtype(vocab))
-    if columns:
-        digests = {f"{name}.bin": _digest(folder / f"{name}.bin") for name in columns}
-        more = {"columns": columns, "column_hashes": digests, **(more or {})}
-    more = more or {}
-    manifest = {
-        "format": FORMAT,
-        "fingerprint": store_fingerprint(corpus, tokenizer),
-        **_settings(corpus, tokenizer),
-        **more,
-        **counts,
-    }
+    if "columns" in more:
+        more["column_hashes"] = {f"{name}.bin": _digest(folder / f"{name}.bin") for name in more["columns"]}
+    identity = {"format": FORMAT, "fingerprint": store_fingerprint(corpus, tokenizer)}
+    manifest = {**identity, **_settings(corpus, tokenizer), **more, **counts}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
+
+
+def _write_columns(
+    folder: Path, columns: Mapping[str, str], texts: Iterable[sources_lib.examples.EncodedColumns]
+) -> Iterator[list[int]]:
+    """Write the columns of texts and yield the ids of each text."""
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in columns}
+        for ids, values in texts:
+            for name, kind in columns.items():
+                assert len(values[name]) == len(ids), f"a value of {name} for every token"
+                files[name].write(np.asarray(values[name], np.dtype(kind).newbyteorder("<")).tobytes())
+            yield ids
+
+
+def expected_sizes(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """Return the size in bytes of every file of a complete store."""
+    size = np.dtype(manifest["dtype"]).itemsize
+    columns = manifest.get("columns", {}).items()
+    return {
+        **{shard["file"]: shard["tokens"] * size for shard in manifest["shards"]},
+        **{f"{name}.bin": np.dtype(kind).itemsize * manifest["tokens"] for name, kind in columns},
+        OFFSETS: 8 * (manifest["documents"] + 1),
+    }
 
 
 def find_corrupt_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Return names of files whose hashes differ from the manifest; reads all of them."""
     expected = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | {OFFSETS: manifest["offsets"]}
     expected |= manifest.get("column_hashes", {})
-    corrupt = []
-    for name, digest in expected.items():
-        try:
-            is_equal = _digest(folder / name) == digest
-        except OSError:
-            is_equal = False
-        if not is_equal:
-            corrupt.append(name)
-    return corrupt
+    return [name for name, digest in expected.items() if not _has_digest(folder / name, digest)]
 
 
 def _digest(path: Path) -> str:
@@ -244,31 +251,36 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def store_fingerprint(corpus: TextSource, tokenizer: Tokenizer) -> str:
+def _has_digest(path: Path, digest: str) -> bool:
+    try:
+        return _digest(path) == digest
+    except OSError:
+        return False
+
+
+def store_fingerprint(corpus: AnyCorpus, tokenizer: Tokenizer) -> str:
     """Return the sha256 (hex) of everything that determines the tokens."""
     return hashlib.sha256(json.dumps(_settings(corpus, tokenizer), sort_keys=True).encode()).hexdigest()
 
 
 def combined_fingerprint(fingerprints: Sequence[str]) -> str:
     """Return the fingerprint of several stores as one."""
-    return (
-        fingerprints[0]
-        if len(fingerprints) == 1
-        else hashlib.sha256(json.dumps(list(fingerprints)).encode()).hexdigest()
-    )
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    return hashlib.sha256(json.dumps(list(fingerprints)).encode()).hexdigest()
 
 
-def find_changed_sources(folder: Path, corpus: TextSource) -> list[str]:
+def find_changed_sources(folder: Path, corpus: AnyCorpus) -> list[str]:
     """Return names of files changed, added or removed since the store was written."""
     try:
-        before = {s["name"]: s["sha256"] for s in json.loads((folder / MANIFEST).read_bytes())["sources"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        before = {source["name"]: source["sha256"] for source in _read_manifest(folder)["sources"]}
+    except (KeyError, TypeError):
         return []
     now = {source.name: source.sha256 for source in corpus.sources}
     return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
-def _settings(corpus: TextSource, tokenizer: Tokenizer) -> dict[str, Any]:
+def _settings(corpus: AnyCorpus, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"tokenizer": tokenizer.fingerprint(), **corpus.settings()}
 
 
@@ -281,23 +293,16 @@ def is_store(folder: Path) -> bool:
     return {"fingerprint", "shards"} <= _read_manifest(folder).keys()
 
 
-def _usable_manifest(folder: Path, fingerprint: str) -> dict[str, Any] | None:
-    """Return the manifest of a complete store of exactly these tokens, else None."""
+def _is_complete(folder: Path, manifest: dict[str, Any]) -> bool:
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if manifest["fingerprint"] != fingerprint:
-            return None
-        size = np.dtype(manifest["dtype"]).itemsize
-        is_complete = all((folder / s["file"]).stat().st_size == s["tokens"] * size for s in manifest["shards"])
-        is_complete = is_complete and sources_lib.columns.check_column_files(folder, manifest)
-        is_complete = is_complete and (folder / OFFSETS).stat().st_size == 8 * (manifest["documents"] + 1)
-        return dict(manifest) if is_complete else None
+        sizes = expected_sizes(manifest).items()
+        return "fingerprint" in manifest and all((folder / name).stat().st_size == size for name, size in sizes)
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return False
 
 
 def encode_pieces(
-    corpus: TextSource,
+    corpus: AnyCorpus,
     tokenizer: Tokenizer,
     progress: sources_lib.documents.Progress = lambda chars, tokens: None,
     skip: int = 0,
@@ -309,40 +314,33 @@ def encode_pieces(
     frame = corpus.framer(tokenizer)
     chars = tokens = 0
     with ThreadPoolExecutor(1) as pool:
-        running: tuple[list[tuple[int, sources_lib.formats.TextPiece]], Future[list[list[int]]]] | None = None
+        running: tuple[_TextBatch, Future[list[list[int]]]] | None = None
         for batch in chain(_batches(corpus.pieces(), skip), (None,)):
-            started = None
-            if batch is not None:
-                started = batch, pool.submit(_encode, tokenizer, batch)
+            started = None if batch is None else (batch, pool.submit(_encode, tokenizer, batch))
             if running is not None:
-                pieces, rows = running[0], running[1].result()
+                pieces, encoded = running[0], running[1].result()
                 chars += sum(len(piece.text) for _, piece in pieces)
-                tokens += sum(map(len, rows))
+                tokens += sum(map(len, encoded))
                 progress(chars, tokens)
-                for (number, piece), ids in zip(pieces, rows, strict=True):
-                    framed = frame(number, ids) if piece.opens else ids
-                    yield EncodedPiece(number, framed, piece.opens, piece.closes)
+                for (number, piece), ids in zip(pieces, encoded, strict=True):
+                    yield EncodedPiece(frame(number, ids) if piece.opens else ids, piece.opens, piece.closes)
             running = started
 
 
-def _encode(tokenizer: Tokenizer, batch: Sequence[tuple[int, sources_lib.formats.TextPiece]]) -> list[list[int]]:
+def _encode(tokenizer: Tokenizer, batch: _TextBatch) -> list[list[int]]:
     """Encode pieces; the sides of pairs may have different vocabularies."""
     if tokenizer.source_tokenizer is None:
         return tokenizer.encode_batch([piece.text for _, piece in batch])
-    sides = {0: tokenizer.source_tokenizer, 1: tokenizer}
-    rows = {side: iter(encoder.encode_batch(_side(batch, side))) for side, encoder in sides.items()}
-    return [next(rows[number % 2]) for number, _ in batch]
+    encoded = [
+        iter(encoder.encode_batch([piece.text for number, piece in batch if number % 2 == side]))
+        for side, encoder in enumerate((tokenizer.source_tokenizer, tokenizer))
+    ]
+    return [next(encoded[number % 2]) for number, _ in batch]
 
 
-def _side(batch: Sequence[tuple[int, sources_lib.formats.TextPiece]], side: int) -> list[str]:
-    return [piece.text for number, piece in batch if number % 2 == side]
-
-
-def _batches(
-    pieces: Iterator[sources_lib.formats.TextPiece], skip: int
-) -> Iterator[list[tuple[int, sources_lib.formats.TextPiece]]]:
+def _batches(pieces: Iterator[sources_lib.formats.TextPiece], skip: int) -> Iterator[_TextBatch]:
     """Yield pieces with the indices of their texts, about BATCH_CHARS characters at a time."""
-    waiting, chars, number = list[tuple[int, sources_lib.formats.TextPiece]](), 0, -1
+    waiting, chars, number = _TextBatch(), 0, -1
     for index, piece in enumerate(pieces):
         number += piece.opens
         if index < skip:
@@ -351,7 +349,7 @@ def _batches(
         chars += len(piece.text)
         if chars >= BATCH_CHARS:
             yield waiting
-            waiting, chars = [], 0
+            waiting, chars = _TextBatch(), 0
     if waiting:
         yield waiting
 

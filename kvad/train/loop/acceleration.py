@@ -40,15 +40,6 @@ def apply_acceleration(model: Transformer, train: TrainConfig) -> None:
             _compile(module, "project")
 
 
-def check_acceleration(train: TrainConfig) -> None:
-    """Raise ConfigError if a run with a frozen model requests an acceleration option."""
-    for name in ("activation_checkpointing", "compile"):
-        if getattr(train, name):
-            raise ConfigError(
-                f"train.{name}: must be false for objective 'summarizer', whose model is frozen", "Leave it out."
-            )
-
-
 def _compile(module: nn.Module, name: str) -> None:
     plain: Callable[..., Any] = getattr(module, name)
     setattr(module, name, _InTraining(module, plain, ops.compile.lazy_compile(plain)))

@@ -101,9 +101,7 @@ class AsyncCheckpointer:
         self._written.append((folder, step))
 
     def _copied(self, snapshot: checkpoint.handle.CheckpointSnapshot) -> checkpoint.handle.CheckpointSnapshot:
-        training = checkpoint.handle.TrainingState(
-            self._copy("training", snapshot.training.tensors), snapshot.training.state
-        )
+        training = snapshot.training._replace(tensors=self._copy("training", snapshot.training.tensors))
         return snapshot._replace(weights=self._copy("weights", snapshot.weights), training=training)
 
     @torch.no_grad()

@@ -52,11 +52,10 @@ class DataParallelGroup:
     def check_divisible(self, train: TrainConfig) -> None:
         """Raise ConfigError if the micro-batches cannot be shared evenly."""
         if train.gradient_accumulation_steps % self.size:
+            steps = train.gradient_accumulation_steps
             raise ConfigError(
-                f"train.gradient_accumulation_steps: must be a multiple of the {self.size} ranks, "
-                f"got {train.gradient_accumulation_steps}",
-                f"For example: --gradient-accumulation-steps "
-                f"{-(-train.gradient_accumulation_steps // self.size) * self.size}",
+                f"train.gradient_accumulation_steps: must be a multiple of the {self.size} ranks, got {steps}",
+                f"For example: --gradient-accumulation-steps {-(-steps // self.size) * self.size}",
             )
 
     def check_world_size(self, ranks: int) -> None:
@@ -201,25 +200,20 @@ SINGLE_PROCESS = DataParallelGroup()
 def init_data_parallel(environment: Mapping[str, str], train: TrainConfig) -> DataParallelGroup:
     """Connect the processes that ``torchrun`` started; return SINGLE_PROCESS without torchrun.
 
-    Uses gloo on the CPU and nccl on GPUs, where rank r takes the r-th GPU.
-
-    Raises:
-        UsageError: If torchrun's environment is incomplete.
-        ConfigError: If the work cannot be shared; raised before any rank waits.
+    Uses gloo on the CPU and nccl on GPUs, where rank r takes the r-th GPU. Work that cannot be shared is refused before
+    any rank waits.
     """
     size = _number(environment, "WORLD_SIZE", 1)
     if size == 1:
         return SINGLE_PROCESS
     rank = _number(environment, "RANK", None)
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
-        raise UsageError(
-            f"MASTER_ADDR, MASTER_PORT: must be set, because WORLD_SIZE is {size}", TORCHRUN_HINT.format(size)
-        )
+        message = f"MASTER_ADDR, MASTER_PORT: must be set, because WORLD_SIZE is {size}"
+        raise UsageError(message, TORCHRUN_HINT.format(size))
     local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
     if local_size != size:
-        raise ConfigError(
-            f"all {size} ranks must run on one machine, got {local_size} here", TORCHRUN_HINT.format(size)
-        )
+        message = f"all {size} ranks must run on one machine, got {local_size} here"
+        raise ConfigError(message, TORCHRUN_HINT.format(size))
     DataParallelGroup(rank, size).check_divisible(train)
     gpu = torch.device(train.device).type == "cuda"
     if gpu:

@@ -22,10 +22,7 @@ GROWTH_FACTOR = math.log(100)
 
 
 class DivergenceDetector:
-    """Tracks losses and gradient norms of all steps.
-
-    ``state`` holds everything as numbers for a checkpoint.
-    """
+    """Tracks losses and gradient norms of all steps; ``state`` holds everything as numbers for a checkpoint."""
 
     def __init__(self, state: Sequence[float] = ()) -> None:
         numbers = state or (0.0,) * 12
@@ -46,20 +43,16 @@ class DivergenceDetector:
         margin = max(RELATIVE_MARGIN * self._lowest, SPREADS * self._spread, MIN_MARGIN)
         doubled = step > WARMUP_STEPS and self._loss > DOUBLING * self._lowest_late + MIN_MARGIN
         self.high = self.high + 1 if doubled or self._loss > self._lowest + margin else 0
-        self._num_high_norm = (
-            self._num_high_norm + 1 if step > WARMUP_STEPS and self._norm > self._lowest_norm + GROWTH_FACTOR else 0
-        )
+        is_high_norm = step > WARMUP_STEPS and self._norm > self._lowest_norm + GROWTH_FACTOR
+        self._num_high_norm = self._num_high_norm + 1 if is_high_norm else 0
         if self._has_warned or max(self.high, self._num_high_norm) < PATIENCE:
             return None
         self._has_warned = 1
         if self.high >= PATIENCE:
             now, least, at = f"loss of {self._loss:.3f}", f"{self._lowest:.3f}", int(self._lowest_at)
         else:
-            now, least, at = (
-                f"gradient norm of {math.exp(self._norm):.2g}",
-                f"{math.exp(self._lowest_norm):.2g}",
-                int(self._lowest_norm_at),
-            )
+            now, least = f"gradient norm of {math.exp(self._norm):.2g}", f"{math.exp(self._lowest_norm):.2g}"
+            at = int(self._lowest_norm_at)
         return (
             f"it diverges: a {now} on average by step {step:,}, {least} at step {at:,}; "
             f"a lower optim.lr (now {lr:.1e}) or a longer optim.warmup_steps may help"

@@ -49,10 +49,7 @@ class NonFiniteReport(NamedTuple):
 def locate_nonfinite(
     model: nn.Module, objective: Objective, batches: Sequence[Batch], scaled: float
 ) -> NonFiniteReport | None:
-    """Repeat a step and report the first non-finite value, or None if all values are finite.
-
-    Gradients are overwritten; parameters do not change.
-    """
+    """Repeat a step, overwriting gradients, and report the first non-finite value, None if all are finite."""
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             return NonFiniteReport(f"the parameter {name}, since an earlier step")
@@ -70,14 +67,12 @@ def locate_nonfinite(
 
 
 class _FirstNonFinite:
-    """First module and gradient with non-finite values.
-
-    ``at`` is the first non-finite index of the module's output, which has ``size`` rows.
-    """
+    """First module and gradient with non-finite values."""
 
     output: str | None = None
     gradient: str | None = None
-    at = size = 0
+    at = 0  # first non-finite row of the output
+    size = 0  # number of rows of the output
 
 
 @contextmanager
@@ -103,11 +98,8 @@ def _watch_modules(model: nn.Module) -> Iterator[_FirstNonFinite]:
         return look
 
     hooks = [m.register_forward_hook(at_output(name)) for name, m in model.named_modules() if name]
-    hooks += [
-        p.register_post_accumulate_grad_hook(at_gradient(name))
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    hooks += [parameter.register_post_accumulate_grad_hook(at_gradient(name)) for name, parameter in trained]
     try:
         yield seen
     finally:
@@ -116,10 +108,7 @@ def _watch_modules(model: nn.Module) -> Iterator[_FirstNonFinite]:
 
 
 def _row_index(batch: Batch, seen: _FirstNonFinite) -> int | None:
-    """Return the row of the non-finite output.
-
-    Outputs are flat: [T, ...] of decoder or encoder tokens.
-    """
+    """Return the row of the non-finite output, which is [T, ...] over decoder or encoder tokens."""
     for step in (batch.model_input, batch.model_input.encoder_input):
         if step is not None and len(step.token_ids) == seen.size:
             return seen.at // step.sub_batches[0].num_new_tokens

@@ -24,7 +24,7 @@ from kvad import ops
 from kvad.errors import DataError, NumericalError
 from kvad.train import monitoring, objectives
 from kvad.train.config import TrainConfig
-from kvad.train.data import Batch, TrainingData
+from kvad.train.data import Batch, PackedDataset
 from kvad.train.loop.checkpointer import AsyncCheckpointer, checkpoint_status
 from kvad.train.loop.data_parallel import SINGLE_PROCESS, DataParallelGroup
 from kvad.train.loop.divergence import DivergenceDetector
@@ -66,7 +66,7 @@ class Trainer:
     model: nn.Module
     objective: Objective
     optimization: OptimizersContainer
-    data: TrainingData
+    data: PackedDataset
     config: TrainConfig
     state: TrainerState
     checkpointer: AsyncCheckpointer
@@ -74,7 +74,7 @@ class Trainer:
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
     throughput: monitoring.throughput.ThroughputMeter | None = None
-    describe_rows: Callable[[range], str] | None = None
+    describe_rows: Callable[[range], str] = lambda rows: ""
     data_parallel: DataParallelGroup = SINGLE_PROCESS
 
     def __post_init__(self) -> None:
@@ -128,11 +128,7 @@ class Trainer:
         return self.checkpoint
 
     def _step(self) -> tuple[float, float, int]:
-        """Run one optimizer step.
-
-        Returns:
-            Learning rate, gradient norm before clipping, number of targets.
-        """
+        """Run one optimizer step; return learning rate, gradient norm before clipping, number of targets."""
         state = self.state
         random = RandomState(self.config.device)
         batches = self._batches()
@@ -149,19 +145,15 @@ class Trainer:
             random.restore()
             report = locate_nonfinite(self.model, self.objective, local, scaled)
             reports = self.data_parallel.all_gather_text("" if report is None else self._describe(report, batches))
-            cause = next(
-                filter(None, reports), "repeated, all values are finite: check this machine for hardware errors"
-            )
+            no_cause = "repeated, all values are finite: check this machine for hardware errors"
+            cause = next(filter(None, reports), no_cause)
             raise NumericalError(f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {cause}")
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
 
     def _failure_hint(self, hint: str) -> str:
-        """Build the hint for a run stopped by non-finite values.
-
-        ``hint`` replaces the general advice.
-        """
+        """Build the hint for a run stopped by non-finite values; ``hint`` replaces the general advice."""
         lower = "train with a lower learning rate" + ("" if self.precision == "fp32" else " or in fp32")
         return f"{checkpoint_status(self.checkpointer.has_checkpoint)}; {hint or lower}"
 
@@ -172,7 +164,7 @@ class Trainer:
         except DataError as error:
             rows = self.config.batch_size * self.config.gradient_accumulation_steps
             row_range = range(self.state.step * rows, (self.state.step + 1) * rows)
-            sources = "" if self.describe_rows is None else self.describe_rows(row_range)
+            sources = self.describe_rows(row_range)
             where = f"step {self.state.step + 1}{f', of {sources}' if sources else ''}"
             raise DataError(f"{where}: {error.message}", error.hint) from error
 
@@ -189,16 +181,14 @@ class Trainer:
         """Describe the first non-finite value of a step."""
         if report.batch is None:
             return f"not finite: {report.tensor_name}"
-        counts, index = (
-            [batch.model_input.sub_batches[0].num_seqs for batch in batches],
-            self.data_parallel.global_index(report.batch),
-        )
+        counts = [batch.model_input.sub_batches[0].num_seqs for batch in batches]
+        index = self.data_parallel.global_index(report.batch)
         first = self.state.step * sum(counts) + sum(counts[:index])
         rows = range(first, first + counts[index])
         text = f"first non-finite value: {report.tensor_name}, of micro-batch {index + 1} of {len(batches)}"
         if report.row is not None:
             rows, text = range(first + report.row, first + report.row + 1), f"{text}, row {report.row + 1}"
-        sources = "" if self.describe_rows is None else self.describe_rows(rows)
+        sources = self.describe_rows(rows)
         return f"{text} ({sources})" if sources else text
 
     def _is_over(self) -> bool:
@@ -218,12 +208,10 @@ class Trainer:
             state.val_loss, state.val_step = self.data_parallel.broadcast_scalar(result.loss), state.step
             if state.best is None or state.val_loss < state.best:
                 state.best, state.best_step = state.val_loss, state.step
-            self._notify(
-                "on_eval",
-                monitoring.callbacks.EvalReport(
-                    state.step, state.val_loss, result.targets, state.best, result.accuracy
-                ),
+            report = monitoring.callbacks.EvalReport(
+                state.step, state.val_loss, result.targets, state.best, result.accuracy
             )
+            self._notify("on_eval", report)
             if self.sample_fn is not None:
                 self._notify("on_samples", monitoring.callbacks.SamplesReport(state.step, self.sample_fn()))
         self.optimization.on_evaluation(state.val_loss)
@@ -232,12 +220,11 @@ class Trainer:
         """Report checkpoints written since the last call."""
         for path, step in self.checkpointer.finished():
             self.checkpoint = path
-            for callback in self.callbacks:
-                callback.on_save(path, step)
+            self._notify("on_save", path, step)
 
-    def _notify(self, method: str, report: object) -> None:
+    def _notify(self, method: str, *report: object) -> None:
         for callback in self.callbacks:
-            getattr(callback, method)(report)
+            getattr(callback, method)(*report)
 
     def _start_report(self) -> monitoring.callbacks.StartReport:
         return monitoring.callbacks.StartReport(

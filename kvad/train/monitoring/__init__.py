@@ -18,27 +18,4 @@ if TYPE_CHECKING:
     from kvad.train.monitoring.console import make_progress as make_progress
     from kvad.train.monitoring.samples import greedy_decode as greedy_decode
 
-__all__ = [
-    "Callback",
-    "TrainingContext",
-    "TrainingResult",
-    "callbacks",
-    "console",
-    "greedy_decode",
-    "make_progress",
-    "metrics",
-    "tensorboard",
-    "throughput",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Callback": "callbacks",
-        "TrainingContext": "callbacks",
-        "TrainingResult": "callbacks",
-        "greedy_decode": "samples",
-        "make_progress": "console",
-    },
-    ("callbacks", "console", "metrics", "tensorboard", "throughput"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvad.checkpoint import GenerationConfig
     from kvad.model import Transformer
     from kvad.text import Tokenizer
-    from kvad.train.data import TrainingData
+    from kvad.train.data import PackedDataset
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class TrainingContext:
     model: Transformer
     tokenizer: Tokenizer
     generation: GenerationConfig
-    data: TrainingData
+    data: PackedDataset
     log: Callable[[str, object], None]
 
 

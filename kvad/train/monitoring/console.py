@@ -25,16 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvad.errors import format_count
-from kvad.train.monitoring.callbacks import (
-    Callback,
-    CallbackReport,
-    EvalReport,
-    SamplesReport,
-    StartReport,
-    StepReport,
-    TrainingResult,
-    WarningReport,
-)
+from kvad.train.monitoring import callbacks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -43,22 +34,20 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class PlainProgress(Callback):
+class PlainProgress(callbacks.Callback):
     """Prints a line at every evaluation, and every ten seconds of training."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.start: StartReport | None = None
-        self.last: StepReport | None = None
-        self.val_loss: float | None = None
-        self.best: float | None = None
-        self.accuracy: float | None = None
+        self.start: callbacks.StartReport | None = None
+        self.last: callbacks.StepReport | None = None
+        self.evaluation: callbacks.EvalReport | None = None
         self._last_time = 0.0
 
     def on_stage(self, text: str) -> None:
         self._print(text)
 
-    def on_start(self, report: StartReport) -> None:
+    def on_start(self, report: callbacks.StartReport) -> None:
         self.start, self._last_time = report, 0.0
         resumed = f", from step {report.step:,}" if report.step else ""
         self._print(
@@ -66,46 +55,55 @@ class PlainProgress(Callback):
             f"{format_count(report.tokens_per_step, 'token')} a step{resumed}"
         )
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, report: callbacks.StepReport) -> None:
         self.last = report
         if report.elapsed - self._last_time >= SECONDS_BETWEEN_LINES:
             self._last_time = report.elapsed
             self._print(self.status_line())
 
-    def on_eval(self, report: EvalReport) -> None:
-        self.val_loss, self.best, self.accuracy = report.val_loss, report.best, report.accuracy
+    def on_eval(self, report: callbacks.EvalReport) -> None:
+        self.evaluation = report
         if self.last is not None:
             self._print(self.status_line())
 
-    def on_samples(self, report: SamplesReport) -> None:
+    def on_samples(self, report: callbacks.SamplesReport) -> None:
         """Print each source, its target and the model's output."""
         for sample in report.samples:
             for mark, text in (("<", sample.source), ("=", sample.target), (">", sample.text)):
                 if text or mark != "=":  # continued prompts have no target
                     self._print(f"  {mark} {' '.join(text.split())}")
 
-    def on_callback_report(self, report: CallbackReport) -> None:
+    def on_callback_report(self, report: callbacks.CallbackReport) -> None:
         self._print(f"  {report.words}")
 
-    def on_warning(self, report: WarningReport) -> None:
+    def on_warning(self, report: callbacks.WarningReport) -> None:
         self._print(f"warning: {report.text}")
 
-    def on_end(self, outcome: TrainingResult) -> None:
+    def on_end(self, outcome: callbacks.TrainingResult) -> None:
         self._print(f"saved: {outcome.checkpoint}")
 
     def status_line(self) -> str:
+        last, evaluation = self.last, self.evaluation
+        assert last is not None, "on_step comes first"
+        parts = [self.step_text(), f"loss {last.loss:.3f}"]
+        if evaluation is not None:
+            parts.append(f"val {evaluation.val_loss:.3f}")
+        parts += self.accuracy_text()
+        parts += [f"lr {last.lr:.1e}", f"grad_norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
+        return "  ".join([*parts, *self.time_left()])
+
+    def step_text(self) -> str:
+        """Return the step and the limit, such as "step 1,240/2,000"."""
         start, last = self.start, self.last
         assert start is not None and last is not None, "on_start and on_step come first"
-        limit = f"/{start.steps:,}" if start.steps is not None else ""
-        parts = [f"step {last.step:,}{limit}", f"loss {last.loss:.3f}"]
-        if self.val_loss is not None:
-            parts.append(f"val {self.val_loss:.3f}")
-        if self.accuracy is not None:
-            parts.append(f"acc {self.accuracy:.1%}")
-        parts += [f"lr {last.lr:.1e}", f"grad_norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
-        if last.eta is not None:
-            parts.append(f"{format_seconds(last.eta)} left")
-        return "  ".join(parts)
+        return f"step {last.step:,}" + (f"/{start.steps:,}" if start.steps is not None else "")
+
+    def accuracy_text(self) -> list[str]:
+        accuracy = None if self.evaluation is None else self.evaluation.accuracy
+        return [] if accuracy is None else [f"acc {accuracy:.1%}"]
+
+    def time_left(self) -> list[str]:
+        return [] if self.last is None or self.last.eta is None else [f"{format_seconds(self.last.eta)} left"]
 
     def close(self) -> None:
         """Restore the terminal; also called after an error."""
@@ -154,19 +152,19 @@ class ConsoleDashboard(PlainProgress):
         self._live: Live | None = None
         self._summed = self._weight = 0.0
 
-    def on_start(self, report: StartReport) -> None:
+    def on_start(self, report: callbacks.StartReport) -> None:
         from rich.live import Live
 
         super().on_start(report)
         self._live = Live(get_renderable=self.render, console=self.console, transient=True, refresh_per_second=REFRESH)
         self._live.start()
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, report: callbacks.StepReport) -> None:
         self.last = report
         self._summed = LOSS_SMOOTHING * self._summed + report.loss
         self._weight = LOSS_SMOOTHING * self._weight + 1
 
-    def on_end(self, outcome: TrainingResult) -> None:
+    def on_end(self, outcome: callbacks.TrainingResult) -> None:
         self.close()
         super().on_end(outcome)
 
@@ -185,7 +183,8 @@ class ConsoleDashboard(PlainProgress):
         if self.last is None or self.start is None:
             return Text("  the first step ...")
         first = Table.grid(padding=(0, 2))
-        first.add_row("", ProgressBar(total=1.0, completed=self._share(), width=WIDTH), Text(self._where()))
+        where = "   ".join([self.step_text(), *self.time_left()])
+        first.add_row("", ProgressBar(total=1.0, completed=self._share(), width=WIDTH), Text(where))
         lines = [Text("  " + line, no_wrap=True, overflow="ellipsis") for line in self.lines()]
         return Group(first, *lines)
 
@@ -194,10 +193,9 @@ class ConsoleDashboard(PlainProgress):
         last = self.last
         assert last is not None
         losses = [f"loss  {self._summed / self._weight:.3f}", f"raw {last.loss:.3f}"]
-        if self.val_loss is not None:
-            losses.append(f"validation {self.val_loss:.3f}, best {self.best:.3f}")
-        if self.accuracy is not None:
-            losses.append(f"acc {self.accuracy:.1%}")
+        if self.evaluation is not None:
+            losses.append(f"validation {self.evaluation.val_loss:.3f}, best {self.evaluation.best:.3f}")
+        losses += self.accuracy_text()
         speed = [f"rate  {last.lr:.1e}", f"grad_norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
         if last.mfu is not None:
             speed.append(f"{last.mfu:.1%} MFU")
@@ -214,13 +212,6 @@ class ConsoleDashboard(PlainProgress):
         if start.minutes is not None:
             shares.append(last.elapsed / (60 * start.minutes))
         return min(1.0, max(shares, default=0.0))
-
-    def _where(self) -> str:
-        start, last = self.start, self.last
-        assert start is not None and last is not None
-        limit = f"/{start.steps:,}" if start.steps is not None else ""
-        left = "" if last.eta is None else f"   {format_seconds(last.eta)} left"
-        return f"step {last.step:,}{limit}{left}"
 
 
 def _memory(size: int) -> str:

@@ -18,32 +18,21 @@ from typing import Any, Self, TextIO
 
 from kvad import storage
 from kvad.errors import KvadError, SaveError
-from kvad.train.monitoring.callbacks import (
-    Callback,
-    CallbackReport,
-    EvalReport,
-    SamplesReport,
-    StartReport,
-    StepReport,
-    TrainingResult,
-    WarningReport,
-)
+from kvad.train.monitoring import callbacks
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return every complete line; one truncated by a kill is skipped."""
     lines = []
     for line in path.read_text("utf-8").splitlines() if path.exists() else []:
-        try:
+        with suppress(ValueError):
             content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict):
-            lines.append(content)
+            if isinstance(content, dict):
+                lines.append(content)
     return lines
 
 
-class LoggedSteps(Callback):
+class LoggedSteps(callbacks.Callback):
     """Selects steps to log: first, every ``log_interval``-th, evaluated ones, and last.
 
     A finished run evaluates its last step before it saves it, so no kill leaves that step out.
@@ -51,9 +40,9 @@ class LoggedSteps(Callback):
 
     def __init__(self, log_interval: int) -> None:
         self._log_interval = log_interval
-        self._pending: StepReport | None = None  # the newest step, until it is logged
+        self._pending: callbacks.StepReport | None = None  # the newest step, until it is logged
 
-    def log(self, report: StepReport) -> None:
+    def log(self, report: callbacks.StepReport) -> None:
         """Log a step; called once for each selected step, in order."""
         raise NotImplementedError
 
@@ -63,15 +52,15 @@ class LoggedSteps(Callback):
         if report is not None:
             self.log(report)
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, report: callbacks.StepReport) -> None:
         self._pending = report
         if report.step == 1 or report.step % self._log_interval == 0:
             self.catch_up()
 
-    def on_eval(self, report: EvalReport) -> None:
+    def on_eval(self, report: callbacks.EvalReport) -> None:
         self.catch_up()
 
-    def on_end(self, outcome: TrainingResult) -> None:
+    def on_end(self, outcome: callbacks.TrainingResult) -> None:
         self.catch_up()
 
 
@@ -84,34 +73,34 @@ class MetricsFile(LoggedSteps):
         self._file: TextIO | None = None
         self._step = 0  # last step
 
-    def on_start(self, report: StartReport) -> None:
+    def on_start(self, report: callbacks.StartReport) -> None:
         lines = [line for line in read_metrics(self.path) if _step(line) <= report.step] if report.step else []
         if not lines:
             lines = [{"kind": "run", **dataclasses.asdict(report)}]
         storage.atomic.write_bytes(self.path, _lines(lines).encode())
         self._file, self._step = self.path.open("a", encoding="utf-8"), report.step
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, report: callbacks.StepReport) -> None:
         self._step = report.step
         super().on_step(report)
 
-    def log(self, report: StepReport) -> None:
+    def log(self, report: callbacks.StepReport) -> None:
         self._write("step", dataclasses.asdict(report))
 
-    def on_eval(self, report: EvalReport) -> None:
+    def on_eval(self, report: callbacks.EvalReport) -> None:
         super().on_eval(report)
         self._write("eval", dataclasses.asdict(report))
 
-    def on_samples(self, report: SamplesReport) -> None:
+    def on_samples(self, report: callbacks.SamplesReport) -> None:
         self._write("samples", dataclasses.asdict(report))
 
-    def on_callback_report(self, report: CallbackReport) -> None:
+    def on_callback_report(self, report: callbacks.CallbackReport) -> None:
         self._write("callback", {"step": report.step, "name": report.name, **report.values})
 
-    def on_warning(self, report: WarningReport) -> None:
+    def on_warning(self, report: callbacks.WarningReport) -> None:
         self._write("warning", dataclasses.asdict(report))
 
-    def on_end(self, outcome: TrainingResult) -> None:
+    def on_end(self, outcome: callbacks.TrainingResult) -> None:
         super().on_end(outcome)
         if outcome.reason == "done":
             self._write("end", {**dataclasses.asdict(outcome), "checkpoint": outcome.checkpoint.name})

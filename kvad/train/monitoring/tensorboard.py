@@ -10,27 +10,13 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvad.train.config import TrainConfig
-from kvad.train.monitoring.callbacks import (
-    CallbackReport,
-    EvalReport,
-    SamplesReport,
-    StartReport,
-    StepReport,
-    TrainingResult,
-)
+from kvad.train.monitoring import callbacks
 from kvad.train.monitoring.metrics import LoggedSteps
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 EVENTS_FOLDER = "tensorboard"
-
-
-def check_tensorboard(train: TrainConfig) -> None:
-    """Raise ModuleNotFoundError early if the package is requested and missing."""
-    if train.tensorboard:
-        import tensorboard  # noqa: F401
 
 
 class TensorBoardCallback(LoggedSteps):
@@ -41,7 +27,7 @@ class TensorBoardCallback(LoggedSteps):
         self._folder = out / EVENTS_FOLDER
         self._writer: SummaryWriter | None = None
 
-    def on_start(self, report: StartReport) -> None:
+    def on_start(self, report: callbacks.StartReport) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         if not report.step:
@@ -49,7 +35,7 @@ class TensorBoardCallback(LoggedSteps):
         purge_step = report.step + 1 if report.step else None
         self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
 
-    def log(self, report: StepReport) -> None:
+    def log(self, report: callbacks.StepReport) -> None:
         scalars = {"loss/training": report.loss, "learning rate": report.lr, "gradient norm": report.grad_norm}
         scalars["tokens per second"] = report.tokens_per_second
         if report.mfu is not None:
@@ -58,25 +44,25 @@ class TensorBoardCallback(LoggedSteps):
             scalars["memory (MiB)"] = report.memory / 2**20
         self._scalars(scalars, report.step)
 
-    def on_eval(self, report: EvalReport) -> None:
+    def on_eval(self, report: callbacks.EvalReport) -> None:
         super().on_eval(report)
         scalars = {"loss/validation": report.val_loss}
         if report.accuracy is not None:
             scalars["accuracy"] = report.accuracy
         self._scalars(scalars, report.step)
 
-    def on_samples(self, report: SamplesReport) -> None:
+    def on_samples(self, report: callbacks.SamplesReport) -> None:
         assert self._writer is not None
         for number, sample in enumerate(report.samples):
             text = "\n".join(f"    {mark} {line}" for mark, content in (("<", sample.source), ("=", sample.target),
                              (">", sample.text)) if content for line in content.splitlines())  # fmt: skip
             self._writer.add_text(f"samples/{number}", text, report.step)
 
-    def on_callback_report(self, report: CallbackReport) -> None:
+    def on_callback_report(self, report: callbacks.CallbackReport) -> None:
         numbers = {name: value for name, value in report.values.items() if isinstance(value, int | float)}
         self._scalars({f"{report.name}/{name}": value for name, value in numbers.items()}, report.step)
 
-    def on_end(self, outcome: TrainingResult) -> None:
+    def on_end(self, outcome: callbacks.TrainingResult) -> None:
         super().on_end(outcome)
         self.close()
 

@@ -37,20 +37,11 @@ class ThroughputMeter:
         return sum(self._batch_flops(batch) for batch in batches)
 
     def _batch_flops(self, batch: Batch) -> int:
-        (sub_batch,) = batch.model_input.sub_batches
-        source = (
-            0
-            if batch.model_input.encoder_input is None
-            else batch.model_input.encoder_input.sub_batches[0].num_new_tokens
-        )
-        return config.flops.training_pass(
-            self.model,
-            sub_batch.num_seqs,
-            sub_batch.num_new_tokens,
-            len(batch.targets),
-            source=source,
-            frozen=self.frozen,
-        )
+        (sub_batch,), encoder_input = batch.model_input.sub_batches, batch.model_input.encoder_input
+        num_seqs, width = sub_batch.num_seqs, sub_batch.num_new_tokens
+        source = 0 if encoder_input is None else encoder_input.sub_batches[0].num_new_tokens
+        targets = len(batch.targets)
+        return config.flops.training_pass(self.model, num_seqs, width, targets, source=source, frozen=self.frozen)
 
 
 def measure_gemm_peak(device: str, precision: str, seconds: float = 0.4) -> float:
@@ -70,9 +61,8 @@ def measure_gemm_peak(device: str, precision: str, seconds: float = 0.4) -> floa
         best = max(best, 2 * side**3 / _timed(matrix))
         elapsed = time.perf_counter() - before
         left = began + seconds - time.perf_counter()
-        if (
-            side >= MATRIX_SIZES.get(torch_device.type, 8192) or left < 2 * 8 * elapsed
-        ):  # two products of the next size take 16 times as long
+        # Two products of the next size take 16 times as long.
+        if side >= MATRIX_SIZES.get(torch_device.type, 8192) or left < 2 * 8 * elapsed:
             break
         side *= 2
     while time.perf_counter() - began < seconds:

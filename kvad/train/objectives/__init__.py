@@ -13,29 +13,8 @@ if TYPE_CHECKING:
     from kvad.train.objectives import span_corruption as span_corruption
     from kvad.train.objectives import summary_distillation as summary_distillation
     from kvad.train.objectives.cross_entropy import Autocast as Autocast
+    from kvad.train.objectives.cross_entropy import CrossEntropyObjective as CrossEntropyObjective
     from kvad.train.objectives.cross_entropy import EvalResult as EvalResult
     from kvad.train.objectives.cross_entropy import Objective as Objective
-    from kvad.train.objectives.cross_entropy import evaluate as evaluate
 
-__all__ = [
-    "Autocast",
-    "EvalResult",
-    "Objective",
-    "cross_entropy",
-    "evaluate",
-    "masked_lm",
-    "scheduled_sampling",
-    "span_corruption",
-    "summary_distillation",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "Autocast": "cross_entropy",
-        "EvalResult": "cross_entropy",
-        "Objective": "cross_entropy",
-        "evaluate": "cross_entropy",
-    },
-    ("cross_entropy", "masked_lm", "scheduled_sampling", "span_corruption", "summary_distillation"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvad import config as cfg
 from kvad import model as model_lib
 from kvad import ops
-from kvad.config import ClassificationHeadConfig
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol, ModelInput
 from kvad.train.data import Batch
@@ -60,20 +60,6 @@ class Objective(Protocol):
         ...
 
 
-class CrossEntropyObjective:
-    """Cross entropy of the data's targets, without a cache."""
-
-    def __init__(self, model: Transformer, autocast: Autocast, smoothing: float = 0.0) -> None:
-        self._model, self._no_cache, self._autocast = model, NoCache(model.config), autocast
-        self._smoothing = smoothing
-
-    def accumulate_gradients(self, batch: Batch, total: float) -> float:
-        return accumulate_gradients(self._model, batch, self._no_cache, total, self._autocast, self._smoothing)
-
-    def evaluate_loss(self, batches: Iterable[Batch]) -> EvalResult:
-        return evaluate(self._model, batches, self._no_cache, self._autocast)
-
-
 class Autocast:
     """``precision`` as a context manager: bf16 or fp16 products, or nothing (``dtype`` None)."""
 
@@ -83,6 +69,115 @@ class Autocast:
 
     def __call__(self) -> AbstractContextManager[object]:
         return nullcontext() if self.dtype is None else torch.autocast(self._kind, dtype=self.dtype)
+
+
+class CrossEntropyObjective:
+    """Cross entropy of the data's targets, without a cache.
+
+    Args:
+        model: The model.
+        autocast: Precision.
+        smoothing: Share of all classes in a target.
+        cache: Replaces ``NoCache``.
+    """
+
+    def __init__(
+        self, model: Transformer, autocast: Autocast, smoothing: float = 0.0, cache: CacheProtocol | None = None
+    ) -> None:
+        self._model, self._autocast, self._smoothing = model, autocast, smoothing
+        self._cache = cache or NoCache(model.config)
+
+    def accumulate_gradients(self, batch: Batch, total: float) -> float:
+        read = self._head_inputs(batch)
+        leaf, head = read.detach().requires_grad_(), self._model.head
+        if isinstance(head, model_lib.heads.LanguageHead) and head.spec.logit_softcap is None:
+            summed = self._fused_backward(head, leaf, batch, total)
+        else:
+            summed = 0.0
+            for logits, targets in self._target_logits(leaf, batch):
+                loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self._smoothing)
+                (loss / total).backward()
+                summed += loss.item()
+        if leaf.grad is not None:
+            read.backward(leaf.grad)
+        return summed
+
+    def _fused_backward(self, head: model_lib.heads.LanguageHead, leaf: Tensor, batch: Batch, total: float) -> float:
+        """Compute the gradient of a plain matrix head without a graph of its logits."""
+        with self._autocast():
+            read = head.pre_logits(leaf.index_select(0, batch.model_input.logit_indices))
+        summed, gradient = ops.cross_entropy.cross_entropy_backward(
+            read.detach(),
+            self._model.token_embedding if head.weight is None else head.weight,
+            head.bias,
+            batch.targets,
+            total,
+            scale=head.spec.logit_scale,
+            smoothing=self._smoothing,
+            dtype=self._autocast.dtype,
+        )
+        read.backward(gradient)
+        return summed
+
+    @torch.no_grad()
+    def evaluate_loss(self, batches: Iterable[Batch]) -> EvalResult:
+        """Return loss and accuracy over all targets of the batches."""
+        summed, count, num_correct = 0.0, 0, 0
+        for batch in batches:
+            for logits, targets in self._target_logits(self._head_inputs(batch), batch):
+                summed += F.cross_entropy(logits, targets, reduction="sum").item()
+                num_correct += int((logits.argmax(dim=-1) == targets).sum())
+            count += len(batch.targets)
+        return EvalResult(summed / max(count, 1), count, num_correct)
+
+    def target_logits(self, batch: Batch) -> Tensor:
+        """Return the logits [N, C] at the batch's target positions."""
+        return torch.cat([logits for logits, _ in self._target_logits(self._head_inputs(batch), batch)])
+
+    def logit_chunks(self, hidden: Tensor, at: Tensor) -> Iterator[Tensor]:
+        """Yield logits [n, C] in float32 at least, of LOGIT_BUDGET elements at a time.
+
+        Args:
+            hidden: [T, E].
+            at: [N] positions; for a head that classifies whole texts, their first tokens, ascending.
+        """
+        head, vocab_size = self._model.config.head, self._model.config.vocab_size
+        classes = len(head.labels) if isinstance(head, cfg.ClassificationHeadConfig) else vocab_size
+        for indices in at.split(max(1, LOGIT_BUDGET // classes)):
+            with self._autocast():
+                logits = self._model.logits(hidden, indices)
+            yield logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _target_logits(self, read: Tensor, batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield logits and targets, a slice at a time."""
+        low = 0
+        for logits in self.logit_chunks(read, batch.model_input.logit_indices):
+            yield logits, batch.targets[low : low + len(logits)]
+            low += len(logits)
+
+    def _head_inputs(self, batch: Batch) -> Tensor:
+        """Return the inputs of the head [T, E].
+
+        These are the hidden states, or for a head that pools by mean, each text's mean at its first token.
+        """
+        with self._autocast():
+            hidden: Tensor = self._model(batch.model_input, self._cache)
+            head = self._model.config.head
+            if isinstance(head, cfg.ClassificationHeadConfig) and head.level == "row" and head.pool == "mean":
+                return _text_means(hidden, batch.model_input)
+        return hidden
+
+
+def _text_means(hidden: Tensor, model_input: ModelInput) -> Tensor:
+    """Return zeros [T, E] with the mean of each text's hidden states at its first token."""
+    starts, indices = model_input.logit_indices, torch.arange(len(hidden), device=hidden.device)
+    owner = torch.searchsorted(starts, indices, right=True) - 1
+    inside = (indices if model_input.document_ids is None else model_input.document_ids) >= 0
+    wide = hidden[inside].to(torch.promote_types(hidden.dtype, torch.float32))
+    summed = torch.zeros((len(starts), hidden.shape[1]), dtype=wide.dtype, device=wide.device)
+    summed = summed.index_add(0, owner[inside], wide)
+    means = summed / torch.bincount(owner[inside], minlength=len(starts)).unsqueeze(1)
+    return torch.zeros_like(hidden).index_copy(0, starts, means.to(hidden.dtype))
 
 
 def resolve_precision(precision: str, device: str) -> str:
@@ -100,129 +195,3 @@ def resolve_precision(precision: str, device: str) -> str:
     native = torch.cpu.get_capabilities()
     is_intel = str(native.get("cpu_name", "")).startswith("Intel")
     return "bf16" if native.get("amx_bf16") or (native.get("avx512_bf16") and not is_intel) else "fp32"
-
-
-def accumulate_gradients(
-    model: Transformer, batch: Batch, cache: CacheProtocol, total: float, autocast: Autocast, smoothing: float = 0.0
-) -> float:
-    """Add the gradient of this batch's summed loss / ``total``; returns the summed loss (nats)."""
-    with autocast():
-        read = _head_inputs(model, model(batch.model_input, cache), batch.model_input)
-    leaf = read.detach().requires_grad_()
-    head = model.head
-    if isinstance(head, model_lib.heads.LanguageHead) and head.spec.logit_softcap is None:
-        summed = _fused_backward(model, head, leaf, batch, total, autocast, smoothing)
-    else:
-        summed = 0.0
-        for logits, targets in _target_logit_chunks(model, leaf, batch, autocast):
-            loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
-            (loss / total).backward()
-            summed += loss.item()
-    if leaf.grad is not None:
-        read.backward(leaf.grad)
-    return summed
-
-
-def _fused_backward(
-    model: Transformer,
-    head: model_lib.heads.LanguageHead,
-    leaf: Tensor,
-    batch: Batch,
-    total: float,
-    autocast: Autocast,
-    smoothing: float,
-) -> float:
-    """Compute the gradient of a plain matrix head without a graph of its logits."""
-    with autocast():
-        read = head.pre_logits(leaf.index_select(0, batch.model_input.logit_indices))
-    weight = model.token_embedding if head.weight is None else head.weight
-    summed, gradient = ops.cross_entropy.cross_entropy_backward(
-        read.detach(),
-        weight,
-        head.bias,
-        batch.targets,
-        total,
-        scale=head.spec.logit_scale,
-        smoothing=smoothing,
-        dtype=autocast.dtype,
-    )
-    read.backward(gradient)
-    return summed
-
-
-def evaluate_loss(
-    model: Transformer, batches: Iterable[Batch], cache: CacheProtocol, autocast: Autocast
-) -> tuple[float, int]:
-    """Return the mean loss per target (nats) and the number of targets."""
-    result = evaluate(model, batches, cache, autocast)
-    return result.loss, result.targets
-
-
-@torch.no_grad()
-def evaluate(model: Transformer, batches: Iterable[Batch], cache: CacheProtocol, autocast: Autocast) -> EvalResult:
-    """Return loss and accuracy over all targets of the batches."""
-    summed, count, num_correct = 0.0, 0, 0
-    for batch in batches:
-        with autocast():
-            read = _head_inputs(model, model(batch.model_input, cache), batch.model_input)
-        for logits, targets in _target_logit_chunks(model, read, batch, autocast):
-            summed += F.cross_entropy(logits, targets, reduction="sum").item()
-            num_correct += int((logits.argmax(dim=-1) == targets).sum())
-        count += len(batch.targets)
-    return EvalResult(summed / max(count, 1), count, num_correct)
-
-
-def logit_chunks(model: Transformer, hidden: Tensor, at: Tensor, autocast: Autocast) -> Iterator[Tensor]:
-    """Yield logits [n, C] in float32 at least, of LOGIT_BUDGET elements at a time.
-
-    Args:
-        model: The model.
-        hidden: [T, E].
-        at: [N] positions; for a head that classifies whole texts, their first tokens, ascending.
-        autocast: Precision.
-    """
-    head = model.config.head
-    size = max(
-        1, LOGIT_BUDGET // (len(head.labels) if isinstance(head, ClassificationHeadConfig) else model.config.vocab_size)
-    )
-    for indices in at.split(size):
-        with autocast():
-            logits = model.logits(hidden, indices)
-        yield logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def target_logits(model: Transformer, batch: Batch, cache: CacheProtocol) -> Tensor:
-    """Return the logits [N, C] at the batch's target positions."""
-    read = _head_inputs(model, model(batch.model_input, cache), batch.model_input)
-    return torch.cat([logits for logits, _ in _target_logit_chunks(model, read, batch, Autocast("fp32", "cpu"))])
-
-
-def _target_logit_chunks(
-    model: Transformer, read: Tensor, batch: Batch, autocast: Autocast
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits and targets, a slice at a time."""
-    low = 0
-    for logits in logit_chunks(model, read, batch.model_input.logit_indices, autocast):
-        yield logits, batch.targets[low : low + len(logits)]
-        low += len(logits)
-
-
-def _head_inputs(model: Transformer, hidden: Tensor, model_input: ModelInput) -> Tensor:
-    """Return the inputs of the head [T, E].
-
-    These are the hidden states, or for a head that pools by mean, each text's mean at its first token.
-    """
-    head = model.config.head
-    if not (isinstance(head, ClassificationHeadConfig) and head.level == "row" and head.pool == "mean"):
-        return hidden
-    owner = (
-        torch.searchsorted(model_input.logit_indices, torch.arange(len(hidden), device=hidden.device), right=True) - 1
-    )
-    inside = (
-        torch.ones_like(owner, dtype=torch.bool) if model_input.document_ids is None else model_input.document_ids >= 0
-    )
-    wide = hidden[inside].to(torch.promote_types(hidden.dtype, torch.float32))
-    shape = (len(model_input.logit_indices), hidden.shape[1])
-    summed = torch.zeros(shape, dtype=wide.dtype, device=wide.device).index_add(0, owner[inside], wide)
-    means = summed / torch.bincount(owner[inside], minlength=shape[0]).unsqueeze(1)
-    return torch.zeros_like(hidden).index_copy(0, model_input.logit_indices, means.to(hidden.dtype))

@@ -12,23 +12,14 @@ evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import torch
 
 from kvad.errors import DataError
 from kvad.text import Tokenizer
 from kvad.train import data
-from kvad.train.data import Batch, Ints, TrainingData
+from kvad.train.data import Ints
 
-TRAIN_STREAM, EVAL_STREAM = 1, 2  # streams of random numbers; never 0, because SeedSequence pads with zeros
 MASKED, RANDOM = 0.8, 0.9  # below the first: the mask; below the second: a random token
-
-
-def row_rng(seed: int, stream: int, number: int) -> np.random.Generator:
-    """Return the random numbers of row ``number`` in a stream."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, stream])))
 
 
 def require_mask_token(tokenizer: Tokenizer, key: str = "kind = masked-lm") -> int:
@@ -39,6 +30,10 @@ def require_mask_token(tokenizer: Tokenizer, key: str = "kind = masked-lm") -> i
             "Train a tokenizer, or list mask in tokenizer.special_tokens.",
         )
     return tokenizer.special_tokens.mask
+
+
+def _special_ids(tokenizer: Tokenizer) -> Ints:
+    return np.array(sorted(set(tokenizer.special_tokens.names().values())), np.int64)
 
 
 def mask_row(
@@ -67,108 +62,53 @@ def mask_row(
     return inputs, drawn
 
 
-class InputMaskingDataset:
-    """Dataset whose training inputs are masked with probability ``share``.
+class TokenMasking(data.packed_dataset.RowTransform):
+    """Transform for masked language modeling; raises DataError if the tokenizer has no mask."""
+
+    def __init__(self, tokenizer: Tokenizer, density: float) -> None:
+        self._mask, self._density = require_mask_token(tokenizer), density
+        self._special = _special_ids(tokenizer)
+        self._choices: Ints = np.setdiff1d(np.arange(tokenizer.vocab_size), self._special)
+
+    def __call__(
+        self, row: data.collate.PackedRow, random: np.random.Generator, step: int | None
+    ) -> data.collate.PackedRow:
+        tokens = np.concatenate([segment.tokens for segment in row])
+        hidable = np.flatnonzero(~np.isin(tokens, self._special))
+        inputs, drawn = mask_row(tokens, hidable, self._choices, self._mask, self._density, random)
+        targets = np.full(len(tokens), -1)
+        targets[drawn] = tokens[drawn]
+        return data.collate.cut_row(inputs, targets, np.cumsum([len(segment.tokens) for segment in row])[:-1])
+
+    def tokens_per_step(self, num_packed: int) -> int:
+        return round(self._density * num_packed)
+
+    def summary(self) -> list[str]:
+        return [f"masked: {self._density:.0%} of the tokens of a row are hidden, drawn again at each step"]
+
+
+class InputMasking(data.packed_dataset.RowTransform):
+    """Transform that masks inputs with probability ``share`` in training; targets and special tokens stay.
 
     Word dropout (Iyyer et al. 2015, sec. 3.3): a small corpus cannot be memorized if it differs in every epoch.
-    Targets, special tokens and evaluations stay unchanged.
 
     Raises:
         DataError: If the tokenizer has no mask.
     """
 
-    def __init__(self, texts: TrainingData, tokenizer: Tokenizer, share: float, seed: int, step_rows: int) -> None:
-        """Wrap ``texts``; ``step_rows`` are the rows of an optimizer step."""
-        self._texts, self._share, self._seed, self._step_rows = texts, share, seed, step_rows
-        self._mask = require_mask_token(tokenizer, "input_mask_ratio")
-        self._special = torch.tensor(sorted(set(tokenizer.special_tokens.names().values())))
-        self.train_tokens, self.validation_tokens = texts.train_tokens, texts.validation_tokens
-        self.tokens_per_step = texts.tokens_per_step
+    def __init__(self, tokenizer: Tokenizer, share: float) -> None:
+        self._mask, self._share = require_mask_token(tokenizer, "input_mask_ratio"), share
+        self._special = _special_ids(tokenizer)
 
-    def micro_batches(self, step: int) -> list[Batch]:
-        number, batches = step * self._step_rows, []
-        for batch in self._texts.micro_batches(step):
-            (sub_batch,) = batch.model_input.sub_batches
-            tokens = batch.model_input.token_ids
-            chance = [
-                row_rng(self._seed, TRAIN_STREAM, number + row).random(sub_batch.num_new_tokens)
-                for row in range(sub_batch.num_seqs)
-            ]
-            chosen = torch.from_numpy(np.concatenate(chance) < self._share).to(tokens.device)
-            chosen &= ~torch.isin(tokens, self._special.to(tokens.device))
-            batches.append(
-                batch._replace(model_input=batch.model_input._replace(token_ids=tokens.masked_fill(chosen, self._mask)))
-            )
-            number += sub_batch.num_seqs
-        return batches
+    def __call__(
+        self, row: data.collate.PackedRow, random: np.random.Generator, step: int | None
+    ) -> data.collate.PackedRow:
+        return row if step is None else [self._masked(segment, random) for segment in row]
 
-    def evaluation(self) -> Iterator[Batch]:
-        return self._texts.evaluation()
-
-    def provenance(self, number: int) -> list[int]:
-        return data.collate.row_provenance(self._texts, number)
+    def _masked(self, segment: data.collate.Segment, random: np.random.Generator) -> data.collate.Segment:
+        tokens = segment.tokens
+        is_hidden = (random.random(len(tokens)) < self._share) & ~np.isin(tokens, self._special)
+        return segment._replace(tokens=np.where(is_hidden, self._mask, tokens))
 
     def summary(self) -> list[str]:
-        return [
-            *self._texts.summary(),
-            f"hidden: {self._share:.0%} of the input tokens in training, drawn again at each step",
-        ]
-
-
-class MaskedLMDataset:
-    """Rows of documents with hidden tokens; raises DataError if the tokenizer has no mask."""
-
-    def __init__(self, rows: TrainingData, tokenizer: Tokenizer, density: float, seed: int, step_rows: int) -> None:
-        """Wrap ``rows``, next-token batches; ``step_rows`` are the rows of an optimizer step."""
-        self._rows, self._density, self._seed, self._step_rows = rows, density, seed, step_rows
-        self._mask = require_mask_token(tokenizer)
-        self._special = np.array(sorted(set(tokenizer.special_tokens.names().values())), np.int64)
-        self._choices: Ints = np.setdiff1d(np.arange(tokenizer.vocab_size), self._special)
-        self.train_tokens, self.validation_tokens = rows.train_tokens, rows.validation_tokens
-        self.tokens_per_step = round(density * rows.tokens_per_step)
-        self.read_per_step = rows.tokens_per_step
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        number, batches = step * self._step_rows, []
-        for batch in self._rows.micro_batches(step):
-            batches.append(self._mask_batch(batch, TRAIN_STREAM, number))
-            number += sum(sub_batch.num_seqs for sub_batch in batch.model_input.sub_batches)
-        return batches
-
-    def evaluation(self) -> Iterator[Batch]:
-        number = 0
-        for batch in self._rows.evaluation():
-            yield self._mask_batch(batch, EVAL_STREAM, number)
-            number += sum(sub_batch.num_seqs for sub_batch in batch.model_input.sub_batches)
-
-    def provenance(self, number: int) -> list[int]:
-        return data.collate.row_provenance(self._rows, number)
-
-    def summary(self) -> list[str]:
-        return [
-            *self._rows.summary(),
-            f"masked: {self._density:.0%} of the tokens of a row are hidden, drawn again at each step",
-        ]
-
-    def _mask_batch(self, batch: Batch, stream: int, first: int) -> Batch:
-        model_input = batch.model_input
-        (sub_batch,) = model_input.sub_batches
-        tokens = model_input.token_ids.cpu().numpy().reshape(sub_batch.num_seqs, sub_batch.num_new_tokens)
-        is_hidable = ~np.isin(tokens, self._special)
-        owner = (
-            model_input.causal_order if model_input.document_ids is None else model_input.document_ids
-        )  # -1: padding
-        if owner is not None:
-            is_hidable &= (owner >= 0).cpu().numpy().reshape(is_hidable.shape)
-        rows, logit_indices = [], []
-        for row in range(sub_batch.num_seqs):
-            random = row_rng(self._seed, stream, first + row)
-            inputs, drawn = mask_row(
-                tokens[row], np.flatnonzero(is_hidable[row]), self._choices, self._mask, self._density, random
-            )
-            rows.append(inputs)
-            logit_indices.append(row * sub_batch.num_new_tokens + drawn)
-        device = model_input.token_ids.device
-        at = torch.from_numpy(np.concatenate(logit_indices)).to(device)
-        hidden = model_input._replace(token_ids=torch.from_numpy(np.concatenate(rows)).to(device), logit_indices=at)
-        return Batch(hidden, model_input.token_ids[at])
+        return [f"hidden: {self._share:.0%} of the input tokens in training, drawn again at each step"]

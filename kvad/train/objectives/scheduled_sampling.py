@@ -18,20 +18,15 @@ Positions are drawn by (seed, step, row in the step). The first token of a targe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kvad.config import ModelConfig
 from kvad.errors import ConfigError
-from kvad.model import NoCache, Transformer
 from kvad.train import data
 from kvad.train.config import ObjectiveConfig, RunConfig
-from kvad.train.data import Batch, PairDataset, TokenStore
-from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective, logit_chunks
-from kvad.train.objectives.masked_lm import TRAIN_STREAM, row_rng
+from kvad.train.data import Batch
+from kvad.train.objectives.cross_entropy import CrossEntropyObjective
 
 
 def sampling_rate(options: ObjectiveConfig, steps: int, step: int) -> float:
@@ -45,48 +40,35 @@ def sampling_rate(options: ObjectiveConfig, steps: int, step: int) -> float:
     return options.scheduled_sampling * rise
 
 
-class SampledPairDataset(PairDataset):
-    """Pairs with drawn decoder positions; raises ConfigError if the number of steps is unknown."""
+class ScheduledSampling(data.packed_dataset.RowTransform):
+    """Transform that draws decoder positions in training.
 
-    def __init__(
-        self,
-        store: TokenStore,
-        config: RunConfig,
-        num_held_out: int,
-        pad: int,
-        parts: Sequence[data.document_dataset.MixtureSource] = (),
-        vocab: int | None = None,
-    ) -> None:
-        super().__init__(store, config, num_held_out, pad, parts, vocab)
+    Raises:
+        ConfigError: If pairs are not isolated or the number of steps is unknown.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
         if not (config.data.reset_positions and config.data.isolate_documents):
             name = "isolate_documents" if config.data.reset_positions else "reset_positions"
             raise ConfigError(f"data.{name}: must be true with objective.scheduled_sampling", "Leave it out.")
-        self._options, self._seed = config.objective, config.train.seed
         steps = config.objective.scheduled_sampling_steps or config.train.last_step
         if steps is None:
             raise ConfigError(
                 "objective.scheduled_sampling_steps: must be given for a run that only the clock ends",
                 "Give the number of steps in which the share rises.",
             )
-        self._steps = steps
-        self._step_rows = config.train.batch_size * config.train.gradient_accumulation_steps
+        self._options, self._steps = config.objective, steps
 
-    def micro_batches(self, step: int) -> list[Batch]:
-        share, number, drawn = sampling_rate(self._options, self._steps, step), step * self._step_rows, []
-        for batch in super().micro_batches(step):
-            (sub_batch,) = batch.model_input.sub_batches
-            random = np.stack(
-                [
-                    row_rng(self._seed, TRAIN_STREAM, number + row).random(sub_batch.num_new_tokens)
-                    for row in range(sub_batch.num_seqs)
-                ]
-            )
-            number += sub_batch.num_seqs
-            chosen = torch.from_numpy(random.reshape(-1) < share).to(batch.model_input.token_ids.device)
-            inside = batch.model_input.positions > 0
-            if batch.model_input.document_ids is not None:  # otherwise every row is one pair without padding
-                inside &= batch.model_input.document_ids >= 0
-            drawn.append(batch._replace(sampled_indices=(chosen & inside).nonzero().view(-1)))
+    def __call__(
+        self, row: data.collate.PackedRow, random: np.random.Generator, step: int | None
+    ) -> data.collate.PackedRow:
+        if step is None:
+            return row
+        share, drawn = sampling_rate(self._options, self._steps, step), list[data.collate.Segment]()
+        for segment in row:
+            is_sampled = random.random(len(segment.tokens)) < share
+            is_sampled[0] = False  # nothing precedes the first token
+            drawn.append(segment._replace(is_sampled=is_sampled))
         return drawn
 
 
@@ -96,29 +78,17 @@ class ScheduledSamplingObjective(CrossEntropyObjective):
     Evaluations use teacher forcing.
     """
 
-    def __init__(self, model: Transformer, autocast: Autocast, smoothing: float = 0.0) -> None:
-        super().__init__(model, autocast, smoothing)
-        self._first = _FirstPass(model, model.config, autocast)
-
     def accumulate_gradients(self, batch: Batch, total: float) -> float:
-        return super().accumulate_gradients(self._first.with_samples(batch), total)
-
-
-class _FirstPass:
-    def __init__(self, model: Transformer, config: ModelConfig, autocast: Autocast) -> None:
-        self._model, self._no_cache, self._autocast = model, NoCache(config), autocast
+        return super().accumulate_gradients(self._with_samples(batch), total)
 
     @torch.no_grad()
-    def with_samples(self, batch: Batch) -> Batch:
+    def _with_samples(self, batch: Batch) -> Batch:
         """Return the batch with the model's own tokens at the drawn positions."""
         if batch.sampled_indices is None or not len(batch.sampled_indices):
             return batch
         with self._autocast():
-            hidden = self._model(batch.model_input, self._no_cache)
+            hidden = self._model(batch.model_input, self._cache)
+        before = self.logit_chunks(hidden, batch.sampled_indices - 1)
         tokens = batch.model_input.token_ids.clone()
-        tokens[batch.sampled_indices] = self._likeliest(hidden, batch.sampled_indices - 1)
+        tokens[batch.sampled_indices] = torch.cat([logits.argmax(dim=-1) for logits in before])
         return batch._replace(model_input=batch.model_input._replace(token_ids=tokens), sampled_indices=None)
-
-    def _likeliest(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """Return the most likely token [M] after each of the positions ``at`` [M]."""
-        return torch.cat([logits.argmax(dim=-1) for logits in logit_chunks(self._model, hidden, at, self._autocast)])

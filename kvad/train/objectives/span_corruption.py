@@ -14,23 +14,18 @@ function of (seed, step, row in the step). The decoder starts with BOS, or with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from kvad.checkpoint import GenerationConfig
 from kvad.errors import ConfigError, DataError
-from kvad.model_input import ModelInput, SubBatch
 from kvad.text import Tokenizer
 from kvad.train import data
 from kvad.train.config import ObjectiveConfig
-from kvad.train.data import Batch, Ints, TrainingData
-from kvad.train.objectives.masked_lm import EVAL_STREAM, TRAIN_STREAM, row_rng
 
 SENTINELS = tuple(f"<extra_id_{number}>" for number in range(100))  # as in T5
-PADDING = -1  # document id of padding
 
 
 class SpanTokens(NamedTuple):
@@ -126,122 +121,44 @@ def _parts(total: int, count: int, random: np.random.Generator) -> list[int]:
     return lengths
 
 
-# ---------------------------------------------------------------- rows of them
+class SpanCorruption(data.packed_dataset.RowTransform):
+    """Transform that cuts spans out of every document of a row; source and target become a pair.
 
+    Args:
+        tokenizer: Has the special tokens.
+        options: Share and length of the spans.
+        raw: Tokens of a row before spans are cut out.
 
-def build_pair_batch(
-    rows: Sequence[Sequence[tuple[list[int], list[int]]]], tokens: SpanTokens, limit: int, device: torch.device | str
-) -> Batch:
-    """Return rows of (source, target) as one batch, each pair a document, targets shifted right."""
-    sources, targets = [[s for s, _ in row] for row in rows], [[t for _, t in row] for row in rows]
-    shifted = [[[tokens.start, *t[:-1]] for t in row] for row in targets]
-    model_input, used = _side(shifted, tokens.pad, limit, device)
-    source, _ = _side(sources, tokens.pad, limit, device)
-    target_ids = torch.tensor([token for row in targets for text in row for token in text], dtype=torch.int64)
-    logit_indices = torch.from_numpy(used).to(device)
-    return Batch(model_input._replace(logit_indices=logit_indices, encoder_input=source), target_ids.to(device))
+    Raises:
+        DataError: If the tokenizer lacks special tokens.
+    """
 
+    def __init__(self, tokenizer: Tokenizer, options: ObjectiveConfig, raw: int) -> None:
+        self._options, self._raw = options, raw
+        self._cut, self._spans = span_counts(raw, options.noise_density, options.mean_span_length)
+        self.special_tokens = span_tokens(tokenizer, self._spans + 1)
 
-def _side(
-    rows: Sequence[Sequence[Sequence[int]]], pad: int, limit: int, device: torch.device | str
-) -> tuple[ModelInput, Ints]:
-    """Return one side of the rows and the flat indices that are not padding."""
-    width = max(1, *(sum(map(len, row)) for row in rows))
-    tokens = np.full((len(rows), width), pad)
-    positions, documents = np.zeros_like(tokens), np.full_like(tokens, PADDING)
-    for number, row in enumerate(rows):
-        low = 0
-        for document, text in enumerate(row):
-            span = slice(low, low + len(text))
-            tokens[number, span], positions[number, span], documents[number, span] = text, range(len(text)), document
-            low += len(text)
-    flat = [torch.from_numpy(values.reshape(-1)).to(device) for values in (tokens, positions, documents)]
-    model_input = ModelInput(
-        token_ids=flat[0],
-        positions=flat[1],
-        sub_batches=(SubBatch(len(rows), width, width),),
-        logit_indices=torch.empty(0, dtype=torch.int64, device=device),
-        document_ids=flat[2],
-        max_seq_lens=torch.full_like(flat[0], limit),
-    )
-    used: Ints = np.flatnonzero(documents >= 0)
-    return model_input, used
+    def __call__(
+        self, row: data.collate.PackedRow, random: np.random.Generator, step: int | None
+    ) -> data.collate.PackedRow:
+        pairs = [
+            corrupt_spans(segment.tokens.tolist(), self._options, self.special_tokens, random)
+            for segment in row
+            if len(segment.tokens) > 1  # a single token cannot lose a span
+        ]
+        return [pair_segment(*pair, self.special_tokens.start) for pair in pairs] or [pair_segment([], [], 0)]
 
-
-class SpanCorruptionDataset:
-    """Rows of documents with spans cut out."""
-
-    def __init__(
-        self,
-        rows: TrainingData,
-        tokenizer: Tokenizer,
-        options: ObjectiveConfig,
-        *,
-        context: int,
-        raw: int,
-        seed: int,
-        step_rows: int,
-    ) -> None:
-        """Wrap next-token batches with ``raw`` tokens per row; ``step_rows`` are the rows of a step.
-
-        Raises:
-            DataError: If the tokenizer lacks special tokens.
-        """
-        _, spans = span_counts(raw, options.noise_density, options.mean_span_length)
-        self.special_tokens = span_tokens(tokenizer, spans + 1)
-        self._rows, self._options, self._seed = rows, options, seed
-        self._context, self._raw, self._step_rows = context, raw, step_rows
-        self.train_tokens, self.validation_tokens = rows.train_tokens, rows.validation_tokens
-        cut, spans = span_counts(raw, options.noise_density, options.mean_span_length)
-        self.tokens_per_step = step_rows * (cut + spans + 2)
-        self.read_per_step = rows.tokens_per_step
-
-    def micro_batches(self, step: int) -> list[Batch]:
-        number, batches = step * self._step_rows, []
-        for batch in self._rows.micro_batches(step):
-            batches.append(self._corrupt_batch(batch, TRAIN_STREAM, number))
-            number += sum(sub_batch.num_seqs for sub_batch in batch.model_input.sub_batches)
-        return batches
-
-    def evaluation(self) -> Iterator[Batch]:
-        number = 0
-        for batch in self._rows.evaluation():
-            yield self._corrupt_batch(batch, EVAL_STREAM, number)
-            number += sum(sub_batch.num_seqs for sub_batch in batch.model_input.sub_batches)
-
-    def provenance(self, number: int) -> list[int]:
-        return data.collate.row_provenance(self._rows, number)
+    def tokens_per_step(self, num_packed: int) -> int:
+        return num_packed // self._raw * (self._cut + self._spans + 2)
 
     def summary(self) -> list[str]:
-        cut, spans = span_counts(self._raw, self._options.noise_density, self._options.mean_span_length)
-        corrupt = f"corrupted: {cut} of {self._raw} tokens are cut out in {spans} spans"
-        return [
-            *self._rows.summary(),
-            f"{corrupt}: sources of {self._raw - cut + spans + 1}, targets of {cut + spans + 2}",
-        ]
-
-    def _corrupt_batch(self, batch: Batch, stream: int, first: int) -> Batch:
-        (sub_batch,) = batch.model_input.sub_batches
-        tokens = batch.model_input.token_ids.view(sub_batch.num_seqs, sub_batch.num_new_tokens).tolist()
-        documents = batch.model_input.document_ids
-        owners = (
-            [[0] * sub_batch.num_new_tokens] * sub_batch.num_seqs
-            if documents is None
-            else documents.view(sub_batch.num_seqs, sub_batch.num_new_tokens).tolist()
-        )
-        rows = []
-        for number, (row, owner) in enumerate(zip(tokens, owners, strict=True)):
-            random = row_rng(self._seed, stream, first + number)
-            texts = [text for text in _documents(row, owner) if len(text) > 1]  # a single token cannot lose a span
-            rows.append([corrupt_spans(text, self._options, self.special_tokens, random) for text in texts])
-        return build_pair_batch(rows, self.special_tokens, self._context, batch.model_input.token_ids.device)
+        corrupt = f"corrupted: {self._cut} of {self._raw} tokens are cut out in {self._spans} spans"
+        source, target = self._raw - self._cut + self._spans + 1, self._cut + self._spans + 2
+        return [f"{corrupt}: sources of {source}, targets of {target}"]
 
 
-def _documents(tokens: list[int], owners: list[int]) -> Iterator[list[int]]:
-    """Yield the tokens of each document of a row, without padding."""
-    low = 0
-    for index in range(1, len(tokens) + 1):
-        if index == len(tokens) or owners[index] != owners[low]:
-            if owners[low] >= 0:
-                yield tokens[low:index]
-            low = index
+def pair_segment(source: list[int], target: list[int], start: int) -> data.collate.Segment:
+    """Return a pair whose decoder reads the target shifted right, after ``start``."""
+    targets = np.array(target, np.int64)
+    inputs = np.array([start, *target][: len(target)], np.int64)
+    return data.collate.Segment(inputs, targets, np.array(source, np.int64))

@@ -210,10 +210,8 @@ class _Rows:
         summaries = layer_summarizer(*short)
         key, value, weight = (x.unflatten(0, (self.rows, self.chunks)).transpose(1, 2) for x in summaries)
         if rotary is not None:
-            row_rotary = (
-                rotary if rotary.inv_freq.dim() == 1 else rotary._replace(inv_freq=rotary.inv_freq[0])
-            )  # equal limits
-            key = ops.rotary.rotate_blocks(key, self.middle, row_rotary, rotary.factor)
+            inv_freq = rotary.inv_freq if rotary.inv_freq.dim() == 1 else rotary.inv_freq[0]  # equal limits
+            key = ops.rotary.rotate_blocks(key, self.middle, rotary._replace(inv_freq=inv_freq), rotary.factor)
         return key, value, weight + math.log(self.ratio)
 
     def _flat(self, x: Tensor) -> Tensor:

@@ -10,6 +10,4 @@ if TYPE_CHECKING:
     from kvad.train.optim import schedules as schedules
     from kvad.train.optim.optimizer import OptimizersContainer as OptimizersContainer
 
-__all__ = ["OptimizersContainer", "schedules"]
-
-__getattr__, __dir__ = lazy_names(__name__, {"OptimizersContainer": "optimizer"}, ("schedules",))
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

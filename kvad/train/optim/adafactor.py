@@ -41,15 +41,8 @@ class Adafactor(torch.optim.Optimizer):
         scale_by_parameter: bool = True,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "beta1": beta1,
-            "decay_rate": decay_rate,
-            "update_clip": update_clip,
-            "scale_by_parameter": scale_by_parameter,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "beta1": beta1, "decay_rate": decay_rate, "update_clip": update_clip}
+        super().__init__(params, {**defaults, "scale_by_parameter": scale_by_parameter, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -63,7 +56,9 @@ class Adafactor(torch.optim.Optimizer):
     def _update_parameter(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            _init_state(state, grad, group["beta1"] is not None)
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for key, shape in state_shapes(grad.shape, averaged=group["beta1"] is not None).items():
+                state[key] = grad.new_zeros(shape)
         state["step"] += 1
         beta = 1 - state["step"].item() ** -group["decay_rate"]
         update = _scaled_update(state, grad, beta)
@@ -79,15 +74,12 @@ class Adafactor(torch.optim.Optimizer):
         parameter.sub_(update)
 
 
-def _init_state(state: dict[str, Tensor], grad: Tensor, averaged: bool) -> None:
-    state["step"] = torch.zeros((), dtype=torch.float32)
-    if grad.dim() >= 2:
-        state["row"] = grad.new_zeros(grad.shape[:-1])
-        state["column"] = grad.new_zeros((*grad.shape[:-2], grad.shape[-1]))
-    else:
-        state["square"] = torch.zeros_like(grad)
-    if averaged:
-        state["average"] = torch.zeros_like(grad)
+def state_shapes(shape: torch.Size, *, averaged: bool) -> dict[str, torch.Size]:
+    """Return the shapes of the state of a parameter, except ``step``; ``averaged``: beta1 is given."""
+    shapes = {"square": shape}
+    if len(shape) >= 2:
+        shapes = {"row": shape[:-1], "column": torch.Size((*shape[:-2], shape[-1]))}
+    return {**shapes, "average": shape} if averaged else shapes
 
 
 def _scaled_update(state: dict[str, Tensor], grad: Tensor, beta: float) -> Tensor:

@@ -23,11 +23,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from kvad.errors import CheckpointError, ConfigError
+from kvad.errors import ConfigError
 from kvad.train.config import OptimConfig, TrainConfig
-from kvad.train.optim.adafactor import Adafactor
-from kvad.train.optim.schedules import Schedule
-from kvad.train.optim.weight_averaging import WeightAverager
+from kvad.train.optim.adafactor import Adafactor, state_shapes
+from kvad.train.optim.schedules import Plateau, Schedule
+from kvad.train.optim.weight_averaging import WeightAverager, checked_tensor
 
 INITIAL_SCALE, PATIENCE = 2.0**16, 2000
 
@@ -49,16 +49,11 @@ class LossScale:
         return True
 
     @property
-    def at_minimum(self) -> bool:
-        """True if a gradient that is not finite cannot be caused by the scale."""
-        return self.scale <= 1.0
-
-    @property
-    def state(self) -> tuple[float, float]:
+    def state(self) -> tuple[float, ...]:
         return self.scale, float(self.good)
 
     @state.setter
-    def state(self, numbers: tuple[float, float]) -> None:
+    def state(self, numbers: tuple[float, ...]) -> None:
         self.scale, self.good = numbers[0], int(numbers[1])
 
 
@@ -66,17 +61,14 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def uses_weight_decay(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() >= 2 and "relative_bias" not in name.split(".") and not _is_norm(name)
+    is_excluded = any("norm" in part or part == "relative_bias" for part in name.split("."))
+    return parameter.dim() >= 2 and not is_excluded
 
 
 def uses_muon(name: str, parameter: Tensor) -> bool:
     """Return True for a matrix of a layer."""
     layers = name.startswith(("decoder.layers.", "encoder.layers."))
     return layers and parameter.dim() == 2 and uses_weight_decay(name, parameter)
-
-
-def _is_norm(name: str) -> bool:
-    return any("norm" in part for part in name.split("."))
 
 
 class OptimizersContainer:
@@ -110,16 +102,15 @@ class OptimizersContainer:
 
     def clip_grad_norm(self) -> float:
         """Unscale the gradient, clip it to optim.max_grad_norm, and return its norm before clipping."""
+        for _, parameter in self._named:
+            if self.scale is not None and parameter.grad is not None:
+                parameter.grad.div_(self.scale.scale)
         parameters = [parameter for _, parameter in self._named]
-        if self.scale is not None:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self.scale.scale)
         return float(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm))
 
     def can_continue(self, norm: float) -> bool:
-        """Return True if training can continue: the norm is finite or the loss scale may shrink."""
-        return norm < float("inf") or (self.scale is not None and not self.scale.at_minimum)
+        """Return True if training can continue: the norm is finite or a loss scale above 1 may be the cause."""
+        return norm < float("inf") or (self.scale is not None and self.scale.scale > 1.0)
 
     def step(self, norm: float) -> None:
         """Update the parameters; if ``norm`` is not finite, only the loss scale changes."""
@@ -140,20 +131,24 @@ class OptimizersContainer:
 
     # ------------------------------------------------------------ state
 
+    @property
+    def _counters(self) -> dict[str, Plateau | LossScale]:
+        """State that is not of a parameter, by its name in checkpoints."""
+        counters = {"plateau": self.schedule.plateau, "loss_scale": self.scale}
+        return {name: counter for name, counter in counters.items() if counter is not None}
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the state of all parameters as "exp_avg.NAME", "step.NAME" and so on.
 
-        Also ``plateau`` and ``loss_scale`` (float64), and the tensors of :meth:`WeightAverager.state_tensors`.
+        Also ``plateau`` and ``loss_scale`` (float64), and the tensors of ``WeightAverager.state_tensors``.
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._named:
             for optimizer in self.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     tensors[f"{key}.{name}"] = value
-        if self.schedule.plateau is not None:
-            tensors["plateau"] = torch.tensor(self.schedule.plateau.state, dtype=torch.float64)
-        if self.scale is not None:
-            tensors["loss_scale"] = torch.tensor(self.scale.state, dtype=torch.float64)
+        for name, counter in self._counters.items():
+            tensors[name] = torch.tensor(counter.state, dtype=torch.float64)
         return tensors if self.averages is None else {**tensors, **self.averages.state_tensors()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -168,21 +163,10 @@ class OptimizersContainer:
                     state = _read_state(optimizer, names[parameter], parameter, tensors)
                     if state:
                         optimizer.state[parameter] = state
-        if self.schedule.plateau is not None:
-            scale, best, bad = _numbers(tensors, "plateau", 3)
-            self.schedule.plateau.state = scale, best, bad
-        if self.scale is not None:
-            size, good = _numbers(tensors, "loss_scale", 2)
-            self.scale.state = size, good
+        for name, counter in self._counters.items():
+            counter.state = tuple(checked_tensor(tensors, name, (len(counter.state),)).tolist())
         if self.averages is not None:
             self.averages.load_state_tensors(tensors)
-
-
-def _numbers(tensors: Mapping[str, Tensor], name: str, count: int) -> list[float]:
-    tensor = tensors.get(name)
-    if tensor is None or tensor.shape != (count,):
-        raise CheckpointError(f"training state {name} is missing or does not have {count} numbers")
-    return [float(number) for number in tensor.tolist()]
 
 
 def _read_state(
@@ -192,14 +176,10 @@ def _read_state(
     shapes = _shapes(optimizer, parameter)
     if not any(f"{key}.{name}" in tensors for key in shapes):
         return {}
-    state = {}
-    for key, shape in shapes.items():
-        tensor = tensors.get(f"{key}.{name}")
-        if tensor is None or tensor.shape != shape:
-            problem = "missing" if tensor is None else f"of shape {list(tensor.shape)}"
-            raise CheckpointError(f"training state {key}.{name} is {problem}, expected {list(shape)}")
-        state[key] = tensor.clone() if key == "step" else tensor.to(parameter.device, copy=True)
-    return state
+    state = {key: checked_tensor(tensors, f"{key}.{name}", shape) for key, shape in shapes.items()}
+    return {
+        key: value.clone() if key == "step" else value.to(parameter.device, copy=True) for key, value in state.items()
+    }
 
 
 def _shapes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, torch.Size]:
@@ -210,11 +190,7 @@ def _shapes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, to
     if isinstance(optimizer, torch.optim.Muon):
         return {"momentum_buffer": shape}
     assert isinstance(optimizer, Adafactor)
-    shapes = {"square": shape}
-    if parameter.dim() >= 2:
-        shapes = {"row": shape[:-1], "column": torch.Size((*shape[:-2], shape[-1]))}
-    first = {"average": shape} if optimizer.defaults["beta1"] is not None else {}
-    return {**shapes, **first, "step": torch.Size()}
+    return {**state_shapes(shape, averaged=optimizer.defaults["beta1"] is not None), "step": torch.Size()}
 
 
 # ---------------------------------------------------------------- optimizers
@@ -248,11 +224,11 @@ def _make_optimizers(named: NamedParameters, config: OptimConfig) -> list[torch.
 
 def _groups(named: NamedParameters, weight_decay: float) -> list[dict[str, object]]:
     """Return the parameter groups with and without weight decay, without empty ones."""
-    groups: list[dict[str, object]] = [
-        {"params": [p for n, p in named if uses_weight_decay(n, p)], "weight_decay": weight_decay},
-        {"params": [p for n, p in named if not uses_weight_decay(n, p)], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    groups = list[dict[str, object]]()
+    for decays, decay in ((True, weight_decay), (False, 0.0)):
+        if parameters := [p for name, p in named if uses_weight_decay(name, p) == decays]:
+            groups.append({"params": parameters, "weight_decay": decay})
+    return groups
 
 
 def _adamw(named: NamedParameters, config: OptimConfig) -> torch.optim.AdamW:

@@ -9,7 +9,7 @@ after the warmup (or the elapsed share of the time limit, if that is larger)::
                   with q from 0 to 1 in it, by 1 - q, or by 1 - sqrt(q) (Haegele et al. 2024)
     inverse-sqrt  lr min(t / w, sqrt(w / t)); with noam_factor, lr is noam_factor / sqrt(width w), which is Vaswani et
                   al. 2017, eq. 3, times the factor: factor width^-0.5 min(t^-0.5, t w^-1.5)
-    plateau       lr times a scale that falls when evaluations stop improving (:class:`Plateau`)
+    plateau       lr times a scale that falls when evaluations stop improving (``Plateau``)
     constant      lr
     relative      min(lr, 1 / sqrt(t)) (Shazeer & Stern 2018, Algorithm 5), which Adafactor multiplies by the size of
                   the parameter; there is no warmup
@@ -50,11 +50,11 @@ class Plateau:
             self.scale, self.bad = self.scale * self._decrease, 0
 
     @property
-    def state(self) -> tuple[float, float, float]:
+    def state(self) -> tuple[float, ...]:
         return self.scale, self.best, float(self.bad)
 
     @state.setter
-    def state(self, numbers: tuple[float, float, float]) -> None:
+    def state(self, numbers: tuple[float, ...]) -> None:
         self.scale, self.best, self.bad = numbers[0], numbers[1], int(numbers[2])
 
 
@@ -115,13 +115,6 @@ def _warmup(config: OptimConfig, train: TrainConfig) -> int:
     if config.warmup_steps is not None:
         return config.warmup_steps
     return min(100, math.ceil((train.last_step or 1000) / 10))
-
-
-def learning_rate(
-    config: OptimConfig, train: TrainConfig, step: int, elapsed: float, width: int | None = None
-) -> float:
-    """Return the rate of a step; for plateau, that before any evaluation."""
-    return Schedule(config, train, width).lr(step, elapsed)
 
 
 def schedule_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -86,20 +86,21 @@ class WeightAverager:
         Raises:
             CheckpointError: If the state does not fit the parameters.
         """
-        self._steps = int(_checked_tensor(tensors, "averaged", ()).item())
+        self._steps = int(checked_tensor(tensors, "averaged", ()).item())
         for name, parameter in self._parameters:
-            parameter.copy_(_checked_tensor(tensors, f"raw.{name}", parameter.shape))
+            parameter.copy_(checked_tensor(tensors, f"raw.{name}", parameter.shape))
         count = sum(name.startswith("kept.") for name in tensors) // max(1, len(self._parameters))
         self._copies = [
             [
-                _checked_tensor(tensors, f"kept.{number}.{name}", p.shape).to(p.device, copy=True)
+                checked_tensor(tensors, f"kept.{number}.{name}", p.shape).to(p.device, copy=True)
                 for name, p in self._parameters
             ]
             for number in range(count)
         ]
 
 
-def _checked_tensor(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
+def checked_tensor(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of the training state; raise CheckpointError if it is missing or has another shape."""
     tensor = tensors.get(name)
     if tensor is None or tuple(tensor.shape) != tuple(shape):
         problem = "missing" if tensor is None else f"of shape {list(tensor.shape)}"

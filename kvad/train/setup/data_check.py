@@ -7,8 +7,7 @@
    the positions that it has in its row; both losses are sums over the same targets (isolated documents only).
 
 The batch consists of the first rows of the run, and of the row with the most documents among the first
-:data:`DEFAULT_ROWS`. For objectives other than next-token and seq2seq the batch itself is checked: documents are the
-segments that the mask separates.
+``DEFAULT_ROWS``.
 """
 
 from __future__ import annotations
@@ -22,19 +21,15 @@ import torch
 from torch import Tensor
 
 from kvad.errors import format_count
-from kvad.model import NoCache, Transformer
-from kvad.model_input import ModelInput
+from kvad.model import Transformer
 from kvad.text import Tokenizer
 from kvad.train import data as data_lib
-from kvad.train import objectives
-from kvad.train.data import Batch, Ints, PairDataset, TrainingData, collate_rows
-from kvad.train.objectives import Autocast
+from kvad.train.data import Batch, Ints, PackedDataset, collate_rows
+from kvad.train.objectives import Autocast, CrossEntropyObjective
 
 DEFAULT_ROWS = 64
 TOLERANCE = 1e-12  # relative to the largest gradient
 MAX_CHANGED_DOCUMENTS = 3  # number of documents of the fullest row to change
-
-CheckableData = data_lib.document_dataset.DocumentDataset | PairDataset | data_lib.streaming.StreamingDataset
 
 
 @dataclass(frozen=True)
@@ -50,13 +45,13 @@ class PerturbationResult:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """Results of :func:`check_packing`."""
+    """Results of ``check_packing``."""
 
     rows: int
     documents: int
     isolate: bool
     reset: bool
-    packing_stats: data_lib.collate.PackingStats | None  # None if the data reports it differently
+    packing_stats: data_lib.row_sources.PackingStats
     perturbed: tuple[PerturbationResult, ...]
     gradient: float | None  # max |difference| / max |gradient|, None if documents are not isolated
     loss_packed: float
@@ -81,20 +76,16 @@ class PackingReport:
         return tuple(leaks)
 
 
-def check_packing(
-    model: Transformer, data: CheckableData | TrainingData, tokenizer: Tokenizer, rows: int = 2
-) -> PackingReport:
+def check_packing(model: Transformer, data: PackedDataset, tokenizer: Tokenizer, rows: int = 2) -> PackingReport:
     """Check that packed documents are independent and that packing changes no gradient.
 
     Args:
         model: Any weights, in float64.
-        data: The run's dataset. Other data than of next-token and seq2seq must isolate its documents.
+        data: The run's dataset.
         tokenizer: Decodes the documents for the report.
         rows: Number of rows of the batch.
     """
     model.eval()
-    if not isinstance(data, CheckableData):
-        return _check_batch(model, data.micro_batches(0)[0], tokenizer, rows)
     shape = replace(data.shape, device="cpu")
     candidates = data.rows(np.arange(max(DEFAULT_ROWS, rows)))
     fullest = max(range(len(candidates)), key=lambda row: len(candidates[row]))
@@ -103,7 +94,7 @@ def check_packing(
     gradient = alone_loss = None
     packed_loss, packed = _gradient(model, [batch])
     if shape.isolate_documents:
-        alone_loss, apart = _gradient(model, list(data_lib.collate.split_segments(batch)))
+        alone_loss, apart = _gradient(model, list(data_lib.collate.split_segments(chosen, shape)))
         gradient = float((packed - apart).abs().max() / apart.abs().max())
     return PackingReport(
         rows=len(chosen),
@@ -119,95 +110,12 @@ def check_packing(
     )
 
 
-def _check_batch(model: Transformer, batch: Batch, tokenizer: Tokenizer, rows: int) -> PackingReport:
-    """Check a batch whose documents are the segments that its mask separates."""
-    owner, num_segments = data_lib.collate.segment_ids(batch.model_input)
-    per_row = owner.view(batch.model_input.sub_batches[0].num_seqs, -1)
-    fullest = int(per_row.amax(1).sub(torch.arange(len(per_row)) * num_segments).argmax())
-    chosen = [fullest, *islice((row for row in range(len(per_row)) if row != fullest), rows - 1)]
-    batch = data_lib.collate.select_rows(batch, torch.tensor(chosen))
-    owner, num_segments = data_lib.collate.segment_ids(batch.model_input)
-    is_own_source = (
-        None
-        if batch.model_input.encoder_input is None
-        else data_lib.collate.segment_ids(batch.model_input.encoder_input, num_segments)[0]
-    )
-    before, last = _target_logits(model, batch), int(owner[: batch.model_input.sub_batches[0].num_new_tokens].max())
-    results, lines = [], list[str]()
-    for document in range(last + 1):
-        is_own = owner == document
-        source = None if is_own_source is None else (is_own_source == document)
-        encoder_tokens = (
-            None
-            if source is None or batch.model_input.encoder_input is None
-            else batch.model_input.encoder_input.token_ids[source].numpy()
-        )
-        lines.append(
-            _document_line(
-                data_lib.collate.Segment(
-                    batch.model_input.token_ids[is_own].numpy(), np.empty(0, np.int64), encoder_tokens
-                ),
-                document,
-                tokenizer,
-            )
-        )
-        if document not in (0, last // 2, last):
-            continue
-        for side, changed in _sides(batch.model_input, is_own, source, model):
-            moved = (_target_logits(model, batch._replace(model_input=changed)) - before).abs().amax(dim=1)
-            own = is_own[batch.model_input.logit_indices]
-            if own.any():
-                results.append(
-                    PerturbationResult(document, side, _max_or_zero(moved[own]), _max_or_zero(moved[~own]), 0.0)
-                )
-    apart = list(data_lib.collate.split_segments(batch))
-    (packed_loss, packed), (alone_loss, single) = _gradient(model, [batch]), _gradient(model, apart)
-    return PackingReport(
-        rows=len(chosen),
-        documents=len(owner[owner >= 0].unique()),
-        isolate=True,
-        reset=True,
-        packing_stats=None,
-        perturbed=tuple(results),
-        gradient=float((packed - single).abs().max() / single.abs().max()),
-        loss_packed=packed_loss,
-        loss_alone=alone_loss,
-        row=tuple(lines),
-    )
-
-
-def _sides(
-    model_input: ModelInput, is_own: Tensor, is_own_source: Tensor | None, model: Transformer
-) -> list[tuple[str, ModelInput]]:
-    """Return the input with every token of a document changed: its source, then its target."""
-    config = model.config
-    own = model_input._replace(
-        token_ids=torch.where(is_own, (model_input.token_ids + 1) % config.vocab_size, model_input.token_ids)
-    )
-    if model_input.encoder_input is None or is_own_source is None:
-        return [("tokens", own)]
-    vocab = config.vocab_size if config.encoder_input is None else config.encoder_input.vocab_size or config.vocab_size
-    source = model_input.encoder_input._replace(
-        token_ids=torch.where(
-            is_own_source, (model_input.encoder_input.token_ids + 1) % vocab, model_input.encoder_input.token_ids
-        )
-    )
-    return [("source", model_input._replace(encoder_input=source)), ("target", own)]
-
-
-@torch.no_grad()
-def _target_logits(model: Transformer, batch: Batch) -> Tensor:
-    return objectives.cross_entropy.target_logits(model, batch, NoCache(model.config))
-
-
 def _gradient(model: Transformer, batches: Sequence[Batch]) -> tuple[float, Tensor]:
     """Return the mean loss per target (nats) and its flat gradient."""
     model.zero_grad(set_to_none=True)
     total = sum(len(batch.targets) for batch in batches)
-    no_cache, exact = NoCache(model.config), Autocast("fp32", "cpu")
-    summed = sum(
-        objectives.cross_entropy.accumulate_gradients(model, batch, no_cache, total, exact) for batch in batches
-    )
+    objective = CrossEntropyObjective(model, Autocast("fp32", "cpu"))
+    summed = sum(objective.accumulate_gradients(batch, total) for batch in batches)
     flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     model.zero_grad(set_to_none=True)
     return summed / total, flat
@@ -259,8 +167,8 @@ def _logits(
     model: Transformer, rows: Sequence[data_lib.collate.PackedRow], shape: data_lib.collate.CollateConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits [N, V] at the target positions, and the row and the document of each."""
-    model_input = collate_rows(rows, shape).model_input
-    logits = model.logits(model(model_input, NoCache(model.config)), model_input.logit_indices)
+    batch = collate_rows(rows, shape)
+    model_input, logits = batch.model_input, CrossEntropyObjective(model, Autocast("fp32", "cpu")).target_logits(batch)
     width = model_input.sub_batches[0].num_new_tokens
     documents = torch.full((len(rows), width), -1)
     for number, row in enumerate(rows):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvad import text
+from kvad import checkpoint, text
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.errors import ConfigError
-from kvad.text import Tokenizer
+from kvad.text import Tokenizer, load_tokenizer
 from kvad.train import data as data_lib
 from kvad.train import objectives
 from kvad.train import sources as sources_lib
 from kvad.train.config import RunConfig
-from kvad.train.data import TokenStore, TrainingData
-from kvad.train.setup.initialize import tokenizer_path
+from kvad.train.data import DocumentPacker, MixtureSource, PackedDataset, TokenStore
 from kvad.train.setup.objective_factory import EXAMPLE_OBJECTIVES
 from kvad.train.sources import PairPaths
 
@@ -34,38 +33,6 @@ def special_tokens_for(kind: str) -> tuple[str, ...] | None:
     return dict(_SPECIALS).get(kind)
 
 
-@dataclass(frozen=True)
-class FramedDocuments:
-    """Documents that are not opened by a separator.
-
-    They have the tokenizer's own frame ([CLS] x [SEP]), as encoders read them, or, if ``bare``, none, for span
-    corruption.
-    """
-
-    documents: sources_lib.documents.DocumentCorpus
-    bare: bool
-
-    @property
-    def sources(self) -> tuple[sources_lib.documents.CorpusFile, ...]:
-        return self.documents.sources
-
-    def texts(self) -> Iterator[str]:
-        return self.documents.texts()
-
-    def pieces(self) -> Iterator[sources_lib.formats.TextPiece]:
-        """Return documents whole, because a frame encloses each of them."""
-        return map(sources_lib.formats.TextPiece, self.texts())
-
-    def settings(self) -> dict[str, Any]:
-        return {**self.documents.settings(), "frame": "none" if self.bare else "tokenizer"}
-
-    def framer(self, tokenizer: Tokenizer) -> sources_lib.documents.FrameFn:
-        return lambda _number, ids: ids if self.bare else tokenizer.add_special_tokens(ids)
-
-    def summary(self) -> str:
-        return self.documents.summary()
-
-
 def open_examples(
     config: RunConfig, paths: PairPaths, saved: Path | None = None, start: CheckpointHandle | None = None
 ) -> sources_lib.examples.ExampleCorpus[Any]:
@@ -80,16 +47,17 @@ def open_examples(
     Raises:
         DataError: Names file and line.
     """
-    data, objective = config.data, config.objective
+    errors, objective = config.data.encoding_errors, config.objective
+    corpus: sources_lib.examples.ExampleCorpus[Any]
     if objective.kind == "tag":
-        return sources_lib.examples.open_tagging(paths, data.encoding_errors, data.validation_fraction)
-    if objective.kind == "classify":
-        return sources_lib.examples.open_labeled(
-            paths, data.encoding_errors, data.validation_fraction, objective.text_field, objective.label_field
+        corpus = sources_lib.examples.TagCorpus(errors=errors)
+    elif objective.kind == "classify":
+        corpus = sources_lib.examples.LabeledCorpus(
+            errors=errors, text_field=objective.text_field, label_field=objective.label_field
         )
-    return sources_lib.chat.open_chats(
-        paths, data.encoding_errors, data.validation_fraction, _template(config, saved, start)
-    )
+    else:
+        corpus = sources_lib.chat.ChatCorpus(errors=errors, template=_template(config, saved, start))
+    return corpus.open(paths, config.data.validation_fraction)
 
 
 def _template(config: RunConfig, saved: Path | None, start: CheckpointHandle | None) -> text.chat_template.ChatTemplate:
@@ -125,60 +93,75 @@ def _template(config: RunConfig, saved: Path | None, start: CheckpointHandle | N
 
 
 def build_dataset(
-    store: TokenStore, config: RunConfig, tokenizer: Tokenizer, *, num_held_out: int = 0, noun: str = ""
-) -> TrainingData:
-    """Build the dataset of an objective other than next-token and seq2seq.
+    store: TokenStore, config: RunConfig, tokenizer: Tokenizer, parts: Sequence[MixtureSource], noun: str
+) -> PackedDataset:
+    """Build the dataset of a run.
 
     Args:
         store: The run's tokens.
         config: The run's configuration.
         tokenizer: Made the tokens.
-        num_held_out: Number of examples at the end that are for validation.
-        noun: Noun for one example.
+        parts: Sources of the store.
+        noun: Noun for one text.
 
     Raises:
         DataError: If there are too few tokens, or the tokenizer lacks a special token.
     """
-    objective, train = config.objective, config.train
-    rows = train.batch_size * train.gradient_accumulation_steps
-    if objective.kind in EXAMPLE_OBJECTIVES:
-        data = data_lib.example_dataset.ExampleDataset(
-            store, config, num_held_out, tokenizer.special_tokens.pad or 0, noun
-        )
-        return (
-            objectives.masked_lm.InputMaskingDataset(data, tokenizer, objective.input_mask_ratio, train.seed, rows)
-            if objective.input_mask_ratio
-            else data
-        )
-    if objective.kind == "masked-lm":
-        objectives.masked_lm.require_mask_token(tokenizer)
-        return objectives.masked_lm.MaskedLMDataset(
-            data_lib.document_dataset.DocumentDataset(store, config),
-            tokenizer,
-            objective.noise_density,
-            train.seed,
-            rows,
-        )
-    assert objective.kind == "span-corruption", objective.kind
-    raw = objectives.span_corruption.max_raw_length(config.data.seq_len, objective)
-    documents = data_lib.document_dataset.DocumentDataset(
-        store, replace(config, data=replace(config.data, seq_len=raw))
-    )
-    return objectives.span_corruption.SpanCorruptionDataset(
-        documents, tokenizer, objective, context=config.data.seq_len, raw=raw, seed=train.seed, step_rows=rows
-    )
+    objective, kind, pad = config.objective, config.objective.kind, tokenizer.special_tokens.pad or 0
+    packer: data_lib.packed_dataset.Packer
+    transform: data_lib.packed_dataset.RowTransform | None = None
+    if kind in EXAMPLE_OBJECTIVES:
+        packer = data_lib.text_packer.WholeTextPacker(data_lib.text_packer.ExampleTexts(store, noun), config, parts)
+        if objective.input_mask_ratio:
+            transform = objectives.masked_lm.InputMasking(tokenizer, objective.input_mask_ratio)
+    elif kind == "span-corruption":
+        raw = objectives.span_corruption.max_raw_length(config.data.seq_len, objective)
+        packer = DocumentPacker(store, replace(config, data=replace(config.data, seq_len=raw)), parts)
+        transform = corruption = objectives.span_corruption.SpanCorruption(tokenizer, objective, raw)
+        pad = corruption.special_tokens.pad
+    elif kind == "seq2seq":
+        packer = data_lib.text_packer.WholeTextPacker(data_lib.text_packer.PairTexts(store), config, parts)
+        if objective.scheduled_sampling:
+            transform = objectives.scheduled_sampling.ScheduledSampling(config)
+    else:
+        packer, pad = DocumentPacker(store, config, parts), 0
+        if kind == "masked-lm":
+            transform = objectives.masked_lm.TokenMasking(tokenizer, objective.noise_density)
+    keep_ids = kind in (*EXAMPLE_OBJECTIVES, "span-corruption")
+    vocab = None if kind in ("tag", "classify") else tokenizer.vocab_size  # their targets are labels
+    shape = data_lib.collate.CollateConfig.of_run(config, pad, vocab, keep_document_ids=keep_ids)
+    return PackedDataset(packer, config, transform, shape)
 
 
-def generation_config_for(data: TrainingData, tokenizer: Tokenizer) -> GenerationConfig:
+def generation_config_for(data: PackedDataset, tokenizer: Tokenizer) -> GenerationConfig:
     """Return the generation settings stored in the run's checkpoints."""
-    if isinstance(data, objectives.span_corruption.SpanCorruptionDataset):
-        return objectives.span_corruption.span_generation_config(data.special_tokens)
-    if (
-        isinstance(data, data_lib.example_dataset.ExampleDataset)
-        and (end := data.turn_end()) in tokenizer.special_tokens.names().values()
-    ):
-        assert end is not None
-        return GenerationConfig(
-            eos_token_ids=(end,), pad_token_id=tokenizer.special_tokens.pad, sampling={"temperature": 1.0}
-        )
-    return GenerationConfig()
+    if isinstance(data.transform, objectives.span_corruption.SpanCorruption):
+        return objectives.span_corruption.span_generation_config(data.transform.special_tokens)
+    end = data.packer.turn_end() if isinstance(data.packer, data_lib.text_packer.WholeTextPacker) else None
+    if end is None or end not in tokenizer.special_tokens.names().values():
+        return GenerationConfig()
+    pad = tokenizer.special_tokens.pad
+    return GenerationConfig(eos_token_ids=(end,), pad_token_id=pad, sampling={"temperature": 1.0})
+
+
+def generation_config_from(opened: CheckpointHandle) -> GenerationConfig:
+    """Return a checkpoint's generation settings.
+
+    An encoder-decoder without a decoder start token uses its BOS token.
+    """
+    generation = opened.generation
+    if generation.decoder_start_token_id is not None or opened.config.kind != "encoder-decoder":
+        return generation
+    return replace(generation, decoder_start_token_id=generation.bos_token_id)
+
+
+def tokenizer_path(path: str | Path) -> Path:
+    """Return the tokenizer's path, also for runs and prepared data."""
+    if data_lib.token_store.is_prepared(Path(path)):
+        return Path(path) / data_lib.token_store.TOKENIZER
+    return checkpoint.folder.locate(Path(path)) if checkpoint.folder.is_run(Path(path)) else Path(path)
+
+
+def load_tokenizer_from(path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a file, a folder, a run or prepared data; raises TokenizerError."""
+    return load_tokenizer(tokenizer_path(path))

@@ -1,10 +1,9 @@
-"""Initial models: from a checkpoint or at random, and the writer of the run's checkpoints.
+"""Initial models of runs: from a checkpoint or at random.
 
-Config, tokenizer, generation settings and layout of a checkpoint stay as they are; only weights change. An encoder that
-learns to tag or classify and has no labels gets a new head for those of the data (Devlin et al. 2018, sec. 3.2: the
-body is kept, the head starts at random), and is written as the class of its family with such a head. Float32 copies of
-the weights are trained and stored in the run's checkpoints, whatever the dtype was: ``kvad export --save-dtype``
-narrows them again. With ``[lora]`` the weights are frozen, and only the adapters are trained and written
+An encoder that learns to tag or classify and has no labels gets a new head for those of the data (Devlin et al. 2018,
+sec. 3.2: the body is kept, the head starts at random), and is written as the class of its family with such a head.
+Float32 copies of the weights are trained and stored in the run's checkpoints, whatever the dtype was: ``kvad export
+--save-dtype`` narrows them again. With ``[lora]`` the weights are frozen, and only the adapters are trained and written
 (``model/lora.py``, ``checkpoint/adapter.py``).
 
 A run's state records the fingerprint of the model that it started from. If all weights are trained, that model is not
@@ -23,8 +22,8 @@ sqrt(head_dim), as in T5 (Raffel et al.'s code); T5's matrices of width x width 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,26 +33,35 @@ import torch
 from torch import Tensor, nn
 
 from kvad import checkpoint
+from kvad import config as cfg
 from kvad import model as model_lib
-from kvad.checkpoint import CheckpointHandle, GenerationConfig, open_checkpoint
-from kvad.config import ClassificationHeadConfig, LanguageHeadConfig, ModelConfig, PoolingHeadConfig
+from kvad.checkpoint import CheckpointHandle, open_checkpoint
+from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, ConfigError, format_count
 from kvad.model import Transformer
-from kvad.text import Tokenizer, load_tokenizer
-from kvad.train import data
+from kvad.text import Tokenizer
 from kvad.train.config import RunConfig, TokenizerConfig
-from kvad.train.setup.objective_factory import with_head
+from kvad.train.objectives import Autocast, Objective
+from kvad.train.setup.checkpoint_writers import (
+    AdapterCheckpointWriter,
+    CheckpointWriter,
+    FullCheckpointWriter,
+    writer_for_new_head,
+    writer_like,
+    writer_of_new_model,
+)
+from kvad.train.setup.dataset_factory import generation_config_from, load_tokenizer_from
+from kvad.train.setup.memory_estimate import MemoryEstimate
+from kvad.train.setup.objective_factory import build_objective, with_head
+from kvad.train.setup.run_data import RunData
 
 EMBEDDING_TABLES = ("tokens.weight", "positions.weight", "token_types.weight", "head.weight")
 
 
 def init_weights(model: Transformer) -> None:
-    """Initialize in parameter order from torch's random numbers.
-
-    Biases, norms and position logits stay unchanged.
-    """
+    """Initialize in parameter order from torch's random numbers; biases, norms and position logits are unchanged."""
     head = model.config.head
-    table = model.config.hidden_size**-0.5 / (head.logit_scale if isinstance(head, LanguageHeadConfig) else 1.0)
+    table = model.config.hidden_size**-0.5 / (head.logit_scale if isinstance(head, cfg.LanguageHeadConfig) else 1.0)
     for name, parameter in model.named_parameters():
         if name.endswith(EMBEDDING_TABLES):
             nn.init.normal_(parameter, std=table)
@@ -72,10 +80,7 @@ def resolve_paths(config: RunConfig) -> RunConfig:
 
 
 def clamp_seq_len(config: RunConfig) -> RunConfig:
-    """Shorten ``data.seq_len`` to what the initial or summarized model holds.
-
-    Used if the key was not given explicitly. Raises as ``open_checkpoint``.
-    """
+    """Shorten ``data.seq_len``, if it was not given explicitly, to the limit of the initial or summarized model."""
     name = config.init or config.summarizer.model
     if name is None:
         return config
@@ -88,201 +93,173 @@ def _longest(model: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class FullCheckpointWriter:
-    """Writes complete checkpoints: config, generation settings, tokenizer and extra files."""
-
-    config: ModelConfig
-    layout: checkpoint.hf_layout.HFLayout | None
-    generation: GenerationConfig
-    tokenizer: Tokenizer | None  # None if it is among the files
-    files: Mapping[str, bytes]  # small files written unchanged
-    origin: str | None = None
-
-    def with_chat_template(self, files: Mapping[str, bytes], generation: GenerationConfig) -> FullCheckpointWriter:
-        """Return a writer with a chat template and the end-of-turn tokens of ``generation``."""
-        ends = {
-            checkpoint.generation_config.GENERATION_FILE: _generation_bytes(
-                self.files.get(checkpoint.generation_config.GENERATION_FILE), generation
-            )
-        }
-        exact = self.layout is not None and self.layout.exact
-        return replace(self, generation=generation, files={**self.files, **files, **(ends if exact else {})})
-
-    def weights(self, model: Transformer) -> dict[str, Tensor]:
-        """Return the tensors to be written, without copying."""
-        return model.state_dict()
-
-    def save(self, run: Path, snapshot: checkpoint.handle.CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
-        """Save a step as ``native.save_step`` does."""
-        return checkpoint.native.save_step(
-            run,
-            snapshot.step,
-            self.config,
-            snapshot.weights,
-            self.tokenizer,
-            snapshot.training,
-            layout=self.layout,
-            generation=self.generation,
-            files=self.files,
-            origin=self.origin,
-            keep=keep,
-            best=snapshot.best,
-            fresh=fresh,
-        )
-
-
-@dataclass(frozen=True)
-class AdapterCheckpointWriter:
-    """Writes checkpoints that hold only adapters."""
-
-    form: checkpoint.adapter.AdapterFormat
-    config: RunConfig
-
-    def with_chat_template(self, files: Mapping[str, bytes], generation: GenerationConfig) -> AdapterCheckpointWriter:
-        """Return a writer whose adapter folder also holds the chat template."""
-        ends = {checkpoint.generation_config.GENERATION_FILE: _generation_bytes(None, generation)}
-        return replace(self, form=replace(self.form, tokenizer_files={**self.form.tokenizer_files, **files, **ends}))
-
-    def weights(self, model: Transformer) -> dict[str, Tensor]:
-        """Return ``NAME.a`` and ``NAME.b`` of every adapted module."""
-        pairs = model_lib.lora.adapter_factors(model).items()
-        return {f"{name}.{side}": getattr(pair, side) for name, pair in pairs for side in "ab"}
-
-    def save(self, run: Path, snapshot: checkpoint.handle.CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
-        """Save a step as ``adapter.save_adapter_step`` does."""
-        lora, weights = self.config.lora, snapshot.weights
-        assert lora is not None
-        names = [name.removesuffix(".a") for name in weights if name.endswith(".a")]
-        return checkpoint.adapter.save_adapter_step(
-            run,
-            snapshot.step,
-            self.form,
-            {
-                name: model_lib.lora.LoraFactors(weights[f"{name}.a"], weights[f"{name}.b"], lora.scale)
-                for name in names
-            },
-            rank=lora.rank,
-            alpha=lora.alpha,
-            use_rslora=lora.use_rslora,
-            dropout=lora.dropout,
-            training=snapshot.training,
-            keep=keep,
-            best=snapshot.best,
-            fresh=fresh,
-        )
-
-
-@dataclass(frozen=True)
-class InitialModel:
-    """Checkpoint named by ``config.init`` and its tokenizer."""
+class InitialModule(ABC):
+    """Initial state of the module that a run trains: a model, or a summarizer (``initialize_summarizer.py``)."""
 
     config: RunConfig
-    opened: CheckpointHandle
+    model_config: ModelConfig  # of the trained model, or of the model whose cache is summarized
     tokenizer: Tokenizer
-    new_head_config: ModelConfig | None = None  # with a new head for the labels of the data, if needed
 
     @property
-    def model_config(self) -> ModelConfig:
-        return self.opened.config if self.new_head_config is None else self.new_head_config
+    @abstractmethod
+    def parameters(self) -> tuple[int, int]:
+        """Numbers of all and of trained parameters, both including adapters."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Build the module to train, in float32."""
+
+    @abstractmethod
+    def build_objective(self, config: RunConfig, module: Any, autocast: Autocast) -> Objective:
+        """Build the objective of ``module``; ``config`` has a resolved objective."""
+
+    @abstractmethod
+    def checkpoint_writer(self, run_data: RunData, log: Callable[[str], None]) -> CheckpointWriter: ...
+
+    def with_head_for(self, kind: str, labels: tuple[str, ...]) -> InitialModule:
+        """Return the initial module for objective ``kind`` and the data's ``labels``."""
+        return self
+
+    def memory_estimate(self, config: RunConfig, *, half: bool) -> MemoryEstimate | None:
+        """Return the estimate of the run's memory; None for a summarizer."""
+        return None
+
+    def summary(self) -> list[str]:
+        """Return lines about a model from a checkpoint for the user."""
+        return []
+
+    @property
+    def pretrained(self) -> CheckpointHandle | None:
+        """The checkpoint of a model that started from one, whose special tokens and settings apply; else None."""
+        return None
+
+    @property
+    def record(self) -> Mapping[str, str] | None:
+        """Record in the run's state of the model that it started from, None for a random one."""
+        return None
+
+
+@dataclass(frozen=True)
+class InitialModel(InitialModule):
+    """The model that a run starts with: at random, from ``config.init``, or from the run's own newest checkpoint."""
+
+    opened: CheckpointHandle | None = None  # has the weights (of adapters: the frozen ones); None: they are random
+    run: Path | None = None  # the resumed run, whose newest checkpoint holds the adapters
+    stored_record: Mapping[str, str] | None = None  # of the resumed run
 
     def with_head_for(self, kind: str, labels: tuple[str, ...]) -> InitialModel:
-        """Return the initial model for objective ``kind`` and the data's ``labels``.
-
-        Raises:
-            ConfigError: If its head cannot serve the objective.
-        """
-        own = self.opened.config
-        model = with_head(own, kind, labels)
-        if model == own:
+        """Return the model with a head for objective ``kind``; raise ConfigError if its own cannot serve it."""
+        model = with_head(self.model_config, kind, labels)
+        if model == self.model_config:
             return self
         if self.config.lora is not None:
             raise ConfigError(
                 f"[lora]: {self.config.init} has no head for these labels, and adapters cannot add one",
                 "Train all weights first, or leave [lora] out.",
             )
-        return replace(self, new_head_config=model)
+        return replace(self, model_config=model)
 
     @property
-    def generation(self) -> GenerationConfig:
-        """Generation settings, as :func:`generation_config_from` reads them."""
-        return generation_config_from(self.opened)
+    def pretrained(self) -> CheckpointHandle | None:
+        return self.opened if self.run is None or self.stored_record is not None else None
+
+    @property
+    def has_new_head(self) -> bool:
+        return self.opened is not None and self.opened.config != self.model_config
 
     @cached_property
     def fingerprint(self) -> str:
+        """Fingerprint of the model that adapters are trained on."""
+        assert self.opened is not None
         return checkpoint.adapter.base_fingerprint(self.opened)
 
     @cached_property
     def adapted_modules(self) -> list[str]:
         """Names of the adapted modules; [] if all weights are trained."""
-        return (
-            []
-            if self.config.lora is None
-            else checkpoint.peft.match_targets(self.model_config, self.config.lora.target_names)
-        )
+        lora = self.config.lora
+        return [] if lora is None else checkpoint.peft.match_targets(self.model_config, lora.target_names)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[int, int]:
-        """Numbers of all and of trained parameters, both including adapters."""
-        config = self.model_config
-        num_parameters = count_parameters(config)
-        if self.config.lora is None:
+        lora, num_parameters = self.config.lora, count_parameters(self.model_config)
+        if lora is None:
             return num_parameters, num_parameters
         shapes = checkpoint.peft.trainable_linears(self.model_config)
-        num_trained = sum(self.config.lora.rank * sum(shapes[part]) for part in self.adapted_modules)
+        num_trained = sum(lora.rank * sum(shapes[part]) for part in self.adapted_modules)
         return num_parameters + num_trained, num_trained
 
     def summary(self) -> list[str]:
-        """Return lines about the model for the user."""
-        kind, lines = self.model_config.kind, []
-        num_parameters, num_trained = self.parameters
-        lines.append(
-            f"model: {self.config.init}, {kind} of "
-            f"{num_parameters - num_trained * bool(self.adapted_modules):,} parameters"
-        )
-        if self.config.lora is not None:
+        if self.opened is None:
+            return []
+        lora, (num_parameters, num_trained) = self.config.lora, self.parameters
+        num_own = num_parameters if lora is None else num_parameters - num_trained
+        lines = [f"model: {self.config.init}, {self.model_config.kind} of {num_own:,} parameters"]
+        if lora is not None:
             lines.append(
-                f"adapters: rank {self.config.lora.rank} on {format_count(len(self.adapted_modules), 'linear part')}, "
+                f"adapters: rank {lora.rank} on {format_count(len(self.adapted_modules), 'linear part')}, "
                 f"{num_trained:,} parameters ({num_trained / num_parameters:.2%}) are trained"
             )
-        if self.new_head_config is not None and isinstance(self.new_head_config.head, ClassificationHeadConfig):
-            lines.append(f"head: new, for {format_count(len(self.new_head_config.head.labels), 'label')}")
+        if self.has_new_head and isinstance(self.model_config.head, cfg.ClassificationHeadConfig):
+            lines.append(f"head: new, for {format_count(len(self.model_config.head.labels), 'label')}")
         return lines
 
-    def state_record(self) -> dict[str, str]:
-        """Return the record of this model for the run's state."""
+    @property
+    def record(self) -> Mapping[str, str] | None:
+        if self.opened is None or self.run is not None:
+            return self.stored_record
         assert self.config.init is not None
         return {"model": self.config.init, "fingerprint": self.fingerprint}
 
-    def model(self) -> Transformer:
-        """Build the model in float32; with [lora], frozen with adapters that add nothing yet."""
-        lora = self.config.lora
-        config = self.model_config
+    def build(self) -> Transformer:
+        """Build the model in float32; with [lora], frozen, and new adapters add nothing yet."""
+        lora, config = self.config.lora, self.model_config
+        if self.opened is None:
+            model = Transformer(config)
+            if config.kind != "decoder":
+                init_weights(model)
+            return model
         with torch.device("meta"):
             model = Transformer(config)
         # Trained weights must never be a mapped file; frozen ones may be.
         loaded = {name: tensor.to(torch.float32, copy=lora is None) for name, tensor in self.opened.weights()}
-        if self.new_head_config is not None:
+        if self.has_new_head:
             loaded |= _new_head(config, keep=_pooler(self.opened.config, config))
             loaded = {name: loaded[name] for name in model.state_dict()}
         model.load_state_dict(loaded, assign=True)
         if lora is not None:
             model_lib.lora.add_adapters(model, self.adapted_modules, lora.rank, lora.scale, lora.dropout)
+            if self.run is not None:
+                model_lib.lora.load_factors(model, checkpoint.adapter.open_adapter(self.run).factors(self.opened))
         return model
 
-    def checkpoint_writer(self) -> FullCheckpointWriter | AdapterCheckpointWriter:
-        """Return the writer of the run's checkpoints.
+    def build_objective(self, config: RunConfig, module: Transformer, autocast: Autocast) -> Objective:
+        return build_objective(config, module, autocast)
 
-        Raises:
-            CheckpointError: If the layout cannot hold the adapters.
-        """
-        if self.new_head_config is not None:
-            return _full_writer(self.opened, self.new_head_config)
-        if self.config.lora is None:
-            return writer_like(self.opened)
-        assert self.config.init is not None
+    def memory_estimate(self, config: RunConfig, *, half: bool) -> MemoryEstimate:
+        num_parameters, num_trained = self.parameters
+        trained = None if config.lora is None else num_trained
+        return MemoryEstimate(self.model_config, config, num_parameters, trained, half)
+
+    @cached_property
+    def adapter_format(self) -> checkpoint.adapter.AdapterFormat:
+        """Format of the adapters' checkpoints; raises CheckpointError if the layout cannot hold them."""
+        assert self.opened is not None and self.config.init is not None
         form = checkpoint.adapter.adapter_format(self.opened, self.config.init, self.fingerprint)
         form.check(self.adapted_modules)
-        return AdapterCheckpointWriter(form, self.config)
+        return form
+
+    def checkpoint_writer(self, run_data: RunData, log: Callable[[str], None]) -> CheckpointWriter:
+        generation, files = run_data.generation(self.tokenizer), run_data.extra_files(self.tokenizer)
+        if self.pretrained is None:
+            return writer_of_new_model(self.model_config, generation, self.tokenizer, files, log)
+        writer: FullCheckpointWriter | AdapterCheckpointWriter
+        if self.config.lora is not None:
+            writer = AdapterCheckpointWriter(self.adapter_format, self.config)
+        elif self.has_new_head:
+            writer = writer_for_new_head(self.pretrained, self.model_config)
+        else:
+            writer = writer_like(self.pretrained)
+        return writer.with_chat_template(files, generation) if run_data.is_chat else writer
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -291,110 +268,35 @@ def count_parameters(model: ModelConfig) -> int:
         return sum(parameter.numel() for parameter in Transformer(model).parameters())
 
 
-def build_new_model(config: RunConfig, model: ModelConfig, start: InitialModel | None) -> Transformer:
-    """Build the model of a new run on its device, from ``start`` or at random."""
-    torch.manual_seed(config.train.seed)
-    module = Transformer(model) if start is None else start.model()
-    if start is None and model.kind != "decoder":
-        init_weights(module)
-    return module.to(config.train.device)
-
-
 def load_initial(config: RunConfig) -> InitialModel | None:
-    """Open the model that a new run starts from; None if it starts at random.
-
-    Raises:
-        CheckpointError: If the checkpoint is not complete.
-        ConfigError: If it cannot be trained as configured.
-    """
-    if config.init is None:
-        return None
-    return _start(config, open_checkpoint(config.init))
+    """Open the model that a new run starts from and check it; None if it starts at random."""
+    return None if config.init is None else _start(config, open_checkpoint(config.init))
 
 
-def resume_initial(config: RunConfig, out: Path, record: Mapping[str, Any]) -> InitialModel:
-    """Open the base model of a resumed run of adapters.
+def new_initial(config: RunConfig, run_data: RunData) -> InitialModel:
+    """Return a model at random, for the tokenizer and the labels of ``run_data``."""
+    tokenizer = run_data.make_tokenizer()
+    model = with_head(config.resolve(tokenizer.vocab_size), config.objective.kind, run_data.labels)
+    return InitialModel(config, model, tokenizer)
 
-    Raises:
-        CheckpointError: If the model is missing or has changed.
-    """
-    assert config.init is not None and config.lora is not None
+
+def resume_initial(config: RunConfig, out: Path, record: Mapping[str, str] | None) -> InitialModel:
+    """Open the model of a resumed run, whose state has ``record``; refuse a base of adapters that has changed."""
+    if config.lora is None:
+        own = checkpoint.native.open_folder(out)
+        assert own.tokenizer is not None, "every run writes its tokenizer"
+        return InitialModel(config, own.config, own.tokenizer, own, out, record)
+    assert config.init is not None
     try:
         opened = open_checkpoint(config.init)
     except CheckpointError as error:
         raise CheckpointError(
             f"cannot resume {out}: the base model of its adapters cannot be opened: {error.message}", error.hint
         ) from error
-    start = _start(config, opened)
-    if start.fingerprint != record.get("fingerprint"):
+    start = replace(_start(config, opened), run=out, stored_record=record)
+    if record is None or start.fingerprint != record.get("fingerprint"):
         raise CheckpointError(f"cannot resume {out}: {config.init} is not the model that the run started from")
     return start
-
-
-def load_adapted(start: InitialModel, out: Path) -> Transformer:
-    """Load the base model with the adapters of a run's newest checkpoint."""
-    model = start.model()
-    model_lib.lora.load_factors(model, checkpoint.adapter.open_adapter(out).factors(start.opened))
-    return model
-
-
-def writer_like(opened: CheckpointHandle) -> FullCheckpointWriter:
-    """Return a writer that keeps a checkpoint's config, tokenizer, settings and layout.
-
-    For an adapter with its base, those of the base.
-    """
-    if isinstance(opened, checkpoint.adapter.AdaptedCheckpoint):
-        opened = opened.base
-    files, layout, origin = checkpoint.export.read_tokenizer_files(opened.path), None, opened.origin
-    if isinstance(opened, checkpoint.hf_layout.HFCheckpoint):
-        layout, origin = checkpoint.hf_layout.HFLayout(opened.family, opened.fields.content, exact=True), None
-        generation_file = opened.path / checkpoint.generation_config.GENERATION_FILE
-        files |= (
-            {checkpoint.generation_config.GENERATION_FILE: generation_file.read_bytes()}
-            if generation_file.is_file()
-            else {}
-        )
-    return FullCheckpointWriter(opened.config, layout, opened.generation, None, files, origin)
-
-
-def _generation_bytes(before: bytes | None, generation: GenerationConfig) -> bytes:
-    """Return ``generation_config.json`` with all tokens that end an answer."""
-    content = checkpoint.generation_config.generation_json(generation) or {} if before is None else json.loads(before)
-    return json.dumps({**content, "eos_token_id": list(generation.eos_token_ids)}, indent=2).encode()
-
-
-def tokenizer_path(path: str | Path) -> Path:
-    """Return the tokenizer's path, also for runs and prepared data."""
-    if data.token_store.is_prepared(Path(path)):
-        return Path(path) / data.token_store.TOKENIZER
-    return checkpoint.folder.locate(Path(path)) if checkpoint.folder.is_run(Path(path)) else Path(path)
-
-
-def load_tokenizer_from(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a file, a folder, a run or prepared data; raises TokenizerError."""
-    return load_tokenizer(tokenizer_path(path))
-
-
-def _full_writer(opened: CheckpointHandle, config: ModelConfig) -> FullCheckpointWriter:
-    """Return a writer for a new head: in its own family's layout, else another one, else kvad's."""
-    if isinstance(opened, checkpoint.adapter.AdaptedCheckpoint):
-        opened = opened.base
-    generation, tokenizer_files = (
-        replace(opened.generation, pooling=None, normalize=False),
-        checkpoint.export.read_tokenizer_files(opened.path),
-    )
-    for family in (opened.origin, None):
-        try:
-            return FullCheckpointWriter(
-                config,
-                checkpoint.hf_layout.choose_layout(config, generation, family),
-                generation,
-                None,
-                tokenizer_files,
-            )
-        except CheckpointError:
-            continue
-    return FullCheckpointWriter(config, None, generation, None, tokenizer_files)
 
 
 def _new_head(config: ModelConfig, keep: tuple[str, ...]) -> dict[str, Tensor]:
@@ -408,27 +310,16 @@ def _new_head(config: ModelConfig, keep: tuple[str, ...]) -> dict[str, Tensor]:
 def _pooler(own: ModelConfig, wanted: ModelConfig) -> tuple[str, ...]:
     """Return the name prefix of BERT's pooler if both heads have an equal one."""
     same = (
-        isinstance(own.head, PoolingHeadConfig)
-        and isinstance(wanted.head, ClassificationHeadConfig)
+        isinstance(own.head, cfg.PoolingHeadConfig)
+        and isinstance(wanted.head, cfg.ClassificationHeadConfig)
         and own.head.transform is not None
     )
     return ("head.transform.",) if same and own.head.transform == wanted.head.transform else ()
 
 
-def generation_config_from(opened: CheckpointHandle) -> GenerationConfig:
-    """Return a checkpoint's generation settings.
-
-    An encoder-decoder without a decoder start token uses its BOS token.
-    """
-    generation = opened.generation
-    if generation.decoder_start_token_id is not None or opened.config.kind != "encoder-decoder":
-        return generation
-    return replace(generation, decoder_start_token_id=generation.bos_token_id)
-
-
 def _start(config: RunConfig, opened: CheckpointHandle) -> InitialModel:
     model, name = opened.config, config.init
-    if model.kind != "encoder" and not isinstance(model.head, LanguageHeadConfig):
+    if model.kind != "encoder" and not isinstance(model.head, cfg.LanguageHeadConfig):
         raise ConfigError(f"model.init: {name} has no language head", "Use a language model.")
     if opened.tokenizer is None:
         raise ConfigError(f"model.init: {name} has no tokenizer", "Put its tokenizer.json into the same folder.")
@@ -440,12 +331,15 @@ def _start(config: RunConfig, opened: CheckpointHandle) -> InitialModel:
     if config.lora is not None and isinstance(opened, checkpoint.adapter.AdaptedCheckpoint):
         raise ConfigError(f"model.init: {name} is an adapter", "Merge it first: kvad merge BASE ADAPTER --out DIR")
     _check_vocabulary(config.tokenizer, opened.tokenizer, str(name))
-    start = InitialModel(config, opened, opened.tokenizer)
     if model.kind == "encoder-decoder":
         if opened.tokenizer.languages:
             raise ConfigError(f"model.init: {name} requires language tokens, which pairs do not have")
-        if start.generation.decoder_start_token_id is None or not start.generation.eos_token_ids:
+        generation = generation_config_from(opened)
+        if generation.decoder_start_token_id is None or not generation.eos_token_ids:
             raise ConfigError(f"model.init: {name} does not define the tokens that begin and end a target")
+    start = InitialModel(config, model, opened.tokenizer, opened)
+    if config.lora is not None:
+        _ = start.adapter_format  # fail before texts are read
     return start
 
 

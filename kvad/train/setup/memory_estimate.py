@@ -34,20 +34,12 @@ No torch, and nothing of ``kvad.cache``: the available memory is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from kvad.config import (
-    AttentionConfig,
-    ClassificationHeadConfig,
-    GatedMLPConfig,
-    LayerConfig,
-    ModelConfig,
-    RopeConfig,
-    StackConfig,
-    embedding_size,
-    head_dim,
-)
+from kvad import config as cfg
+from kvad.config import ModelConfig, embedding_size, head_dim
 from kvad.errors import MemoryPlanError, format_count
 from kvad.train.config import RunConfig
 
@@ -58,87 +50,144 @@ FROZEN_ACTIVATION_RATIO = (
 AUTOCAST_ACTIVATION_RATIO = 0.6  # under bf16 autocast the residual stream and the norms stay float32
 
 
-def training_bytes(
-    model: ModelConfig, run: RunConfig, parameters: int, batch: int, *, half: bool = False, learned: int | None = None
-) -> int:
-    """Return the bytes that training needs at least.
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that a run needs at least, as functions of the rows of a micro-batch."""
 
-    Args:
-        model: Model config.
-        run: Run config.
-        parameters: Number of parameters.
-        batch: Rows of a micro-batch.
-        half: Training uses bf16 autocast.
-        learned: Number of trained parameters, None for all.
-    """
-    return sum(training_parts(model, run, parameters, batch, half=half, learned=learned).values())
+    model: ModelConfig
+    run: RunConfig
+    parameters: int
+    trained: int | None = None  # number of trained parameters, None for all
+    half: bool = False  # training uses bf16 autocast
+
+    def total(self, batch: int) -> int:
+        """Return the bytes for micro-batches of ``batch`` rows."""
+        return sum(self.parts(batch).values())
+
+    def parts(self, batch: int) -> dict[str, int]:
+        """Return the bytes of ``total`` by purpose."""
+        model, run = self.model, self.run
+        tokens = batch * run.data.seq_len
+        stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+        num_classes = (
+            len(model.head.labels) if isinstance(model.head, cfg.ClassificationHeadConfig) else model.vocab_size
+        )
+        num_targets = int(tokens * run.objective.noise_density) if run.objective.kind == "masked-lm" else tokens
+        logits = 8 * min(num_targets * num_classes, max(LOGIT_CHUNK_ELEMENTS, num_classes))
+        activations = self._activation_bytes(stacks, tokens)
+        return {
+            "weights": 4 * self.parameters,
+            "gradients": 4 * self._num_trained,
+            "optimizer": self.state - 4 * (self.parameters + self._num_trained),
+            "copy": self.saved if run.train.async_save else 0,
+            "rows": (48 if len(stacks) == 1 else 80) * tokens * run.train.gradient_accumulation_steps,
+            "activations": activations,
+            "logits": logits,
+            "callbacks": max(0, 4 * self.parameters - activations - logits) if run.callbacks.requested else 0,
+        }
+
+    def _activation_bytes(self, stacks: Sequence[cfg.StackConfig], tokens: int) -> int:
+        model, seq_len = self.model, self.run.data.seq_len
+        layers = [(stack, stack.layer_config(index)) for stack in stacks for index in range(stack.num_layers)]
+        saved = [_saved_elements(model, stack, layer, seq_len) for stack, layer in layers]
+        is_recomputed = self.run.train.activation_checkpointing
+        elements = model.hidden_size * len(saved) + max(saved) if is_recomputed else sum(saved)
+        size = 4 * tokens * (elements + seq_len * (1 if len(stacks) == 1 else 3))
+        if self.trained is not None:
+            size = int(FROZEN_ACTIVATION_RATIO * size)
+        return int(AUTOCAST_ACTIVATION_RATIO * size) + 2 * self.parameters if self.half else size
+
+    @property
+    def _num_trained(self) -> int:
+        return self.parameters if self.trained is None else self.trained
+
+    @property
+    def state(self) -> int:
+        """Bytes of weights, gradients, optimizer state and averages."""
+        model, optim = self.model, self.run.optim
+        each = {"adamw": 12, "muon": 8, "adafactor": 4 if optim.beta1 is None else 8}[optim.name]
+        each += 4 * (optim.average_last + (optim.ema_decay > 0))
+        has_tables = optim.name == "muon" and self.parameters and self.trained is None
+        tables = 4 * model.vocab_size * embedding_size(model) if has_tables else 0
+        return 4 * self.parameters + each * self._num_trained + tables
+
+    @property
+    def saved(self) -> int:
+        """Bytes of a checkpoint's tensors: trained weights, optimizer state, averages."""
+        averaged = self.run.optim.ema_decay > 0 or self.run.optim.average_last > 0
+        return self.state - 4 * self.parameters + 4 * self._num_trained * averaged
+
+    def largest_batch(self, available: int) -> int:
+        """Return the largest micro-batch up to train.batch_size that fits; 0 if none does."""
+        low, high = 0, self.run.train.batch_size + 1  # low fits or is 0; high does not fit or is not requested
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.total(middle) <= available else (low, middle)
+        return low
+
+    def require(self, available: int | None) -> None:
+        """Raise MemoryPlanError if training needs more than ``available`` bytes (None: unknown).
+
+        The message names the need, the available bytes and what would fit.
+        """
+        train = self.run.train
+        if available is None or (fits := self.largest_batch(available)) == train.batch_size:
+            return
+        hint = f"This fits: --batch-size {fits} (for more rows per step: --gradient-accumulation-steps)"
+        if not train.activation_checkpointing:
+            hint += "; --set train.activation_checkpointing=true saves fewer activations"
+        if train.async_save:
+            hint += "; train.async_save=false avoids the copy of saved tensors"
+        nothing_fits = (
+            "Not even --batch-size 1 fits. Lower --seq-len or --gradient-accumulation-steps, or use a smaller model."
+        )
+        need, state = (human_readable_bytes(size) for size in (self.total(train.batch_size), self.state))
+        raise MemoryPlanError(
+            f"training on {self._rows} needs about {need} (weights, gradients and moments {state}) "
+            f"and {human_readable_bytes(available)} is available",
+            hint if fits else nothing_fits,
+        )
+
+    @property
+    def _rows(self) -> str:
+        rows, tokens = self.run.train.batch_size, self.run.data.seq_len
+        return f"{format_count(rows, 'row')} of {format_count(tokens, 'token')} at a time"
+
+    def out_of_memory(self, where: str, status: str) -> MemoryPlanError:
+        """Build the error for memory that ran out despite the estimate.
+
+        It states the estimate by purpose, the ``status`` of the run's checkpoints, and which options to lower.
+        """
+        train = self.run.train
+        planned = self.parts(train.batch_size)
+        parts = ", ".join(f"{name} {human_readable_bytes(size)}" for name, size in planned.items() if size)
+        options = {
+            "a lower train.batch_size (for more rows per step: train.gradient_accumulation_steps)": train.batch_size
+            > 1,
+            "a lower data.seq_len": True,
+            "train.activation_checkpointing=true": not train.activation_checkpointing,
+            "train.precision=bf16": not self.half,
+            "train.async_save=false": train.async_save,
+        }
+        return MemoryPlanError(
+            f"out of memory {where}, with {self._rows}; "
+            f"estimated were {human_readable_bytes(sum(planned.values()))}: {parts}",
+            f"{status}; to use less memory: {', '.join(option for option, helps in options.items() if helps)}",
+        )
 
 
-def training_parts(
-    model: ModelConfig, run: RunConfig, parameters: int, batch: int, *, half: bool = False, learned: int | None = None
-) -> dict[str, int]:
-    """Return the bytes of :func:`training_bytes` by purpose."""
-    tokens = batch * run.data.seq_len
-    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    layers = [(stack, stack.layer_config(index)) for stack in stacks for index in range(stack.num_layers)]
-    saved = [_saved_elements(model, stack, layer, run.data.seq_len) for stack, layer in layers]
-    masks = run.data.seq_len * (1 if len(stacks) == 1 else 3)
-    activation_bytes = (
-        4
-        * tokens
-        * ((model.hidden_size * len(saved) + max(saved) if run.train.activation_checkpointing else sum(saved)) + masks)
-    )
-    num_classes = len(model.head.labels) if isinstance(model.head, ClassificationHeadConfig) else model.vocab_size
-    num_targets = int(tokens * run.objective.noise_density) if run.objective.kind == "masked-lm" else tokens
-    logits = 8 * min(num_targets * num_classes, max(LOGIT_CHUNK_ELEMENTS, num_classes))
-    if learned is not None:
-        activation_bytes = int(FROZEN_ACTIVATION_RATIO * activation_bytes)
-    activations = int(AUTOCAST_ACTIVATION_RATIO * activation_bytes) + 2 * parameters if half else activation_bytes
-    row = 48 if len(stacks) == 1 else 80
-    own = parameters if learned is None else learned
-    optimizer = state_bytes(model, run, parameters, learned) - 4 * (parameters + own)
-    return {
-        "weights": 4 * parameters,
-        "gradients": 4 * own,
-        "optimizer": optimizer,
-        "copy": saved_bytes(model, run, parameters, learned) if run.train.async_save else 0,
-        "rows": row * tokens * run.train.gradient_accumulation_steps,
-        "activations": activations,
-        "logits": logits,
-        "callbacks": max(0, 4 * parameters - activations - logits) if run.callbacks.requested else 0,
-    }
-
-
-def state_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
-    """Return the bytes of weights, gradients, optimizer state and averages."""
-    optim = run.optim
-    each = {"adamw": 12, "muon": 8, "adafactor": 4 if optim.beta1 is None else 8}[optim.name]
-    each += 4 * (optim.average_last + (optim.ema_decay > 0))
-    tables = (
-        4 * model.vocab_size * embedding_size(model) if optim.name == "muon" and parameters and learned is None else 0
-    )
-    return 4 * parameters + each * (parameters if learned is None else learned) + tables
-
-
-def saved_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
-    """Return the bytes of a checkpoint's tensors: trained weights, optimizer state, averages."""
-    own = parameters if learned is None else learned
-    averaged = run.optim.ema_decay > 0 or run.optim.average_last > 0
-    return state_bytes(model, run, parameters, learned) - 4 * parameters + 4 * own * averaged
-
-
-def _saved_elements(model: ModelConfig, stack: StackConfig, layer: LayerConfig, context: int) -> int:
+def _saved_elements(model: ModelConfig, stack: cfg.StackConfig, layer: cfg.LayerConfig, context: int) -> int:
     """Return the elements per token that a layer saves for its backward pass."""
     saved = (4 if stack.norm_position == "post" else 5) * model.hidden_size + _attention_elements(
         model, layer.attention, context
     )
     if layer.cross_attention is not None:
         saved += 2 * model.hidden_size + _attention_elements(model, layer.cross_attention, context)
-    mlp_factor = 4 if isinstance(layer.mlp, GatedMLPConfig) else 1 if layer.mlp.activation == "relu" else 2
+    mlp_factor = 4 if isinstance(layer.mlp, cfg.GatedMLPConfig) else 1 if layer.mlp.activation == "relu" else 2
     return saved + mlp_factor * layer.mlp.intermediate_size
 
 
-def _attention_elements(model: ModelConfig, attention: AttentionConfig, context: int) -> int:
+def _attention_elements(model: ModelConfig, attention: cfg.AttentionConfig, context: int) -> int:
     """Return the saved elements per token of one attention, without its input."""
     dim = head_dim(model, attention)
     heads, kv_heads, value_dim = (
@@ -146,85 +195,15 @@ def _attention_elements(model: ModelConfig, attention: AttentionConfig, context:
         attention.num_kv_heads or attention.num_heads,
         attention.value_dim or dim,
     )
-    times = 2 if isinstance(attention.position, RopeConfig) else 1
+    times = 2 if isinstance(attention.position, cfg.RopeConfig) else 1
     elements = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim
     if attention.logit_softcap is not None or attention.sink_logits:
         elements += 4 * heads * context
-    elif value_dim != dim or not (attention.position is None or isinstance(attention.position, RopeConfig)):
+    elif value_dim != dim or not (attention.position is None or isinstance(attention.position, cfg.RopeConfig)):
         elements += heads * context
     if model.dropout.attention:
         elements += 3 * heads * context
     return elements
-
-
-def require_training_memory(
-    model: ModelConfig,
-    run: RunConfig,
-    parameters: int,
-    available: int | None,
-    *,
-    half: bool = False,
-    learned: int | None = None,
-) -> None:
-    """Raise MemoryPlanError if training needs more than ``available`` bytes.
-
-    The message names the need, the available bytes and what would fit. None for ``available`` accepts everything.
-    """
-
-    def need(batch: int) -> int:
-        return training_bytes(model, run, parameters, batch, half=half, learned=learned)
-
-    batch = run.train.batch_size
-    if available is None or need(batch) <= available:
-        return
-    low, high = 0, batch  # low fits or is 0; high does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if need(middle) <= available else (low, middle)
-    hint = f"This fits: --batch-size {low} (for more rows per step: --gradient-accumulation-steps)"
-    if not run.train.activation_checkpointing:
-        hint += "; --set train.activation_checkpointing=true saves fewer activations"
-    if run.train.async_save:
-        hint += "; train.async_save=false avoids the copy of saved tensors"
-    state = human_readable_bytes(state_bytes(model, run, parameters, learned))
-    raise MemoryPlanError(
-        f"training on {format_count(batch, 'row')} of {format_count(run.data.seq_len, 'token')} at a time needs about "
-        f"{human_readable_bytes(need(batch))} (weights, gradients and moments {state}) "
-        f"and {human_readable_bytes(available)} is available",
-        hint
-        if low
-        else "Not even --batch-size 1 fits. Lower --seq-len or --gradient-accumulation-steps, or use a smaller model.",
-    )
-
-
-def out_of_memory_error(
-    model: ModelConfig,
-    run: RunConfig,
-    parameters: int,
-    where: str,
-    status: str,
-    *,
-    half: bool = False,
-    learned: int | None = None,
-) -> MemoryPlanError:
-    """Build the error for memory that ran out despite the estimate.
-
-    It states the estimate by purpose, the ``status`` of the run's checkpoints, and which options to lower.
-    """
-    train = run.train
-    planned = training_parts(model, run, parameters, train.batch_size, half=half, learned=learned)
-    parts = ", ".join(f"{name} {human_readable_bytes(size)}" for name, size in planned.items() if size)
-    options = ["a lower train.batch_size (for more rows per step: train.gradient_accumulation_steps)"] * (
-        train.batch_size > 1
-    )
-    options += ["a lower data.seq_len"] + ["train.activation_checkpointing=true"] * (not train.activation_checkpointing)
-    options += ["train.precision=bf16"] * (not half) + ["train.async_save=false"] * train.async_save
-    return MemoryPlanError(
-        f"out of memory {where}, with {format_count(train.batch_size, 'row')} of "
-        f"{format_count(run.data.seq_len, 'token')} at a time; "
-        f"estimated were {human_readable_bytes(sum(planned.values()))}: {parts}",
-        f"{status}; to use less memory: {', '.join(options)}",
-    )
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 ===================  ================  =====================================================================
 kind                 topology          data
 ===================  ================  =====================================================================
-``next-token``       decoder           documents (``data/document_dataset.py``)
+``next-token``       decoder           documents (``data/document_packer.py``)
 ``chat``             decoder           conversations; the assistant's tokens are targets (``sources/chat.py``)
-``seq2seq``          encoder-decoder   pairs (``data/pair_dataset.py``)
+``seq2seq``          encoder-decoder   pairs (``data/text_packer.py``)
 ``span-corruption``  encoder-decoder   documents with spans cut out (``objectives/span_corruption.py``)
 ``masked-lm``        encoder           documents with hidden tokens (``objectives/masked_lm.py``)
 ``tag``              encoder           tagged words; a score for each tag at a word's first token
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from kvad import config as config_lib
-from kvad.config import ClassificationHeadConfig, HeadTransformConfig, LanguageHeadConfig, ModelConfig
+from kvad import config as cfg
+from kvad.config import ModelConfig
 from kvad.errors import ConfigError, with_article
 from kvad.model import Transformer
 from kvad.train import objectives
@@ -62,22 +62,16 @@ def resolve_objective(config: RunConfig, topology: str) -> RunConfig:
     objective = config.objective
     kind = DEFAULT_OBJECTIVE[topology] if objective.kind == "auto" else objective.kind
     if OBJECTIVE_TOPOLOGY[kind] != topology:
-        kinds = ", ".join(
-            name
-            for name, kind_topology in OBJECTIVE_TOPOLOGY.items()
-            if kind_topology == topology and name != "summarizer"
-        )
+        models = {name: required for name, required in OBJECTIVE_TOPOLOGY.items() if name != "summarizer"}
+        kinds = ", ".join(name for name, required in models.items() if required == topology)
         needed = OBJECTIVE_TOPOLOGY[kind]
         raise ConfigError(
             f"objective.kind: {kind} needs {with_article(needed)}, and this model is {with_article(topology)}",
             f"{with_article(topology)} learns {kinds}; --preset {TOPOLOGY_PRESETS[needed]} is {with_article(needed)}",
         )
     for field in fields(ObjectiveConfig):
-        if (
-            field.name != "kind"
-            and kind not in OBJECTIVE_KEYS[field.name]
-            and getattr(objective, field.name) != field.default
-        ):
+        is_default = field.name == "kind" or getattr(objective, field.name) == field.default
+        if not is_default and kind not in OBJECTIVE_KEYS[field.name]:
             raise ConfigError(
                 f"objective.{field.name}: objective {kind} has no use for it",
                 f"it is for {', '.join(OBJECTIVE_KEYS[field.name])}; leave it out",
@@ -89,12 +83,8 @@ def resolve_objective(config: RunConfig, topology: str) -> RunConfig:
             "objective.scheduled_sampling: must be above 0 with scheduled_sampling_steps or _schedule, got 0",
             "For example: objective.scheduled_sampling=0.25",
         )
-    return replace(
-        config,
-        objective=config_lib.serialization.from_dict(
-            ObjectiveConfig, {**config_lib.serialization.to_dict(objective), "kind": kind}
-        ),
-    )
+    options = {**cfg.serialization.to_dict(objective), "kind": kind}
+    return replace(config, objective=cfg.serialization.from_dict(ObjectiveConfig, options))
 
 
 def with_head(model: ModelConfig, kind: str, labels: tuple[str, ...]) -> ModelConfig:
@@ -106,25 +96,25 @@ def with_head(model: ModelConfig, kind: str, labels: tuple[str, ...]) -> ModelCo
         ConfigError: If the model's own head cannot serve the objective.
     """
     if kind not in ("tag", "classify"):
-        if not isinstance(model.head, LanguageHeadConfig):
+        if not isinstance(model.head, cfg.LanguageHeadConfig):
             raise ConfigError(f"model.head.kind: must be a language head for objective {kind}, got {model.head.kind}")
         return model
     level = "token" if kind == "tag" else "row"
-    if isinstance(model.head, ClassificationHeadConfig):
+    if isinstance(model.head, cfg.ClassificationHeadConfig):
         if model.head.level != level:
             raise ConfigError(f"model.head.level: must be {level!r} for objective {kind}, got {model.head.level!r}")
         if unknown := [label for label in labels if label not in model.head.labels]:
             raise ConfigError(f"model.head.labels: must contain every label of the data, {unknown[0]!r} is missing")
         return model
     if kind == "tag":
-        return replace(model, head=ClassificationHeadConfig(labels))
+        return replace(model, head=cfg.ClassificationHeadConfig(labels))
     return replace(
-        model, head=ClassificationHeadConfig(labels, "row", transform=HeadTransformConfig("tanh"))
+        model, head=cfg.ClassificationHeadConfig(labels, "row", transform=cfg.HeadTransformConfig("tanh"))
     )  # BERT's pooler before the classifier
 
 
 def build_objective(config: RunConfig, model: Transformer, autocast: Autocast) -> Objective:
-    """Build the objective of ``model``; ``config`` comes from :func:`resolve_objective`."""
+    """Build the objective of ``model``; ``config`` comes from ``resolve_objective``."""
     options = config.objective
     objective_class = (
         objectives.scheduled_sampling.ScheduledSamplingObjective

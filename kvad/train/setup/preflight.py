@@ -12,10 +12,10 @@ import torch
 from kvad import checkpoint
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.train import config as config_lib
-from kvad.train import data, monitoring
+from kvad.train import data
 from kvad.train.config import CallbacksConfig, RunConfig, TrainConfig
 from kvad.train.monitoring import Callback
-from kvad.train.setup.run_data import CorpusArgument
+from kvad.train.setup.corpora import CorpusArgument
 from kvad.train.sources import PairPaths
 
 TOKENS_FOLDER = "data"  # folder of the tokens within a run folder
@@ -45,7 +45,13 @@ def check_run_folder(config: RunConfig, corpus: CorpusArgument, out: Path, overw
             f"{run_file} exists already, and the run would write its configuration there",
             "Rename it or choose another --out.",
         )
-    return _has_run(out, overwrite)
+    earlier = checkpoint.folder.list_steps(out)
+    if earlier and not overwrite:
+        raise UsageError(
+            f"{out} already holds a run ({earlier[-1].name})",
+            "Continue it with --resume, choose another --out, or replace it with --overwrite.",
+        )
+    return bool(earlier)
 
 
 def _paths(corpus: CorpusArgument) -> Sequence[Path]:
@@ -63,27 +69,13 @@ def _is_tokens(folder: Path) -> bool:
     return all(part.name.isdigit() and data.token_store.is_store(part) for part in folder.iterdir())
 
 
-def _has_run(out: Path, overwrite: bool) -> bool:
-    """Return True if the folder holds a run; raise UsageError if it may not be replaced."""
-    earlier = checkpoint.folder.list_steps(out)
-    if earlier and not overwrite:
-        raise UsageError(
-            f"{out} already holds a run ({earlier[-1].name})",
-            "Continue it with --resume, choose another --out, or replace it with --overwrite.",
-        )
-    return bool(earlier)
-
-
 def check_has_checkpoint(out: Path) -> None:
     """Raise CheckpointError for a run that ended before its first checkpoint."""
     if checkpoint.folder.list_steps(out) or (out / checkpoint.folder.CONFIG).is_file():
         return
-    if (out / config_lib.toml.RUN_FILE).is_file():
-        run_file = out / config_lib.toml.RUN_FILE
-        command = (
-            f"Start it again: kvad train {run_file} CORPUS --out {out} (the second line of run.toml names the corpus)"
-        )
-        raise CheckpointError(f"{out} holds a run that has no checkpoint yet", command)
+    if (run_file := out / config_lib.toml.RUN_FILE).is_file():
+        command = f"kvad train {run_file} CORPUS --out {out} (the second line of run.toml names the corpus)"
+        raise CheckpointError(f"{out} holds a run that has no checkpoint yet", f"Start it again: {command}")
 
 
 def check_is_run(out: Path) -> None:
@@ -115,15 +107,11 @@ def check_output_folder(out: Path, corpus: CorpusArgument, suffixes: Sequence[st
 
 
 def check_writable(out: Path) -> None:
-    """Check that the folder can be created and written to; it is removed again.
-
-    Raises:
-        UsageError: If a file is in its way.
-        SaveError: If the disk refuses.
-    """
-    missing, existing = _missing(out), _nearest_existing(out)
+    """Check that the folder can be created and written to; it is removed again."""
+    existing = _nearest_existing(out)
     if not existing.is_dir():
         raise UsageError(f"{existing} is a file, and {out} must be a folder", "Choose another --out.")
+    missing = _missing(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
         Path(tempfile.mkdtemp(prefix=".", dir=out)).rmdir()
@@ -172,15 +160,11 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 def check_device(train: TrainConfig) -> None:
-    """Check train.device and train.tensorboard.
-
-    Raises:
-        ConfigError: If the device cannot be used.
-        ModuleNotFoundError: If an extra is not installed.
-    """
-    device = train.device
-    monitoring.tensorboard.check_tensorboard(train)
+    """Check train.device and that the packages of train.tensorboard are installed (else ModuleNotFoundError)."""
+    if train.tensorboard:
+        import tensorboard  # noqa: F401
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=train.device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"train.device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"train.device: {train.device!r} cannot be used: {reason}") from error

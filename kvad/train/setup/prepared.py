@@ -27,20 +27,14 @@ from kvad.train import data as data_lib
 from kvad.train import sources
 from kvad.train.config import DataConfig, RunConfig, TokenizerConfig
 from kvad.train.data import TokenStore
-from kvad.train.setup.dataset_factory import FramedDocuments
 from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY
 from kvad.train.sources import ChatCorpus
 
 VERSION = 2
-CONTENT_KINDS = {
-    "next-token": "documents",
-    "summarizer": "documents",
-    "seq2seq": "pairs",
-}  # other objectives: their name
+# Other objectives: their name.
+CONTENT_KINDS = {"next-token": "documents", "summarizer": "documents", "seq2seq": "pairs"}
 
-AnyCorpus = (
-    sources.documents.DocumentCorpus | sources.pairs.PairCorpus | FramedDocuments | sources.examples.ExampleCorpus[Any]
-)
+AnyCorpus = data_lib.token_store.AnyCorpus
 
 
 class PreparedData:
@@ -61,36 +55,14 @@ class PreparedData:
             raise DataError(f"{wrong}: its manifest is damaged ({error})", "Prepare it again.") from None
         self.tokenizer: Tokenizer = load_tokenizer(folder / data_lib.token_store.TOKENIZER)
         self.store = TokenStore(folder, self.manifest)
+        # Content: "documents", "pairs", or the objective that it is prepared for; and the default objective for it.
+        self.kind = str(self.manifest["kind"])
+        self.objective = next((name for name, kind in CONTENT_KINDS.items() if kind == self.kind), self.kind)
+        self.pairs = self.kind == "pairs"
+        self.num_held_out = int(self.manifest["held"])  # pairs or examples at the end, for validation only
+        self.noun = str(self.manifest.get("noun", "pair" if self.pairs else "document"))  # for one text
+        self.labels: tuple[str, ...] = tuple(self.manifest.get("labels", ()))  # of tagged words and labeled texts
         self.check(self.tokenizer, f"{folder / data_lib.token_store.TOKENIZER} is")
-
-    @property
-    def kind(self) -> str:
-        """Content of the folder: "documents", "pairs", or the objective that it is prepared for."""
-        return str(self.manifest["kind"])
-
-    @property
-    def objective(self) -> str:
-        """Default objective for this content."""
-        return next((name for name, kind in CONTENT_KINDS.items() if kind == self.kind), self.kind)
-
-    @property
-    def pairs(self) -> bool:
-        return self.kind == "pairs"
-
-    @property
-    def num_held_out(self) -> int:
-        """Number of pairs or examples at the end that are for validation only."""
-        return int(self.manifest["held"])
-
-    @property
-    def noun(self) -> str:
-        """Noun for one text, such as "document"."""
-        return str(self.manifest.get("noun", "pair" if self.pairs else "document"))
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Labels of tagged words and labeled texts; else ()."""
-        return tuple(self.manifest.get("labels", ()))
 
     def template_files(self) -> dict[str, bytes]:
         """Return the chat template files of conversations, as a checkpoint holds them."""
@@ -170,14 +142,7 @@ def prepare_data(
 ) -> dict[str, Any]:
     """Write prepared data to ``out``, completely or not at all, and return its manifest.
 
-    Args:
-        config: ``config.objective.kind`` is the objective that the texts are prepared for.
-        texts: The corpus.
-        tokenizer: Encodes it.
-        out: The folder.
-        overwrite: Replace prepared data in ``out``.
-        progress: Receives numbers of characters and tokens.
-        log: Receives one line per stage.
+    ``config.objective.kind`` is the objective that the texts are prepared for.
 
     Raises:
         UsageError: If ``out`` is not empty and may not be replaced.
@@ -186,32 +151,28 @@ def prepare_data(
     """
     check_writable_target(out, overwrite)
     texts.framer(tokenizer)
-    pairs = isinstance(texts, sources.pairs.PairCorpus)
-    kind = (
-        "pairs"
-        if pairs
-        else "documents"
-        if isinstance(texts, sources.documents.DocumentCorpus)
-        else config.objective.kind
-    )
-    more = {
+    kind: str = config.objective.kind
+    if isinstance(texts, sources.pairs.PairCorpus):
+        kind = "pairs"
+    elif isinstance(texts, sources.documents.DocumentCorpus) and texts.frame == "separator":
+        kind = "documents"
+    more: dict[str, Any] = {
         "prepared": VERSION,
         "kind": kind,
-        "held": texts.num_held_out
-        if isinstance(texts, (sources.pairs.PairCorpus, sources.examples.ExampleCorpus))
-        else 0,
+        "held": getattr(texts, "num_held_out", 0),
         "vocab": tokenizer.vocab_size,
         "tokenizer_config": config_lib.serialization.to_dict(config.tokenizer),
     }
     if isinstance(texts, sources.examples.ExampleCorpus):
-        share = None if texts.found.held_out_files else config.data.validation_fraction
+        share = None if texts.split.held_out_files else config.data.validation_fraction
         more |= {"noun": texts.noun, "validation": share, "labels": list(getattr(texts, "labels", ()))}
     log(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
     with storage.atomic.new_folder(out) as new:
         tokenizer.save(new / data_lib.token_store.TOKENIZER)
         for name, text in (texts.template_files(tokenizer) if isinstance(texts, ChatCorpus) else {}).items():
-            (new / data_lib.token_store.TEMPLATE / name).parent.mkdir(parents=True, exist_ok=True)
-            (new / data_lib.token_store.TEMPLATE / name).write_text(text, "utf-8")
+            path = new / data_lib.token_store.TEMPLATE / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
         return data_lib.token_store.write_store(new, texts, tokenizer, more, progress=progress)
 
 
@@ -226,9 +187,8 @@ def check_writable_target(out: Path, overwrite: bool) -> None:
 
 def tokenizer_matches(prepared: PreparedData, config: TokenizerConfig) -> bool:
     """Return True if [tokenizer] is empty or equal to that of the prepared data."""
-    return (
-        config == TokenizerConfig() or config_lib.serialization.to_dict(config) == prepared.manifest["tokenizer_config"]
-    )
+    options = config_lib.serialization.to_dict(config)
+    return config == TokenizerConfig() or bool(options == prepared.manifest["tokenizer_config"])
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -243,13 +203,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
     """Check the sizes of all files; ``kvad data check`` verifies their hashes."""
-    size = {"uint16": 2, "uint32": 4}[manifest["dtype"]]
-    expected_sizes = {shard["file"]: shard["tokens"] * size for shard in manifest["shards"]}
-    expected_sizes |= {
-        **sources.columns.column_sizes(manifest),
-        data_lib.token_store.OFFSETS: 8 * (manifest["documents"] + 1),
-    }
-    for name, expected in expected_sizes.items():
+    for name, expected in data_lib.token_store.expected_sizes(manifest).items():
         path = folder / name
         size_on_disk = path.stat().st_size if path.is_file() else -1
         if size_on_disk != expected:

@@ -8,7 +8,6 @@ from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvad.train.sources import chat as chat
-    from kvad.train.sources import columns as columns
     from kvad.train.sources import documents as documents
     from kvad.train.sources import examples as examples
     from kvad.train.sources import formats as formats
@@ -18,21 +17,4 @@ if TYPE_CHECKING:
     from kvad.train.sources.pairs import PairPaths as PairPaths
     from kvad.train.sources.pairs import open_pairs as open_pairs
 
-__all__ = [
-    "ChatCorpus",
-    "PairPaths",
-    "chat",
-    "columns",
-    "documents",
-    "examples",
-    "formats",
-    "open_corpus",
-    "open_pairs",
-    "pairs",
-]
-
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {"ChatCorpus": "chat", "PairPaths": "pairs", "open_corpus": "documents", "open_pairs": "pairs"},
-    ("chat", "columns", "documents", "examples", "formats", "pairs"),
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 from kvad import text as text_lib
 from kvad.errors import ChatTemplateError, DataError
 from kvad.text import Tokenizer
-from kvad.train.sources.columns import EncodedColumns
-from kvad.train.sources.examples import Example, ExampleCorpus, read_json_objects, scan_examples
-from kvad.train.sources.pairs import PairPaths
+from kvad.train.sources.examples import EncodedColumns, Example, ExampleCorpus
+from kvad.train.sources.formats import read_json_objects
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that a template may name
 SPECIAL_TOKENS_COMMENT = "{# the template, behind what a special token is #}"
@@ -35,6 +34,9 @@ CHATML = (
 )
 
 
+ChatTemplate = text_lib.chat_template.ChatTemplate
+
+
 class Conversation(NamedTuple):
     """Messages and tools of one conversation."""
 
@@ -42,17 +44,32 @@ class Conversation(NamedTuple):
     tools: list[Mapping[str, Any]] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatCorpus(ExampleCorpus[Conversation]):
     """Conversations rendered by a chat template."""
 
-    template: text_lib.chat_template.ChatTemplate
+    template: ChatTemplate
 
     noun = "conversation"
     columns = {"mask": "uint8"}  # noqa: RUF012  (never written)
 
     def read(self, path: Path) -> Iterator[Example[Conversation] | None]:
-        return _conversations(path, self.errors)
+        for number, content in read_json_objects(path, self.errors):
+            messages, tools = content.get("messages"), content.get("tools")
+            if not isinstance(messages, list) or not messages:
+                raise DataError(
+                    f'{path}, line {number}: a conversation is {{"messages": [...]}}',
+                    "Each message has a role and a content.",
+                )
+            for index, message in enumerate(messages):
+                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                    raise DataError(f"{path}, line {number}: messages[{index}] has no role")
+                if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+                    raise DataError(f"{path}, line {number}: messages[{index}] has no content")
+            if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+                raise DataError(f"{path}, line {number}: tools must be a list of objects")
+            answers = any(message["role"] == "assistant" for message in messages)
+            yield Example(number, Conversation(messages, tools)) if answers else None
 
     def tokenizer_texts(self, content: Conversation) -> Iterable[str]:
         return [text for message in content.messages if isinstance(text := message.get("content"), str)]
@@ -70,9 +87,8 @@ class ChatCorpus(ExampleCorpus[Conversation]):
             yield ids, {"mask": mask}
 
     def settings(self) -> dict[str, Any]:
-        sources = {
-            name: source.rpartition(SPECIAL_TOKENS_COMMENT)[2] for name, source in self.template.templates.items()
-        }
+        templates = self.template.templates.items()
+        sources = {name: source.rpartition(SPECIAL_TOKENS_COMMENT)[2] for name, source in templates}
         return {**super().settings(), "template": sources}
 
     def template_files(self, tokenizer: Tokenizer) -> dict[str, str]:
@@ -85,20 +101,17 @@ class ChatCorpus(ExampleCorpus[Conversation]):
             values = {f"{role}_token": specials.get(f"{role}_token", "") for role in ROLES}
             prefix = "".join(f"{{% set {key} = {json.dumps(text)} %}}" for key, text in values.items() if key in source)
             path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
-            files[path] = (
-                source if SPECIAL_TOKENS_COMMENT in source or not prefix else prefix + SPECIAL_TOKENS_COMMENT + source
-            )
+            is_complete = SPECIAL_TOKENS_COMMENT in source or not prefix
+            files[path] = source if is_complete else prefix + SPECIAL_TOKENS_COMMENT + source
         return files
 
 
-def with_tokenizer_specials(
-    template: text_lib.chat_template.ChatTemplate, tokenizer: Tokenizer
-) -> text_lib.chat_template.ChatTemplate:
+def with_tokenizer_specials(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the template with a tokenizer's special tokens where it has none of its own."""
     names = {token: name for name, token in tokenizer.special_tokens.names().items()}
     tokens = ((role, getattr(tokenizer.special_tokens, role)) for role in ROLES)
     roles = {f"{role}_token": names[token] for role, token in tokens if token in names}
-    return text_lib.chat_template.ChatTemplate(template.templates, {**roles, **template.specials})
+    return ChatTemplate(template.templates, {**roles, **template.specials})
 
 
 def chatml(tokenizer: Tokenizer | None) -> str:
@@ -114,19 +127,11 @@ def chatml(tokenizer: Tokenizer | None) -> str:
     return CHATML.replace(CHATML_TOKENS[1], named[0]) if named else CHATML
 
 
-def open_chats(
-    paths: PairPaths, errors: str, validation: float, template: text_lib.chat_template.ChatTemplate
-) -> ChatCorpus:
-    """Open conversations; DataErrors name file and line."""
-    split = scan_examples(paths, lambda path: _conversations(path, errors), ChatCorpus.noun, validation)
-    return ChatCorpus(split, errors, template)
-
-
 # ---------------------------------------------------------------- rendering
 
 
 def render_with_spans(
-    template: text_lib.chat_template.ChatTemplate, conversation: Conversation, specials: Iterable[str]
+    template: ChatTemplate, conversation: Conversation, specials: Iterable[str]
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Return a conversation's text and the character ranges [start, end) of the assistant.
 
@@ -159,9 +164,8 @@ def render_with_spans(
                 "Put {% generation %} ... {% endgeneration %} around the assistant's text.",
             )
         stripped = after.rstrip()
-        spans.append(
-            (len(before), len(stripped) if stripped.endswith(names) and len(stripped) > len(before) else len(after))
-        )
+        end = stripped if stripped.endswith(names) and len(stripped) > len(before) else after
+        spans.append((len(before), len(end)))
     return rendered.text, tuple(spans)
 
 
@@ -182,13 +186,11 @@ def encode_with_mask(tokenizer: Tokenizer, text: str, spans: Iterable[tuple[int,
     pieces = tokenizer.encode_batch((part for part, _ in parts), specials=True)
     ids = [token for piece in pieces for token in piece]
     whole_ids = tokenizer.encode(text, specials=True)
-    if ids == whole_ids or _text(tokenizer, ids) == _text(tokenizer, whole_ids):
+    if ids == whole_ids or tokenizer.decode(ids, skip_specials=False) == tokenizer.decode(
+        whole_ids, skip_specials=False
+    ):
         return ids, [flag for (_, flag), piece in zip(parts, pieces, strict=True) for _ in piece]
     return whole_ids, _aligned_mask(tokenizer, whole_ids, parts)
-
-
-def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return tokenizer.decode(ids, skip_specials=False)
 
 
 def _aligned_mask(tokenizer: Tokenizer, ids: list[int], parts: list[tuple[str, int]]) -> list[int]:
@@ -210,25 +212,3 @@ def _aligned_mask(tokenizer: Tokenizer, ids: list[int], parts: list[tuple[str, i
     if token != len(ids):
         raise DataError("this tokenizer does not decode a conversation to its text, so no mask is exact")
     return mask
-
-
-# ---------------------------------------------------------------- files
-
-
-def _conversations(path: Path, errors: str) -> Iterator[Example[Conversation] | None]:
-    for number, content in read_json_objects(path, errors):
-        messages, tools = content.get("messages"), content.get("tools")
-        if not isinstance(messages, list) or not messages:
-            raise DataError(
-                f'{path}, line {number}: a conversation is {{"messages": [...]}}',
-                "Each message has a role and a content.",
-            )
-        for index, message in enumerate(messages):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise DataError(f"{path}, line {number}: messages[{index}] has no role")
-            if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-                raise DataError(f"{path}, line {number}: messages[{index}] has no content")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise DataError(f"{path}, line {number}: tools must be a list of objects")
-        answers = any(message["role"] == "assistant" for message in messages)
-        yield Example(number, Conversation(messages, tools)) if answers else None

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 from kvad.errors import DataError, format_count, suggest_path
 from kvad.text import Tokenizer
@@ -41,8 +41,16 @@ class CorpusFile:
     num_bytes: int
     sha256: str  # of the raw bytes; "" for streams, which compare names and sizes
 
-    def manifest_entry(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
+
+def file_settings(sources: Sequence[CorpusFile], errors: str) -> dict[str, Any]:
+    """Return the part of a corpus's settings that identifies its files."""
+    entries = [{"name": source.name, "bytes": source.num_bytes, "sha256": source.sha256} for source in sources]
+    return {"errors": errors, "sources": entries}
+
+
+def describe_files(sources: Sequence[CorpusFile]) -> str:
+    """Return the number and size of files, such as "3 files, 1.2 MB"."""
+    return f"{format_count(len(sources), 'file')}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB"
 
 
 @dataclass(frozen=True)
@@ -55,37 +63,37 @@ class DocumentCorpus:
     one_per_line: bool = False  # every non-empty line is a document
     format: str = "auto"
     field: str = "text"  # of JSON objects
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(source.num_bytes for source in self.sources)
+    # opened by the separator, framed like an encoder's input ([CLS] x [SEP]), or not framed
+    frame: Literal["separator", "tokenizer", "none"] = "separator"
 
     def texts(self) -> Iterator[str]:
         """Yield the documents in order; may be called repeatedly. DataErrors name file and line."""
         parts: list[str] = []
-        for piece in self.pieces():
+        for piece in self._pieces():
             parts.append(piece.text)
             if piece.closes:
                 yield "".join(parts)
                 parts = []
 
     def pieces(self) -> Iterator[TextPiece]:
-        """Yield the documents in order, long ones in pieces."""
+        """Yield the documents in order, long ones in pieces unless a frame encloses each of them."""
+        return self._pieces() if self.frame == "separator" else map(TextPiece, self.texts())
+
+    def _pieces(self) -> Iterator[TextPiece]:
         options = ReadOptions(self.errors, self.field)
         for source in self.sources:
             yield from FORMATS[self._file_format(source.path)](source.path, options)
 
     def settings(self) -> dict[str, Any]:
         """Return everything that determines the texts and their framing."""
-        settings: dict[str, Any] = {
-            "errors": self.errors,
-            "sources": [source.manifest_entry() for source in self.sources],
-        }
+        settings = file_settings(self.sources, self.errors)
         if self.one_per_line:
             settings["documents"] = "lines"
         formats = {self._file_format(source.path) for source in self.sources} - {"text", "lines"}
         if formats:
             settings |= {"formats": sorted(formats), "field": self.field}
+        if self.frame != "separator":
+            settings["frame"] = self.frame
         return settings
 
     @property
@@ -98,7 +106,9 @@ class DocumentCorpus:
         return "lines" if self.one_per_line and file_format == "text" else file_format
 
     def framer(self, tokenizer: Tokenizer) -> FrameFn:
-        """Return a function that opens documents by the separator; raise DataError if there is none."""
+        """Return a function that frames documents; raise DataError if the tokenizer has no separator."""
+        if self.frame != "separator":
+            return lambda _number, ids: ids if self.frame == "none" else tokenizer.add_special_tokens(ids)
         separator = tokenizer.special_tokens.separator
         if separator is None:
             raise DataError(
@@ -109,7 +119,7 @@ class DocumentCorpus:
     def summary(self) -> str:
         """Return one line about the corpus."""
         skipped = f"; {format_count(self.skipped, 'binary or empty one')} left out" if self.skipped else ""
-        return f"corpus: {format_count(len(self.sources), 'file')}, {self.num_bytes / 1e6:,.1f} MB{skipped}"
+        return f"corpus: {describe_files(self.sources)}{skipped}"
 
 
 def open_corpus(
@@ -133,55 +143,49 @@ def open_corpus(
     sources, skipped = [], 0
     for named in paths:
         for path in _files(named, suffixes):
-            if (probe := _probe_file(path, hashed)).problem:
-                if path == named:
-                    raise DataError(f"{path} {probe.problem}", probe.hint)
-                skipped += 1
-                continue
             name = path.name if path == named else f"{named.name}/{path.relative_to(named).as_posix()}"
-            sources.append(CorpusFile(path, name, probe.num_bytes, probe.sha256))
+            try:
+                sources.append(probe_file(path, name, hashed=hashed))
+            except NotTextError:
+                if path == named:
+                    raise
+                skipped += 1
     if not sources:
-        which = f" ending in {', '.join(suffixes)}" if suffixes else ""
-        where = ", ".join(map(str, paths))
-        hint = (
-            "Select files with --suffix, or leave it out for all text."
-            if suffixes
-            else "Name text files, or their folder."
-        )
-        raise DataError(
-            f"no text files{which} in {where}",
-            f"{format_count(skipped, 'file')} there {'is' if skipped == 1 else 'are'} empty or binary"
-            if skipped
-            else hint,
-        )
+        which, hint = "", "Name text files, or their folder."
+        if suffixes:
+            which, hint = (
+                f" ending in {', '.join(suffixes)}",
+                "Select files with --suffix, or leave it out for all text.",
+            )
+        if skipped:
+            hint = f"{format_count(skipped, 'file')} there {'is' if skipped == 1 else 'are'} empty or binary"
+        raise DataError(f"no text files{which} in {', '.join(map(str, paths))}", hint)
     lines = lines or format == "lines"
     return DocumentCorpus(tuple(sources), skipped, errors, lines, "auto" if format == "lines" else format, field)
 
 
-class _FileProbe(NamedTuple):
-    """Result of reading a file's beginning; ``problem`` says why it is not text, else ""."""
-
-    num_bytes: int
-    sha256: str
-    problem: str = ""
-    hint: str = ""
+class NotTextError(DataError):
+    """A file is binary or empty."""
 
 
-def _probe_file(path: Path, hashed: bool) -> _FileProbe:
-    """Read the beginning up to the first text, and the whole file if it is hashed."""
+def probe_file(path: Path, name: str, *, hashed: bool = True, may_be_empty: bool = False) -> CorpusFile:
+    """Read the beginning of a file up to the first text, and the whole file if it is hashed.
+
+    Raises:
+        NotTextError: If it is binary or empty.
+    """
     with open_decompressed(path) as file:
         first = file.read(PROBE_BYTES)
         if b"\0" in first:
-            return _FileProbe(0, "", f"is binary (a zero byte at offset {first.index(0)}), not text")
-        while first and not first.strip():
+            raise NotTextError(f"{path} is binary (a zero byte at offset {first.index(0)}), not text")
+        while not may_be_empty and first and not first.strip():
             first = file.read(1 << 20)
-    if not first:
-        return _FileProbe(0, "", "is empty", "A corpus needs text.")
+    if not first and not may_be_empty:
+        raise NotTextError(f"{path} is empty", "A corpus needs text.")
     try:
-        if not hashed:
-            return _FileProbe(path.stat().st_size, "")
         with path.open("rb") as file:
-            return _FileProbe(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+            digest = hashlib.file_digest(file, "sha256").hexdigest() if hashed else ""
+        return CorpusFile(path, name, path.stat().st_size, digest)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
@@ -191,15 +195,11 @@ def read_document(path: Path, errors: str = "strict") -> str:
     return "".join(read_blocks(path, errors))
 
 
-def _suggest_file(missing: Path) -> str:
-    """Return a hint: a similar name, or the absolute path."""
-    close = suggest_path(missing)
-    return f"looked for {missing.absolute()}" if close is None else f"did you mean {str(close)!r}?"
-
-
 def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     if not named.exists():
-        raise DataError(f"no such file or folder: {named}", _suggest_file(named))
+        close = suggest_path(named)
+        hint = f"looked for {named.absolute()}" if close is None else f"did you mean {str(close)!r}?"
+        raise DataError(f"no such file or folder: {named}", hint)
     if not named.is_dir():
         yield named
         return

@@ -20,25 +20,25 @@ with a text and a label (text or integer) in the fields that ``[objective]`` nam
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from kvad.errors import DataError, UsageError, format_count, suggest
+from kvad.errors import DataError, UsageError, format_count
 from kvad.text import Tokenizer
-from kvad.train.sources.columns import EncodedColumns
-from kvad.train.sources.documents import CorpusFile, FrameFn, Progress
-from kvad.train.sources.formats import TextPiece, detect_format, read_lines
+from kvad.train.sources.documents import CorpusFile, FrameFn, Progress, describe_files, file_settings
+from kvad.train.sources.formats import TextPiece, detect_format, json_field, read_json_objects, read_lines
 from kvad.train.sources.pairs import PairPaths, source_info
 
 TEXT = -7  # placeholder of a text; no token has this id
+NO_LABEL = -1
 ENCODE_BATCH = 1024  # examples encoded at a time
 
 T = TypeVar("T")
+EncodedColumns = tuple[list[int], Mapping[str, list[int]]]  # ids of a text, and a value per token for each column
 
 
 class Example(NamedTuple, Generic[T]):
@@ -48,41 +48,54 @@ class Example(NamedTuple, Generic[T]):
     content: T
 
 
-ExampleReader = Callable[[Path], Iterator[Example[T] | None]]  # None: skipped example without a target
-
-
 class ExampleSplit(NamedTuple):
     """Counts of a scan over files, and the validation split."""
 
-    files: tuple[CorpusFile, ...]
-    num_texts: int
-    num_held_out: int  # the last ones
-    skipped: int
+    files: tuple[CorpusFile, ...] = ()
+    num_texts: int = 0
+    num_held_out: int = 0  # the last ones
+    skipped: int = 0
     held_out_files: bool = False  # the held-out examples have their own files
     train_files: tuple[int, ...] = ()  # indices within the held-out range that stay in training
 
 
-@dataclass(frozen=True)
+NOT_SCANNED = ExampleSplit()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExampleCorpus(ABC, Generic[T]):
     """Examples of files; ``read`` reads a file's examples again."""
 
-    found: ExampleSplit
+    split: ExampleSplit = NOT_SCANNED
     errors: str
 
     noun: ClassVar[str]
-    columns: ClassVar[Mapping[str, str]]
+    columns: ClassVar[Mapping[str, str]]  # values for every token: name -> numpy type
+
+    def open(self, paths: PairPaths, validation: float) -> Self:
+        """Return the corpus of these files, scanned once.
+
+        Args:
+            paths: The files.
+            validation: Fraction held out if there are no validation files.
+
+        Raises:
+            DataError: Names file and line of a wrong example, or there are too few.
+            UsageError: If files of pairs are named.
+        """
+        return replace(self, split=self._scan(paths, validation))
 
     @property
     def sources(self) -> tuple[CorpusFile, ...]:
-        return self.found.files
+        return self.split.files
 
     @property
     def num_held_out(self) -> int:
-        return self.found.num_held_out
+        return self.split.num_held_out
 
     @abstractmethod
     def read(self, path: Path) -> Iterator[Example[T] | None]:
-        """Yield the examples of a file, in order; DataErrors name file and line."""
+        """Yield the examples of a file, in order, None for one without a target; DataErrors name file and line."""
 
     @abstractmethod
     def tokenizer_texts(self, content: T) -> Iterable[str]:
@@ -93,7 +106,7 @@ class ExampleCorpus(ABC, Generic[T]):
 
     def examples(self) -> Iterator[tuple[Path, Example[T]]]:
         """Yield examples in file order, held-out ones last."""
-        training = set(self.found.train_files)
+        training = set(self.split.train_files)
         if not training:
             yield from self._in_file_order()
             return
@@ -105,15 +118,15 @@ class ExampleCorpus(ABC, Generic[T]):
 
     def file_index(self, index: int) -> int:
         """Return the index in the files of training example ``index``."""
-        return index if index < self._first else self.found.train_files[index - self._first]
+        return index if index < self._first else self.split.train_files[index - self._first]
 
     @property
     def _first(self) -> int:
         """Index in the files of the first example of the held-out range."""
-        return self.found.num_texts - self.num_held_out - len(self.found.train_files)
+        return self.split.num_texts - self.num_held_out - len(self.split.train_files)
 
     def _in_file_order(self) -> Iterator[tuple[Path, Example[T]]]:
-        for source in self.found.files:
+        for source in self.split.files:
             yield from ((source.path, example) for example in self.read(source.path) if example is not None)
 
     def texts(self) -> Iterator[str]:
@@ -140,99 +153,92 @@ class ExampleCorpus(ABC, Generic[T]):
 
     def settings(self) -> dict[str, Any]:
         """Return everything that determines the texts and their framing."""
-        sources = [source.manifest_entry() for source in self.sources]
-        training = {"kept": list(self.found.train_files)} if self.found.train_files else {}
-        return {"errors": self.errors, "sources": sources, self.noun: {"held": self.num_held_out, **training}}
+        training = {"kept": list(self.split.train_files)} if self.split.train_files else {}
+        return {**file_settings(self.sources, self.errors), self.noun: {"held": self.num_held_out, **training}}
 
     def summary(self) -> str:
         """Return one line about the corpus."""
-        num_bytes = sum(source.num_bytes for source in self.sources)
-        skipped = f"; {format_count(self.found.skipped, 'empty one')} left out" if self.found.skipped else ""
-        files, num_rare = format_count(len(self.sources), "file"), len(self.found.train_files)
+        skipped = f"; {format_count(self.split.skipped, 'empty one')} left out" if self.split.skipped else ""
+        num_rare = len(self.split.train_files)
         rare = (
             f"; {format_count(num_rare, self.noun)} of them stay{'s' * (num_rare == 1)} in training, for a rare label"
         )
         return (
-            f"corpus: {format_count(self.found.num_texts, self.noun)} in {files}, {num_bytes / 1e6:,.1f} MB, "
+            f"corpus: {format_count(self.split.num_texts, self.noun)} in {describe_files(self.sources)}, "
             f"{self.num_held_out:,} of them for validation{rare if num_rare else ''}{skipped}"
         )
 
-
-def scan_examples(paths: PairPaths, read: ExampleReader[Any], noun: str, validation: float) -> ExampleSplit:
-    """Read every line once and hash the files.
-
-    Args:
-        paths: The files.
-        read: Reads the examples of a file.
-        noun: Noun for one example.
-        validation: Fraction held out if there are no validation files.
-
-    Raises:
-        DataError: If a file cannot be read or there are too few examples.
-        UsageError: If files of pairs are named.
-    """
-    files, counts, skipped = [], [0, 0], 0
-    for is_held_out, items in enumerate((paths.files, paths.held_out)):
-        for item in items:
-            if len(item) != 1:
-                raise UsageError(f"--pairs: must not be given, {noun}s are in single files", "Name the files alone.")
-            if item[0].is_dir():
-                raise DataError(f"{item[0]} is a folder, and {noun}s come from files", "Name the files.")
-            files.append(source_info(item[0]))
-            for example in read(item[0]):
-                skipped += example is None
-                counts[is_held_out] += example is not None
-    if not files:
-        raise DataError("no corpus was named", f"Name files of {noun}s.")
-    num_held = counts[1] if paths.held_out else max(1, int(counts[0] * validation))
-    num_train = max(0, sum(counts) - num_held)
-    if not num_held or not num_train:
-        raise DataError(
-            f"too few {noun}s: {format_count(num_train, noun)} to train on and {num_held} for validation",
-            f"{format_count(skipped, noun)} had no target" if skipped else "",
-        )
-    return ExampleSplit(tuple(files), sum(counts), num_held, skipped, bool(paths.held_out))
+    def _scan(self, paths: PairPaths, validation: float) -> ExampleSplit:
+        """Read every line once and hash the files."""
+        noun, files, counts, skipped = self.noun, list[CorpusFile](), [0, 0], 0
+        for is_held_out, items in enumerate((paths.files, paths.held_out)):
+            for item in items:
+                if len(item) != 1:
+                    raise UsageError(
+                        f"--pairs: must not be given, {noun}s are in single files", "Name the files alone."
+                    )
+                if item[0].is_dir():
+                    raise DataError(f"{item[0]} is a folder, and {noun}s come from files", "Name the files.")
+                files.append(source_info(item[0]))
+                for example in self.read(item[0]):
+                    skipped += example is None
+                    counts[is_held_out] += example is not None
+        if not files:
+            raise DataError("no corpus was named", f"Name files of {noun}s.")
+        num_held = counts[1] if paths.held_out else max(1, int(counts[0] * validation))
+        num_train = max(0, sum(counts) - num_held)
+        if not num_held or not num_train:
+            raise DataError(
+                f"too few {noun}s: {format_count(num_train, noun)} to train on and {num_held} for validation",
+                f"{format_count(skipped, noun)} had no target" if skipped else "",
+            )
+        return ExampleSplit(tuple(files), sum(counts), num_held, skipped, bool(paths.held_out))
 
 
-def collect_labels(
-    examples: Iterable[tuple[Path, Iterable[tuple[int, str]]]], found: ExampleSplit, noun: str
-) -> tuple[ExampleSplit, tuple[str, ...]]:
-    """Return the split and the sorted labels of the training examples.
+@dataclass(frozen=True, kw_only=True)
+class LabelCorpus(ExampleCorpus[T]):
+    """Examples with labels; a label's id is its index in ``labels``, which are sorted."""
 
-    A model cannot learn a label that only held-out examples have. If a fraction is held out, the first such example
-    stays in training (``ExampleSplit.train_files``).
+    labels: tuple[str, ...] = ()
 
-    Args:
-        examples: For each example its file, and (line, label) of all its labels.
-        found: The split.
-        noun: Noun for a label.
+    label_noun: ClassVar[str]
+    columns = {"labels": "int32"}  # noqa: RUF012  (never written)
 
-    Raises:
-        DataError: If such a label is in a validation file, or nothing is left to hold out.
-    """
-    known, training = set[str](), list[int]()
-    first = found.num_texts - found.num_held_out
-    for number, (path, labels) in enumerate(examples):
-        for line, label in labels:
-            if number < first or label in known:
-                known.add(label)
-            elif found.held_out_files:
-                raise DataError(
-                    f"{path}, line {line}: {noun} {label!r} is held out and does not occur in training",
-                    "Hold out other examples, or name the training file that has it.",
-                )
-            else:
-                known.add(label)
-                training += [number] if number not in training[-1:] else []
-    if len(training) == found.num_held_out:
-        raise DataError(
-            f"nothing is left to hold out: {format_count(found.num_held_out, 'example')} of this fraction, "
-            f"and each has a {noun} that no earlier one has",
-            "Hold out a larger fraction, or a file: --validation FILE",
-        )
-    return found._replace(num_held_out=found.num_held_out - len(training), train_files=tuple(training)), tuple(
-        sorted(known)
-    )
+    @abstractmethod
+    def labels_by_line(self, example: Example[T]) -> Iterable[tuple[int, str]]:
+        """Yield line and label of every label of an example."""
+
+    def open(self, paths: PairPaths, validation: float) -> Self:
+        """Return the corpus of these files with the labels of the training examples.
+
+        A model cannot learn a label that only held-out examples have. If a fraction is held out, the first such example
+        stays in training (``ExampleSplit.train_files``); DataError if it is in a validation file.
+        """
+        corpus = super().open(paths, validation)
+        split, labels, training = corpus.split, set[str](), list[int]()
+        first = split.num_texts - split.num_held_out
+        for number, (path, example) in enumerate(corpus.examples()):
+            for line, label in corpus.labels_by_line(example):
+                if number >= first and label not in labels:
+                    if split.held_out_files:
+                        raise DataError(
+                            f"{path}, line {line}: {self.label_noun} {label!r} is held out and does not occur in "
+                            "training",
+                            "Hold out other examples, or name the training file that has it.",
+                        )
+                    training += [number] if number not in training[-1:] else []
+                labels.add(label)
+        if len(training) == split.num_held_out:
+            raise DataError(
+                f"nothing is left to hold out: {format_count(split.num_held_out, 'example')} of this fraction, "
+                f"and each has a {self.label_noun} that no earlier one has",
+                "Hold out a larger fraction, or a file: --validation FILE",
+            )
+        split = split._replace(num_held_out=split.num_held_out - len(training), train_files=tuple(training))
+        return replace(corpus, split=split, labels=tuple(sorted(labels)))
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "labels": list(self.labels)}
 
 
 def example_framing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -242,28 +248,23 @@ def example_framing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return framed[:at], framed[at + 1 :]
 
 
-NO_LABEL = -1
-
-
 class Sentence(NamedTuple):
-    """Words and their tags; word i is on line ``first_line + i``."""
+    """Words and their tags, one on every line."""
 
-    first_line: int
     words: tuple[str, ...]
     tags: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class TagCorpus(ExampleCorpus[Sentence]):
-    """Tagged sentences; a label's id is its index in ``labels``, which are sorted."""
+class TagCorpus(LabelCorpus[Sentence]):
+    """Tagged sentences."""
 
-    labels: tuple[str, ...] = field(default=())
-
-    noun = "sentence"
-    columns = {"labels": "int32"}  # noqa: RUF012  (never written)
+    noun, label_noun = "sentence", "tag"
 
     def read(self, path: Path) -> Iterator[Example[Sentence] | None]:
         return read_sentences(path, self.errors)
+
+    def labels_by_line(self, example: Example[Sentence]) -> Iterable[tuple[int, str]]:
+        return enumerate(example.content.tags, example.line)
 
     def tokenizer_texts(self, content: Sentence) -> Iterable[str]:
         return [" ".join(content.words)]
@@ -288,9 +289,6 @@ class TagCorpus(ExampleCorpus[Sentence]):
                 labels += [label_ids[tag], *[NO_LABEL] * (len(piece) - 1)][: len(piece)]
             yield [*ids, *after], {"labels": labels + [NO_LABEL] * len(after)}
 
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "labels": list(self.labels)}
-
 
 def word_separator(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
     """Return the prefix with which separately encoded words equal the whole sentence.
@@ -306,39 +304,17 @@ def word_separator(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
     return " "
 
 
-def open_tagging(paths: PairPaths, errors: str, validation: float) -> TagCorpus:
-    """Open tagged sentences.
-
-    Raises:
-        DataError: Names file and line of one that is not WORD<tab>TAG, or whose tag only validation files have.
-    """
-    split = scan_examples(paths, lambda path: read_sentences(path, errors), TagCorpus.noun, validation)
-    corpus = TagCorpus(split, errors)
-    tags_by_line = (
-        (path, [(example.content.first_line + index, tag) for index, tag in enumerate(example.content.tags)])
-        for path, example in corpus.examples()
-    )
-    split, tags = collect_labels(tags_by_line, split, "tag")
-    return TagCorpus(split, errors, tags)
-
-
 def read_sentences(path: Path, errors: str) -> Iterator[Example[Sentence]]:
     """Yield the sentences of one file; DataErrors name file and line."""
-    words: list[str] = []
-    tags: list[str] = []
-    number = 0
-    for number, line in enumerate(read_lines(path, errors), 1):
+    words, tags = list[str](), list[str]()
+    for number, line in enumerate(chain(read_lines(path, errors), [""]), 1):
         if line.strip():
             word, tag = _columns(path, number, line)
             words.append(word)
             tags.append(tag)
         elif words:
-            first = number - len(words)
-            yield Example(first, Sentence(first, tuple(words), tuple(tags)))
+            yield Example(number - len(words), Sentence(tuple(words), tuple(tags)))
             words, tags = [], []
-    if words:
-        first = number + 1 - len(words)
-        yield Example(first, Sentence(first, tuple(words), tuple(tags)))
 
 
 def _columns(path: Path, number: int, line: str) -> tuple[str, str]:
@@ -364,19 +340,20 @@ class LabeledText(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class LabeledCorpus(ExampleCorpus[LabeledText]):
-    """Labeled texts; ``labels`` are sorted."""
+@dataclass(frozen=True, kw_only=True)
+class LabeledCorpus(LabelCorpus[LabeledText]):
+    """Texts with one label each."""
 
-    text_field: str  # in JSONL
-    label_field: str  # in JSONL
-    labels: tuple[str, ...] = field(default=())
+    text_field: str = "text"  # in JSONL
+    label_field: str = "label"  # in JSONL
 
-    noun = "labeled text"
-    columns = {"labels": "int32"}  # noqa: RUF012  (never written)
+    noun, label_noun = "labeled text", "label"
 
     def read(self, path: Path) -> Iterator[Example[LabeledText] | None]:
         return read_labeled_lines(path, self.errors, self.text_field, self.label_field)
+
+    def labels_by_line(self, example: Example[LabeledText]) -> Iterable[tuple[int, str]]:
+        return [(example.line, example.content.label)]
 
     def tokenizer_texts(self, content: LabeledText) -> Iterable[str]:
         return [content.text]
@@ -394,26 +371,7 @@ class LabeledCorpus(ExampleCorpus[LabeledText]):
             yield ids, {"labels": [label_ids[example.content.label], *[NO_LABEL] * (len(ids) - 1)]}
 
     def settings(self) -> dict[str, Any]:
-        fields = [self.text_field, self.label_field]
-        return {**super().settings(), "labels": list(self.labels), "fields": fields}
-
-
-def open_labeled(
-    paths: PairPaths, errors: str, validation: float, text_field: str = "text", label_field: str = "label"
-) -> LabeledCorpus:
-    """Open labeled texts.
-
-    Raises:
-        DataError: Names file and line of one without label and text, or whose label only validation files have.
-    """
-    noun = LabeledCorpus.noun
-    split = scan_examples(
-        paths, lambda path: read_labeled_lines(path, errors, text_field, label_field), noun, validation
-    )
-    corpus = LabeledCorpus(split, errors, text_field, label_field)
-    labels_by_line = ((path, [(example.line, example.content.label)]) for path, example in corpus.examples())
-    split, labels = collect_labels(labels_by_line, split, "label")
-    return LabeledCorpus(split, errors, text_field, label_field, labels)
+        return {**super().settings(), "fields": [self.text_field, self.label_field]}
 
 
 def read_labeled_lines(
@@ -422,9 +380,9 @@ def read_labeled_lines(
     """Yield the labeled texts of one file, None for empty ones; DataErrors name file and line."""
     if detect_format(path, "auto") == "jsonl":
         for number, content in read_json_objects(path, errors):
-            text = _value(path, number, content, text_field, (str,), "a text")
-            label = _value(path, number, content, label_field, (str, int), "a text or a whole number")
-            yield Example(number, LabeledText(str(label), str(text))) if str(text).strip() else None
+            where = f"{path}, line {number}"
+            text, label = json_field(where, content, text_field), json_field(where, content, label_field, (str, int))
+            yield Example(number, LabeledText(str(label), text)) if text.strip() else None
         return
     for number, line in enumerate(read_lines(path, errors), 1):
         if not line.strip():
@@ -435,28 +393,3 @@ def read_labeled_lines(
         if not label.strip():
             raise DataError(f"{path}, line {number}: the label is empty, and {FORMAT_HINT}")
         yield Example(number, LabeledText(label.strip(), text)) if text.strip() else None
-
-
-def read_json_objects(path: Path, errors: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) of a JSONL file without empty lines; raises DataError."""
-    for number, line in enumerate(read_lines(path, errors), 1):
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}, is not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise DataError(f"{path}, line {number}: must be an object, got {type(content).__name__}")
-        yield number, content
-
-
-def _value(
-    path: Path, number: int, content: dict[str, Any], name: str, kinds: tuple[type, ...], description: str
-) -> Any:
-    if name not in content:
-        raise DataError(f"{path}, line {number}: no field {name!r}", suggest(name, content) if content else "")
-    value = content[name]
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise DataError(f"{path}, line {number}: {name} must be {description}, got {json.dumps(value)[:40]}")
-    return value

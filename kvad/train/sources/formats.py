@@ -12,7 +12,7 @@ format      a file is                                                         de
 ``.gz`` and ``.zst`` files are decompressed. Only a newline ends a line. One piece of a text is in memory at a time: a
 document of more than ``MAX_PIECE_CHARS`` characters is read in pieces, cut where a space follows a word, and each is
 encoded separately (``text/base.py`` lists the tokenizers for which that changes no id: all but SentencePiece's, which
-may see a space there). :data:`FORMATS` is the table: a custom reader is one function and one line. No torch.
+may see a space there). ``FORMATS`` is the table: a custom reader is one function and one line. No torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from kvad import text as text_lib
 from kvad.errors import DataError, suggest
@@ -33,6 +34,7 @@ from kvad.errors import DataError, suggest
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson")
 CHAT_HINT = "messages are conversations: kvad train --objective chat, kvad eval --task chat"
+JSONL_HINT = "Write one JSON object per line."
 READ_CHUNK = 1 << 20  # bytes read at a time
 
 
@@ -177,47 +179,53 @@ def read_lines(path: Path, errors: str) -> Iterator[str]:
             yield line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")
 
 
-def read_json_fields(path: Path, errors: str, *fields: str) -> Iterator[tuple[str, ...]]:
-    """Yield the texts of ``fields`` of every object; DataErrors name file and line."""
+def read_json_objects(path: Path, errors: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object) of a JSONL file, without empty lines; DataErrors name file and line."""
     for number, line in enumerate(read_lines(path, errors), 1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
         try:
             content = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where}, is not JSON: {error}", "Write one JSON object per line.") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {number}, is not JSON: {error}", JSONL_HINT) from None
         if not isinstance(content, dict):
-            raise DataError(f"{where}, is {type(content).__name__}, not an object", "Write one JSON object per line.")
-        for field in fields:
-            if field not in content:
-                hint = CHAT_HINT if "messages" in content else suggest(field, map(str, content))
-                raise DataError(f"{where}, has no field {field!r}", hint)
-            if not isinstance(content[field], str):
-                raise DataError(f"{where}: the field {field!r} is {type(content[field]).__name__}, not a text")
-        yield tuple(content[field] for field in fields)
+            raise DataError(f"{path}, line {number}: must be an object, got {type(content).__name__}", JSONL_HINT)
+        yield number, content
 
 
-def _text(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
+def json_field(where: str, content: dict[str, Any], field: str, kinds: tuple[type, ...] = (str,)) -> Any:
+    """Return a field of an object, a text or of one of ``kinds``; DataErrors begin with ``where``."""
+    if field not in content:
+        hint = CHAT_HINT if "messages" in content else suggest(field, map(str, content)) if content else ""
+        raise DataError(f"{where}: no field {field!r}", hint)
+    value = content[field]
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        expected = "a text or a whole number" if int in kinds else "a text"
+        raise DataError(f"{where}: {field} must be {expected}, got {json.dumps(value)[:40]}")
+    return value
+
+
+def read_json_fields(path: Path, errors: str, *fields: str) -> Iterator[tuple[str, ...]]:
+    """Yield the texts of ``fields`` of every object; DataErrors name file and line."""
+    for number, content in read_json_objects(path, errors):
+        yield tuple(json_field(f"{path}, line {number}", content, field) for field in fields)
+
+
+def _pieces(blocks: Iterable[str]) -> Iterator[TextPiece]:
+    """Yield the pieces of one document that is read in blocks."""
     pending, opens = "", True
-    for block in read_blocks(path, options.errors):
-        pending += block
-        if len(pending) > 2 * text_lib.base.MAX_PIECE_CHARS:
+    for block in chain(blocks, (None,)):
+        pending += block or ""
+        if block is None or len(pending) > 2 * text_lib.base.MAX_PIECE_CHARS:
             *complete, pending = text_lib.base.split_text(pending)
             for text in complete:
                 yield TextPiece(text, opens, closes=False)
                 opens = False
-    *complete, pending = text_lib.base.split_text(pending)
-    for text in complete:
-        yield TextPiece(text, opens, closes=False)
-        opens = False
     yield TextPiece(pending, opens)
 
 
-def _pieces(text: str) -> Iterator[TextPiece]:
-    parts = list(text_lib.base.split_text(text))
-    for number, part in enumerate(parts):
-        yield TextPiece(part, number == 0, number == len(parts) - 1)
+def _text(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
+    return _pieces(read_blocks(path, options.errors))
 
 
 def _lines(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
@@ -225,13 +233,13 @@ def _lines(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
         raise DataError(f"{path} has the name of JSON lines", "Use --format jsonl or --format text.")
     for line in read_lines(path, options.errors):
         if line.strip():
-            yield from _pieces(line)
+            yield from _pieces([line])
 
 
 def _jsonl(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
     for (text,) in read_json_fields(path, options.errors, options.field):
         if text.strip():
-            yield from _pieces(text)
+            yield from _pieces([text])
 
 
 FORMATS: dict[str, FormatReader] = {"text": _text, "lines": _lines, "jsonl": _jsonl}

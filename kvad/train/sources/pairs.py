@@ -14,7 +14,6 @@ torch.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,8 +23,8 @@ from typing import Any
 from kvad.checkpoint import GenerationConfig
 from kvad.errors import DataError, format_count
 from kvad.text import Tokenizer
-from kvad.train.sources.documents import PROBE_BYTES, CorpusFile, FrameFn
-from kvad.train.sources.formats import TextPiece, detect_format, open_decompressed, read_json_fields, read_lines
+from kvad.train.sources.documents import CorpusFile, FrameFn, describe_files, file_settings, probe_file
+from kvad.train.sources.formats import TextPiece, detect_format, read_json_fields, read_lines
 
 ROLES = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer trained on pairs
 
@@ -38,19 +37,14 @@ class PairPaths:
     held_out: tuple[tuple[Path, ...], ...] = ()  # for validation only
 
     def to_dict(self) -> dict[str, list[list[str]]]:
-        def path_names(items: tuple[tuple[Path, ...], ...]) -> list[list[str]]:
-            return [[str(path.resolve()) for path in item] for item in items]
-
-        return {"files": path_names(self.files), "held": path_names(self.held_out)}
+        groups = {"files": self.files, "held": self.held_out}
+        return {key: [[str(path.resolve()) for path in item] for item in items] for key, items in groups.items()}
 
     @staticmethod
     def from_dict(content: Mapping[str, Sequence[Sequence[str]]]) -> PairPaths:
-        """Return the inverse of :meth:`to_dict`; raises KeyError and TypeError for other content."""
-
-        def read(items: Sequence[Sequence[str]]) -> tuple[tuple[Path, ...], ...]:
-            return tuple(tuple(Path(name) for name in item) for item in items)
-
-        return PairPaths(read(content["files"]), read(content["held"]))
+        """Return the inverse of ``to_dict``; raises KeyError and TypeError for other content."""
+        groups = (tuple(tuple(map(Path, item)) for item in content[key]) for key in ("files", "held"))
+        return PairPaths(*groups)
 
 
 @dataclass(frozen=True)
@@ -74,8 +68,7 @@ class PairCorpus:
         """Yield source, target, source, ...; DataErrors name file and line."""
         for item in self.files:
             for pair in _pairs([source.path for source in item], self.errors, self.fields, self.format):
-                if not _has_empty_side(pair):
-                    yield from pair
+                yield from pair if all(map(str.strip, pair)) else ()
 
     def pieces(self) -> Iterator[TextPiece]:
         """Yield the texts as pieces; a side is never cut."""
@@ -87,61 +80,37 @@ class PairCorpus:
         if any(_is_json([source.path for source in item], self.format) for item in self.files):
             pairs["fields"] = list(self.fields)
         framed = {} if self.generation is None else {"framed": framing_tokens(self.generation)}
-        return {
-            "errors": self.errors,
-            "sources": [source.manifest_entry() for source in self.sources],
-            "pairs": pairs,
-            **framed,
-        }
+        return {**file_settings(self.sources, self.errors), "pairs": pairs, **framed}
 
     def framer(self, tokenizer: Tokenizer) -> FrameFn:
-        """Return the framing function; raise DataError if the tokenizer lacks BOS or EOS."""
-        if self.generation is not None:
-            return _framer(tokenizer, self.generation)
-        generation = pair_generation_config(tokenizer)
-        bos, eos = generation.decoder_start_token_id, generation.eos_token_ids[0]
-        assert bos is not None
+        """Return the framing function; raise DataError if the tokenizer lacks BOS or EOS.
+
+        A target of a trained model is the decoder start token (shifted right, as in transformers), the tokenizer's
+        frame, and an EOS.
+        """
+        generation = self.generation or pair_generation_config(tokenizer)
+        start, stops = generation.decoder_start_token_id, generation.eos_token_ids
+        assert start is not None and stops
+        source, has_frame = tokenizer.source_tokenizer or tokenizer, self.generation is not None
 
         def frame(number: int, ids: list[int]) -> list[int]:
-            return [bos, *ids, eos] if number % 2 else generation.with_source_eos(tokenizer.add_special_tokens(ids))
+            if number % 2 == 0:
+                return generation.with_source_eos(source.add_special_tokens(ids))
+            framed = [start, *(tokenizer.add_special_tokens(ids) if has_frame else ids)]
+            return framed if has_frame and framed[-1] in stops else [*framed, stops[0]]
 
         return frame
 
     def summary(self) -> str:
         """Return one line about the corpus."""
-        num_bytes = sum(source.num_bytes for source in self.sources)
         validation = f", {self.num_held_out:,} of them for validation" if self.num_held_out else ""
         skipped = f"; {format_count(self.skipped, 'pair')} with an empty side left out" if self.skipped else ""
-        files = format_count(len(self.sources), "file")
-        return (
-            f"corpus: {format_count(self.num_pairs, 'pair')} in {files}, {num_bytes / 1e6:,.1f} MB{validation}{skipped}"
-        )
+        return f"corpus: {format_count(self.num_pairs, 'pair')} in {describe_files(self.sources)}{validation}{skipped}"
 
 
 def framing_tokens(generation: GenerationConfig) -> list[int | None]:
     """Return the framing tokens of pairs: decoder start, source EOS, target EOS."""
     return [generation.decoder_start_token_id, generation.source_eos_token_id, *generation.eos_token_ids]
-
-
-def _framer(tokenizer: Tokenizer, generation: GenerationConfig) -> FrameFn:
-    """Return the framing function of a trained model.
-
-    A target is the decoder start token (shifted right, as in transformers), the tokenizer's frame, and an EOS.
-    """
-    assert generation.decoder_start_token_id is not None and generation.eos_token_ids
-    start, stops, source = (
-        generation.decoder_start_token_id,
-        generation.eos_token_ids,
-        tokenizer.source_tokenizer or tokenizer,
-    )
-
-    def frame(number: int, ids: list[int]) -> list[int]:
-        if number % 2 == 0:
-            return generation.with_source_eos(source.add_special_tokens(ids))
-        framed = [start, *tokenizer.add_special_tokens(ids)]
-        return framed if framed[-1] in stops else [*framed, stops[0]]
-
-    return frame
 
 
 def pair_generation_config(tokenizer: Tokenizer) -> GenerationConfig:
@@ -192,9 +161,9 @@ def open_pairs(
         for item in items:
             files.append(tuple(source_info(path, hashed) for path in item))
             for pair in _pairs(item, errors, fields, format) if hashed else ():
-                empty = _has_empty_side(pair)
-                skipped += empty
-                counts[is_held_out] += not empty
+                is_complete = all(map(str.strip, pair))
+                skipped += not is_complete
+                counts[is_held_out] += is_complete
     if not hashed:
         return PairCorpus(tuple(files), 0, 0, 0, errors, fields, format=format)
     if not counts[0] or (paths.held_out and not counts[1]):
@@ -209,12 +178,7 @@ def source_info(path: Path, hashed: bool = True) -> CorpusFile:
     """Return name, size and hash of a file; the name includes its folder's."""
     if path.is_dir():
         raise DataError(f"{path} is a folder, and pairs come from files", "Name TSV files, or --pairs SOURCE TARGET.")
-    with open_decompressed(path) as file:
-        if b"\0" in (first := file.read(PROBE_BYTES)):
-            raise DataError(f"{path} is binary (a zero byte at offset {first.index(0)}), not text")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest() if hashed else ""
-    return CorpusFile(path, f"{path.resolve().parent.name}/{path.name}", path.stat().st_size, digest)
+    return probe_file(path, f"{path.resolve().parent.name}/{path.name}", hashed=hashed, may_be_empty=True)
 
 
 def _is_json(item: Sequence[Path], format: str) -> bool:
@@ -250,7 +214,3 @@ def _pairs(item: Sequence[Path], errors: str, fields: tuple[str, str], format: s
                 "Line n of one file belongs to line n of the other.",
             )
         yield first_line, second_line
-
-
-def _has_empty_side(pair: tuple[str, str]) -> bool:
-    return not pair[0].strip() or not pair[1].strip()

@@ -13,8 +13,8 @@ import pytest
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import CacheGroup, build_groups
-from kvad.cache.manager.allocation import TokenSpan
-from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.allocation import BlockAllocation, TokenSpan
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.cache.manager.sequence_blocks import SwappedSequence
 from kvad.config.model import AttentionSpec
 from kvad.model_input import EvictOp, MergeOp

@@ -39,6 +39,7 @@ def test_clear_makes_positions_invisible_and_contents_zero() -> None:
 def test_copy_keeps_the_first_slots_and_empties_the_others() -> None:
     memory = memory_of()
     memory.positions[0][5] = torch.tensor([8, 9, 10, 11])
+    memory.positions[0][6] = torch.tensor([4, 5, 6, 7])  # of its previous owner
     layer = memory.groups[0].layers[0]
     keys = memory.keys[layer].data
     keys[5] = torch.rand_like(keys[5])

@@ -27,7 +27,7 @@ def prefix_of(prefixes: PrefixIndex, *blocks: bytes, root: bytes = b"") -> Prefi
 def test_blocks_are_taken_in_order_and_the_reserved_ones_never() -> None:
     pool = BlockPool(6)
     assert (pool.total, pool.num_free, pool.num_live, pool.num_available) == (4, 4, 0, 4)
-    assert [pool.allocate() for _ in range(4)] == [(2, False), (3, False), (4, False), (5, False)]
+    assert [pool.allocate() for _ in range(4)] == [2, 3, 4, 5] and pool.evictions == 0
     assert (pool.num_free, pool.num_live, pool.num_available) == (0, 4, 0)
     pool.check()
 
@@ -38,7 +38,7 @@ def test_unpublished_blocks_are_reused_first_and_the_last_released_first_of_all(
         pool.allocate()
     for block in (4, 3, 2):  # a row gives its blocks back in reverse
         pool.decref(block)
-    assert [pool.allocate()[0] for _ in range(5)] == [2, 3, 4, 5, 6]
+    assert [pool.allocate() for _ in range(5)] == [2, 3, 4, 5, 6]
     pool.check()
 
 
@@ -46,12 +46,13 @@ def test_published_blocks_are_evicted_last_and_the_least_recently_released_first
     pool, prefixes = BlockPool(6), PrefixIndex()
     chain = [prefix_of(prefixes, *[tokens(i) for i in range(n)]) for n in (1, 2, 3)]
     for prefix in chain:
-        block, _ = pool.allocate()
+        block = pool.allocate()
         assert pool.publish(block, prefix)
     for block in (4, 3, 2):
         pool.decref(block)
     assert (pool.num_free, pool.evictable, pool.num_live) == (1, 3, 0)
-    assert [pool.allocate() for _ in range(4)] == [(5, False), (4, True), (3, True), (2, True)]
+    assert pool.allocate() == 5 and pool.evictions == 0
+    assert [pool.allocate() for _ in range(3)] == [4, 3, 2]
     assert pool.evictions == 3 and pool.evictable == 0
     assert all(pool.find(prefix) is None for prefix in chain)
     pool.check()
@@ -60,7 +61,7 @@ def test_published_blocks_are_evicted_last_and_the_least_recently_released_first
 def test_a_claimed_block_is_not_evicted_and_goes_to_the_end_of_the_list() -> None:
     pool, prefixes = BlockPool(5), PrefixIndex()
     for n in (1, 2, 3):
-        pool.publish(pool.allocate()[0], prefix_of(prefixes, *[tokens(i) for i in range(n)]))
+        pool.publish(pool.allocate(), prefix_of(prefixes, *[tokens(i) for i in range(n)]))
     for block in (2, 3, 4):
         pool.decref(block)
     pool.incref(2)
@@ -69,37 +70,37 @@ def test_a_claimed_block_is_not_evicted_and_goes_to_the_end_of_the_list() -> Non
     pool.decref(2)
     assert pool.num_live == 1
     pool.decref(2)
-    assert [pool.allocate()[0] for _ in range(3)] == [3, 4, 2]
+    assert [pool.allocate() for _ in range(3)] == [3, 4, 2]
 
 
 def test_the_second_block_of_a_prefix_is_not_published() -> None:
     pool, prefixes = BlockPool(5), PrefixIndex()
     prefix = prefix_of(prefixes, tokens(1, 2))
-    first, second = pool.allocate()[0], pool.allocate()[0]
+    first, second = pool.allocate(), pool.allocate()
     assert pool.publish(first, prefix)
     assert not pool.publish(second, prefix)
     assert pool.find(prefix) == first
     pool.decref(second)
-    assert pool.allocate() == (second, False)
+    assert pool.allocate() == second and pool.evictions == 0
 
 
 def test_withdraw_is_the_inverse_of_publish() -> None:
     pool, prefixes = BlockPool(5), PrefixIndex()
     live, idle = prefix_of(prefixes, tokens(1)), prefix_of(prefixes, tokens(2))
     for prefix in (live, idle):
-        pool.publish(pool.allocate()[0], prefix)
+        pool.publish(pool.allocate(), prefix)
     pool.decref(3)
     pool.unpublish(2)
     pool.unpublish(3)
     assert pool.find(live) is pool.find(idle) is None
     assert (pool.num_free, pool.evictable, pool.num_live) == (2, 0, 1)
-    assert pool.allocate() == (3, False)
+    assert pool.allocate() == 3 and pool.evictions == 0
     pool.check()
 
 
 def test_our_own_bugs_are_asserted() -> None:
     pool, prefixes = BlockPool(4), PrefixIndex()
-    block, _ = pool.allocate()
+    block = pool.allocate()
     pool.decref(block)
     with pytest.raises(AssertionError, match="freed twice"):
         pool.decref(block)
@@ -145,7 +146,7 @@ def doctor_order(pool: BlockPool) -> None:
 def test_check_catches_a_doctored_state(doctor: Callable[[BlockPool], None]) -> None:
     pool, prefixes = BlockPool(7), PrefixIndex()
     for n in (1, 2, 3):
-        pool.publish(pool.allocate()[0], prefix_of(prefixes, *[tokens(i) for i in range(n)]))
+        pool.publish(pool.allocate(), prefix_of(prefixes, *[tokens(i) for i in range(n)]))
     pool.decref(4)
     pool.check()
     doctor(pool)

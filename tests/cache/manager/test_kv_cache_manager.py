@@ -8,8 +8,8 @@ import pytest
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import CacheGroup, build_groups
-from kvad.cache.manager.allocation import TokenSpan
-from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.allocation import BlockAllocation, TokenSpan
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.config.model import AttentionSpec
 
 FULL = AttentionSpec(True, None, 1, 8, 8)

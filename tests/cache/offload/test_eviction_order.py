@@ -1,4 +1,4 @@
-"""Which entry goes first: LRU, and ARC, which remembers what has just gone."""
+"""Eviction orders: LRU and ARC."""
 
 import random
 
@@ -8,7 +8,7 @@ from kvad.cache.offload.disk_store import EVICTION_ORDERS, ARCOrder, LRUOrder
 
 
 def cache(kind, limit, requests, size=lambda key: 1):
-    """How many of the requests hit, in a cache of ``limit`` bytes."""
+    """Return the number of hits in a cache of ``limit`` bytes."""
     order, used, hits = kind(limit), 0, 0
     for key in requests:
         if key in order.sizes:
@@ -35,7 +35,7 @@ def test_lru_is_the_order_of_use():
     assert list(order.victims()) == ["b", "a"]
 
 
-def test_a_long_scan_does_not_push_out_what_is_asked_for_again():
+def test_arc_keeps_frequent_entries_during_a_scan():
     hot = [f"hot{i}" for i in range(5)]
     requests = hot * 3 + [
         each for i in range(300) for each in ([f"scan{i}"] + ([hot[i // 3 % 5]] if i % 3 == 0 else []))
@@ -43,14 +43,14 @@ def test_a_long_scan_does_not_push_out_what_is_asked_for_again():
     assert cache(ARCOrder, 10, requests) > 1.5 * cache(LRUOrder, 10, requests)
 
 
-def test_recent_use_wins_where_nothing_is_used_often():
+def test_arc_is_close_to_lru_without_frequent_entries():
     requests = [f"{(i // 40) * 8 + i % 8}" for i in range(4000)]
     assert cache(ARCOrder, 10, requests) >= 0.9 * cache(LRUOrder, 10, requests)
 
 
 @pytest.mark.parametrize("name", EVICTION_ORDERS)
 @pytest.mark.parametrize("seed", range(5))
-def test_every_entry_is_somewhere_once(name, seed):
+def test_every_entry_is_in_one_queue(name, seed):
     rng, order, sizes = random.Random(seed), EVICTION_ORDERS[name](100), {}
     for _ in range(3000):
         key = str(rng.randrange(40))

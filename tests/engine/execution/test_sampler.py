@@ -21,21 +21,21 @@ from kvad.engine.execution.sampler import (
     NO_ALLOWED_TOKEN,
     NONFINITE_ERROR,
     SAMPLER_STEPS,
-    SampledToken,
-    SamplingRow,
     gather_logprobs,
     sample_tokens,
     uniform,
 )
-from kvad.engine.scheduling.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
+from kvad.engine.scheduling.sequence import TokenSequence
+from tests.support.sequences import token_sequence
 
 VOCAB, ROWS = 29, 6
 
 
 def job(
     tokens: Sequence[int] = (1,), prompt: int = 1, number: int = 0, stops: Sequence[int] = (), **options: Any
-) -> SamplingRow:
-    return SamplingRow(SamplingParams(**options), tokens, prompt, number, frozenset(stops))
+) -> TokenSequence:
+    return token_sequence(SamplingParams(**options), tokens, prompt, number, frozenset(stops))
 
 
 def logits_of(rows: int = ROWS, seed: int = 0, spread: float = 2.0) -> Tensor:
@@ -123,6 +123,15 @@ def test_filters_leave_out_what_is_banned_and_never_the_best(case: Filter) -> No
             assert int(row.argmax()) in kept(result)
 
 
+@pytest.mark.parametrize("case", FILTERS, ids=FILTER_IDS)
+def test_filters_of_different_values_apply_to_their_own_rows(case: Filter) -> None:
+    step, name, by_hand, _, values = case
+    scores = logits_of(len(values) + 1, seed=5)
+    out = step(scores, [*(job(**{name: value}) for value in values), job()])
+    expected = [by_hand(row.tolist(), value) for row, value in zip(scores, values, strict=False)]
+    assert list(map(kept, out)) == [*expected, set(range(VOCAB))]
+
+
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
 def test_a_mass_too_small_for_float32_still_leaves_a_token(name: str) -> None:
     (chosen,) = sample_tokens(logits_of(1), [job(**{name: 1e-60})])
@@ -156,7 +165,7 @@ def test_a_tiny_temperature_is_greedy_and_no_fault(tau: float) -> None:
     scores = logits_of(5, spread=20.0)
     scores[:, 4] = -1000.0
     chosen = sample_tokens(scores, [job(temperature=tau, seed=s) for s in range(5)])
-    assert [c.token for c in chosen] == scores.argmax(-1).tolist() and not any(c.error for c in chosen)
+    assert [c.token_id for c in chosen] == scores.argmax(-1).tolist() and not any(c.error for c in chosen)
 
 
 TOKENS = [5, 7, 7, 2, 9, 2, 2]  # three of the prompt, four of the output
@@ -201,7 +210,7 @@ def test_logit_bias_is_added() -> None:
     expected[0, 9] -= 100.0
     assert torch.equal(out, expected)
     (chosen,) = sample_tokens(logits_of(1), [job(temperature=0, logit_bias={11: 1000.0})])
-    assert chosen.token == 11
+    assert chosen.token_id == 11
 
 
 @pytest.mark.parametrize(
@@ -259,7 +268,7 @@ def test_only_what_is_allowed_after_this_text() -> None:
 )
 def test_the_first_token_and_the_last_are_forced(tokens: list[int], limit: int, forced: int | None) -> None:
     """Of three tokens of prompt; where the first is the last, it is the last."""
-    mine = SamplingRow(
+    mine = token_sequence(
         SamplingParams(forced_bos_token_id=7, forced_eos_token_id=8, max_tokens=limit - 3),
         tokens,
         3,
@@ -355,7 +364,7 @@ samplings = st.builds(
     logprobs=st.sampled_from([None, 0, 3]),
 )
 jobs_of = st.builds(
-    SamplingRow,
+    token_sequence,
     samplings,
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
     st.just(1),
@@ -374,7 +383,7 @@ def row_of(seed: int, health: str) -> Tensor:
 
 @settings(max_examples=60)
 @given(st.lists(rows_of, min_size=1, max_size=6))
-def test_neighbours_change_nothing(rows: list[tuple[SamplingRow, int, str]]) -> None:
+def test_neighbours_change_nothing(rows: list[tuple[TokenSequence, int, str]]) -> None:
     together = sample_tokens(
         torch.stack([row_of(seed, health) for _, seed, health in rows]), [mine for mine, *_ in rows]
     )
@@ -395,7 +404,9 @@ def test_no_rows_no_tokens() -> None:
 
 def draws(row: Tensor, number: int, **options: Any) -> list[int]:
     """The same row for as many samples, of one seed."""
-    return [c.token for c in sample_tokens(row.expand(number, -1), [job(number=i, **options) for i in range(number)])]
+    return [
+        c.token_id for c in sample_tokens(row.expand(number, -1), [job(number=i, **options) for i in range(number)])
+    ]
 
 
 # The 1 - 1e-5 quantile of chi-square by degrees of freedom, Wilson and Hilferty's approximation.
@@ -448,7 +459,7 @@ def test_seeds_samples_and_positions_each_make_another_draw() -> None:
     row = torch.zeros(1, 1000)
 
     def token(seed: int, number: int, length: int) -> int:
-        return sample_tokens(row, [job([1] * length, 1, number, seed=seed)])[0].token
+        return sample_tokens(row, [job([1] * length, 1, number, seed=seed)])[0].token_id
 
     assert token(5, 0, 3) == token(5, 0, 3)
     assert len({token(s, 0, 3) for s in range(20)}) > 15
@@ -482,7 +493,7 @@ def test_the_ends_of_the_unit_interval(u: float, monkeypatch: pytest.MonkeyPatch
 def test_greedy_takes_the_lowest_of_equals() -> None:
     row = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]])
     filters = {"top_k": 1, "top_p": 0.1, "min_p": 1.0, "typical_p": 0.1}
-    assert sample_tokens(row, [job(temperature=0, **filters)])[0].token == 1
+    assert sample_tokens(row, [job(temperature=0, **filters)])[0].token_id == 1
 
 
 # ---------------------------------------------------------------- reports and faults
@@ -495,8 +506,8 @@ def test_logprobs_are_the_model_s_own() -> None:
     chosen = sample_tokens(scores, jobs)
     for row, mine, answer in zip(scores, jobs, chosen, strict=True):
         expected = row.double().log_softmax(-1).tolist()
-        assert answer.logprob is not None and answer.logprob.token_id == answer.token
-        assert answer.logprob.logprob == pytest.approx(expected[answer.token], abs=1e-5)
+        assert answer.logprob is not None and answer.logprob.token_id == answer.token_id
+        assert answer.logprob.logprob == pytest.approx(expected[answer.token_id], abs=1e-5)
         best = sorted(range(VOCAB), key=lambda i: -expected[i])[: mine.sampling_params.logprobs]
         assert [token for token, _ in answer.logprob.top_logprobs] == best
         assert [value for _, value in answer.logprob.top_logprobs] == pytest.approx(
@@ -540,7 +551,7 @@ def test_a_row_with_every_token_banned_is_a_fault(temperature: float) -> None:
     jobs = [job(temperature=temperature, bad_words_ids=words, **filters) for words in ((), every, every[1:])]
     nothing, one = sample_tokens(logits_of(3), jobs)[1:]
     assert nothing.error == NO_ALLOWED_TOKEN
-    assert (one.token, one.error) == (0, None)
+    assert (one.token_id, one.error) == (0, None)
 
 
 def test_half_precision_logits_are_widened_first() -> None:
@@ -562,7 +573,7 @@ def test_the_fold_is_in_the_documented_order() -> None:
 
 def test_results_are_plain_values() -> None:
     (chosen,) = sample_tokens(logits_of(1), [job(logprobs=2)])
-    assert isinstance(chosen, SampledToken) and type(chosen.token) is int and chosen.logprob is not None
+    assert isinstance(chosen, SequenceOutput) and type(chosen.token_id) is int and chosen.logprob is not None
     assert {type(chosen.logprob.logprob), *(type(v) for _, v in chosen.logprob.top_logprobs)} == {float}
     assert {type(t) for t, _ in chosen.logprob.top_logprobs} == {int}
 

@@ -19,14 +19,15 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from kvad.cache.config import CacheConfig
-from kvad.engine.engine import Engine, StreamChunk
-from kvad.engine.execution.sampler import SamplingRow, sample_tokens
+from kvad.engine import Engine, StreamChunk
+from kvad.engine.execution.sampler import sample_tokens
 from kvad.engine.scheduling.beam_search import BeamCandidate, BeamSearch, Hypothesis, num_candidates
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.model.transformer import Transformer
 from tests.support.driver import fill_unowned, uncached
 from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, model_config, pair_config
+from tests.support.sequences import token_sequence
 
 Logits = Callable[[Sequence[int]], Tensor]
 
@@ -46,7 +47,7 @@ def search(logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limi
     group = BeamSearch(sampling, len(prompt), limit, stops)
     texts = [list(prompt)]
     while True:
-        jobs = [SamplingRow(sampling, text, len(prompt), 0, stops, limit) for text in texts]
+        jobs = [token_sequence(sampling, text, len(prompt), 0, stops, limit) for text in texts]
         chosen = sample_tokens(torch.stack([logits(text) for text in texts]), jobs)
         children = group.advance(texts, [each.candidates for each in chosen])
         if not children:
@@ -552,7 +553,7 @@ def test_searches_that_cannot_fit_are_refused(options: dict[str, Any], words: st
         ({"num_beams": 129}, "num_beams: must be from 1 to 128, got 129"),
         ({"patience": 0}, "patience: must be "),
         ({"length_penalty": math.nan}, "length_penalty: must be a finite number, got nan"),
-        ({"length_penalty_form": "google"}, "length_penalty_form: 'google'"),
+        ({"length_penalty_form": "google"}, "length_penalty_form: must be one of 'length', 'gnmt', got 'google'"),
         ({"early_stopping": "soon"}, "early_stopping: must be true, false or 'never', got 'soon'"),
         ({"allowed_tokens_fn": [1, 2]}, "allowed_tokens_fn: must be a function"),
         ({"forced_bos_token_id": -1}, "forced_bos_token_id: must be at least 0, got -1"),

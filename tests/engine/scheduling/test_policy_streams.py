@@ -21,13 +21,14 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import CacheGroup
+from kvad.cache.manager.allocation import BlockAllocation
 from kvad.cache.manager.block_pool import BlockPool
 from kvad.cache.manager.demotion import DemotionOps
 from kvad.cache.manager.encoder_blocks import EncoderAllocation
-from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.cache.manager.sequence_blocks import SwappedSequence
 from kvad.cache.policy import EvictionPolicy
-from kvad.engine.scheduling.request import SequenceEvent
+from kvad.engine.scheduling.request import StreamChunk
 from kvad.engine.scheduling.sequence import SchedulerOutput, TokenSequence
 from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, AttentionPattern, BlockOps, EvictOp
 from tests.engine.scheduling.test_streams import (
@@ -474,7 +475,7 @@ class PolicyWorld(World):
 
     def settle(
         self, plan: SchedulerOutput, faults: Callable[[TokenSequence], bool | str] = lambda row: False
-    ) -> list[SequenceEvent]:
+    ) -> list[StreamChunk]:
         events = super().settle(plan, faults)
         self.memory.poison(self.ledger)
         return events

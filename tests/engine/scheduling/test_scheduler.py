@@ -13,7 +13,7 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.groups import build_groups
 from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.config.model import AttentionSpec
-from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, StreamChunk, TokenLogprob
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
 from kvad.errors import ConfigError, RequestError
@@ -77,7 +77,7 @@ class Desk:
         assert plan is not None
         return plan
 
-    def settle(self, plan: SchedulerOutput, token: int = 1, faults: Sequence[int] = ()) -> list[SequenceEvent]:
+    def settle(self, plan: SchedulerOutput, token: int = 1, faults: Sequence[int] = ()) -> list[StreamChunk]:
         events = self.scheduler.update_from_output(plan, [self._result(work, token, faults) for work in plan.scheduled])
         self.scheduler.check()
         return events
@@ -93,7 +93,7 @@ class Desk:
             else SequenceOutput(prompt_logprobs=prompt)
         )
 
-    def step(self, token: int = 1, faults: Sequence[int] = ()) -> list[SequenceEvent]:
+    def step(self, token: int = 1, faults: Sequence[int] = ()) -> list[StreamChunk]:
         return self.settle(self.plan(), token, faults)
 
     def shape(self) -> list[tuple[int, int, int]]:
@@ -103,7 +103,7 @@ class Desk:
         self.settle(plan)
         return shape
 
-    def run(self, most: int = 1000) -> list[SequenceEvent]:
+    def run(self, most: int = 1000) -> list[StreamChunk]:
         events = []
         for _ in range(most):
             plan = self.scheduler.schedule()
@@ -357,7 +357,7 @@ def test_stop_tokens_end_a_sample_after_its_minimum() -> None:
     desk.add(2, 3, max_tokens=9, stop_tokens=frozenset({8}))
     assert [event.finish_reason for event in desk.step(7)] == [None, None]
     assert [event.finish_reason for event in desk.step(7)] == [None, None]
-    assert desk.step(7)[0] == SequenceEvent(1, 0, 7, TokenLogprob(7, -0.5), (), "stop")
+    assert desk.step(7)[0] == StreamChunk(1, 0, 7, TokenLogprob(7, -0.5), (), "stop")
     desk.scheduler.abort_request(2)
     desk.add(3, 3, max_tokens=1, stop_tokens=frozenset({7}))
     assert [event.finish_reason for event in desk.step(7)] == ["stop"]
@@ -375,10 +375,10 @@ def test_finish_ends_one_sample() -> None:
     desk.add(1, 3, n=2)
     desk.step()
     desk.step()
-    assert desk.scheduler.finish_sequence(1, 0) == [SequenceEvent(1, 0, finish_reason="stop")]
+    assert desk.scheduler.finish_sequence(1, 0) == [StreamChunk(1, 0, finish_reason="stop")]
     assert desk.scheduler.finish_sequence(1, 0) == []
     assert desk.shape() == [(1, 3, 1)]
-    assert desk.scheduler.finish_sequence(1, 1) == [SequenceEvent(1, 1, finish_reason="stop")]
+    assert desk.scheduler.finish_sequence(1, 1) == [StreamChunk(1, 1, finish_reason="stop")]
     assert desk.scheduler.idle
     assert desk.scheduler.finish_sequence(9, 0) == []
 
@@ -388,8 +388,8 @@ def test_cancel_running_waiting_and_in_flight() -> None:
     for number in (1, 2, 3):
         desk.add(number, 3)
     plan = desk.plan()
-    assert desk.scheduler.abort_request(2) == [SequenceEvent(2, 0, finish_reason="abort")]  # waiting
-    assert desk.scheduler.abort_request(1) == [SequenceEvent(1, 0, finish_reason="abort")]  # in flight
+    assert desk.scheduler.abort_request(2) == [StreamChunk(2, 0, finish_reason="abort")]  # waiting
+    assert desk.scheduler.abort_request(1) == [StreamChunk(1, 0, finish_reason="abort")]  # in flight
     assert desk.settle(plan) == []
     assert desk.scheduler.abort_request(1) == []
     assert desk.shape() == [(3, 0, 3)]
@@ -405,7 +405,7 @@ def test_a_fault_ends_that_request_only() -> None:
     desk.add(3, 4, max_tokens=3)
     events = desk.step(faults=[2])
     assert [event for event in events if event.request == 2] == [
-        SequenceEvent(2, 0, finish_reason="error", error="NaN in the logits")
+        StreamChunk(2, 0, finish_reason="error", error="NaN in the logits")
     ]
     ends = {event.request: event.finish_reason for event in desk.run() if event.finish_reason}
     assert ends == {1: "length", 3: "length"}
@@ -529,6 +529,14 @@ def test_a_pure_score_generates_nothing(length: int, scores: int | None) -> None
     assert [score.token_id for score in events[0].prompt_logprobs] == expected
 
 
+def test_the_last_block_of_a_pure_score_is_not_published() -> None:
+    desk = Desk()
+    desk.add(1, list(range(8)), max_tokens=0)
+    desk.run()
+    desk.add(2, list(range(9)), max_tokens=1)
+    assert desk.shape() == [(2, 4, 5)]  # no logits at the last token showed that its block is finite
+
+
 def test_scored_prompts_take_no_hit_and_siblings_score_nothing() -> None:
     desk = Desk(chunk=8, budget=32)
     desk.add(1, list(range(12)), max_tokens=1)
@@ -537,10 +545,10 @@ def test_scored_prompts_take_no_hit_and_siblings_score_nothing() -> None:
     assert desk.shape() == [(2, 0, 8)]
     events = desk.run()
     assert [len(event.prompt_logprobs) for event in events] == [11, 0]
-    assert desk.scheduler.num_cached_tokens(2) == 0
+    assert desk.scheduler.metrics(2).num_cached_tokens == 0
     desk.add(3, list(range(12)), max_tokens=1)
     assert desk.shape() == [(3, 8, 4)]
-    assert desk.scheduler.num_cached_tokens(3) == 8
+    assert desk.scheduler.metrics(3).num_cached_tokens == 8
 
 
 def test_a_preempted_score_goes_on_where_it_was() -> None:
@@ -605,7 +613,7 @@ def doctor_state(scheduler: Scheduler) -> None:
 
 
 def doctor_seats(scheduler: Scheduler) -> None:
-    scheduler._free_indices.append(0)
+    scheduler._admission.free_indices.append(0)
 
 
 @pytest.mark.parametrize("doctor", [doctor_seat, doctor_lost, doctor_order, doctor_length, doctor_state, doctor_seats])

@@ -24,14 +24,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import CacheGroup, build_groups
+from kvad.cache.manager.allocation import BlockAllocation
 from kvad.cache.manager.block_mapping import BlockMapping
 from kvad.cache.manager.block_pool import PrefixIndex, PrefixNode, digest
 from kvad.cache.manager.encoder_blocks import EncoderAllocation, EncoderBlocks, EncoderSequence
-from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.cache.manager.prefix_offload import PrefetchRequest
 from kvad.config.model import AttentionSpec
 from kvad.engine.scheduling.beam_search import BeamSearch, Hypothesis, num_candidates
-from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput, TokenLogprob
+from kvad.engine.scheduling.request import EncoderInput, SamplingParams, SequenceOutput, StreamChunk, TokenLogprob
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.engine.scheduling.sequence import EncoderBatch, RequestMetrics, SchedulerOutput, TokenSequence
 from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, BlockOps
@@ -286,7 +287,7 @@ class Stream:
         self.prompt_len = len(solo.tokens)
         self.told_prompt: tuple[TokenLogprob, ...] = ()
 
-    def expect(self, event: SequenceEvent) -> None:
+    def expect(self, event: StreamChunk) -> None:
         if event.finish_reason in ("abort", "error"):
             return
         if event.prompt_logprobs:
@@ -308,7 +309,7 @@ class Stream:
             return "stop"
         return "length" if len(self.solo.tokens) >= self.limit else None
 
-    def _ended(self, event: SequenceEvent) -> None:
+    def _ended(self, event: StreamChunk) -> None:
         stopped = event.limit == "pool" and self.sampling.overflow == "stop" and event.finish_reason == "length"
         if event.error is not None or (event.finish_reason != self._reason(event.token_id) and not stopped):
             raise Mismatch(f"{event} at {len(self.solo.tokens)} tokens of {self.limit}")
@@ -339,7 +340,7 @@ class Searched:
     def __init__(self, hypothesis: Hypothesis) -> None:
         self.hypothesis, self.told = hypothesis, 0
 
-    def expect(self, event: SequenceEvent) -> None:
+    def expect(self, event: StreamChunk) -> None:
         if event.finish_reason in ("abort", "error"):
             return
         tokens, last = self.hypothesis.tokens, self.told == len(self.hypothesis.tokens) - 1
@@ -417,7 +418,12 @@ class World:
         root = root + bytes(source) if crossed else root
         read = tuple(source) if crossed else None
         self.usages[number] = self.scheduler.add_request(
-            number, prompt, sampling, root, stop_tokens=stops, encoder_tokens=read
+            number,
+            prompt,
+            sampling,
+            root,
+            stop_tokens=stops,
+            encoder_input=None if read is None else EncoderInput(read),
         )
         limit = self.setup.limit
         if sampling.max_tokens is not None:
@@ -440,7 +446,7 @@ class World:
     def cancel(self, number: int) -> None:
         told = self.scheduler.abort_request(number)
         untold = {
-            event.sample_index for event in self.scheduler._pending_events if event.request == number
+            event.sample_index for event in self.scheduler._pending_chunks if event.request == number
         }  # ended, and not told
         assert {event.sample_index for event in told} | untold == set(self.streams.get(number, {}))
         assert all(event.finish_reason == "abort" for event in told)
@@ -461,7 +467,7 @@ class World:
 
     def settle(
         self, plan: SchedulerOutput, faults: Callable[[TokenSequence], bool | str] = lambda row: False
-    ) -> list[SequenceEvent]:
+    ) -> list[StreamChunk]:
         """``faults``: which rows' numbers are wrong; "again": for something that was lost."""
         if plan.encoder_batch is not None:
             return self._encoded(plan, plan.encoder_batch, faults)
@@ -486,21 +492,21 @@ class World:
 
     def _encoded(
         self, plan: SchedulerOutput, encoding: EncoderBatch, faults: Callable[[TokenSequence], bool | str]
-    ) -> list[SequenceEvent]:
+    ) -> list[StreamChunk]:
         assert sum(lane.num_seqs * lane.num_new_tokens for lane in encoding.sub_batches) == sum(
-            len(row.request.encoder_tokens or ()) for row in encoding.sequences
+            len(row.request.encoder_tokens) for row in encoding.sequences
         )
         if encoding.allocation is not None:
-            self.memory.encode([row.request.encoder_tokens or () for row in encoding.sequences], encoding.allocation)
+            self.memory.encode([row.request.encoder_tokens for row in encoding.sequences], encoding.allocation)
         results = []
         for number, row in enumerate(encoding.sequences):
             faulted = faults(row)
             results.append(SequenceOutput(error="not a number") if faulted else SequenceOutput())
             if faulted and encoding.allocation is not None:
-                begin = sum(len(before.request.encoder_tokens or ()) for before in encoding.sequences[:number])
+                begin = sum(len(before.request.encoder_tokens) for before in encoding.sequences[:number])
                 own = len(self.ledger.token_groups) + len(self.ledger.lower_groups)
                 for g, slots in enumerate(encoding.allocation.slots, own):
-                    for slot in slots[begin : begin + len(row.request.encoder_tokens or ())]:
+                    for slot in slots[begin : begin + len(row.request.encoder_tokens)]:
                         self.memory.spoil(g, slot)
         events = self.scheduler.update_from_output(plan, results)
         self._judge(events)
@@ -525,7 +531,7 @@ class World:
             for slot in slots[begin : begin + plan.scheduled[number].num_tokens]:
                 self.memory.spoil(g, slot)
 
-    def step(self, faults: Callable[[TokenSequence], bool | str] = lambda row: False) -> list[SequenceEvent]:
+    def step(self, faults: Callable[[TokenSequence], bool | str] = lambda row: False) -> list[StreamChunk]:
         plan = self.plan()
         return [] if plan is None else self.settle(plan, faults)
 
@@ -549,13 +555,13 @@ class World:
         if self.checked:
             self.scheduler.check()
 
-    def _judge(self, events: Sequence[SequenceEvent]) -> None:
+    def _judge(self, events: Sequence[StreamChunk]) -> None:
         for event in events:
             self.streams[event.request][event.sample_index].expect(event)
             if event.finish_reason is not None:
                 self._drop(event)
 
-    def _drop(self, event: SequenceEvent) -> None:
+    def _drop(self, event: StreamChunk) -> None:
         assert event.finish_reason is not None
         self.ended[event.finish_reason] = self.ended.get(event.finish_reason, 0) + 1
         del self.streams[event.request][event.sample_index]

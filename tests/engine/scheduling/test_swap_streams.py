@@ -19,12 +19,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from kvad.cache.manager.allocation import TokenSpans
-from kvad.cache.manager.kv_cache_manager import BlockAllocation, KVCacheManager
+from kvad.cache.manager.allocation import BlockAllocation, TokenSpans
+from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.cache.manager.sequence_blocks import SwappedSequence
 from kvad.cache.offload.swap_space import SwapSpace
 from kvad.engine.scheduling.preemption import PreemptionManager, SwapCostModel
-from kvad.engine.scheduling.request import SamplingParams, SequenceEvent, SequenceOutput
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.scheduling.sequence import SchedulerOutput, TokenSequence
 from kvad.model_input import BlockOps
 from kvad.storage.container import Section
@@ -100,7 +100,9 @@ class ParkWorld(PolicyWorld):
             from_sections=self._unpack,
             clock=self._clock,
         )
-        self.swaps = self.scheduler.preemption = Stubborn(self.ledger, Coin(rng, often), self.parking, rng)
+        self.swaps = self.scheduler.preemption = self.scheduler._admission.preemption = Stubborn(
+            self.ledger, Coin(rng, often), self.parking, rng
+        )
         self.lost, self.losing = 0, False
         self.natural = True  # nobody was preempted for no reason
 
@@ -122,13 +124,13 @@ class ParkWorld(PolicyWorld):
     def plan(self) -> SchedulerOutput | None:
         plan = self.scheduler.schedule()
         if plan is None:
-            self._judge(self.scheduler.pop_events())  # of rows that were lost
+            self._judge(self.scheduler.pop_chunks())  # of rows that were lost
             assert not self.streams, f"nothing runs, and {sorted(self.streams)} wait"
         elif plan.encoder_batch is None:
             self._check_lanes(plan)
         return plan
 
-    def _judge(self, events: Sequence[SequenceEvent]) -> None:
+    def _judge(self, events: Sequence[StreamChunk]) -> None:
         for event in events:
             if event.error is not None and "are lost" in event.error:
                 assert self.ledger.lossy and (self.losing or (self.disk is not None and self.disk.bad))

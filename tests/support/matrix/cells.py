@@ -1,10 +1,10 @@
-"""One cell of the matrix of docs/matrix.md: a policy, a format, a position encoding, a topology; measured, or refused.
+"""One cell of docs/reference/matrix.md: a policy, a format, a position encoding and a topology; measured or refused.
 
-Tiny random models, computed with in float64, whose rows are ragged, in chunks, and in company.  ``structure``: max
-|dlogit| between what the cache says and what it promises: the model without a cache whose layers see what the policy
-lets them see and whose keys and values go through the format and back; or, of a policy that ranks or summarises, each
-row's own solo run in other chunks.  ``loss``: max |dlogit| from the same judge without the format; of logits of a few
-units.  What cannot be is asked for all the same, and ``refused`` has the words of the error.
+Tiny random models in float64, with sequences of different lengths, in chunks and in batches. ``structure`` is max
+|dlogit| between the cache and its reference: the uncached model whose layers see what the policy lets them see and
+whose keys and values are quantized and back; or, for a policy that ranks or summarizes, each sequence's solo run in
+other chunks. ``loss`` is max |dlogit| from the same reference without quantization, for logits of a few units.
+Unsupported combinations are tried as well, and ``refused`` has the text of the error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.groups import build_groups
 from kvad.cache.policy_parser import POLICIES
 from kvad.cache.quantization import FORMATS
-from kvad.cache.sizing.memory_plan import check_policy
+from kvad.cache.sizing.compatibility import check_policy
 from kvad.config.model import ModelConfig, attention_specs
 from kvad.engine.engine import Engine
 from kvad.errors import KvadError
@@ -37,15 +37,17 @@ LAYOUTS = tuple(itertools.product(("paged", "contiguous"), ("write", "read")))
 LENGTHS, NEW, BLOCK = (22, 3, 13), 6, 4
 LONGEST = max(LENGTHS) + NEW
 
-Said = dict[str, Any]  # {"structure": ..., "loss": ...}, {"judge": "own", "structure": ...} or {"refused": "..."}
+CellResult = dict[
+    str, Any
+]  # {"structure": ..., "loss": ...}, {"reference": "solo", "structure": ...} or {"refused": "..."}
 
 
 def key(*parts: str) -> str:
     return " | ".join(parts)
 
 
-def every() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(table, cell) of all that there is to ask, from the registries."""
+def all_cells() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield (table, cell) of all combinations in the registries."""
     for cell in itertools.product(TOPOLOGIES, ENCODINGS, POLICIES, FORMATS):
         yield "product", cell
     for policy, (layout, rotate) in itertools.product(POLICIES, LAYOUTS):
@@ -55,35 +57,38 @@ def every() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "endless", (encoding, policy)
 
 
-def ask(table: str, cell: tuple[str, ...]) -> Said:
+def measure_cell(table: str, cell: tuple[str, ...]) -> CellResult:
     if table == "product":
         topology, encoding, policy, form = cell
         layout, rotate = LAYOUTS[sum(map(len, cell)) % len(LAYOUTS)]
-        if policy in ("tiered", "offload", "quest") or form.endswith("-channel"):  # they want blocks
+        if policy in ("tiered", "offload", "quest") or form.endswith("-channel"):  # these require blocks
             layout = "paged"
-        if policy == "quest":  # and keys as queries see them
+        if policy == "quest":  # and rotated keys
             rotate = "write"
-        return measure(topology, encoding, made(policy, form, layout=layout, rope_at=rotate))
+        return measure(topology, encoding, cache_fields(policy, form, layout=layout, rope_at=rotate))
     if table == "layouts":
         policy, layout, rotate, encoding = cell
-        return measure("decoder", encoding, made(policy, "float64", layout=layout, rope_at=rotate))
+        return measure("decoder", encoding, cache_fields(policy, "float64", layout=layout, rope_at=rotate))
     encoding, policy = cell
-    return measure("decoder", encoding, made(policy, "float64", endless=True))
+    return measure("decoder", encoding, cache_fields(policy, "float64", endless=True))
 
 
-def made(policy: str, form: str, **fields: Any) -> dict[str, Any]:
-    """The fields of a CacheConfig: it may be refused.  A format for keys alone has its sibling for the values; under
-    ``full`` it is the hierarchy that such keys are kept in, in steps that fit these rows."""
-    stored, said = (
+def cache_fields(policy: str, form: str, **fields: Any) -> dict[str, Any]:
+    """Return the fields of a CacheConfig, which may be invalid.
+
+    A format for keys only has its counterpart for the values; under ``full`` it becomes a tiered policy whose steps
+    fit these sequences.
+    """
+    formats, result = (
         {"key_dtype": form, "value_dtype": form.removesuffix("-channel")},
         sized_policy(policy, LONGEST, BLOCK),
     )
     if policy == "full" and form.endswith("-channel"):
-        said = f"tiered({BLOCK}, key_format={form}, value_format={stored['value_dtype']}, interval={2 * BLOCK})"
-        stored = {"dtype": "float64"}
+        result = f"tiered({BLOCK}, key_format={form}, value_format={formats['value_dtype']}, interval={2 * BLOCK})"
+        formats = {"dtype": "float64"}
     return {
-        **stored,
-        "policy": said,
+        **formats,
+        "policy": result,
         "block_size": BLOCK,
         "max_num_seqs": len(LENGTHS),
         "max_seq_len": 48,
@@ -97,43 +102,43 @@ def config_of(topology: str, encoding: str) -> ModelConfig:
     return {"decoder": model_config, "encoder-decoder": pair_config, "encoder": encoder_config}[topology](encoding)
 
 
-def measure(topology: str, encoding: str, fields: dict[str, Any]) -> Said:
+def measure(topology: str, encoding: str, fields: dict[str, Any]) -> CellResult:
     config = config_of(topology, encoding)
     try:
         cache = CacheConfig(**fields)
-        placed = build_groups(attention_specs(config), cache)
+        groups = build_groups(attention_specs(config), cache)
         check_policy(config, cache)
-        if topology == "encoder":  # an engine has one, with no cache: what its rows would be is refused
+        if topology == "encoder":  # an encoder has no cache: a decoding request is refused
             Engine(build(config), cache).add_request([1], None)  # type: ignore[arg-type]
     except KvadError as error:
         return {"refused": error.message + (f"; {error.hint}" if error.hint else "")}
-    model, streams = build(config), rows(topology, endless=cache.endless)
+    model, streams = build(config), make_streams(topology, endless=cache.endless)
     run = drive(model, cache, streams)
-    if first_loss_length(placed) is not None:
-        return {"judge": "own", "structure": alone(model, cache, streams, run.logits)}
-    said = {"structure": worst(model, streams, run, cache, cache.token_formats)}
+    if first_loss_length(groups) is not None:
+        return {"reference": "solo", "structure": solo_difference(model, cache, streams, run.logits)}
+    result = {"structure": worst(model, streams, run, cache, cache.token_formats)}
     if cache.token_formats != ("float64", "float64"):
-        said["loss"] = worst(model, streams, run, cache)
-    return said
+        result["loss"] = worst(model, streams, run, cache)
+    return result
 
 
-def rows(topology: str, *, endless: bool) -> list[Stream]:
-    draw = random.Random(7)
-    new = 100 if endless else NEW  # past the limit of the tiny models
+def make_streams(topology: str, *, endless: bool) -> list[Stream]:
+    rng = random.Random(7)
+    new = 100 if endless else NEW  # beyond the limit of the tiny models
     streams = []
     for length in LENGTHS:
-        prompt, after = ([draw.randrange(VOCAB) for _ in range(count)] for count in (length, new))
-        source = [draw.randrange(SOURCE_VOCAB) for _ in range(20 - length // 2)]
-        streams.append(Stream(prompt, [after], source=source if topology == "encoder-decoder" else None))
+        prompt, continuation = ([rng.randrange(VOCAB) for _ in range(count)] for count in (length, new))
+        source = [rng.randrange(SOURCE_VOCAB) for _ in range(20 - length // 2)]
+        streams.append(Stream(prompt, [continuation], source=source if topology == "encoder-decoder" else None))
     return streams
 
 
-def alone(model: Transformer, cache: CacheConfig, streams: list[Stream], company: Any) -> float:
-    """max |dlogit| of the rows from the same rows alone, in chunks of another size."""
+def solo_difference(model: Transformer, cache: CacheConfig, streams: list[Stream], batch_logits: Any) -> float:
+    """Return max |dlogit| between the sequences and their solo runs in chunks of another size."""
     largest = 0.0
     for number, stream in enumerate(streams):
         solo = drive(model, replace(cache, max_num_seqs=1, prefill_chunk_size=3), [replace(stream, arrives=0)])
         for at, logits in solo.logits[0, 0].items():
-            gap = (logits - company[number, 0][at]).abs().max().nan_to_num(nan=torch.inf)
+            gap = (logits - batch_logits[number, 0][at]).abs().max().nan_to_num(nan=torch.inf)
             largest = max(largest, float(gap))
     return largest

@@ -1,4 +1,4 @@
-"""The part of docs/matrix.md on where a cache lives, and its short form in docs/kv-cache/verify.md."""
+"""The part of docs/reference/matrix.md on storage, and its short form in docs/explanation/kv-cache/verify.md."""
 
 from __future__ import annotations
 
@@ -6,40 +6,43 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvad.cache.policy_parser import POLICIES
-from kvad.verify.round_trips import ROUND_TRIPS as HOW
+from kvad.verify.round_trips import ROUND_TRIPS
 from tests.support.matrix.cells import key
 from tests.support.matrix.lives import MESHES, WAYS, sample
 
 Cell = Callable[[str, Mapping[str, Any]], str]
 Table = Callable[[Any, Any], str]
 CHANNEL = "keys by channel"
-BEGIN, END = "<!-- where it lives: written by scripts/matrix -->", "<!-- until here -->"
+BEGIN, END = "<!-- storage table: written by scripts/matrix -->", "<!-- until here -->"
 
-HEAD = """Of each line, all rows are sent that way and come back (or stay there, spilled), in company, and what they
-say then is held against what a row says that never left. A line is a sample: in all of them every policy meets every
-format, every encoding and both topologies. "computed" after a word: nothing went that way, and the row was computed
-again, for the reason whose number follows, or because no other way is known for such rows.
+HEAD = """All sequences of a line make the round trip in one batch (or stay offloaded), and their logits are compared
+with those of sequences that never left the pool. The lines are a sample in which every policy meets every format,
+every encoding and both topologies. "computed" after a result: nothing was transferred and the sequence was recomputed,
+for the numbered reason, or because such sequences have no other way.
 
 {ways}
 """
 
 
 def pages(results: Mapping[str, Any], cell: Cell, table: Table) -> str:
-    """Both tables; ``cell`` says a result in a word, ``table`` is GitHub's."""
+    """Write both tables; ``cell`` formats a result, ``table`` a Markdown table."""
     lines = []
     for topology, encoding, policy, form in sample():
         each = (topology, encoding, policy, form)
-        lives = [cell(policy, results["lives"].get(key(*each, way), {})) for way in WAYS]
-        cut = [cell(policy, results["shards"].get(key(*each, mesh), {})) for mesh in MESHES]
-        lines.append((f"`{policy}`", f"`{form}`", encoding, topology, *lives, *cut))
+        round_trips = [cell(policy, results["lives"].get(key(*each, way), {})) for way in WAYS]
+        sharded = [cell(policy, results["shards"].get(key(*each, mesh), {})) for mesh in MESHES]
+        lines.append((f"`{policy}`", f"`{form}`", encoding, topology, *round_trips, *sharded))
     head = ("policy", "format", "encoding", "topology", *WAYS, *(f"ranks {mesh}" for mesh in MESHES))
     return HEAD.format(ways=_ways()) + table(head, lines)
 
 
 def _ways() -> str:
-    said = [f"* {name}: {HOW[each.way].description}{_changed(each.then or each.first)}" for name, each in WAYS.items()]
-    said.append("* ranks 2x1, 1x2: by kv heads, and by layers, over two processes, against one process")
-    return "\n".join(said) + "\n"
+    result = [
+        f"* {name}: {ROUND_TRIPS[each.way].description}{_changed(each.after or each.before)}"
+        for name, each in WAYS.items()
+    ]
+    result.append("* ranks 2x1, 1x2: sharded by KV heads and by layers over two processes, compared with one process")
+    return "\n".join(result) + "\n"
 
 
 def _changed(fields: Mapping[str, Any]) -> str:
@@ -47,14 +50,14 @@ def _changed(fields: Mapping[str, Any]) -> str:
 
 
 def short(results: Mapping[str, Any], table: Table) -> str:
-    """A line per policy: what all of its cells say."""
+    """Write one line per policy with the results of all of its cells."""
     lines = []
     for name in (*POLICIES, CHANNEL):
-        every = [each for each in sample() if each[0] != "encoder" and name == _name(each)]
-        lives = [[results["lives"].get(key(*each, way), {}) for each in every] for way in WAYS]
-        cut = [[results["shards"].get(key(*each, mesh), {}) for each in every] for mesh in MESHES]
-        said = (" or ".join(dict.fromkeys(map(word, some))) for some in (*lives, *cut))
-        lines.append((name if name == CHANNEL else f"`{name}`", *said))
+        policy_cells = [each for each in sample() if each[0] != "encoder" and name == _name(each)]
+        round_trips = [[results["lives"].get(key(*each, way), {}) for each in policy_cells] for way in WAYS]
+        sharded = [[results["shards"].get(key(*each, mesh), {}) for each in policy_cells] for mesh in MESHES]
+        result = (" or ".join(dict.fromkeys(map(word, some))) for some in (*round_trips, *sharded))
+        lines.append((name if name == CHANNEL else f"`{name}`", *result))
     return table(("policy", *WAYS, *(f"ranks {mesh}" for mesh in MESHES)), lines)
 
 
@@ -62,19 +65,19 @@ def _name(cell: tuple[str, str, str, str]) -> str:
     return CHANNEL if cell[3].endswith("-channel") else cell[2]
 
 
-def word(said: Mapping[str, Any]) -> str:
-    if not said:
+def word(result: Mapping[str, Any]) -> str:
+    if not result:
         return "not measured"
-    if "refused" in said:
+    if "refused" in result:
         return "refused"
-    if not said["structure"] <= 1e-10:
+    if not result["structure"] <= 1e-10:
         return "**BROKEN**"
-    computed = "computed again" if said.get("moved") == 0 else ""
-    return computed or ("own" if said.get("judge") == "own" else "exact")
+    computed = "recomputed" if result.get("moved") == 0 else ""
+    return computed or ("own" if result.get("reference") == "solo" else "exact")
 
 
-def placed(text: str, results: Mapping[str, Any], table: Table) -> str:
-    """A page with the short table between its marks."""
+def with_table(text: str, results: Mapping[str, Any], table: Table) -> str:
+    """Replace the short table between its markers in a page."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{short(results, table)}\n{END}{after}"

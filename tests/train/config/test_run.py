@@ -56,7 +56,7 @@ def test_an_empty_run_file_is_the_defaults():
 
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
-def test_a_preset_and_what_differs_from_it(name):
+def test_presets_with_overrides(name):
     plain = run(model={"preset": name}).resolve(300)
     assert (plain.vocab_size, plain.max_seq_len) == (300, 256)
     side = "encoder" if plain.decoder is None else "decoder"
@@ -91,7 +91,7 @@ def test_bert_and_t5_have_their_own_numbers_of_parameters(name, vocab, context, 
     assert choose_family(model).hf_class == reader
 
 
-# Of each preset: the sizes of vocabulary, and the context, that its docstring counts its parameters with.
+# Sizes of the vocabulary and the context for which a preset's comment states its number of parameters.
 COUNTED = {
     **dict.fromkeys(("tiny", "small", "demo", "medium", "base"), ((4096,), 256)),
     **dict.fromkeys(("transformer-tiny", "transformer-base", "transformer-big"), ((4096, 37_000), 256)),
@@ -110,12 +110,12 @@ def parameters(name, vocab, context):
 
 
 @pytest.mark.parametrize("name", MODEL_PRESETS)
-def test_the_docstrings_count_parameters(name):
+def test_comments_of_presets_state_numbers_of_parameters(name):
     if name.startswith("marian"):
-        return  # their neighbours' numbers, but for a bias at the head
+        return  # as the Transformer of the same size, but for a bias at the head
     vocabs, context = COUNTED[name]
-    text = presets.__doc__
-    (line,) = (line for line in text.splitlines() if line.startswith(f"``{name}``") and " M" in line)
+    text = Path(presets.__file__).read_text("utf-8")
+    (line,) = (line for line in text.splitlines() if line.startswith(f'    "{name}": ') and " M" in line)
     said = re.findall(r"(\d+\.(\d+)) M\b", line)
     assert [f"{parameters(name, vocab, context) / 1e6:.{len(digits)}f}" for vocab, (_, digits) in
             zip(vocabs, said, strict=True)] == [number for number, _ in said]  # fmt: skip
@@ -197,7 +197,7 @@ def test_the_multi30k_recipe_is_within_the_published_size():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
-def test_a_recipe_is_one(path):
+def test_recipes_are_valid(path):
     config = RunConfig.load(path)
     if config.objective.kind != "summarizer":
         assert config.resolve(300).hidden_size >= 32
@@ -212,7 +212,7 @@ def test_a_sources_limit_follows_the_context():
     assert run(model=table, data={"seq_len": 32}).resolve(300).encoder_input.max_seq_len == 64
 
 
-def test_another_kind_of_part_replaces_the_presets_whole():
+def test_a_part_of_another_kind_replaces_the_presets_part():
     table = {"preset": "tiny", "decoder": {"layer_types": {"L": {"mlp": {"kind": "plain", "intermediate_size": 64}}}}}
     assert run(model=table).resolve(300).decoder.layer_config(0).mlp == PlainMLPConfig(64)
     kept = {"preset": "tiny", "decoder": {"layer_types": {"L": {"mlp": {"intermediate_size": 64}}}}}
@@ -250,7 +250,7 @@ def test_the_shakespeare_recipe_is_the_published_one():
         ({"tokenizer": {"kind": "bep"}}, r"tokenizer.kind: must be one of"),
         ({"optim": {"lr": "fast"}}, r"optim.lr: must be float"),
         ({"optim": {"lr": 0}}, r"optim.lr: must be above 0, got 0"),
-        ({"train": {"steps": 0}}, r"train.steps: must be above 0"),
+        ({"train": {"steps": 0}}, r"train.steps: must be at least 1, got 0"),
         ({"train": {"batch_size": 0}}, r"train.batch_size: must be at least 1"),
         ({"optim": {"min_lr": 1.0}}, r"optim.min_lr: must be at most lr 0.001"),
         ({"optim": {"beta2": 1.0}}, r"optim.beta2: must be in \[0, 1\)"),
@@ -259,7 +259,7 @@ def test_the_shakespeare_recipe_is_the_published_one():
         ({"data": {"validation_fraction": 1.0}}, r"data.validation_fraction: must be between 0 and 1"),
     ],
 )
-def test_what_cannot_be_is_named(tables, says):
+def test_invalid_values_are_named(tables, says):
     with pytest.raises(ConfigError, match=says):
         RunConfig.from_dict(tables)
 
@@ -275,25 +275,25 @@ def test_what_cannot_be_is_named(tables, says):
         ({"vocab_size": 64}, r"model.vocab_size: must be at least 300, the tokenizer's vocabulary, got 64"),
     ],
 )
-def test_a_model_table_that_cannot_be(model, says):
+def test_invalid_model_tables_are_named(model, says):
     with pytest.raises(ConfigError, match=says):
         run(model=model).resolve(300)
 
 
-def test_files_that_are_no_run_files(tmp_path):
+def test_unreadable_run_files_are_refused(tmp_path):
     (tmp_path / "bad.toml").write_text("[train\n")
     for name, says in {"no.toml": "no such file", "bad.toml": r"bad.toml is not TOML"}.items():
         with pytest.raises(ConfigError, match=says):
             RunConfig.load(tmp_path / name)
 
 
-def test_assignments_are_json_where_they_can_be():
+def test_assignments_are_json_or_text():
     pairs = {"a": "4", "b": "1e-3", "c": "true", "d": "null", "e": "post", "f": '{"kind": "alibi"}'}
     values = {"a": 4, "b": 1e-3, "c": True, "d": None, "e": "post", "f": {"kind": "alibi"}}
     assert apply_overrides({}, pairs.items()) == {"model": {"set": values}}
 
 
-def test_a_key_begins_with_its_table_and_a_models_needs_none():
+def test_keys_without_a_table_belong_to_the_model():
     there = {"optim": {"lr": 1.0, "max_grad_norm": 2.0}, "model": {"set": {"hidden_size": 8}}}
     pairs = [("optim.lr", "3e-4"), ("data.seq_len", "64"), ("decoder.num_layers", "4"), ("model.hidden_size", "16")]
     made = apply_overrides(there, [*pairs, ("model.preset", "tiny")])
@@ -309,7 +309,7 @@ def test_a_key_begins_with_its_table_and_a_models_needs_none():
         RunConfig.from_dict(apply_overrides({}, [("optim.lrr", "1")]))
 
 
-def test_differences_are_named_but_for_what_changes_no_number():
+def test_differences_ignore_keys_without_effect_on_numbers():
     there = RunConfig(optim=OptimConfig(lr=1e-3)).to_dict()
     here = RunConfig(
         optim=OptimConfig(lr=2e-3), train=TrainConfig(eval_interval=7, save_interval=9), data=DataConfig(seq_len=8)
@@ -352,7 +352,7 @@ def changed(content, key):
     return copy
 
 
-def test_every_key_that_matters_is_said_by_name():
+def test_differences_name_every_key():
     """Of all tables, whatever is added to them: a key may change on a resume only where FREE lists it."""
     content = RunConfig.from_dict({"model": {"init": "base"}, "lora": {}, "data": {}}).to_dict()
     keys = [key for key, _ in leaves(content) if not key.startswith("model.")]

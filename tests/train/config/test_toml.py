@@ -1,4 +1,4 @@
-"""A run's configuration as a file: what is written reads back as the same run, and trains the same weights."""
+"""Run files as text: they read back as the same run and train the same weights."""
 
 import string
 import tomllib
@@ -20,11 +20,11 @@ VALUES = st.recursive(PLAIN, lambda v: st.lists(v, max_size=3) | st.dictionaries
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
-def test_what_is_written_reads_back(content):
+def test_written_toml_reads_back(content):
     assert tomllib.loads(dumps(content)) == content
 
 
-def test_it_is_readable():
+def test_format_of_the_text():
     content = {"a": 1, "b": {"c": {"d": "x"}, "e": [1.5, {"f g": True}]}, "h": {}}
     assert dumps(content) == 'a = 1\n\n[b]\ne = [1.5, { "f g" = true }]\n\n[b.c]\nd = "x"\n\n[h]\n'
     assert dumps({}) == ""
@@ -56,7 +56,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("content", CONFIGS, ids=str)
-def test_a_run_file_is_the_same_run(content):
+def test_a_run_file_reads_back_as_the_same_run(content):
     config = RunConfig.from_dict(content)
     again = RunConfig.from_dict(tomllib.loads(format_run_file(config, ["corpus"])))
     there, here = config.to_dict(), again.to_dict()
@@ -66,7 +66,7 @@ def test_a_run_file_is_the_same_run(content):
     assert there == here and again.init == config.init
 
 
-def test_a_run_s_own_file_trains_it_again(corpus, tmp_path, run_config, listener):
+def test_a_runs_file_trains_the_same_weights(corpus, tmp_path, run_config, listener):
     train_model(run_config(steps=4), [corpus], tmp_path / "one")
     text = (tmp_path / "one" / RUN_FILE).read_text()
     assert f'# CORPUS: ["{corpus}"]' in text and "[optim]" in text and 'kind = "next-token"' in text

@@ -1,4 +1,4 @@
-"""Packing: who shares a row, that nothing is lost unsaid, and that no packing changes a gradient."""
+"""Packing: rows, lost tokens, and gradients that are independent of the packing."""
 
 import dataclasses
 import itertools
@@ -12,13 +12,13 @@ from kvad.model.no_cache import NoCache
 from kvad.train.config.run import RunConfig
 from kvad.train.data import packing
 from kvad.train.data.collate import CollateConfig, Segment, collate_rows, split_segments
-from kvad.train.data.document_dataset import DocumentDataset
+from kvad.train.data.document_packer import DocumentPacker
+from kvad.train.data.packed_dataset import PackedDataset
 from kvad.train.data.packing import pack_rows, split_windows
-from kvad.train.data.pair_dataset import PairDataset
-from kvad.train.objectives.cross_entropy import Autocast, accumulate_gradients
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 from tests.support.random_models import build, model_config
-from tests.train.data.test_document_dataset import Tokens
-from tests.train.data.test_pair_dataset import MANY, PAD, SMALL, Pairs, model  # noqa: F401
+from tests.train.data.test_document_packer import Tokens
+from tests.train.data.test_text_packer import MANY, SMALL, Pairs, model, pair_dataset  # noqa: F401
 
 EXACT = Autocast("fp32", "cpu")
 
@@ -31,10 +31,10 @@ def column(*lengths):
     return np.array(lengths)[:, None]
 
 
-# ---------------------------------------------------------------- who shares a row
+# ---------------------------------------------------------------- rows
 
 
-def test_the_worked_examples():
+def test_docstring_examples():
     assert rows_of(pack_rows(column(3, 5, 4, 2, 6), 8, "first-fit", crop=True)) == [[[6], [2]], [[5], [3]], [[4]]]
     assert rows_of(pack_rows(column(7, 7, 7), 8, "first-fit", crop=True)) == [[[7]], [[7]], [[7]]]
     assert rows_of(pack_rows(column(7, 7, 7), 8, "best-fit", crop=True)) == [[[7], [1]], [[7]]]
@@ -44,7 +44,7 @@ def test_the_worked_examples():
 
 @pytest.mark.parametrize("sides", [1, 2])
 @pytest.mark.parametrize("pool", [4096, 37])
-def test_first_fit_decreasing_is_the_plain_definition(monkeypatch, sides, pool):
+def test_first_fit_equals_its_definition(monkeypatch, sides, pool):
     monkeypatch.setattr(packing, "OPEN_ROWS", pool)
     lengths = np.random.default_rng(0).integers(1, 33, (200, sides))
     packed = pack_rows(lengths, 32, "first-fit", crop=sides == 1)
@@ -66,7 +66,7 @@ def test_first_fit_decreasing_is_the_plain_definition(monkeypatch, sides, pool):
 
 
 @pytest.mark.parametrize(("fit", "crop"), [("first-fit", True), ("best-fit", True), ("best-fit", False)])
-def test_rows_are_never_overfull_and_every_piece_is_in_one(fit, crop):
+def test_every_piece_is_in_one_row_that_has_room(fit, crop):
     lengths = np.random.default_rng(1).integers(1, 65, (500, 1 if crop else 2))
     packed = pack_rows(lengths, 64, fit, crop=crop)
     assert sorted(packed.pieces) == list(range(500))
@@ -77,8 +77,8 @@ def test_rows_are_never_overfull_and_every_piece_is_in_one(fit, crop):
         assert all(np.sum(row) == 64 for row in rows_of(packed)[:-1]), "every row but the last is full"
 
 
-def test_nothing_is_packed_into_nothing():
-    assert pack_rows(np.empty((0, 1), int), 8, "first-fit", crop=True).num_rows == 0
+def test_no_pieces_give_no_rows():
+    assert rows_of(pack_rows(np.empty((0, 1), int), 8, "first-fit", crop=True)) == []
 
 
 # ---------------------------------------------------------------- documents
@@ -88,78 +88,81 @@ def config(context=16, batch=3, **data):
     return RunConfig.from_dict({"data": {"seq_len": context, **data}, "train": {"batch_size": batch}})
 
 
+def document_dataset(store, config):
+    return PackedDataset(DocumentPacker(store, config), config)
+
+
 STORE = Tokens(5, 40, 1, 9, 16, 3, 17, 8, 33, 2, 7, 12)  # longer than a row, as long as one, and a lone separator
 PACKINGS = ["split", "first-fit", "best-fit"]
 
 
 def pairs_of(rows):
-    """(what is read, what is said) of every token of some rows, as a multiset."""
+    """Input and target of every token of the rows, sorted."""
     return sorted((int(t), int(s)) for row in rows for part in row for t, s in zip(*part[:2], strict=True))
 
 
 @pytest.mark.parametrize("fit", ["first-fit", "best-fit"])
-def test_every_document_is_read_once_an_epoch_and_says_the_same_as_in_the_circle(fit):
-    data = DocumentDataset(STORE, config(packing=fit))
-    use, source = data.packing_stats(), data._sources[0]
-    circle = pairs_of(data.training.segments(np.array([0]), len(data.training)))
+def test_epoch_has_the_same_targets_as_the_split_stream(fit):
+    data = document_dataset(STORE, config(packing=fit))
+    use, source, training = data.packing_stats(), data.packer.sources[0], data.packer.training
+    circle = pairs_of(training.segments(np.array([0]), len(training)))
     for epoch in range(3):
-        per_epoch = len(source._plan(epoch).order)
-        begin = sum(len(source._plan(e).order) for e in range(epoch))
+        per_epoch = len(source.plan(epoch).order)
+        begin = sum(len(source.plan(e).order) for e in range(epoch))
         rows = data.rows(np.arange(begin, begin + per_epoch))
         if fit == "first-fit":
-            assert pairs_of(rows) == circle, "every token once, and what stands behind it is said"
+            assert pairs_of(rows) == circle, "every token once, with its next token"
         else:
             assert len(pairs_of(rows)) < len(circle) and set(pairs_of(rows)) <= set(circle)
             assert sum(sum(len(part.tokens) for part in row) < 16 for row in rows) <= 1, "all rows but one are full"
-    assert use.num_used + use.num_cropped == len(data.training)
+    assert use.num_used + use.num_cropped == len(training)
     assert (use.num_cropped == 0) == (fit == "first-fit") and use.capacity == use.rows * 16
 
 
-def test_each_epoch_cuts_at_a_fresh_offset():
-    data = DocumentDataset(Tokens(*[100] * 12), config(packing="first-fit"))
-    begins = [set((plan.begin[plan.begin > 0] % 16).tolist()) for plan in map(data._sources[0]._plan, range(4))]
+def test_each_epoch_has_new_offsets():
+    (source,) = document_dataset(Tokens(*[100] * 12), config(packing="first-fit")).packer.sources
+    layouts = [source.plan(epoch).layout for epoch in range(4)]
+    begins = [set((layout.begin[layout.begin > 0] % 16).tolist()) for layout in layouts]
     assert len(set(map(tuple, begins))) == 4 and all(len(found) > 3 for found in begins)
 
 
 @pytest.mark.parametrize("fit", PACKINGS)
-def test_the_order_is_the_same_wherever_one_begins(fit):
-    """Also an uneven end of an epoch, and a corpus shorter than a batch: a step goes on in the next epoch."""
+def test_rows_are_independent_of_the_first_step(fit):
+    """Includes an uneven end of an epoch, and a corpus shorter than a batch: the step continues in the next epoch."""
     for store, batch in ((STORE, 4), (Tokens(9, 8, 12), 40)):
 
         def steps(numbers):
-            data = DocumentDataset(store, config(packing=fit, context=8, batch=batch))  # noqa: B023
+            data = document_dataset(store, config(packing=fit, context=8, batch=batch))  # noqa: B023
             return {n: [b.model_input.token_ids.tolist() for b in data.micro_batches(n)] for n in numbers}
 
         through = steps(range(9))
         assert steps([7, 2, 8, 0]) == {n: through[n] for n in (7, 2, 8, 0)}
         assert len({str(step) for step in through.values()}) == 9
-        assert all(
-            len(DocumentDataset(store, config(packing=fit, batch=batch)).rows(np.arange(batch))) == batch for _ in "1"
-        )
+        assert len(document_dataset(store, config(packing=fit, batch=batch)).rows(np.arange(batch))) == batch
 
 
 @pytest.mark.parametrize("fit", PACKINGS)
-def test_an_uneven_last_batch_is_evaluated_to_the_last_token(fit):
-    data = DocumentDataset(STORE, config(packing=fit, validation_fraction=0.5, batch=2, context=8))
+def test_evaluation_includes_an_uneven_last_batch(fit):
+    data = document_dataset(STORE, config(packing=fit, validation_fraction=0.5, batch=2, context=8))
     batches = list(data.evaluation())
-    assert sum(len(batch.model_input.token_ids) for batch in batches) == len(data.validation) - 1
+    assert sum(len(batch.model_input.token_ids) for batch in batches) == len(data.packer.validation) - 1
     assert len({batch.model_input.sub_batches[0] for batch in batches}) > 1
 
 
-def test_a_packing_that_an_order_cannot_have_is_refused():
+def test_packing_that_an_order_does_not_support_is_refused():
     with pytest.raises(ConfigError, match=r"data.packing: first-fit packs whole documents"):
-        DocumentDataset(STORE, config(packing="first-fit", order="windows"))
+        document_dataset(STORE, config(packing="first-fit", order="windows"))
     with pytest.raises(ConfigError, match=r"must be first-fit or best-fit for pairs"):
-        PairDataset(MANY, config(packing="split"), 0, PAD)
+        pair_dataset(MANY, config(packing="split"))
 
 
-def test_what_packing_made_of_the_tokens_is_told():
-    told = DocumentDataset(Tokens(*range(5, 60)), config(packing="first-fit", context=32)).summary()[1]
+def test_summary_reports_packing():
+    told = document_dataset(Tokens(*range(5, 60)), config(packing="first-fit", context=32)).summary()[1]
     assert told.startswith("packed by first-fit: ") and "0.0% of the tokens cropped" in told
-    assert "100.0% filled, 0.0% padding" in DocumentDataset(Tokens(*range(5, 60)), config()).summary()[1]
+    assert "100.0% filled, 0.0% padding" in document_dataset(Tokens(*range(5, 60)), config()).summary()[1]
 
 
-def test_a_token_beyond_the_vocabulary_is_refused():
+def test_token_outside_the_vocabulary_is_refused():
     rows = [[Segment(np.array([3, 70000]), np.array([1, 2]))]]
     with pytest.raises(DataError, match=r"token id 70,000 is outside the model's vocabulary of 300"):
         collate_rows(rows, CollateConfig(8, vocab_size=300))
@@ -171,13 +174,14 @@ def test_a_token_beyond_the_vocabulary_is_refused():
 def gradient(net, batches):
     net.zero_grad()
     total = sum(len(batch.targets) for batch in batches)
-    summed = sum(accumulate_gradients(net, batch, NoCache(net.config), total, EXACT) for batch in batches)
+    summed = sum(CrossEntropyObjective(net, EXACT).accumulate_gradients(batch, total) for batch in batches)
     return summed, torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
-def assert_packed_is_unpacked(net, batch):
+def assert_packed_is_unpacked(net, rows, shape):
+    batch = collate_rows(rows, shape)
     summed, got = gradient(net, [batch])
-    loss, expected = gradient(net, list(split_segments(batch)))
+    loss, expected = gradient(net, list(split_segments(rows, shape)))
     assert summed == pytest.approx(loss, rel=1e-12)
     assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
     blind = batch._replace(model_input=batch.model_input._replace(document_ids=None))
@@ -190,34 +194,32 @@ def decoder(request):
 
 
 @pytest.mark.parametrize(("fit", "reset"), [("split", True), ("first-fit", False), ("best-fit", True)])
-def test_packed_gradients_are_those_of_documents_alone(decoder, fit, reset):
-    data = DocumentDataset(STORE, config(packing=fit, reset_positions=reset))
-    batch = data.micro_batches(1)[0]
+def test_packed_gradients_equal_those_of_single_documents(decoder, fit, reset):
+    data = document_dataset(STORE, config(packing=fit, reset_positions=reset))
+    rows = data.rows(np.arange(3, 6))
+    batch = collate_rows(rows, data.shape)
     assert batch.model_input.document_ids is not None and batch.model_input.document_ids.max() >= 1
     assert (
         bool((batch.model_input.positions.view(batch.model_input.sub_batches[0].num_seqs, -1).diff() < 0).any())
         == reset
     )
-    assert_packed_is_unpacked(decoder, batch)
+    assert_packed_is_unpacked(decoder, rows, data.shape)
 
 
 @pytest.mark.parametrize(("fit", "reset"), [("first-fit", True), ("best-fit", False)])
-def test_packed_gradients_are_those_of_pairs_alone(model, fit, reset):  # noqa: F811
-    data = PairDataset(
-        Pairs(*((1 + i % 7, 1 + i % 5) for i in range(30))), config(12, packing=fit, reset_positions=reset), 2, PAD
-    )
-    batch = data.micro_batches(0)[0]
-    assert (batch.model_input.document_ids < 0).any() and len(list(split_segments(batch))) > len(
-        batch.model_input.token_ids
-    ) / 12
-    assert_packed_is_unpacked(model, batch)
+def test_packed_gradients_equal_those_of_single_pairs(model, fit, reset):  # noqa: F811
+    pairs = Pairs(*((1 + i % 7, 1 + i % 5) for i in range(30)))
+    data = pair_dataset(pairs, config(12, packing=fit, reset_positions=reset), 2)
+    rows = data.rows(np.arange(3))
+    assert (collate_rows(rows, data.shape).model_input.document_ids < 0).any() and sum(map(len, rows)) > len(rows)
+    assert_packed_is_unpacked(model, rows, data.shape)
 
 
-# ---------------------------------------------------------------- the switches
+# ---------------------------------------------------------------- reset and isolate
 
 
 def naive(net, rows, reset, isolate):
-    """Logits of every row's tokens by a mask written down by (document, position), one row at a time."""
+    """Logits of every row's tokens with an explicit mask by (document, position), one row at a time."""
     out = []
     for row in rows:
         tokens = np.concatenate([part.tokens for part in row])
@@ -231,7 +233,7 @@ def naive(net, rows, reset, isolate):
 
 
 def by_hand(net, tokens, positions, seen):
-    """A pre-norm decoder with an attention of our own: distances are those of ``positions``, the mask is ``seen``."""
+    """Logits with a reference attention: distances are those of ``positions``, the mask is ``seen``."""
 
     class Plain:
         def open(self, step):
@@ -264,8 +266,8 @@ def turned(x, positions, rotary):
 
 @pytest.mark.parametrize("fit", ["split", "first-fit"])
 @pytest.mark.parametrize(("reset", "isolate"), list(itertools.product([True, False], repeat=2)))
-def test_the_switches_are_a_mask_by_document_and_position(decoder, fit, reset, isolate):
-    data = DocumentDataset(STORE, config(packing=fit, reset_positions=reset, isolate_documents=isolate))
+def test_reset_and_isolate_equal_an_explicit_mask(decoder, fit, reset, isolate):
+    data = document_dataset(STORE, config(packing=fit, reset_positions=reset, isolate_documents=isolate))
     rows = data.rows(np.arange(3))
     batch = collate_rows(rows, data.shape)
     hidden = decoder(batch.model_input, NoCache(decoder.config, exact_rope=True))
@@ -276,7 +278,7 @@ def test_the_switches_are_a_mask_by_document_and_position(decoder, fit, reset, i
     assert (got - naive(decoder, rows, reset, not isolate)).abs().max() > 1e-4, "the other mask is another model"
 
 
-def test_a_window_counts_the_tokens_of_the_row_where_documents_are_not_isolated():
+def test_window_counts_tokens_of_the_row_without_isolation():
     from kvad.model_input import AttentionPattern, TokenPositions
 
     rows = [[Segment(np.arange(3), np.arange(3)), Segment(np.arange(4), np.arange(4))]]
@@ -293,14 +295,14 @@ def test_a_window_counts_the_tokens_of_the_row_where_documents_are_not_isolated(
         assert torch.equal(reach.visible(mark, mark), reach.visible(TokenPositions(plain), TokenPositions(plain)))
 
 
-def test_pairs_that_are_not_isolated_see_all_sources_of_their_row_and_no_padding(model):  # noqa: F811
-    data = PairDataset(SMALL, config(12, isolate_documents=False, validation_fraction=0.2), 1, PAD)
+def test_pairs_without_isolation_attend_to_all_sources_but_no_padding(model):  # noqa: F811
+    data = pair_dataset(SMALL, config(12, isolate_documents=False, validation_fraction=0.2), 1)
     rows = data.rows(np.arange(2))
     batch = collate_rows(rows, data.shape)
     assert batch.model_input.document_ids is None and (batch.model_input.encoder_input.causal_order < 0).any()
     logits = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
     changed = batch.model_input.encoder_input.token_ids.clone()
-    changed[batch.model_input.encoder_input.causal_order < 0] = 7  # what the padding holds is nobody's business
+    changed[batch.model_input.encoder_input.causal_order < 0] = 7  # no token attends to padding
     other = batch.model_input._replace(encoder_input=batch.model_input.encoder_input._replace(token_ids=changed))
     assert torch.equal(logits, model.logits(model(other, NoCache(model.config)), batch.model_input.logit_indices))
     first = changed.clone()

@@ -1,4 +1,4 @@
-"""Rows in the order of the corpus: a stream's are a store's, wherever one begins; and mixtures."""
+"""Rows in corpus order: equal from a stream and a store and from any start; and mixtures."""
 
 import gzip
 import json
@@ -12,14 +12,15 @@ from kvad.text import base
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.data import token_store
-from kvad.train.data.document_dataset import DocumentDataset, MixtureSource
-from kvad.train.data.packing import BLOCK, MixtureRows
-from kvad.train.data.streaming import Cursor, StreamingDataset, stream_store, stream_texts
+from kvad.train.data.document_packer import DocumentPacker
+from kvad.train.data.packed_dataset import MixtureSource, PackedDataset
+from kvad.train.data.row_sources import BLOCK, MixtureRows
+from kvad.train.data.streaming import Cursor, ShuffleBuffer, StreamItem, StreamPacker, stream_store, stream_texts
 from kvad.train.data.token_store import open_store
 from kvad.train.sources import formats
 from kvad.train.sources.documents import open_corpus
 from kvad.train.sources.pairs import PairPaths, open_pairs
-from tests.train.data.test_document_dataset import Tokens
+from tests.train.data.test_document_packer import Tokens
 
 BYTE = train_tokenizer("byte", [])
 PAIRED = train_tokenizer("byte", [], specials=("bos", "eos", "pad"))
@@ -32,7 +33,7 @@ def config(order="stream", context=16, shuffle=8, **data):
 
 @pytest.fixture
 def texts(tmp_path):
-    """Documents of every length, one far longer than a piece, one empty line among them, two files compressed."""
+    """Documents of many lengths, one longer than a piece, with an empty line, two files compressed."""
     folder = tmp_path / "texts"
     folder.mkdir()
     random = np.random.default_rng(0)
@@ -48,7 +49,7 @@ def texts(tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Pieces of 300 characters, blocks of 64 bytes, batches of 500: the seams are everywhere."""
+    """Pieces of 300 characters, blocks of 64 bytes, batches of 500: boundaries everywhere."""
     monkeypatch.setattr(base, "MAX_PIECE_CHARS", 300)
     monkeypatch.setattr(base, "split_text", partial(base.split_text, limit=300))
     monkeypatch.setattr(formats, "READ_CHUNK", 64)
@@ -56,7 +57,7 @@ def small(monkeypatch):
 
 
 def sources(kind, texts, tmp_path):
-    """The same texts by the same rule, from the texts themselves and from a store."""
+    """The same items from texts and from a store."""
     if kind == "pairs":
         tsv = tmp_path / "pairs.tsv"
         tsv.write_text(
@@ -70,7 +71,8 @@ def sources(kind, texts, tmp_path):
 
 
 def data(units, pairs, **settings):
-    return StreamingDataset([(units, 1.0)], config(**settings), 0, pairs=pairs, description="tokens")
+    run = config(**settings)
+    return PackedDataset(StreamPacker([(units, 1.0)], run, pairs=pairs, description="tokens"), run)
 
 
 def plain(rows):
@@ -82,7 +84,7 @@ KINDS = [("documents", "split"), ("documents", "first-fit"), ("documents", "best
 
 @pytest.mark.parametrize(("kind", "packing"), KINDS)
 @pytest.mark.parametrize("shuffle", [1, 8])
-def test_a_stream_gives_the_rows_of_a_store(texts, small, tmp_path, kind, packing, shuffle):
+def test_stream_and_store_give_equal_rows(texts, small, tmp_path, kind, packing, shuffle):
     stream, stored, store = sources(kind, texts, tmp_path)
     assert kind == "pairs" or len(store.document_starts) > 5, "some documents come in pieces"
     pairs = kind == "pairs"
@@ -93,35 +95,36 @@ def test_a_stream_gives_the_rows_of_a_store(texts, small, tmp_path, kind, packin
         x.model_input.token_ids.tolist() for x in b.evaluation()
     ]
     if pairs:
-        assert a.sources[0].left_out and "left out so far" in a.summary()[1] and a.examples(2) == b.examples(2)
+        assert a.packer.sources[0].left_out and "left out so far" in a.summary()[1]
+        assert a.packer.examples(2) == b.packer.examples(2)
 
 
 @pytest.mark.parametrize(("kind", "packing"), KINDS)
-def test_rows_are_the_same_wherever_one_begins(texts, small, tmp_path, kind, packing):
-    """From the beginning, and from the four integers that a checkpoint holds."""
+def test_rows_are_independent_of_the_start(texts, small, tmp_path, kind, packing):
+    """From the beginning, and from the cursor in a checkpoint."""
     stream, stored, _ = sources(kind, texts, tmp_path)
     through = data(stored, kind == "pairs", packing=packing)
     expected, cursors = [], []
     for number in range(500):
         expected += plain(through.rows(np.array([number])))
-        cursors.append(json.loads(json.dumps(through.position())))
+        cursors.append(json.loads(json.dumps(through.packer.position())))
     assert len({str(c) for c in cursors}) > 5 and Cursor(*cursors[-1][0]).epoch > 0
     again = data(stored, kind == "pairs", packing=packing)
     for number in (450, 3, 77, 199, 0):
         assert plain(again.rows(np.array([number]))) == expected[number : number + 1]
     for number in (60, 130, 440):
         resumed = data(stream, kind == "pairs", packing=packing)
-        resumed.seek(cursors[number])
-        asked = []
-        resumed.sources[0]._items, real = lambda place: (asked.append(place), real(place))[1], resumed.sources[0]._items  # noqa: B023
+        resumed.packer.seek(cursors[number])
+        asked, (source,) = [], resumed.packer.sources
+        source._items, real = lambda place: (asked.append(place), real(place))[1], source._items  # noqa: B023
         assert plain(resumed.rows(np.arange(number, number + 5))) == expected[number : number + 5]
-        assert asked[0] == Cursor(*cursors[number][0]).item, "what is before is not encoded again"
+        assert asked[0] == Cursor(*cursors[number][0]).item, "earlier items are not encoded again"
 
 
-def test_every_token_is_read_once_an_epoch_and_says_what_stands_behind_it(texts, small, tmp_path):
+def test_epoch_has_every_token_and_its_next_token_once(texts, small, tmp_path):
     _, stored, _store = sources("documents", texts, tmp_path)
     found = data(stored, pairs=False, shuffle=3)
-    source = found.sources[0]
+    source = found.packer.sources[0]
     units = [unit for unit in stored(0) if not source.is_held_out(unit.item_index)]
     wanted = [
         pair
@@ -141,9 +144,9 @@ def test_every_token_is_read_once_an_epoch_and_says_what_stands_behind_it(texts,
     assert 0.05 < len(held) / len({unit.item_index for unit in stored(0)}) < 0.5
 
 
-def test_a_document_that_goes_on_in_a_piece_held_out_has_nothing_behind_it(texts, small, tmp_path):
+def test_piece_before_a_held_out_piece_has_no_next_token(texts, small, tmp_path):
     _, stored, _store = sources("documents", texts, tmp_path)
-    source = data(stored, pairs=False).sources[0]
+    source = data(stored, pairs=False).packer.sources[0]
     ends = [
         u.next_token
         for u in source._split_items(0, held_out=False)
@@ -157,15 +160,34 @@ def test_a_document_that_goes_on_in_a_piece_held_out_has_nothing_behind_it(texts
     )
 
 
-def test_pieces_are_the_whole_documents_tokens(texts, small, tmp_path):
-    """Cut or not, a text's tokens are the same."""
+def test_pieces_have_the_tokens_of_the_document(texts, small, tmp_path):
+    """Tokens of a text are independent of its pieces."""
     stream, _, store = sources("documents", texts, tmp_path)
     whole = [np.array([BYTE.special_tokens.separator, *text.encode()]) for text in open_corpus([texts]).texts()]
     assert np.concatenate([u.tokens for u in stream(0)]).tolist() == np.concatenate(whole).tolist()
     assert store.num_documents == len(whole)
 
 
-def test_what_cannot_be_streamed_is_refused(texts, tmp_path):
+@pytest.mark.parametrize("packing", ["split", "first-fit", "best-fit"])
+def test_pieces_and_texts_without_a_token(packing):
+    """A word tokenizer gives no token for blanks: targets stay those of the tokens before them."""
+    tokens = [[0, 1, 2, 3], [], [4, 5], [0, 6, 7], []]
+    ends = [(True, False), (False, False), (False, True), (True, False), (False, True)]
+    next_tokens = [-1, 4, 0, -1, 0]  # unknown before an empty piece
+    items = [
+        StreamItem(number, np.array(ids, np.int64), next_token, *bounds)
+        for number, (ids, next_token, bounds) in enumerate(zip(tokens, next_tokens, ends, strict=True))
+    ]
+    fit = None if packing == "split" else packing
+    source = ShuffleBuffer(lambda index: iter(items[index:]), 16, fit, 8, 1e-9, 0)
+    segments = [segment for row in source.rows(np.arange(20)) for segment in row]
+    assert all(len(segment.tokens) == len(segment.targets) for segment in segments)
+    found = {token: target for part in segments for token, target in zip(*(x.tolist() for x in part[:2]), strict=True)}
+    expected = {1: 2, 2: 3, 3: -1, 4: 5, 5: 0, 6: 7, 7: -1}
+    assert {token: target for token, target in found.items() if token} == expected
+
+
+def test_unsupported_streams_are_refused(texts, tmp_path):
     (tmp_path / "one.txt").write_text("one document alone " * 50)
     units = stream_texts(open_corpus([tmp_path / "one.txt"]), BYTE)
     with pytest.raises(DataError, match=r"too few texts to hold out a fraction of 0.2|no text is left to train on"):
@@ -173,7 +195,7 @@ def test_what_cannot_be_streamed_is_refused(texts, tmp_path):
     tables = config().to_dict()
     tables["train"]["eval_tokens"] = 0
     with pytest.raises(ConfigError, match=r"train.eval_tokens: must be above 0"):
-        StreamingDataset([(units, 1.0)], RunConfig.from_dict(tables), 0, pairs=False, description="")
+        StreamPacker([(units, 1.0)], RunConfig.from_dict(tables), pairs=False, description="")
     with pytest.raises(ConfigError, match=r"must be first-fit or best-fit for pairs"):
         data(units, pairs=True, packing="split")
 
@@ -189,7 +211,7 @@ class Numbered:
         return [(self.name, int(n)) for n in numbers]
 
 
-def test_weights_hold_within_sampling_error_and_rows_are_taken_in_their_order():
+def test_mixture_follows_weights_and_keeps_each_order():
     mixed = MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
     count = 20 * BLOCK
     rows = mixed.rows(np.arange(count))
@@ -205,16 +227,16 @@ def test_weights_hold_within_sampling_error_and_rows_are_taken_in_their_order():
 
 
 @pytest.mark.parametrize("packing", ["split", "first-fit"])
-def test_a_mixture_of_documents_is_seekable_and_reads_all_of_them(packing):
+def test_mixture_of_documents_is_seekable(packing):
     store = Tokens(*[30] * 40)
     parts = [MixtureSource(0, 20, 3.0), MixtureSource(20, 40, 1.0)]
 
     def made():
-        return DocumentDataset(store, config("epochs", packing=packing, context=15), parts)
+        return DocumentPacker(store, config("epochs", packing=packing, context=15), parts)
 
     through = made()
-    rows = plain(through.rows(np.arange(300)))
-    assert plain(made().rows(np.arange(200, 210))) == rows[200:210]
+    rows = plain(through.source.rows(np.arange(300)))
+    assert plain(made().source.rows(np.arange(200, 210))) == rows[200:210]
     first = sum(max(part[0]) < 200 for row in rows for part in row[:1])
     assert 0.6 < first / 300 < 0.9
     assert len(through.validation) + len(through.training) == store.num_tokens

@@ -1,4 +1,4 @@
-"""Documents become shards of ids that are found again, and made again only when something changed."""
+"""Token store: shards, reuse, and rewriting after a change."""
 
 import os
 
@@ -46,7 +46,7 @@ def test_batches_of_documents_do_not_change_the_tokens(texts, tmp_path, monkeypa
     assert stream(open_store(tmp_path / "data", open_corpus([texts]), BYTE)[0]) == EXPECTED
 
 
-def test_a_store_is_found_again_until_something_changes(texts, tmp_path):
+def test_store_is_reused_until_something_changes(texts, tmp_path):
     folder = tmp_path / "data"
     corpus = open_corpus([texts])
     first, _ = open_store(folder, corpus, BYTE)
@@ -60,8 +60,8 @@ def test_a_store_is_found_again_until_something_changes(texts, tmp_path):
     assert not open_store(folder, open_corpus([texts]), char)[1]
 
 
-def test_what_accepts_the_tokens_reads_them_on(texts, tmp_path):
-    """It is given one store, before and after it has its name."""
+def test_accept_receives_the_store(texts, tmp_path):
+    """It receives the same store, before and after the folder is renamed."""
     accepted = []
     for known in (False, True):
         store, found = open_store(tmp_path / "data", open_corpus([texts]), BYTE, accept=accepted.append)
@@ -70,14 +70,14 @@ def test_what_accepts_the_tokens_reads_them_on(texts, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokens-00000.bin", "offsets.bin", "manifest.json"])
-def test_a_damaged_store_is_made_again(texts, tmp_path, name):
+def test_damaged_store_is_rewritten(texts, tmp_path, name):
     open_store(tmp_path / "data", open_corpus([texts]), BYTE)
     os.truncate(tmp_path / "data" / name, 3)
     store, found = open_store(tmp_path / "data", open_corpus([texts]), BYTE)
     assert not found and stream(store) == EXPECTED
 
 
-def test_a_full_disk_leaves_the_old_store(texts, tmp_path, monkeypatch):
+def test_full_disk_keeps_the_old_store(texts, tmp_path, monkeypatch):
     open_store(tmp_path / "data", open_corpus([texts]), BYTE)
     (texts / "b.txt").write_text("3")
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: what they hold, when they are told of, what goes wrong."""
+"""Asynchronous checkpoints: contents, order, errors."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def saver_of(weights, disk, beside=True):
     )
 
 
-def test_what_is_written_is_what_was_there_between_the_steps():
+def test_a_save_holds_the_state_between_two_steps():
     weights, disk = {"a": torch.ones(4), "b": torch.zeros(2, 2)}, Disk()
     saver = saver_of(weights, disk)
     saver.save()
@@ -78,7 +78,7 @@ def test_one_is_in_flight_and_the_next_waits():
     assert saver.finished() == [("folder 1", 1), ("folder 2", 2)]
 
 
-def test_what_the_disk_refuses_is_raised_in_training():
+def test_save_errors_are_raised_in_training():
     disk = Disk()
     saver = saver_of({"a": torch.ones(1)}, disk)
     disk.error = SaveError("cannot save: No space left")
@@ -89,7 +89,7 @@ def test_what_the_disk_refuses_is_raised_in_training():
     assert saver.finished() == []
 
 
-def test_an_error_that_is_on_its_way_is_not_hidden_by_another():
+def test_a_save_error_does_not_hide_another_error():
     disk = Disk()
     saver = saver_of({"a": torch.ones(1)}, disk)
     disk.error = SaveError("later")
@@ -98,7 +98,7 @@ def test_an_error_that_is_on_its_way_is_not_hidden_by_another():
     saver.close()  # as training does when it ends with an error of its own
 
 
-def test_at_once_where_that_is_asked():
+def test_synchronous_saves():
     disk = Disk()
     saver = saver_of({"a": torch.ones(1)}, disk, beside=False)
     disk.let.release()
@@ -108,7 +108,7 @@ def test_at_once_where_that_is_asked():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("beside", [True, False])
-def test_what_is_not_finite_is_not_saved(value, beside):
+def test_nonfinite_weights_are_not_saved(value, beside):
     disk, weights = Disk(), {"fine": torch.ones(3), "bad.weight": torch.tensor([1.0, value])}
     with pytest.raises(NumericalError, match=r"step 1: bad.weight is no longer finite; no checkpoint was saved"):
         saver_of(weights, disk, beside).save()
@@ -135,7 +135,7 @@ def hashes(path):
 @pytest.mark.parametrize(
     "optim", [{}, {"ema_decay": 0.9}, {"average_last": 2, "average_interval": 2}], ids=["adamw", "ema", "average"]
 )
-def test_beside_or_at_once_the_bytes_are_the_same(corpus, tmp_path, run_config, optim):
+def test_asynchronous_and_synchronous_saves_are_equal(corpus, tmp_path, run_config, optim):
     for name in ("beside", "once"):
         config = run_config(
             steps=6, save_interval=2, keep_checkpoints=3, keep_best=False, async_save=name == "beside", **optim
@@ -169,7 +169,7 @@ class Held(Callback):
         self.told.append(path.name)
 
 
-def test_training_goes_on_while_a_save_is_written(corpus, tmp_path, run_config, monkeypatch):
+def test_training_continues_during_a_save(corpus, tmp_path, run_config, monkeypatch):
     held = Held(monkeypatch, until=4)
     out = tmp_path / "run"
     train_model(
@@ -215,7 +215,7 @@ def test_a_folder_that_becomes_read_only_leaves_the_last_checkpoint(corpus, tmp_
     assert open_folder(out, verify=True).path.name == "step-00000005"
 
 
-def test_weights_that_an_update_broke_are_not_saved(corpus, tmp_path, run_config, monkeypatch):
+def test_weights_broken_by_an_update_are_not_saved(corpus, tmp_path, run_config, monkeypatch):
     """The loss of that step was fine; only the next would tell."""
     real, calls = OptimizersContainer.step, iter(range(1, 100))
 
@@ -230,7 +230,7 @@ def test_weights_that_an_update_broke_are_not_saved(corpus, tmp_path, run_config
     assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
-def test_memory_that_runs_out_in_a_step_says_the_plan(corpus, tmp_path, run_config):
+def test_out_of_memory_in_a_step_states_the_estimate(corpus, tmp_path, run_config):
     class Hungry(Callback):
         def on_step(self, report):
             if report.step == 7:
@@ -256,7 +256,7 @@ def judged(monkeypatch):
     return make
 
 
-def test_the_best_is_saved_when_it_is_found_and_stays(corpus, tmp_path, run_config, judged, listener):
+def test_the_best_step_is_saved_and_kept(corpus, tmp_path, run_config, judged, listener):
     judged(3.0, 2.0, 2.5, math.nan, 2.0, 2.1)
     out = tmp_path / "run"
     outcome = train_model(run_config(eval_interval=2, save_interval=5), [corpus], out, callbacks=[listener])
@@ -275,7 +275,7 @@ def test_without_keep_best_only_the_newest_stay(corpus, tmp_path, run_config, ju
     assert [step for _, step in listener.saves] == [5, 10, 12] and not (tmp_path / "run" / "best").is_symlink()
 
 
-def test_a_resume_goes_on_from_the_newest_and_remembers_the_best(corpus, tmp_path, run_config, judged):
+def test_resume_uses_the_newest_step_and_keeps_the_best(corpus, tmp_path, run_config, judged):
     class StopAt7(Callback):
         def on_step(self, report):
             if report.step == 7:
@@ -318,7 +318,7 @@ def test_the_best_of_adapters(corpus, tmp_path, run_config, judged):
     assert state["trainer_state"]["best_step"] == 4
 
 
-def test_a_checkpoint_is_no_run_to_go_on_with(corpus, tmp_path, run_config, judged):
+def test_a_checkpoint_cannot_resume(corpus, tmp_path, run_config, judged):
     judged(3.0, 2.0, 2.5)
     train_model(run_config(steps=3, eval_interval=1), [corpus], tmp_path / "run")
     for name in ("best", "checkpoints/step-00000003"):

@@ -27,8 +27,9 @@ from kvad.train.monitoring.callbacks import Callback
 from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.objectives.cross_entropy import Autocast, EvalResult
 from kvad.train.optim.optimizer import OptimizersContainer
-from kvad.train.setup.objective_factory import build_objective, resolve_objective
-from kvad.train.setup.run_data import RunData, resolve_corpus
+from kvad.train.setup.corpora import resolve_corpus
+from kvad.train.setup.objective_factory import build_objective, resolve_objective, with_head
+from kvad.train.setup.run_data import RunData
 from tests.support.random_models import build
 
 SMALL = {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
@@ -142,7 +143,7 @@ def exact(kind, texts, folder, peers, settings=FIVE, aim=lambda objective: objec
     material = RunData(config, resolve_corpus(kind, [path]), lambda text: None)
     tokenizer = material.make_tokenizer()
     material.open(folder / f"data-{peers.rank}", tokenizer)
-    model = build(material.with_objective_head(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
+    model = build(with_head(config.resolve(tokenizer.vocab_size), kind, material.labels), dtype=torch.float64)
     objective = build_objective(config, model, Autocast("fp32", "cpu"))
     optimization = OptimizersContainer(model, config.optim, config.train, 32)
     saver = AsyncCheckpointer(

@@ -1,4 +1,4 @@
-"""A run that diverges is told so, once; one that is noisy, or has an outlier, or is slow, is not."""
+"""Divergence warning: given once to a diverging run, never to a noisy one."""
 
 import math
 import random
@@ -30,7 +30,7 @@ def test_a_noisy_run_does_not_diverge(noise, seed):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
-def test_a_loss_that_climbs_and_stays_does(noise):
+def test_a_rising_loss_diverges(noise):
     rng = random.Random(1)
     climbed = [min(1.5 + 0.05 * step, 5.0) + rng.gauss(0, noise) for step in range(300)]
     ((step, words),) = told([*learning(400, noise), *climbed])
@@ -38,23 +38,23 @@ def test_a_loss_that_climbs_and_stays_does(noise):
     assert words.startswith("it diverges: a loss of ") and "optim.lr (now 1.0e-03)" in words
 
 
-def test_a_rate_that_is_too_high_from_the_first_step_on():
+def test_a_learning_rate_too_high_from_the_start_diverges():
     assert told([5.5, *([30.0] * 200)])[0][0] < 2 * PATIENCE
 
 
-def test_a_loss_that_has_come_apart_is_told_however_wild_it_is():
+def test_a_noisy_loss_that_blew_up_diverges():
     rng = random.Random(0)
     assert told([*learning(200), *(rng.uniform(3, 35) for _ in range(200))])
 
 
 @pytest.mark.parametrize("outlier", [3.0, 30.0, 1e4])
-def test_an_outlier_is_no_divergence(outlier):
+def test_an_outlier_does_not_diverge(outlier):
     losses = learning(600, 0.05)
     losses[400] = outlier
     assert told(losses) == []
 
 
-def test_a_loss_that_climbs_for_a_while_and_comes_back_is_none():
+def test_a_temporary_rise_does_not_diverge():
     losses = learning(600)
     losses[400:430] = [4.0] * 30
     assert told(losses) == []
@@ -64,7 +64,7 @@ def test_a_small_loss_may_double():
     assert told([0.01] * 300 + [0.05] * 300) == []
 
 
-def test_gradients_that_grow_are_told():
+def test_growing_gradients_diverge():
     norms = [math.exp(-step / 100) + 0.1 for step in range(300)] + [1000.0] * 200
     ((_, words),) = told([2.0] * 500, norms)
     assert "a gradient norm of" in words
@@ -74,7 +74,7 @@ def test_gradients_that_grow_are_told():
     assert told([2.0] * 500, [math.inf] * 3 + [1.0] * 497) == [], "fp16 looks for its scale"
 
 
-def test_its_state_is_all_there_is_to_it():
+def test_state_restores_the_detector():
     losses = [*learning(100, 0.2), *([5.0] * 100)]
     whole, parts = DivergenceDetector(), DivergenceDetector()
     for step, loss in enumerate(losses, 1):

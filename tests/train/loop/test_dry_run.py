@@ -1,4 +1,4 @@
-"""What a run will take, said before it is one: what is counted is what the run then does and writes."""
+"""Dry run: its numbers equal those of the run, and nothing is written."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from kvad.cli.commands.train import training_plan_text
 from kvad.cli.main import main
 from kvad.errors import ConfigError
 from kvad.train.config.run import RunConfig
-from kvad.train.loop.dry_run import first_rows, plan_training
+from kvad.train.loop.dry_run import plan_training
 from kvad.train.loop.run import train_model
 
 GIB = 1 << 30
@@ -49,7 +49,7 @@ def written(run):
     ],
     ids=str,
 )
-def test_what_is_counted_is_what_the_run_does(optim, corpus, tmp_path, run_config, listener):
+def test_plan_equals_the_run(optim, corpus, tmp_path, run_config, listener):
     config = run_config(steps=3, **optim)
     found = planned(config, [corpus])
     train_model(config, [corpus], tmp_path / "run", callbacks=[listener], available=ROOM, measure_peak=True)
@@ -91,7 +91,7 @@ def test_a_run_that_would_be_refused_is_refused(corpus, tmp_path, run_config):
         planned(run_config(device="nowhere"), [corpus])
 
 
-def test_what_does_not_fit_is_not_measured(corpus, run_config):
+def test_a_batch_that_does_not_fit_is_not_measured(corpus, run_config):
     config = run_config(steps=3, batch_size=64)
     whole = planned(config, [corpus])
     tight = planned(config, [corpus], whole.bytes // 2)
@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_not_measured(corpus, run_config):
     assert none.fits == 0 and "not even --batch-size 1" in training_plan_text(none)[1]
 
 
-def test_of_a_stream_tokens_and_epochs_are_unknown(corpus, run_config):
+def test_tokens_and_epochs_of_a_stream_are_unknown(corpus, run_config):
     found = planned(
         run_config(data={"order": "stream", "shuffle_buffer": 4, "validation_fraction": 0.3}, steps=3), [corpus]
     )
@@ -120,7 +120,7 @@ def test_prepared_data_mixtures_and_pairs_can_be_planned(corpus, tmp_path, run_c
     assert abs(mixed.train_tokens - 2 * texts.train_tokens) < 200 and mixed.tokens_per_step == texts.tokens_per_step
 
 
-def test_a_compressor_s_training_is_planned_as_far_as_it_can_be(corpus, tmp_path, run_config):
+def test_plan_of_a_summarizer_has_no_memory_and_flops(corpus, tmp_path, run_config):
     train_model(run_config(steps=1), [corpus], tmp_path / "base")
     wanted = {"model": str(tmp_path / "base"), "ratio": 2, "recent": 8, "interval": 4}
     content = {**run_config(steps=3).to_dict(), "model": {}, "tokenizer": {}, "summarizer": wanted}
@@ -131,7 +131,7 @@ def test_a_compressor_s_training_is_planned_as_far_as_it_can_be(corpus, tmp_path
     assert "not planned" in said[1] and "FLOPs not counted" in said[3] and "micro-batch of the first step" in said[5]
 
 
-def test_adapters_are_planned_as_what_is_trained(corpus, tmp_path, run_config):
+def test_plan_of_adapters_counts_trained_parameters(corpus, tmp_path, run_config):
     train_model(run_config(steps=1), [corpus], tmp_path / "base")
     content = run_config(steps=2).to_dict()
     content = {**content, "model": {"init": str(tmp_path / "base")}, "tokenizer": {}, "lora": {"rank": 2}}
@@ -145,18 +145,18 @@ def test_adapters_are_planned_as_what_is_trained(corpus, tmp_path, run_config):
     assert (list_steps(tmp_path / "run")[-1] / TRAINING).is_dir()
 
 
-def test_rows_of_a_micro_batch_are_its_first(corpus, tmp_path, run_config):
-    from kvad.train.data.document_dataset import DocumentDataset
+def test_first_rows_are_those_of_the_first_micro_batch(corpus, tmp_path, run_config):
+    from kvad.train.data.document_packer import DocumentPacker
     from kvad.train.setup.run_data import RunData
 
     config = run_config()
     material = RunData(replace(config, objective=replace(config.objective, kind="next-token")), [corpus], print)
     material.open(tmp_path, material.make_tokenizer())
-    assert isinstance(material.data, DocumentDataset)
+    assert isinstance(material.data.packer, DocumentPacker)
     whole = material.data.micro_batches(0)[0]
-    some = first_rows(whole, 2)
+    some = material.data.first_rows(2)
     assert some.model_input.sub_batches[0].num_seqs == 2 and torch.equal(
         some.model_input.token_ids, whole.model_input.token_ids[:64]
     )
     assert len(some.targets) == len(some.model_input.logit_indices) == int((whole.model_input.logit_indices < 64).sum())
-    assert first_rows(whole, 4).targets.equal(whole.targets)
+    assert material.data.first_rows(4).targets.equal(whole.targets)

@@ -1,10 +1,9 @@
-"""A run that an error ends before its first checkpoint: what is said of it, how it begins again, what compare reads."""
+"""Runs that an error ends: hints, restart, and how comparisons read them."""
 
 import pytest
 
 from kvad.errors import CheckpointError, DataError, MemoryPlanError, NumericalError
 from kvad.evaluation.compare_runs import comparison_warnings, read_run, read_runs
-from kvad.train.loop import run as compress
 from kvad.train.loop.run import resume_model, train_model
 from kvad.train.monitoring.callbacks import Callback
 from kvad.train.monitoring.metrics import read_metrics
@@ -34,7 +33,7 @@ def config_of(run_config, **changes):
         ("fp32", 6, "the last checkpoint is whole; train with a lower learning rate"),
     ],
 )
-def test_what_is_left_and_what_to_do_is_true(corpus, tmp_path, run_config, monkeypatch, precision, step, hint):
+def test_hint_of_a_numerical_error(corpus, tmp_path, run_config, monkeypatch, precision, step, hint):
     real = OptimizersContainer.clip_grad_norm
     calls = iter(range(1, 100))
     monkeypatch.setattr(
@@ -46,7 +45,7 @@ def test_what_is_left_and_what_to_do_is_true(corpus, tmp_path, run_config, monke
 
 
 @pytest.mark.parametrize(("step", "left"), [(3, "there is no checkpoint yet; "), (6, "the last checkpoint is whole; ")])
-def test_of_memory_that_ran_out_too(corpus, tmp_path, run_config, step, left):
+def test_hint_of_an_out_of_memory_error(corpus, tmp_path, run_config, step, left):
     with pytest.raises(MemoryPlanError) as caught:
         train_model(config_of(run_config), [corpus], tmp_path / "run", callbacks=[FailAfter(step, MemoryError())])
     assert caught.value.hint.startswith(left)
@@ -56,7 +55,7 @@ def test_of_memory_that_ran_out_too(corpus, tmp_path, run_config, step, left):
         assert caught.value.hint.startswith(left)
 
 
-def test_what_it_logged_is_read_and_it_begins_again(corpus, tmp_path, run_config):
+def test_metrics_of_a_failed_run_are_read_and_it_restarts(corpus, tmp_path, run_config):
     dead, whole = tmp_path / "dead", tmp_path / "whole"
     with pytest.raises(NumericalError):
         train_model(config_of(run_config), [corpus], dead, callbacks=[FailAfter(3, NumericalError("not finite"))])
@@ -64,15 +63,14 @@ def test_what_it_logged_is_read_and_it_begins_again(corpus, tmp_path, run_config
     run = read_run(dead)
     assert (run.summary(0.0).steps, run.summary(0.0).failed, run.finished) == (3, "not finite", False)
     assert "dead failed: not finite" in comparison_warnings(read_runs([dead, whole]))
-    for how in (resume_model, compress.resume_summarizer):
-        with pytest.raises(CheckpointError, match="holds a run that has no checkpoint yet") as caught:
-            how(dead)
-        assert f"kvad train {dead / 'run.toml'} CORPUS --out {dead}" in caught.value.hint
+    with pytest.raises(CheckpointError, match="holds a run that has no checkpoint yet") as caught:
+        resume_model(dead)
+    assert f"kvad train {dead / 'run.toml'} CORPUS --out {dead}" in caught.value.hint
     train_model(config_of(run_config), [corpus], dead)
     assert read_run(dead).finished and read_run(dead).failed is None
 
 
-def test_a_failure_is_forgotten_when_the_run_goes_on(corpus, tmp_path, run_config):
+def test_resume_drops_the_failed_line(corpus, tmp_path, run_config):
     out, error = tmp_path / "run", NumericalError("not finite")
     with pytest.raises(NumericalError):
         train_model(config_of(run_config), [corpus], out, callbacks=[FailAfter(5, error)])  # told before it is saved
@@ -84,7 +82,7 @@ def test_a_failure_is_forgotten_when_the_run_goes_on(corpus, tmp_path, run_confi
     assert "failed" not in kinds and kinds[-1] == "end"
 
 
-def test_one_that_failed_in_its_first_step_says_so(corpus, tmp_path, run_config, monkeypatch):
+def test_failure_in_the_first_step_is_reported(corpus, tmp_path, run_config, monkeypatch):
     monkeypatch.setattr(OptimizersContainer, "clip_grad_norm", lambda self: float("nan"))
     with pytest.raises(NumericalError):
         train_model(config_of(run_config), [corpus], tmp_path / "run")

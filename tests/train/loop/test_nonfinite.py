@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite: the run stops, and says the step, the texts, and where it began."""
+"""Non-finite losses and gradients: the run stops and names step, texts and module."""
 
 import math
 import random
@@ -14,13 +14,14 @@ from kvad.model.layers import GatedMLP
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
-from kvad.train.data.collate import CollateConfig, Segment, collate_rows, row_provenance
+from kvad.train.data.collate import CollateConfig, Segment, collate_rows
 from kvad.train.loop.nonfinite import RandomState, locate_nonfinite
 from kvad.train.loop.run import train_model
 from kvad.train.monitoring.callbacks import Callback
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
+from kvad.train.setup.corpora import resolve_corpus
 from kvad.train.setup.objective_factory import resolve_objective
-from kvad.train.setup.run_data import RunData, resolve_corpus
+from kvad.train.setup.run_data import RunData
 from kvad.train.sources.pairs import PairPaths
 
 SHAPE = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
@@ -55,7 +56,7 @@ def found(model, batches):
     return locate_nonfinite(model, objective, batches, sum(len(batch.targets) for batch in batches))
 
 
-def test_what_is_finite_has_no_fault(model):
+def test_finite_steps_have_no_report(model):
     assert found(model, [batch_of()]) is None
     assert not model._forward_hooks and not any(module._forward_hooks for module in model.modules())
 
@@ -82,13 +83,13 @@ def test_the_micro_batch_is_named(model, monkeypatch):
     assert fault.tensor_name == "the output of decoder.layers.1.mlp" and fault.batch == 2
 
 
-def test_a_parameter_that_is_broken_already_is_the_cause(model):
+def test_a_nonfinite_parameter_is_reported_first(model):
     model.decoder.layers[0].mlp.up.weight.data[3, 4] = math.inf
     fault = found(model, [batch_of()])
     assert fault == ("the parameter decoder.layers.0.mlp.up.weight, since an earlier step", None, None)
 
 
-def test_a_gradient_of_a_finite_loss(model, monkeypatch):
+def test_a_nonfinite_gradient_of_a_finite_loss_is_named(model, monkeypatch):
     """sqrt(0) is fine, its slope is not."""
     mlp = model.decoder.layers[1].mlp
     assert isinstance(mlp, GatedMLP)
@@ -99,7 +100,7 @@ def test_a_gradient_of_a_finite_loss(model, monkeypatch):
     assert "decoder.layers.1.mlp" in fault.tensor_name, "the backward pass meets it there first"
 
 
-def test_the_second_time_is_the_first_to_the_bit(model):
+def test_the_repeated_step_is_exact(model):
     """What dropout drew is drawn again: else a fault that a draw has made would not be found."""
     objective, state = CrossEntropyObjective(model, Autocast("fp32", "cpu")), RandomState("cpu")
     first = objective.accumulate_gradients(batch_of(), 1.0)
@@ -138,7 +139,7 @@ def test_a_run_stops_and_names_step_layer_row_and_text(corpus, tmp_path, run_con
     assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
-def test_what_is_finite_the_second_time_says_so(corpus, tmp_path, run_config, monkeypatch):
+def test_finite_repetition_is_reported(corpus, tmp_path, run_config, monkeypatch):
     real, calls = CrossEntropyObjective.accumulate_gradients, iter(range(100))
 
     def once(*arguments):
@@ -167,7 +168,7 @@ def numbered(tmp_path, count=14):
 
 
 @pytest.mark.parametrize("data", [{}, {"order": "windows"}, {"packing": "first-fit"}, {"packing": "best-fit"}], ids=str)
-def test_rows_of_documents_are_told_by_what_is_in_them(tmp_path, data):
+def test_rows_of_documents_name_their_texts(tmp_path, data):
     tokenizer = train_tokenizer("byte", [])
     config = RunConfig.from_dict(
         {"data": {"seq_len": 16, **data}, "train": {"batch_size": 5, "gradient_accumulation_steps": 3}}
@@ -177,10 +178,10 @@ def test_rows_of_documents_are_told_by_what_is_in_them(tmp_path, data):
     for number in range(60):
         (row,) = material.data.rows(np.array([number]))
         letters = {tokenizer.decode([t]) for segment in row for t in segment.tokens.tolist() if t < 256}
-        texts = row_provenance(material.data, number)
+        texts = material.data.provenance(number)
         named = {chr(ord("a") + text) for text in texts}
         assert letters <= named and len(named - letters) <= 1, "one may have its separator alone in the row"
-    text = row_provenance(material.data, 0)[0]
+    text = material.data.provenance(0)[0]
     assert f"{text + 1} (texts/{text:02d}.txt)" in material.describe_rows(range(1))
     assert material.describe_rows(range(60)).endswith(", ...")
 
@@ -197,7 +198,7 @@ def test_rows_of_a_mixture(tmp_path):
     for number in range(40):
         (row,) = material.data.rows(np.array([number]))
         letters = {tokenizer.decode([t]) for segment in row for t in segment.tokens.tolist() if t < 256}
-        named = {"abcklm"[text] for text in row_provenance(material.data, number)}
+        named = {"abcklm"[text] for text in material.data.provenance(number)}
         assert letters <= named and len(named - letters) <= 1
 
 
@@ -214,7 +215,7 @@ def test_rows_of_pairs(tmp_path):
     said = {}
     for number in range(30):
         (row,) = material.data.rows(np.array([number]))
-        texts = row_provenance(material.data, number)
+        texts = material.data.provenance(number)
         assert [len(segment.targets) for segment in row] == [6] * len(texts)
         said[number] = [tuple(segment.targets.tolist()) for segment in row], [words[text] for text in texts]
     meant = {ids: word for found, texts in said.values() for ids, word in zip(found, texts, strict=True)}
@@ -223,7 +224,7 @@ def test_rows_of_pairs(tmp_path):
     assert material.describe_rows(range(1)).startswith("pair")
 
 
-def test_a_stream_cannot_tell(tmp_path):
+def test_rows_of_a_stream_have_no_provenance(tmp_path):
     (tmp_path / "texts").mkdir()
     config = RunConfig.from_dict({"data": {"seq_len": 16, "order": "stream"}, "train": {"batch_size": 2}})
     material = opened(config, numbered(tmp_path / "texts"), train_tokenizer("byte", []), tmp_path)

@@ -11,7 +11,7 @@ from kvad.errors import ConfigError, DataError
 from kvad.llm import LLM
 from kvad.text.chat_template import ChatTemplate
 from kvad.train.config.run import RunConfig
-from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.loop.run import read_run_config, resume_model, train_model
 from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.sources.pairs import PairPaths
 from tests.train.loop.test_pair_run import StopAt
@@ -129,7 +129,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(kind, corpora, tmp_path, list
     train_model(config, [corpora / kind], tmp_path / "whole", callbacks=[listener])
     assert any(READERS[kind] in stage for stage in listener.stages), listener.stages
     train_model(config, [corpora / kind], tmp_path / "cut", callbacks=[StopAt(3)])
-    assert read_model_run(tmp_path / "cut")[0].objective.kind == kind
+    assert read_run_config(tmp_path / "cut")[0].objective.kind == kind
     resume_model(tmp_path / "cut", config=config)
     assert final(tmp_path / "whole") == final(tmp_path / "cut")
     losses = [

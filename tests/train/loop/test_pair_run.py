@@ -15,7 +15,7 @@ from kvad.errors import ConfigError, DataError, UsageError
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
-from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.loop.run import read_run_config, resume_model, train_model
 from kvad.train.monitoring.callbacks import Callback
 from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.monitoring.samples import greedy_decode
@@ -168,7 +168,7 @@ def test_parallel_files_with_files_held_out(tmp_path, pair_config, listener):
     train_model(pair_config(eval_tokens=0), paths, out, callbacks=[listener])
     assert listener.evals[0].val_tokens == sum(len(word) + 1 for word in WORDS[300:330])
     assert listener.start.train_tokens == sum(len(word) + 1 for word in WORDS[:300])
-    assert read_model_run(out)[1] == paths
+    assert read_run_config(out)[1] == paths
     assert resume_model(out).step == 10
     swapped = PairPaths(paths.held_out, paths.files)
     with pytest.raises(ConfigError, match="its corpus has changed"):

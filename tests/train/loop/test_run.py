@@ -1,4 +1,4 @@
-"""A whole run: the loss falls, the folder loads at any moment, a resume goes on to the bit, refusals are by name."""
+"""Runs: the loss falls, the folder loads at any moment, resume is exact, refusals."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from kvad.errors import CheckpointError, ConfigError, DataError, NumericalError,
 from kvad.evaluation.compare_runs import loss_panels, read_run
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.data.token_store import open_store
-from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.loop.run import read_run_config, resume_model, train_model
 from kvad.train.monitoring.callbacks import Callback
 from kvad.train.monitoring.metrics import MetricsFile, read_metrics
 from kvad.train.objectives.cross_entropy import CrossEntropyObjective
@@ -74,9 +74,24 @@ def test_three_line_face_loads_a_run(corpus, tmp_path, run_config):
         assert llm.generate("1 is", max_tokens=3, temperature=0).usage.num_completion_tokens == 3
 
 
+def test_micro_batches_make_the_updates_of_one_batch(corpus, tmp_path, run_config):
+    shapes = {"whole": (4, 1), "parts": (2, 2), "rows": (1, 4)}
+    for name, (batch_size, accumulation) in shapes.items():
+        config = run_config(steps=3, batch_size=batch_size, gradient_accumulation_steps=accumulation, precision="fp32")
+        train_model(config, [corpus], tmp_path / name)
+    whole = [(one["loss"], one["grad_norm"]) for one in step_lines(tmp_path / "whole")]
+    for name in ("parts", "rows"):
+        for step, expected in zip(step_lines(tmp_path / name), whole, strict=True):
+            assert (step["loss"], step["grad_norm"]) == pytest.approx(expected, rel=1e-4)
+
+
+def step_lines(out):
+    return [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "step"]
+
+
 @pytest.mark.parametrize("order", ["epochs", "windows"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, order, precision):
+def test_resume_is_exact(corpus, tmp_path, run_config, order, precision):
     config = run_config(steps=14, gradient_accumulation_steps=2, data={"order": order}, precision=precision)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_model(config, [corpus], whole)
@@ -96,7 +111,7 @@ def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, order, precisio
 
 
 @pytest.mark.parametrize("minutes", [None, 1.0])
-def test_the_last_step_is_logged_whatever_log_every_is(corpus, tmp_path, run_config, minutes):
+def test_the_last_step_is_always_logged(corpus, tmp_path, run_config, minutes):
     limits = {"steps": 13} if minutes is None else {"steps": None, "minutes": minutes}
     ticks = itertools.count() if minutes is None else itertools.count(step=2.0)
     config = run_config(log_interval=10, eval_interval=100, save_interval=5, **limits)
@@ -127,7 +142,7 @@ class Killed(Callback):
 
 
 @pytest.mark.parametrize("at", [7, 99])
-def test_a_killed_run_that_goes_on_logs_what_an_unkilled_one_does(corpus, tmp_path, run_config, monkeypatch, at):
+def test_metrics_after_a_kill_equal_those_of_an_uninterrupted_run(corpus, tmp_path, run_config, monkeypatch, at):
     config = run_config(log_interval=10, eval_interval=4, save_interval=3, steps=13)
     train_model(config, [corpus], tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -158,7 +173,7 @@ def test_a_run_that_was_stopped_keeps_the_line_of_that_step(corpus, tmp_path, ru
 
 
 @pytest.mark.parametrize("lost", ["exp_avg.", "exp_avg_sq.", "step."])
-def test_the_comparison_to_the_bit_sees_a_lost_moment(corpus, tmp_path, run_config, monkeypatch, lost):
+def test_the_comparison_detects_a_lost_optimizer_moment(corpus, tmp_path, run_config, monkeypatch, lost):
     real = OptimizersContainer.state_tensors
 
     def forgetful(optimization):
@@ -174,7 +189,7 @@ def test_the_comparison_to_the_bit_sees_a_lost_moment(corpus, tmp_path, run_conf
     assert losses(tmp_path / "parts") != losses(tmp_path / "whole")
 
 
-def test_a_finished_run_resumes_to_itself(corpus, tmp_path, run_config):
+def test_resume_of_a_finished_run_changes_nothing(corpus, tmp_path, run_config):
     train_model(run_config(steps=5), [corpus], tmp_path / "run")
     before = hashes(tmp_path / "run"), losses(tmp_path / "run")
     assert resume_model(tmp_path / "run").step == 5
@@ -207,7 +222,7 @@ def test_minutes_end_a_run_and_the_rate_ends_with_it(corpus, tmp_path, run_confi
     assert outcome.val_loss is not None
 
 
-def test_an_out_folder_that_holds_a_run_is_not_written_over(corpus, tmp_path, run_config):
+def test_an_existing_run_is_not_overwritten(corpus, tmp_path, run_config):
     out = tmp_path / "run"
     train_model(run_config(steps=9), [corpus], out)
     with pytest.raises(UsageError, match=r"already holds a run \(step-00000009\)") as caught:
@@ -217,7 +232,7 @@ def test_an_out_folder_that_holds_a_run_is_not_written_over(corpus, tmp_path, ru
     assert [p.name for p in list_steps(out)] == ["step-00000002"] and sorted(losses(out)) == [1, 2]
 
 
-def test_an_overwritten_run_is_whole_until_the_first_save(corpus, tmp_path, run_config, monkeypatch):
+def test_a_replaced_run_is_complete_until_the_first_save(corpus, tmp_path, run_config, monkeypatch):
     out = tmp_path / "run"
     train_model(run_config(steps=9), [corpus], out)
 
@@ -235,7 +250,7 @@ def test_an_overwritten_run_is_whole_until_the_first_save(corpus, tmp_path, run_
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_disk_that_fills_while_training_leaves_the_last_checkpoint(corpus, tmp_path, run_config, monkeypatch, beside):
+def test_a_full_disk_leaves_the_last_checkpoint(corpus, tmp_path, run_config, monkeypatch, beside):
     def refuse(_descriptor):
         raise OSError(28, "No space left on device")
 
@@ -254,7 +269,7 @@ def test_a_disk_that_fills_while_training_leaves_the_last_checkpoint(corpus, tmp
     assert hashes(out) == hashes(whole)
 
 
-def test_a_loss_that_is_no_number_stops_and_nothing_of_it_is_saved(corpus, tmp_path, run_config, monkeypatch):
+def test_a_nonfinite_loss_stops_without_a_save(corpus, tmp_path, run_config, monkeypatch):
     real = CrossEntropyObjective.accumulate_gradients
     calls = iter(range(100))
 
@@ -267,7 +282,7 @@ def test_a_loss_that_is_no_number_stops_and_nothing_of_it_is_saved(corpus, tmp_p
     assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
-def test_a_step_is_theirs_where_a_family_can_hold_the_model(corpus, tmp_path, run_config, listener):
+def test_checkpoints_use_hugging_faces_layout_if_possible(corpus, tmp_path, run_config, listener):
     outcome = train_model(run_config(steps=2), [corpus], tmp_path / "run", callbacks=[listener])
     content = json.loads((outcome.checkpoint / "config.json").read_text())
     assert content["model_type"] == "llama" and "kvad" not in content
@@ -275,7 +290,7 @@ def test_a_step_is_theirs_where_a_family_can_hold_the_model(corpus, tmp_path, ru
     assert said == ["checkpoints: Hugging Face's layout, read by transformers as LlamaForCausalLM"]
 
 
-def test_a_run_of_kvads_own_layout_goes_on_to_the_bit(corpus, tmp_path, run_config, monkeypatch, listener):
+def test_a_run_in_kvads_layout_resumes_exactly(corpus, tmp_path, run_config, monkeypatch, listener):
     """Steps that were saved before, or that no family could hold; what follows them may be of the other layout."""
     from kvad.checkpoint import hf_layout
 
@@ -320,7 +335,7 @@ def test_another_configuration_is_refused(stopped, run_config, change, says):
         resume_model(stopped, config=run_config(**change))
 
 
-def test_what_changes_no_number_may_change(stopped, run_config):
+def test_keys_without_effect_on_numbers_may_change(stopped, run_config):
     assert resume_model(stopped, config=run_config(eval_interval=4, save_interval=3, log_interval=2)).step == 12
 
 
@@ -358,8 +373,8 @@ def test_nothing_to_resume(tmp_path, stopped):
         resume_model(stopped)
 
 
-def test_the_stored_run_is_the_run(stopped, corpus, run_config):
-    config, paths = read_model_run(stopped)
+def test_the_stored_configuration_equals_the_runs(stopped, corpus, run_config):
+    config, paths = read_run_config(stopped)
     assert config == resolve_objective(run_config(), "decoder") and paths == [corpus]
 
 

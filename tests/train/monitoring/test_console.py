@@ -1,4 +1,4 @@
-"""What a run says in a terminal, and elsewhere; metrics that survive kills."""
+"""Console output, metrics file and speed."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def step(number, elapsed=1.0, eta=31.0):
     return StepReport(number, 1.7126, 4.1e-4, 0.9, number * 768, elapsed, 23_400.0, eta)
 
 
-def test_the_line_says_loss_speed_time_and_validation():
+def test_status_line():
     progress = PlainProgress(Console(file=io.StringIO(), width=200))
     progress.on_start(START)
     progress.on_step(step(1240))
@@ -39,7 +39,7 @@ def test_the_line_says_loss_speed_time_and_validation():
     assert format_seconds(75) == "1:15" and format_seconds(3700) == "1:01:40"
 
 
-def test_plain_lines_come_every_ten_seconds_and_at_evaluations():
+def test_plain_lines_are_printed_every_ten_seconds_and_at_evaluations():
     out = io.StringIO()
     progress = make_progress(Console(file=out, width=200))
     assert type(progress) is PlainProgress
@@ -52,13 +52,13 @@ def test_plain_lines_come_every_ten_seconds_and_at_evaluations():
     assert "\x1b" not in out.getvalue()
 
 
-def test_a_warning_is_a_line():
+def test_warnings_are_printed():
     out = io.StringIO()
     PlainProgress(Console(file=out, width=200)).on_warning(WarningReport(70, "it diverges: a loss of 4.0"))
     assert out.getvalue() == "warning: it diverges: a loss of 4.0\n"
 
 
-def test_the_board_says_all_of_it():
+def test_dashboard_lines():
     board = ConsoleDashboard(Console(file=io.StringIO(), force_terminal=True, width=120))
     board.start = START
     measured = {"mfu": 0.123, "memory": 412 << 20, "memory_peak": 3 << 30}
@@ -76,7 +76,7 @@ def test_the_board_says_all_of_it():
     assert len(shown) == 3 and "step 2/2,000   0:31 left" in shown[0] and "12.3% MFU" in shown[2]
 
 
-def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
+def test_the_dashboard_is_removed_at_the_end(corpus, tmp_path, run_config):
     out = io.StringIO()
     progress = make_progress(Console(file=out, force_terminal=True, width=120))
     assert isinstance(progress, ConsoleDashboard)
@@ -86,7 +86,7 @@ def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
     assert out.getvalue().rstrip().endswith("\x1b[0m") or "\x1b[?25h" in out.getvalue()  # the cursor is back
 
 
-def test_being_gauged_changes_no_bit(corpus, tmp_path, run_config, listener):
+def test_measuring_throughput_changes_no_bit(corpus, tmp_path, run_config, listener):
     config = run_config(steps=3)
     train_model(config, [corpus], tmp_path / "gauged", callbacks=[listener], measure_peak=True)
     plain = Listener()
@@ -110,7 +110,7 @@ def test_utilisation_is_flops_over_seconds_over_the_peak():
     assert speed.flops_per_second == pytest.approx(count / 2)
 
 
-def test_metrics_drop_what_will_be_done_again(tmp_path):
+def test_metrics_drop_steps_that_will_be_repeated(tmp_path):
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path, log_interval=2)
     first.on_start(START)
@@ -139,7 +139,7 @@ def test_metrics_drop_what_will_be_done_again(tmp_path):
     assert [line["kind"] for line in read_metrics(path)] == ["run"]
 
 
-def test_what_is_evaluated_is_logged_before_it_and_what_is_last_at_the_end(tmp_path):
+def test_evaluated_and_last_steps_are_logged(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, log_interval=10)
     metrics.on_start(START)
@@ -155,7 +155,7 @@ def test_what_is_evaluated_is_logged_before_it_and_what_is_last_at_the_end(tmp_p
     assert [(line["kind"], line["step"]) for line in read_metrics(path)] == said, "once"
 
 
-def test_what_the_disk_refuses_at_the_end_is_not_said_in_the_place_of_the_error(tmp_path):
+def test_a_disk_error_at_the_end_does_not_hide_the_error(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl", log_interval=10)
     metrics.on_start(START)
     with Path("/dev/full").open("a") as full:
@@ -167,7 +167,7 @@ def test_what_the_disk_refuses_at_the_end_is_not_said_in_the_place_of_the_error(
             raise error
 
 
-def test_speed_forgets_what_is_long_ago():
+def test_speed_discounts_old_steps():
     speed = SpeedMeter()
     assert speed.tokens_per_second == 0.0 == speed.seconds_per_step
     for _ in range(50):

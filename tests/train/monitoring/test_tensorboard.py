@@ -1,4 +1,4 @@
-"""TensorBoard's files: each step once, also where a run goes on; and what is said where the package is missing."""
+"""TensorBoard files: each step once, also after a resume; missing package."""
 
 import builtins
 
@@ -24,7 +24,7 @@ def read(run):
     return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def test_every_step_is_there_once(corpus, tmp_path, run_config, listener):
+def test_every_step_is_written_once(corpus, tmp_path, run_config, listener):
     config = run_config(steps=12, tensorboard=True)
     with pytest.raises(KeyboardInterrupt):
         train_model(config, [corpus], tmp_path / "run", callbacks=[Stop()])  # saved at 5, killed at 8
@@ -44,12 +44,12 @@ def test_every_step_is_there_once(corpus, tmp_path, run_config, listener):
     assert [step for step, _ in read(tmp_path / "run")["loss/training"]] == [1, 2]
 
 
-def test_without_being_asked_nothing_is_written(corpus, tmp_path, run_config):
+def test_nothing_is_written_by_default(corpus, tmp_path, run_config):
     train_model(run_config(steps=1), [corpus], tmp_path / "run")
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_a_missing_package_is_one_line(corpus, tmp_path, monkeypatch, capsys):
+def test_a_missing_package_is_reported(corpus, tmp_path, monkeypatch, capsys):
     real = builtins.__import__
 
     def refuse(name, *arguments, **more):

@@ -1,5 +1,5 @@
-"""What holds of every objective: micro-batches change no gradient, texts of a row do not see each other, no target
-leaks into what is asked before it; and which objective fits which model."""
+"""Properties of every objective: gradients are independent of micro-batches, texts of a row are isolated, no target
+leaks into earlier predictions; and the objectives of each topology."""
 
 import json
 import random
@@ -15,8 +15,9 @@ from kvad.train.config.presets import MODEL_PRESETS
 from kvad.train.config.run import RunConfig
 from kvad.train.loop.dry_run import plan_training
 from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.setup.corpora import resolve_corpus
 from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY, build_objective, resolve_objective, with_head
-from kvad.train.setup.run_data import RunData, resolve_corpus
+from kvad.train.setup.run_data import RunData
 from kvad.train.sources.pairs import PairPaths
 from tests.support.random_models import build
 
@@ -29,7 +30,7 @@ WORDS = ["ada", "bob", "cleo", "dan", "eve", "finn", "gus", "hana", "ivo", "jo",
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A corpus for each objective: short texts, so that several share a row."""
+    """Corpora of each objective: short texts, several per row."""
     folder, draw = tmp_path_factory.mktemp("objectives"), random.Random(0)
 
     def words(low, high):
@@ -72,12 +73,12 @@ def configured(kind, *, context=None, batch=4, accumulate=1, **objective):
 
 
 def fed(kind, files, tmp_path, **options):
-    """(data, model in float64, objective)"""
+    """Data, model in float64, and objective."""
     config = configured(kind, **options)
     material = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
     tokenizer = material.make_tokenizer()
     material.open(tmp_path / "data", tokenizer)
-    model = build(material.with_objective_head(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
+    model = build(with_head(config.resolve(tokenizer.vocab_size), kind, material.labels), dtype=torch.float64)
     return material.data, model, build_objective(config, model, EXACT)
 
 
@@ -98,7 +99,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=lambda value: str(value))
-def test_every_split_of_a_step_gives_one_gradient(kind, options, files, tmp_path):
+def test_gradient_is_independent_of_micro_batches(kind, options, files, tmp_path):
     whole = gradient(*fed(kind, files, tmp_path, batch=4, **options))
     summed, got, sizes = gradient(*fed(kind, files, tmp_path, batch=1, accumulate=4, **options))
     assert sum(sizes) == whole[2][0], "the same targets"
@@ -108,7 +109,7 @@ def test_every_split_of_a_step_gives_one_gradient(kind, options, files, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_can_be_planned(kind, files):
+def test_dry_run(kind, files):
     config = configured(kind)
     found = plan_training(config, [files / kind], None, lambda text: None)
     assert (found.objective, found.kind, found.steps) == (kind, OBJECTIVE_TOPOLOGY[kind], 10) and found.fits is None
@@ -121,7 +122,7 @@ def test_each_can_be_planned(kind, files):
 
 
 def changed(step, row, document, vocab):
-    """The step with every token of one document replaced, on both sides."""
+    """The batch with every token of one document replaced, on both sides."""
     (lane,) = step.sub_batches
     tokens = step.token_ids.clone().view(lane.num_seqs, lane.num_new_tokens)
     mine = step.document_ids.view(lane.num_seqs, lane.num_new_tokens)[row] == document
@@ -131,7 +132,7 @@ def changed(step, row, document, vocab):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_of_a_row_do_not_see_each_other(kind, files, tmp_path):
+def test_texts_of_a_row_are_isolated(kind, files, tmp_path):
     data, model, _ = fed(kind, files, tmp_path)
     batch = data.micro_batches(0)[0]
     (lane,) = batch.model_input.sub_batches
@@ -155,8 +156,8 @@ def test_texts_of_a_row_do_not_see_each_other(kind, files, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if OBJECTIVE_TOPOLOGY[kind] != "encoder"])
-def test_no_target_leaks_into_what_is_asked_before_it(kind, files, tmp_path):
-    """Another token in the place of target t: logits before it stay, to the bit; those from it on do not."""
+def test_no_target_leaks_into_earlier_predictions(kind, files, tmp_path):
+    """If the token of target t changes, earlier logits stay bit-equal and later ones change."""
     data, model, _ = fed(kind, files, tmp_path)
     batch = data.micro_batches(0)[0]
     (lane,) = batch.model_input.sub_batches
@@ -178,8 +179,8 @@ def test_no_target_leaks_into_what_is_asked_before_it(kind, files, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_is_in_no_loss(kind, files, tmp_path):
-    """Another padding token, and every number stays."""
+def test_loss_is_independent_of_padding(kind, files, tmp_path):
+    """Another padding token changes no number."""
     data, _, objective = fed(kind, files, tmp_path)
     batch = next(b for step in range(40) for b in data.micro_batches(step) if (b.model_input.document_ids is not None))
 
@@ -194,7 +195,7 @@ def test_padding_is_in_no_loss(kind, files, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["masked-lm", "span-corruption", "seq2seq", "tag"])
-def test_a_step_is_a_function_of_its_number(kind, files, tmp_path):
+def test_batches_are_a_function_of_the_step(kind, files, tmp_path):
     options = {"scheduled_sampling": 0.5} if kind == "seq2seq" else {}
     first, again = (fed(kind, files, tmp_path, **options)[0] for _ in range(2))
     for step in (5, 0, 5):
@@ -208,7 +209,7 @@ def test_a_step_is_a_function_of_its_number(kind, files, tmp_path):
     )
 
 
-def test_accuracy_counts_the_likeliest_answers(files, tmp_path):
+def test_accuracy_counts_most_likely_classes(files, tmp_path):
     data, model, objective = fed("tag", files, tmp_path)
     found = objective.evaluate_loss(data.evaluation())
     right = 0
@@ -225,7 +226,7 @@ def test_accuracy_counts_the_likeliest_answers(files, tmp_path):
 
 @pytest.mark.parametrize("topology", PRESET)
 @pytest.mark.parametrize("kind", OBJECTIVE_TOPOLOGY)
-def test_an_objective_that_a_model_cannot_have_is_refused_by_name(kind, topology):
+def test_objective_of_another_topology_is_refused(kind, topology):
     config = RunConfig.from_dict({"objective": {"kind": kind}})
     if OBJECTIVE_TOPOLOGY[kind] == topology:
         assert resolve_objective(config, topology).objective.kind == kind
@@ -236,7 +237,7 @@ def test_an_objective_that_a_model_cannot_have_is_refused_by_name(kind, topology
             resolve_objective(config, topology)
 
 
-def test_what_is_unsaid_follows_from_the_model():
+def test_default_objective_follows_from_the_model():
     chosen = {topology: resolve_objective(RunConfig(), topology).objective.kind for topology in PRESET}
     assert chosen == {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked-lm"}
 
@@ -285,7 +286,7 @@ def test_heads_follow_from_the_data_or_are_checked():
         ("masked-lm", {"order": "stream"}, r"data\.order: 'stream' is for next-token"),
     ],
 )
-def test_keys_of_documents_are_refused_where_they_mean_nothing(kind, data, says, files, tmp_path):
+def test_document_keys_are_refused_for_examples(kind, data, says, files, tmp_path):
     content = configured(kind).to_dict()
     config = RunConfig.from_dict({**content, "data": {**content["data"], **data}})
 
@@ -298,7 +299,7 @@ def test_keys_of_documents_are_refused_where_they_mean_nothing(kind, data, says,
 
 
 @pytest.mark.parametrize("switch", ["reset_positions", "isolate_documents"])
-def test_what_is_hidden_may_be_seen_from_other_documents_if_one_wants(switch, files, tmp_path):
+def test_masked_lm_without_reset_or_isolation(switch, files, tmp_path):
     content = configured("masked-lm", context=200).to_dict()
     packing = {"packing": "first-fit", switch: False}
     config = RunConfig.from_dict({**content, "data": {**content["data"], **packing}})
@@ -309,14 +310,14 @@ def test_what_is_hidden_may_be_seen_from_other_documents_if_one_wants(switch, fi
     assert all(not special & set(batch.targets.tolist()) for batch in material.data.micro_batches(0))
 
 
-def test_what_reads_documents_takes_no_pairs(files):
+def test_pairs_are_refused_for_documents(files):
     for kind in ("next-token", "masked-lm", "span-corruption"):
         with pytest.raises(UsageError, match=f"objective {kind} reads documents"):
             resolve_corpus(kind, PairPaths(((files / "seq2seq",),)))
 
 
-def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
-    """Packed, each text's score is what the model says of the text alone."""
+def test_mean_pooled_classification(files, tmp_path):
+    """Packed, each text's scores equal those of the text alone."""
     data, model, _ = fed("classify", files, tmp_path)
     first = model.config
     for config in (first, replace(first, head=replace(first.head, pool="mean"))):
@@ -346,8 +347,8 @@ def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_uneven_last_batch_is_judged_to_the_last_target(kind, files, tmp_path):
-    """Rows one by one and seven at a time: the same targets and the same loss."""
+def test_evaluation_is_independent_of_the_batch_size(kind, files, tmp_path):
+    """Single rows and seven at a time give the same targets and loss."""
     data, _, objective = fed(kind, files, tmp_path, batch=1)
     alone = objective.evaluate_loss(data.evaluation())
     data, _, _ = fed(kind, files, tmp_path, batch=7)
@@ -358,8 +359,8 @@ def test_an_uneven_last_batch_is_judged_to_the_last_target(kind, files, tmp_path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_corpus_shorter_than_a_batch_goes_round(kind, files, tmp_path):
-    """A step of more rows than there are takes them again, as other epochs; its loss is a mean all the same."""
+def test_corpus_shorter_than_a_batch_is_repeated(kind, files, tmp_path):
+    """A step with more rows than the corpus continues in later epochs; its loss is still a mean."""
     data, model, objective = fed(kind, files, tmp_path, batch=150)
     (batch,) = data.micro_batches(0)
     assert batch.model_input.sub_batches[0].num_seqs == 150

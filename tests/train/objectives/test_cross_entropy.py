@@ -1,4 +1,4 @@
-"""The loss, its gradient in slices and in micro-batches, and precisions."""
+"""Loss, gradients in slices and micro-batches, precisions."""
 
 import math
 
@@ -11,14 +11,14 @@ from kvad.model.no_cache import NoCache
 from kvad.model_input import ModelInput, SubBatch
 from kvad.ops import cross_entropy
 from kvad.train.data.collate import Batch
-from kvad.train.objectives.cross_entropy import Autocast, accumulate_gradients, evaluate_loss, resolve_precision
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective, resolve_precision
 from tests.support.random_models import VOCAB, build, model_config
 
 EXACT = Autocast("fp32", "cpu")
 
 
 def ragged(rows, length, seed, share=0.6):
-    """Rows of which only some positions have a target."""
+    """Rows in which some positions have a target."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (rows * length,), generator=generator)
     wanted = (torch.rand(rows * length, generator=generator) < share).nonzero().view(-1)
@@ -42,9 +42,8 @@ def joined(batches, length):
 
 def gradients(model, batches, totals):
     model.zero_grad()
-    summed = sum(
-        accumulate_gradients(model, b, NoCache(model.config), t, EXACT) for b, t in zip(batches, totals, strict=True)
-    )
+    objective = CrossEntropyObjective(model, EXACT)
+    summed = sum(objective.accumulate_gradients(b, t) for b, t in zip(batches, totals, strict=True))
     return summed, torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
@@ -53,7 +52,7 @@ def model():
     return build(model_config(), dtype=torch.float32).train()
 
 
-def test_it_is_the_mean_cross_entropy_of_the_wanted_positions(model):
+def test_loss_is_the_mean_cross_entropy_of_targets(model):
     batch = ragged(3, 10, seed=1)
     memory = NoCache(model.config)
     logits = model.logits(model(batch.model_input, memory), batch.model_input.logit_indices)
@@ -63,13 +62,11 @@ def test_it_is_the_mean_cross_entropy_of_the_wanted_positions(model):
     summed, got = gradients(model, [batch], [len(batch.targets)])
     assert summed / len(batch.targets) == pytest.approx(reference.item(), rel=1e-6)
     assert torch.allclose(got, expected, atol=1e-6)
-    assert evaluate_loss(model, [batch], memory, EXACT) == (
-        pytest.approx(reference.item(), rel=1e-6),
-        len(batch.targets),
-    )
+    result = CrossEntropyObjective(model, EXACT).evaluate_loss([batch])
+    assert (result.loss, result.targets) == (pytest.approx(reference.item(), rel=1e-6), len(batch.targets))
 
 
-def test_slices_of_positions_change_nothing(model, monkeypatch):
+def test_loss_is_independent_of_the_slices(model, monkeypatch):
     batch = ragged(3, 10, seed=1)
     whole = gradients(model, [batch], [len(batch.targets)])
     shapes = []
@@ -81,7 +78,7 @@ def test_slices_of_positions_change_nothing(model, monkeypatch):
     assert sliced[0] == pytest.approx(whole[0], rel=1e-6) and torch.allclose(sliced[1], whole[1], atol=1e-6)
 
 
-def test_four_ragged_micro_batches_are_one_batch(model):
+def test_ragged_micro_batches_equal_one_batch(model):
     """Token-weighted: 4 accumulated gradients equal the gradient of all rows at once to 1e-6."""
     micro = [ragged(4, 10, seed=i, share=share) for i, share in enumerate((0.9, 0.1, 0.5, 0.3))]
     total = sum(len(b.targets) for b in micro)
@@ -94,24 +91,25 @@ def test_four_ragged_micro_batches_are_one_batch(model):
     assert (of_means - whole).abs().max() > 1e-3
 
 
-def test_an_untrained_model_knows_nothing():
+def test_untrained_loss_is_log_vocab_size():
     """GPT-2's sanity check: the first loss is about ln V."""
     from kvad.model.transformer import Transformer
 
     torch.manual_seed(0)
     model = Transformer(model_config())
-    loss, _ = evaluate_loss(model, [ragged(8, 32, seed=0)], NoCache(model.config), EXACT)
-    assert loss == pytest.approx(math.log(VOCAB), abs=0.1)
+    result = CrossEntropyObjective(model, EXACT).evaluate_loss([ragged(8, 32, seed=0)])
+    assert result.loss == pytest.approx(math.log(VOCAB), abs=0.1)
 
 
-def test_bf16_is_near_and_the_loss_itself_is_fp32(model, monkeypatch):
+def test_bf16_is_close_and_computes_the_loss_in_fp32(model, monkeypatch):
     batch = ragged(3, 10, seed=1)
     exact = gradients(model, [batch], [len(batch.targets)])
     dtypes = set()
     real = torch.Tensor.log_softmax
     monkeypatch.setattr(torch.Tensor, "log_softmax", lambda x, **k: (dtypes.add(x.dtype), real(x, **k))[1])
     model.zero_grad()
-    summed = accumulate_gradients(model, batch, NoCache(model.config), len(batch.targets), Autocast("bf16", "cpu"))
+    objective = CrossEntropyObjective(model, Autocast("bf16", "cpu"))
+    summed = objective.accumulate_gradients(batch, len(batch.targets))
     rough = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert dtypes == {torch.float32}
     assert 0 < abs(summed / exact[0] - 1) < 0.02
@@ -128,14 +126,14 @@ def test_bf16_is_near_and_the_loss_itself_is_fp32(model, monkeypatch):
         ({}, "fp32"),
     ],
 )
-def test_auto_is_bf16_where_the_machine_multiplies_it(monkeypatch, flags, expected):
+def test_auto_precision(monkeypatch, flags, expected):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
     assert resolve_precision("auto", "cpu") == expected
     assert resolve_precision("fp32", "cpu") == "fp32" and resolve_precision("bf16", "cpu") == "bf16"
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
-def test_label_smoothing_is_the_formula_and_torchs(smoothing):
+def test_label_smoothing_equals_formula_and_torch(smoothing):
     """-(1 - e) log p(target) - e / C sum of log p, by hand and by torch, in float64; its gradient too."""
     model = build(model_config(), dtype=torch.float64).train()
     batch = ragged(3, 10, seed=1)
@@ -150,9 +148,11 @@ def test_label_smoothing_is_the_formula_and_torchs(smoothing):
     (by_hand / total).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
-    summed = accumulate_gradients(model, batch, memory, total, EXACT, smoothing)
+    objective = CrossEntropyObjective(model, EXACT, smoothing)
+    summed = objective.accumulate_gradients(batch, total)
     got = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert summed == pytest.approx(by_hand.item(), rel=1e-12)
     assert (got - expected).abs().max() <= 1e-12
-    plain, _ = evaluate_loss(model, [batch], memory, EXACT)
-    assert plain == pytest.approx(-right.mean().item(), rel=1e-12), "a run is judged without smoothing"
+    assert objective.evaluate_loss([batch]).loss == pytest.approx(-right.mean().item(), rel=1e-12), (
+        "evaluations do not smooth"
+    )

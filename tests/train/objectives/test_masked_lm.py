@@ -1,54 +1,59 @@
-"""Masked language modelling: which tokens are drawn, what becomes of them, and that only they are in the loss."""
+"""Masked language modeling: draws, replacements and targets."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from kvad.errors import DataError
-from kvad.model_input import ModelInput, SubBatch
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.data.collate import Batch
-from kvad.train.objectives.masked_lm import (
-    EVAL_STREAM,
-    TRAIN_STREAM,
-    InputMaskingDataset,
-    MaskedLMDataset,
-    mask_row,
-    row_rng,
-)
+from kvad.train.config.run import RunConfig
+from kvad.train.data.collate import CollateConfig, Segment, collate_rows
+from kvad.train.data.packed_dataset import PackedDataset, Packer
+from kvad.train.data.row_sources import EVAL_STREAM, TRAIN_STREAM, row_rng
+from kvad.train.objectives.masked_lm import InputMasking, TokenMasking, mask_row
 
 TOKENIZER = train_tokenizer("byte", [], specials=("pad", "cls", "sep", "mask"))
 MASK, CLS, SEP, PAD = (getattr(TOKENIZER.special_tokens, role) for role in ("mask", "cls", "sep", "pad"))
 
 
-class Rows:
-    """Rows of [CLS] text [SEP] and padding, as next-token data gives them."""
+ROWS, LENGTH = 4, 92  # [CLS] text [SEP]
+
+
+class Rows(Packer):
+    """Rows of [CLS] text [SEP], as next-token data gives them; the same ones in every step."""
 
     train_tokens = validation_tokens = tokens_per_step = 400
 
-    def __init__(self, rows=4, length=100, padding=7):
-        random = np.random.default_rng(0)
-        tokens = random.integers(0, 256, (rows, length))
-        tokens[:, 0], tokens[:, -padding - 1], tokens[:, -padding:] = CLS, SEP, PAD
-        documents = np.zeros_like(tokens)
-        documents[:, -padding:] = -1
-        flat = [torch.from_numpy(x.reshape(-1)) for x in (tokens, np.tile(np.arange(length), rows), documents)]
-        step = ModelInput(flat[0], flat[1], (SubBatch(rows, length, length),), torch.arange(5), document_ids=flat[2])
-        self.batch = Batch(step, torch.zeros(5, dtype=torch.int64))
+    def __init__(self):
+        tokens = np.random.default_rng(0).integers(0, 256, (ROWS, LENGTH + 1))
+        tokens[:, 0], tokens[:, LENGTH - 1] = CLS, SEP
+        self.packed = [[Segment(row[:-1], row[1:])] for row in tokens]
+        self.source = self
 
-    def micro_batches(self, step):
-        return [self.batch]
+    def rows(self, numbers):
+        return [self.packed[number % ROWS] for number in numbers.tolist()]
 
-    def evaluation(self):
-        yield self.batch
-        yield self.batch
+    def evaluation_rows(self, num_tokens, batch_size):
+        yield self.packed
+        yield self.packed
 
     def summary(self):
         return ["rows"]
 
 
+CONFIG = RunConfig.from_dict({"data": {"seq_len": 128}, "train": {"batch_size": ROWS}})
+BATCH = collate_rows(Rows().packed, CollateConfig.of_run(CONFIG))
+
+
+def dataset(transform, seed=0):
+    config = replace(CONFIG, train=replace(CONFIG.train, seed=seed))
+    return PackedDataset(Rows(), config, transform)
+
+
 def hidden(density=0.15, seed=0):
-    return MaskedLMDataset(Rows(), TOKENIZER, density, seed, 4)
+    return dataset(TokenMasking(TOKENIZER, density), seed)
 
 
 def test_eighty_ten_ten():
@@ -69,16 +74,25 @@ def test_eighty_ten_ten():
         assert abs(count / total - share) < 5 * (share * (1 - share) / total) ** 0.5
 
 
-def test_only_what_was_drawn_is_asked_and_nothing_special_is_drawn():
-    batch, rows = hidden().micro_batches(0)[0], Rows().batch
-    original = rows.model_input.token_ids
+def test_only_drawn_tokens_are_targets_and_no_special_token_is_drawn():
+    batch, original = hidden().micro_batches(0)[0], BATCH.model_input.token_ids
     assert torch.equal(batch.targets, original[batch.model_input.logit_indices])
     assert not set(batch.targets.tolist()) & {CLS, SEP, PAD, MASK}
     changed = (batch.model_input.token_ids != original).nonzero().view(-1)
     assert set(changed.tolist()) <= set(batch.model_input.logit_indices.tolist())
-    per_row = torch.bincount(batch.model_input.logit_indices // 100, minlength=4)
-    assert per_row.tolist() == [round(0.15 * 91)] * 4, "100 places, less 7 of padding, [CLS] and [SEP]"
-    assert torch.equal(batch.model_input.document_ids, rows.model_input.document_ids)
+    per_row = torch.bincount(batch.model_input.logit_indices // LENGTH, minlength=4)
+    assert per_row.tolist() == [round(0.15 * 90)] * 4, "all but [CLS] and [SEP]"
+
+
+def test_a_masked_row_keeps_its_documents():
+    row = [Segment(np.arange(low, low + 5), np.arange(5)) for low in (10, 20, 30)]
+    masked = TokenMasking(TOKENIZER, 0.5)(row, row_rng(0, TRAIN_STREAM, 0), 0)
+    assert [len(segment.tokens) for segment in masked] == [5, 5, 5]
+    for before, after in zip(row, masked, strict=True):
+        drawn = after.targets >= 0
+        assert (after.targets[drawn] == before.tokens[drawn]).all()
+        assert (after.tokens[~drawn] == before.tokens[~drawn]).all()
+    assert sum((segment.targets >= 0).sum() for segment in masked) == 8
 
 
 def test_random_tokens_are_never_special():
@@ -87,11 +101,11 @@ def test_random_tokens_are_never_special():
     assert not set(tokens.tolist()) & names
 
 
-def test_every_step_and_row_draws_anew_and_evaluation_never():
+def test_draws_differ_by_step_and_row_but_not_by_evaluation():
     data = hidden()
     wanted = [set(data.micro_batches(step)[0].model_input.logit_indices.tolist()) for step in range(3)]
     assert wanted[0] != wanted[1] != wanted[2]
-    rows = [{place % 100 for place in wanted[0] if place // 100 == row} for row in range(4)]
+    rows = [{place % LENGTH for place in wanted[0] if place // LENGTH == row} for row in range(4)]
     assert len({frozenset(row) for row in rows}) == 4
     first, second = (list(data.evaluation()) for _ in range(2))
     for one, other in zip(first, second, strict=True):
@@ -100,7 +114,7 @@ def test_every_step_and_row_draws_anew_and_evaluation_never():
     assert row_rng(0, TRAIN_STREAM, 1).random() != row_rng(0, EVAL_STREAM, 1).random()
 
 
-def test_a_row_of_one_token_hides_it_and_an_empty_one_nothing():
+def test_rows_of_one_and_no_maskable_token():
     one = np.array([7])
     assert mask_row(one, np.array([0]), one, MASK, 0.15, row_rng(0, 1, 0))[1].tolist() == [0]
     read, drawn = mask_row(np.array([CLS]), np.empty(0, np.int64), one, MASK, 0.15, row_rng(0, 1, 0))
@@ -109,24 +123,20 @@ def test_a_row_of_one_token_hides_it_and_an_empty_one_nothing():
 
 def test_a_tokenizer_without_a_mask_is_refused():
     with pytest.raises(DataError, match=r"has no mask token, and objective\.kind = masked-lm needs one"):
-        MaskedLMDataset(Rows(), train_tokenizer("byte", []), 0.15, 0, 4)
+        TokenMasking(train_tokenizer("byte", []), 0.15)
 
 
-def test_hiding_changes_what_is_read_and_nothing_that_is_asked():
-    rows = Rows()
-    data = InputMaskingDataset(rows, TOKENIZER, 0.3, 0, 4)
+def test_input_masking_changes_inputs_only():
+    data, original = dataset(InputMasking(TOKENIZER, 0.3)), BATCH.model_input.token_ids
     shares = []
     for step in range(50):
         (batch,) = data.micro_batches(step)
-        hidden = batch.model_input.token_ids != rows.batch.model_input.token_ids
-        assert (batch.model_input.token_ids[hidden] == MASK).all() and not hidden[
-            rows.batch.model_input.token_ids > 255
-        ].any()
-        assert torch.equal(batch.targets, rows.batch.targets) and torch.equal(
-            batch.model_input.logit_indices, rows.batch.model_input.logit_indices
-        )
-        shares.append(hidden.sum().item() / (4 * 91))
+        hidden = batch.model_input.token_ids != original
+        assert (batch.model_input.token_ids[hidden] == MASK).all() and not hidden[original > 255].any()
+        assert torch.equal(batch.targets, BATCH.targets)
+        assert torch.equal(batch.model_input.logit_indices, BATCH.model_input.logit_indices)
+        shares.append(hidden.sum().item() / (4 * 90))
     assert np.mean(shares) == pytest.approx(0.3, abs=0.02) and len(set(shares)) > 10
-    assert all(batch is rows.batch for batch in data.evaluation())
+    assert all(torch.equal(batch.model_input.token_ids, original) for batch in data.evaluation())
     with pytest.raises(DataError, match=r"objective\.input_mask_ratio needs one"):
-        InputMaskingDataset(rows, train_tokenizer("byte", []), 0.3, 0, 4)
+        InputMasking(train_tokenizer("byte", []), 0.3)

@@ -1,4 +1,4 @@
-"""Scheduled sampling: the share rises as its schedule says, drawn places hold what the model says, targets stay."""
+"""Scheduled sampling: rate, drawn positions, inputs and targets."""
 
 import math
 
@@ -9,10 +9,10 @@ from kvad.errors import ConfigError
 from kvad.model.no_cache import NoCache
 from kvad.train.config.presets import MODEL_PRESETS
 from kvad.train.config.run import ObjectiveConfig, RunConfig
-from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective, accumulate_gradients
-from kvad.train.objectives.scheduled_sampling import SampledPairDataset, ScheduledSamplingObjective, sampling_rate
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
+from kvad.train.objectives.scheduled_sampling import ScheduledSampling, ScheduledSamplingObjective, sampling_rate
 from tests.support.random_models import build
-from tests.train.data.test_pair_dataset import PAD, SMALL, VOCAB, Pairs
+from tests.train.data.test_text_packer import SMALL, VOCAB, Pairs, pair_dataset
 
 EXACT = Autocast("fp32", "cpu")
 
@@ -26,12 +26,16 @@ def configured(sampling, *, steps=100, batch=2, **objective):
     return RunConfig.from_dict(content)
 
 
+def sampled(store, config):
+    return pair_dataset(store, config, 1, ScheduledSampling(config))
+
+
 @pytest.fixture
 def model():
     return build(MODEL_PRESETS["transformer-tiny"](VOCAB, 12), dtype=torch.float64)
 
 
-def test_the_share_rises_as_the_schedule_says():
+def test_sampling_rate_follows_the_schedule():
     at = [0, 25, 50, 100, 300]
 
     def shares(schedule):
@@ -44,13 +48,13 @@ def test_the_share_rises_as_the_schedule_says():
     assert shares("sigmoid") == pytest.approx([0.4 * ends, 0.4 / (1 + math.exp(2.5)), 0.2, *[0.4 * (1 - ends)] * 2])
 
 
-def test_places_are_drawn_by_their_share_and_never_the_first():
+def test_positions_are_drawn_at_the_rate_except_the_first():
     counts = {0: 0, 50: 0, 100: 0}
     for step in counts:
         for seed in range(60):
             config = configured(0.5)
             config = RunConfig.from_dict({**config.to_dict(), "train": {"steps": 100, "batch_size": 2, "seed": seed}})
-            (batch,) = SampledPairDataset(SMALL, config, 1, PAD).micro_batches(step)
+            (batch,) = sampled(SMALL, config).micro_batches(step)
             inside = (batch.model_input.positions > 0) & (batch.model_input.document_ids >= 0)
             assert inside[batch.sampled_indices].all()
             counts[step] += len(batch.sampled_indices) / int(inside.sum()) / 60
@@ -59,9 +63,9 @@ def test_places_are_drawn_by_their_share_and_never_the_first():
     )
 
 
-def test_the_decoder_reads_what_the_model_says_and_learns_what_is_right(model):
-    """By hand: forward, the likeliest token of the place before, and the gradient of the batch with those put in."""
-    (batch,) = SampledPairDataset(SMALL, configured(1.0), 1, PAD).micro_batches(100)
+def test_inputs_are_predictions_and_targets_stay(model):
+    """Compares with a first pass and the gradient of the changed batch, computed by hand."""
+    (batch,) = sampled(SMALL, configured(1.0)).micro_batches(100)
     memory, total = NoCache(model.config), len(batch.targets)
     with torch.no_grad():
         logits = model.logits(model(batch.model_input, memory), torch.arange(len(batch.model_input.token_ids)))
@@ -72,9 +76,8 @@ def test_the_decoder_reads_what_the_model_says_and_learns_what_is_right(model):
     assert len(batch.sampled_indices) == int(inside.sum()) and (tokens != batch.model_input.token_ids).any(), (
         "all but the first of each"
     )
-    by_hand = accumulate_gradients(
-        model, batch._replace(model_input=batch.model_input._replace(token_ids=tokens)), memory, total, EXACT
-    )
+    sampled_batch = batch._replace(model_input=batch.model_input._replace(token_ids=tokens))
+    by_hand = CrossEntropyObjective(model, EXACT).accumulate_gradients(sampled_batch, total)
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
     summed = ScheduledSamplingObjective(model, EXACT).accumulate_gradients(batch, total)
@@ -85,8 +88,8 @@ def test_the_decoder_reads_what_the_model_says_and_learns_what_is_right(model):
     assert forced != pytest.approx(summed, rel=1e-3), "teacher forcing is another loss"
 
 
-def test_nothing_drawn_is_teacher_forcing_and_so_is_what_it_is_judged_by(model):
-    data = SampledPairDataset(SMALL, configured(0.5), 1, PAD)
+def test_rate_0_and_evaluation_are_teacher_forcing(model):
+    data = sampled(SMALL, configured(0.5))
     (batch,) = data.micro_batches(0)
     assert len(batch.sampled_indices) == 0
     assert ScheduledSamplingObjective(model, EXACT).accumulate_gradients(batch, 7) == CrossEntropyObjective(
@@ -98,20 +101,20 @@ def test_nothing_drawn_is_teacher_forcing_and_so_is_what_it_is_judged_by(model):
     ).evaluate_loss([batch])
 
 
-def test_rows_of_one_pair_without_padding_are_drawn_too():
-    """Their step names no documents: nobody else is there."""
+def test_rows_of_one_pair_without_padding_are_sampled():
+    """Such a batch has no document ids."""
     store = Pairs(*[(3, 4)] * 5)
     content = {**configured(1.0).to_dict(), "data": {"seq_len": 5, "validation_fraction": 0.2}}
-    (batch,) = SampledPairDataset(store, RunConfig.from_dict(content), 1, PAD).micro_batches(100)
+    (batch,) = sampled(store, RunConfig.from_dict(content)).micro_batches(100)
     assert len(batch.sampled_indices) == 2 * 4, "all of two rows but the first of each"
 
 
-def test_somebody_must_say_over_how_many_steps():
+def test_number_of_steps_is_required():
     content = configured(0.5).to_dict()
     content["train"] = {"minutes": 3.0, "batch_size": 2}
     with pytest.raises(
         ConfigError, match=r"objective\.scheduled_sampling_steps: must be given for a run that only the clock"
     ):
-        SampledPairDataset(SMALL, RunConfig.from_dict(content), 1, PAD)
+        ScheduledSampling(RunConfig.from_dict(content))
     content["objective"]["scheduled_sampling_steps"] = 10
-    SampledPairDataset(SMALL, RunConfig.from_dict(content), 1, PAD)
+    ScheduledSampling(RunConfig.from_dict(content))

@@ -1,4 +1,4 @@
-"""Span corruption: T5's numbers, sources and targets that make the text again, and what a tokenizer must have."""
+"""Span corruption: lengths, sources and targets, special tokens."""
 
 import itertools
 
@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from kvad.errors import ConfigError, DataError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import ObjectiveConfig
-from kvad.train.objectives.masked_lm import row_rng
+from kvad.train.data.collate import CollateConfig, Segment, collate_rows
+from kvad.train.data.row_sources import row_rng
 from kvad.train.objectives.span_corruption import (
     SENTINELS,
+    SpanCorruption,
     SpanTokens,
-    build_pair_batch,
     corrupt_spans,
     max_raw_length,
+    pair_segment,
     span_counts,
     span_tokens,
 )
@@ -27,7 +29,7 @@ USUAL = ObjectiveConfig("span-corruption")
 
 
 def restored(source, target):
-    """The text again: every sentinel of the source gives way to what follows it in the target."""
+    """Restore the text: every sentinel of the source is replaced by its span in the target."""
     assert source[-1] == target[-1] == SPEECH.eos
     spans, last = {}, None
     for token in target[:-1]:
@@ -40,7 +42,7 @@ def restored(source, target):
 
 
 @given(length=st.integers(2, 300), density=st.floats(0.05, 0.6), mean=st.floats(1.0, 10.0), seed=st.integers(0, 1000))
-def test_source_and_target_make_the_text_again(length, density, mean, seed):
+def test_source_and_target_restore_the_text(length, density, mean, seed):
     options = ObjectiveConfig("span-corruption", noise_density=density, mean_span_length=mean)
     text = np.random.default_rng(seed).integers(5, 500, length).tolist()
     cut, spans = span_counts(length, density, mean)
@@ -53,7 +55,7 @@ def test_source_and_target_make_the_text_again(length, density, mean, seed):
     assert all(b - a == 1 for a, b in itertools.pairwise(inside)) and len(inside) == spans
 
 
-def test_t5s_own_numbers():
+def test_lengths_equal_those_of_t5():
     """568 tokens become 512, of which 85 are cut out in 28 spans; their target of 114 (compute_t5_input_and_target_
     lengths of google-research/text-to-text-transfer-transformer) has no last sentinel, the paper's and ours has."""
     assert max_raw_length(512, USUAL) == 568
@@ -62,10 +64,9 @@ def test_t5s_own_numbers():
     assert (len(source), len(target)) == (512, 114 + 1)
 
 
-def test_the_worked_example_of_the_docstring():
-    batch = build_pair_batch(
-        [[([5, 6, FIRST, 7, 2], [FIRST, 8, FIRST + 1, 2]), ([9, 2], [FIRST, 2])]], SPEECH, 16, "cpu"
-    )
+def test_docstring_example():
+    row = [pair_segment([5, 6, FIRST, 7, 2], [FIRST, 8, FIRST + 1, 2], 1), pair_segment([9, 2], [FIRST, 2], 1)]
+    batch = collate_rows([row], CollateConfig(16, SPEECH.pad))
     step = batch.model_input
     assert step.encoder_input.token_ids.tolist() == [5, 6, FIRST, 7, 2, 9, 2]
     assert step.encoder_input.document_ids.tolist() == [0, 0, 0, 0, 0, 1, 1]
@@ -76,13 +77,30 @@ def test_the_worked_example_of_the_docstring():
     )
 
 
-def test_shares_are_those_that_were_asked_for():
+def test_every_document_of_a_row_is_corrupted_separately():
+    tokenizer = train_tokenizer("byte", [], specials=("eos", "pad", *SENTINELS))
+    corruption = SpanCorruption(tokenizer, USUAL, 30)
+    texts = [np.arange(10, 30), np.array([7]), np.arange(40, 50)]
+    pairs = corruption([Segment(text, text) for text in texts], row_rng(0, 1, 0), 0)
+    assert len(pairs) == 2, "a document of one token is left out"
+    for text, pair in zip([texts[0], texts[2]], pairs, strict=True):
+        plain = [token for side in (pair.encoder_tokens, pair.tokens) for token in side.tolist() if token < 256]
+        assert sorted(plain) == text.tolist()
+        assert (
+            pair.tokens[0] == corruption.special_tokens.start and pair.tokens[1:].tolist() == pair.targets[:-1].tolist()
+        )
+    (empty,) = corruption([Segment(texts[1], texts[1])], row_rng(0, 1, 0), 0)
+    batch = collate_rows([[empty]], CollateConfig(16, keep_document_ids=True))
+    assert not len(batch.targets) and batch.model_input.encoder_input.document_ids.tolist() == [-1]
+
+
+def test_noise_density_and_span_length():
     cut = [span_counts(length, 0.15, 3.0) for length in range(100, 600)]
     assert sum(c for c, _ in cut) / sum(range(100, 600)) == pytest.approx(0.15, abs=0.002)
     assert sum(c for c, _ in cut) / sum(s for _, s in cut) == pytest.approx(3.0, abs=0.05)
 
 
-def test_what_a_tokenizer_must_have_is_said():
+def test_missing_special_tokens_are_refused():
     full = train_tokenizer("byte", [], specials=("eos", "pad", *SENTINELS))
     assert span_tokens(full, 29).sentinels[:2] == (
         full.special_tokens.names()["<extra_id_0>"],

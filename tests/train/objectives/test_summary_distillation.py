@@ -1,4 +1,4 @@
-"""A compressor's run: the loss falls below the mean's, a resume goes on to the bit, another model's is refused."""
+"""Training of a summarizer: loss, resume, refused configurations."""
 
 import json
 
@@ -18,7 +18,7 @@ from kvad.model_input import ModelInput, SubBatch
 from kvad.train.config.run import RunConfig, SummarizerConfig
 from kvad.train.data.collate import Batch
 from kvad.train.loop import run as job
-from kvad.train.loop.run import read_summarizer_run, resume_summarizer, train_summarizer
+from kvad.train.loop.run import read_run_config, resume_model, train_model
 from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.objectives.cross_entropy import Autocast
 from kvad.train.objectives.summary_distillation import SummaryDistillation, _Recorder, _Rows
@@ -32,7 +32,7 @@ POLICY = "tiered(8, quantized=0, interval=8, summaries=32, ratio=4)"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, corpus):
-    """A model that has learned to count a little, in a run of its own."""
+    """A briefly trained model that counts."""
     out = tmp_path_factory.mktemp("model") / "run"
     shape = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
     config = {
@@ -77,9 +77,9 @@ def hashes(out):
     return [(folder / name).read_bytes() for name in ("summarizer.safetensors", "training/state.safetensors")]
 
 
-def test_the_loss_falls_below_the_means(config, corpus, tmp_path, listener, model):
+def test_loss_falls_below_that_of_means(config, corpus, tmp_path, listener, model):
     torch.manual_seed(0)
-    outcome = train_summarizer(config(steps=40), [corpus], tmp_path / "run", callbacks=[listener])
+    outcome = train_model(config(steps=40), [corpus], tmp_path / "run", callbacks=[listener])
     opened = open_checkpoint(model)
     untrained = Summarizer(attention_specs(opened.config), 4, 4)
     frozen, _ = load_model(model)
@@ -94,40 +94,40 @@ def test_the_loss_falls_below_the_means(config, corpus, tmp_path, listener, mode
     assert said["model"] == sampled_fingerprint(opened)
 
 
-def test_resume_goes_on_to_the_bit(config, corpus, tmp_path):
+def test_resume_is_bit_equal(config, corpus, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_summarizer(config(), [corpus], whole)
-    outcome = train_summarizer(config(), [corpus], parts, callbacks=[StopAt(3)])
+    train_model(config(), [corpus], whole)
+    outcome = train_model(config(), [corpus], parts, callbacks=[StopAt(3)])
     assert outcome.reason == "interrupted" and outcome.step == 3
-    assert read_summarizer_run(parts)[0] == config()
-    outcome = resume_summarizer(parts)
+    assert read_run_config(parts)[0] == config()
+    outcome = resume_model(parts)
     assert outcome.reason == "done" and outcome.step == 12 and hashes(whole) == hashes(parts)
     lines = [[line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"] for run in (whole, parts)]
     assert lines[0] == lines[1]
 
 
-def test_resume_refuses_what_differs(config, corpus, tmp_path, model):
-    train_summarizer(config(steps=2), [corpus], tmp_path / "run")
+def test_resume_refuses_another_configuration(config, corpus, tmp_path, model):
+    train_model(config(steps=2), [corpus], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"summarizer\.ratio: 4 there, 8 here"):
-        resume_summarizer(tmp_path / "run", config=config({"ratio": 8}, steps=2))
+        resume_model(tmp_path / "run", config=config({"ratio": 8}, steps=2))
     (corpus / "00.txt").write_text((text := (corpus / "00.txt").read_text()) + " more")
     try:
         with pytest.raises(ConfigError, match=r"its corpus has changed: .*00\.txt"):
-            resume_summarizer(tmp_path / "run")
+            resume_model(tmp_path / "run")
     finally:
         (corpus / "00.txt").write_text(text)
 
 
 def other_model(model, out):
-    """The same with one step more of training."""
-    config, paths = job.read_model_run(model)
+    """The same model after one more step."""
+    config, paths = job.read_run_config(model)
     table = config.to_dict()
     table["train"]["steps"] = 61
     return job.train_model(RunConfig.from_dict(table), paths, out).checkpoint
 
 
-def test_another_models_compressor_is_refused(config, corpus, tmp_path, model):
-    train_summarizer(config(steps=2), [corpus], tmp_path / "run")
+def test_summarizer_of_another_model_is_refused(config, corpus, tmp_path, model):
+    train_model(config(steps=2), [corpus], tmp_path / "run")
     other = other_model(model, tmp_path / "other")
     with pytest.raises(CheckpointError, match="trained for another model than"):
         LLM.load(other, summarizer=tmp_path / "run", policy=POLICY, block_size=4)
@@ -135,22 +135,22 @@ def test_another_models_compressor_is_refused(config, corpus, tmp_path, model):
         assert llm.generate("1 is less", max_tokens=40, temperature=0).usage.num_completion_tokens == 40
 
 
-def test_the_fingerprint_is_the_models_whatever_the_layout(tmp_path, model):
+def test_fingerprint_is_independent_of_the_layout(tmp_path, model):
     _, opened = load_model(model)
     export_hf(opened, tmp_path / "theirs")
     assert sampled_fingerprint(open_checkpoint(tmp_path / "theirs")) == sampled_fingerprint(opened)
 
 
 @pytest.mark.parametrize("file", ["summarizer.safetensors", "summarizer.json", "manifest.json"])
-def test_half_a_compressor_is_none(config, corpus, tmp_path, model, file):
-    folder = train_summarizer(config(steps=1), [corpus], tmp_path / "run").checkpoint
+def test_incomplete_summarizer_is_refused(config, corpus, tmp_path, model, file):
+    folder = train_model(config(steps=1), [corpus], tmp_path / "run").checkpoint
     (folder / file).unlink()
     with pytest.raises(CheckpointError):
         load_summarizer(folder, open_checkpoint(model))
 
 
-def test_a_changed_number_is_heard(config, corpus, tmp_path, model):
-    folder = train_summarizer(config(steps=1), [corpus], tmp_path / "run").checkpoint
+def test_changed_options_are_applied(config, corpus, tmp_path, model):
+    folder = train_model(config(steps=1), [corpus], tmp_path / "run").checkpoint
     content = bytearray((folder / "summarizer.safetensors").read_bytes())
     content[-3] ^= 1
     (folder / "summarizer.safetensors").write_bytes(content)
@@ -170,7 +170,7 @@ def test_a_changed_number_is_heard(config, corpus, tmp_path, model):
 )
 def test_bad_input_is_refused_before_anything_is_written(config, corpus, tmp_path, change, error, says):
     with pytest.raises(error, match=says):
-        train_summarizer(config(**change), [corpus], tmp_path / "run")
+        train_model(config(**change), [corpus], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -209,7 +209,7 @@ def test_the_command(corpus, tmp_path, model, monkeypatch):
 
 
 def packed():
-    """A row of 40 tokens: documents of 18 and 22; with ratio 4 the chunk 16..19 is of both."""
+    """A row of 40 tokens: documents of 18 and 22; with ratio 4 the chunk 16..19 spans both."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 250, (40,), generator=generator)
     positions, documents = torch.cat((torch.arange(18), torch.arange(22))), torch.tensor([0] * 18 + [1] * 22)
@@ -217,7 +217,7 @@ def packed():
     return Batch(step, tokens)
 
 
-def test_a_chunk_of_two_documents_is_not_summarised():
+def test_chunk_of_two_documents_is_not_summarized():
     rows = _Rows(packed().model_input, SummarizerConfig(ratio=4, recent=8, interval=8))
     last = rows.spans[-1]
     assert (last.first, last.low, last.high) == (24, 32, 40)
@@ -229,8 +229,8 @@ def test_a_chunk_of_two_documents_is_not_summarised():
     )
 
 
-def test_documents_do_not_see_each_others_summaries(model):
-    """What stands in the first document is nothing to the second one's answers."""
+def test_summaries_of_documents_are_isolated(model):
+    """The first document's tokens do not change the second one's outputs."""
     frozen, opened = load_model(model)
     compressor = Summarizer(attention_specs(opened.config), 4, 4)
     told = []

@@ -1,4 +1,4 @@
-"""Which parameters decay, the learning rate's path, and moments by name."""
+"""Weight decay, learning rates, moments by name."""
 
 import math
 
@@ -9,8 +9,8 @@ from kvad.errors import CheckpointError
 from kvad.train.config.optim import OptimConfig
 from kvad.train.config.run import TrainConfig
 from kvad.train.optim.optimizer import OptimizersContainer, uses_weight_decay
-from kvad.train.optim.schedules import learning_rate
 from tests.support.random_models import build, model_config
+from tests.train.optim.test_schedules import learning_rate
 
 
 def test_matrices_and_embeddings_decay_and_nothing_else():
@@ -31,7 +31,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else():
     assert optimizer.defaults["fused"]
 
 
-def test_warmup_and_cosine_are_nanogpts():
+def test_warmup_and_cosine_equal_nanogpt():
     config = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=100)
     rates = [learning_rate(config, TrainConfig(steps=2000), step, elapsed=0.0) for step in range(2001)]
     assert rates[0] == pytest.approx(1e-3 / 101) and rates[99] == pytest.approx(1e-3 * 100 / 101)
@@ -40,7 +40,7 @@ def test_warmup_and_cosine_are_nanogpts():
     assert rates[525] == pytest.approx(1e-4 + 0.5 * (1 + math.cos(math.pi * 425 / 1900)) * 9e-4)
 
 
-def test_with_minutes_the_rate_follows_the_clock():
+def test_rate_follows_the_time_limit():
     config, train = OptimConfig(lr=1e-3, min_lr=0.0, warmup_steps=0), TrainConfig(minutes=2)
     assert learning_rate(config, train, 5, 0.0) == pytest.approx(1e-3)
     assert learning_rate(config, train, 5, 60.0) == pytest.approx(5e-4) == learning_rate(config, train, 999, 60.0)
@@ -53,7 +53,7 @@ def test_a_short_run_has_a_short_warmup():
     assert learning_rate(config, slow, 5, elapsed=1.0) < 0.1 and learning_rate(config, slow, 5, elapsed=6.1) > 0.9
 
 
-def test_moments_come_back_by_name_into_memory_of_their_own():
+def test_moments_are_restored_by_name_into_copies():
     def advance(model, optimization, seed):
         torch.manual_seed(seed)
         for parameter in model.parameters():
@@ -78,3 +78,15 @@ def test_moments_come_back_by_name_into_memory_of_their_own():
     del stored["exp_avg_sq.embedding.tokens.weight"]
     with pytest.raises(CheckpointError, match=r"exp_avg_sq.embedding.tokens.weight is missing, expected \[67, 24\]"):
         optimization_of(again).load_state_tensors(stored)
+
+
+def test_gradient_is_clipped_to_its_maximum_norm():
+    model = build(model_config(), dtype=torch.float32)
+    optimization = OptimizersContainer(model, OptimConfig(max_grad_norm=0.5), TrainConfig())
+    for scale, expected in ((1.0, 0.5), (1e-6, None)):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, scale)
+        before = scale * math.sqrt(sum(parameter.numel() for parameter in model.parameters()))
+        assert optimization.clip_grad_norm() == pytest.approx(before, rel=1e-4)
+        after = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm().item()
+        assert after == pytest.approx(before if expected is None else expected, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Optimizers against implementations that we did not write; the loss scale; averages against their formulas."""
+"""Optimizers against other implementations; the loss scale; averages against their formulas."""
 
 import math
 
@@ -61,7 +61,7 @@ def advance(model, optimization, steps, start=0):
 @pytest.mark.parametrize("beta1", [None, 0.9])
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("schedule", ["constant", "relative"])
-def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
+def test_adafactor_equals_transformers(beta1, scaled, schedule):
     optimization = pytest.importorskip("transformers.optimization")
     ours, theirs = Toy(), Toy()
     said = {"lr": 0.02, "warmup_steps": 0} if schedule == "constant" else {}
@@ -95,8 +95,8 @@ def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
 
 
 @pytest.mark.parametrize("beta1", [None, 0.9])
-def test_adafactor_is_its_formula(beta1):
-    """Of a matrix and of a vector, from the paper's algorithms, written out with loops over the steps alone."""
+def test_adafactor_equals_its_formula(beta1):
+    """Matrix and vector, by the paper's algorithms, in a loop over the steps."""
     config = OptimConfig(
         name="adafactor", schedule="constant", lr=0.02, warmup_steps=0, beta1=beta1, weight_decay=0, max_grad_norm=1e9
     )
@@ -141,7 +141,7 @@ def orthogonalised(matrix):
     return (x.T if flip else x).to(matrix.dtype)
 
 
-def test_muon_takes_matrices_of_layers_and_adamw_the_rest():
+def test_muon_updates_matrices_of_layers_and_adamw_the_rest():
     ours, theirs = Toy(torch.float32), Toy(torch.float32)
     config = OptimConfig(name="muon", schedule="constant", lr=0.02, warmup_steps=0, weight_decay=0.1, max_grad_norm=1e9)
     mine = OptimizersContainer(ours, config, TrainConfig())
@@ -180,7 +180,7 @@ def test_muon_takes_matrices_of_layers_and_adamw_the_rest():
 
 
 def test_muons_update_is_nearly_orthogonal():
-    """Its singular values lie in the band of the paper, whatever the gradient's are."""
+    """Its singular values are in the paper's range for any gradient."""
     model = build(model_config(), dtype=torch.float32)
     config = OptimConfig(name="muon", schedule="constant", lr=1.0, warmup_steps=0, weight_decay=0.0)
     optimization = OptimizersContainer(model, config, TrainConfig())
@@ -197,7 +197,7 @@ def test_muons_update_is_nearly_orthogonal():
             assert values.min() > 0.3 and values.max() < 1.3, (name, values)
 
 
-def test_the_rate_of_matrices_keeps_its_ratio():
+def test_rate_of_matrices_keeps_its_ratio():
     config = OptimConfig(name="muon", lr=1e-3, min_lr=1e-4, muon_lr=2e-2)
     optimization = OptimizersContainer(Toy(), config, TrainConfig(steps=100))
     for step in (0, 50, 99):
@@ -233,7 +233,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_state_comes_back_to_the_bit(name):
+def test_state_is_restored_bit_for_bit(name):
     config, train = OptimConfig(**CONFIGS[name]), TrainConfig(steps=20)
     model = Toy()
     first = OptimizersContainer(model, config, train)
@@ -251,7 +251,7 @@ def test_state_comes_back_to_the_bit(name):
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_a_state_that_does_not_fit_is_refused():
+def test_state_of_another_shape_is_refused():
     model = Toy()
     optimization = OptimizersContainer(model, OptimConfig(name="adafactor"), TrainConfig())
     advance(model, optimization, 1)
@@ -267,7 +267,7 @@ def test_a_state_that_does_not_fit_is_refused():
         plateau.load_state_tensors({})
 
 
-def test_what_needs_no_gradient_is_left_alone():
+def test_frozen_parameters_stay_unchanged():
     model = Toy()
     model.embed.weight.requires_grad_(False)
     before = model.embed.weight.clone()
@@ -279,7 +279,7 @@ def test_what_needs_no_gradient_is_left_alone():
 # ---------------------------------------------------------------- fp16's loss scale
 
 
-def test_the_loss_scale_is_that_of_torch():
+def test_loss_scale_equals_torch():
     ours = LossScale(patience=3)
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -330,7 +330,7 @@ def test_an_overflow_is_skipped_and_training_recovers():
     assert again.scale.state == optimization.scale.state
 
 
-def test_what_no_scale_mends_is_an_error():
+def test_non_finite_gradient_at_the_minimum_scale_is_an_error():
     optimization = fp16(Toy())
     for _ in range(16):
         assert optimization.can_continue(math.nan)
@@ -343,7 +343,7 @@ def test_what_no_scale_mends_is_an_error():
 
 
 def weights_after(config, steps):
-    """Of every step, raw; and the average at the end."""
+    """Weights after every step, and the average at the end."""
     model = Toy()
     optimization = OptimizersContainer(model, config, TrainConfig(steps=100))
     raw = []
@@ -356,7 +356,7 @@ def weights_after(config, steps):
     return raw, found
 
 
-def test_ema_is_its_formula():
+def test_ema_equals_its_formula():
     raw, found = weights_after(OptimConfig(ema_decay=0.9), 7)
     for index, average in enumerate(found):
         wanted = sum(0.1 * 0.9 ** (6 - i) * one[index] for i, one in enumerate(raw)) / (1 - 0.9**7)
@@ -364,14 +364,14 @@ def test_ema_is_its_formula():
 
 
 @pytest.mark.parametrize(("steps", "which"), [(1, [1]), (3, [2]), (4, [2, 4]), (9, [4, 6, 8]), (10, [6, 8, 10])])
-def test_the_average_is_the_mean_of_the_last_kept(steps, which):
+def test_average_is_the_mean_of_the_last_copies(steps, which):
     raw, found = weights_after(OptimConfig(average_last=3, average_interval=2), steps)
     for index, average in enumerate(found):
         wanted = torch.stack([raw[step - 1][index] for step in which]).mean(dim=0)
         torch.testing.assert_close(average, wanted, rtol=1e-13, atol=1e-14)
 
 
-def test_an_error_within_brings_the_raw_weights_back():
+def test_error_restores_the_trained_weights():
     model = Toy()
     optimization = OptimizersContainer(model, OptimConfig(ema_decay=0.9), TrainConfig())
     advance(model, optimization, 3)

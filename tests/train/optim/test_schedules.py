@@ -1,4 +1,4 @@
-"""Learning rates against their formulas, written out by hand, and against torch's own where it has one."""
+"""Learning rates against their formulas and torch's schedulers."""
 
 import math
 
@@ -8,14 +8,18 @@ import torch
 from kvad.errors import ConfigError
 from kvad.train.config.optim import OptimConfig
 from kvad.train.config.run import RunConfig, TrainConfig
-from kvad.train.optim.schedules import Plateau, Schedule, learning_rate
+from kvad.train.optim.schedules import Plateau, Schedule
+
+
+def learning_rate(config, train, step, elapsed, width=None):
+    return Schedule(config, train, width).lr(step, elapsed)
 
 
 def rates(config, train, steps, width=None):
     return [learning_rate(config, train, step, 0.0, width) for step in range(steps)]
 
 
-def test_inverse_sqrt_with_a_factor_is_equation_3():
+def test_inverse_sqrt_with_noam_factor_equals_equation_3():
     config = OptimConfig(schedule="inverse-sqrt", noam_factor=2.0, warmup_steps=4000)
     found = rates(config, TrainConfig(steps=100_000), 20_000, width=512)
     for step in (0, 1, 1999, 3998, 3999, 4000, 19_999):
@@ -24,13 +28,13 @@ def test_inverse_sqrt_with_a_factor_is_equation_3():
     assert max(found) == found[3999]
 
 
-def test_inverse_sqrt_with_a_rate_reaches_it_at_the_last_step_of_warmup():
+def test_inverse_sqrt_reaches_its_rate_at_the_end_of_warmup():
     found = rates(OptimConfig(schedule="inverse-sqrt", lr=3e-3, warmup_steps=10), TrainConfig(steps=100), 100)
     assert found[9] == pytest.approx(3e-3) == max(found)
     assert found[0] == pytest.approx(3e-4) and found[39] == pytest.approx(1.5e-3)
 
 
-def test_a_factor_needs_a_width():
+def test_noam_factor_requires_a_width():
     with pytest.raises(ConfigError, match=r"optim.noam_factor: must not be given"):
         Schedule(OptimConfig(schedule="inverse-sqrt", noam_factor=1.0), TrainConfig())
 
@@ -68,7 +72,7 @@ def test_linear_constant_and_relative():
     assert learning_rate(relative, train, 39_999, 0.0) == pytest.approx(5e-3)
 
 
-def test_a_plateau_is_torchs():
+def test_plateau_equals_torch():
     losses = [3.0, 2.5, 2.6, 2.5, 2.4999, 2.2, 2.3, math.nan, 2.3, 2.3, 2.1, 2.2, 2.2, 2.2, 2.2, 2.2, 2.2, 2.2]
     ours = Plateau(2, 0.5)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -84,7 +88,7 @@ def test_a_plateau_is_torchs():
     assert again.state == ours.state
 
 
-def test_a_plateaus_rate_has_a_floor():
+def test_plateau_rate_has_a_minimum():
     config = OptimConfig(schedule="plateau", lr=1.0, min_lr=0.3, warmup_steps=0, plateau_patience=0, plateau_factor=0.5)
     schedule = Schedule(config, TrainConfig(steps=10))
     seen = []
@@ -108,7 +112,7 @@ def test_a_plateaus_rate_has_a_floor():
         ({"schedule": "relative"}, "optim.schedule: 'relative' requires optim.name 'adafactor'"),
         ({"schedule": "relative", "name": "adafactor", "warmup_steps": 3}, "optim.warmup_steps: has no meaning"),
         ({"schedule": "noam"}, "optim.schedule: must be one of"),
-        ({"schedule": "wsd", "decay_fraction": 1.5}, "optim.decay_fraction: must be above 0, and at most 1"),
+        ({"schedule": "wsd", "decay_fraction": 1.5}, "optim.decay_fraction: must be above 0 and at most 1"),
         ({"schedule": "plateau", "plateau_factor": 1.0}, "optim.plateau_factor: must be between 0 and 1"),
         ({"momentum": 0.9}, "optim.momentum: has no meaning with optim.name = 'adamw'"),
         ({"name": "adafactor", "beta2": 0.95}, "optim.beta2: has no meaning with optim.name = 'adafactor'"),
@@ -127,7 +131,7 @@ def test_a_plateaus_rate_has_a_floor():
         ({"ema_decay": 1.0}, r"optim.ema_decay: must be in \[0, 1\)"),
     ],
 )
-def test_a_key_that_means_nothing_is_refused_by_name(table, says):
+def test_unused_keys_are_refused(table, says):
     with pytest.raises(ConfigError, match=says):
         RunConfig.from_dict({"optim": table})
 

@@ -1,4 +1,4 @@
-"""How long rows are of a run that goes on from a model that holds less than 256 tokens, where nobody says it."""
+"""Default row length of runs that start from a model with a shorter limit."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.train.config.run import RunConfig
-from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.loop.run import read_run_config, resume_model, train_model
 
 FEW = ("--steps", "2", "--batch-size", "2", "--precision", "fp32")
 LIMIT = 32
@@ -29,10 +29,10 @@ def kvad(*words):
     return main([str(word) for word in words])
 
 
-def test_rows_are_as_long_as_the_model_holds(corpus, tmp_path, base):
+def test_the_default_row_length_is_the_models_limit(corpus, tmp_path, base):
     begun, out = shutil.copytree(base, tmp_path / "base"), tmp_path / "run"
     assert kvad("train", corpus, "--init", begun, "--out", out, *FEW) == 0
-    assert RunConfig.load(out / "run.toml").data.seq_len == read_model_run(out)[0].data.seq_len == LIMIT
+    assert RunConfig.load(out / "run.toml").data.seq_len == read_run_config(out)[0].data.seq_len == LIMIT
     (tmp_path / "mine.toml").write_text(
         f'[model]\ninit = "{begun}"\n[train]\nsteps = 2\nbatch_size = 2\nprecision = "fp32"\n'
     )
@@ -42,16 +42,16 @@ def test_rows_are_as_long_as_the_model_holds(corpus, tmp_path, base):
     assert resume_model(out, config=RunConfig.load(out / "run.toml")).step == 2
 
 
-def test_what_is_said_is_done_or_refused_with_what_fits(corpus, tmp_path, base, capsys):
+def test_a_given_row_length_is_applied_or_refused(corpus, tmp_path, base, capsys):
     assert kvad("train", corpus, "--init", base, "--out", tmp_path / "run", "--seq-len", 16, *FEW) == 0
-    assert read_model_run(tmp_path / "run")[0].data.seq_len == 16
+    assert read_run_config(tmp_path / "run")[0].data.seq_len == 16
     for said in (("--seq-len", 256), ("--set", "data.seq_len=33")):
         assert kvad("train", corpus, "--init", base, "--out", tmp_path / "no", *said, *FEW) == 2
-        assert f"--seq-len {LIMIT} fits" in capsys.readouterr().err
+        assert f"Use --seq-len {LIMIT}." in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 
 
-def test_so_do_a_plan_a_check_and_a_compressor(corpus, tmp_path, base, capsys):
+def test_dry_run_check_and_summarizer_use_the_same_limit(corpus, tmp_path, base, capsys):
     assert kvad("train", corpus, "--init", base, "--dry-run", "--json", *FEW) == 0
     assert json.loads(capsys.readouterr().out)["config"]["data"]["seq_len"] == LIMIT
     (tmp_path / "mine.toml").write_text(f'[model]\ninit = "{base}"\n')
@@ -63,4 +63,4 @@ def test_so_do_a_plan_a_check_and_a_compressor(corpus, tmp_path, base, capsys):
     assert RunConfig.load(tmp_path / "summaries" / "run.toml").data.seq_len == LIMIT
     capsys.readouterr()
     assert kvad("train", corpus, *compressing, "--out", tmp_path / "no", "--seq-len", 33, *FEW) == 2
-    assert f"--seq-len {LIMIT} fits" in capsys.readouterr().err
+    assert f"Use --seq-len {LIMIT}." in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint: all weights, or adapters beside them; to the bit; refused by name."""
+"""Training from a checkpoint: all weights or adapters, bit-exact resume, refusals."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from kvad.model.lora import adapter_factors
 from kvad.model.no_cache import NoCache
 from kvad.model_input import ModelInput, SubBatch
 from kvad.train.config.run import LoraConfig, RunConfig
-from kvad.train.loop.run import read_model_run, resume_model, train_model
+from kvad.train.loop.run import read_run_config, resume_model, train_model
 from kvad.train.monitoring.callbacks import Callback
 from kvad.train.monitoring.metrics import read_metrics
-from kvad.train.setup.initialize import load_adapted, load_initial
-from kvad.train.setup.memory_estimate import training_bytes
+from kvad.train.setup.initialize import load_initial
+from kvad.train.setup.memory_estimate import MemoryEstimate
 
 SHAPE = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
 TOKENS = [5, 9, 40, 100, 7, 7, 61, 30]
@@ -79,7 +79,7 @@ def losses(out):
     return {line["step"]: line["loss"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "step"}
 
 
-def test_all_weights_go_on_from_where_they_were(corpus, tmp_path, goes_on, base, listener):
+def test_all_weights_continue_from_the_checkpoint(corpus, tmp_path, goes_on, base, listener):
     outcome = train_model(goes_on(eval_interval=2), [corpus], tmp_path / "run", callbacks=[listener])
     began = load_model(base)[0]
     first, last = listener.evals[0], listener.evals[-1]
@@ -89,11 +89,11 @@ def test_all_weights_go_on_from_where_they_were(corpus, tmp_path, goes_on, base,
     assert all(not torch.equal(a, b) for a, b in zip(tuned.parameters(), began.parameters(), strict=True))
     said = opened.training.state["initial_model"]
     assert said["model"] == str(base) and len(said["fingerprint"]) == 32
-    assert read_model_run(tmp_path / "run")[0].init == str(base) and outcome.step == 4
+    assert read_run_config(tmp_path / "run")[0].init == str(base) and outcome.step == 4
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, target_modules="all", dropout=0.1)], ids=["whole", "lora"])
-def test_a_resume_goes_on_to_the_bit(corpus, tmp_path, goes_on, lora):
+def test_resume_is_exact(corpus, tmp_path, goes_on, lora):
     config = goes_on(lora, steps=6, batch_size=2, gradient_accumulation_steps=2)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_model(config, [corpus], whole)
@@ -117,7 +117,7 @@ def test_all_weights_resume_without_the_base(corpus, tmp_path, goes_on, base):
     assert resume_model(tmp_path / "run").reason == "done"
 
 
-def test_what_is_kept_of_the_base_is_every_file_but_the_weights(corpus, tmp_path, goes_on, base):
+def test_every_file_of_the_base_but_the_weights_is_kept(corpus, tmp_path, goes_on, base):
     train_model(goes_on(steps=1), [corpus], tmp_path / "run")
     there = list_steps(tmp_path / "run")[-1]
     kept = {path.name for path in base.iterdir()} - {"manifest.json", "model.safetensors", "training"}
@@ -142,9 +142,9 @@ def test_weights_in_bfloat16_are_trained_in_float32(corpus, tmp_path, goes_on, b
 # ---------------------------------------------------------------- adapters
 
 
-def test_only_adapters_learn_and_the_first_step_begins_with_the_model(corpus, goes_on, base):
+def test_only_adapters_are_trained_and_start_as_no_change(corpus, goes_on, base):
     start = load_initial(goes_on(LoraConfig(rank=3, target_modules=("q", "mlp"))))
-    model, before = start.model(), load_model(base)[0]
+    model, before = start.build(), load_model(base)[0]
     assert torch.equal(logits(model), logits(before))
     learned = {name for name, p in model.named_parameters() if p.requires_grad}
     parts = [f"decoder.layers.{i}.{part}" for i in (0, 1) for part in ("attention.q", "mlp.gate", "mlp.up", "mlp.down")]
@@ -165,11 +165,11 @@ def _step(model):
     )
 
 
-def test_merged_is_unmerged(corpus, tmp_path, goes_on, base, listener):
+def test_merged_output_equals_unmerged_output(corpus, tmp_path, goes_on, base, listener):
     config = goes_on(LoraConfig(rank=4, alpha=6.0, target_modules="all"), lr=2e-2, eval_interval=2)
     train_model(config, [corpus], tmp_path / "run", callbacks=[listener])
     assert listener.evals[-1].val_loss < listener.evals[0].val_loss
-    beside = load_adapted(load_initial(config), tmp_path / "run").double().eval()
+    beside = replace(load_initial(config), run=tmp_path / "run").build().double().eval()
     run = open_checkpoint(tmp_path / "run")
     merged = load_weights(run, "float64")
     there, here = logits(beside), logits(merged)
@@ -190,7 +190,7 @@ def test_merged_is_unmerged(corpus, tmp_path, goes_on, base, listener):
     assert open_checkpoint(out).origin == open_checkpoint(base).origin
 
 
-def test_the_run_is_a_model_and_so_is_the_base_with_it(corpus, tmp_path, goes_on, base):
+def test_run_and_base_with_adapter_load_as_models(corpus, tmp_path, goes_on, base):
     train_model(goes_on(LoraConfig(target_modules="all"), lr=2e-2), [corpus], tmp_path / "run")
     with (
         LLM.load(tmp_path / "run", max_num_seqs=1) as run,
@@ -218,7 +218,7 @@ def test_a_session_of_another_adapter_is_refused(corpus, tmp_path, goes_on, base
             llm.session("notes", folder=tmp_path / "sessions")
 
 
-def test_a_base_that_is_gone_or_another_is_one_line(corpus, tmp_path, goes_on, base, run_config):
+def test_missing_or_changed_base_is_refused(corpus, tmp_path, goes_on, base, run_config):
     import shutil
 
     copy = tmp_path / "copy"
@@ -243,10 +243,10 @@ def test_a_base_that_is_gone_or_another_is_one_line(corpus, tmp_path, goes_on, b
         open_adapter(base)
 
 
-def test_adapters_take_less_and_the_plan_knows(corpus, tmp_path, goes_on):
+def test_adapters_need_less_memory_than_all_weights(corpus, tmp_path, goes_on):
     config = goes_on(batch_size=1)
     start = load_initial(config)
-    little = training_bytes(start.model_config, config, start.parameters[0], 1) - 1
+    little = MemoryEstimate(start.model_config, config, start.parameters[0]).total(1) - 1
     with pytest.raises(MemoryPlanError):
         train_model(config, [corpus], tmp_path / "run", available=little)
     assert not (tmp_path / "run").exists()
@@ -269,13 +269,13 @@ def test_adapters_take_less_and_the_plan_knows(corpus, tmp_path, goes_on):
         ({"model": {"init": 3}}, "model.init: must be a checkpoint's path"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused(content, said):
+def test_invalid_tables_are_refused(content, said):
     with pytest.raises(ConfigError) as caught:
         RunConfig.from_dict(content)
     assert __import__("re").search(said, str(caught.value)), caught.value
 
 
-def test_what_cannot_be_trained_so_is_refused_by_name(corpus, tmp_path, goes_on, base):
+def test_untrainable_configurations_are_refused(corpus, tmp_path, goes_on, base):
     with pytest.raises(ConfigError, match=r"'qq' matches no linear layer.*did you mean 'q'"):
         train_model(goes_on(LoraConfig(target_modules="qq")), [corpus], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"data\.seq_len: must be at most 32, the limit of .*, got 33"):
@@ -293,7 +293,7 @@ def test_what_cannot_be_trained_so_is_refused_by_name(corpus, tmp_path, goes_on,
     assert not (tmp_path / "run").exists()
 
 
-def test_its_own_tokenizer_may_be_named(corpus, tmp_path, goes_on, base):
+def test_the_models_own_tokenizer_may_be_given(corpus, tmp_path, goes_on, base):
     config = goes_on(steps=1)
     named = replace(config, tokenizer=type(config.tokenizer)(path=str(base)))
     train_model(named, [corpus], tmp_path / "run")
@@ -306,10 +306,10 @@ def test_its_own_tokenizer_may_be_named(corpus, tmp_path, goes_on, base):
         train_model(replace(config, tokenizer=type(config.tokenizer)(path=str(words))), [corpus], tmp_path / "other")
 
 
-def test_all_weights_go_on_from_an_adapter(corpus, tmp_path, goes_on):
+def test_all_weights_continue_from_an_adapter(corpus, tmp_path, goes_on):
     train_model(goes_on(LoraConfig(target_modules="all"), lr=2e-2), [corpus], tmp_path / "adapter")
     start = load_initial(goes_on(init=tmp_path / "adapter"))
-    assert not adapter_factors(start.model())
+    assert not adapter_factors(start.build())
     train_model(goes_on(init=tmp_path / "adapter", steps=1), [corpus], tmp_path / "run")
     assert open_folder(tmp_path / "run").origin == "llama" and isinstance(tmp_path, Path)
 
@@ -317,7 +317,7 @@ def test_all_weights_go_on_from_an_adapter(corpus, tmp_path, goes_on):
 # ---------------------------------------------------------------- pairs
 
 
-def test_an_encoder_decoder_goes_on_whole_and_beside_adapters(tmp_path):
+def test_encoder_decoder_continues_with_all_weights_and_with_adapters(tmp_path):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("".join(f"{word}\t{word[::-1]}\n" for word in ("abc", "abcd", "bca", "dcb", "cab", "dab") * 4))
     small = {"hidden_size": 32, "encoder.num_layers": 1, "decoder.num_layers": 1}
@@ -381,7 +381,7 @@ class Framing:
     ],
     ids=["t5", "bart", "own"],
 )
-def test_pairs_are_framed_as_the_model_reads_and_writes_them(tokenizer, said, source, target):
+def test_pairs_are_framed_with_the_models_tokens(tokenizer, said, source, target):
     from kvad.checkpoint.generation_config import GenerationConfig
     from kvad.train.sources.pairs import PairCorpus
 
@@ -405,7 +405,7 @@ def test_the_commands_train_merge_and_generate(corpus, tmp_path, base):
     few = ("--steps", 2, "--batch-size", 2, "--seq-len", 32, "--precision", "fp32")
     run, greedy = tmp_path / "run", ("1 is", "--max-tokens", 6, "--temperature", 0)
     kvad("train", corpus, "--init", base, "--lora-rank", 2, "--set", "lora.target_modules=q,v,mlp", *few, "--out", run)
-    assert read_model_run(run)[0].lora == LoraConfig(rank=2, target_modules="q,v,mlp")
+    assert read_run_config(run)[0].lora == LoraConfig(rank=2, target_modules="q,v,mlp")
     kvad("train", "--resume", "--out", run)
     kvad("merge", base, run, "--out", tmp_path / "merged")
     said = [kvad("generate", *where, *greedy) for where in ([run], [base, "--adapter", run], [tmp_path / "merged"])]

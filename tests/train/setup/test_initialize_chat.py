@@ -1,4 +1,4 @@
-"""A model that goes on to talk: saved with the chat template that it was trained in, and with what ends a turn."""
+"""Chat training from a pretrained model: chat template and end-of-turn tokens."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def base(files, tmp_path_factory):  # noqa: F811
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
-def test_a_base_without_a_template_gets_one_and_stops(base, files, tmp_path, lora):  # noqa: F811
+def test_base_without_template_gets_one_and_its_end_token(base, files, tmp_path, lora):  # noqa: F811
     talks, run = PairPaths(((files / "chat",),)), replace(config(base), lora=lora)
     train_model(run, talks, tmp_path / "whole")
     assert train_model(run, talks, tmp_path / "parts", callbacks=[StopAt(2)]).step == 2
@@ -65,7 +65,7 @@ def test_a_base_without_a_template_gets_one_and_stops(base, files, tmp_path, lor
         assert said == "<|im_start|>user\nada<|endofdoc|>\n<|im_start|>assistant\n"
 
 
-def test_the_named_template_wins_over_the_models_and_its_own_stays(base, files, tmp_path):  # noqa: F811
+def test_given_template_replaces_the_models_default_template(base, files, tmp_path):  # noqa: F811
     talks = PairPaths(((files / "chat",),))
     train_model(config(base), talks, tmp_path / "first")
     (step,) = (tmp_path / "first/checkpoints").iterdir()

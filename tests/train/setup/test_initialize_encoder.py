@@ -1,4 +1,4 @@
-"""An encoder that goes on: hiding tokens as before, or tagging and classifying with a new head on its trained body."""
+"""Training from an encoder: masked tokens, or a new head for tags and labels."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def examples(path):
     return PairPaths(((path,),))
 
 
-def test_hidden_tokens_go_on_from_where_they_were(masked, files, tmp_path, listener):  # noqa: F811
+def test_masked_lm_continues_from_the_checkpoint(masked, files, tmp_path, listener):  # noqa: F811
     train_model(config("masked-lm", masked, steps=1), [files / "masked-lm"], tmp_path / "run", callbacks=[listener])
     base = open_checkpoint(masked).training.state["trainer_state"]["val_loss"]
     fresh = config("masked-lm", steps=1)
@@ -77,11 +77,11 @@ def test_hidden_tokens_go_on_from_where_they_were(masked, files, tmp_path, liste
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [("tag", "BertForTokenClassification"), ("classify", "Bert.*Sequence")])
-def test_a_new_head_stands_on_the_trained_body(kind, theirs, masked, files, tmp_path, listener):  # noqa: F811
+def test_new_head_keeps_the_trained_body(kind, theirs, masked, files, tmp_path, listener):  # noqa: F811
     out, base = tmp_path / "run", dict(open_checkpoint(masked).weights())
     start = load_initial(config(kind, masked))
     answering = start.with_head_for(kind, ("A", "B", "C"))
-    began = answering.model()
+    began = answering.build()
     for name, parameter in began.state_dict().items():
         assert name.startswith("head.") or torch.equal(parameter, base[name]), name
     assert began.config.head.labels == ("A", "B", "C") and began.head.weight.shape[0] == 3
@@ -103,7 +103,7 @@ def test_a_new_head_stands_on_the_trained_body(kind, theirs, masked, files, tmp_
         assert set(found) <= {word[0].upper() for word in WORDS} and outcome.loss < 2 < math.log(12)
 
 
-def test_a_new_head_goes_on_to_the_bit_without_the_base(masked, files, tmp_path):  # noqa: F811
+def test_new_head_resumes_exactly_without_the_base(masked, files, tmp_path):  # noqa: F811
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_model(config("tag", masked), examples(files / "tag"), whole)
     assert train_model(config("tag", masked), examples(files / "tag"), parts, callbacks=[StopAt(2)]).step == 2
@@ -111,7 +111,7 @@ def test_a_new_head_goes_on_to_the_bit_without_the_base(masked, files, tmp_path)
     assert hashes(parts) == hashes(whole)
 
 
-def test_labels_of_its_own_stay_and_others_are_refused(masked, files, tmp_path):  # noqa: F811
+def test_own_labels_are_kept_and_others_refused(masked, files, tmp_path):  # noqa: F811
     out = tmp_path / "run"
     train_model(config("tag", masked, steps=1), examples(files / "tag"), out)
     start = load_initial(config("tag", out))
@@ -126,7 +126,7 @@ def test_labels_of_its_own_stay_and_others_are_refused(masked, files, tmp_path):
         load_initial(replace(config("tag", masked), lora=LoraConfig())).with_head_for("tag", ("A",))
 
 
-def test_adapters_stand_beside_an_encoder(masked, files, tmp_path):  # noqa: F811
+def test_adapters_of_an_encoder(masked, files, tmp_path):  # noqa: F811
     train_model(config("tag", masked, steps=2), examples(files / "tag"), tmp_path / "base")
     beside = replace(config("tag", tmp_path / "base"), lora=LoraConfig(rank=2))
     train_model(beside, examples(files / "tag"), tmp_path / "adapter")
@@ -140,7 +140,7 @@ def test_adapters_stand_beside_an_encoder(masked, files, tmp_path):  # noqa: F81
     assert all(torch.equal(p, alone.get_parameter(name)) for name, p in tuned.named_parameters())
 
 
-def test_berts_pooler_is_part_of_what_was_trained(masked, tmp_path):
+def test_berts_pooler_is_kept(masked, tmp_path):
     """Of a model that answers by its pooler, that goes on beneath the labels of texts."""
     opened = open_checkpoint(masked)
     pooled = replace(opened.config, head=PoolingHeadConfig("first", transform=HeadTransformConfig("tanh")))
@@ -149,9 +149,9 @@ def test_berts_pooler_is_part_of_what_was_trained(masked, tmp_path):
     assert layout.hf_class == "BertModel"
     beside = [masked / name for name in read_tokenizer_files(masked)]
     save_checkpoint(tmp_path / "base", pooled, model.state_dict(), None, layout=layout, extra_files=beside)
-    began = load_initial(config("classify", tmp_path / "base")).with_head_for("classify", ("A", "B")).model()
+    began = load_initial(config("classify", tmp_path / "base")).with_head_for("classify", ("A", "B")).build()
     assert torch.equal(began.head.transform.dense.weight, model.head.transform.dense.weight)
-    other = load_initial(config("classify", masked)).with_head_for("classify", ("A", "B")).model()
+    other = load_initial(config("classify", masked)).with_head_for("classify", ("A", "B")).build()
     assert not torch.equal(other.head.transform.dense.weight, dict(opened.weights())["head.transform.dense.weight"])
 
 

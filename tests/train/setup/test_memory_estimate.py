@@ -1,4 +1,4 @@
-"""What training takes, estimated from shapes: held against what autograd keeps, and what is refused by it."""
+"""Memory estimate of training, compared with what autograd saves."""
 
 import dataclasses
 
@@ -16,15 +16,7 @@ from kvad.train.config.run import CallbacksConfig, RunConfig
 from kvad.train.loop.acceleration import apply_acceleration
 from kvad.train.objectives.cross_entropy import Autocast
 from kvad.train.optim.optimizer import OptimizersContainer
-from kvad.train.setup.memory_estimate import (
-    LOGIT_CHUNK_ELEMENTS,
-    out_of_memory_error,
-    require_training_memory,
-    state_bytes,
-    training_bytes,
-    training_parts,
-    translate_oom,
-)
+from kvad.train.setup.memory_estimate import LOGIT_CHUNK_ELEMENTS, MemoryEstimate, translate_oom
 from tests.support.lab_models import CONFIGS
 
 ROWS, CONTEXT = 4, 64
@@ -66,17 +58,17 @@ def kept_bytes(model, precision):
 def activations(config, half=False):
     """The estimate's own: what is left when state, rows and logits are taken off, and the copies under bf16."""
     logits = 8 * min(ROWS * CONTEXT * config.vocab_size, LOGIT_CHUNK_ELEMENTS)
-    return training_bytes(config, RUN, 0, ROWS, half=half) - 48 * ROWS * CONTEXT - logits
+    return MemoryEstimate(config, RUN, 0, half=half).total(ROWS) - 48 * ROWS * CONTEXT - logits
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_estimate_is_near_what_autograd_keeps(name):
+def test_estimate_is_near_what_autograd_saves(name):
     kept = kept_bytes(Transformer(CONFIGS[name]), "fp32")
     assert kept / 1.5 <= activations(CONFIGS[name]) <= 1.25 * kept
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_estimate_of_a_preset_is_near_it_too(precision):
+def test_estimate_of_a_preset_is_near_what_autograd_saves(precision):
     config, half = MODEL_PRESETS["tiny"](256, CONTEXT), precision == "bf16"
     model = Transformer(config)
     copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
@@ -85,7 +77,7 @@ def test_the_estimate_of_a_preset_is_near_it_too(precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
+def test_estimate_of_an_encoder_decoder_is_near_what_autograd_saves(precision):
     config, half = MODEL_PRESETS["transformer-tiny"](256, CONTEXT), precision == "bf16"
     model = Transformer(config)
     copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
@@ -95,7 +87,7 @@ def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
 
 
 @pytest.mark.parametrize("name", ["plain", "gated bias", "pattern", "t5"])
-def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
+def test_estimate_with_frozen_weights_is_near_what_autograd_saves(name):
     from kvad.checkpoint.peft import match_targets
     from kvad.model.lora import add_adapters
 
@@ -103,23 +95,26 @@ def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
     add_adapters(model, match_targets(CONFIGS[name], ["q", "v"]), 2, 1.0)
     kept = kept_bytes(model, "fp32")
     logits = 8 * min(ROWS * CONTEXT * CONFIGS[name].vocab_size, LOGIT_CHUNK_ELEMENTS)
-    estimate = training_bytes(CONFIGS[name], RUN, 0, ROWS, learned=0) - 48 * ROWS * CONTEXT - logits
+    estimate = MemoryEstimate(CONFIGS[name], RUN, 0, trained=0).total(ROWS) - 48 * ROWS * CONTEXT - logits
     assert kept / 1.5 <= estimate <= 1.25 * kept
 
 
 def test_state_rows_and_copies_are_counted():
     config = CONFIGS["plain"]
-    plain = training_bytes(config, RUN, 0, ROWS)
-    assert training_bytes(config, RUN, 1000, ROWS) - plain == 16_000 + 12_000
-    frozen = training_bytes(config, RUN, 1000, ROWS, learned=10) - training_bytes(config, RUN, 0, ROWS, learned=0)
+    plain = MemoryEstimate(config, RUN, 0).total(ROWS)
+    assert MemoryEstimate(config, RUN, 1000).total(ROWS) - plain == 16_000 + 12_000
+    frozen = MemoryEstimate(config, RUN, 1000, trained=10).total(ROWS) - MemoryEstimate(
+        config, RUN, 0, trained=0
+    ).total(ROWS)
     assert frozen == 4_000 + 120 + 120
     assert (
-        training_bytes(config, RUN, 1000, ROWS, half=True) - training_bytes(config, RUN, 0, ROWS, half=True) == 30_000
+        MemoryEstimate(config, RUN, 1000, half=True).total(ROWS) - MemoryEstimate(config, RUN, 0, half=True).total(ROWS)
+        == 30_000
     )
     alone = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS, "async_save": False}})
-    assert training_bytes(config, alone, 1000, ROWS) - plain == 16_000
+    assert MemoryEstimate(config, alone, 1000).total(ROWS) - plain == 16_000
     more = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"gradient_accumulation_steps": 3}})
-    assert training_bytes(config, more, 0, ROWS) - plain == 2 * 48 * ROWS * CONTEXT
+    assert MemoryEstimate(config, more, 0).total(ROWS) - plain == 2 * 48 * ROWS * CONTEXT
 
 
 @pytest.mark.parametrize(
@@ -133,11 +128,11 @@ def test_state_rows_and_copies_are_counted():
         ({"optim": {"name": "muon"}}, 12, 1),
     ],
 )
-def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
+def test_optimizer_state_is_counted(tables, each, beside):
     """Held against the tensors themselves, after a step: never more than there are, and most of them."""
     run = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, **tables})
     config = CONFIGS["plain"]
-    assert state_bytes(config, run, 1000) == each * 1000 + beside * 4 * config.vocab_size * config.hidden_size
+    assert MemoryEstimate(config, run, 1000).state == each * 1000 + beside * 4 * config.vocab_size * config.hidden_size
     model = Transformer(config)
     parameters = sum(p.numel() for p in model.parameters())
     optimization = OptimizersContainer(model, run.optim, run.train)
@@ -148,33 +143,33 @@ def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
         optimization.step(optimization.clip_grad_norm())
     held = sum(tensor.nbytes for name, tensor in optimization.state_tensors().items() if not name.startswith("raw."))
     held += 8 * parameters  # weights and gradients
-    assert 0.9 * held <= state_bytes(config, run, parameters) <= held
+    assert 0.9 * held <= MemoryEstimate(config, run, parameters).state <= held
     written = 4 * parameters + sum(tensor.nbytes for tensor in optimization.state_tensors().values())
-    assert 0.9 * written <= training_parts(config, run, parameters, ROWS)["copy"] <= written
+    assert 0.9 * written <= MemoryEstimate(config, run, parameters).parts(ROWS)["copy"] <= written
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_estimate_of_a_recomputed_pass_is_near_what_autograd_keeps(name):
+def test_estimate_with_activation_checkpointing(name):
     """Of the forward pass: the inputs of layers.  What one layer takes beside them is the plain estimate's."""
     config = CONFIGS[name]
     run = RunConfig.from_dict(
         {"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS, "activation_checkpointing": True}}
     )
-    plain = training_bytes(config, RUN, 0, ROWS)
-    again = training_bytes(config, run, 0, ROWS)
+    plain = MemoryEstimate(config, RUN, 0).total(ROWS)
+    again = MemoryEstimate(config, run, 0).total(ROWS)
     layers = config.decoder.num_layers
     assert again < plain
     if len(config.decoder.layer_types) == 1:
         one = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, num_layers=1))
         stream = 4 * ROWS * CONTEXT * config.hidden_size
-        assert again - layers * stream == training_bytes(one, RUN, 0, ROWS)
+        assert again - layers * stream == MemoryEstimate(one, RUN, 0).total(ROWS)
     model = Transformer(config).train()
     apply_acceleration(model, run.train)
     kept = kept_bytes(model, "fp32")
     assert layers * 4 * ROWS * CONTEXT * config.hidden_size <= kept < kept_bytes(Transformer(config), "fp32")
 
 
-def test_the_budget_is_that_of_the_slices():
+def test_logit_chunk_equals_that_of_cross_entropy():
     assert LOGIT_CHUNK_ELEMENTS == cross_entropy.CHUNK_ELEMENTS
 
 
@@ -183,34 +178,34 @@ def of_batch(batch):
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 500])
-def test_the_largest_micro_batch_is_named_and_passes(most):
+def test_the_largest_fitting_micro_batch_is_named(most):
     config = CONFIGS["plain"]
-    have = training_bytes(config, RUN, 5000, most)
-    require_training_memory(config, of_batch(most), 5000, have)
+    have = MemoryEstimate(config, RUN, 5000).total(most)
+    MemoryEstimate(config, of_batch(most), 5000).require(have)
     with pytest.raises(MemoryPlanError, match=rf"This fits: --batch-size {most} ") as caught:
-        require_training_memory(config, of_batch(1000), 5000, have)
+        MemoryEstimate(config, of_batch(1000), 5000).require(have)
     assert "training on 1,000 rows of 64 tokens at a time needs about" in caught.value.message
     assert "MiB is available" in caught.value.message and caught.value.exit_code == 2
-    require_training_memory(config, of_batch(1000), 5000, None)  # nobody knows
+    MemoryEstimate(config, of_batch(1000), 5000).require(None)  # nobody knows
 
 
-def test_what_fits_in_no_batch_says_so():
+def test_error_if_no_batch_fits():
     with pytest.raises(MemoryPlanError, match="Not even --batch-size 1 fits") as caught:
-        require_training_memory(CONFIGS["plain"], of_batch(1), 5000, 80_000)
+        MemoryEstimate(CONFIGS["plain"], of_batch(1), 5000).require(80_000)
     assert "1 row of 64 tokens" in caught.value.message
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_the_demo_trains_takes_little(precision):
+def test_the_demo_fits_in_half_a_gibibyte(precision):
     """``kvad demo``: 4 rows of 256 tokens of the demo preset, on a machine with half a gibibyte left."""
     config = MODEL_PRESETS["demo"](4096, 256)
     demo = RunConfig.from_dict({"data": {"seq_len": 256}, "train": {"batch_size": 4}})
-    require_training_memory(config, demo, 10_400_000, 1 << 29, half=precision == "bf16")
+    MemoryEstimate(config, demo, 10_400_000, half=precision == "bf16").require(1 << 29)
 
 
-def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
+def test_out_of_memory_states_the_estimate_and_options():
     config = CONFIGS["plain"]
-    error = out_of_memory_error(config, RUN, 5000, "in step 7", "there is no checkpoint yet")
+    error = MemoryEstimate(config, RUN, 5000).out_of_memory("in step 7", "there is no checkpoint yet")
     assert "out of memory in step 7, with 4 rows of 64 tokens at a time; estimated were" in error.message
     for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
         assert name in error.message
@@ -224,8 +219,10 @@ def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
         assert way in error.hint
     tight = {"batch_size": 1, "activation_checkpointing": True, "async_save": False}
     least = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": tight})
-    assert out_of_memory_error(config, least, 5000, "", "", half=True).hint.endswith(
-        "to use less memory: a lower data.seq_len"
+    assert (
+        MemoryEstimate(config, least, 5000, half=True)
+        .out_of_memory("", "")
+        .hint.endswith("to use less memory: a lower data.seq_len")
     )
 
 
@@ -240,24 +237,24 @@ def refused(kind):
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch", "gpu"])
-def test_every_way_of_running_out_is_seen(kind):
+def test_out_of_memory_errors_are_translated(kind):
     said = MemoryPlanError("as planned")
     with pytest.raises(MemoryPlanError, match="as planned"), translate_oom(lambda: said):
         refused(kind)
 
 
-def test_another_error_stays_what_it_is():
+def test_other_errors_are_not_translated():
     with pytest.raises(RuntimeError, match="a shape"), translate_oom(lambda: MemoryPlanError("")):
         raise RuntimeError("a shape is wrong")
 
 
-def test_a_copy_that_is_looked_at_counts_where_it_is_more_than_a_step_holds():
+def test_copy_for_callbacks_is_counted_beyond_a_steps_memory():
     """Of evaluations: the activations of a step are gone by then."""
     model, count = next(iter(CONFIGS.values())), 10_000_000
     for rows, more in ((1, True), (4_000, False)):
         run = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, batch_size=rows))
         seen = dataclasses.replace(run, callbacks=CallbacksConfig(prompts=("a",)))
-        parts, plain = (training_parts(model, each, count, rows) for each in (seen, run))
+        parts, plain = (MemoryEstimate(model, each, count).parts(rows) for each in (seen, run))
         step = plain["activations"] + plain["logits"]
         assert (
             plain["callbacks"] == 0

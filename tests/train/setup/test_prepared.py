@@ -1,4 +1,4 @@
-"""``kvad data prepare`` and ``check``: what is written once is used by many runs, or refused; a leak is exit code 1."""
+"""``kvad data prepare`` and ``check``: prepared data is used or refused; leaks are reported."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def prepared(tmp_path, corpus):
     return tmp_path / "data"
 
 
-def test_a_prepared_folder_says_what_it_holds(prepared, corpus):
+def test_manifest_of_a_prepared_folder(prepared, corpus):
     manifest = json.loads((prepared / "manifest.json").read_text())
     texts = [path.read_bytes() for path in sorted(corpus.iterdir())]
     assert manifest["documents"] == 12 and manifest["tokens"] == sum(len(text) + 1 for text in texts)
@@ -77,7 +77,7 @@ def test_runs_on_texts_on_prepared_data_and_on_a_stream(prepared, corpus, run, t
     stream = run("stream.toml", **settings)
     steps = ["--steps", 6, "--save-interval", 2, "--batch-size", 16]
     assert kvad("train", stream, corpus, "--out", tmp_path / "through", *steps)[0] == 0
-    config, _ = job.read_model_run(tmp_path / "through")
+    config, _ = job.read_run_config(tmp_path / "through")
 
     class Stop(Listener):
         def on_save(self, path, step):
@@ -110,7 +110,7 @@ def material(prepared, **tables):
     return RunData(RunConfig.from_dict(tables), [prepared], lambda _: None)
 
 
-def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
+def test_mismatched_prepared_data_is_refused(prepared, tmp_path):
     char = train_tokenizer("char", ["abc"])
     char.save(tmp_path / "char")
     with pytest.raises(DataError, match=r"char is not the tokenizer that made the tokens of .*data"):
@@ -129,7 +129,7 @@ def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
         PreparedData(prepared)
 
 
-def test_two_folders_of_one_run_share_the_first_ones_tokenizer(corpus, tmp_path, run):
+def test_two_folders_share_the_first_ones_tokenizer(corpus, tmp_path, run):
     """The command of the hint is the way out: it is run as it stands."""
     path = run()
     path.write_text(path.read_text().replace('[tokenizer]\nkind = "byte"\n', ""))
@@ -186,14 +186,14 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
         (["{corpus}", "--out", "{corpus}/00.txt"], "00.txt is a file, and prepared data is a folder"),
     ],
 )
-def test_what_cannot_be_prepared_is_one_line(prepared, corpus, arguments, says):
+def test_unpreparable_input_is_refused(prepared, corpus, arguments, says):
     code, _, err = kvad("data", "prepare", *(a.format(corpus=corpus, data=prepared) for a in arguments))
     said = err.replace("\nkvad: hint: ", " (").rstrip() + ")"
     assert code == 2 and says in said and "Traceback" not in err, err
     assert kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", prepared, "--overwrite")[0] == 0
 
 
-def test_a_folder_that_is_read_is_no_place_for_what_is_made_of_it(corpus, tmp_path):
+def test_output_inside_the_corpus_is_refused(corpus, tmp_path):
     """The next reading would take its JSON for text."""
     texts = shutil.copytree(corpus, tmp_path / "texts")
     byte = ["--tokenizer", "byte"]
@@ -206,7 +206,7 @@ def test_a_folder_that_is_read_is_no_place_for_what_is_made_of_it(corpus, tmp_pa
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_ctrl_c_says_that_nothing_was_written(prepared, corpus, tmp_path, monkeypatch, there):
+def test_ctrl_c_reports_that_nothing_was_written(prepared, corpus, tmp_path, monkeypatch, there):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -220,7 +220,7 @@ def test_ctrl_c_says_that_nothing_was_written(prepared, corpus, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 
-def test_a_table_that_is_read_as_a_document_is_told(tmp_path):
+def test_tsv_read_as_a_document_is_logged(tmp_path):
     """What decides is the objective, then the format, then the name; and .tsv is the name of three of them."""
     table = tmp_path / "p.tsv"
     table.write_text("".join(f"{'ab'[n % 2]}\t{n} and {n + 1}\n" for n in range(9)))
@@ -266,7 +266,7 @@ def test_one_token_beyond_the_vocabulary_is_found_before_the_first_step(prepared
         assert not (tmp_path / "run").exists()
 
 
-def test_of_pairs_the_side_is_said(tmp_path):
+def test_error_names_the_side_of_a_pair(tmp_path):
     (tmp_path / "p.tsv").write_text("".join(f"{n} und {n + 1}\t{n} and {n + 1}\n" for n in range(9)))
     out = tmp_path / "data"
     assert kvad("data", "prepare", tmp_path / "p.tsv", "--format", "pairs", "--vocab-size", 300, "--out", out)[0] == 0
@@ -283,7 +283,7 @@ def test_of_pairs_the_side_is_said(tmp_path):
 @pytest.mark.parametrize(
     "data", [{}, {"packing": "first-fit", "reset_positions": False}, {"order": "sequential", "shuffle_buffer": 3}]
 )
-def test_a_real_batch_proves_that_nothing_leaks(prepared, run, data):
+def test_check_finds_no_leak_in_a_real_batch(prepared, run, data):
     data = {"document_unit": "lines", "validation_fraction": 0.2, "seq_len": 400, **data}
     file = run(**data)
     file.write_text(file.read_text().replace("seq_len = 16\n", ""))
@@ -297,7 +297,7 @@ def test_a_real_batch_proves_that_nothing_leaks(prepared, run, data):
     assert code == 0 and out.rstrip().endswith("ok") and "<|endofdoc|>" in out and "% filled" in out
 
 
-def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(prepared, run, monkeypatch):
+def test_check_reports_a_broken_mask(prepared, run, monkeypatch):
     real = AttentionPattern.visible
     monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document_id=None), k))
     file = run()
@@ -309,7 +309,7 @@ def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(prepared, run, monkeypa
     assert code == 1 and not json.loads(out)["ok"]
 
 
-def test_positions_that_do_not_restart_are_seen_where_they_should(prepared, run, monkeypatch):
+def test_check_with_positions_that_do_not_restart(prepared, run, monkeypatch):
     """Documents that are not isolated: said so, and only what comes later may move."""
     file = run(isolate_documents=False)
     file.write_text(file.read_text().replace("seq_len = 16", "seq_len = 400"))
@@ -325,7 +325,7 @@ def test_positions_that_do_not_restart_are_seen_where_they_should(prepared, run,
     assert code == 1 and "changes another document's logits" in out, "by position alone a document sees later ones"
 
 
-def test_a_run_and_its_pairs_are_checked_with_its_own_weights(tmp_path):
+def test_check_of_a_run_uses_its_weights(tmp_path):
     (tmp_path / "p.tsv").write_text("".join(f"{n} und {n + 1}\t{n} and {n + 1}\n" for n in range(40)))
     small = ["--preset", "transformer-tiny", "--set", "hidden_size=32", *QUICK[8:]]
     code, _, err = kvad("train", tmp_path / "p.tsv", *small, "--seq-len", 48, "--steps", 2, "--out", tmp_path / "run")

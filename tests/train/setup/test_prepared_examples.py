@@ -1,4 +1,4 @@
-"""What is not plain text, prepared: tags, labels, conversations, hidden tokens and spans; and checked for leaks."""
+"""Prepared examples, conversations, masked tokens and spans, and their check."""
 
 import io
 import json
@@ -47,7 +47,7 @@ def run_file(kind, folder, **data):
 
 
 @pytest.mark.parametrize("kind", FED)
-def test_a_run_on_prepared_data_is_the_run_on_the_files(kind, files, tmp_path):  # noqa: F811
+def test_run_on_prepared_data_equals_run_on_files(kind, files, tmp_path):  # noqa: F811
     """To the bit; and it resumes."""
     run = run_file(kind, tmp_path)
     code, _, err = kvad("data", "prepare", run, files / kind, "--out", tmp_path / "data")
@@ -63,7 +63,7 @@ def test_a_run_on_prepared_data_is_the_run_on_the_files(kind, files, tmp_path): 
     assert kvad("train", "--resume", "--out", tmp_path / "tokens")[0] == 0
 
 
-def test_files_held_out_are_named_when_it_is_prepared(files, tmp_path):  # noqa: F811
+def test_held_out_files_are_fixed_when_prepared(files, tmp_path):  # noqa: F811
     run = run_file("tag", tmp_path)
     lines = (files / "tag").read_text()
     (tmp_path / "dev.tsv").write_text(lines.split("\n\n")[0] + "\n")
@@ -102,7 +102,7 @@ def test_files_held_out_are_named_when_it_is_prepared(files, tmp_path):  # noqa:
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(files, tmp_path, arguments, says):  # noqa: F811
+def test_invalid_combinations_are_refused(files, tmp_path, arguments, says):  # noqa: F811
     run = run_file("classify", tmp_path)
     assert kvad("data", "prepare", run, files / "classify", "--out", tmp_path / "data")[0] == 0
     names = {"run": run, "data": tmp_path / "data", "files": files}
@@ -110,7 +110,7 @@ def test_what_cannot_be_is_one_line(files, tmp_path, arguments, says):  # noqa: 
     assert code == 2 and says.format(**names) in err and "Traceback" not in err, err
 
 
-def test_a_column_that_is_cut_or_changed_is_named(files, tmp_path):  # noqa: F811
+def test_damaged_column_is_named(files, tmp_path):  # noqa: F811
     run = run_file("tag", tmp_path)
     assert kvad("data", "prepare", run, files / "tag", "--out", tmp_path / "data")[0] == 0
     labels = tmp_path / "data/labels.bin"
@@ -160,7 +160,7 @@ TOLD = [*(("prepare", kind) for kind in ("next-token", "seq2seq", *FED)), ("trai
 
 
 @pytest.mark.parametrize(("command", "kind"), TOLD)
-def test_texts_that_become_tokens_say_how_far_they_are(command, kind, files, tmp_path, in_batches):  # noqa: F811
+def test_encoding_reports_progress(command, kind, files, tmp_path, in_batches):  # noqa: F811
     """A line when ten seconds have passed, here at every third batch, whatever the texts are for."""
     run = run_file(kind, tmp_path, **({"document_unit": "lines"} if kind == "next-token" else {}))
     words = ["train"] if command == "train" else ["data", "prepare"]
@@ -178,7 +178,7 @@ def test_texts_that_become_tokens_say_how_far_they_are(command, kind, files, tmp
 
 
 @pytest.mark.parametrize("kind", ["tag", "classify", "chat"])
-def test_the_last_word_of_examples_is_all_of_them(kind, files, tmp_path, in_batches, monkeypatch):  # noqa: F811
+def test_last_progress_report_counts_all_examples(kind, files, tmp_path, in_batches, monkeypatch):  # noqa: F811
     """In a terminal it is one live line."""
     shown, told = io.StringIO(), []
     monkeypatch.setattr("kvad.cli.commands.data.console", lambda: Console(file=shown, force_terminal=True, width=120))
@@ -194,7 +194,7 @@ def test_the_last_word_of_examples_is_all_of_them(kind, files, tmp_path, in_batc
 
 
 @pytest.mark.parametrize("kind", FED)
-def test_a_real_batch_proves_that_nothing_leaks(kind, files, tmp_path):  # noqa: F811
+def test_check_finds_no_leak_in_a_real_batch(kind, files, tmp_path):  # noqa: F811
     run = run_file(kind, tmp_path)
     code, out, err = kvad("data", "check", run, files / kind, "--json")
     assert code == 0, err
@@ -208,20 +208,20 @@ def test_a_real_batch_proves_that_nothing_leaks(kind, files, tmp_path):  # noqa:
 
 
 @pytest.mark.parametrize("kind", ["masked-lm", "chat", "tag"])
-def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(kind, files, tmp_path, monkeypatch):  # noqa: F811
+def test_check_reports_a_broken_mask(kind, files, tmp_path, monkeypatch):  # noqa: F811
     real = AttentionPattern.visible
     monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document_id=None), k))
     code, out, err = kvad("data", "check", run_file(kind, tmp_path), files / kind)
     assert code == 1 and "LEAK" in out and "packed gradients differ" in out, err
 
 
-def test_hidden_tokens_that_may_be_seen_from_elsewhere_are_not_checked(files, tmp_path):  # noqa: F811
+def test_masked_tokens_without_isolation_are_not_checked(files, tmp_path):  # noqa: F811
     run = run_file("masked-lm", tmp_path, isolate_documents=False)
     code, _, err = kvad("data", "check", run, files / "masked-lm")
     assert code == 2 and "data.isolate_documents is off" in err
 
 
-def test_a_run_file_that_goes_on_from_a_model_is_checked_with_it(files, tmp_path):  # noqa: F811
+def test_check_of_a_run_file_with_init_uses_that_model(files, tmp_path):  # noqa: F811
     """A new head on a trained body; and the run's own folder."""
     run = run_file("masked-lm", tmp_path)
     assert kvad("train", run, files / "masked-lm", "--out", tmp_path / "base")[0] == 0
@@ -267,7 +267,7 @@ def test_pairs_are_prepared_for_the_model_that_reads_them(files, tmp_path):  # n
     assert code == 2 and "frames its pairs with other tokens than this model" in err
 
 
-def test_the_tokenizer_of_a_run_is_named_by_the_run(files, tmp_path):  # noqa: F811
+def test_a_run_folder_may_name_the_tokenizer(files, tmp_path):  # noqa: F811
     run = run_file("masked-lm", tmp_path)
     assert kvad("train", run, files / "masked-lm", "--out", tmp_path / "base")[0] == 0
     other = ["--objective", "masked-lm", "--tokenizer", tmp_path / "base", "--out", tmp_path / "data"]

@@ -1,4 +1,4 @@
-"""Where a run may lie: nothing that is not a run's is written over, whatever its name."""
+"""Output folders of runs: files of others are never overwritten."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def put(path, text):
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--overwrite",), ("--dry-run",)])
-def test_what_is_no_runs_stays(tmp_path, text, capsys, there, named, words, more):
+def test_files_of_no_run_are_kept(tmp_path, text, capsys, there, named, words, more):
     out = tmp_path / "proj"
     put(out / there, "a text of the user's, " * 40)
     before = everything(out)
@@ -64,7 +64,7 @@ def test_what_is_no_runs_stays(tmp_path, text, capsys, there, named, words, more
     assert everything(out) == before
 
 
-def test_pairs_and_parts_of_a_mixture_are_looked_at_too(tmp_path, text, capsys):
+def test_pairs_and_mixture_sources_are_checked(tmp_path, text, capsys):
     out = tmp_path / "proj"
     pairs = put(out / "data" / "pairs.tsv", "a b\tb a\n" * 40)
     assert train(pairs, "--out", out, "--preset", "transformer-tiny") == 2
@@ -75,7 +75,7 @@ def test_pairs_and_parts_of_a_mixture_are_looked_at_too(tmp_path, text, capsys):
     assert pairs.read_text() == "a b\tb a\n" * 40
 
 
-def test_a_prepared_folder_in_the_place_of_a_runs_tokens_stays(tmp_path, text, capsys):
+def test_prepared_folder_in_place_of_tokens_is_kept(tmp_path, text, capsys):
     out = tmp_path / "proj"
     assert main(["data", "prepare", str(text), "--out", str(out / "data"), "--tokenizer", "byte"]) == 0
     before = everything(out)
@@ -85,7 +85,7 @@ def test_a_prepared_folder_in_the_place_of_a_runs_tokens_stays(tmp_path, text, c
     capsys.readouterr()
 
 
-def test_what_a_run_left_gives_way(tmp_path, text, capsys):
+def test_remains_of_a_run_are_replaced(tmp_path, text, capsys):
     """Of a run that died before its first checkpoint, and of one that is to be overwritten; a mixture's too."""
     out = tmp_path / "run"
     other = put(tmp_path / "other.txt", "quite another text, " * 40)

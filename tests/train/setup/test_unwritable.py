@@ -1,4 +1,4 @@
-"""An --out that cannot be written is refused before a text is read."""
+"""An --out that cannot be written is refused before texts are read."""
 
 import pytest
 
@@ -21,7 +21,7 @@ COMMANDS = (("train",), ("train", "--objective", "summarizer", "--init", "no-mod
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_it_is_refused_before_anything_is_read(tmp_path, unread, capsys, command):
+def test_unwritable_folder_is_refused_before_texts_are_read(tmp_path, unread, capsys, command):
     (tmp_path / "a.txt").write_text("some text " * 100)
     (tmp_path / "FILE").write_text("")
     if "--init" in command:  # whose limit is a default: it is said here, so that no model is opened
@@ -36,7 +36,7 @@ def test_it_is_refused_before_anything_is_read(tmp_path, unread, capsys, command
     assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE", "a.txt"]
 
 
-def test_a_place_is_left_as_it_was(tmp_path):
+def test_check_leaves_the_folder_unchanged(tmp_path):
     check_writable(tmp_path / "a" / "b")
     assert not list(tmp_path.iterdir())
     (tmp_path / "a").mkdir()

@@ -1,4 +1,4 @@
-"""Conversations: the mask is what the assistant says, to the token, whatever the messages and the tokenizer."""
+"""Conversations: the mask covers exactly the assistant's tokens, for any messages and tokenizer."""
 
 import json
 
@@ -15,9 +15,9 @@ from kvad.train.setup.dataset_factory import open_examples
 from kvad.train.sources.chat import (
     CHATML,
     CHATML_TOKENS,
+    ChatCorpus,
     Conversation,
     encode_with_mask,
-    open_chats,
     render_with_spans,
     with_tokenizer_specials,
 )
@@ -60,7 +60,7 @@ talks = st.lists(st.tuples(content, content), min_size=1, max_size=3).map(
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=25, deadline=None)
 @given(talk=talks)
-def test_what_is_learned_is_what_the_assistant_says(name, kind, talk):
+def test_mask_covers_the_assistant_turns(name, kind, talk):
     """The masked tokens, decoded turn by turn, are the contents and the token that ends a turn; all tokens are the
     conversation; and what stands before a turn is, token for token, the prompt that generation begins from."""
     (template, end), tokenizer = TEMPLATES[name], TOKENIZERS[kind]
@@ -82,7 +82,7 @@ def test_what_is_learned_is_what_the_assistant_says(name, kind, talk):
     ), "to the token, as the engine will read it"
 
 
-def test_a_template_that_rewrites_what_was_said_is_refused():
+def test_template_that_rewrites_messages_is_refused():
     trimming = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template does not render it"):
@@ -92,7 +92,7 @@ def test_a_template_that_rewrites_what_was_said_is_refused():
 
 
 class Prefixing:
-    """As SentencePiece: a space before every text; tokens of two characters."""
+    """Like SentencePiece: a space before every text; tokens of two characters."""
 
     specials = TOKENIZERS["byte"].special_tokens
 
@@ -117,7 +117,7 @@ class Prefixing:
         return add
 
 
-def test_a_tokenizer_that_puts_something_before_each_text_encodes_the_whole():
+def test_tokenizer_that_prefixes_texts_encodes_the_whole():
     ids, mask = encode_with_mask(Prefixing(), "abcdef", [(3, 5)])
     assert ids == [("_", "a"), ("b", "c"), ("d", "e"), ("f",)] and mask == [0, 0, 1, 0]
     with pytest.raises(DataError, match="a token of this tokenizer spans the prompt"):
@@ -125,6 +125,10 @@ def test_a_tokenizer_that_puts_something_before_each_text_encodes_the_whole():
 
 
 # ---------------------------------------------------------------- files
+
+
+def open_chats(path, template):
+    return ChatCorpus(errors="strict", template=template).open(PairPaths(((path,),)), 0.1)
 
 
 @pytest.mark.parametrize(
@@ -139,26 +143,26 @@ def test_a_tokenizer_that_puts_something_before_each_text_encodes_the_whole():
         ('{"messages": [{"role": "user", "content": "a"}], "tools": 1}', "line 2: tools must be a list"),
     ],
 )
-def test_what_is_no_conversation_is_named_by_line(line, says, tmp_path):
+def test_invalid_conversations_are_named_by_line(line, says, tmp_path):
     good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     (tmp_path / "c.jsonl").write_text(good + line + "\n")
     with pytest.raises(DataError, match=says):
-        open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, ChatTemplate(CHATML))
+        open_chats(tmp_path / "c.jsonl", ChatTemplate(CHATML))
 
 
-def test_a_conversation_that_cannot_be_rendered_names_its_line(tmp_path):
+def test_conversation_that_cannot_be_rendered_is_named_by_line(tmp_path):
     strict = ChatTemplate("{% if messages[0]['content'] == 'x' %}{{ raise_exception('no x') }}{% endif %}" + CHATML)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     bad = [{"role": "user", "content": "x"}, *talk[1:]]
     lone = [{"role": "user", "content": "nobody answers"}]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in (talk, lone, bad)))
-    corpus = open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, strict)
-    assert (corpus.found.num_texts, corpus.found.skipped) == (2, 1)
+    corpus = open_chats(tmp_path / "c.jsonl", strict)
+    assert (corpus.split.num_texts, corpus.split.skipped) == (2, 1)
     with pytest.raises(DataError, match=r"c.jsonl, line 3: .*no x"):
         open_store(tmp_path / "data", corpus, TOKENIZERS["byte"])
 
 
-def test_the_template_is_the_named_one_the_tokenizers_or_chatml(tmp_path):
+def test_choice_of_the_template(tmp_path):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "c.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 2)
     paths = PairPaths(((tmp_path / "c.jsonl",),))
@@ -180,17 +184,17 @@ def test_the_template_is_the_named_one_the_tokenizers_or_chatml(tmp_path):
     assert chosen(path=str(folder)) == GENERATION == chosen(folder)
 
 
-def test_a_saved_template_says_its_special_tokens_itself(tmp_path):
+def test_saved_template_sets_its_special_tokens(tmp_path):
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "c.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 2)
     template = ChatTemplate({"default": BRACKETS, "tool_use": CHATML}, {"bos_token": "<s>"})
-    corpus = open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, template)
+    corpus = open_chats(tmp_path / "c.jsonl", template)
     for name, text in corpus.template_files(TOKENIZERS["bpe"]).items():
         (tmp_path / "saved" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "saved" / name).write_text(text)
     again, whole = ChatTemplate.load(tmp_path / "saved"), with_tokenizer_specials(template, TOKENIZERS["bpe"])
     assert again.render(talk).text == whole.render(talk).text == "<s>[INST] a [/INST]b<|eos|>"
-    saved = open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, again)
+    saved = open_chats(tmp_path / "c.jsonl", again)
     assert saved.settings() == corpus.settings() and saved.template_files(TOKENIZERS["bpe"]) == corpus.template_files(
         TOKENIZERS["bpe"]
     )

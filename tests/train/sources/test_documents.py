@@ -1,4 +1,4 @@
-"""Which files become documents, and what is said of those that cannot."""
+"""Files as documents, and refused files."""
 
 import os
 
@@ -30,10 +30,10 @@ def test_a_folder_is_read_recursively_in_one_order(tree):
     corpus = open_corpus([tree])
     assert [source.name for source in corpus.sources] == ["tree/b.txt", "tree/a/c.txt", "tree/a/deep/z.py"]
     assert list(corpus.texts()) == ["bee", "sé", "zed"] == list(corpus.texts())
-    assert corpus.skipped == 2 and corpus.num_bytes == 9
+    assert corpus.skipped == 2 and sum(source.num_bytes for source in corpus.sources) == 9
 
 
-def test_suffixes_choose_and_named_files_need_none(tree):
+def test_suffixes_select_files_of_folders_only(tree):
     assert [s.name for s in open_corpus([tree], suffixes=[".py"]).sources] == ["tree/a/deep/z.py"]
     assert [s.name for s in open_corpus([tree / "b.txt"], suffixes=[".py"]).sources] == ["b.txt"]
 
@@ -54,12 +54,12 @@ def test_a_changed_file_has_another_hash(tree):
         ("image.png", r"image.png is binary \(a zero byte at offset 4\)"),
     ],
 )
-def test_a_path_that_cannot_be_a_document(tree, name, says):
+def test_invalid_paths_are_refused(tree, name, says):
     with pytest.raises(DataError, match=says):
         open_corpus([tree / name])
 
 
-def test_no_text_at_all(tree):
+def test_corpus_without_text_is_refused(tree):
     with pytest.raises(DataError, match=r"no text files ending in \.md in .*tree \(Select files with --suffix"):
         open_corpus([tree], suffixes=[".md"])
     (tree / "hollow").mkdir()
@@ -94,7 +94,7 @@ def test_an_unreadable_folder_is_named(tree, monkeypatch):
         open_corpus([tree])
 
 
-def test_invalid_utf8_names_file_byte_and_way_out(tree):
+def test_invalid_utf8_is_named_by_file_and_byte(tree):
     (tree / "latin.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(DataError, match=r"latin.txt, line 1, is not UTF-8: byte 0xE9 at offset 3") as caught:
         list(open_corpus([tree]).texts())
@@ -102,6 +102,6 @@ def test_invalid_utf8_names_file_byte_and_way_out(tree):
     assert "caf\ufffd au lait" in list(open_corpus([tree], errors="replace").texts())
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_removed(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfabc")
     assert "".join(read_blocks(tmp_path / "x.txt", "strict")) == "abc"

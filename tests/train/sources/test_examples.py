@@ -1,4 +1,4 @@
-"""Files of examples: tagging files and labelled texts as columns of a store, packed rows of them, and bad input."""
+"""Files of examples: tags and labels as columns of a store, packed rows, bad input."""
 
 import gzip
 import json
@@ -9,13 +9,16 @@ import pytest
 from kvad.errors import ConfigError, DataError, UsageError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
-from kvad.train.data.example_dataset import ExampleDataset, ExampleRows
+from kvad.train.data.collate import CollateConfig, collate_rows
+from kvad.train.data.packed_dataset import MixtureSource, PackedDataset
+from kvad.train.data.text_packer import ExampleTexts, WholeTextPacker, WholeTextRows
 from kvad.train.data.token_store import TokenStore, open_store
-from kvad.train.sources.examples import open_labeled, open_tagging, word_separator
+from kvad.train.sources.examples import LabeledCorpus, TagCorpus, word_separator
 from kvad.train.sources.pairs import PairPaths
 
 TAGS = "Ada\tPROPN\nsees\tVERB\nBob\tPROPN\n\nBob\tPROPN\nran\tVERB\n\n\nWho\tPRON\n?\tPUNCT"
 ROLES = ("pad", "unk", "cls", "sep", "mask")
+TAGGING, LABELED = TagCorpus(errors="strict"), LabeledCorpus(errors="strict")
 
 
 @pytest.fixture
@@ -40,10 +43,10 @@ def texts_of(store, column):
 # ---------------------------------------------------------------- tagging files
 
 
-def test_a_word_is_tagged_at_its_first_token(written, tmp_path):
-    corpus = open_tagging(held_beside(written("t", TAGS), written("d", "Bob\tVERB\n")), "strict", 0.1)
+def test_word_is_tagged_at_its_first_token(written, tmp_path):
+    corpus = TAGGING.open(held_beside(written("t", TAGS), written("d", "Bob\tVERB\n")), 0.1)
     assert corpus.labels == ("PRON", "PROPN", "PUNCT", "VERB")
-    assert (corpus.found.num_texts, corpus.num_held_out) == (4, 1)
+    assert (corpus.split.num_texts, corpus.num_held_out) == (4, 1)
     assert list(corpus.texts()) == ["Ada sees Bob", "Bob ran", "Who ?", "Bob"]
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     cls, sep = tokenizer.special_tokens.cls, tokenizer.special_tokens.sep
@@ -58,12 +61,12 @@ def test_a_word_is_tagged_at_its_first_token(written, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "byte", "char", "word"])
-def test_tokens_are_those_of_the_whole_sentence(kind, written, tmp_path):
-    """What training reads is what ``kvad tag`` will encode; and every word is asked for its tag once."""
+def test_tokens_equal_those_of_the_whole_sentence(kind, written, tmp_path):
+    """Tokens equal those of ``kvad tag``, and every word has one tag."""
     paths = written("t", TAGS)
     texts = ["Ada sees Bob", "Bob ran", "Who ?"] * 20
     tokenizer = train_tokenizer(kind, texts, vocab_size=300, specials=ROLES)
-    corpus = open_tagging(held_beside(paths, written("d", TAGS)), "strict", 0.1)
+    corpus = TAGGING.open(held_beside(paths, written("d", TAGS)), 0.1)
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
     for (ids, labels), text in zip(texts_of(store, "labels"), [*texts[:3], *texts[:3]], strict=True):
         assert ids == tokenizer.add_special_tokens(tokenizer.encode(text))
@@ -85,24 +88,24 @@ def test_tokens_are_those_of_the_whole_sentence(kind, written, tmp_path):
 )
 def test_bad_tagging_files_are_named_by_line(text, says, written):
     with pytest.raises(DataError, match=says):
-        open_tagging(written("t.tsv", text), "strict", 0.1)
+        TAGGING.open(written("t.tsv", text), 0.1)
 
 
-def test_a_tag_unseen_in_training_is_named(written):
+def test_held_out_tag_without_training_example_is_refused(written):
     train, other = written("train.tsv", TAGS), written("dev.tsv", "Ada\tPROPN\n\nWho\tPRON\nknew\tADJ\n")
     with pytest.raises(DataError, match=r"dev.tsv, line 4: tag 'ADJ' is held out and does not occur in training"):
-        open_tagging(held_beside(train, other), "strict", 0.1)
+        TAGGING.open(held_beside(train, other), 0.1)
     with pytest.raises(
         DataError, match=r"nothing is left to hold out: 1 example of this fraction, and each has a tag that no earlier"
     ):
-        open_tagging(train, "strict", 0.1)  # the share that is held out is its last sentence
+        TAGGING.open(train, 0.1)  # the share that is held out is its last sentence
 
 
-def test_of_a_share_what_alone_has_a_label_stays_in_training(written, tmp_path):
-    """In the order of the files otherwise, and the same each time; the next one with that label is held out."""
+def test_held_out_fraction_leaves_rare_labels_in_training(written, tmp_path):
+    """Otherwise in file order; the next example with that label is held out."""
     labels = ["a", "b", "a", "b", "a", "rare", "b", "rare", "odd", "a"]
     paths = written("t.tsv", "".join(f"{label}\ttext {n}\n" for n, label in enumerate(labels)))
-    corpus = open_labeled(paths, "strict", 0.5)
+    corpus = LABELED.open(paths, 0.5)
     assert corpus.labels == ("a", "b", "odd", "rare") and corpus.num_held_out == 3
     assert list(corpus.texts()) == [f"text {n}" for n in (0, 1, 2, 3, 4, 5, 8, 6, 7, 9)]
     assert [corpus.file_index(place) for place in range(7)] == [0, 1, 2, 3, 4, 5, 8], "where a fault is sought"
@@ -111,38 +114,38 @@ def test_of_a_share_what_alone_has_a_label_stays_in_training(written, tmp_path):
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
     seen = [found[0] for _, found in texts_of(store, "labels")]
     assert set(seen[-3:]) <= set(seen[:-3]) == {0, 1, 2, 3}
-    assert open_store(tmp_path / "data", open_labeled(paths, "strict", 0.5), tokenizer)[1], "the same, found again"
-    assert not open_store(tmp_path / "data", open_labeled(paths, "strict", 0.3), tokenizer)[1]
+    assert open_store(tmp_path / "data", LABELED.open(paths, 0.5), tokenizer)[1], "the same, found again"
+    assert not open_store(tmp_path / "data", LABELED.open(paths, 0.3), tokenizer)[1]
     tags = written("tags.tsv", "w\tA\nx\tB\n\n" * 18 + "w\tA\n%\tSYM\n%\tSYM\n\n" * 2)
-    tagged = open_tagging(tags, "strict", 0.1)
-    assert (tagged.found.train_files, tagged.num_held_out, tagged.labels) == ((18,), 1, ("A", "B", "SYM"))
+    tagged = TAGGING.open(tags, 0.1)
+    assert (tagged.split.train_files, tagged.num_held_out, tagged.labels) == ((18,), 1, ("A", "B", "SYM"))
 
 
-def test_pairs_and_folders_are_no_tagging_files(written, tmp_path):
+def test_pairs_and_folders_are_refused_for_tagging(written, tmp_path):
     with pytest.raises(UsageError, match="must not be given, sentences are in single files"):
-        open_tagging(PairPaths(((tmp_path / "a", tmp_path / "b"),)), "strict", 0.1)
+        TAGGING.open(PairPaths(((tmp_path / "a", tmp_path / "b"),)), 0.1)
     with pytest.raises(DataError, match="is a folder, and sentences come from files"):
-        open_tagging(PairPaths(((tmp_path,),)), "strict", 0.1)
+        TAGGING.open(PairPaths(((tmp_path,),)), 0.1)
     with pytest.raises(DataError, match="no such file"):
-        open_tagging(PairPaths(((tmp_path / "none",),)), "strict", 0.1)
+        TAGGING.open(PairPaths(((tmp_path / "none",),)), 0.1)
 
 
-# ---------------------------------------------------------------- labelled texts
+# ---------------------------------------------------------------- labeled texts
 
 
-def test_a_label_lies_on_the_first_token(written, tmp_path):
+def test_label_is_at_the_first_token(written, tmp_path):
     objects = [{"text": "fine", "label": 2}, {"text": " ", "label": 2}, {"text": "poor", "label": "bad"}]
     lines = "".join(json.dumps(each) + "\n\n" for each in [*objects, *objects])
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(lines.encode()))
     corpora = [
-        open_labeled(written("a.jsonl", lines), "strict", 0.5),
-        open_labeled(written("a.tsv", "2\tfine\n2\t \nbad\tpoor\n" * 2), "strict", 0.5),
-        open_labeled(PairPaths(((packed,),)), "strict", 0.5),
+        LABELED.open(written("a.jsonl", lines), 0.5),
+        LABELED.open(written("a.tsv", "2\tfine\n2\t \nbad\tpoor\n" * 2), 0.5),
+        LABELED.open(PairPaths(((packed,),)), 0.5),
     ]
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     for number, corpus in enumerate(corpora):
-        assert corpus.labels == ("2", "bad") and corpus.found.skipped == 2 and corpus.num_held_out == 2
+        assert corpus.labels == ("2", "bad") and corpus.split.skipped == 2 and corpus.num_held_out == 2
         store, _ = open_store(tmp_path / str(number), corpus, tokenizer)
         ids, labels = next(texts_of(store, "labels"))
         assert ids == [tokenizer.special_tokens.cls, *b"fine", tokenizer.special_tokens.sep] and labels == [
@@ -171,9 +174,9 @@ def test_a_label_lies_on_the_first_token(written, tmp_path):
         ("t.jsonl", '{"text": 3, "label": "x"}\n', "text must be a text"),
     ],
 )
-def test_bad_labelled_texts_are_named_by_line(name, text, says, written):
+def test_bad_labeled_texts_are_named_by_line(name, text, says, written):
     with pytest.raises(DataError, match=says):
-        open_labeled(written(name, text), "strict", 0.34)
+        LABELED.open(written(name, text), 0.34)
 
 
 # ---------------------------------------------------------------- rows
@@ -197,10 +200,14 @@ class Texts(TokenStore):
         return self.values[at]
 
 
-def test_the_worked_example_of_rows():
-    rows = ExampleRows(Texts([4, 3, 6]), np.arange(3), 8, 99, "mask")
-    assert len(rows) == 2 and rows.utilization == 13 / 16
-    batch = rows.batch(np.array([0, 1]))
+def build_batch(store):
+    rows = WholeTextRows(ExampleTexts(store, "text"), np.arange(3), 8, "first-fit")
+    assert len(rows) == 2 and rows.packing_stats()[:3] == (2, 16, 13)
+    return collate_rows(rows.in_order(np.arange(2)), CollateConfig(8, 99, keep_document_ids=True))
+
+
+def test_docstring_example_of_rows():
+    batch = build_batch(Texts([4, 3, 6]))
     assert batch.model_input.token_ids.tolist() == [20, 21, 22, 23, 24, 25, 99, 0, 1, 2, 3, 10, 11, 12], (
         "the longest first"
     )
@@ -210,7 +217,7 @@ def test_the_worked_example_of_rows():
     assert batch.targets.tolist() == [24, 25, 2, 3, 11, 12]
     labelled = Texts([4, 3, 6], "labels")
     labelled.values = np.array([-1, 5, -1, 6, 0, -1, -1, -1, -1, -1, -1, -1, 2])
-    batch = ExampleRows(labelled, np.arange(3), 8, 99, "labels").batch(np.array([0, 1]))
+    batch = build_batch(labelled)
     assert batch.model_input.logit_indices.tolist() == [5, 8, 10, 11] and batch.targets.tolist() == [2, 5, 6, 0]
 
 
@@ -219,33 +226,40 @@ def configured(**data):
     return RunConfig.from_dict({"data": {"seq_len": 8, **data}, "train": train})
 
 
-def test_every_text_is_read_once_an_epoch_and_long_ones_are_counted():
+def example_dataset(store, config, num_held_out, noun):
+    parts = [MixtureSource(0, store.num_documents, num_held_out=num_held_out)]
+    packer = WholeTextPacker(ExampleTexts(store, noun), config, parts)
+    return PackedDataset(packer, config, shape=CollateConfig.of_run(config, 99, keep_document_ids=True))
+
+
+def test_epoch_uses_every_text_once_and_long_ones_are_counted():
     store = Texts([4, 3, 6, 9, 5, 8, 2, 4, 4])
-    data = ExampleDataset(store, configured(), 2, 99, "conversation")
+    data = example_dataset(store, configured(), 2, "conversation")
+    (training,) = data.packer.sources
     assert "left out: 1 conversation longer than data.seq_len 8 (the longest has 9 tokens)" in data.summary()
-    steps = len(data.training) // 2
+    steps = len(training) // 2
     seen = [set(), set()]
     for epoch, step in ((0, range(steps)), (1, range(steps, 2 * steps))):
         for number in step:
             for batch in data.micro_batches(number):
                 seen[epoch] |= set((batch.model_input.token_ids[batch.model_input.document_ids >= 0] // 10).tolist())
-    assert len(data.training) % 2 == 0 and seen == [{0, 1, 2, 4, 5, 6}] * 2
+    assert len(training) % 2 == 0 and seen == [{0, 1, 2, 4, 5, 6}] * 2
     assert data.train_tokens == 11, "of the text of two tokens the first is asked by nobody"
     assert data.validation_tokens == 4
     held = [batch.model_input.token_ids for batch in data.evaluation()]
     assert {int(token) // 10 for tokens in held for token in tokens if token != 99} == {7, 8}
 
 
-def test_the_token_that_ends_every_turn_is_found():
+def test_turn_end():
     store = Texts([4, 4])
-    data = ExampleDataset(store, configured(), 1, 99, "conversation")
-    assert data.turn_end() is None, "3 and 13"
+    packer = example_dataset(store, configured(), 1, "conversation").packer
+    assert packer.turn_end() is None, "3 and 13"
     store.stream[7] = 3
-    assert data.turn_end() == 3
+    assert packer.turn_end() == 3
 
 
-def test_what_cannot_be_packed_is_refused():
+def test_examples_that_cannot_be_packed_are_refused():
     with pytest.raises(DataError, match="no sentence is left for training: none of 1 sentence fits"):
-        ExampleDataset(Texts([9, 4]), configured(), 1, 99, "sentence")
+        example_dataset(Texts([9, 4]), configured(), 1, "sentence")
     with pytest.raises(ConfigError, match=r"data\.order: windows is for documents"):
-        ExampleDataset(Texts([4, 4]), configured(order="windows"), 1, 99, "sentence")
+        example_dataset(Texts([4, 4]), configured(order="windows"), 1, "sentence")

@@ -1,4 +1,4 @@
-"""Compressed files, JSON lines and pieces: what is read, and what is said of what cannot be."""
+"""Compressed files, JSON lines, pieces, and refused files."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ PACK = {".txt": lambda x: x, ".txt.gz": gzip.compress, ".txt.zst": zstd}
 
 @pytest.mark.parametrize("suffix", PACK)
 @pytest.mark.parametrize("block", [1, 7, 1 << 20])
-def test_compressed_or_not_a_text_is_the_same_in_blocks_of_any_size(tmp_path, monkeypatch, suffix, block):
+def test_text_is_independent_of_compression_and_block_size(tmp_path, monkeypatch, suffix, block):
     monkeypatch.setattr(formats, "READ_CHUNK", block)
     path = tmp_path / f"x{suffix}"
     path.write_bytes(PACK[suffix](b"\xef\xbb\xbf" + TEXT.encode()))
@@ -35,7 +35,7 @@ def test_compressed_or_not_a_text_is_the_same_in_blocks_of_any_size(tmp_path, mo
 
 
 @pytest.mark.parametrize("suffix", [".txt.gz", ".txt.zst"])
-def test_several_frames_are_one_file_and_a_cut_one_is_named(tmp_path, suffix):
+def test_concatenated_frames_are_read_and_a_truncated_one_is_refused(tmp_path, suffix):
     once = PACK[suffix](TEXT.encode())
     path = tmp_path / f"x{suffix}"
     path.write_bytes(once + once)
@@ -46,14 +46,14 @@ def test_several_frames_are_one_file_and_a_cut_one_is_named(tmp_path, suffix):
             list(read_blocks(path, "strict"))
 
 
-def test_without_zstandard_one_line_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_zstandard_is_named(tmp_path, monkeypatch):
     (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DataError, match=r"zstandard is not installed \(pip install 'kvad\[zstd\]'\)"):
         open_corpus([tmp_path / "x.zst"])
 
 
-def test_pieces_are_those_of_the_whole_text_and_their_ends_are_known(tmp_path, monkeypatch):
+def test_pieces_equal_the_split_of_the_whole_text(tmp_path, monkeypatch):
     real = split_text
     monkeypatch.setattr("kvad.text.base.MAX_PIECE_CHARS", 50)
     monkeypatch.setattr("kvad.text.base.split_text", lambda text: real(text, 50))
@@ -68,7 +68,7 @@ def test_pieces_are_those_of_the_whole_text_and_their_ends_are_known(tmp_path, m
     assert list(open_corpus([tmp_path / "x.txt"]).texts()) == [TEXT]
 
 
-def test_a_broken_byte_is_named_wherever_it_stands(tmp_path, monkeypatch):
+def test_invalid_byte_is_named_at_any_offset(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "READ_CHUNK", 4)
     for at in range(9):
         (tmp_path / "x.txt").write_bytes(b"\xc3\xa9" * 2 + b"a" * (at % 2) + b"\n" * (at - at % 2) + b"\xe9zz")
@@ -93,14 +93,14 @@ def test_json_lines_are_documents_by_their_field(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"txt": "a"}', r"x.jsonl, line 2, has no field 'text' \(did you mean 'txt'\?\)"),
-        ('{"messages": []}', r"line 2, has no field 'text' \(messages are .* --objective chat, kvad eval --task chat"),
-        ('{"text": 3}', r"x.jsonl, line 2: the field 'text' is int, not a text"),
-        ('["a"]', r"x.jsonl, line 2, is list, not an object"),
+        ('{"txt": "a"}', r"x.jsonl, line 2: no field 'text' \(did you mean 'txt'\?\)"),
+        ('{"messages": []}', r"line 2: no field 'text' \(messages are .* --objective chat, kvad eval --task chat"),
+        ('{"text": 3}', r"x.jsonl, line 2: text must be a text, got 3"),
+        ('["a"]', r"x.jsonl, line 2: must be an object, got list"),
         ('{"text": "a"', r"x.jsonl, line 2, is not JSON: .*delimiter"),
     ],
 )
-def test_json_that_is_no_document_is_named_by_its_line(tmp_path, line, says):
+def test_invalid_json_lines_are_named_by_line(tmp_path, line, says):
     (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=says):
         list(open_corpus([tmp_path / "x.jsonl"]).texts())

@@ -1,4 +1,4 @@
-"""Pairs from files: both forms, what is left out and counted, what is refused by its line."""
+"""Pairs from files: all forms, skipped pairs, refused lines."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_held_out_files_come_last_and_are_counted(write):
         ("\tb\na\t\n", r"no pairs in .*a.tsv \(2 pairs with an empty side"),
     ],
 )
-def test_lines_that_are_no_pairs(write, content, says):
+def test_invalid_lines_are_refused(write, content, says):
     with pytest.raises(DataError, match=says):
         open_pairs(tsv(write("a.tsv", content)))
 
@@ -77,7 +77,7 @@ def test_parallel_files_of_unequal_length_are_refused_with_both_counts(write, fi
         open_pairs(PairPaths((files,)))
 
 
-def test_files_that_are_not_there(tmp_path):
+def test_missing_files_are_refused(tmp_path):
     for paths, says in (
         (tsv(tmp_path / "no.tsv"), "no such file"),
         (tsv(tmp_path), "is a folder"),
@@ -87,13 +87,13 @@ def test_files_that_are_not_there(tmp_path):
             open_pairs(paths)
 
 
-def test_the_frame_of_both_sides(write):
+def test_frame_of_both_sides(write):
     frame = open_pairs(tsv(write("a.tsv", "a\tb\n"))).framer(BYTE)
     bos, eos = BYTE.special_tokens.bos, BYTE.special_tokens.eos
     assert frame(0, [7, 8]) == [7, 8, eos] and frame(1, [7, 8]) == [bos, 7, 8, eos]
 
 
-def test_what_a_checkpoint_says_about_generating():
+def test_generation_config_of_pairs():
     said, specials = pair_generation_config(BYTE), BYTE.special_tokens
     assert (said.decoder_start_token_id, said.eos_token_ids, said.source_eos_token_id, said.suppress_tokens) == (
         specials.bos, (specials.eos,), specials.eos, (specials.pad,)
@@ -105,13 +105,13 @@ def test_what_a_checkpoint_says_about_generating():
 
 
 @pytest.mark.parametrize("roles", [("bos",), ("eos", "pad")])
-def test_a_tokenizer_without_ends_is_refused(roles):
+def test_tokenizer_without_bos_or_eos_is_refused(roles):
     missing = "EOS" if "bos" in roles else "BOS"
     with pytest.raises(DataError, match=f"no {missing} token"):
         pair_generation_config(train_tokenizer("byte", [], specials=roles))
 
 
-def test_paths_are_kept_absolute(write, monkeypatch, tmp_path):
+def test_paths_are_stored_absolute(write, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     paths = PairPaths(((write("a.tsv", "a\tb").relative_to(tmp_path),),), ())
     assert PairPaths.from_dict(paths.to_dict()).files == ((tmp_path / "a.tsv",),)

@@ -1,0 +1,145 @@
+"""Output of all commands: JSON, tables, sizes, notes and progress.
+
+Results go to stdout; progress, notes and errors go to stderr, so that ``kvad ... --json | jq`` always works.
+No torch, and rich only when a console is requested.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def console() -> Console:
+    """Create a rich console on stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def note(text: str) -> None:
+    """Print a line on stderr, after the name of the program."""
+    click.echo(f"kvad: {text}", err=True)
+
+
+def print_error(text: str) -> None:
+    """Print a line on stderr."""
+    click.echo(text, err=True)
+
+
+def print_result(as_json: bool, record: object, text: str | Iterable[str]) -> None:
+    """Print ``record`` as JSON, or the text or its lines."""
+    if as_json:
+        emit_json(record)
+    else:
+        click.echo(text if isinstance(text, str) else "\n".join(text))
+
+
+def exit_with(code: int) -> NoReturn:
+    click.get_current_context().exit(code)
+
+
+def emit_json(result: object) -> None:
+    """Print ``result`` as one line of JSON on stdout.
+
+    Dataclasses and NamedTuples become objects, paths become strings, NaN and infinities become null (JSON has none).
+    """
+    click.echo(json_line(result))
+
+
+def json_line(result: object) -> str:
+    """Format ``result`` as ``emit_json`` prints it, without the newline."""
+    return json.dumps(_plain(result), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"emit_json: {type(value).__name__} has no JSON form")
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    """Format a size: ``3221225472`` -> ``3.00 GiB``; below 1 KiB in bytes."""
+    size = float(num_bytes)
+    if abs(size) < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if abs(size) < 1023.995:
+            return f"{size:.2f} {unit}"
+    return f"{size / 1024:.2f} TiB"
+
+
+def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0, -1)) -> list[str]:
+    """Align the columns of a table: to the left those in ``left`` (-1 is the last), else to the right."""
+    columns = len(rows[0])
+    widths = [max(len(row[column]) for row in rows) for column in range(columns)]
+    left_columns = {column % columns for column in left}
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def draw_figures(draw: Callable[[], list[Path]], name: str = "figure") -> list[Path]:
+    """Draw figures; without matplotlib print a note and return no files."""
+    try:
+        return draw()
+    except ModuleNotFoundError:
+        note(f"no {name}: matplotlib is not installed (pip install 'kvad[plot]')")
+        return []
+
+
+class ProgressLine:
+    """A line of progress on stderr, if it is a terminal; it is cleared at the end of the ``with`` block."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._is_shown = not quiet and sys.stderr.isatty()
+        self._next_update = 0.0
+
+    def update(self, label: str, done: int, total: int | None) -> None:
+        """Show how much is done, at most ten times a second."""
+        if self._is_shown and time.monotonic() >= self._next_update:
+            self._next_update = time.monotonic() + 0.1
+            of_total = "" if total is None else f"of {total:,} "
+            click.echo(f"\r{label:<40} {done:>11,} {of_total}", err=True, nl=False)
+
+    def clear(self) -> None:
+        if self._is_shown:
+            click.echo(f"\r{'':<76}\r", err=True, nl=False)
+
+    def note(self, text: str) -> None:
+        self.clear()
+        note(text)
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()

@@ -1,0 +1,485 @@
+"""Parameters that several commands share, as dataclasses, and the objects built from them.
+
+Each object is built once per command: the keywords of ``kvad.llm.LLM.load``, the SamplingParams, the text of a
+prompt. No torch until a model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from kvad import cache
+from kvad.cache import CacheConfig, sessions
+from kvad.cli.fields import Options, Parsed, argument, given_fields, option
+from kvad.engine import scheduling
+from kvad.engine.scheduling import SamplingParams
+from kvad.errors import DataError, RequestError, UsageError
+
+if TYPE_CHECKING:
+    from kvad.checkpoint import CheckpointHandle
+    from kvad.llm import LLM
+    from kvad.text import Tokenizer
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+PairFiles = tuple[tuple[Path, Path], ...]
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
+MAX_TOKENS = 128  # default of --max-tokens if the checkpoint has none
+
+# ---------------------------------------------------------------- types of values
+
+
+class _FormatName(click.Choice[str]):
+    """A format of ``kvad.cache.quantization``, or a custom format named as package.module:Class."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple(cache.quantization.FORMATS))
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "FORMAT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if ":" in str(value):
+            return cache.quantization.get_format(value, param.opts[-1] if param is not None else "format").name
+        return super().convert(value, param, ctx)
+
+
+def parse_bytes(text: str, *, zero: bool = False) -> int:
+    """Parse a size such as ``8GiB``, ``512MiB``, ``1.5G``, ``4GB`` or ``1024``; 0 only with ``zero``.
+
+    ``K M G T`` alone and with ``iB`` are powers of 1024; with ``B`` alone they are powers of 1000.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or (match["kind"].lower() == "i") or (not match["unit"] and match["kind"].lower() == "ib"):
+        raise UsageError(f"{text!r} is not a size in bytes", "write it like 8GiB, 512MiB, 4GB or 1048576")
+    base = 1000 if match["unit"] and match["kind"].lower() == "b" else 1024
+    number = float(match["number"])
+    size = int(number * base ** _UNITS[match["unit"].lower()])
+    if size < 1 and not (zero and number == 0):
+        raise UsageError(f"{text!r} is less than one byte", "write it like 8GiB, 512MiB, 4GB or 1048576")
+    return size
+
+
+def parse_token_ids(text: str, flag: str) -> list[int]:
+    """Parse token ids such as ``12 7 99``, with or without commas."""
+    try:
+        return [int(number) for number in text.replace(",", " ").split()]
+    except ValueError as error:
+        wrong = str(error).rpartition(": ")[2]
+        raise UsageError(f"{flag}: {wrong} is not a token id", "write ids like '12 7 99'") from None
+
+
+def _parse_integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{text!r} is not a list of whole numbers", "write them like 128,256") from None
+
+
+def _parse_numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{text!r} is not a list of numbers", "write them like 0.25,0.5") from None
+
+
+def _parse_token_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise UsageError(f"{text!r} is not ID=V", "write it like 42=-5.5") from None
+
+
+def _parse_positive_bytes(text: str) -> int:
+    if not (size := parse_bytes(text, zero=True)):
+        raise UsageError("must be at least 1 byte", "leave it out, or give it more")
+    return size
+
+
+FORMAT = _FormatName()
+SIZE, POSITIVE_SIZE = Parsed("SIZE", partial(parse_bytes, zero=True)), Parsed("SIZE", _parse_positive_bytes)
+INTEGERS, NUMBERS = Parsed("N,...", _parse_integers, is_list=True), Parsed("X,...", _parse_numbers, is_list=True)
+COUNT = click.IntRange(min=1)
+OUTPUT_FILE = click.Path(path_type=Path, dir_okay=False)
+
+# ---------------------------------------------------------------- options of most commands
+
+
+class ModelArgument(Options):
+    """The checkpoint."""
+
+    model: Path = argument("MODEL")  # kvad.checkpoint checks it, and names the missing file
+
+
+class JsonOption(Options):
+    """``--json``."""
+
+    as_json: bool = option("Print the result as one JSON object on stdout", flag="--json", common=True)
+
+
+class QuietOption(Options):
+    """``--quiet``."""
+
+    quiet: bool = option("Show no progress on stderr", short="-q", common=True)
+
+
+class WeightOptions(Options):
+    """Options for loading weights."""
+
+    adapter: Path | None = option("LoRA adapter, kvad's or PEFT's, to merge into the weights")
+    deterministic: bool = option("Make results independent of the batch (CPU only, slower)")
+
+
+class DtypeOption(Options):
+    """``--dtype``."""
+
+    dtype: Dtype | None = option("Dtype of the computation [default: as stored]")
+
+
+class PromptOptions(Options):
+    """Text of a prompt."""
+
+    prompt: str | None = option("Text to add; - reads standard input", common=True)
+    file: Path | None = option("File with the text, UTF-8; - reads standard input", metavar="FILE", common=True)
+
+    def read_prompt(self) -> str:
+        """Return the text of --prompt or --file; "" without either."""
+        if self.prompt is not None and self.file is not None:
+            raise click.UsageError("--prompt and --file exclude each other: give one of them.")
+        return (
+            read_text(self.file) if self.prompt is None and self.file is not None else read_text_or_stdin(self.prompt)
+        )
+
+
+class SessionDirOption(Options):
+    """Folder of the sessions."""
+
+    section = "Sessions"
+    session_dir: Path | None = option(
+        f"Folder of the sessions [default: {sessions.directory.SESSION_DIR_VARIABLE}, else the user's data folder]",
+        kind=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+        envvar=sessions.directory.SESSION_DIR_VARIABLE, common=True,
+    )  # fmt: skip
+
+    @property
+    def session_folder(self) -> Path:
+        return self.session_dir if self.session_dir is not None else sessions.directory.default_session_dir()
+
+
+# ---------------------------------------------------------------- options of a cache
+
+
+def _name_table(first: str, lines: Mapping[str, str]) -> str:
+    """Build a help text with one unwrapped line per name."""
+    width = max(map(len, lines))
+    return "\n".join([first, "", "\b", *(f"{name:<{width}}  {text}" for name, text in lines.items())])
+
+
+class FormatOptions(Options):
+    """Formats of keys and values."""
+
+    section = "Cache size and format"
+    cache_dtype: str | None = option(
+        f"Format of keys and values: {', '.join(cache.quantization.FORMATS)} [default: the model's dtype]",
+        kind=FORMAT, common=True,
+    )  # fmt: skip
+    cache_key_dtype: str | None = option("Format of the keys [default: --cache-dtype]", kind=FORMAT)
+    cache_value_dtype: str | None = option("Format of the values [default: --cache-dtype]", kind=FORMAT)
+
+
+class PolicyOptions(Options):
+    """Policy, overflow and offload."""
+
+    section = "Cache policy and overflow"
+    policy: str | None = option(
+        _name_table("Tokens that the cache keeps [default: full]:", cache.policy_parser.POLICY_HELP),
+        metavar="NAME(N,...)", common=True,
+    )  # fmt: skip
+    rope_at: str | None = option(
+        "Rotate RoPE keys when they are written or each time they are read", metavar="write|read", of=CacheConfig
+    )
+    overflow: str | None = option(
+        _name_table(
+            "Action at a length limit L or when the pool is full [default: preempt]:", cache.config.OVERFLOW_MODES
+        ),
+        metavar="NAME", common=True,
+    )  # fmt: skip
+    swap_space: int | None = option(
+        "Host memory for preempted sequences [default: only those that cannot be recomputed]", kind=SIZE
+    )
+    summarizer: Path | None = option("Summarizer for a tiered policy with summaries")
+    watermark: float | None = option(
+        "Fraction of the blocks that stays free when a sequence is admitted [default: 0]", of=CacheConfig
+    )
+    offload_dir: str | None = option(
+        "Folder for offloaded tokens beyond --offload-ram [default: the user's cache folder]", metavar="FOLDER"
+    )
+    offload_ram: int | None = option(
+        "Host memory for offloaded tokens; the rest is written to disk [default: 1GiB]", kind=SIZE
+    )
+
+
+class EndlessOption(Options):
+    """``--endless``, for commands whose sequences may grow without a limit."""
+
+    section = PolicyOptions.section
+    endless: bool = option(
+        "Let sequences exceed the length limit; without --policy this is --overflow sinks", common=True
+    )
+
+
+class PrefixCacheOptions(Options):
+    """The prefix cache beyond the pool."""
+
+    section = "Prefix cache"
+    prefix_cache_dir: str | None = option("Folder of the prefix cache [default: pool only]", metavar="FOLDER")
+    prefix_cache_size: int | None = option("Maximum size of that folder [default: 4GiB]", kind=POSITIVE_SIZE)
+    prefix_cache_ram: int | None = option(
+        "Host memory for blocks that the pool evicted [default: none]", kind=POSITIVE_SIZE
+    )
+    prefix_cache_eviction: str | None = option(
+        "Order in which its blocks are evicted", metavar="lru|arc", of=CacheConfig
+    )
+
+
+class CacheSizeOptions(Options):
+    """Sequences, lengths and blocks."""
+
+    section = FormatOptions.section
+    max_num_seqs: int | None = option(
+        "Maximum number of sequences in the cache [default: as many as requested, up to 8]"
+    )
+    max_seq_len: int | None = option(
+        "Maximum tokens of a sequence [default: the model's limit]", short="-c", common=True
+    )
+    layout: Literal["paged", "contiguous"] | None = option("Cache layout", of=CacheConfig)
+    block_size: int | None = option("Tokens per block", of=CacheConfig)
+    num_blocks: int | None = option("Blocks of the pool [default: enough for all sequences at full length]")
+    swap_dir: Path | None = option("Folder for swapped sequences beyond --swap-space [default: none]")
+
+
+class CacheOptions(
+    CacheSizeOptions, FormatOptions, PolicyOptions, EndlessOption,
+    PrefixCacheOptions, WeightOptions,
+):  # fmt: skip
+    """All options of a cache and its model."""
+
+
+def given_formats(options: FormatOptions) -> dict[str, Any]:
+    """Return the given formats of keys and values."""
+    names = ("cache_dtype", "cache_key_dtype", "cache_value_dtype")
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+_LOAD_NAMES = (
+    "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "adapter", "deterministic", "swap_dir", "dtype"
+)  # fmt: skip
+
+
+def cache_fields(options: Any) -> dict[str, Any]:
+    """Return the given options that are fields of CacheConfig.
+
+    Raises:
+        ConfigError: If a value is invalid for every model.
+        UsageError: If an offload option is given without offloading.
+    """
+    fields = cache.config.resolve_endless(given_fields(options, CacheConfig))
+    fields.pop("dtype", None)  # of the computation, not of the cache
+    CacheConfig(**{"max_seq_len": 1, **fields})
+    unused = [name for name in ("offload_ram", "offload_dir") if name in fields]
+    if unused and fields.get("overflow") != "offload" and "offload(" not in fields.get("policy", ""):
+        flag = f"--{unused[0].replace('_', '-')}"
+        raise UsageError(f"{flag}: nothing is offloaded", "add --overflow offload or --policy 'offload(N)'")
+    return fields
+
+
+def load_fields(options: Any) -> dict[str, Any]:
+    """Return the given options as keywords of ``kvad.llm.LLM.load``."""
+    given = {name: value for name in _LOAD_NAMES if (value := getattr(options, name, None))}
+    return {**given, **cache_fields(options)}
+
+
+def open_llm(model: Path | CheckpointHandle, fields: Mapping[str, Any], *, max_num_seqs: int) -> LLM:
+    """Load a model.
+
+    Args:
+        model: The checkpoint.
+        fields: Result of ``load_fields``.
+        max_num_seqs: Number of sequences if ``fields`` does not set it.
+
+    Raises:
+        CheckpointError, ConfigError, MemoryPlanError: Each before the cache is allocated.
+    """
+    from kvad.llm import LLM
+
+    return LLM.load(model, **{"max_num_seqs": max_num_seqs, **fields})
+
+
+# ---------------------------------------------------------------- sampling
+
+
+class SamplingOptions(Options):
+    """Fields of SamplingParams, except ``n`` and the log-probabilities."""
+
+    section = "Sampling"
+    max_tokens: int | None = option(
+        f"Maximum number of new tokens [default: {MAX_TOKENS}; none with --endless]", short="-n", common=True
+    )
+    temperature: float | None = option("Sampling temperature; 0 is greedy", short="-t", of=SamplingParams, common=True)
+    top_k: int | None = option("Sample from the K most likely tokens; 0 is off [default: 0]", common=True)
+    top_p: float | None = option(
+        "Sample from the most likely tokens that together reach probability X", of=SamplingParams, common=True
+    )
+    min_p: float | None = option("Drop tokens below X times the highest probability", of=SamplingParams)
+    typical_p: float | None = option(
+        "Sample from the tokens of most typical information, up to probability X", of=SamplingParams
+    )
+    seed: int | None = option(
+        "Seed of the samples, independent of the batch", short="-s", of=SamplingParams, common=True
+    )
+    stop: tuple[str, ...] = option("Stop before TEXT", common=True)
+    min_tokens: int | None = option("Minimum number of new tokens", of=SamplingParams)
+    ignore_eos: bool = option("Continue after end tokens")
+    logit_bias: tuple[tuple[int, float], ...] = option(
+        "Add V to the logit of token ID", kind=Parsed("ID=V", _parse_token_bias)
+    )
+    bad_word: tuple[str, ...] = option("Never generate TEXT, also after a space")
+    repetition_penalty: float | None = option(
+        "Above 1, make tokens of prompt and output less likely", of=SamplingParams
+    )
+    presence_penalty: float | None = option(
+        "Subtract X from the logits of tokens that the output contains", of=SamplingParams
+    )
+    frequency_penalty: float | None = option("Subtract X per occurrence in the output", of=SamplingParams)
+    no_repeat_ngram_size: int | None = option(
+        "Never repeat a sequence of N tokens; 0 is off [default: 0]", of=SamplingParams
+    )
+    num_beams: int | None = option("Beams of a beam search; 1 is sampling", of=SamplingParams)
+    length_penalty: float | None = option("Divide beam scores by length ** X", of=SamplingParams)
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the given options as fields of SamplingParams, except bad words, which need a tokenizer.
+
+        Raises:
+            RequestError: If a value is out of range.
+        """
+        fields = given_fields(self, SamplingParams)
+        if self.logit_bias:
+            fields["logit_bias"] = dict(self.logit_bias)
+        check_sampling_ranges({"max_tokens": MAX_TOKENS, **fields})
+        return fields
+
+    def resolve(self, fields: Mapping[str, Any], handle: CheckpointHandle, *, endless: bool = False) -> SamplingParams:
+        """Combine ``fields`` with the checkpoint's defaults; an endless generation has no default --max-tokens."""
+        from kvad import engine
+
+        params = engine.options.resolve_sampling(fields, handle.generation)
+        if endless and self.max_tokens is None:
+            params = replace(params, max_tokens=None)
+        elif params.max_tokens is None:
+            params = replace(params, max_tokens=MAX_TOKENS)
+        return _with_bad_words(params, self.bad_word, handle.tokenizer)
+
+
+def check_sampling_ranges(fields: Mapping[str, Any]) -> None:
+    """Check the ranges of sampling options before anything is loaded.
+
+    Beam options without --num-beams may belong to the checkpoint's own beam search, so they are checked apart.
+
+    Raises:
+        RequestError: If a value is out of range.
+    """
+    beam_names = () if "num_beams" in fields else scheduling.request.BEAM_ONLY_FIELDS
+    beam_fields = {name: fields[name] for name in beam_names if name in fields}
+    SamplingParams(num_beams=2, **beam_fields)
+    SamplingParams(**{name: value for name, value in fields.items() if name not in beam_fields})
+
+
+def _with_bad_words(params: SamplingParams, bad_words: tuple[str, ...], tokenizer: Tokenizer | None) -> SamplingParams:
+    """Ban the tokens of each text, and of the text after a space, which a tokenizer encodes differently."""
+    if not bad_words:
+        return params
+    if tokenizer is None:
+        raise RequestError("--bad-word: the model has no tokenizer", "use --logit-bias ID=-1000")
+    if "" in bad_words:
+        raise RequestError("--bad-word: must not be empty")
+    encoded = {tuple(tokenizer.encode(text)) for word in bad_words for text in (word, f" {word}")}
+    return replace(params, bad_words_ids=(*params.bad_words_ids, *sorted(encoded)))
+
+
+# ---------------------------------------------------------------- texts and Ctrl-C
+
+
+def read_stdin() -> str:
+    """Read standard input unchanged; DataError names the first byte that is not UTF-8."""
+    raw = sys.stdin.buffer.read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not UTF-8 at byte {error.start} (0x{raw[error.start]:02X})") from None
+
+
+def read_text_or_stdin(text: str | None) -> str:
+    """Return a text given on the command line; "-" is standard input."""
+    return read_stdin() if text == "-" else text or ""
+
+
+def read_text(path: Path) -> str:
+    """Read a file in UTF-8; "-" is standard input.
+
+    Raises:
+        DataError: If the file cannot be read.
+    """
+    if str(path) == "-":
+        return read_stdin()
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+
+
+def tokenizer_folder(model: Path) -> Path:
+    """Return the folder of a model's tokenizer and chat template; no weights are downloaded from the hub."""
+    from kvad import checkpoint
+
+    folder = checkpoint.hub.resolve_model_path(model, weights=False)
+    return checkpoint.folder.locate(folder) if checkpoint.folder.is_run(folder) else folder
+
+
+class InterruptFlag:
+    """Flag that the first Ctrl-C sets, so that the current step can finish; the second raises KeyboardInterrupt.
+
+    Use it as ``with InterruptFlag() as stop`` and read ``stop.requested``. Outside the main thread it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: Any = None
+
+    def __enter__(self) -> InterruptFlag:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._set)
+        return self
+
+    def _set(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)

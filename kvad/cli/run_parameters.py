@@ -1,0 +1,123 @@
+"""Options of the commands that read training data, and how they are merged into the tables of a run file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvad.cli.fields import Options, given_fields, is_given, option
+from kvad.cli.parameters import PairFiles
+from kvad.errors import UsageError, suggest
+from kvad.train.config import CallbacksConfig, DataConfig, OptimConfig, RunConfig, TokenizerConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from kvad.train.setup import CorpusArgument
+
+TOKENIZER_KINDS = ("bpe", "byte", "char", "word")
+PAIRS_HELP = "Two parallel files: line n of TARGET answers line n of SOURCE"
+
+# Options are keys of these tables under their own name; others are in RENAMED_KEYS.
+TABLES = {
+    "data": DataConfig, "tokenizer": TokenizerConfig, "optim": OptimConfig, "train": TrainConfig,
+    "callbacks": CallbacksConfig,
+}  # fmt: skip
+RENAMED_KEYS = {
+    "preset": "model.preset",
+    "suffix": "data.file_suffixes",
+    "field": "data.text_field",
+    "validation_fraction": "data.validation_fraction",
+    "objective": "objective.kind",
+    "lora_rank": "lora.rank",
+    "prompt": "callbacks.prompts",
+}
+
+
+class CorpusOptions(Options):
+    """Files of a corpus and its tokenizer."""
+
+    pairs: PairFiles = option(PAIRS_HELP, metavar="SOURCE TARGET")
+    tokenizer: str | None = option("bpe, byte, char, word, or a tokenizer to load [default: bpe]", metavar="KIND|PATH")
+    vocab_size: int | None = option("Maximum size of the vocabulary", of=TokenizerConfig)
+    suffix: tuple[str, ...] = option("Suffix of the files to read in a folder [default: all text]", metavar=".EXT")
+    encoding_errors: Literal["strict", "replace"] | None = option("Handling of bytes that are not UTF-8", of=DataConfig)
+    validation: str | None = option(
+        "Fraction of the corpus to hold out, or a file of pairs or examples [default: 0.1]", metavar="FRACTION|FILE"
+    )
+    validation_pairs: PairFiles = option("Two parallel files of held-out pairs", metavar="SOURCE TARGET")
+
+    @property
+    def validation_fraction(self) -> float | None:
+        """The value of --validation if it is a number, else None."""
+        try:
+            return None if self.validation is None else float(self.validation)
+        except ValueError:
+            return None
+
+    @property
+    def held_out(self) -> list[tuple[Path, ...]]:
+        """The held-out files."""
+        named = self.validation is not None and self.validation_fraction is None
+        return [*([(Path(self.validation),)] if named and self.validation else []), *self.validation_pairs]
+
+    def name_corpus(self, texts: Sequence[Path]) -> CorpusArgument:
+        """Return the paths of documents or TSV files, or all pairs if any are given."""
+        return name_corpus(texts, self.pairs, self.held_out)
+
+
+def name_corpus(texts: Sequence[Path], pairs: PairFiles, held_out: Sequence[tuple[Path, ...]] = ()) -> CorpusArgument:
+    """Return ``texts``, or all pairs if any are given."""
+    from kvad.train.sources import PairPaths
+
+    if not pairs and not held_out:
+        return texts
+    return PairPaths((*((path,) for path in texts), *pairs), tuple(held_out))
+
+
+def merge_options(tables: Mapping[str, Any], options: CorpusOptions) -> dict[str, Any]:
+    """Merge the given options into the tables of a run file."""
+    merged = {name: dict(value) if isinstance(value, Mapping) else value for name, value in tables.items()}
+    given = {
+        f"{table}.{key}": value for table, kind in TABLES.items() for key, value in given_fields(options, kind).items()
+    }
+    given |= {key: value for name, key in RENAMED_KEYS.items() if is_given(value := getattr(options, name, None))}
+    if (tokenizer := options.tokenizer) is not None:
+        if tokenizer not in TOKENIZER_KINDS and not Path(tokenizer).exists():
+            hint = suggest(tokenizer, TOKENIZER_KINDS)
+            raise UsageError(f"--tokenizer {tokenizer!r} is neither a kind nor a file", hint)
+        given["tokenizer.kind" if tokenizer in TOKENIZER_KINDS else "tokenizer.path"] = tokenizer
+    for key, value in given.items():
+        set_key(merged, key, value)
+    return merged
+
+
+def set_key(tables: dict[str, Any], key: str, value: object) -> None:
+    """Set ``table.key``; RunConfig refuses a table that is none."""
+    table, _, name = key.partition(".")
+    inner = tables.setdefault(table, {})
+    if isinstance(inner, dict):
+        inner[name] = list(value) if isinstance(value, tuple) else value
+
+
+def with_seq_len(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
+    """Set ``data.seq_len`` of a run that starts from a checkpoint and does not set it.
+
+    Args:
+        config: The run, read from ``tables``.
+        tables: The tables of the run file.
+        stored: The configuration of the run that is resumed; its ``seq_len`` is used.
+
+    Returns:
+        ``config``, or a copy whose rows are at most as long as the checkpoint allows.
+
+    Raises:
+        CheckpointError: If the model cannot be opened.
+    """
+    if "seq_len" in tables.get("data", {}) or (config.init is None and config.summarizer.model is None):
+        return config
+    if stored is not None:
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=stored.data.seq_len))
+    from kvad.train import setup
+
+    return setup.initialize.clamp_seq_len(config)

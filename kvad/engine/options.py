@@ -1,0 +1,182 @@
+"""Options of an engine (``EngineConfig``), and the keywords of ``LLM`` and ``Session`` as typed dictionaries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from kvad import cache as cache_lib
+from kvad import ops
+from kvad.cache import CacheConfig
+from kvad.cache.device import KVCache
+from kvad.checkpoint import GenerationConfig
+from kvad.config import ModelConfig
+from kvad.engine import scheduling
+from kvad.engine.scheduling import SamplingOptions, SamplingParams
+from kvad.errors import ConfigError, RequestError, UsageError, suggest
+from kvad.model import Summarizer
+from kvad.storage import REAL_FILE_SYSTEM, FileSystem
+
+PromptInput = str | Sequence[int]  # text or token ids
+CACHE_DTYPE_FIELDS = {"cache_dtype": "dtype", "cache_key_dtype": "key_dtype", "cache_value_dtype": "value_dtype"}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine besides its model, its cache and its tokenizer."""
+
+    max_num_batched_tokens: int = 2048  # new tokens per step
+    kernel: ops.attention.Kernel = "auto"
+    # Logits and tokens of a request are independent of the batch and of chunking, bit for bit (CPU, one process; other
+    # machines, builds and numbers of threads round differently).
+    deterministic: bool = False
+    attention_hook: ops.sub_batch.AttentionHook | None = None  # called with the tensors of every attention layer
+    summarizer: Summarizer | None = None  # computes the policy's summaries
+    stop_tokens: frozenset[int] = frozenset()  # end a text; none: the tokenizer's separator and end token
+    cache_factory: Callable[..., KVCache] = KVCache  # another one for several ranks (parallel/distributed_cache.py)
+    weights_fingerprint: str | None = None  # of all ranks' weights; None: computed when a cache fingerprint needs it
+    adapter_fingerprint: str = ""  # of an adapter merged into the weights
+    swap_dir: str | Path | None = None  # for preempted sequences when ``cache.swap_space`` is full
+    cost_model: scheduling.preemption.SwapCostModel | None = None  # decides between swapping and recomputing
+    fs: FileSystem = REAL_FILE_SYSTEM  # for offloaded and swapped tokens
+
+
+class CacheOptions(TypedDict, total=False):
+    """The fields of ``CacheConfig`` as keywords, except ``dtype``, which is ``cache_dtype`` in ``LLM.load``."""
+
+    layout: Literal["paged", "contiguous"]
+    key_dtype: str | None
+    value_dtype: str | None
+    block_size: int
+    max_num_seqs: int
+    max_seq_len: int
+    prefill_chunk_size: int
+    num_blocks: int | None
+    enable_prefix_caching: bool
+    max_source_len: int
+    policy: str
+    endless: bool
+    rope_at: Literal["write", "read"]
+    residual_length: int
+    overflow: cache_lib.config.OverflowMode
+    watermark: float
+    offload_ram: int
+    offload_dir: str | Path | None
+    swap_space: int | None
+    prefix_cache_dir: str | Path | None
+    prefix_cache_size: int | None
+    prefix_cache_ram: int | None
+    prefix_cache_eviction: Literal["lru", "arc"]
+
+
+class LoadOptions(CacheOptions, total=False):
+    """Keywords of ``LLM.load`` for the cache and the engine; dtypes are names or torch dtypes."""
+
+    cache_dtype: str | torch.dtype | None  # format of stored keys and values (cache/quantization.py)
+    cache_key_dtype: str | torch.dtype | None
+    cache_value_dtype: str | torch.dtype | None
+    summarizer: str | Path | None  # folder or run of ``kvad train --objective summarizer``
+    deterministic: bool
+    swap_dir: str | Path | None
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Keywords of ``LLM.generate`` and ``LLM.stream``."""
+
+    target_prefix: PromptInput | None  # start of an encoder-decoder's target (ids: the whole start)
+    language: str | None  # target language, for models with language tokens
+    source_language: str | None  # language of the encoder input
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Keywords of ``LLM.score``."""
+
+    top_logprobs: int  # alternatives per token
+    encoder_input: PromptInput | None  # of which the texts are targets
+    source_language: str | None
+
+
+def dtype_name(key: str, dtype: object, known: Iterable[str]) -> str | None:
+    """Return a dtype's name (``torch.float32`` -> "float32"), or raise ConfigError."""
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    is_custom_format = isinstance(name, str) and ":" in name and known is cache_lib.quantization.FORMATS
+    if name is None or (isinstance(name, str) and (is_custom_format or name in known)):
+        return name
+    raise ConfigError(f"{key}: unknown dtype {name!r}", suggest(str(name), known))
+
+
+def find_device(device: Any) -> torch.device:
+    """Return the device; raise UsageError if it is unknown or unavailable."""
+    try:
+        torch_device = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise UsageError(f"unknown device {device!r}", "Use 'cpu', 'cuda' or 'cuda:1'.") from None
+    label, hint = f"device {str(torch_device)!r}", "Omit device= to use the CPU."
+    if torch_device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"{label}: this torch finds no CUDA device", hint)
+    try:
+        torch.zeros(1, device=torch_device).item()
+    except (AssertionError, RuntimeError) as error:  # includes NotImplementedError of missing backends
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{label} cannot be used here: {reason}", hint) from None
+    return torch_device
+
+
+def resolve_cache(model: ModelConfig, default_dtype: str, fields: Mapping[str, Any]) -> CacheConfig:
+    """Return a paged cache for sequences up to the model's limit, with these ``LoadOptions`` of the cache."""
+    known = [*(field.name for field in dataclasses.fields(CacheConfig)), *CACHE_DTYPE_FIELDS]
+    for name in fields:
+        if name not in known:
+            raise RequestError(f"unknown cache option {name!r}", suggest(name, known))
+    chosen: dict[str, Any] = {"max_seq_len": model.max_seq_len, "dtype": default_dtype}
+    if model.encoder_input is not None:
+        chosen["max_source_len"] = model.encoder_input.max_seq_len
+    chosen |= cache_lib.config.resolve_endless({n: value for n, value in fields.items() if n not in CACHE_DTYPE_FIELDS})
+    for option, name in CACHE_DTYPE_FIELDS.items():
+        if fields.get(option) is not None:
+            chosen[name] = dtype_name(f"cache.{name}", fields[option], cache_lib.quantization.FORMATS)
+    max_seq_len = chosen["max_seq_len"]
+    if isinstance(max_seq_len, int) and max_seq_len > model.max_seq_len:
+        raise RequestError(f"a context of {max_seq_len} tokens exceeds the model's limit of {model.max_seq_len}")
+    return CacheConfig(**chosen)
+
+
+def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -> SamplingParams:
+    """Combine the given options with the checkpoint's defaults.
+
+    Options for sampling, or more samples than beams, drop the checkpoint's beam search and greedy mode; ``num_beams``
+    drops its sampling options. Raises RequestError for an unknown name or an invalid value.
+    """
+    defaults: dict[str, Any] = dict(generation.sampling or {})
+    bad_words = (*((token,) for token in generation.suppress_tokens), *generation.bad_words_ids)
+    if bad_words:
+        defaults["bad_words_ids"] = bad_words
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        if getattr(generation, name) is not None:
+            defaults[name] = getattr(generation, name)
+    beam_fields, sampling_fields = (
+        set(scheduling.request.BEAM_ONLY_FIELDS),
+        set(scheduling.request.SAMPLING_ONLY_FIELDS),
+    )
+    non_beam_fields = sampling_fields | set(scheduling.request.NON_BEAM_FIELDS)
+    wants_more_samples = options.get("n", 1) > defaults.get("num_beams", 1)
+    if wants_more_samples or (non_beam_fields & options.keys() and not beam_fields & options.keys()):
+        defaults = _without(defaults, beam_fields)
+    if options.get("num_beams", 1) != 1:
+        defaults = {**_without(defaults, non_beam_fields), "temperature": 0.0}
+    if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
+        defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
+    if options.get("num_beams", defaults.get("num_beams", 1)) == 1:  # drop a file's beam options if no beam search runs
+        defaults = _without(defaults, beam_fields)
+        if defaults.get("temperature") == 0 and (wants_more_samples or options.keys() & sampling_fields):
+            del defaults["temperature"]
+    return SamplingParams.from_options(**{**defaults, **options})
+
+
+def _without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}

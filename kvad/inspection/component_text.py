@@ -1,0 +1,209 @@
+"""Descriptions of a configuration's components for the model tree: positions, norms, attention, MLP, head. No torch.
+
+``ENCODING_SUPPORT`` has what a position encoding supports: eviction, renumbered positions, prefix reuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from kvad import config as cfg
+from kvad.config import ModelConfig
+
+Position = (
+    cfg.LearnedPositionsConfig
+    | cfg.SinusoidalPositionsConfig
+    | cfg.RopeConfig
+    | cfg.AlibiConfig
+    | cfg.T5BiasConfig
+    | cfg.CustomPositionsConfig
+    | None
+)
+
+
+class EncodingSupport(NamedTuple):
+    """Support of a position encoding for eviction, renumbered positions and prefix reuse."""
+
+    eviction: str
+    endless: str
+    reuse: str
+
+
+_ABSOLUTE = "impossible, positions are baked into k and v: recompute", "exact at the same positions only"
+_BIAS = EncodingSupport(
+    "exact; the bias is made of stored positions when they are read",
+    "renumber the stored positions, keys stay; kept ones would bias sinks away",
+    "exact",
+)
+ENCODING_SUPPORT: Mapping[str, EncodingSupport] = {
+    "learned": EncodingSupport("exact until the table ends", *_ABSOLUTE),
+    "sinusoidal": EncodingSupport("exact up to the limit", *_ABSOLUTE),
+    "rope": EncodingSupport(
+        "exact while positions are below the limit; keys are stored rotated",
+        "rotate on read, or turn the stored keys by R(delta)",
+        "exact; keys of what is no prefix must be turned",
+    ),
+    "alibi": _BIAS,
+    "t5": _BIAS,
+    "none": EncodingSupport("exact; no position enters k or v", "nothing to renumber", "exact"),
+    "custom": EncodingSupport("as its class has it", "as its class has it", "exact for equal prefixes"),
+    "source": EncodingSupport(
+        "none of a source is evicted", "a source does not grow", "of a whole equal source, never of its part"
+    ),
+}
+
+NORM_POSITIONS: Mapping[str, str] = {
+    "pre": "norms before each half: x + f(norm(x))",
+    "post": "norms after each half: norm(x + f(x))",
+    "sandwich": "norms before and after each half: x + norm(f(norm(x)))",
+    "after": "norms after each half, inside the residual: x + norm(f(x))",
+    "normed": "the normed stream continues: norm(x) + f(norm(x))",
+    "parallel": "attention and MLP side by side, one norm: x + attention(norm(x)) + mlp(norm(x))",
+    "parallel_pair": "attention and MLP side by side, a norm each: x + attention(norm(x)) + mlp(norm(x))",
+}
+
+
+def encoding_kind(position: Position) -> str:
+    """Return the key of ``ENCODING_SUPPORT``."""
+    return "none" if position is None else position.kind
+
+
+def describe_allowed(kind: str) -> Iterator[str]:
+    """Describe the support in three lines."""
+    text = ENCODING_SUPPORT[kind]
+    yield f"eviction: {text.eviction}"
+    yield f"endless generation: {text.endless}"
+    yield f"prefix reuse: {text.reuse}"
+
+
+# ---------------------------------------------------------------- positions
+
+
+def describe_position(spec: Position) -> str:
+    if spec is None:
+        return "no positions of its own"
+    if isinstance(spec, cfg.RopeConfig):
+        return _rope(spec)
+    if isinstance(spec, cfg.AlibiConfig):
+        factor = "" if spec.factor == 1.0 else f", slopes times {spec.factor:.4g}"
+        return f"ALiBi, a slope per head{factor}{', rounded to bfloat16' * spec.round_to_bfloat16}"
+    if isinstance(spec, cfg.T5BiasConfig):
+        ways = "both ways" if spec.bidirectional else "one way"
+        whose = "one table for the stack's layers of this kind" if spec.shared else "a table per layer"
+        return f"T5 bias, {spec.num_buckets} buckets up to distance {spec.max_distance:,}, {ways}, {whose}"
+    if isinstance(spec, cfg.CustomPositionsConfig):
+        options = ", ".join(f"{name} {value}" for name, value in spec.options.items())
+        return f"positions by {spec.name}{f' ({options})' if options else ''}"
+    offset = f", offset {spec.offset}" if spec.offset else ""
+    if isinstance(spec, cfg.LearnedPositionsConfig):
+        return f"learned positions, a table of {spec.num_positions:,}{offset}"
+    return f"sinusoidal positions, {spec.form}, base {spec.base:,.10g}{offset}"
+
+
+def _rope(spec: cfg.RopeConfig) -> str:
+    part = "" if spec.partial_rotary_factor == 1.0 else f", of the first {spec.partial_rotary_factor:.4g} of each head"
+    pairs = ", interleaved pairs" if spec.interleaved else ""
+    scaled = "" if spec.scaling is None else f"; {_scaling(spec.scaling)}"
+    return f"rotary, theta {spec.theta:,.10g}{part}{pairs}{scaled}"
+
+
+def _scaling(spec: cfg.RopeScalingConfig) -> str:
+    factor = "" if spec.factor is None else f", factor {spec.factor:g}"
+    if isinstance(spec, cfg.LinearScalingConfig):
+        return f"linear scaling{factor}"
+    regime = ", by a row's limit, fixed when it is admitted" if spec.kind in ("dynamic", "longrope") else ""
+    return f"{spec.kind} scaling{factor}, made for {spec.original_max_seq_len:,}{regime}"
+
+
+# ---------------------------------------------------------------- components
+
+
+def describe_norm(spec: cfg.NormConfig, width: str = "") -> str:
+    name = "LayerNorm" if spec.kind == "layer" else "RMSNorm"
+    form = "" if spec.weight else ", no weight"
+    unit = ", weight + 1" if spec.unit_offset else ""
+    return f"{name}, eps {spec.eps:g}{form}{unit}{', bias' * spec.bias}{width}"
+
+
+def describe_embedding(spec: cfg.EmbeddingConfig) -> Iterator[str]:
+    if spec.embedding_size is not None:
+        yield f"a table {spec.embedding_size:,} wide, projected at the {spec.projection}"
+    if spec.scale != 1.0:
+        yield f"multiplied by {spec.scale:.6g}"
+    if spec.position is not None:
+        yield describe_position(spec.position)
+    if spec.num_token_types:
+        yield f"{spec.num_token_types} segments"
+    if spec.norm is not None:
+        yield f"{describe_norm(spec.norm)}{', before positions are added' * spec.norm_first}"
+
+
+def describe_attention(spec: cfg.AttentionConfig, dim: int) -> Iterator[str]:
+    kv_heads, value_dim = spec.num_kv_heads or spec.num_heads, spec.value_dim or dim
+    sharing = {spec.num_heads: "each has its own key-value head", 1: "one key-value head for all"}
+    shared = sharing.get(kv_heads, f"{kv_heads} key-value heads, {spec.num_heads // kv_heads} queries each")
+    if spec.num_heads == 1:
+        shared = "one key-value head"
+    dims = f"{dim}" if dim == value_dim else f"{dim}, values of {value_dim}"
+    yield f"{spec.num_heads} heads of {dims}; {shared}"
+    more = []
+    if spec.softmax_scale != "default":
+        more.append("no scale" if spec.softmax_scale == "none" else f"scale {spec.softmax_scale:.6g}")
+    if spec.logit_softcap is not None:
+        more.append(f"softcap {spec.logit_softcap:g}")
+    if spec.sink_logits:
+        more.append("a sink logit per head")
+    if spec.qk_norm != "none":
+        each = {"head": "per head, one weight", "each": "per head, a weight each", "full": "over all heads"}
+        own = "" if spec.qk_norm_config is None else f" ({describe_norm(spec.qk_norm_config)})"
+        more.append(f"q and k normed {each[spec.qk_norm]}{own}")
+    if spec.clip_qkv is not None:
+        more.append(f"q, k, v cut to {spec.clip_qkv:g}")
+    if spec.qkv_bias and spec.out_bias:
+        more.append("biases")
+    elif spec.qkv_bias or spec.out_bias:
+        more.append(f"bias of {'q, k, v' if spec.qkv_bias else 'the output'}")
+    if spec.custom_class is not None:
+        more.append(f"custom attention, {spec.custom_class}")
+    if more:
+        yield "; ".join(more)
+    yield describe_position(spec.position)
+
+
+def describe_mlp(spec: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig) -> tuple[str, list[str]]:
+    """Return (title, lines)."""
+    biases = ", biases" * spec.bias
+    if not isinstance(spec, cfg.MoEConfig):
+        title = "gated MLP" if isinstance(spec, cfg.GatedMLPConfig) else "MLP"
+        return f"{title} of {spec.intermediate_size:,}", [f"{spec.activation}{biases}"]
+    form = spec.activation if spec.swiglu_alpha is None else f"(up + 1) gate sigmoid({spec.swiglu_alpha:g} gate)"
+    clip = "" if spec.swiglu_limit is None else f", cut to {spec.swiglu_limit:g}"
+    router = f"router {spec.router}{' with bias' * spec.router_bias}"
+    lines = [f"a token goes to {spec.num_experts_per_token} of them, {router}", f"{form}{clip}{biases}"]
+    return f"{spec.num_experts} experts of {spec.intermediate_size:,}", lines
+
+
+def describe_head(config: ModelConfig) -> tuple[str, list[str]]:
+    """Return (title, lines)."""
+    spec = config.head
+    lines = [] if spec.transform is None else [_transform(spec.transform)]
+    if isinstance(spec, cfg.PoolingHeadConfig):
+        unit = ", scaled to length one" if spec.normalize else ""
+        return "head: a vector per row", [f"the {'first state' if spec.pool == 'first' else 'mean'}{unit}", *lines]
+    if isinstance(spec, cfg.ClassificationHeadConfig):
+        names = ", ".join(spec.labels[:6]) + (" ..." if len(spec.labels) > 6 else "")
+        per = "token" if spec.level == "token" else f"row, of its {'first state' if spec.pool == 'first' else 'mean'}"
+        return f"head: {len(spec.labels)} labels per {per}", [*lines, names]
+    lines.append("the matrix is the embedding's table" if config.tie_embeddings else "a matrix of its own")
+    changes = [f"times {spec.logit_scale:.6g}"] if spec.logit_scale != 1.0 else []
+    changes += [f"softcap {spec.logit_softcap:g}"] if spec.logit_softcap is not None else []
+    changes += ["bias"] if spec.bias else []
+    return "head: logits over the vocabulary", [*lines, *([", ".join(changes)] if changes else [])]
+
+
+def _transform(spec: cfg.HeadTransformConfig) -> str:
+    parts = ["a matrix", "bias"] if spec.bias else ["a matrix"]
+    parts += [spec.activation] if spec.activation is not None else []
+    parts += [describe_norm(spec.norm)] if spec.norm is not None else []
+    return f"first {', '.join(parts)}"
