@@ -35,10 +35,11 @@ run: $(RUN_STAMP)
 test: $(TEST_STAMP)
 	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(TEST_ARGS)
 
-# No model and no subprocess: integers, files, texts, formulas. Under two minutes.
+# Integers, files, texts and formulas: nothing that trains or serves a model, and no subprocess. Under two minutes.
 UNIT_TESTS := tests/config tests/datasets tests/storage tests/cache/manager tests/cache/sizing tests/cache/test_eviction_policies.py \
-	tests/engine/scheduling tests/engine/execution/test_philox.py tests/engine/test_options.py tests/ops tests/train/config \
-	tests/train/sources tests/train/optim tests/test_import_rules.py tests/test_model_input.py tests/test_mutations.py tests/test_prose.py
+	$(addprefix tests/engine/,scheduling/test_scheduler.py scheduling/test_swap_costs.py execution/test_philox.py test_options.py) \
+	tests/ops tests/train/config tests/train/sources tests/train/optim tests/test_import_rules.py tests/test_model_input.py \
+	tests/test_mutations.py tests/test_prose.py
 
 test-unit: $(TEST_STAMP)
 	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(UNIT_TESTS) $(TEST_ARGS)

@@ -55,7 +55,7 @@ VOLATILE_SUFFIXES = ("sha256",)
 VOLATILE_PATHS: set[str] = {
     "training.memory",  # of the process
     "inspect.why.text",  # a sentence for every token; its numbers are recorded
-    "storage.bytes", "prefix_cache.disk_bytes", "prefix_cache.into_bytes", "prefix_cache.out_bytes",  # of files
+    "storage.bytes", "disk.bytes", "store.bytes_in", "store.bytes_out",  # of files
     "trial.utilization",
 }  # fmt: skip
 # Sentences: reworded by changes of prose. A difference is printed as a note and is no failure.
