@@ -94,12 +94,9 @@ def _commands(group: click.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple
 
 
 def _option(option: click.Parameter, context: click.Context) -> str | None:
-    hidden = getattr(option, "hidden", False)
-    if not isinstance(option, click.Option) or (hidden and not getattr(option, "advanced", False)):
+    if not isinstance(option, click.Option) or option.hidden:
         return None
-    option.hidden = False
     record = option.get_help_record(context)
-    option.hidden = hidden
     if record is None:
         return None
     names, text = (" ".join(part.split()).replace("|", "\\|") for part in record)
