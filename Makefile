@@ -36,7 +36,7 @@ test: $(TEST_STAMP)
 	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(TEST_ARGS)
 
 # Integers, files, texts and formulas: nothing that trains or serves a model, and no subprocess. Under two minutes.
-UNIT_TESTS := tests/config tests/datasets tests/storage tests/cache/manager tests/cache/sizing tests/cache/test_eviction_policies.py \
+UNIT_TESTS := tests/config tests/datasets tests/storage tests/cache/manager tests/cache/sizing tests/cache/test_policy.py \
 	$(addprefix tests/engine/,scheduling/test_scheduler.py scheduling/test_swap_costs.py execution/test_philox.py test_options.py) \
 	tests/ops tests/train/config tests/train/sources tests/train/optim tests/test_import_rules.py tests/test_model_input.py \
 	tests/test_mutations.py tests/test_prose.py

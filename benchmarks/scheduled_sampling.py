@@ -22,8 +22,7 @@ import torch
 from kvad.benchmarks.results import machine_info
 from kvad.model.transformer import Transformer
 from kvad.train.config.run import RunConfig
-from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
-from kvad.train.objectives.scheduled_sampling import ScheduledSamplingObjective
+from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective, ScheduledSamplingObjective
 from kvad.train.optim.optimizer import OptimizersContainer
 from kvad.train.setup.corpora import resolve_corpus
 from kvad.train.setup.initialize import init_weights
@@ -35,9 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="transformer-tiny")
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     options = parser.parse_args()
-    config = configured(options.preset, options.batch)
+    config = configured(options.preset, options.batch_size)
     with tempfile.TemporaryDirectory() as folder:
         pairs = Path(folder, "pairs.tsv")
         draw = random.Random(0)

@@ -1,6 +1,6 @@
 """Scheduler and KVCacheManager without a model: sequence-steps per second, as one line of JSON.
 
-    python benchmarks/scheduler.py [--rows 64] [--steps 2000] [--groups full|mixed]
+    python benchmarks/scheduler.py [--max-num-seqs 64] [--steps 2000] [--groups full|mixed]
 
 A sequence-step is one decoding sequence in one step: scheduled, allocated and committed. The requirement is 50,000
 per second.
@@ -24,23 +24,25 @@ FULL = AttentionSpec(True, None, 8, 64, 64)
 LOCAL = AttentionSpec(True, 256, 8, 64, 64)
 
 
-def run(rows: int, steps: int, mixers: tuple[AttentionSpec, ...]) -> dict[str, object]:
-    """Decode ``rows`` sequences for ``steps`` tokens after prompts of 1 to 64 tokens; only full decode steps are
-    timed.
-    """
-    config = CacheConfig(max_num_seqs=rows, max_seq_len=steps + 64, prefill_chunk_size=64)
-    manager = KVCacheManager(build_groups(mixers, config), prefix_caching=True, max_num_seqs=rows)
+def run(max_num_seqs: int, steps: int, specs: tuple[AttentionSpec, ...]) -> dict[str, object]:
+    """Decode ``steps`` tokens per sequence after prompts of 1 to 64 tokens; only full decode steps are timed."""
+    config = CacheConfig(max_num_seqs=max_num_seqs, max_seq_len=steps + 64, prefill_chunk_size=64)
+    manager = KVCacheManager(build_groups(specs, config), prefix_caching=True, max_num_seqs=max_num_seqs)
     scheduler = Scheduler(
-        manager, max_num_seqs=rows, max_num_batched_tokens=rows * 64, prefill_chunk_size=64, limit=steps + 64
+        manager,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs * 64,
+        prefill_chunk_size=64,
+        limit=steps + 64,
     )
-    for request in range(rows):
+    for request in range(max_num_seqs):
         scheduler.add_request(request, [request + 1] * (1 + request), SamplingParams(max_tokens=steps))
-    results = [SequenceOutput(token_id=5)] * rows
+    results = [SequenceOutput(token_id=5)] * max_num_seqs
     done, slowest, began = 0, 0.0, time.perf_counter()
     while done < steps - 1:
         at = time.perf_counter()
         plan = scheduler.schedule()
-        assert plan is not None and len(plan.scheduled) == rows
+        assert plan is not None and len(plan.scheduled) == max_num_seqs
         scheduler.update_from_output(plan, results)
         now = time.perf_counter()
         if done == 0:
@@ -52,11 +54,11 @@ def run(rows: int, steps: int, mixers: tuple[AttentionSpec, ...]) -> dict[str, o
     manager.check()
     return {
         "bench": "scheduler",
-        "rows": rows,
+        "max_num_seqs": max_num_seqs,
         "steps": done - 1,
         "groups": len(manager.groups),
-        "row_steps_per_s": round(rows * (done - 1) / seconds),
-        "us_per_row_step": round(seconds / (rows * (done - 1)) * 1e6, 3),
+        "sequence_steps_per_s": round(max_num_seqs * (done - 1) / seconds),
+        "us_per_sequence_step": round(seconds / (max_num_seqs * (done - 1)) * 1e6, 3),
         "slowest_step_ms": round(slowest * 1e3, 3),
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -65,12 +67,12 @@ def run(rows: int, steps: int, mixers: tuple[AttentionSpec, ...]) -> dict[str, o
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--groups", choices=("full", "mixed"), default="full")
     args = parser.parse_args()
-    mixers = (FULL,) * 4 if args.groups == "full" else (LOCAL, LOCAL, LOCAL, FULL)
-    print(json.dumps(run(args.rows, args.steps, mixers)))
+    specs = (FULL,) * 4 if args.groups == "full" else (LOCAL, LOCAL, LOCAL, FULL)
+    print(json.dumps(run(args.max_num_seqs, args.steps, specs)))
 
 
 if __name__ == "__main__":

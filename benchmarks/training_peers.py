@@ -1,9 +1,9 @@
 """A training step of GPT-2's shape: kvad, a loop like nanoGPT's, and transformers.Trainer, in alternation.
 
-    python benchmarks/training_peers.py --precision fp32                              # GPT-2 124M, 4 rows of 512
-    tokens
+    python benchmarks/training_peers.py --precision fp32    # GPT-2 124M, 4 rows of 512 tokens
     OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 nice python benchmarks/training_peers.py --clock cpu      # on a busy machine
-    python benchmarks/training_peers.py --layers 4 --width 128 --heads 4 --vocab 66 --batch 12 --context 64 --steps 50
+    python benchmarks/training_peers.py --layers 4 --width 128 --heads 4 --vocab 66 --batch-size 12 \
+        --seq-len 64 --steps 50
 
 Each program is a process that runs its own loop and waits in it for its turn: ``kvad`` is ``Trainer.fit`` with a
 document dataset; ``nanogpt`` is the loop that nanoGPT's README describes, written here in plain PyTorch;
@@ -52,11 +52,11 @@ from kvad.config.layers import (
 from kvad.config.model import ModelConfig
 from kvad.model.transformer import Transformer
 from kvad.train.config.run import RunConfig
-from kvad.train.data.document_packer import DocumentPacker, SplitRows
 from kvad.train.data.packed_dataset import PackedDataset
+from kvad.train.data.packers import DocumentPacker, SplitRows
 from kvad.train.data.token_store import TokenStore
-from kvad.train.loop.checkpointer import AsyncCheckpointer
-from kvad.train.loop.trainer import Trainer, TrainerState
+from kvad.train.loop.async_checkpointer import AsyncCheckpointer
+from kvad.train.loop.trainer import Trainer, TrainerState, apply_acceleration
 from kvad.train.monitoring.callbacks import Callback, StartReport, StepReport
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 from kvad.train.optim.optimizer import OptimizersContainer
@@ -84,13 +84,13 @@ class Turn:
 
 
 def shape(options: argparse.Namespace) -> ModelConfig:
-    mixer = AttentionConfig(options.heads, position=None, qkv_bias=True, out_bias=True)
+    attention = AttentionConfig(options.heads, position=None, qkv_bias=True, out_bias=True)
     layer = LayerConfig(
-        mixer, PlainMLPConfig(4 * options.width, "gelu_tanh", bias=True), NormConfig("layer", 1e-5, bias=True)
+        attention, PlainMLPConfig(4 * options.width, "gelu_tanh", bias=True), NormConfig("layer", 1e-5, bias=True)
     )
-    embed = EmbeddingConfig(LearnedPositionsConfig(options.context))
+    embed = EmbeddingConfig(LearnedPositionsConfig(options.seq_len))
     return ModelConfig(
-        options.width, options.vocab, options.context, StackConfig(options.layers, {"L": layer}), embedding=embed
+        options.width, options.vocab, options.seq_len, StackConfig(options.layers, {"L": layer}), embedding=embed
     )
 
 
@@ -98,11 +98,11 @@ def settings(options: argparse.Namespace) -> RunConfig:
     optim = {"lr": LR, "schedule": "constant", "warmup_steps": 0, "beta1": BETAS[0], "beta2": BETAS[1]}
     return RunConfig.from_dict(
         {
-            "data": {"seq_len": options.context, "order": "windows"},
+            "data": {"seq_len": options.seq_len, "order": "windows"},
             "optim": {**optim, "weight_decay": DECAY, "max_grad_norm": CLIP},
             "train": {
                 "steps": 10**6,
-                "batch_size": options.batch,
+                "batch_size": options.batch_size,
                 "precision": options.precision,
                 "eval_interval": 10**6,
             }
@@ -128,8 +128,6 @@ def open_store(folder: Path) -> TokenStore:
 
 
 def run_kvad(options: argparse.Namespace, turn: Turn) -> None:
-    from kvad.train.loop.acceleration import apply_acceleration
-
     config, model = settings(options), fresh(options)
     apply_acceleration(model, config.train)
     data = PackedDataset(DocumentPacker(open_store(options.store), config), config)
@@ -178,7 +176,7 @@ class GPT(nn.Module):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__()
         self.tokens = nn.Embedding(options.vocab, options.width)
-        self.positions = nn.Embedding(options.context, options.width)
+        self.positions = nn.Embedding(options.seq_len, options.width)
         self.blocks = nn.ModuleList(Block(options.width, options.heads) for _ in range(options.layers))
         self.norm = nn.LayerNorm(options.width)
 
@@ -202,7 +200,7 @@ def run_nanogpt(options: argparse.Namespace, turn: Turn) -> None:
     store = np.memmap(options.store / "tokens-00000.bin", "<u2", "r")
     turn.say()
     for starts in all_starts(options):
-        rows = [torch.from_numpy(store[at : at + options.context + 1].astype(np.int64)) for at in starts]
+        rows = [torch.from_numpy(store[at : at + options.seq_len + 1].astype(np.int64)) for at in starts]
         inputs, targets = torch.stack([row[:-1] for row in rows]), torch.stack([row[1:] for row in rows])
         with autocast:
             loss = run(inputs, targets)
@@ -215,14 +213,14 @@ def run_nanogpt(options: argparse.Namespace, turn: Turn) -> None:
 
 def as_gpt(model: Transformer) -> list[Tensor]:
     """Return kvad's weights in the order of ``GPT``'s."""
-    of = model.state_dict()
-    results = [of["embed.tokens.weight"], of["embed.positions.weight"]]
-    for number in range(len(model.stack.layers)):
-        for name in ("norm1", "norm2", "mixer.qkv", "mixer.out", "mlp.up", "mlp.down"):
+    state = model.state_dict()
+    results = [state["embedding.tokens.weight"], state["embedding.positions.weight"]]
+    for number in range(len(model.decoder.layers)):
+        for name in ("norm1", "norm2", "attention.qkv", "attention.out", "mlp.up", "mlp.down"):
             for kind in ("weight", "bias"):
-                names = [f"mixer.{part}" for part in "qkv"] if name == "mixer.qkv" else [name]
-                results.append(torch.cat([of[f"decoder.layers.{number}.{each}.{kind}"] for each in names]))
-    return [*results, of["decoder.norm.weight"], of["decoder.norm.bias"]]
+                names = [f"attention.{part}" for part in "qkv"] if name == "attention.qkv" else [name]
+                results.append(torch.cat([state[f"decoder.layers.{number}.{each}.{kind}"] for each in names]))
+    return [*results, state["decoder.norm.weight"], state["decoder.norm.bias"]]
 
 
 def all_starts(options: argparse.Namespace) -> list[list[int]]:
@@ -230,9 +228,9 @@ def all_starts(options: argparse.Namespace) -> list[list[int]]:
     config, store = settings(options), open_store(options.store)
     training = DocumentPacker(store, config).training
     assert training.spans[0, 0] == 0, "the first tokens are for training"
-    rows = SplitRows(training, options.context, options.batch, config.train.seed, windows=True)
+    rows = SplitRows(training, options.seq_len, options.batch_size, config.train.seed, windows=True)
     steps = range(options.steps + options.warm + 2)
-    return [rows.starts(np.arange(options.batch) + step * options.batch).tolist() for step in steps]
+    return [rows.starts(np.arange(options.batch_size) + step * options.batch_size).tolist() for step in steps]
 
 
 # ---------------------------------------------------------------- transformers
@@ -244,7 +242,7 @@ def run_transformers(options: argparse.Namespace, turn: Turn) -> None:
 
     config = GPT2Config(
         options.vocab,
-        options.context,
+        options.seq_len,
         options.width,
         options.layers,
         options.heads,
@@ -272,7 +270,7 @@ def run_transformers(options: argparse.Namespace, turn: Turn) -> None:
 
         def __getitem__(self, number: int) -> dict[str, Tensor]:
             at = self.starts[number]
-            row = torch.from_numpy(store[at : at + options.context + 1].astype(np.int64))
+            row = torch.from_numpy(store[at : at + options.seq_len + 1].astype(np.int64))
             return {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}  # already shifted
 
     class Ordered(transformers.Trainer):
@@ -298,7 +296,7 @@ def run_transformers(options: argparse.Namespace, turn: Turn) -> None:
             out,
             use_cpu=True,
             bf16=options.precision == "bf16",
-            per_device_train_batch_size=options.batch,
+            per_device_train_batch_size=options.batch_size,
             learning_rate=LR,
             lr_scheduler_type="constant",
             adam_beta1=BETAS[0],
@@ -360,7 +358,7 @@ class Peer:
         middle = statistics.median(step[options.clock] for step in self.steps[options.warm :])
         return {
             "step_ms": round(1e3 * middle, 1),
-            "tokens_per_s": round(options.batch * options.context / middle, 1),
+            "tokens_per_s": round(options.batch_size * options.seq_len / middle, 1),
             "first": round(self.steps[0]["loss"], 6),
             "last": round(self.steps[-1]["loss"], 6),
             "peak_mb": round(self.steps[-1]["peak"]),
@@ -368,8 +366,8 @@ class Peer:
 
 
 def by_turns(options: argparse.Namespace, precision: str, folder: Path) -> dict[str, object]:
-    given = ("layers", "width", "heads", "vocab", "batch", "context", "steps", "warm")
-    arguments = [word for name in given for word in (f"--{name}", str(getattr(options, name)))]
+    given = ("layers", "width", "heads", "vocab", "batch-size", "seq-len", "steps", "warm")
+    arguments = [word for name in given for word in (f"--{name}", str(getattr(options, name.replace("-", "_"))))]
     arguments += ["--store", str(folder), "--precision", precision] + ["--compile"] * options.compile
     peers = [Peer(name, arguments) for name in options.peers]
     for _ in range(options.warm + options.steps):
@@ -389,7 +387,7 @@ def by_turns(options: argparse.Namespace, precision: str, folder: Path) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"layers": 12, "width": 768, "heads": 12, "vocab": 50304, "batch": 4, "context": 512}
+    sizes = {"layers": 12, "width": 768, "heads": 12, "vocab": 50304, "batch-size": 4, "seq-len": 512}
     for name, size in {**sizes, "steps": 5, "warm": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
@@ -413,7 +411,9 @@ def main() -> None:
         for precision in options.precision:
             results = by_turns(options, precision, folder)
             report = {"clock": options.clock, "threads": torch.get_num_threads(), "steps": options.steps}
-            report |= {size: getattr(options, size) for size in sizes} | {"compile": options.compile}
+            report |= {size: vars(options)[size] for size in (name.replace("-", "_") for name in sizes)} | {
+                "compile": options.compile
+            }
             print(json.dumps({**results, **report, "commit": commit_id(), "machine": machine_info()}), flush=True)
 
 

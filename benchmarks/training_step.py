@@ -5,7 +5,7 @@
 
 The tokens are random, because the work does not depend on them. The output is one JSON line: medians in milliseconds
 of processor time by default (use it on a busy machine, with one thread); ``update`` is the optimizer's part of the
-step. ``kept``: bytes that autograd stores after a forward pass, without the parameters; with recomputation the
+step. ``saved``: bytes that autograd stores after a forward pass, without the parameters; with recomputation the
 activations of one layer exist at a time. ``state``: bytes of the optimizer's state.
 """
 
@@ -27,7 +27,7 @@ from kvad.model_input import ModelInput, SubBatch
 from kvad.train.config.optim import OptimConfig
 from kvad.train.config.run import RunConfig, TrainConfig
 from kvad.train.data.collate import Batch
-from kvad.train.loop.acceleration import apply_acceleration
+from kvad.train.loop.trainer import apply_acceleration
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 from kvad.train.optim.optimizer import OptimizersContainer
 
@@ -71,7 +71,7 @@ class Case:
         self.steps.append(1e3 * (ended - began))
         self.updates.append(1e3 * (ended - middle))
 
-    def kept(self, batch: Batch) -> int:
+    def saved_bytes(self, batch: Batch) -> int:
         parameters = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
         storages = {}
 
@@ -104,7 +104,7 @@ def main() -> None:
         name: {
             "step_ms": round(statistics.median(case.steps[2:]), 2),
             "update_ms": round(statistics.median(case.updates[2:]), 2),
-            "kept": case.kept(batch),
+            "saved": case.saved_bytes(batch),
             "state": sum(tensor.nbytes for tensor in case.optimization.state_tensors().values()),
         }
         for name, case in cases.items()

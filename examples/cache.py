@@ -1,7 +1,7 @@
 """A KV cache on one page, in plain PyTorch: section 4.19 of note 004, corrected (see docs/reference/notes.md).
 
     python examples/cache.py                                  # random weights: cached equals uncached
-    python examples/cache.py runs/demo "5 17 3" "8 2 9 9 4"   # a checkpoint of kvad, two prompts of token ids
+    python examples/cache.py runs/demo "5 17 3" "8 2 9 9 4"   # a run of kvad or a Llama, two prompts of token ids
 
 The cache is ``k, v [layers, batch, kv_heads, capacity, head_dim]``, allocated once, with one cursor per sequence. Keys
 are stored rotated. Slot j of a sequence stores the token at position j, so visibility is one comparison of positions:
@@ -13,6 +13,7 @@ them.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -112,10 +113,28 @@ def without_cache(model: Model, prompts: list[list[int]], steps: int) -> tuple[l
 
 
 def load(folder: Path) -> Model:
-    """Load a checkpoint of kvad, or the newest of a run; exit if the model needs more than this page."""
+    """Load a folder, or the newest checkpoint of a run; exit if the model needs more than this page."""
     folder = max(folder.glob("checkpoints/step-*"), default=folder)
-    config = json.loads((folder / "config.json").read_text())["model"]
-    decoder, head, weights = config["decoder"], config["head"], load_file(folder / "model.safetensors")
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    return load_kvad(folder, config["model"], weights) if "model" in config else load_llama(folder, config, weights)
+
+
+def load_llama(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Model:
+    """Build the model of Hugging Face's layout, which `kvad train` writes; its names are replaced by kvad's."""
+    options = [config["model_type"], *(config.get(key) for key in ("rope_scaling", "attention_bias", "mlp_bias"))]
+    if options[0] != "llama" or any(options[1:]) or config["hidden_act"] != "silu":
+        raise SystemExit(f"{folder}: must be a Llama without rope scaling and biases, got {options}")
+    names = {"model.embed_tokens": "embedding.tokens", "model.": "decoder.", "self_attn": "attention", "_proj": ""}
+    names |= {".o.": ".out.", "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "lm_head": "head"}
+    for old, new in names.items():
+        weights = {name.replace(old, new): weight for name, weight in weights.items()}
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    return Model(weights, heads, kv_heads, config["rope_theta"], config["rms_norm_eps"])
+
+
+def load_kvad(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Model:
+    """Build the model of kvad's own layout."""
+    decoder, head = config["decoder"], config["head"]
     layer = decoder["layer_types"][decoder["layer_pattern"][0]]
     attention, norm, mlp, rope = layer["attention"], layer["norm"], layer["mlp"], layer["attention"]["position"] or {}
     options = [rope.get(key) for key in ("kind", "partial_rotary_factor", "interleaved", "scaling")]

@@ -104,8 +104,6 @@ class SaveError(KvadError):
 class EngineError(KvadError):
     """A failure at run time."""
 
-    exit_code = 1
-
 
 class NumericalError(EngineError):
     """NaN or infinite logits of one request."""

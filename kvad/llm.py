@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
@@ -29,16 +29,7 @@ from kvad import text as text_lib
 from kvad.cache import CacheConfig, sessions
 from kvad.cache.sizing import available_bytes, plan_memory, require_memory
 from kvad.checkpoint import CheckpointHandle, GenerationConfig, open_checkpoint
-from kvad.engine import (
-    Completion,
-    Engine,
-    EngineConfig,
-    ForwardTrace,
-    PromptEncoder,
-    Session,
-    StreamChunk,
-    trace_forward,
-)
+from kvad.engine import Completion, Engine, EngineConfig, ForwardTrace, PromptEncoder, Session, StreamChunk
 from kvad.engine.scheduling import SamplingOptions, SamplingParams
 from kvad.errors import RequestError, suggest
 from kvad.model import NoCache, Transformer
@@ -79,7 +70,9 @@ class LLM:
         self.engine = Engine(self.model, cache_config, engine_config, tokenizer=tokenizer)
         self.texts = PromptEncoder(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
         self._client = engine_lib.client.EngineClient(self.engine)
-        self._supported = engine_lib.validation.supported_tasks(model.config)  # hint of errors about other tasks
+        self._kind = model.config.kind
+        self._is_encoder_decoder = self._kind == "encoder-decoder"
+        self._supported = options.supported_tasks(model.config)  # hint of errors about other tasks
 
     @staticmethod
     def load(
@@ -123,24 +116,17 @@ class LLM:
         if dtype is None and compute_dtype == "float16" and torch_device.type == "cpu":
             compute_dtype = "float32"  # float16 on a CPU is storage only
         cache_config = cache_config or options.resolve_cache(handle.config, compute_dtype, fields)
+        engine_config = EngineConfig(deterministic=deterministic, swap_dir=swap_dir)
         if torch_device.type == "cpu":
             _check_memory(handle, cache_config, compute_dtype, summarizer, deterministic=deterministic)
         for name in handle.generation.ignored_fields:
             warnings.warn(f"{handle.path}: generation_config.json: {name} is not applied", stacklevel=2)
-        engine_config = EngineConfig(
-            deterministic=deterministic,
-            summarizer=summarizer and checkpoint.summarizer.load_summarizer(Path(summarizer), handle),
-            swap_dir=swap_dir,
-            adapter_fingerprint=handle.adapter_fingerprint
-            if isinstance(handle, checkpoint.adapter.AdaptedCheckpoint)
-            else "",
-        )
         return LLM(
             checkpoint.loader.load_weights(handle, dtype, torch_device),
             handle.tokenizer,
             cache_config,
             generation=handle.generation,
-            engine_config=engine_config,
+            engine_config=_with_adapters(engine_config, handle, summarizer),
             name=str(handle.path if isinstance(path, CheckpointHandle) else path),
             chat_template_fingerprint=text_lib.chat_template.template_fingerprint(handle.tokenizer_folder),
         )
@@ -257,14 +243,14 @@ class LLM:
         if self._is_encoder_decoder and encoder_input is None:
             message = "encoder_input: this model scores targets of an encoder input"
             raise RequestError(message, "Give the text that the targets answer.")
-        if not self._is_encoder_decoder and encoder_input is not None:
-            raise RequestError("encoder_input: this model has no encoder input", "Omit encoder_input=.")
+        self._check_encoder_input(encoder_input)
         source = None if encoder_input is None else self.texts.encode_source(encoder_input, source_language)
         sampling_params = SamplingParams(max_tokens=0, prompt_logprobs=top_logprobs)
 
         def submit(text: PromptInput) -> RequestHandle:
             tokens = self.texts.encode_prompt(text) if source is None else self.texts.encode_target(text)
-            return self._submit(tokens, sampling_params, source, tokens)
+            queue = partial(self.engine.add_request, tokens, sampling_params, encoder_token_ids=source)
+            return self._client.submit(queue, sampling_params, tokens)
 
         def read_score(handle: RequestHandle) -> output.TextScore:
             scores = handle.result().prompt_logprobs
@@ -282,8 +268,7 @@ class LLM:
         labels], or [labels] or [E] if the head pools the text.
         """
         self._client.check_open()
-        if encoder_input is not None and not self._is_encoder_decoder:
-            raise RequestError("encoder_input: this model has no encoder input", "Omit encoder_input=.")
+        self._check_encoder_input(encoder_input)
         if self._kind == "decoder":
             model_input = self._model_input(self.texts.encode_prompt(tokens, whole=True))
         elif self._kind == "encoder":
@@ -363,7 +348,7 @@ class LLM:
         tokens = self.texts.encode_prompt(prompt, whole=True)
         pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
         with self._client.lock:  # the trace hooks the model itself
-            return trace_forward(self.model, tokens, pieces, layers=layers, heads=heads, cached=cached)
+            return engine_lib.trace_forward(self.model, tokens, pieces, layers=layers, heads=heads, cached=cached)
 
     # ------------------------------------------------------------ tokens and options
 
@@ -384,20 +369,14 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ------------------------------------------------------------ internals
 
-    @property
-    def _kind(self) -> str:
-        return self.model.config.kind
-
-    @property
-    def _is_encoder_decoder(self) -> bool:
-        return self._kind == "encoder-decoder"
+    def _check_encoder_input(self, encoder_input: PromptInput | None) -> None:
+        if encoder_input is not None and not self._is_encoder_decoder:
+            raise RequestError("encoder_input: this model has no encoder input", "Omit encoder_input=.")
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -428,34 +407,23 @@ class LLM:
             params = dataclasses.replace(params, forced_bos_token_id=self.texts.language_token(language))
         if self._kind == "encoder":
             raise RequestError("this model is an encoder and cannot continue a text", self._supported)
-        if not self._is_encoder_decoder:
-            if target_prefix is not None or source_language is not None:
-                message = "target_prefix= and source_language= require an encoder-decoder"
-                raise RequestError(message, "Put the text into the prompt.")
+        start: list[int] = []
+        if self._is_encoder_decoder:
+            target_prefix = None if target_prefix == "" else target_prefix
+            start = self.texts.encode_target(target_prefix, params.forced_bos_token_id)
+            if target_prefix is not None:
+                params = dataclasses.replace(params, forced_bos_token_id=None)
+        elif target_prefix is not None or source_language is not None:
+            message = "target_prefix= and source_language= require an encoder-decoder"
+            raise RequestError(message, "Put the text into the prompt.")
 
-            def submit_prompt(prompt: PromptInput) -> RequestHandle:
-                tokens = self.texts.encode_prompt(prompt)
-                return self._submit(tokens, params, None, tokens)
+        def submit(prompt: PromptInput) -> RequestHandle:
+            source = self.texts.encode_source(prompt, source_language) if self._is_encoder_decoder else None
+            tokens = self.texts.encode_prompt(prompt) if source is None else source  # counted as the prompt
+            queue = partial(self.engine.add_request, tokens if source is None else start, encoder_token_ids=source)
+            return self._client.submit(partial(queue, sampling_params=params), params, tokens)
 
-            return submit_prompt
-        target_prefix = None if target_prefix == "" else target_prefix
-        start = self.texts.encode_target(target_prefix, params.forced_bos_token_id)
-        if target_prefix is not None:
-            params = dataclasses.replace(params, forced_bos_token_id=None)
-
-        def submit_source(text: PromptInput) -> RequestHandle:
-            source = self.texts.encode_source(text, source_language)
-            return self._submit(start, params, source, source)
-
-        return submit_source
-
-    def _submit(
-        self, tokens: list[int], params: SamplingParams, source: list[int] | None, counted: list[int]
-    ) -> RequestHandle:
-        """Submit a request; ``counted`` are the tokens that its usage counts as the prompt."""
-        return self._client.submit(
-            lambda engine: engine.add_request(tokens, params, encoder_token_ids=source), params, counted
-        )
+        return submit
 
     def _encode_each(
         self,
@@ -471,9 +439,8 @@ class LLM:
 
         def submit(text: PromptInput) -> RequestHandle:
             ids = self.texts.encode_source(text, specials=specials)
-            return self._client.submit(
-                lambda engine: engine.add_encoder_request(ids, encoder_output), SamplingParams(), ids
-            )
+            queue = partial(self.engine.add_encoder_request, ids, encoder_output)
+            return self._client.submit(queue, SamplingParams(), ids)
 
         return self._client.run_each(texts, submit, lambda handle: convert(handle.token_ids, handle.encoder_output()))
 
@@ -484,12 +451,19 @@ class LLM:
         return head.labels
 
 
+def _with_adapters(config: EngineConfig, handle: CheckpointHandle, summarizer: str | Path | None) -> EngineConfig:
+    """Load the summarizer, if any, and add the fingerprint of a merged adapter."""
+    if summarizer is not None:
+        config = dataclasses.replace(config, summarizer=checkpoint.summarizer.load_summarizer(Path(summarizer), handle))
+    if isinstance(handle, checkpoint.adapter.AdaptedCheckpoint):
+        config = dataclasses.replace(config, adapter_fingerprint=handle.adapter_fingerprint)
+    return config
+
+
 def _check_memory(
     handle: CheckpointHandle, cache: CacheConfig, dtype: str, summarizer: str | Path | None, *, deterministic: bool
 ) -> None:
     """Raise MemoryPlanError if the model and its cache would not fit into host memory."""
     shape = None if summarizer is None else checkpoint.folder.read_summarizer_shape(Path(summarizer))
-    memory_plan = plan_memory(
-        handle.config, cache, weights_dtype=dtype, summarizer_shape=shape, deterministic=deterministic
-    )
-    require_memory(memory_plan, available_bytes())
+    plan = plan_memory(handle.config, cache, weights_dtype=dtype, summarizer_shape=shape, deterministic=deterministic)
+    require_memory(plan, available_bytes())

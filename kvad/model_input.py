@@ -89,23 +89,6 @@ class ModelInput(NamedTuple):
     causal_order: Tensor | None = None
 
 
-class AttentionSpecLike(Protocol):
-    """The fields of ``config.AttentionSpec`` that determine visibility."""
-
-    @property
-    def causal(self) -> bool: ...
-    @property
-    def window(self) -> int | None: ...
-    @property
-    def num_sinks(self) -> int: ...
-    @property
-    def window_step(self) -> int: ...
-    @property
-    def layer_window(self) -> int | None: ...
-    @property
-    def renumber_positions(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class AttentionPattern:
     """Visibility of keys to queries: the only definition of masks.
@@ -125,13 +108,6 @@ class AttentionPattern:
     window_step: int = 1  # the window begins at a multiple of it, so that whole blocks are freed
     layer_window: int | None = None  # the layer's window, if a policy's is narrower
     renumber_positions: bool = False  # number retained tokens without gaps: a sink is at most sinks + window - 1 away
-
-    @staticmethod
-    def from_spec(spec: AttentionSpecLike) -> AttentionPattern:
-        """Return the pattern of an attention layer."""
-        return AttentionPattern(
-            spec.causal, spec.window, spec.num_sinks, spec.window_step, spec.layer_window, spec.renumber_positions
-        )
 
     @property
     def renumbers_sinks(self) -> bool:

@@ -63,7 +63,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def commands_page() -> str:
     """Return the page of all commands, generated from the click tree."""
-    lines = ["# Commands", "", "Generated from the command line itself; `kvad COMMAND --help-all` prints the same."]
+    lines = [
+        "# Commands",
+        "",
+        "Generated from the command line; `kvad COMMAND --help` or `--help-all` prints the same.",
+    ]
     for path, command in _commands(cli, ("kvad",)):
         context = click.Context(command)
         arguments = " ".join(command.collect_usage_pieces(context))

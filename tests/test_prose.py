@@ -1,4 +1,4 @@
-"""Words that kvad's code and pages do not use, and the first words of docstrings (docs/contributing.md)."""
+"""Words that kvad's code and pages do not use, and the first words of docstrings."""
 
 import ast
 import re
@@ -37,15 +37,15 @@ def openings(tree):
 
 def names(tree):
     """Return the names that a module defines or assigns and that contain a banned word."""
-    names_with_banned_words = set()
+    defined = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names_with_banned_words.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.arg):
-            names_with_banned_words.add(node.arg)
+            defined.add(node.arg)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names_with_banned_words.add(node.id if isinstance(node, ast.Name) else node.attr)
-    words = {name: re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name) for name in names_with_banned_words}
+            defined.add(node.id if isinstance(node, ast.Name) else node.attr)
+    words = {name: re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name) for name in defined}
     return sorted(name for name, parts in words.items() if any(NAME_WORDS.fullmatch(part) for part in parts))
 
 

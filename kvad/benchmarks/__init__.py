@@ -9,7 +9,6 @@ from kvad._lazy import lazy_names
 if TYPE_CHECKING:
     from kvad.benchmarks import cache_quality as cache_quality
     from kvad.benchmarks import cache_speed as cache_speed
-    from kvad.benchmarks import engine_runs as engine_runs
     from kvad.benchmarks import needle_tasks as needle_tasks
     from kvad.benchmarks import results as results
     from kvad.benchmarks import scorers as scorers
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from kvad.benchmarks import variants as variants
     from kvad.benchmarks.cache_quality import bench_quality as bench_quality
     from kvad.benchmarks.cache_speed import bench_cache as bench_cache
+    from kvad.benchmarks.scorers import ScoredRow as ScoredRow
     from kvad.benchmarks.streaming_perplexity import bench_streaming as bench_streaming
     from kvad.benchmarks.variants import Variant as Variant
     from kvad.benchmarks.variants import select_variants as select_variants

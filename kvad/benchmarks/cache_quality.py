@@ -1,16 +1,15 @@
 """Quality of a cache: perplexity and KL divergence against budget, and needle recall.
 
-Everything runs through the real engine with the tested cache; the reference is the model without any cache
-(``kvad.model.no_cache.NoCache``). Three measures:
+Everything runs through the real engine with the tested cache; the reference is the model without any cache:
 
 *perplexity*: teacher-forced over rows of real text. A row is read in chunks of ``prefill_chunk_size`` tokens, so a
 token sees what the cache has retained, and the earlier tokens of its chunk. *kl*: the mean over the same tokens of
 KL(model without a cache || model with this one), in nats. *recall*: the share of tasks (``needle_tasks.py``) whose
 answer is generated greedily.
 
-``kvad bench cache-quality`` measures every cache, one line of JSON per result. The full cache is first. A recall is
-informative only if the full cache finds the needles: if it finds no more than ``MIN_FULL_RECALL`` at a length, that
-length is skipped for the others and a note reports it. Results in the file with equal weights and options are reused.
+The full cache is measured first. A recall is informative only if the full cache finds the needles: if it finds no more
+than ``MIN_FULL_RECALL`` at a length, that length is skipped for the others and a note reports it. Results in the file
+with equal weights and options are reused.
 """
 
 from __future__ import annotations
@@ -19,18 +18,20 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.benchmarks.engine_runs import LogitHook, attach_logit_hook, run_engine
+from kvad.benchmarks import results
 from kvad.benchmarks.needle_tasks import TASK_KINDS, HaystackLanguage, Kind, NeedleTask, make_task
-from kvad.benchmarks.results import ResultFolder, ResultLine, ResultLines, commit_id, machine_info
+from kvad.benchmarks.results import Progress, ResultFolder, ResultLine, ResultLines
+from kvad.benchmarks.scorers import LogitHook, attach_logit_hook, perplexity, run_engine
 from kvad.benchmarks.variants import Variant, build_engine, seq_bytes
 from kvad.engine import Engine
 from kvad.engine.scheduling import SamplingParams
@@ -78,9 +79,6 @@ class QualityOptions:
             raise UsageError(f"depths {self.depths}: shares of the haystack, from 0 to 1")
 
 
-# ---------------------------------------------------------------- texts
-
-
 @dataclass(frozen=True)
 class TextQuality:
     """A variant's result on the texts."""
@@ -96,64 +94,37 @@ class TextQuality:
         return self.perplexity / self.reference
 
 
-@dataclass
-class _ScoreSums:
-    """Sums over the scored tokens."""
-
-    cached: float = 0.0
-    reference: float = 0.0
-    kl: float = 0.0
-    agree: int = 0
-    tokens: int = 0
-
-    def add(self, true: Tensor, have: Tensor, targets: Tensor) -> None:
-        """Add ``true``, ``have`` [n, V] log-probabilities; ``targets`` [n]."""
-        at = targets.unsqueeze(-1)
-        self.cached -= float(have.gather(-1, at).double().sum())
-        self.reference -= float(true.gather(-1, at).double().sum())
-        self.kl += float((true.exp() * (true - have)).sum(-1).clamp(min=0).double().sum())
-        self.agree += int((true.argmax(-1) == have.argmax(-1)).sum())
-        self.tokens += len(targets)
-
-    def result(self) -> TextQuality:
-        count = self.tokens
-        perplexities = _exp(self.cached / count), _exp(self.reference / count)
-        return TextQuality(*perplexities, self.kl / count, self.agree / count, count)
-
-
-def _exp(x: float) -> float:
-    try:
-        return math.exp(x)
-    except OverflowError:  # a model that is certain of a wrong token
-        return math.inf
-
-
 def measure_perplexity(llm: LLM, variant: Variant, texts: Sequence[Sequence[int]], chunk: int) -> TextQuality:
     """Measure perplexity and KL divergence of a variant over rows of token ids, one row at a time."""
-    sums, longest = _ScoreSums(), max(map(len, texts))
+    sums, longest = torch.zeros(5, dtype=torch.float64), max(map(len, texts))
     with closing(build_engine(llm, variant, longest, rows=1, capacity=longest, chunk=chunk)) as engine:
         for tokens in texts:
             reference = llm.logits(tokens).float().log_softmax(-1)
             attach_logit_hook(engine, _scoring_hook(reference, tokens, sums))
             engine.add_request(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))
             run_engine(engine)
-    return sums.result()
+    cached, uncached, kl, agree, count = sums.tolist()
+    return TextQuality(perplexity(cached / count), perplexity(uncached / count), kl / count, agree / count, int(count))
 
 
-def _scoring_hook(reference: Tensor, tokens: Sequence[int], sums: _ScoreSums) -> LogitHook:
-    """Build a hook that adds a row's logits, chunk by chunk, compared with ``reference`` [T, V] log-probabilities."""
+def _scoring_hook(reference: Tensor, tokens: Sequence[int], sums: Tensor) -> LogitHook:
+    """Build a hook that compares a row's logits, chunk by chunk, with ``reference`` [T, V] log-probabilities.
+
+    It adds to ``sums`` [5]: nats of the cached and of the uncached model, KL divergence, equal greedy tokens, tokens.
+    """
     ids = torch.tensor(tokens, device=reference.device)
 
     def add(_request: int, first: int, logits: Tensor) -> None:
         last = min(first + len(logits), len(tokens) - 1)
         if last > first:
-            have = F.log_softmax(logits[: last - first].float(), dim=-1)
-            sums.add(reference[first:last], have, ids[first + 1 : last + 1])
+            have, true = F.log_softmax(logits[: last - first].float(), dim=-1), reference[first:last]
+            targets = ids[first + 1 : last + 1].unsqueeze(-1)
+            kl = (true.exp() * (true - have)).sum(-1).clamp(min=0)
+            agree = true.argmax(-1) == have.argmax(-1)
+            parts = (-have.gather(-1, targets), -true.gather(-1, targets), kl, agree, torch.ones_like(targets))
+            sums.add_(torch.stack([part.double().sum() for part in parts]).cpu())
 
     return add
-
-
-# ---------------------------------------------------------------- tasks
 
 
 def greedy_answers(engine: Engine, tasks: Sequence[NeedleTask]) -> list[list[int]]:
@@ -184,24 +155,17 @@ def _submit_task(engine: Engine, task: NeedleTask) -> int:
     )
 
 
-def grid_cells(options: QualityOptions, kind: Kind) -> Iterator[tuple[int, float]]:
-    """Yield (length, depth) of a kind's grid; a chain has one column: its links are spread over the haystack."""
-    depths = options.depths if kind != "chain" else (0.0,)
-    for length in options.lengths:
-        for depth in depths:
-            yield length, depth
+def grid_cells(options: QualityOptions, kind: Kind) -> list[tuple[int, float]]:
+    """Return (length, depth) of a kind's grid; a chain has one column: its links are spread over the haystack."""
+    return list(product(options.lengths, options.depths if kind != "chain" else (0.0,)))
 
 
-@dataclass(frozen=True)
-class NeedleCell:
-    """Recall of one cell."""
+class NeedleCell(NamedTuple):
+    """Recall of one cell of the grid."""
 
-    kind: Kind
-    length: int
-    depth: float
+    budget: int  # retained tokens after the last eviction
     recall: float
     tasks: int
-    budget: int  # retained tokens after the last eviction
 
 
 def measure_cell(
@@ -228,7 +192,7 @@ def measure_cell(
         rows = min(options.max_num_seqs, len(group))
         engine = build_engine(llm, variant, read, rows=rows, capacity=length, chunk=chunk, every=interval)
         scores += score_tasks(engine, language, group)
-    return NeedleCell(kind, length, depth, math.fsum(scores) / count, count, variant.budget(read))
+    return NeedleCell(variant.budget(read), math.fsum(scores) / count, count)
 
 
 def _near(depth: float, seed: int) -> float:
@@ -236,10 +200,7 @@ def _near(depth: float, seed: int) -> float:
     return min(1.0, max(0.0, depth + random.Random(seed).uniform(-JITTER, JITTER)))
 
 
-# ---------------------------------------------------------------- the benchmark
-
 LINES_FILE = "cache-quality.jsonl"
-Progress = Callable[[str, int, int], None]  # (label, cells done, total)
 
 
 def bench_fingerprint(llm: LLM, language: HaystackLanguage) -> str:
@@ -307,34 +268,30 @@ def bench_quality(
     *,
     model: str = "",
     out: ResultFolder | None = None,
-    progress: Progress = lambda _what, _done, _total: None,
+    progress: Progress = results.no_progress,
 ) -> QualityResult:
     """Measure ``variants``, the full cache first, perplexity over ``texts`` (rows of token ids).
 
-    ``model``: its name in the result.
-
-    Raises:
-        UsageError: For lengths beyond the model's limit, and as ``ResultLines``.
+    ``model``: its name in the result. UsageError for lengths beyond the model's limit, and as ``ResultLines``.
     """
     assert variants and variants[0].name == "full", "the full cache is compared with the others"
     limit = llm.model.config.max_seq_len
     for length in (*options.lengths, *map(len, texts)):
         if length > limit:
-            raise UsageError(
-                f"a length of {length:,} tokens is beyond the model's limit of {limit:,}", "Use a smaller length."
-            )
+            message = f"a length of {length:,} tokens is beyond the model's limit of {limit:,}"
+            raise UsageError(message, "Use a smaller length.")
     settings = {
         "what": "cache-quality",
         "model": model,
         "digest": bench_fingerprint(llm, language),
         "options": json.loads(json.dumps(asdict(options))),
-        "machine": machine_info(),
-        "commit": commit_id(),
+        "machine": results.machine_info(),
+        "commit": results.commit_id(),
     }
     path = None if out is None else out.path / LINES_FILE
     lines = ResultLines(path, settings, overwrite=out is not None and out.overwrite)
     run = _Run(llm, language, texts, options, lines)
-    steps = len(variants) * (bool(texts) + sum(1 for kind in options.tasks for _ in grid_cells(options, kind)))
+    steps = len(variants) * (bool(texts) + sum(len(grid_cells(options, kind)) for kind in options.tasks))
     done = 0
     for number, variant in enumerate(variants, 1):
         for label in run.measure(variant):
@@ -356,22 +313,19 @@ def bench_quality(
     )
 
 
+@dataclass
 class _Run:
     """The measurements of one benchmark."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        language: HaystackLanguage,
-        texts: Sequence[Sequence[int]],
-        options: QualityOptions,
-        lines: ResultLines,
-    ) -> None:
-        self.llm, self.language, self.texts, self.options, self.lines = llm, language, texts, options, lines
-        self.informative: list[tuple[Kind, int]] = [
-            (kind, length) for kind in options.tasks for length in options.lengths
-        ]
-        self.notes: list[str] = []
+    llm: LLM
+    language: HaystackLanguage
+    texts: Sequence[Sequence[int]]
+    options: QualityOptions
+    lines: ResultLines
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.informative = [(kind, length) for kind in self.options.tasks for length in self.options.lengths]
 
     def measure(self, variant: Variant) -> Iterator[str]:
         """Measure a variant and yield a label after each step; a cache that this model does not support is noted."""
@@ -381,8 +335,10 @@ class _Run:
                 yield "text"
             for kind in self.options.tasks:
                 for length, depth in grid_cells(self.options, kind):
-                    if (kind, length) in self.informative:
-                        self._measure_cell(variant, kind, length, depth)
+                    key = {**_key(variant), "measure": kind, "length": length, "depth": depth}
+                    if (kind, length) in self.informative and not self.lines.select(**key):
+                        cell = measure_cell(self.llm, variant, self.language, kind, length, depth, self.options)
+                        self.lines.add({**key, **cell._asdict()})
                     yield f"{kind} {length}"
         except ConfigError as error:
             if variant.name == "full":
@@ -392,50 +348,45 @@ class _Run:
             self._find_informative()
 
     def summarize(self, variant: Variant) -> SummaryRow:
-        text = self.lines.find(**_key(variant), measure="text") or {}
-        full = self.lines.find(cache="full", measure="text") or {}
-        memory = text["bytes"] / full["bytes"] if "bytes" in text and "bytes" in full else None
-        recall: dict[str, float | None] = {kind: self._recall(variant, kind) for kind in self.options.tasks}
-        perplexity, times, kl = (text.get(name) for name in ("perplexity", "perplexity_ratio", "kl"))
-        return SummaryRow(variant.name, variant.ratio, memory, perplexity, times, kl, recall)
+        text, full = (
+            next(iter(self.lines.select(**key, measure="text")), {}) for key in (_key(variant), {"cache": "full"})
+        )
+        return SummaryRow(
+            cache=variant.name,
+            ratio=variant.ratio,
+            memory=text["bytes"] / full["bytes"] if "bytes" in text and "bytes" in full else None,
+            **{name: text.get(name) for name in ("perplexity", "perplexity_ratio", "kl")},
+            recall={kind: self._recall(variant, kind) for kind in self.options.tasks},
+        )
 
     def _measure_text(self, variant: Variant) -> None:
         key, chunk = {**_key(variant), "measure": "text"}, self.options.prefill_chunk_size
-        if self.lines.find(**key) is None:
+        if not self.lines.select(**key):
             quality = measure_perplexity(self.llm, variant, self.texts, chunk)
             longest = max(map(len, self.texts))
             num_bytes = seq_bytes(self.llm, variant, longest, chunk=chunk)
             size = {"length": longest, "budget": variant.budget(longest), "bytes": num_bytes}
             self.lines.add({**key, **size, **asdict(quality), "perplexity_ratio": quality.ratio})
 
-    def _measure_cell(self, variant: Variant, kind: Kind, length: int, depth: float) -> None:
-        key = {**_key(variant), "measure": kind, "length": length, "depth": depth}
-        if self.lines.find(**key) is None:
-            cell = measure_cell(self.llm, variant, self.language, kind, length, depth, self.options)
-            self.lines.add({**key, "budget": cell.budget, "recall": cell.recall, "tasks": cell.tasks})
-
     def _find_informative(self) -> None:
         """Find the informative lengths: those at which the full cache finds the needles."""
         for kind in self.options.tasks:
             poor = []
             for length in self.options.lengths:
-                recall = _mean(line["recall"] for line in self._lines("full", 0.0, kind) if line["length"] == length)
+                found = self.lines.select(cache="full", ratio=0.0, measure=kind, length=length)
+                recall = _mean(line["recall"] for line in found)
                 if recall is None or recall <= MIN_FULL_RECALL:
                     self.informative.remove((kind, length))
                     poor.append(f"{recall or 0:.2f} at {length}")
             if poor:
-                found = f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {MIN_FULL_RECALL}"
-                self.notes.append(f"{found}: another cache's recall is not informative there and is not measured")
+                note = f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {MIN_FULL_RECALL}"
+                self.notes.append(f"{note}: another cache's recall is not informative there and is not measured")
 
     def _recall(self, variant: Variant, kind: Kind) -> float | None:
-        lines = self._lines(variant.name, variant.ratio, kind)
+        lines = self.lines.select(cache=variant.name, ratio=variant.ratio, measure=kind)
         if variant.name != "full":
             lines = [line for line in lines if (kind, line["length"]) in self.informative]
         return _mean(line["recall"] for line in lines)
-
-    def _lines(self, cache: str, ratio: float, kind: Kind) -> list[ResultLine]:
-        key = {"cache": cache, "ratio": ratio, "measure": kind}
-        return [line for line in self.lines.lines if all(line[name] == value for name, value in key.items())]
 
 
 def _key(variant: Variant) -> ResultLine:

@@ -11,34 +11,25 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvad import config, ops
-from kvad.benchmarks.results import commit_id, machine_info
-from kvad.cache import CacheGroup, group_bytes
+from kvad.benchmarks.results import Progress, commit_id, machine_info, no_progress
+from kvad.cache import group_bytes
 from kvad.config import attention_specs
 from kvad.engine import Engine, StepTimes
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import EngineError, RequestError
 from kvad.llm import LLM
 from kvad.model import NoCache, Transformer
-from kvad.model_input import (
-    AttentionParams,
-    AttentionPattern,
-    CacheProtocol,
-    CacheView,
-    ModelInput,
-    SubBatch,
-    TokenPositions,
-)
+from kvad.model_input import AttentionParams, CacheProtocol, CacheView, ModelInput, SubBatch, TokenPositions
 
 CURVE_NAMES = ("cache", "recompute", "cat")
 MEDIAN_WINDOW = 15  # tokens to each side, whose median is the time of one token
-Progress = Callable[[str, int, int], None]  # (curve, tokens done over all repeats, total)
 
 
 @dataclass(frozen=True)
@@ -88,8 +79,8 @@ class BenchResult:
 
     def lines(self) -> list[dict[str, object]]:
         """Return one flat object per curve and mark, with machine and commit, as ``kvad plot`` reads them."""
-        run = {"what": self.what, "machine": self.machine, "commit": self.commit, "parameters": self.parameters}
-        run |= {"dtype": self.dtype, "cache_dtype": self.cache_dtype, "layout": self.layout, "repeats": self.repeats}
+        names = ("what", "machine", "commit", "parameters", "dtype", "cache_dtype", "layout", "repeats")
+        run = {name: getattr(self, name) for name in names}
         found: list[dict[str, object]] = []
         for name, curve in self.curves.items():
             for at, counted in enumerate(self.counted):
@@ -104,26 +95,23 @@ def bench_cache(
     llm: LLM,
     tokens: Sequence[int] = (64, 128, 256, 512),
     repeats: int = 3,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     *,
     prompt: str | Sequence[int] = "",
 ) -> BenchResult:
     """Time and count the generation of ``tokens`` tokens after ``prompt`` (empty: the opening token).
 
-    It uses a separate engine with one sequence and the layout, dtype and block size of ``llm``'s cache.
-
-    Raises:
-        RequestError: For impossible marks, or marks beyond the model's limit.
+    It uses a separate engine with one sequence and the layout, dtype and block size of ``llm``'s cache. An empty prompt
+    without an opening token is token 0. Raises RequestError for impossible marks, or marks beyond the model's limit.
     """
     marks = tuple(sorted(set(tokens)))
-    start = _start(llm, prompt)
+    has_opening = llm.tokenizer is not None and llm.tokenizer.special_tokens.separator is not None
+    start = llm.encode(prompt) if len(prompt) or has_opening else [0]
     _check(llm, marks, len(start), repeats)
     bench = _Bench(llm, start, marks)
     bench.run(min(2 * MEDIAN_WINDOW, marks[-1]))  # warm
     bench.engine.times = StepTimes()
-    runs: list[dict[str, list[float]]] = []
-    for number in range(repeats):
-        runs.append(bench.run(marks[-1], number, repeats, progress))
+    runs = [bench.run(marks[-1], number, repeats, progress) for number in range(repeats)]
     curves = {name: _curve([run[name] for run in runs], marks) for name in CURVE_NAMES}
     times = bench.engine.times
     return BenchResult(
@@ -147,47 +135,30 @@ def bench_cache(
     )
 
 
-def _start(llm: LLM, prompt: str | Sequence[int]) -> list[int]:
-    """Encode the prompt; a model without an opening token starts from token 0."""
-    if len(prompt) or (llm.tokenizer is not None and llm.tokenizer.special_tokens.separator is not None):
-        return llm.encode(prompt)
-    return [0]
-
-
 def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
     if len(marks) < 2 or marks[0] < 2:
         raise RequestError("tokens: a curve needs two different numbers of tokens, each at least 2")
     if repeats < 1:
         raise RequestError(f"repeats: {repeats} is out of range, must be at least 1")
     if prompt + marks[-1] > llm.model.config.max_seq_len:
-        raise RequestError(
-            f"{prompt} prompt tokens and {marks[-1]} new ones exceed the "
-            f"model's limit of {llm.model.config.max_seq_len}",
-            f"--new-tokens up to {llm.model.config.max_seq_len - prompt}",
-        )
+        limit = llm.model.config.max_seq_len
+        message = f"{prompt} prompt tokens and {marks[-1]} new ones exceed the model's limit of {limit}"
+        raise RequestError(message, f"--new-tokens up to {limit - prompt}")
 
 
 def _count(llm: LLM, prompt: int, mark: int) -> FlopCount:
-    stored = _stored(llm.engine.kv_cache.groups)
-    cached, fresh = config.flops.generation_cost(
-        llm.model.config, prompt, mark, element=config.DTYPE_BYTES[_dtype(llm)], stored=stored
-    )
+    groups = llm.engine.kv_cache.groups
+    numbers = sum(len(g.layers) * g.spec.num_kv_heads * (g.spec.head_dim + g.spec.value_dim) for g in groups)
+    sizes = [group_bytes(group) for group in groups]
+    stored = sum(size.per_token_payload + size.per_token_scales for size in sizes) / numbers  # bytes per number
+    element = config.DTYPE_BYTES[_dtype(llm)]
+    cached, fresh = config.flops.generation_cost(llm.model.config, prompt, mark, element=element, stored=stored)
     gain = config.flops.Gain(fresh.attention / cached.attention, fresh.projections / cached.projections)
     return FlopCount(mark, cached, fresh, gain, config.flops.closed_form_flops(mark))
 
 
-def _stored(groups: Sequence[CacheGroup]) -> float:
-    """Return the bytes per number in the cache, including scales."""
-    sizes = [group_bytes(group) for group in groups]
-    numbers = sum(len(g.layers) * g.spec.num_kv_heads * (g.spec.head_dim + g.spec.value_dim) for g in groups)
-    return sum(size.per_token_payload + size.per_token_scales for size in sizes) / numbers
-
-
 def _dtype(llm: LLM) -> str:
     return str(llm.model.token_embedding.dtype).removeprefix("torch.")
-
-
-# ---------------------------------------------------------------- running
 
 
 class _Bench:
@@ -199,13 +170,14 @@ class _Bench:
         self.engine = Engine(llm.model, cache, tokenizer=llm.tokenizer)
         self.agree = marks[-1]
         self._runs = 0
+        self._steps = {"cache": self._cached, "recompute": self._recomputed, "cat": self._grown}
 
     def run(
-        self, total: int, number: int = 0, repeats: int = 1, progress: Progress | None = None
+        self, total: int, number: int = 0, repeats: int = 1, progress: Progress = no_progress
     ) -> dict[str, list[float]]:
-        """Return the seconds of each token, by curve."""
+        """Return the seconds of each token, by curve; ``progress`` gets the tokens done over all repeats."""
         order = CURVE_NAMES[number % len(CURVE_NAMES) :] + CURVE_NAMES[: number % len(CURVE_NAMES)]
-        steps = {name: self._steps(name, total) for name in order}
+        steps = {name: self._steps[name](total) for name in order}
         seconds: dict[str, list[float]] = {name: [] for name in order}
         ids: dict[str, list[int]] = {name: [] for name in order}
         done = 0
@@ -215,17 +187,11 @@ class _Bench:
                     began = time.perf_counter()
                     ids[name].append(next(steps[name]))
                     seconds[name].append(time.perf_counter() - began)
-                if progress is not None:
-                    progress(name, number * total + mark, repeats * total)
+                progress(name, number * total + mark, repeats * total)
             done = mark
         same = (one == two == three for one, two, three in zip(*ids.values(), strict=True))
         self.agree = min(self.agree, next((at for at, equal in enumerate(same) if not equal), self.agree))
         return seconds
-
-    def _steps(self, name: str, total: int) -> Iterator[int]:
-        if name == "cache":
-            return self._cached(total)
-        return self._recomputed(total) if name == "recompute" else self._grown(total)
 
     def _cached(self, total: int) -> Iterator[int]:
         self._runs += 1
@@ -278,17 +244,18 @@ class ConcatCache:
     def open(self, step: ModelInput) -> Sequence[CacheView]:
         angles, queries = ops.rotary.RotaryCache(step.positions), TokenPositions(step.positions.unsqueeze(0))
         self.positions = torch.cat((self.positions, queries.position), dim=1)
-        patterns = [AttentionPattern.from_spec(spec) for spec in self.specs]
+        patterns = [spec.pattern for spec in self.specs]
         keys = TokenPositions(self.positions)
         masks = {pattern: ops.attention.AttentionMask(queries, keys, pattern) for pattern in patterns}
         return [_ConcatView(self, layer, masks[pattern], angles) for layer, pattern in enumerate(patterns)]
 
 
+@dataclass
 class _ConcatView:
-    def __init__(
-        self, cache: ConcatCache, layer: int, mask: ops.attention.AttentionMask, angles: ops.rotary.RotaryCache
-    ) -> None:
-        self._cache, self._layer, self._mask, self._angles = cache, layer, mask, angles
+    cache: ConcatCache
+    layer: int
+    mask: ops.attention.AttentionMask
+    angles: ops.rotary.RotaryCache
 
     def write(self, k: Tensor, v: Tensor) -> None:
         raise AssertionError("self-attention reads no source")
@@ -296,16 +263,12 @@ class _ConcatView:
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         assert k is not None and v is not None
         if params.rotary is not None:
-            q, k = self._angles.rotate(q, params.rotary), self._angles.rotate(k, params.rotary)
-        keys, values, layer = self._cache.keys, self._cache.values, self._layer
+            q, k = self.angles.rotate(q, params.rotary), self.angles.rotate(k, params.rotary)
+        keys, values, layer = self.cache.keys, self.cache.values, self.layer
         keys[layer] = torch.cat((keys[layer], k.transpose(0, 1).unsqueeze(0)), dim=2)
         values[layer] = torch.cat((values[layer], v.transpose(0, 1).unsqueeze(0)), dim=2)
-        return ops.attention.dot_product_attention(
-            q.unsqueeze(0), keys[layer], values[layer], self._mask, params
-        ).out.squeeze(0)
-
-
-# ---------------------------------------------------------------- statistics
+        queries = q.unsqueeze(0)
+        return ops.attention.dot_product_attention(queries, keys[layer], values[layer], self.mask, params).out[0]
 
 
 def _curve(runs: Sequence[Sequence[float]], marks: Sequence[int]) -> TimingCurve:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol, get_args
+from itertools import accumulate, cycle, islice
+from string import ascii_uppercase
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from kvad import datasets
 from kvad.errors import DataError, UsageError
@@ -42,12 +44,9 @@ class NeedleQuestion(NamedTuple):
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """One task of at most ``length`` tokens: the prompt, the question, token by token, and an answer."""
+    """One task: the prompt, the question, token by token, and an answer."""
 
-    kind: Kind
-    length: int
     depth: float  # share of the haystack before the target
-    seed: int
     prompt: tuple[int, ...]  # read before the last eviction: the context, and the question if it is given beforehand
     question: tuple[int, ...]
     expected: tuple[str, ...]  # parts of the answer
@@ -55,49 +54,50 @@ class NeedleTask:
     needle_positions: tuple[int, ...]  # index in the prompt at which each needle begins
 
 
-class HaystackLanguage(Protocol):
-    """Lines of a haystack and its needles. ``opening``: tokens before every context."""
+class HaystackLanguage(ABC):
+    """Needles, and the lines of a haystack, repeated without end; ``opening``: tokens before every context."""
 
-    name: str
-    opening: tuple[int, ...]
+    name: ClassVar[str]
 
-    def encode(self, text: str) -> list[int]: ...
+    def __init__(self, tokenizer: Tokenizer, haystack: Sequence[str], opening: Sequence[int]) -> None:
+        self.tokenizer, self.opening, self.haystack = tokenizer, tuple(opening), haystack
 
-    def lines(self, seed: int) -> Iterator[str]:
-        """Yield lines of the haystack, without end."""
-        ...
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
 
+    def hay(self, seed: int, size: int) -> list[list[int]]:
+        """Return lines of ``size`` tokens in total, from a random one on; the last may be truncated."""
+        start, lines = random.Random(seed).randrange(len(self.haystack)), list[list[int]]()
+        source = islice(cycle(self.haystack), start, None)
+        while size > 0:
+            ids = self.encode(next(source))[:size]
+            lines += [ids] if ids else []
+            size -= len(ids)
+        return lines
+
+    @abstractmethod
     def num_distractors(self, length: int) -> int:
         """Return the number of distractors of ``many``."""
-        ...
 
+    @abstractmethod
     def make_question(self, kind: Kind, seed: int, others: int) -> NeedleQuestion: ...
 
+    @abstractmethod
     def answer_tokens(self, parts: Sequence[str]) -> int:
         """Return the number of tokens in which an answer with these parts fits."""
-        ...
 
+    @abstractmethod
     def answer_score(self, parts: Sequence[str], answer: Sequence[int]) -> float:
         """Score an answer, 0 to 1."""
-        ...
 
 
-class LookupLanguage:
+class LookupLanguage(HaystackLanguage):
     """The language of ``kvad.datasets.synthetic``: questions end in the key, answers are the words that follow."""
 
     name = "lookup"
 
     def __init__(self, tokenizer: Tokenizer, opening: Sequence[int] = ()) -> None:
-        self.tokenizer, self.opening = tokenizer, tuple(opening)
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
-
-    def lines(self, seed: int) -> Iterator[str]:
-        start = random.Random(seed).randrange(len(datasets.synthetic.NOISE))
-        while True:
-            yield datasets.synthetic.NOISE[start % len(datasets.synthetic.NOISE)]
-            start += 1
+        super().__init__(tokenizer, datasets.synthetic.NOISE, opening)
 
     def num_distractors(self, length: int) -> int:
         return min(MAX_DISTRACTORS, max(FEWEST_OTHERS, length // MIN_DISTANCE))
@@ -125,25 +125,16 @@ class LookupLanguage:
         return float(list(answer[: len(parts)]) == self.encode(" ".join(parts)))
 
 
-class EnglishLanguage:
+class EnglishLanguage(HaystackLanguage):
     """RULER's needles (a magic number for a name) and its variables, in the lines of ``texts``."""
 
     name = "english"
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], opening: Sequence[int] = ()) -> None:
-        self.tokenizer, self.opening = tokenizer, tuple(opening)
-        self._lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
-        if not self._lines:
+        lines = [f"{line.strip()}\n" for text in texts for line in text.splitlines() if line.strip()]
+        if not lines:
             raise DataError("the text for a haystack has no lines", "give another --text")
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
-
-    def lines(self, seed: int) -> Iterator[str]:
-        start = random.Random(seed).randrange(len(self._lines))
-        while True:
-            yield self._lines[start % len(self._lines)] + "\n"
-            start += 1
+        super().__init__(tokenizer, lines, opening)
 
     def num_distractors(self, length: int) -> int:
         return FEWEST_OTHERS  # RULER's
@@ -151,7 +142,8 @@ class EnglishLanguage:
     def make_question(self, kind: Kind, seed: int, others: int) -> NeedleQuestion:
         rng = random.Random(seed)
         if kind == "chain":
-            names, value = _draw_distinct(rng, LINKS, _variable), _number(rng)
+            names = _draw_distinct(rng, LINKS, lambda rng: "".join(rng.choice(ascii_uppercase) for _ in range(5)))
+            value = _number(rng)
             bound = [value, *(f"VAR {name}" for name in names)]
             needles = tuple(f"VAR {name} = {to}\n" for name, to in zip(names, bound, strict=False))
             question = f"Question: Find all variables that are assigned the value {value} in the text above."
@@ -186,27 +178,18 @@ def choose_language(
     """Return the language; ``auto`` is Lookup if each of its words is one token, else English in ``texts()``."""
     if name not in ("auto", "lookup", "english"):
         raise UsageError(f"unknown language {name!r}", "auto, lookup or english")
-    knows = _knows_lookup(tokenizer)
-    if name == "lookup" and not knows:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # for an unknown word
+        words = [tuple(tokenizer.encode(word)) for word in datasets.synthetic.vocabulary()]
+    has_lookup = all(len(ids) == 1 for ids in words) and len(set(words)) == len(words)
+    if name == "lookup" and not has_lookup:
         raise UsageError(
             "this model's tokenizer does not know the words of the lookup language",
             "train one with recipes/lookup-cpu.toml, or ask in English: --language english",
         )
-    if name == "lookup" or (name == "auto" and knows):
+    if name != "english" and has_lookup:
         return LookupLanguage(tokenizer, opening)
     return EnglishLanguage(tokenizer, texts(), opening)
-
-
-def _knows_lookup(tokenizer: Tokenizer) -> bool:
-    seen = set[int]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # for an unknown word
-        for word in datasets.synthetic.vocabulary():
-            ids = tokenizer.encode(word)
-            if len(ids) != 1 or ids[0] in seen:
-                return False
-            seen.update(ids)
-    return True
 
 
 def make_task(
@@ -226,7 +209,8 @@ def make_task(
             interval does so right after the prompt.
         question_in_prompt: The prompt ends in the question.
     """
-    task_seed = stable_seed(kind, language.name, length, round(1000 * depth), seed)
+    seed_parts = (kind, language.name, length, round(1000 * depth), seed)
+    task_seed = random.Random("\0".join(map(str, seed_parts))).getrandbits(48)  # the same on every machine
     sample = language.make_question(kind, task_seed, language.num_distractors(length) if kind == "many" else 0)
     needles = [language.encode(needle) for needle in sample.needles]
     before = language.encode(sample.prompt_question) if question_in_prompt else []
@@ -241,18 +225,11 @@ def make_task(
             f"{fixed + len(question) + room}",
             "ask for longer ones with --lengths",
         )
-    lines = _haystack(language, task_seed, hay)
     depths = _needle_depths(len(needles), sample.target_index, depth, random.Random(task_seed))
-    context, starts, passed = _insert_needles(lines, needles, depths)
+    context, starts, passed = _insert_needles(language.hay(task_seed, hay), needles, depths)
     real = passed[sample.target_index or 0] / hay if hay else 0.0
     positions = tuple(start + len(opening) for start in starts)
-    prompt = (*opening, *context, *before)
-    return NeedleTask(kind, length, real, seed, prompt, tuple(question), sample.parts, room, positions)
-
-
-def stable_seed(*parts: object) -> int:
-    """Return a seed that is a function of the parts, on every machine."""
-    return random.Random("\0".join(map(str, parts))).getrandbits(48)
+    return NeedleTask(real, (*opening, *context, *before), tuple(question), sample.parts, room, positions)
 
 
 def _insert_needles(
@@ -274,19 +251,6 @@ def _insert_needles(
     return context + hay[before[-1] :], at, before
 
 
-def _haystack(language: HaystackLanguage, seed: int, size: int) -> list[list[int]]:
-    """Return lines of ``size`` tokens in total; the last may be truncated."""
-    lines, total = list[list[int]](), 0
-    for line in language.lines(seed):
-        if total >= size:
-            break
-        ids = language.encode(line)[: size - total]
-        if ids:
-            lines.append(ids)
-            total += len(ids)
-    return lines
-
-
 def _needle_depths(count: int, target: int | None, depth: float, rng: random.Random) -> list[float]:
     """Return the depth of each needle, 0 to 1, in order.
 
@@ -303,12 +267,7 @@ def _number(rng: random.Random) -> str:
     return str(rng.randrange(1_000_000, 10_000_000))
 
 
-def _variable(rng: random.Random) -> str:
-    return "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(5))
-
-
 def _draw_distinct(rng: random.Random, count: int, draw: Callable[[random.Random], str]) -> list[str]:
-    """Draw ``count`` different items."""
     items: dict[str, None] = {}
     while len(items) < count:
         items[draw(rng)] = None

@@ -4,11 +4,16 @@
 cache, so a policy or a format is measured by the same numbers as the model. Both return, for every token of a row but
 the first, its loss in nats and whether it was the most likely one. No query reads a row's last token, so a model of
 limit n takes rows of n + 1 without a cache.
+
+``run_engine`` and ``attach_logit_hook`` are the one way for every measurement through a cache (quality, streaming,
+evaluation, ``kvad verify``): the engine runs until it is idle, and a hook receives the logits of each sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -18,16 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.benchmarks.engine_runs import attach_logit_hook, run_engine
 from kvad.config import ModelConfig
 from kvad.engine import Engine
-from kvad.engine.scheduling import SamplingParams
-from kvad.errors import NumericalError, RequestError, UsageError
+from kvad.engine.execution import ModelRunner
+from kvad.engine.scheduling import SamplingParams, SchedulerOutput
+from kvad.errors import EngineError, NumericalError, RequestError, UsageError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import ModelInput, SubBatch
 
 BATCH = 8192  # tokens of rows that are computed together
 LOGITS = 1 << 22  # elements of [positions, V] computed at a time
+LogitHook = Callable[[int, int, Tensor], None]  # (request, position of the first, logits [n, V])
 
 
 class ScoredRow(NamedTuple):
@@ -35,6 +41,7 @@ class ScoredRow(NamedTuple):
 
     tokens: Tensor
     source: Tensor | None = None
+    start: int = 1  # index of the first token whose score the caller uses
 
 
 class RowScores(NamedTuple):
@@ -50,23 +57,22 @@ class TokenScorer(Protocol):
     def score(self, rows: Sequence[ScoredRow]) -> list[RowScores]: ...
 
 
-def max_row_length(config: ModelConfig) -> int | None:
-    """Return the longest row that the model can compute at all, beyond its limit, or None if unbounded.
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a loss in nats; infinite for a model that is certain of wrong tokens."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
-    Learned positions end with their table; every other encoding is a function of positions.
-    """
+
+def max_row_length(config: ModelConfig) -> int | None:
+    """Return the longest row that the model can compute beyond its limit: the table of learned positions, or None."""
     position = config.embedding.position
     return position.num_positions - position.offset if isinstance(position, cfg.LearnedPositionsConfig) else None
 
 
-# ---------------------------------------------------------------- without a cache
-
-
 class UncachedScorer:
-    """Scores without a cache.
-
-    ``longest``: allow rows of this length, beyond the model's limit; UsageError if the positions end before.
-    """
+    """Scores without a cache, also rows of ``longest`` tokens, beyond the limit; UsageError if positions end before."""
 
     def __init__(self, model: Transformer, longest: int | None = None) -> None:
         self._model, self._limit = model, max(model.config.max_seq_len, longest or 0)
@@ -137,18 +143,12 @@ def _batches(rows: Sequence[ScoredRow], order: Sequence[int]) -> Iterator[list[i
 
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Score logits [N, V], targets [N] -> nats [N] (float64), hits [N], at least in float32, on the host.
-
-    NumericalError for NaN.
-    """
+    """Score logits [N, V], targets [N] -> nats [N] (float64), hits [N], on the host; NumericalError for NaN."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nats = F.cross_entropy(wide, targets, reduction="none").double().cpu()
     if bool(nats.isnan().any()):
         raise NumericalError("the model's logits are NaN", "Check the weights with kvad doctor.")
     return nats, (wide.argmax(-1) == targets).cpu()
-
-
-# ---------------------------------------------------------------- through a cache
 
 
 class CachedScorer:
@@ -194,3 +194,53 @@ class CachedScorer:
                 targets = tokens[first + 1 : last + 1].to(logits.device)
                 scores.nats[first:last], scores.correct[first:last] = _score(logits[: last - first], targets)
                 self._tick(last)
+
+
+def attach_logit_hook(engine: Engine, hook: LogitHook, *, all_positions: bool = False) -> None:
+    """Pass the logits of every step to ``hook`` from now on, per sequence.
+
+    ``all_positions``: compute the logits of every position, also of those that no request asks for.
+    """
+    engine.runner = _LogitHookRunner(engine, hook, all_positions)
+
+
+class _LogitHookRunner(ModelRunner):
+    def __init__(self, engine: Engine, hook: LogitHook, all_positions: bool) -> None:
+        super().__init__(engine.model, engine.kv_cache)
+        self.hook, self.all_positions = hook, all_positions
+
+    def execute(self, output: SchedulerOutput) -> Tensor:
+        requested = [scheduled.logit_offsets for scheduled in output.scheduled]
+        if self.all_positions:
+            output = with_all_logits(output)
+        logits = super().execute(output)
+        indices, first = list[int](), 0
+        for scheduled, offsets in zip(output.scheduled, requested, strict=True):
+            computed = scheduled.logit_offsets
+            if len(computed):
+                rows = logits[first : first + len(computed)]
+                self.hook(scheduled.sequence.request_id, scheduled.start + computed[0], rows)
+            indices += [first + offset - computed[0] for offset in offsets]
+            first += len(computed)
+        return logits[indices] if self.all_positions else logits
+
+
+def with_all_logits(output: SchedulerOutput) -> SchedulerOutput:
+    """Request the logits of every computed position."""
+    scheduled = tuple(work._replace(logit_offsets=range(work.num_tokens)) for work in output.scheduled)
+    return output._replace(scheduled=scheduled)
+
+
+def run_engine(engine: Engine, after_step: Callable[[int], None] = lambda _step: None) -> dict[int, list[int]]:
+    """Run the engine until it is idle; return the generated tokens of each request, EngineError if one failed."""
+    tokens: dict[int, list[int]] = defaultdict(list)
+    step = 0
+    while not engine.idle:
+        for chunk in engine.step():
+            if chunk.error is not None:
+                raise EngineError(f"request {chunk.request} failed: {chunk.error}")
+            if chunk.token_id is not None:
+                tokens[chunk.request].append(chunk.token_id)
+        after_step(step)
+        step += 1
+    return tokens

@@ -14,20 +14,20 @@ the best, measured by the same text. ``raw`` is the same for the perplexities th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvad.benchmarks.results import Progress, no_progress
 from kvad.benchmarks.scorers import CachedScorer, ScoredRow, UncachedScorer
 from kvad.benchmarks.variants import Variant, build_engine
 from kvad.errors import UsageError
 from kvad.llm import LLM
 
 BATCH = 4096  # tokens of the windows that the reference computes at a time
-Progress = Callable[[str, int, int], None]  # (label, tokens done, total)
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,11 @@ def bench_streaming(
     *,
     span: int = 10_000,
     chunk: int = 16,
-    progress: Progress = lambda _what, _done, _total: None,
+    progress: Progress = no_progress,
 ) -> StreamingResult:
     """Stream ``tokens`` through the variant's cache.
 
-    Raises:
-        UsageError: For fewer than two spans, or chunks that do not fit the limit.
-        RequestError: For a cache that cannot hold a sequence beyond the model's limit.
+    UsageError for fewer than two spans; RequestError for a cache that cannot hold a sequence beyond the model's limit.
     """
     limit = llm.model.config.max_seq_len
     if len(tokens) < 2 * span:
@@ -80,7 +78,10 @@ def bench_streaming(
             f"{len(tokens):,} tokens of text are less than two spans of {span:,}",
             "give more --text, or a smaller --span-length",
         )
-    own = _cached_logprobs(llm, variant, tokens, chunk, progress)
+    with closing(build_engine(llm, variant, limit, rows=1, capacity=limit, chunk=chunk)) as engine:
+        scorer = CachedScorer(engine, lambda position: progress("stream", position, len(tokens)))
+        (scores,) = scorer.score([ScoredRow(torch.tensor(tokens))])
+    own = torch.cat([torch.zeros(1), -scores.nats])
     true = reference_logprobs_windowed(llm, tokens, progress)
     edges = range(0, len(tokens) - span + 1, span)
     spans = tuple(
@@ -102,18 +103,7 @@ def bench_streaming(
     )
 
 
-def _cached_logprobs(llm: LLM, variant: Variant, tokens: Sequence[int], chunk: int, progress: Progress) -> Tensor:
-    """Return [T], the log-probability of every token through the cache, 0 for the first."""
-    limit = llm.model.config.max_seq_len
-    with closing(build_engine(llm, variant, limit, rows=1, capacity=limit, chunk=chunk)) as engine:
-        scorer = CachedScorer(engine, lambda position: progress("stream", position, len(tokens)))
-        (scores,) = scorer.score([ScoredRow(torch.tensor(tokens))])
-    return torch.cat([torch.zeros(1), -scores.nats])
-
-
-def reference_logprobs_windowed(
-    llm: LLM, tokens: Sequence[int], progress: Progress = lambda _what, _done, _total: None
-) -> Tensor:
+def reference_logprobs_windowed(llm: LLM, tokens: Sequence[int], progress: Progress = no_progress) -> Tensor:
     """Return [T], the log-probability of every token without a cache, 0 for the first.
 
     Each is computed from at least three quarters of the limit before it, if available.

@@ -85,21 +85,28 @@ def _variants(name: str, ratios: Sequence[float], compressor: Summarizer | None)
     if name == SUMMARIES or (name == LEARNED and compressor is not None):
         group = RATIO if compressor is None else compressor.ratio
         used = compressor if name == LEARNED else None
-        return [Variant(name, ratio, partial(_summary_fields, ratio, group), used) for ratio in ratios]
-    if name in _policy_names():
-        return [Variant(name, ratio, variant_fields(name, ratio)) for ratio in ratios]
-    if ":" in name:  # "package.module:Class", a policy (its one argument is the budget) or a format
-        plugin = cfg.plugins.load_plugin(name, "cache")
-        if isinstance(plugin, type) and issubclass(plugin, CachePolicy):
-            return [Variant(name, ratio, partial(_plugin_policy_fields, name, ratio)) for ratio in ratios]
-        cache_lib.quantization.get_format(name, "cache")
-        return [Variant(name, 0.0, lambda _length, _every: _format_fields(name))]
-    return [Variant(name, 0.0, variant_fields(name))]
+
+        def fields(ratio: float, length: int, _every: int) -> Mapping[str, Any]:
+            return summarizing_policy(length, planning.cache_presets.slots_to_keep(ratio, length), group)
+
+        return [Variant(name, ratio, partial(fields, ratio), used) for ratio in ratios]
+    return [Variant(name, ratio, variant_fields(name, ratio)) for ratio in (ratios if _is_policy(name) else (0.0,))]
+
+
+def _is_policy(name: str) -> bool:
+    """True for a policy, also one of a plugin "package.module:Class"; raises ConfigError for another plugin."""
+    if ":" not in name:
+        return name in _policy_names()
+    plugin = cfg.plugins.load_plugin(name, "cache")
+    if isinstance(plugin, type) and issubclass(plugin, CachePolicy):
+        return True
+    cache_lib.quantization.get_format(name, "cache")
+    return False
 
 
 def variant_fields(name: str, ratio: float = 0.0) -> CacheFields:
     """Return the fields of the cache with this name; UsageError if it is unknown or not supported."""
-    if name in _policy_names():
+    if _is_policy(name):
         return partial(_policy_fields, name, ratio)
     fields = {} if name == "full" else _format_fields(name)
     if not _is_accepted(fields):
@@ -108,18 +115,13 @@ def variant_fields(name: str, ratio: float = 0.0) -> CacheFields:
 
 
 def _policy_fields(name: str, ratio: float, length: int, every: int) -> dict[str, Any]:
+    budget = planning.cache_presets.slots_to_keep(ratio, length)
+    if ":" in name:  # a plugin's one argument is the budget
+        return {"policy": f"{name}({budget})"}
     if name not in planning.cache_presets.TIERED_POLICIES:
         return {"policy": planning.cache_presets.policy_for_ratio(name, ratio, length, every)}
-    block = planning.cache_presets.hierarchy_block_size(planning.cache_presets.slots_to_keep(ratio, length))
+    block = planning.cache_presets.hierarchy_block_size(budget)
     return {"policy": planning.cache_presets.policy_for_ratio(name, ratio, length, every, block), "block_size": block}
-
-
-def _plugin_policy_fields(name: str, ratio: float, length: int, _every: int) -> dict[str, Any]:
-    return {"policy": f"{name}({planning.cache_presets.slots_to_keep(ratio, length)})"}
-
-
-def _summary_fields(ratio: float, group: int, length: int, _every: int) -> dict[str, Any]:
-    return summarizing_policy(length, planning.cache_presets.slots_to_keep(ratio, length), group)
 
 
 def _format_fields(name: str) -> dict[str, Any]:
@@ -128,7 +130,6 @@ def _format_fields(name: str) -> dict[str, Any]:
 
 
 def _with_format(variant: Variant, stored: str) -> Variant:
-    """Build the same variant with another storage format."""
     name, form = f"{variant.name}+{stored}", _format_fields(stored)
     if not _is_accepted(form):
         raise UsageError(f"unknown cache {name}: {stored!r}", suggest(stored, planning.cache_presets.CACHE_FORMATS))
@@ -170,19 +171,12 @@ def build_engine(
     ``capacity``: maximum length; ``every``: interval of evictions (default: each chunk). No prefix is shared.
     """
     config = _cache_config(llm, variant, length, rows, capacity, chunk, every)
-    return Engine(
-        llm.model,
-        config,
-        EngineConfig(max_num_batched_tokens=rows * config.prefill_chunk_size, summarizer=variant.compressor),
-    )
+    budget = rows * config.prefill_chunk_size
+    return Engine(llm.model, config, EngineConfig(max_num_batched_tokens=budget, summarizer=variant.compressor))
 
 
 def seq_bytes(llm: LLM, variant: Variant, length: int, *, chunk: int) -> int:
-    """Return the bytes of a sequence of ``length`` tokens in the pool, in whole blocks, scales and metadata included.
-
-    Raises:
-        ConfigError: For a cache that this model does not support.
-    """
+    """Return the bytes of a sequence in the pool, in whole blocks; ConfigError for an unsupported cache."""
     model = llm.model.config
     config = resolve_for_model(model, _cache_config(llm, variant, length, 1, length, chunk, None))
     return sum(group_bytes(group).per_seq for group in build_groups(attention_specs(model), config))

@@ -3,23 +3,8 @@
 ``resolve_for_model`` adapts it to a model, ``groups.py`` computes blocks and bytes, ``sizing/memory_plan.py`` the
 total memory. Invalid values are refused at construction, with the valid ones in the hint.
 
-The overflow mode decides what happens when a sequence reaches its limit L, and when the pool has no free blocks. L is
-the model's or the cache's limit, whichever is lower.
-
-==============  ==========================================  ============================================================
-``overflow``    a sequence at its limit                     a full pool
-==============  ==========================================  ============================================================
-``preempt``     ends ("length")                             the youngest sequence is preempted and resumes later
-``stop``        ends                                        the youngest sequence that cannot grow ends, with its output
-``reject``      was rejected when it was submitted          cannot happen: such requests are rejected when submitted
-``window``      continues under ``window(L)``               as ``preempt``
-``sinks``       continues under ``sinks(4, L - 4)``         as ``preempt``
-``summarize``   continues up to the model's limit, older    as ``preempt``
-                tokens as summaries
-``offload``     continues up to the model's limit, older    as ``preempt``
-                tokens unchanged in host memory and on disk
-==============  ==========================================  ============================================================
-
+The overflow mode (``OVERFLOW_MODES``) decides what happens when a sequence reaches its limit L, the model's or the
+cache's, and when the pool has no free blocks. Modes that continue beyond L handle a full pool as ``preempt`` does.
 ``engine/scheduling/limits.py`` applies the limits. No token is dropped unless such a mode or policy was requested.
 
 A mode that continues is a policy, which ``resolve_for_model`` computes:
@@ -165,12 +150,10 @@ class CacheConfig:
                 f"cache.key_dtype: {self.key_dtype} packs whole blocks once, but {policy} removes tokens from them",
                 f"cache.key_dtype={self.key_dtype.partition('-')[0]!r} has a scale per token",
             )
-        recent, interval = map(self._whole_blocks, (self.residual_length, DEMOTION_INTERVAL))
+        size = self.block_size
+        recent, interval = (-(-tokens // size) * size for tokens in (self.residual_length, DEMOTION_INTERVAL))
         value_format = self.value_dtype or self.dtype
         return TieredPolicy(recent, key_format=self.key_dtype, value_format=value_format, interval=interval)
-
-    def _whole_blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size) * self.block_size
 
     def restrict(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Restrict the specs of a model's layers to this policy. The uncached reference uses the same specs."""
@@ -231,10 +214,8 @@ def resolve_for_model(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
 
 
 def _policy_for(config: ModelConfig, cache: CacheConfig, max_len: int) -> CachePolicy:
-    if cache.overflow == "summarize":
-        return _summary_policy(config, cache)
-    if cache.overflow == "offload":
-        return _offload_policy(config, cache)
+    if cache.overflow in ("summarize", "offload"):
+        return _demotion_policy(config, cache)
     position = config.embedding.position
     if position is not None:
         raise ConfigError(
@@ -254,52 +235,37 @@ def _policy_for(config: ModelConfig, cache: CacheConfig, max_len: int) -> CacheP
     return Sinks(NUM_SINKS, max_len - NUM_SINKS)
 
 
-def _check_longer_than_cache(config: ModelConfig, cache: CacheConfig, reason: str, suggestion: str) -> None:
-    """Check that a mode that moves older tokens in whole blocks has tokens to move."""
+def _demotion_policy(config: ModelConfig, cache: CacheConfig) -> TieredPolicy | OffloadPolicy:
+    """Return the policy of a mode that moves older tokens in whole blocks."""
     mode, block_size, limit = cache.overflow, cache.block_size, config.max_seq_len
+    is_summary = mode == "summarize"
     if limit <= cache.max_seq_len:
-        message = f"cache.overflow: {mode}: max_seq_len must be below the model's limit of {limit} tokens"
-        raise ConfigError(message + reason, suggestion)
+        reason = ", because summaries keep their positions" if is_summary else ""
+        length, other = (limit // 2, "overflow=sinks") if is_summary else (limit // 4, "omit it")
+        raise ConfigError(
+            f"cache.overflow: {mode}: max_seq_len must be below the model's limit of {limit} tokens{reason}",
+            f"Use --max-seq-len {max(1, length)}, or {other}",
+        )
     if cache.layout == "contiguous":
-        verb = "summarized" if mode == "summarize" else "offloaded"
+        verb = "summarized" if is_summary else "offloaded"
         raise ConfigError(f"cache.overflow: {mode}: tokens are {verb} in whole blocks", "Use cache.layout='paged'")
     if cache.max_seq_len < 2 * block_size:
-        purpose = ", for the first and the latest tokens" if mode == "summarize" else ""
+        purpose = ", for the first and the latest tokens" if is_summary else ""
         raise ConfigError(
             f"cache.overflow: {mode}: max_seq_len {cache.max_seq_len} is less than two blocks of {block_size}{purpose}",
             f"Use a max_seq_len of at least {2 * block_size}, or smaller blocks",
         )
-
-
-def _summary_policy(config: ModelConfig, cache: CacheConfig) -> TieredPolicy:
-    _check_longer_than_cache(
-        config,
-        cache,
-        ", because summaries keep their positions",
-        f"Use --max-seq-len {max(1, config.max_seq_len // 2)}, or overflow=sinks",
-    )
-    block_size = cache.block_size
+    num_whole = cache.max_seq_len // block_size * block_size
+    max_interval = MAX_INTERVAL if is_summary else cache.prefill_chunk_size
+    interval = max(1, min(max_interval, cache.max_seq_len // 4) // block_size) * block_size
+    if not is_summary:
+        recent = num_whole - interval
+        return OffloadPolicy(recent, -(-(limit - recent) // block_size) * block_size, interval)
     ratio = max((candidate for candidate in range(2, MAX_RATIO + 1) if block_size % candidate == 0), default=0)
     if not ratio:
         raise ConfigError(
             f"cache.overflow: summarize: blocks of {block_size} cannot be divided into summaries",
             "Use cache.block_size=16",
         )
-    interval = max(1, min(MAX_INTERVAL, cache.max_seq_len // 4) // block_size) * block_size
-    num_whole = cache.max_seq_len // block_size * block_size
-    return TieredPolicy(
-        num_whole - block_size,
-        quantized=0,
-        summaries=-(-(config.max_seq_len - num_whole) // ratio),
-        ratio=ratio,
-        interval=interval,
-        num_sinks=block_size,
-    )
-
-
-def _offload_policy(config: ModelConfig, cache: CacheConfig) -> OffloadPolicy:
-    _check_longer_than_cache(config, cache, "", f"Use --max-seq-len {max(1, config.max_seq_len // 4)}, or omit it")
-    block_size = cache.block_size
-    interval = max(1, min(cache.prefill_chunk_size, cache.max_seq_len // 4) // block_size) * block_size
-    recent = cache.max_seq_len // block_size * block_size - interval
-    return OffloadPolicy(recent, -(-(config.max_seq_len - recent) // block_size) * block_size, interval)
+    recent, summaries = num_whole - block_size, -(-(limit - num_whole) // ratio)
+    return TieredPolicy(recent, quantized=0, summaries=summaries, ratio=ratio, interval=interval, num_sinks=block_size)

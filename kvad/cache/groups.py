@@ -26,15 +26,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.policy import EvictionPolicy, OffloadPolicy, Quest, TieredPolicy
+from kvad.cache.policy import EvictionPolicy, OffloadPolicy, Quest, StatefulPolicy, TieredPolicy
 from kvad.cache.quantization import CacheFormat, get_format
 from kvad.config import AttentionSpec
 from kvad.errors import ConfigError
 from kvad.model_input import RESERVED_BLOCKS
 
 POSITION_BYTES = 8  # position of a slot, int64, once per group
-
-StatefulPolicy = EvictionPolicy | TieredPolicy | OffloadPolicy | Quest
 
 
 class LowerLevel(NamedTuple):
@@ -74,6 +72,16 @@ class CacheGroup(NamedTuple):
         return "float64" if self.key_format == "float64" else "float32"
 
     @property
+    def is_offloaded(self) -> bool:
+        """True for a lower group whose blocks are in an offload file."""
+        return self.lower_level is not None and self.lower_level.is_offloaded
+
+    @property
+    def has_summaries(self) -> bool:
+        """True for a lower group whose slots are summaries of several tokens."""
+        return self.lower_level is not None and self.lower_level.ratio > 1
+
+    @property
     def num_usable_blocks(self) -> int:
         """Number of blocks that sequences can own."""
         return self.num_blocks - RESERVED_BLOCKS
@@ -107,10 +115,8 @@ def build_groups(specs: Sequence[AttentionSpec], config: CacheConfig) -> tuple[C
         if config.endless and spec.window is None and not spec.is_cross_attention:  # Eviction keeps positions.
             hint = f"Use a policy that drops old tokens: sinks(4, {max(1, config.max_seq_len - 4)})"
             raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a sequence", hint)
-        policy = config.resolved_policy.for_layer(index)
-        free = not spec.is_cross_attention and spec.window is None
-        stateful = policy.eviction or policy.tiered or policy.sparse_read if free else None
-        layers.setdefault((spec, stateful), []).append(index)
+        policy = None if spec.is_cross_attention or spec.window else config.resolved_policy.for_layer(index).stateful
+        layers.setdefault((spec, policy), []).append(index)
     if config.num_blocks is not None and layers and not grows_with_length(layers):
         raise ConfigError(
             "cache.num_blocks: no layer keeps all tokens of a sequence",
@@ -118,37 +124,52 @@ def build_groups(specs: Sequence[AttentionSpec], config: CacheConfig) -> tuple[C
         )
     keys, values = config.token_formats
     layer_groups = [
-        _build_group(spec, stateful, tuple(layer_indices), config)._replace(key_format=keys, value_format=values)
-        for (spec, stateful), layer_indices in layers.items()
+        _build_group(spec, policy, tuple(layer_indices), config)._replace(key_format=keys, value_format=values)
+        for (spec, policy), layer_indices in layers.items()
     ]
     token_groups = [group for group in layer_groups if not group.spec.is_cross_attention]
-    _check_offload(token_groups)
-    lower_groups = [
-        level for group_index, group in enumerate(token_groups) for level in _lower_groups(group, group_index, config)
-    ]
-    cross_groups = [group for group in layer_groups if group.spec.is_cross_attention]
-    groups = (*token_groups, *_with_indices(lower_groups, len(token_groups)), *cross_groups)
+    # An offloading sequence is recomputed, and a lossy one must not be.
+    offloading = [policy for _, policy in layers if isinstance(policy, OffloadPolicy)]
+    lossy = [policy for _, policy in layers if isinstance(policy, EvictionPolicy | TieredPolicy)]
+    if offloading and lossy:
+        raise ConfigError(
+            f"cache.policy: {offloading[0]} and {lossy[0]} cannot be combined",
+            "Combine offload(...) with full, window, sinks, block-window or quest in other layers",
+        )
+    groups = list(token_groups)
+    for group_index, group in enumerate(token_groups):
+        groups += _lower_groups(group, group_index, len(groups), config)
+    groups += layer_groups[len(token_groups) :]
     for group in groups:
         _check_widths(group)
-    return groups
+    return tuple(groups)
 
 
-def _lower_groups(group: CacheGroup, group_index: int, config: CacheConfig) -> list[CacheGroup]:
-    """Build a token group's lower groups, from upper to lower (``upper_group`` -1 is the token group itself)."""
+def _lower_groups(group: CacheGroup, group_index: int, first: int, config: CacheConfig) -> list[CacheGroup]:
+    """Build a token group's lower groups, from upper to lower; the first one gets the index ``first``."""
     policy = group.demotion_policy
     if policy is None:
         return []
     block_size = config.block_size
+    for name in ("recent", "interval", "num_sinks", "quantized", "max_offloaded"):
+        if (value := getattr(policy, name, 0)) > 0 and value % block_size:
+            raise ConfigError(
+                f"cache.policy: {policy}: {name} must be a multiple of the block size {block_size}, got {value}",
+                f"Use {name}={_ceil_div(value, block_size) * block_size}",
+            )
+    max_blocks, blocks_per_step = _ceil_div(config.max_seq_len, block_size), policy.interval // block_size
+    max_older_blocks = max(1, max_blocks - (policy.recent + policy.num_sinks) // block_size)
     if isinstance(policy, OffloadPolicy):
-        return [_offload_group(group, policy, group_index, config)]
-    _check_multiples(policy, ("recent", "interval", "num_sinks", "quantized"), block_size)
+        if policy.max_offloaded != -1:
+            limit = policy.max_offloaded // block_size
+            max_older_blocks = limit if config.exceeds_max_seq_len else min(max_older_blocks, limit)
+        level = LowerLevel(group_index, group_index, max_older_blocks, is_offloaded=True)
+        return [_with_blocks(group, max_older_blocks, config)._replace(demotion_policy=None, lower_level=level)]
     if policy.summaries and block_size % policy.ratio:
         raise ConfigError(
             f"cache.policy: {policy}: ratio must divide the block size {block_size}, got {policy.ratio}",
             "Use a divisor of the block size",
         )
-    max_blocks, blocks_per_step = _ceil_div(config.max_seq_len, block_size), policy.interval // block_size
-    max_older_blocks = max(1, max_blocks - (policy.recent + policy.num_sinks) // block_size)
     lower_groups = []
     base = group._replace(demotion_policy=None, eviction_policy=None)
     if policy.quantized:
@@ -160,7 +181,7 @@ def _lower_groups(group: CacheGroup, group_index: int, config: CacheConfig) -> l
             group._replace(
                 key_format=policy.key_format,
                 value_format=policy.value_format,
-                lower_level=LowerLevel(group_index, -1, max_level_blocks),
+                lower_level=LowerLevel(group_index, group_index, max_level_blocks),
             )
         )
     if policy.summaries:
@@ -168,51 +189,10 @@ def _lower_groups(group: CacheGroup, group_index: int, config: CacheConfig) -> l
         blocks_per_seq = max_level_blocks + _ceil_div(blocks_per_step, policy.ratio) + 1
         if not config.exceeds_max_seq_len:
             blocks_per_seq = min(blocks_per_seq, _ceil_div(max_older_blocks, policy.ratio) + 1)
-        level = LowerLevel(group_index, len(lower_groups) - 1, max_level_blocks, policy.ratio)
+        upper_group = first if lower_groups else group_index
+        level = LowerLevel(group_index, upper_group, max_level_blocks, policy.ratio)
         lower_groups.append(_with_blocks(base, blocks_per_seq, config)._replace(lower_level=level))
     return lower_groups
-
-
-def _check_multiples(policy: TieredPolicy | OffloadPolicy, names: Iterable[str], block_size: int) -> None:
-    for name in names:
-        if (value := getattr(policy, name)) > 0 and value % block_size:
-            raise ConfigError(
-                f"cache.policy: {policy}: {name} must be a multiple of the block size {block_size}, got {value}",
-                f"Use {name}={_ceil_div(value, block_size) * block_size}",
-            )
-
-
-def _check_offload(token_groups: Sequence[CacheGroup]) -> None:
-    """Refuse offloading and lossy layers together: an offloading sequence is recomputed, a lossy one must not be."""
-    policies = [group.eviction_policy or group.demotion_policy for group in token_groups]
-    offloading = [policy for policy in policies if isinstance(policy, OffloadPolicy)]
-    lossy = [policy for policy in policies if isinstance(policy, EvictionPolicy | TieredPolicy)]
-    if offloading and lossy:
-        raise ConfigError(
-            f"cache.policy: {offloading[0]} and {lossy[0]} cannot be combined",
-            "Combine offload(...) with full, window, sinks, block-window or quest in other layers",
-        )
-
-
-def _offload_group(group: CacheGroup, policy: OffloadPolicy, group_index: int, config: CacheConfig) -> CacheGroup:
-    block_size = config.block_size
-    _check_multiples(policy, ("recent", "interval", "max_offloaded"), block_size)
-    max_older_blocks = max(1, _ceil_div(config.max_seq_len, block_size) - policy.recent // block_size)
-    if policy.max_offloaded != -1:
-        limit = policy.max_offloaded // block_size
-        max_older_blocks = limit if config.exceeds_max_seq_len else min(max_older_blocks, limit)
-    level = LowerLevel(group_index, -1, max_older_blocks, is_offloaded=True)
-    return _with_blocks(group, max_older_blocks, config)._replace(demotion_policy=None, lower_level=level)
-
-
-def _with_indices(lower_groups: Sequence[CacheGroup], first: int) -> list[CacheGroup]:
-    """Replace ``upper_group`` by an index into all groups; the first lower group has index ``first``."""
-    groups: list[CacheGroup] = []
-    for group_index, group in enumerate(lower_groups, first):
-        assert group.lower_level is not None
-        upper_group = group.lower_level.token_group if group.lower_level.upper_group < 0 else group_index - 1
-        groups.append(group._replace(lower_level=group.lower_level._replace(upper_group=upper_group)))
-    return groups
 
 
 def _check_widths(group: CacheGroup) -> None:
@@ -247,10 +227,15 @@ def _with_blocks(
 def _build_group(
     spec: AttentionSpec, policy: StatefulPolicy | None, layers: tuple[int, ...], config: CacheConfig
 ) -> CacheGroup:
-    if isinstance(policy, Quest):
-        _check_quest(policy, config)
-    if isinstance(policy, TieredPolicy | OffloadPolicy) and config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {policy}: tokens are demoted in whole blocks", "Use cache.layout='paged'")
+    if policy is not None and config.layout == "contiguous" and not isinstance(policy, EvictionPolicy):
+        is_quest = isinstance(policy, Quest)
+        reason = "a contiguous sequence has only one block" if is_quest else "tokens are demoted in whole blocks"
+        raise ConfigError(f"cache.policy: {policy}: {reason}", "Use cache.layout='paged'")
+    if isinstance(policy, Quest) and config.rope_at == "read":
+        raise ConfigError(
+            f"cache.policy: {policy}: block bounds require rotated keys, but they are stored unrotated",
+            "Use cache.rope_at='write'",
+        )
     if spec.is_cross_attention and config.max_source_len < 1:
         raise ConfigError(
             "cache.max_source_len: must be at least 1 for an encoder-decoder, got 0", "Set the maximum encoder tokens"
@@ -265,49 +250,24 @@ def _build_group(
         demotion_policy=policy if isinstance(policy, TieredPolicy | OffloadPolicy) else None,
         sparse_read_policy=policy if isinstance(policy, Quest) else None,
     )
-    if config.layout == "contiguous":
-        return _with_blocks(
-            group._replace(block_size=_contiguous_slots(spec, group.eviction_policy, config)), 1, config
-        )
+    num_sinks, slots, max_slots = 0, config.max_seq_len, config.max_seq_len  # of one sequence, behind its sinks
     if spec.is_cross_attention:  # room for one encoder input per sequence
-        return _with_blocks(group, _ceil_div(config.max_source_len, config.block_size), config)
-    max_blocks, block_size = _ceil_div(config.max_seq_len, config.block_size), config.block_size
-    if spec.window is not None:
-        slots = spec.window + min(config.prefill_chunk_size, config.max_seq_len) - 1
-        num_held = _ceil_div(spec.num_sinks, block_size) + _ceil_div(slots, block_size) + 1
+        slots = max_slots = config.max_source_len
+    elif spec.window is not None:
+        num_sinks, slots = spec.num_sinks, spec.window + min(config.prefill_chunk_size, config.max_seq_len) - 1
     elif isinstance(policy, EvictionPolicy):
-        num_held = min(max_blocks, _ceil_div(policy.budget + policy.interval, block_size))
+        slots = min(max_slots, policy.budget + policy.interval)
     elif isinstance(policy, TieredPolicy | OffloadPolicy):
-        num_held = _ceil_div(policy.num_sinks, block_size) + _ceil_div(policy.recent + policy.interval, block_size)
-    else:
-        num_held = max_blocks
-    is_bounded = spec.window is not None or isinstance(policy, EvictionPolicy | TieredPolicy)
-    blocks_per_seq = num_held if config.exceeds_max_seq_len else min(max_blocks, num_held)
-    return _with_blocks(group, blocks_per_seq, config, None if is_bounded else config.num_blocks)
-
-
-def _contiguous_slots(spec: AttentionSpec, eviction: EvictionPolicy | None, config: CacheConfig) -> int:
-    """Return the slots of a sequence: its maximum length, a window's ring, or an eviction policy's maximum."""
-    if spec.is_cross_attention:
-        return config.max_source_len
-    slots = config.max_seq_len
-    if spec.window is not None:
-        slots = spec.window + min(config.prefill_chunk_size, config.max_seq_len) - 1 + spec.num_sinks
-    if eviction is not None:
-        slots = eviction.budget + eviction.interval
-    return slots if config.endless else min(slots, config.max_seq_len)
-
-
-def _check_quest(policy: Quest, config: CacheConfig) -> None:
+        num_sinks, slots = policy.num_sinks, policy.recent + policy.interval
     if config.layout == "contiguous":
-        raise ConfigError(
-            f"cache.policy: {policy}: a contiguous sequence has only one block", "Use cache.layout='paged'"
-        )
-    if config.rope_at == "read":
-        raise ConfigError(
-            f"cache.policy: {policy}: block bounds require rotated keys, but they are stored unrotated",
-            "Use cache.rope_at='write'",
-        )
+        slots += num_sinks
+        return _with_blocks(group._replace(block_size=slots if config.endless else min(slots, max_slots)), 1, config)
+    block_size, is_window = config.block_size, spec.window is not None
+    blocks_per_seq = _ceil_div(num_sinks, block_size) + _ceil_div(slots, block_size) + is_window
+    if not config.exceeds_max_seq_len:
+        blocks_per_seq = min(blocks_per_seq, _ceil_div(max_slots, block_size))
+    is_bounded = spec.is_cross_attention or is_window or isinstance(policy, EvictionPolicy | TieredPolicy)
+    return _with_blocks(group, blocks_per_seq, config, None if is_bounded else config.num_blocks)
 
 
 def group_bytes(group: CacheGroup) -> GroupBytes:
@@ -324,32 +284,22 @@ def group_bytes(group: CacheGroup) -> GroupBytes:
         for array in fmt.arrays(dim):
             nbytes = num_heads * array.nbytes * (block_size if array.granularity == "slot" else 1)
             payload, scales = (payload + nbytes, scales) if array.name == "data" else (payload, scales + nbytes)
-    offloading = group.lower_level is not None and group.lower_level.is_offloaded
-    metadata = block_size * (POSITION_BYTES + num_heads * _head_metadata_bytes(group)) + num_heads * _bound_bytes(group)
+    # Bytes per layer and head, of a slot (position and attention mass, or weight) and of a block (key bounds).
+    wide = 8 if group.key_format == "float64" else 4  # of mass, weights and bounds
+    slot_bytes = wide * group.has_summaries
+    if group.eviction_policy is not None and not group.has_summaries:
+        slot_bytes = 4 + wide * (group.eviction_policy.observed_queries > 0)
+    bound_bytes = 0 if group.sparse_read_policy is None else 2 * group.spec.head_dim * wide
+    metadata = block_size * (POSITION_BYTES + num_heads * slot_bytes) + num_heads * bound_bytes
     return GroupBytes(
-        0 if offloading else group.num_blocks * payload,
-        0 if offloading else group.num_blocks * scales,
+        0 if group.is_offloaded else group.num_blocks * payload,
+        0 if group.is_offloaded else group.num_blocks * scales,
         group.num_blocks * metadata,
         payload // block_size,
         _ceil_div(scales, block_size),
         _ceil_div(metadata, block_size),
         group.max_blocks_per_seq * (payload + scales + metadata),
     )
-
-
-def _bound_bytes(group: CacheGroup) -> int:
-    """Return the bytes of key bounds per block, layer and head: minimum and maximum of each channel."""
-    wide = 8 if group.key_format == "float64" else 4
-    return 0 if group.sparse_read_policy is None else 2 * group.spec.head_dim * wide
-
-
-def _head_metadata_bytes(group: CacheGroup) -> int:
-    """Return bytes per slot, layer and head: position (int32) and attention mass, or the weight of a summary."""
-    if group.lower_level is not None and group.lower_level.ratio > 1:
-        return get_format(group.weight_format, "weights").arrays(1)[0].nbytes
-    if group.eviction_policy is None:
-        return 0
-    return 4 + (0 if not group.eviction_policy.observed_queries else 8 if group.key_format == "float64" else 4)
 
 
 def _ceil_div(a: int, b: int) -> int:

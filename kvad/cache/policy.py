@@ -1,4 +1,4 @@
-"""Cache policies: the base classes, and the policies by position, the tiered ones and Quest.
+"""Cache policies.
 
 A policy is a function of its own sequence's history: other sequences and a full pool do not change which tokens it
 keeps. There are four kinds; ``policy_parser.py`` has their names and combinations.
@@ -6,7 +6,7 @@ keeps. There are four kinds; ``policy_parser.py`` has their names and combinatio
 * By *position* (``Window``, ``Sinks``, ``BlockWindow``): a mask (``AttentionPattern``). Every query of a
   chunk sees what it would see alone, so the cache is exact against the model with the same mask, for all chunk sizes.
   Blocks that no later query can see are freed at once.
-* By *score* (``EvictionPolicy``, ``eviction_policies.py``): tokens are scored per layer and kv head, and the best
+* By *score* (``EvictionPolicy``): tokens are scored per layer and kv head, and the best
   ``budget`` tokens stay. A sequence evicts when its length reaches a multiple of ``interval``, where the scheduler
   ends a chunk, so chunk sizes do not matter either; in between it holds up to ``budget + interval`` tokens. Lossy by
   design.
@@ -59,18 +59,8 @@ class CachePolicy:
         return self
 
     @property
-    def eviction(self) -> EvictionPolicy | None:
-        """The evicting part of this policy, or None."""
-        return None
-
-    @property
-    def tiered(self) -> TieredPolicy | OffloadPolicy | None:
-        """The tiered or offloading part of this policy, or None."""
-        return None
-
-    @property
-    def sparse_read(self) -> Quest | None:
-        """The part that lets a query read only some blocks, or None."""
+    def stateful(self) -> StatefulPolicy | None:
+        """The part of this policy that is not a mask, or None."""
         return None
 
     def __str__(self) -> str:
@@ -141,6 +131,17 @@ def _with_window(spec: AttentionSpec, window: int, *, num_sinks: int = 0, window
     )
 
 
+class StatefulPolicy(CachePolicy):
+    """Base class of policies that are not masks: they evict, demote or read sparsely. A layer has at most one."""
+
+    kind: ClassVar[str]  # for errors
+    combination_hint: ClassVar[str] = "Protect tokens by its num_sinks= and recent="
+
+    @property
+    def stateful(self) -> StatefulPolicy | None:
+        return self
+
+
 class EvictionContext(NamedTuple):
     """Inputs of a score: the ``m`` filled slots of one sequence in one layer, oldest first."""
 
@@ -153,8 +154,11 @@ class EvictionContext(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EvictionPolicy(CachePolicy):
+class EvictionPolicy(StatefulPolicy):
     """Base class of policies that score tokens. Subclasses define ``score`` and ``observed_queries``."""
+
+    kind = "an eviction policy"
+    combination_hint = "Protect tokens by its num_sinks= and recent=, or give other layers another policy"
 
     budget: cfg.PositiveInt  # tokens that stay at each eviction
     interval: cfg.PositiveInt = 64  # evict when the length reaches a multiple of it
@@ -173,10 +177,6 @@ class EvictionPolicy(CachePolicy):
                 f"cache.policy: {self}: interval must be at least {self.observed_queries}, got {self.interval}",
                 f"Use interval={self.observed_queries}",
             )
-
-    @property
-    def eviction(self) -> EvictionPolicy | None:
-        return self
 
     @property
     def observed_queries(self) -> int:
@@ -201,8 +201,111 @@ class EvictionPolicy(CachePolicy):
         raise NotImplementedError
 
 
-class DemotionPolicy(CachePolicy):
+@dataclass(frozen=True)
+class HeavyHitters(EvictionPolicy):
+    """H2O (Zhang et al. 2023, sec. 4): attention that a token received, summed over all queries so far.
+
+    Half of the budget is for the latest tokens. With ``average=1`` the sum is divided by the number of queries that
+    could see the token.
+    """
+
+    name: ClassVar[str] = "heavy-hitters"
+    observed_queries = ALL_QUERIES
+    per_head_independent = True
+
+    recent: cfg.NonNegativeInt = -1  # -1: half of the budget
+    average: int = 0
+
+    def __post_init__(self) -> None:
+        if self.recent == -1 and isinstance(self.budget, int):
+            object.__setattr__(self, "recent", self.budget // 2)
+        super().__post_init__()
+
+    def score(self, context: EvictionContext) -> Tensor:
+        assert context.attention_mass is not None
+        return context.attention_mass / (context.length - context.positions) if self.average else context.attention_mass
+
+
+@dataclass(frozen=True)
+class SnapKV(EvictionPolicy):
+    """SnapKV (Li et al. 2024, sec. 4): attention of the last ``window`` queries, averaged over ``kernel`` neighbors.
+
+    The average keeps the neighbors of an important token. The tokens of the window stay.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    per_head_independent = True
+
+    recent: cfg.NonNegativeInt = -1  # -1: the window
+    window: cfg.PositiveInt = 32
+    kernel: cfg.PositiveInt = 5
+
+    def __post_init__(self) -> None:
+        if self.recent == -1 and isinstance(self.budget, int):
+            object.__setattr__(self, "recent", min(self.window, self.budget))
+        super().__post_init__()
+        if self.kernel % 2 == 0:
+            raise ConfigError(f"cache.policy: snapkv: kernel must be odd, got {self.kernel}")
+
+    @property
+    def observed_queries(self) -> int:
+        return self.window
+
+    def score(self, context: EvictionContext) -> Tensor:
+        from torch.nn.functional import avg_pool1d
+
+        assert context.attention_mass is not None
+        older = context.attention_mass[:, : max(0, context.attention_mass.shape[1] - self.recent)]
+        pooled = avg_pool1d(older, self.kernel, stride=1, padding=self.kernel // 2) if older.numel() else older
+        scores = context.attention_mass.clone()  # The latest tokens stay in any case.
+        scores[:, : older.shape[1]] = pooled
+        return scores
+
+
+@dataclass(frozen=True)
+class TOVA(EvictionPolicy):
+    """TOVA (Oren et al. 2024, sec. 4): attention of the last query, averaged over all heads of the layer."""
+
+    name: ClassVar[str] = "tova"
+    observed_queries = 1
+
+    def score(self, context: EvictionContext) -> Tensor:
+        assert context.attention_mass is not None
+        return context.attention_mass.sum(0, keepdim=True).expand_as(context.attention_mass)
+
+
+@dataclass(frozen=True)
+class KeyNorm(EvictionPolicy):
+    """Keys with small norms stay, because they receive attention (Devoto et al. 2024, sec. 3)."""
+
+    name: ClassVar[str] = "key-norm"
+    per_head_independent = True
+
+    def score(self, context: EvictionContext) -> Tensor:
+        return context.keys().pow(2).sum(dim=-1).neg()  # same order as the norm
+
+
+@dataclass(frozen=True)
+class Random(EvictionPolicy):
+    """Random scores, the baseline: a function of seed, layer, head and position."""
+
+    name: ClassVar[str] = "random"
+
+    seed: int = 0
+
+    def score(self, context: EvictionContext) -> Tensor:
+        heads = range(context.positions.shape[0])
+        salt = [(self.seed * 1_000_003 + context.layer * 8_191 + head + 1) * 40_503 % 65_521 for head in heads]
+        hashed = context.positions.long() * 48_271 + context.positions.new_tensor(salt).long().unsqueeze(1)
+        for _ in range(3):  # Lehmer steps: sums and products of 31 bits, equal on every device
+            hashed = (hashed * 48_271 + 11) % 2_147_483_647
+        return hashed
+
+
+class DemotionPolicy(StatefulPolicy):
     """Base class of policies that move older tokens to lower levels."""
+
+    kind = "a tiered policy"
 
     interval: int  # demote when the length reaches a multiple of it
 
@@ -241,10 +344,6 @@ class TieredPolicy(DemotionPolicy):
                 "Limit the quantized tokens: quantized=1024",
             )
 
-    @property
-    def tiered(self) -> TieredPolicy | None:
-        return self
-
 
 @dataclass(frozen=True)
 class OffloadPolicy(DemotionPolicy):
@@ -270,19 +369,13 @@ class OffloadPolicy(DemotionPolicy):
                 "Omit it: all older tokens are offloaded",
             )
 
-    @property
-    def tiered(self) -> OffloadPolicy | None:
-        return self
-
 
 @dataclass(frozen=True)
-class Quest(CachePolicy):
+class Quest(StatefulPolicy):
     """All tokens stay; a query reads its own block and those with the best bound (Tang et al. 2024, sec. 3)."""
 
     name: ClassVar[str] = "quest"
+    kind = "quest"
+    combination_hint = ""
 
     budget: cfg.PositiveInt  # tokens that a query reads, in whole blocks
-
-    @property
-    def sparse_read(self) -> Quest | None:
-        return self

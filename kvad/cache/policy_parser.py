@@ -16,22 +16,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvad import config
-from kvad.cache.eviction_policies import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
 from kvad.cache.policy import (
+    TOVA,
     UNBOUNDED,
     BlockWindow,
     CachePolicy,
-    EvictionPolicy,
+    HeavyHitters,
     KeepAll,
+    KeyNorm,
     OffloadPolicy,
     Quest,
+    Random,
     Sinks,
+    SnapKV,
+    StatefulPolicy,
     TieredPolicy,
     Window,
 )
 from kvad.config import AttentionSpec
 from kvad.errors import ConfigError, suggest
-from kvad.model_input import AttentionPattern
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,10 @@ class PerLayerPolicy(CachePolicy):
         return next((policy for first, last, policy in self.layers if first <= layer <= last), self.default)
 
     def __str__(self) -> str:
-        layers = [f"{_layer_range(first, last)}: {policy}" for first, last, policy in self.layers]
+        layers = []
+        for first, last, policy in self.layers:
+            end = "" if first == last else "-" if last >= UNBOUNDED else f"-{last}"
+            layers.append(f"{first}{end}: {policy}")
         return "; ".join([*layers, str(self.default)])
 
 
@@ -59,28 +65,12 @@ class CombinedPolicy(CachePolicy):
         return CombinedPolicy(tuple(policy.for_layer(layer) for policy in self.policies))
 
     @property
-    def tiered(self) -> TieredPolicy | OffloadPolicy | None:
-        part = next((policy.tiered for policy in self.policies if policy.tiered is not None), None)
-        self._check_alone(part, "a tiered policy", "Protect tokens by its num_sinks= and recent=")
-        return part
-
-    @property
-    def sparse_read(self) -> Quest | None:
-        part = next((policy.sparse_read for policy in self.policies if policy.sparse_read is not None), None)
-        self._check_alone(part, "quest", "")
-        return part
-
-    @property
-    def eviction(self) -> EvictionPolicy | None:
-        part = next((policy.eviction for policy in self.policies if policy.eviction is not None), None)
-        hint = "Protect tokens by its num_sinks= and recent=, or give other layers another policy"
-        self._check_alone(part, "an eviction policy", hint)
-        return part
-
-    def _check_alone(self, part: CachePolicy | None, kind: str, hint: str) -> None:
-        """Check that a part that is not a window is combined with KeepAll only."""
+    def stateful(self) -> StatefulPolicy | None:
+        """The part that is not a mask; ConfigError unless it is combined with KeepAll only."""
+        part = next((policy.stateful for policy in self.policies if policy.stateful is not None), None)
         if part is not None and any(policy not in (part, KeepAll()) for policy in self.policies):
-            raise ConfigError(f"cache.policy: {self}: {kind} cannot be combined", hint)
+            raise ConfigError(f"cache.policy: {self}: {part.kind} cannot be combined", part.combination_hint)
+        return part
 
     def restrict(self, spec: AttentionSpec, block_size: int) -> AttentionSpec:
         restricted = [policy.restrict(spec, block_size) for policy in self.policies]
@@ -100,10 +90,6 @@ class CombinedPolicy(CachePolicy):
         return " + ".join(str(policy) for policy in self.policies)
 
 
-def _layer_range(first: int, last: int) -> str:
-    return f"{first}" if first == last else f"{first}-" if last >= UNBOUNDED else f"{first}-{last}"
-
-
 def restrict_specs(
     specs: Sequence[AttentionSpec], policy: CachePolicy, block_size: int, *, renumber: bool
 ) -> tuple[AttentionSpec, ...]:
@@ -116,17 +102,14 @@ def restrict_specs(
         if not spec.is_cross_attention:
             spec = policy.for_layer(layer).restrict(spec, block_size)
             spec = spec._replace(
-                renumber_positions=renumber
-                and AttentionPattern.from_spec(spec._replace(renumber_positions=True)).renumbers_sinks
+                renumber_positions=renumber and spec._replace(renumber_positions=True).pattern.renumbers_sinks
             )
         restricted.append(spec)
     return tuple(restricted)
 
 
-# ---------------------------------------------------------------- parsing
-
-
 _CALL = re.compile(r"([A-Za-z_][\w.-]*(?::[A-Za-z_]\w*)?)(?:\((.*)\))?")
+_PLUS = re.compile(r"\+(?![^(]*\))")  # outside of parentheses
 _LAYERS = re.compile(r"(\d+)(?:(-)(\d+)?)?\s*:\s*(.*)")
 
 
@@ -152,19 +135,8 @@ def parse_policy(text: str) -> CachePolicy:
 
 
 def _parse_sum(text: str) -> CachePolicy:
-    parts = [_parse_call(part.strip()) for part in _split_outside_parentheses(text, "+")]
+    parts = [_parse_call(part.strip()) for part in _PLUS.split(text)]
     return parts[0] if len(parts) == 1 else CombinedPolicy(tuple(parts))
-
-
-def _split_outside_parentheses(text: str, separator: str) -> list[str]:
-    """Split at every ``separator`` outside of parentheses."""
-    parts, depth, start = [], 0, 0
-    for index, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if char == separator and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
-    return [*parts, text[start:]]
 
 
 def _parse_call(text: str) -> CachePolicy:
@@ -179,7 +151,7 @@ def _parse_call(text: str) -> CachePolicy:
     else:
         raise ConfigError(f"cache.policy: unknown policy {name!r}", suggest(name, POLICIES))
     values, named = [], dict[str, Any]()
-    for part in (part.strip() for part in _split_outside_parentheses(argument_text or "", ",")):
+    for part in (part.strip() for part in (argument_text or "").split(",")):
         key, equals, value = part.rpartition("=")
         if part and equals:
             named[key.strip()] = _parse_argument(value.strip(), text)

@@ -112,14 +112,10 @@ FORMATS = {
 
 def get_format(name: str, key: str = "format") -> CacheFormat:
     """Return the format of a name; ``key`` is the configuration key for errors."""
-    if ":" in str(name):
-        return _custom_format(name, key)
-    if name not in FORMATS:
+    if name in FORMATS:
+        return FORMATS[name]
+    if ":" not in str(name):
         raise ConfigError(f"{key}: {name!r}", suggest(str(name), FORMATS))
-    return FORMATS[name]
-
-
-def _custom_format(name: str, key: str) -> CacheFormat:
     instance: Any = config.plugins.load_plugin(name, key)()
     for method in ("arrays", "encode", "decode"):
         if not callable(getattr(instance, method, None)):

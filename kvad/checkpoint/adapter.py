@@ -16,7 +16,6 @@ read like any other checkpoint.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,42 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad import model, storage
-from kvad.checkpoint.conversion import write_tensors
-from kvad.checkpoint.export import COMPANION_FILES, read_tokenizer_files
+from kvad import model
+from kvad.checkpoint import folder as folder_lib
+from kvad.checkpoint import peft
 from kvad.checkpoint.families import find_family
-from kvad.checkpoint.folder import (
-    CONFIG,
-    MANIFEST,
-    check_file,
-    format_error,
-    list_steps,
-    read_json,
-    read_manifest,
-    resolve_best_link,
-)
-from kvad.checkpoint.generation_config import GENERATION_FILE, GenerationConfig, read_generation_config, write_pooling
-from kvad.checkpoint.handle import TOKENIZER_FILES, CheckpointHandle, LazyTensors, TrainingState
-from kvad.checkpoint.hf_layout import HFCheckpoint
+from kvad.checkpoint.folder import ADAPTER_CONFIG, CONFIG, read_json, write_json
+from kvad.checkpoint.generation_config import GENERATION_FILE, GenerationConfig, read_generation_config
+from kvad.checkpoint.handle import CheckpointHandle, TrainingState, has_tokenizer, read_tokenizer_files
 from kvad.checkpoint.hub import resolve_model_path
-from kvad.checkpoint.native import finish_folder, new_step, open_folder, save_checkpoint, save_tensors, write_json
-from kvad.checkpoint.peft import (
-    AdapterTargets,
-    check_peft_config,
-    find_targets,
-    mergeable_linears,
-    native_targets,
-    read_factors,
-    write_factors,
-    write_peft_config,
-)
-from kvad.checkpoint.safetensors_io import write_sharded
+from kvad.checkpoint.native import new_checkpoint, open_folder
+from kvad.checkpoint.safetensors_io import open_file_tensors, save_tensors
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 from kvad.text import Tokenizer
 
-METADATA_FILE, CONFIG_FILE, TENSORS = "adapter.json", "adapter_config.json", "adapter_model.safetensors"
-FORMAT = 2
+METADATA_FILE, TENSORS, FORMAT = "adapter.json", "adapter_model.safetensors", 2
 
 
 def base_fingerprint(handle: CheckpointHandle) -> str:
@@ -69,45 +47,33 @@ def base_fingerprint(handle: CheckpointHandle) -> str:
     return model.fingerprint.state_fingerprint(handle.config, dict(handle.weights()))
 
 
-# ---------------------------------------------------------------- writing
-
-
 @dataclass(frozen=True)
 class AdapterFormat:
     """Format of the adapters of one base."""
 
-    config: ModelConfig
-    targets: AdapterTargets
+    kind: str  # of the model
+    targets: peft.AdapterTargets
     names: str  # "peft" if the base has a family, else "kvad"
     base: str  # path or name that the base was opened by
     folder: str  # folder of its config.json, which PEFT opens
     fingerprint: str
     tokenizer_files: Mapping[str, bytes]  # content by file name
 
-    def check(self, parts: Sequence[str]) -> None:
-        """Raise CheckpointError if the layout cannot hold adapters of these linear layers."""
-        shapes = mergeable_linears(self.config)
-        factors = {
-            name: model.lora.LoraFactors(torch.zeros(1, shapes[name][1]), torch.zeros(shapes[name][0], 1), 1.0)
-            for name in parts
-        }
-        write_factors(self.targets, shapes, factors)
-
 
 def adapter_format(handle: CheckpointHandle, where: str, fingerprint: str) -> AdapterFormat:
     """Build the format for adapters of a base that was opened by the name ``where``."""
     family_targets = _adapter_targets(handle)
-    targets = native_targets(handle.config) if family_targets is None else family_targets
+    targets = peft.native_targets(handle.config) if family_targets is None else family_targets
     names = "kvad" if family_targets is None else "peft"
     folder = str(handle.path.resolve()) if Path(where).is_dir() else where  # a name on the hub stays a name
-    return AdapterFormat(handle.config, targets, names, where, folder, fingerprint, read_tokenizer_files(handle.path))
+    return AdapterFormat(
+        handle.config.kind, targets, names, where, folder, fingerprint, read_tokenizer_files(handle.path)
+    )
 
 
-def _adapter_targets(handle: CheckpointHandle) -> AdapterTargets | None:
+def _adapter_targets(handle: CheckpointHandle) -> peft.AdapterTargets | None:
     """Return the targets by the names of the base's family, or None if it has no family."""
-    if isinstance(handle, HFCheckpoint):
-        return find_targets(handle.family, handle.config)
-    return None if handle.origin is None else find_targets(find_family(handle.origin), handle.config)
+    return None if handle.origin is None else peft.find_targets(find_family(handle.origin), handle.config)
 
 
 def save_adapter(
@@ -134,45 +100,22 @@ def save_adapter(
     """
     from kvad import __version__
 
-    tensors, modules = write_factors(form.targets, mergeable_linears(form.config), factors)
-    peft_config = write_peft_config(form.targets, modules, kind=form.config.kind, base=form.folder, **settings)
+    tensors, modules = peft.write_factors(form.targets, factors)
+    peft_config = peft.write_peft_config(form.targets, modules, kind=form.kind, base=form.folder, **settings)
     record = {"kvad": __version__, "format": FORMAT, "names": form.names, "parts": list(factors)}
-    with storage.atomic.new_folder(folder, replaces=replaces) as temp_folder:
-        write_json(temp_folder / CONFIG_FILE, peft_config)
+    with new_checkpoint(folder, training, replaces) as temp_folder:
+        write_json(temp_folder / ADAPTER_CONFIG, peft_config)
         save_tensors(folder, temp_folder / TENSORS, tensors, {"format": "pt"})
         write_json(temp_folder / METADATA_FILE, {**record, "base": form.base, "fingerprint": form.fingerprint})
         for name, content_bytes in form.tokenizer_files.items():
             (temp_folder / name).write_bytes(content_bytes)
-        finish_folder(folder, temp_folder, training)
-
-
-def save_adapter_step(
-    run: Path,
-    step: int,
-    form: AdapterFormat,
-    factors: Mapping[str, model.lora.LoraFactors],
-    *,
-    keep: int,
-    best: int | None = None,
-    fresh: bool,
-    **options: Any,
-) -> Path:
-    """Write a step of a run, as ``native.save_step`` does; ``options`` are passed to ``save_adapter``."""
-    with new_step(run, step, keep=keep, best=best, fresh=fresh) as (folder, replaced):
-        save_adapter(folder, form, factors, replaces=replaced, **options)
-    return folder
-
-
-# ---------------------------------------------------------------- reading
 
 
 def find_adapter(path: Path) -> Path | None:
     """Return the adapter folder at ``path``, or the newest of a run; None for any other folder."""
-    path = resolve_best_link(Path(path))
-    if (path / CONFIG).is_file():
-        return None
-    steps = [path] if (path / CONFIG_FILE).is_file() else list_steps(path)
-    return steps[-1] if steps and (steps[-1] / CONFIG_FILE).is_file() and not (steps[-1] / CONFIG).is_file() else None
+    path = folder_lib.resolve_best_link(Path(path))
+    steps = [] if (path / CONFIG).is_file() else folder_lib.list_steps(path)
+    return next((folder for folder in (path, *steps[-1:]) if folder_lib.is_adapter(folder)), None)
 
 
 @dataclass(frozen=True)
@@ -191,27 +134,16 @@ class StoredAdapter:
 
     def factors(self, base: CheckpointHandle) -> dict[str, model.lora.LoraFactors]:
         """Read the matrices by the name of the linear layer of ``base``, which they must fit."""
-        if self.metadata.get("names") == "kvad":
-            targets: AdapterTargets | None = native_targets(base.config)
-        else:
-            targets = _adapter_targets(base)
+        has_native_names = self.metadata.get("names") == "kvad"
+        targets = peft.native_targets(base.config) if has_native_names else _adapter_targets(base)
         if targets is None:
             raise CheckpointError(
                 f"{self.path}: its names are those of a Hugging Face class, and {base.path} has no such class",
                 "Give the base that it was trained on.",
             )
         where = str(self.path / TENSORS)
-        parts = self.metadata.get("parts")
-        shapes = mergeable_linears(base.config)
-        return read_factors(targets, shapes, LazyTensors(self.path / TENSORS), self.content, where, parts)
-
-    def check_base(self, base: CheckpointHandle) -> None:
-        """Raise CheckpointError if the recorded fingerprint is not that of ``base``."""
-        fingerprint = self.metadata.get("fingerprint")
-        if fingerprint is not None and base_fingerprint(base) != fingerprint:
-            raise CheckpointError(
-                f"{self.path}: this adapter was trained on another model than {base.path}", f"Its base was {self.base}."
-            )
+        tensors, parts = open_file_tensors(self.path / TENSORS), self.metadata.get("parts")
+        return peft.read_factors(targets, tensors, self.content, where, parts)
 
 
 def open_adapter(path: Path) -> StoredAdapter:
@@ -219,31 +151,28 @@ def open_adapter(path: Path) -> StoredAdapter:
     path = Path(path)
     folder = find_adapter(path)
     if folder is None:
-        reason = "no such folder" if not path.exists() else f"it has no {CONFIG_FILE}"
-        if path.exists() and ((path / CONFIG).is_file() or list_steps(path)):
-            reason = "it is a complete model"
-        raise CheckpointError(
-            f"{path} is not an adapter: {reason}", "Train one with kvad train --init MODEL --lora-rank RANK."
-        )
+        is_model = (path / CONFIG).is_file() or folder_lib.is_run(path)
+        missing = f"it has no {ADAPTER_CONFIG}" if path.exists() else "no such folder"
+        reason = "it is a complete model" if is_model else missing
+        hint = "Train one with kvad train --init MODEL --lora-rank RANK."
+        raise CheckpointError(f"{path} is not an adapter: {reason}", hint)
     metadata: dict[str, Any] = {}
     if (folder / METADATA_FILE).is_file():
         metadata = read_json(folder / METADATA_FILE)
-        if metadata.get("format") != FORMAT:
-            raise format_error(folder / METADATA_FILE, metadata, FORMAT, "kvad train --init MODEL --lora-rank RANK")
-        if (folder / MANIFEST).is_file():  # absent if PEFT's save_pretrained wrote next to adapter.json
-            for name, entry in read_manifest(folder, TENSORS).items():
-                check_file(folder / name, entry)
-    content = read_json(folder / CONFIG_FILE)
-    check_peft_config(content, str(folder / CONFIG_FILE))
+        folder_lib.check_format(folder / METADATA_FILE, metadata, FORMAT, "kvad train --init MODEL --lora-rank RANK")
+        if (folder / folder_lib.MANIFEST).is_file():  # absent if PEFT's save_pretrained wrote next to adapter.json
+            for name, entry in folder_lib.read_manifest(folder, TENSORS).items():
+                folder_lib.check_file(folder / name, entry)
+    content = read_json(folder / ADAPTER_CONFIG)
+    peft.check_peft_config(content, str(folder / ADAPTER_CONFIG))
     return StoredAdapter(folder, content, metadata)
 
 
 def merge_adapter(base: CheckpointHandle, path: Path) -> AdaptedCheckpoint:
     """Return ``base``, which must not be an adapter, with the adapter in ``path`` merged in."""
     if isinstance(base, AdaptedCheckpoint):
-        raise CheckpointError(
-            f"{base.path} is already an adapter", "Merge it first with kvad merge BASE ADAPTER --out DIR."
-        )
+        hint = "Merge it first with kvad merge BASE ADAPTER --out DIR."
+        raise CheckpointError(f"{base.path} is already an adapter", hint)
     adapter = open_adapter(path)
     return AdaptedCheckpoint(adapter.path, base=base, adapter=adapter)
 
@@ -251,19 +180,14 @@ def merge_adapter(base: CheckpointHandle, path: Path) -> AdaptedCheckpoint:
 def open_adapted(path: Path) -> AdaptedCheckpoint:
     """Open an adapter together with the base that it names."""
     adapter = open_adapter(path)
+    hint = f"If it was moved: kvad merge BASE {path} --out DIR, or open BASE with --adapter {path}."
     if adapter.base is None:
-        raise CheckpointError(f"{adapter.path} is an adapter that does not name its base", _base_hint(path))
+        raise CheckpointError(f"{adapter.path} is an adapter that does not name its base", hint)
     try:
         base = open_folder(resolve_model_path(adapter.base))
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{adapter.path}: its base cannot be opened: {error.message}", _base_hint(path)
-        ) from error
+        raise CheckpointError(f"{adapter.path}: its base cannot be opened: {error.message}", hint) from error
     return AdaptedCheckpoint(adapter.path, base=base, adapter=adapter)
-
-
-def _base_hint(path: Path) -> str:
-    return f"If it was moved: kvad merge BASE {path} --out DIR, or open BASE with --adapter {path}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,10 +232,10 @@ class AdaptedCheckpoint(CheckpointHandle):
     @property
     def tokenizer_folder(self) -> Path:
         """The adapter's folder if it has a tokenizer, else the base's."""
-        has_tokenizer = any(True for pattern in TOKENIZER_FILES for _ in self.path.glob(pattern))
-        return self.path if has_tokenizer else self.base.tokenizer_folder
+        return self.path if has_tokenizer(self.path) else self.base.tokenizer_folder
 
-    def read_tokenizer(self) -> Tokenizer | None:
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
         return self.base.tokenizer
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -323,7 +247,10 @@ class AdaptedCheckpoint(CheckpointHandle):
 
         Raises CheckpointError before the first tensor if the adapter was trained on another base.
         """
-        self.adapter.check_base(self.base)
+        fingerprint = self.adapter.metadata.get("fingerprint")
+        if fingerprint is not None and base_fingerprint(self.base) != fingerprint:
+            message = f"{self.adapter.path}: this adapter was trained on another model than {self.base.path}"
+            raise CheckpointError(message, f"Its base was {self.adapter.base}.")
         for name, tensor in self.base.weights():
             factors = self.factors.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
             if factors is None:
@@ -340,36 +267,3 @@ class AdaptedCheckpoint(CheckpointHandle):
     def adapter_fingerprint(self) -> str:
         """Fingerprint of the adapter alone."""
         return model.lora.factors_fingerprint(self.factors)
-
-
-def _companion_file(adapted: AdaptedCheckpoint, name: str) -> Path:
-    """Return the file to store with merged weights: the adapter's chat files, else the base's."""
-    adapter_file = adapted.path / name
-    return (
-        adapter_file
-        if name in (GENERATION_FILE, "chat_template.jinja") and adapter_file.is_file()
-        else adapted.base.path / name
-    )
-
-
-def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the merged model in its base's layout, with the base's other files.
-
-    ``dtype`` is the dtype of the stored weights (default: the base's).
-    """
-    base = adapted.base
-    tensors = dict(adapted.weights_as(dtype))
-    if not isinstance(base, HFCheckpoint):
-        extra_files = [path for name in COMPANION_FILES if (path := _companion_file(adapted, name)).is_file()]
-        save_checkpoint(
-            out, base.config, tensors, None, generation=adapted.generation, extra_files=extra_files, origin=base.origin
-        )
-        return
-    with storage.atomic.new_folder(out) as temp_folder:
-        name = str(dtype or base.stored_dtype).removeprefix("torch.")
-        write_json(temp_folder / CONFIG, {**base.fields.content, "dtype": name, "torch_dtype": name})
-        write_sharded(temp_folder, write_tensors(base.family, base.config, tensors))
-        for file_name in (*COMPANION_FILES, GENERATION_FILE):
-            if (path := _companion_file(adapted, file_name)).is_file():
-                shutil.copyfile(path, temp_folder / file_name)
-        write_pooling(temp_folder, base.generation, base.config.hidden_size)

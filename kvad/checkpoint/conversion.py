@@ -33,9 +33,6 @@ Shape = tuple[int, ...]
 HFTensors = Mapping[str, Tensor]
 
 
-# ---------------------------------------------------------------- tensors
-
-
 class TensorTransform(NamedTuple):
     """Conversion between Hugging Face's and kvad's tensors; both take the shapes of kvad's."""
 
@@ -143,60 +140,80 @@ def expand_rules(rules: Iterable[TensorRule], shapes: Mapping[str, Shape]) -> li
     return expanded
 
 
-def read_tensors(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield kvad's tensors, one rule at a time; ``where`` is the path for messages.
+def read_tensors(
+    family: Family,
+    config: ModelConfig,
+    stored: HFTensors,
+    where: str,
+    report: Callable[[CheckpointError], None] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield kvad's tensors, one rule at a time.
 
-    Raises CheckpointError if a tensor is missing, unexpected, or of another shape.
+    Args:
+        family: Family of the file.
+        config: Config of the model.
+        stored: Tensors of the file; with ``report`` they may be on the meta device.
+        where: Path for messages.
+        report: Takes each error; None: the first is raised.
+
+    Raises:
+        CheckpointError: If a tensor is missing, unexpected, or of another shape.
     """
+
+    def refuse(error: CheckpointError) -> None:
+        if report is None:
+            raise error
+        report(error)
+
     used: set[str] = set()
     copies: dict[str, str] = {}  # name -> tensor that it must equal
-    for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
-        names = [_stored_name(family, name, stored) for name in rule.hf_names]
-        missing = [name for name, stored_name in zip(rule.hf_names, names, strict=True) if stored_name is None]
+    for rule in family.tensor_rules(config):
+        stored_names = {name: _stored_name(family, name, stored) for name in rule.hf_names}
+        present = {name: stored_name for name, stored_name in stored_names.items() if stored_name is not None}
+        used.update(present.values())
+        for name, stored_name in present.items():
+            copy_names = (_find_name(copy, stored, family) for copy in family.copies.get(name, ()))
+            copies |= {copy: stored_name for copy in copy_names if copy is not None}
+        missing = [name for name in rule.hf_names if name not in present]
         if missing and rule.missing_ok:
             yield from ((name, torch.zeros(shape)) for name, shape in zip(rule.kvad_names, rule.shapes, strict=True))
             continue
-        if missing:
-            raise CheckpointError(f"{where}: tensor {missing[0]} is missing", _nearest_tensor(missing[0], stored))
-        used |= {name for name in names if name is not None}
-        for name, stored_name in zip(rule.hf_names, names, strict=True):
-            copy_names = (_find_name(copy, stored, family) for copy in family.copies.get(name, ()))
-            copies |= {copy: stored_name for copy in copy_names if copy is not None and stored_name is not None}
-        yield from _read(rule, [(name, stored[name]) for name in names if name is not None], where)
-    for name in _unexpected(family, stored, used):
-        if name not in copies:
-            raise CheckpointError(
-                f"{where}: tensor {name} {list(stored[name].shape)} is extra", "The config has no such parameter."
-            )
-        if not torch.equal(stored[name], stored[copies[name]]):
-            raise CheckpointError(f"{where}: {name} differs from {copies[name]}", "They are one tensor in the config.")
-    _check_constants(family, config, stored, where)
+        for name in missing:
+            close = difflib.get_close_matches(name, list(stored), n=1, cutoff=0.8)
+            hint = f"The most similar tensor is {close[0]}." if close else "The file may be of another architecture."
+            refuse(CheckpointError(f"{where}: tensor {name} is missing", hint))
+        if not missing:
+            try:
+                yield from _read(rule, [(name, stored[name]) for name in present.values()], where)
+            except CheckpointError as error:
+                refuse(error)
+    for extra in _extra_tensors(family, stored, used, copies, where):
+        refuse(extra)
+    if report is None:
+        _check_constants(family, config, stored, where)
 
 
 def find_mismatches(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> list[str]:
     """Return what ``read_tensors`` would refuse; ``stored`` may be on the meta device."""
-    messages: list[str] = []
-    used: set[str] = set()
-    for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
-        names = [_stored_name(family, name, stored) for name in rule.hf_names]
-        for name, stored_name in zip(rule.hf_names, names, strict=True):
-            if stored_name is None and not rule.missing_ok:
-                messages.append(f"{name} is missing")
-            copy_names = (_find_name(copy, stored, family) for copy in family.copies.get(name, ()))
-            used |= {copy for copy in (stored_name, *copy_names) if copy is not None}
-        if None in names:
-            continue
-        try:
-            list(_read(rule, [(name, stored[name]) for name in names if name is not None], where))
-        except CheckpointError as error:
-            messages.append(error.message.removeprefix(f"{where}: "))
-    return messages + [f"{name} {list(stored[name].shape)} is extra" for name in _unexpected(family, stored, used)]
+    errors: list[CheckpointError] = []
+    for _ in read_tensors(family, config, stored, where, errors.append):
+        pass
+    return [error.message.removeprefix(f"{where}: ").removeprefix("tensor ") for error in errors]
 
 
-def _unexpected(family: Family, stored: HFTensors, used: set[str]) -> list[str]:
-    """Return the tensors that no rule used and that are not ignored."""
+def _extra_tensors(
+    family: Family, stored: HFTensors, used: set[str], copies: Mapping[str, str], where: str
+) -> Iterator[CheckpointError]:
+    """Yield an error for each tensor that no rule used and that is neither ignored nor an equal copy."""
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored) or r"(?!)")
-    return [name for name in stored if name not in used and not ignored.fullmatch(name.removeprefix(family.prefix))]
+    for name, tensor in stored.items():
+        if name in used or ignored.fullmatch(name.removeprefix(family.prefix)):
+            continue
+        if name not in copies:
+            message = f"{where}: tensor {name} {list(tensor.shape)} is extra"
+            yield CheckpointError(message, "The config has no such parameter.")
+        elif not tensor.is_meta and not torch.equal(tensor, stored[copies[name]]):
+            yield CheckpointError(f"{where}: {name} differs from {copies[name]}", "They are one tensor in the config.")
 
 
 def _check_constants(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> None:
@@ -205,35 +222,27 @@ def _check_constants(family: Family, config: ModelConfig, stored: HFTensors, whe
         stored_name = _find_name(name, stored, family)
         if stored_name is None:
             continue
-        stored_table = stored[stored_name]
-        num_rows = min(len(stored_table), len(table))
-        if stored_table.shape[1:] != table.shape[1:] or not torch.allclose(
-            stored_table[:num_rows].float(), table[:num_rows].float(), rtol=0.0, atol=1e-2
-        ):
+        num_rows = min(len(stored[stored_name]), len(table))
+        rows, expected = stored[stored_name][:num_rows].float(), table[:num_rows].float()
+        if rows.shape != expected.shape or not torch.allclose(rows, expected, rtol=0.0, atol=1e-2):
             raise CheckpointError(f"{where}: {stored_name} differs from the table that the config describes")
 
 
-def resolve_tying(family: Family, config: ModelConfig, stored: HFTensors) -> ModelConfig:
-    """Return an untied config if the file has two different matrices for embedding and head.
-
-    The file takes precedence, as in transformers 5; transformers 4.57 drops the head's matrix.
-    """
-    if not config.tie_embeddings or family.head is None:
-        return config
-    head, table = (_stored_name(family, name, stored) for name in family.head)
-    if head is None or table is None or torch.equal(stored[head], stored[table]):
-        return config
-    return replace(config, tie_embeddings=False)
-
-
 def resolve_config(family: Family, config: ModelConfig, stored: HFTensors) -> ModelConfig:
-    """Return the config with what only the tensors decide: tying, and the kind of head."""
+    """Return the config with what only the tensors decide: tying, and the kind of head.
+
+    If the file has two different matrices for embedding and head, they are not tied, as in transformers 5;
+    transformers 4.57 drops the head's matrix.
+    """
 
     def lookup(name: str) -> Tensor | None:
         stored_name = _find_name(name, stored, family)
         return None if stored_name is None else stored[stored_name]
 
-    config = resolve_tying(family, config, stored)
+    if config.tie_embeddings and family.head is not None:
+        head, table = (_stored_name(family, name, stored) for name in family.head)
+        if head is not None and table is not None and not torch.equal(stored[head], stored[table]):
+            config = replace(config, tie_embeddings=False)
     return config if family.resolve is None else family.resolve(config, lookup)
 
 
@@ -249,10 +258,9 @@ def _find_name(name: str, stored: HFTensors, family: Family) -> str | None:
     Files of a base model may lack the prefix of the model with a head, or have it; old files have other suffixes.
     """
     prefix = family.prefix
-    variants = [
-        name.removesuffix(suffix) + variant for suffix, variant in family.name_variants.items() if name.endswith(suffix)
-    ]
-    for spelling in (name, *variants):
+    variants = family.name_variants.items()
+    spellings = [name, *(name.removesuffix(suffix) + other for suffix, other in variants if name.endswith(suffix))]
+    for spelling in spellings:
         for candidate in (spelling, spelling.removeprefix(prefix), prefix + spelling):
             if candidate in stored:
                 return candidate
@@ -266,31 +274,20 @@ def _read(rule: TensorRule, tensors: Sequence[tuple[str, Tensor]], where: str) -
         converted = []
     if [tuple(tensor.shape) for tensor in converted] != list(rule.shapes):
         stored_shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors)
-        expected_shapes = ", ".join(
-            f"{name} {list(shape)}" for name, shape in zip(rule.kvad_names, rule.shapes, strict=True)
-        )
-        raise CheckpointError(
-            f"{where}: {stored_shapes} cannot be converted to {expected_shapes}", "Config and tensors disagree."
-        )
+        expected = zip(rule.kvad_names, rule.shapes, strict=True)
+        message = f"cannot be converted to {', '.join(f'{name} {list(shape)}' for name, shape in expected)}"
+        raise CheckpointError(f"{where}: {stored_shapes} {message}", "Config and tensors disagree.")
     yield from zip(rule.kvad_names, converted, strict=True)
-
-
-def _nearest_tensor(name: str, stored: HFTensors) -> str:
-    close = difflib.get_close_matches(name, list(stored), n=1, cutoff=0.8)
-    return f"The most similar tensor is {close[0]}." if close else "The file may be of another architecture."
 
 
 def write_tensors(family: Family, config: ModelConfig, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face's tensors, each once; tensors that are tied there are not written."""
-    for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
+    for rule in family.tensor_rules(config):
         converted = rule.transform.write([weights[name] for name in rule.kvad_names], rule.shapes)
         for name, tensor in zip(rule.hf_names, converted, strict=True):
             yield name, tensor.contiguous()
     if family.extra is not None:
         yield from family.extra(config)
-
-
-# ---------------------------------------------------------------- configs
 
 
 class HFConfigReader:
@@ -309,6 +306,10 @@ class HFConfigReader:
         names = self.content.get("architectures") or [""]
         return str(names[0])
 
+    def error(self, message: str, hint: str = "") -> CheckpointError:
+        """Return an error of this config."""
+        return CheckpointError(f"{self.where}: {message}", hint)
+
     def __contains__(self, name: str) -> bool:
         return self.content.get(name) is not None
 
@@ -326,42 +327,48 @@ class HFConfigReader:
         """Return the number under the first of ``names`` that is present."""
         return float(self._first(names, (int, float), "a number", default))
 
+    def optional_integer(self, name: str) -> int | None:
+        return self.integer(name) if name in self else None
+
+    def optional_number(self, name: str) -> float | None:
+        return self.number(name) if name in self else None
+
     def _first(self, names: tuple[str, ...], kind: Any, label: str, default: Any) -> Any:
         name = next((name for name in names if name in self), None)
         if name is None:
             if default is None:
-                raise CheckpointError(f"{self.where}: {names[0]} is missing")
+                raise self.error(f"{names[0]} is missing")
             return default
         value = self.content[name]
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {name}: must be {label}, got {value!r}")
+            raise self.error(f"{name}: must be {label}, got {value!r}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a boolean.  Raises CheckpointError for any other value."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {name}: must be true or false, got {value!r}")
+            raise self.error(f"{name}: must be true or false, got {value!r}")
         return value
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
         """Return ``choices[value]``.  Raises CheckpointError for a value that is not among them."""
         value = self.get(name, default)
         if value not in choices:
-            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", suggest(str(value), choices))
+            raise self.error(f"{name} {value!r} is not supported", suggest(str(value), choices))
         return choices[value]
 
     def require_one_of(self, name: str, *allowed: Any, reason: str = "") -> None:
         """Refuse a field, with ``reason`` as hint, unless it is absent, null, or in ``allowed``."""
         value = self.content.get(name)
         if value is not None and value not in allowed:
-            raise CheckpointError(f"{self.where}: {name} {value!r} is not supported", reason)
+            raise self.error(f"{name} {value!r} is not supported", reason)
 
     def part(self, name: str) -> HFConfigReader:
         """Return a reader of a nested config (``text_config``, ``encoder``)."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
-            raise CheckpointError(f"{self.where}: {name}: must be an object, got {value!r}")
+            raise self.error(f"{name}: must be an object, got {value!r}")
         return HFConfigReader(value, f"{self.where}: {name}")
 
 
@@ -387,6 +394,10 @@ class Family:
     # Other names that a file may have for a tensor, in its place or as an equal copy.
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def tensor_rules(self, config: ModelConfig) -> list[TensorRule]:
+        """Return the rules about the tensors of a model."""
+        return expand_rules(self.rules(config), config_lib.parameter_shapes.weight_shapes(config))
+
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """Return the ``config.json`` of a model, checked by reading it back.
 
@@ -406,7 +417,6 @@ class Family:
         for part in {**fields, **read_back_fields}:
             value, read_back_value = fields.get(part), read_back_fields.get(part)
             if value != read_back_value:
-                raise CheckpointError(
-                    f"{name} cannot express this model: {part} is {value!r}, would become {read_back_value!r}"
-                )
+                difference = f"{part} is {value!r}, would become {read_back_value!r}"
+                raise CheckpointError(f"{name} cannot express this model: {difference}")
         return content

@@ -6,45 +6,24 @@ A model that was imported from a family is exported to that family; for any othe
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvad import storage, text
+from kvad.checkpoint.adapter import AdaptedCheckpoint
 from kvad.checkpoint.conversion import write_tensors
-from kvad.checkpoint.generation_config import write_pooling
-from kvad.checkpoint.handle import CheckpointHandle
-from kvad.checkpoint.hf_layout import choose_family, write_hf_config
+from kvad.checkpoint.folder import CONFIG, write_json
+from kvad.checkpoint.generation_config import GENERATION_FILE, write_pooling
+from kvad.checkpoint.handle import CheckpointHandle, read_tokenizer_files
+from kvad.checkpoint.hf_layout import HFCheckpoint, choose_family, write_hf_config
 from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.safetensors_io import write_sharded
 from kvad.text import HFTokenizer
 
-# Files of a tokenizer or a chat template; they are copied unchanged.
-COMPANION_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "source.spm",
-    "target.spm",
-)
 Progress = Callable[[str, int], None]
-
-
-def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder that belong to a tokenizer or chat template, by name."""
-    return {name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()}
 
 
 def export_hf(
@@ -64,31 +43,12 @@ def export_hf(
     layout = choose_family(handle.config, family or handle.origin)
     with storage.atomic.new_folder(out) as temp_folder:
         write_hf_config(temp_folder, layout, handle.generation, dtype or handle.stored_dtype)
-        weights = dict(handle.weights())
-        write_sharded(temp_folder, _cast(write_tensors(layout.family, handle.config, weights), dtype))
+        tensors = write_tensors(layout.family, handle.config, dict(handle.weights()))
+        casts = ((name, tensor.to(dtype=dtype) if tensor.is_floating_point() else tensor) for name, tensor in tensors)
+        write_sharded(temp_folder, casts)
         write_pooling(temp_folder, handle.generation, handle.config.hidden_size)
         _copy_tokenizer(handle, temp_folder)
     return layout.hf_class
-
-
-def import_hf(
-    handle: CheckpointHandle, out: Path, *, dtype: torch.dtype | None = None, progress: Progress | None = None
-) -> None:
-    """Write a checkpoint in kvad's layout, with the tokenizer's files unchanged."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in handle.weights():
-        tensors[name] = tensor if dtype is None else tensor.to(dtype)
-        if progress is not None:
-            progress(name, tensors[name].nbytes)
-    extra_files = [handle.path / name for name in COMPANION_FILES if (handle.path / name).is_file()]
-    save_checkpoint(
-        out, handle.config, tensors, None, generation=handle.generation, extra_files=extra_files, origin=handle.origin
-    )
-
-
-def _cast(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _copy_tokenizer(handle: CheckpointHandle, folder: Path) -> None:
@@ -96,12 +56,53 @@ def _copy_tokenizer(handle: CheckpointHandle, folder: Path) -> None:
 
     kvad's own byte, character and word tokenizers have no equivalent in transformers and are left out.
     """
-    for name in COMPANION_FILES:
-        if (handle.path / name).is_file():
-            shutil.copyfile(handle.path / name, folder / name)
-    if not (folder / text.base.FILE_NAME).is_file() or (folder / text.hf_config.CONFIG_NAME).is_file():
+    files = read_tokenizer_files(handle.path)
+    if text.base.FILE_NAME in files and text.hf_config.CONFIG_NAME not in files:
+        if isinstance(handle.tokenizer, HFTokenizer):
+            handle.tokenizer.save(folder)
+        del files[text.base.FILE_NAME]
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def import_hf(
+    handle: CheckpointHandle,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    files: Mapping[str, bytes] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint in kvad's layout with ``files`` (default: the tokenizer's, unchanged)."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in handle.weights_as(dtype):
+        tensors[name] = tensor
+        if progress is not None:
+            progress(name, tensor.nbytes)
+    files = read_tokenizer_files(handle.path) if files is None else files
+    save_checkpoint(out, handle.config, tensors, None, generation=handle.generation, files=files, origin=handle.origin)
+
+
+def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the merged model in its base's layout, with the base's other files and the adapter's chat files.
+
+    ``dtype`` is the dtype of the stored weights (default: the base's).
+    """
+    base = adapted.base
+    files = read_tokenizer_files(base.path)
+    chat_files = read_tokenizer_files(adapted.path)
+    files |= {name: content for name, content in chat_files.items() if name == "chat_template.jinja"}
+    if not isinstance(base, HFCheckpoint):
+        import_hf(adapted, out, dtype=dtype, files=files)
         return
-    if isinstance(handle.tokenizer, HFTokenizer):
-        handle.tokenizer.save(folder)
-    else:
-        (folder / text.base.FILE_NAME).unlink()
+    for folder in (base.path, adapted.path):
+        if (folder / GENERATION_FILE).is_file():
+            files[GENERATION_FILE] = (folder / GENERATION_FILE).read_bytes()
+    tensors = dict(adapted.weights_as(dtype))
+    with storage.atomic.new_folder(out) as temp_folder:
+        dtype_name = str(dtype or base.stored_dtype).removeprefix("torch.")
+        write_json(temp_folder / CONFIG, {**base.fields.content, "dtype": dtype_name, "torch_dtype": dtype_name})
+        write_sharded(temp_folder, write_tensors(base.family, base.config, tensors))
+        for name, content in files.items():
+            (temp_folder / name).write_bytes(content)
+        write_pooling(temp_folder, base.generation, base.config.hidden_size)

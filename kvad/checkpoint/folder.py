@@ -22,16 +22,17 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvad import config, storage
 from kvad.checkpoint.safetensors_header import is_truncated
 from kvad.errors import CheckpointError, SaveError
 
-CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
+CONFIG, MANIFEST, TRAINING, ADAPTER_CONFIG = "config.json", "manifest.json", "training", "adapter_config.json"
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 BEST_LINK = "best"
 FORMAT = 2  # of the manifest
 
@@ -45,9 +46,8 @@ def locate(path: Path) -> Path:
         return path
     if steps := list_steps(path):
         return steps[-1]
-    if (
-        interrupted := storage.atomic.find_interrupted(path)
-    ) is not None:  # a process died between the two renames of a replacement
+    interrupted = storage.atomic.find_interrupted(path)
+    if interrupted is not None:  # a process died between the two renames of a replacement
         return interrupted
     if not path.exists():
         raise CheckpointError(f"no such folder: {path}", "Train one with kvad demo or kvad train.")
@@ -82,18 +82,19 @@ def list_steps(run: Path) -> list[Path]:
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    steps = {
-        interrupted.name: interrupted.path
-        for interrupted in storage.temp_paths.interrupted_writes(folder)
-        if interrupted.path.is_dir()
-    }
-    steps |= {path.name: path for path in folder.iterdir() if path.is_dir()}
-    return [steps[name] for name in sorted(steps) if _STEP.fullmatch(name)]
+    steps = {interrupted.name: interrupted.path for interrupted in storage.temp_paths.interrupted_writes(folder)}
+    steps |= {path.name: path for path in folder.iterdir()}
+    return [steps[name] for name in sorted(steps) if _STEP.fullmatch(name) and steps[name].is_dir()]
 
 
 def is_run(path: Path) -> bool:
     """Return True if the folder has at least one checkpoint step."""
     return bool(list_steps(path))
+
+
+def is_adapter(path: Path) -> bool:
+    """Return True for a folder that has an adapter and no complete model."""
+    return (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file()
 
 
 def is_hf(path: Path) -> bool:
@@ -119,22 +120,98 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing", "The checkpoint is incomplete. Copy it again.") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{path} is not JSON: {reason}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must be a JSON object, got {type(content).__name__}")
     return content
 
 
-def format_error(path: Path, content: Mapping[str, Any], version: int, command: str) -> CheckpointError:
-    """Build the error for a file of another format version; ``command`` writes it again."""
-    return CheckpointError(
-        f"{path}: format: must be {version}, got {content.get('format')!r}",
-        f"Another version of kvad wrote it. Write it again with {command}.",
-    )
+def write_json(path: Path, value: object, *, indent: int = 1) -> None:
+    """Write a JSON file; transformers indents by two spaces."""
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=indent) + "\n", encoding="utf-8")
 
 
-# ---------------------------------------------------------------- the manifest
+def check_format(path: Path, content: Mapping[str, Any], version: int, command: str) -> None:
+    """Raise CheckpointError for a file of another format version; ``command`` writes it again."""
+    if content.get("format") != version:
+        raise CheckpointError(
+            f"{path}: format: must be {version}, got {content.get('format')!r}",
+            f"Another version of kvad wrote it. Write it again with {command}.",
+        )
+
+
+def check_readable_weights(folder: Path) -> None:
+    """Raise CheckpointError, which names an alternative, for weights that kvad does not read."""
+    check_no_file(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"no such folder: {folder}")
+    check_unquantized(folder / CONFIG, str(folder))
+    if not has_weights(folder):
+        refuse_weights(str(folder), sorted(os.listdir(folder)))
+
+
+def check_no_file(path: Path, name: str = "") -> None:
+    """Raise CheckpointError for a file in the place of a folder."""
+    if os.path.isfile(path):
+        raise CheckpointError(f"{name or path} is a file", _weights_hint(path.name) or "Give the folder that it is in.")
+
+
+def check_bare_folder(folder: Path) -> None:
+    """Raise CheckpointError for a folder without config that has unreadable weights: a GGUF file or an adapter."""
+    names = sorted(os.listdir(folder))
+    if CONFIG not in names and not is_run(folder) and (ADAPTER_CONFIG in names or any(map(_weights_hint, names))):
+        refuse_weights(str(folder), names)
+
+
+def has_weights(folder: Path) -> bool:
+    """Return True for a folder with ``model.safetensors`` or its index."""
+    return (folder / MODEL).exists() or (folder / INDEX).exists()
+
+
+def check_unquantized(path: Path, where: str) -> None:
+    """Raise CheckpointError for the ``config.json``, if any, of a quantized model."""
+    content = read_json(path) if path.is_file() else {}
+    for key in ("quantization_config", "compression_config"):
+        if entry := content.get(key):
+            method = entry.get("quant_method") if isinstance(entry, dict) else None
+            kind = method.upper() if isinstance(method, str) and method.isprintable() else key
+            raise CheckpointError(
+                f"{where} is quantized ({kind[:40]}), and kvad reads only unquantized weights",
+                "Use the model that it was made from; the model card names it.",
+            )
+
+
+def refuse_weights(where: str, names: Sequence[str]) -> NoReturn:
+    """Raise CheckpointError for the files of a folder or repository without readable weights."""
+    if ADAPTER_CONFIG in names:
+        raise CheckpointError(
+            f"{where} is an adapter (LoRA), not a model",
+            "Download it, then run kvad merge BASE FOLDER --out NEW, or open BASE with --adapter FOLDER.",
+        )
+    for name in names:
+        if name.endswith(".safetensors") and "/" not in name:
+            raise CheckpointError(f"{where} has neither {MODEL} nor {INDEX}, only {name}", "Download or copy it again.")
+    for name in names:
+        if hint := _weights_hint(name):
+            raise CheckpointError(f"{where} has no safetensors, only {name}", hint)
+    raise CheckpointError(f"{where} has no weights: neither {MODEL} nor {INDEX}")
+
+
+def _weights_hint(name: str) -> str:
+    """Return a hint for a file of weights that kvad does not read, empty for any other file."""
+    if name.endswith(".gguf"):
+        return "GGUF is llama.cpp's format. Use the repository of safetensors that it was made from."
+    if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl", ".bin.index.json")):
+        return (
+            "A pickle can run code, so kvad opens none. Look for a revision with safetensors on the hub (refs/pr/N), "
+            "or convert it with transformers: AutoModelForCausalLM.from_pretrained(OLD)"
+            ".save_pretrained(NEW, safe_serialization=True)."
+        )
+    if name.endswith((".h5", ".msgpack", ".onnx", ".ot")):
+        return "kvad reads safetensors. Load it with its own library and save it as safetensors."
+    return ""
 
 
 def file_digest(path: Path) -> dict[str, Any]:
@@ -160,8 +237,7 @@ def read_manifest(path: Path, tensors: str = MODEL) -> dict[str, dict[str, Any]]
     """Return the manifest entries by file name, with ``tensors`` among them."""
     content = read_json(path / MANIFEST)
     files = content.get("files")
-    if content.get("format") != FORMAT:
-        raise format_error(path / MANIFEST, content, FORMAT, "kvad import MODEL --out DIR, or kvad train")
+    check_format(path / MANIFEST, content, FORMAT, "kvad import MODEL --out DIR, or kvad train")
     if not isinstance(files, dict) or tensors not in files or not all(map(_is_entry, files.values())):
         raise CheckpointError(f"{path / MANIFEST} does not list the checkpoint's files")
     return files
@@ -179,28 +255,19 @@ def check_file(path: Path, entry: Mapping[str, Any], *, verify: bool = False) ->
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing", "The checkpoint is incomplete. Copy it again.")
-    size, saved_size = path.stat().st_size, entry["bytes"]
-    if size != saved_size and (verify or path.suffix == ".safetensors"):
-        if size < saved_size and path.suffix == ".safetensors" and is_truncated(path):
-            raise CheckpointError(
-                f"{path} is truncated: {size:,} of {saved_size:,} bytes", _older_checkpoint_hint(path)
-            )
-        raise CheckpointError(
-            f"{path} differs from its manifest: {size:,} bytes instead of {saved_size:,}", _older_checkpoint_hint(path)
-        )
-    if verify and file_digest(path)["sha256"] != entry["sha256"]:
-        raise CheckpointError(
-            f"{path} differs from its manifest: same size, other sha256", _older_checkpoint_hint(path)
-        )
-
-
-def _older_checkpoint_hint(path: Path) -> str:
-    """Build a hint that names an older checkpoint of the same run, if any."""
+    size, saved_size, is_tensor_file = path.stat().st_size, entry["bytes"], path.suffix == ".safetensors"
+    if size != saved_size and (verify or is_tensor_file):
+        problem = f"differs from its manifest: {size:,} bytes instead of {saved_size:,}"
+        if size < saved_size and is_tensor_file and is_truncated(path):
+            problem = f"is truncated: {size:,} of {saved_size:,} bytes"
+    elif verify and file_digest(path)["sha256"] != entry["sha256"]:
+        problem = "differs from its manifest: same size, other sha256"
+    else:
+        return
     step = next((parent for parent in path.parents if parent.name.startswith("step-")), None)
-    other_steps = (
-        [candidate for candidate in list_steps(step.parent.parent) if candidate != step] if step is not None else []
-    )
-    return f"An older checkpoint is {other_steps[-1]}." if other_steps else "Copy it again."
+    other_steps = [other for other in list_steps(step.parent.parent) if other != step] if step is not None else []
+    hint = f"An older checkpoint is {other_steps[-1]}." if other_steps else "Copy it again."
+    raise CheckpointError(f"{path} {problem}", hint)
 
 
 def prune_steps(run: Path, keep: int, best: int | None) -> None:
@@ -210,16 +277,12 @@ def prune_steps(run: Path, keep: int, best: int | None) -> None:
     (SaveError), no step is deleted.
     """
     steps = list_steps(run)
-    best_step = None if best is None else step_folder(run, best)
-    if best_step not in steps:
-        best_step = None
+    best_step = next((step for step in steps if best is not None and step == step_folder(run, best)), None)
     try:
         _link(run, best_step)
     except OSError as error:
-        raise SaveError(
-            storage.atomic.disk_error(run / BEST_LINK, error).message,
-            "On a disk without links set train.keep_best=false.",
-        ) from error
+        message = storage.atomic.disk_error(run / BEST_LINK, error).message
+        raise SaveError(message, "On a disk without links set train.keep_best=false.") from error
     for step in steps[:-keep]:
         if step != best_step:
             storage.atomic.remove_folder(step)
@@ -247,8 +310,7 @@ def _link(run: Path, step: Path | None) -> None:
             temp_link.unlink(missing_ok=True)
 
 
-SUMMARIZER_FILE, SUMMARIZER_TENSORS = "summarizer.json", "summarizer.safetensors"
-SUMMARIZER_FORMAT = 2
+SUMMARIZER_FILE, SUMMARIZER_TENSORS, SUMMARIZER_FORMAT = "summarizer.json", "summarizer.safetensors", 2
 
 
 def read_summarizer_folder(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -258,14 +320,12 @@ def read_summarizer_folder(path: Path) -> tuple[Path, dict[str, Any]]:
     folder = path if (path / SUMMARIZER_FILE).is_file() or not steps else steps[-1]
     if not (folder / SUMMARIZER_FILE).is_file():
         reason = "no such folder" if not path.exists() else f"it has no {SUMMARIZER_FILE}"
-        raise CheckpointError(
-            f"{path} is not a summarizer: {reason}", "Train one with kvad train --objective summarizer."
-        )
+        hint = "Train one with kvad train --objective summarizer."
+        raise CheckpointError(f"{path} is not a summarizer: {reason}", hint)
     for name, entry in read_manifest(folder, SUMMARIZER_TENSORS).items():
         check_file(folder / name, entry, verify=name == SUMMARIZER_TENSORS)
     content = read_json(folder / SUMMARIZER_FILE)
-    if content.get("format") != SUMMARIZER_FORMAT:
-        raise format_error(folder / SUMMARIZER_FILE, content, SUMMARIZER_FORMAT, "kvad train --objective summarizer")
+    check_format(folder / SUMMARIZER_FILE, content, SUMMARIZER_FORMAT, "kvad train --objective summarizer")
     for key, value_type in (("model", str), ("ratio", int), ("hidden_size", int)):
         if type(content.get(key)) is not value_type:
             raise CheckpointError(

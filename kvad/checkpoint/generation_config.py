@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kvad.checkpoint.folder import write_json
 from kvad.errors import CheckpointError
 
 GENERATION_FILE = "generation_config.json"
 SOURCE_EOS_KEY = "source_end_token_id"  # field of kvad; transformers leaves this to the tokenizer
-
 
 # Fields that kvad does not apply, with the values that have no effect.
 IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -73,16 +73,13 @@ def read_pooling(folder: Path) -> tuple[Literal["mean", "first"] | None, bool]:
     try:
         entries = json.loads(modules.read_text("utf-8"))
         folders = {str(entry["type"]).rpartition(".")[2]: folder / str(entry["path"]) for entry in entries}
-        pooling_config = (
-            json.loads((folders["Pooling"] / "config.json").read_text("utf-8")) if "Pooling" in folders else {}
-        )
+        has_config = "Pooling" in folders
+        pooling_config = json.loads((folders["Pooling"] / "config.json").read_text("utf-8")) if has_config else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{modules}: cannot read the pooling: {error}") from error
     supported = {"Transformer", "Pooling", "Normalize"}
-    if set(folders) - supported:
-        raise CheckpointError(
-            f"{modules}: {sorted(set(folders) - supported)[0]} is not supported", "Embed with --pooling mean."
-        )
+    if unsupported := sorted(set(folders) - supported):
+        raise CheckpointError(f"{modules}: {unsupported[0]} is not supported", "Embed with --pooling mean.")
     modes = [name for name, enabled in pooling_config.items() if name.startswith("pooling_mode") and enabled]
     pooling_by_modes: dict[tuple[str, ...], Literal["mean", "first"]] = {
         ("pooling_mode_mean_tokens",): "mean",
@@ -114,7 +111,6 @@ def read_generation_config(config: Mapping[str, Any], generation: Mapping[str, A
 
     bad_words = [tuple(tokens) if isinstance(tokens, list) else (tokens,) for tokens in list_values("bad_words_ids")]
     single_bad_words = [tokens[0] for tokens in bad_words if len(tokens) == 1]
-    suppressed = list_values("suppress_tokens")
     return GenerationConfig(
         decoder_start_token_id=token_or_none("decoder_start_token_id"),
         bos_token_id=token_or_none("bos_token_id"),
@@ -123,7 +119,7 @@ def read_generation_config(config: Mapping[str, Any], generation: Mapping[str, A
         pad_token_id=token_or_none("pad_token_id"),
         forced_bos_token_id=token_or_none("forced_bos_token_id"),
         forced_eos_token_id=token_or_none("forced_eos_token_id"),
-        suppress_tokens=tuple(sorted({*single_bad_words, *suppressed})),
+        suppress_tokens=tuple(sorted({*single_bad_words, *list_values("suppress_tokens")})),
         bad_words_ids=tuple(tokens for tokens in bad_words if len(tokens) > 1),
         sampling=_sampling(fields) if generation is not None else None,
         ignored_fields=tuple(
@@ -148,14 +144,12 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, int | float | bool | str]:
     return sampling if fields.get("do_sample", False) else {**sampling, "temperature": 0.0}
 
 
-# ---------------------------------------------------------------- writing
-
-
 def config_json_fields(generation: GenerationConfig) -> dict[str, Any]:
     """Return the fields that ``config.json`` repeats."""
+    ends = generation.eos_token_ids
     fields = {
         "bos_token_id": generation.bos_token_id,
-        "eos_token_id": _one_or_list(generation.eos_token_ids),
+        "eos_token_id": ends[0] if len(ends) == 1 else list(ends) or None,
         "pad_token_id": generation.pad_token_id,
         "decoder_start_token_id": generation.decoder_start_token_id,
     }
@@ -182,12 +176,6 @@ def generation_json(generation: GenerationConfig) -> dict[str, Any] | None:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _one_or_list(tokens: tuple[int, ...]) -> int | list[int] | None:
-    if not tokens:
-        return None
-    return tokens[0] if len(tokens) == 1 else list(tokens)
-
-
 def write_pooling(folder: Path, generation: GenerationConfig, hidden_size: int) -> None:
     """Write an encoder's pooling in the files of sentence-transformers."""
     pool, normalize = generation.pooling, generation.normalize
@@ -198,9 +186,9 @@ def write_pooling(folder: Path, generation: GenerationConfig, hidden_size: int) 
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (path, kind) in enumerate(parts)
     ]
-    (folder / "modules.json").write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "modules.json", modules, indent=2)
     for path, _ in parts[1:]:
         (folder / path).mkdir()
     modes = {"pooling_mode_cls_token": pool == "first", "pooling_mode_mean_tokens": pool == "mean"}
     pooling_config = {"word_embedding_dimension": hidden_size, **modes}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling_config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "1_Pooling" / "config.json", pooling_config, indent=2)

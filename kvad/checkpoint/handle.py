@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvad.checkpoint.folder import MODEL, TRAINING, read_json
 from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.safetensors_io import open_file_tensors
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError
 from kvad.text import Tokenizer, load_tokenizer
 
 # A folder that has one of these files has a tokenizer, which must be readable.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer_config.json", "*.model", "*.spm")
+# Files of a tokenizer or a chat template; they are copied unchanged.
+COMPANION_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm"),
+)
 
 
 class TrainingState(NamedTuple):
@@ -32,42 +37,21 @@ class TrainingState(NamedTuple):
     state: Mapping[str, Any]
 
 
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of one memory-mapped safetensors file; bytes are read when they are used."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file: Any = safe_open(path, framework="pt")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing") from error
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
-        self._names = sorted(self._file.keys())  # type: ignore[no-untyped-call]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape in the file's header; no data is read."""
-        return tuple(self._file.get_slice(name).get_shape())
-
-
 def read_training_state(path: Path) -> TrainingState | None:
     """Read the training state of a folder, or return None if it has none."""
     folder = path / TRAINING
     if not (folder / "state.json").is_file():
         return None
-    return TrainingState(LazyTensors(folder / "state.safetensors"), read_json(folder / "state.json"))
+    return TrainingState(open_file_tensors(folder / "state.safetensors"), read_json(folder / "state.json"))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
+
+
+def read_tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder that belong to a tokenizer or chat template, by name."""
+    return {name: (folder / name).read_bytes() for name in COMPANION_FILES if (folder / name).is_file()}
 
 
 @dataclass(frozen=True)
@@ -83,8 +67,7 @@ class CheckpointHandle(ABC):
 
     @property
     @abstractmethod
-    def generation(self) -> GenerationConfig:
-        """The checkpoint's generation config."""
+    def generation(self) -> GenerationConfig: ...
 
     @property
     @abstractmethod
@@ -118,12 +101,7 @@ class CheckpointHandle(ABC):
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None if the folder has none."""
-        return self.read_tokenizer()
-
-    def read_tokenizer(self) -> Tokenizer | None:
-        """Read the tokenizer, or return None if the folder has none."""
-        has_tokenizer = any(True for pattern in TOKENIZER_FILES for _ in self.path.glob(pattern))
-        return load_tokenizer(self.path) if has_tokenizer else None
+        return load_tokenizer(self.path) if has_tokenizer(self.path) else None
 
     @cached_property
     def training(self) -> TrainingState | None:

@@ -1,16 +1,11 @@
 """Hugging Face's layout: the family that can hold a model, its JSON files, and its folders.
 
-A family can hold a model if it writes a config that it reads back as the same model (``Family.write``).
-
-``HFCheckpoint`` opens a folder in Hugging Face's layout, written by kvad or not: its family's config, its
-tokenizer, and its tensors under kvad's names, read lazily.
-
-No code in the folder is executed: ``auto_map`` is ignored and no pickle is opened.
+A family can hold a model if it writes a config that it reads back as the same model (``Family.write``).  No code in a
+folder is executed: ``auto_map`` is ignored and no pickle is opened.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -21,19 +16,12 @@ import torch
 from torch import Tensor
 
 from kvad import config as config_lib
+from kvad.checkpoint import generation_config
 from kvad.checkpoint.conversion import Family, HFConfigReader, read_tensors, resolve_config
 from kvad.checkpoint.families import FAMILIES, find_family
-from kvad.checkpoint.folder import CONFIG, read_json
-from kvad.checkpoint.generation_config import (
-    GENERATION_FILE,
-    GenerationConfig,
-    config_json_fields,
-    generation_json,
-    read_generation_config,
-    read_pooling,
-)
+from kvad.checkpoint.folder import CONFIG, check_readable_weights, check_unquantized, read_json, write_json
+from kvad.checkpoint.generation_config import GENERATION_FILE, GenerationConfig
 from kvad.checkpoint.handle import CheckpointHandle
-from kvad.checkpoint.hub import check_readable_weights
 from kvad.checkpoint.safetensors_io import ShardedTensors, open_tensors
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, TokenizerError, UsageError, suggest
@@ -82,31 +70,21 @@ def choose_layout(config: ModelConfig, generation: GenerationConfig, requested: 
     """
     layout = choose_family(config, requested)
     read_back = layout.family.read(HFConfigReader(layout.content, CONFIG))
-    if list(config_lib.parameter_shapes.weight_shapes(read_back)) != list(
-        config_lib.parameter_shapes.weight_shapes(config)
-    ):
+    names, names_read_back = map(list, map(config_lib.parameter_shapes.weight_shapes, (config, read_back)))
+    if names_read_back != names:
         raise CheckpointError(f"{layout.hf_class} would read it back with other parameter names")
     content = _content(layout, generation, torch.float32)
-    if read_generation_config(content, generation_json(generation)) != generation:
+    if generation_config.read_generation_config(content, generation_config.generation_json(generation)) != generation:
         raise CheckpointError(f"{layout.hf_class} would read back other generation defaults")
     return layout
 
 
 def write_hf_config(folder: Path, layout: HFLayout, generation: GenerationConfig, dtype: torch.dtype) -> None:
     """Write ``config.json``, and ``generation_config.json`` unless all fields are defaults."""
-    if layout.exact:
-        name = str(dtype).removeprefix("torch.")
-        write_json_file(folder / CONFIG, {**layout.content, "dtype": name, "torch_dtype": name})
-        return
-    write_json_file(folder / CONFIG, _content(layout, generation, dtype))
-    generation_content = generation_json(generation)
+    write_json(folder / CONFIG, _content(layout, generation, dtype), indent=2)
+    generation_content = None if layout.exact else generation_config.generation_json(generation)
     if generation_content is not None:
-        write_json_file(folder / GENERATION_FILE, generation_content)
-
-
-def write_json_file(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file as transformers does."""
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / GENERATION_FILE, generation_content, indent=2)
 
 
 def _content(layout: HFLayout, generation: GenerationConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -116,16 +94,14 @@ def _content(layout: HFLayout, generation: GenerationConfig, dtype: torch.dtype)
     padding id takes precedence, because it determines positions.
     """
     family_fields = {name: value for name, value in layout.content.items() if value is not None}
-    name = str(dtype).removeprefix("torch.")
-    return {**layout.content, **config_json_fields(generation), **family_fields, "dtype": name, "torch_dtype": name}
+    fields = {} if layout.exact else {**generation_config.config_json_fields(generation), **family_fields}
+    return {**layout.content, **fields, **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))}
 
 
 def read_hf_config(path: Path) -> tuple[ModelConfig, str | None]:
     """Read the model and the dtype of a ``config.json``, without looking at any weights."""
+    check_unquantized(path, str(path))
     fields = HFConfigReader(read_json(path), str(path))
-    if fields.get("quantization_config") or fields.get("compression_config"):
-        hint = "Use the model that it was made from; the model card names it."
-        raise CheckpointError(f"{path}: the model is quantized, and kvad reads only unquantized weights", hint)
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return _family(fields).read(fields), dtype if isinstance(dtype, str) else None
 
@@ -153,28 +129,27 @@ class HFCheckpoint(CheckpointHandle):
     @cached_property
     def config(self) -> ModelConfig:
         config = self.family.read(self.fields)
-        return (
-            resolve_config(self.family, config, self.tensors)
-            if config.tie_embeddings or self.family.resolve
-            else config
-        )
+        is_resolved = not config.tie_embeddings and self.family.resolve is None
+        return config if is_resolved else resolve_config(self.family, config, self.tensors)
 
     @cached_property
     def generation(self) -> GenerationConfig:
         path = self.path / GENERATION_FILE
-        generation = read_generation_config(self.fields.content, read_json(path) if path.exists() else None)
-        pooling, normalize = read_pooling(self.path) if self.config.kind == "encoder" else (None, False)
-        forced = {
-            "forced_bos_token_id": generation.forced_bos_token_id,
-            "forced_eos_token_id": generation.forced_eos_token_id,
-        }
-        for name, token in [*forced.items(), *(("bad_words_ids", token) for token in generation.suppress_tokens)]:
+        generation = generation_config.read_generation_config(
+            self.fields.content, read_json(path) if path.exists() else None
+        )
+        pooling, normalize = (
+            generation_config.read_pooling(self.path) if self.config.kind == "encoder" else (None, False)
+        )
+        tokens = [(name, getattr(generation, name)) for name in ("forced_bos_token_id", "forced_eos_token_id")]
+        for name, token in [*tokens, *(("bad_words_ids", token) for token in generation.suppress_tokens)]:
             if token is not None and not 0 <= token < self.config.vocab_size:
                 raise CheckpointError(f"{path}: {name}: {token} is outside the vocabulary of {self.config.vocab_size}")
         return replace(generation, pooling=pooling, normalize=normalize)
 
-    def read_tokenizer(self) -> Tokenizer | None:
-        tokenizer = super().read_tokenizer()
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        tokenizer = super().tokenizer
         if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
             raise TokenizerError(
                 f"{self.path}: the tokenizer has {tokenizer.vocab_size:,} ids, the model {self.config.vocab_size:,}",
@@ -195,10 +170,6 @@ class HFCheckpoint(CheckpointHandle):
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the largest tensor."""
         return self.tensors.dtype(max(self.tensors, key=self.tensors.bytes))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensors.total_bytes
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield kvad's tensors, mapped or computed one rule at a time."""

@@ -74,8 +74,6 @@ def parse_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.
         raise UsageError(f"unknown dtype {dtype!r}", suggest(dtype, DTYPES))
     parsed = DTYPES[dtype] if isinstance(dtype, str) else dtype
     if parsed == torch.float16 and device.type == "cpu":
-        raise UsageError(
-            "dtype: float16 is for storage only on a CPU, where its matrix products take minutes",
-            "Use bfloat16 or float32.",
-        )
+        message = "dtype: float16 is for storage only on a CPU, where its matrix products take minutes"
+        raise UsageError(message, "Use bfloat16 or float32.")
     return parsed

@@ -13,8 +13,7 @@ tensor names, and generation_config.json has the generation defaults (``hf_layou
 stored twice.  Training uses this layout if a family can express the model.  All other files are the same in both.
 
 A run folder (``kvad train --out runs/x``) has ``checkpoints/step-00000200/`` and so on; every reader here takes
-either.  The newest step *is* the run's model: no pointer can disagree with it, and a rename commits a step
-(``storage/atomic.py``), so ``load("runs/x")`` works at any time after the first save.
+either.  The newest step *is* the run's model: no pointer can disagree with it, and a rename commits a step.
 
 Reading checks, in this order: the sizes of the tensor files (with ``verify=True`` every sha256 too), the config, the
 names and shapes of the tensors.  Nothing is pickled.
@@ -22,8 +21,6 @@ names and shapes of the tensors.  Nothing is pickled.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -32,46 +29,24 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kvad import config as config_lib
 from kvad import storage
+from kvad.checkpoint import folder as folder_lib
 from kvad.checkpoint.conversion import write_tensors
-from kvad.checkpoint.folder import (
-    CONFIG,
-    FORMAT,
-    MANIFEST,
-    MODEL,
-    TRAINING,
-    check_file,
-    file_digest,
-    is_hf,
-    list_files,
-    list_steps,
-    locate,
-    prune_steps,
-    read_json,
-    step_folder,
-)
+from kvad.checkpoint.folder import CONFIG, MODEL, TRAINING, read_json, write_json
 from kvad.checkpoint.generation_config import GenerationConfig
-from kvad.checkpoint.handle import CheckpointHandle, LazyTensors, TrainingState
+from kvad.checkpoint.handle import CheckpointHandle, TrainingState
 from kvad.checkpoint.hf_layout import HFCheckpoint, HFLayout, write_hf_config
+from kvad.checkpoint.safetensors_io import FILE_METADATA, ShardedTensors, open_file_tensors, save_tensors
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, ConfigError
 from kvad.text import Tokenizer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-
-ADAPTER = "adapter_config.json"
-SAFETENSORS_METADATA = {"format": "pt"}  # required by transformers
-
 Verify = bool | Literal["tensors"]
-
-
-# ---------------------------------------------------------------- writing
 
 
 def save_checkpoint(
@@ -83,7 +58,6 @@ def save_checkpoint(
     *,
     layout: HFLayout | None = None,
     generation: GenerationConfig | None = None,
-    extra_files: Sequence[Path] = (),
     files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
     replaces: Sequence[Path] = (),
@@ -97,45 +71,24 @@ def save_checkpoint(
         config, tensors, tokenizer: The model, its state dict by kvad's names, its tokenizer if any.
         training: Training state, if training can be resumed.
         layout, generation: Hugging Face layout for ``config`` (None is kvad's); generation defaults.
-        extra_files, files: Files to copy unchanged; further files by name and content.
+        files: Further files by name and content.
         origin: ``model_type`` of an imported model (kvad's layout).
         replaces: Sibling folders that are removed in the same move.
     """
-    folder = Path(folder)
-    with storage.atomic.new_folder(folder, replaces=replaces) as temp_folder:
-        generation_config = GenerationConfig() if generation is None else generation
+    generation_config = GenerationConfig() if generation is None else generation
+    with new_checkpoint(folder, training, replaces) as temp_folder:
         if layout is None:
             write_json(temp_folder / CONFIG, _content(config, generation_config, origin))
             save_tensors(folder, temp_folder / MODEL, tensors)
         else:
             write_hf_config(temp_folder, layout, generation_config, next(iter(tensors.values())).dtype)
-            save_tensors(
-                folder, temp_folder / MODEL, dict(write_tensors(layout.family, config, tensors)), SAFETENSORS_METADATA
-            )
-        for path in extra_files:
-            shutil.copyfile(path, temp_folder / path.name)
+            hf_tensors = dict(write_tensors(layout.family, config, tensors))
+            save_tensors(folder, temp_folder / MODEL, hf_tensors, FILE_METADATA)
         for name, content in files.items():
             (temp_folder / name).parent.mkdir(exist_ok=True)
             (temp_folder / name).write_bytes(content)
         if tokenizer is not None:
             tokenizer.save(temp_folder)
-        finish_folder(folder, temp_folder, training)
-
-
-def finish_folder(folder: Path, temp_folder: Path, training: TrainingState | None) -> None:
-    """Write the training state, if any, and the manifest into ``temp_folder``, which becomes ``folder``."""
-    from kvad import __version__
-
-    if training is not None:
-        (temp_folder / TRAINING).mkdir()
-        write_json(temp_folder / TRAINING / "state.json", training.state)
-        save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
-    files = {
-        path.relative_to(temp_folder).as_posix(): file_digest(path)
-        for path in sorted(temp_folder.rglob("*"))
-        if path.is_file()
-    }
-    write_json(temp_folder / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
 
 
 def _content(config: ModelConfig, generation: GenerationConfig, origin: str | None) -> dict[str, Any]:
@@ -149,8 +102,25 @@ def _content(config: ModelConfig, generation: GenerationConfig, origin: str | No
 
 
 @contextmanager
+def new_checkpoint(folder: Path, training: TrainingState | None, replaces: Sequence[Path]) -> Iterator[Path]:
+    """Yield a temporary folder that atomically becomes ``folder``, with training state, if any, and manifest."""
+    from kvad import __version__
+
+    with storage.atomic.new_folder(folder, replaces=replaces) as temp_folder:
+        yield temp_folder
+        if training is not None:
+            (temp_folder / TRAINING).mkdir()
+            write_json(temp_folder / TRAINING / "state.json", training.state)
+            save_tensors(folder, temp_folder / TRAINING / "state.safetensors", training.tensors)
+        paths = [path for path in sorted(temp_folder.rglob("*")) if path.is_file()]
+        files = {path.relative_to(temp_folder).as_posix(): folder_lib.file_digest(path) for path in paths}
+        content = {"kvad": __version__, "format": folder_lib.FORMAT, "files": files}
+        write_json(temp_folder / folder_lib.MANIFEST, content)
+
+
+@contextmanager
 def new_step(
-    run: Path, step: int, *, keep: int = 2, best: int | None = None, fresh: bool = False
+    run: Path, step: int, keep: int, best: int | None = None, fresh: bool = False
 ) -> Iterator[tuple[Path, Sequence[Path]]]:
     """Yield the folder ``run/checkpoints/step-N`` and those that it replaces, then prune older steps.
 
@@ -161,51 +131,10 @@ def new_step(
         best: Number of the best step, if any; the run's ``best`` links to it.
         fresh: First save of a new run; the steps of an old one are replaced in the same move.
     """
-    folder = step_folder(run, step)
+    folder = folder_lib.step_folder(run, step)
     storage.atomic.recover_interrupted(folder.parent)  # restores folders that a killed process had set aside
-    yield folder, list_steps(run) if fresh else ()
-    prune_steps(run, keep, best)
-
-
-def save_step(
-    run: Path,
-    step: int,
-    config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    tokenizer: Tokenizer | None,
-    training: TrainingState | None = None,
-    *,
-    keep: int = 2,
-    best: int | None = None,
-    fresh: bool = False,
-    **options: Any,
-) -> Path:
-    """Write a step of a run and return its folder.
-
-    ``keep``, ``best`` and ``fresh`` are those of ``new_step``, the others those of ``save_checkpoint``.
-    """
-    with new_step(run, step, keep=keep, best=best, fresh=fresh) as (folder, replaced):
-        save_checkpoint(folder, config, tensors, tokenizer, training, replaces=replaced, **options)
-    return folder
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a JSON file, indented by one space."""
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-
-
-def save_tensors(
-    folder: Path, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file; a SaveError names ``folder``."""
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(contiguous, path, metadata)
-    except SafetensorError as error:  # safetensors wraps the disk's error
-        raise storage.atomic.disk_error(folder, OSError(str(error))) from error
-
-
-# ---------------------------------------------------------------- reading
+    yield folder, folder_lib.list_steps(run) if fresh else ()
+    folder_lib.prune_steps(run, keep, best)
 
 
 class NativeCheckpoint(CheckpointHandle):
@@ -219,13 +148,9 @@ class NativeCheckpoint(CheckpointHandle):
     @cached_property
     def generation(self) -> GenerationConfig:
         """The generation defaults.  Raises ConfigError as ``config`` does."""
-        content = read_json(self.path / CONFIG).get("generation")
+        content = read_json(self.path / CONFIG).get("generation") or {}
         try:
-            return (
-                GenerationConfig()
-                if content is None
-                else config_lib.serialization.from_dict(GenerationConfig, content, "generation")
-            )
+            return config_lib.serialization.from_dict(GenerationConfig, content, "generation")
         except ConfigError as error:
             raise ConfigError(f"{self.path / CONFIG}: {error.message}", error.hint) from error
 
@@ -241,12 +166,12 @@ class NativeCheckpoint(CheckpointHandle):
         return torch.float32 if embedding is None else embedding.dtype
 
     @cached_property
-    def tensors(self) -> LazyTensors:
-        return LazyTensors(self.path / MODEL)
+    def tensors(self) -> ShardedTensors:
+        return open_file_tensors(self.path / MODEL)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors.  A CheckpointError names both shapes if they differ."""
-        _check_tensors(self.tensors, config_lib.parameter_shapes.weight_shapes(self.config))
+        check_tensors(self.tensors, config_lib.parameter_shapes.weight_shapes(self.config))
         yield from self.tensors.items()
 
 
@@ -255,28 +180,26 @@ def open_folder(folder: Path, *, verify: Verify = False) -> CheckpointHandle:
 
     ``verify`` compares every file with its sha256; with "tensors" only tensor files, as text may be edited by hand.
     """
-    path = locate(Path(folder))
-    if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
-        raise CheckpointError(
-            f"{path} is an adapter (LoRA), not a model", "Give its base, or merge them with kvad merge."
-        )
-    files = list_files(path)
+    path = folder_lib.locate(Path(folder))
+    if folder_lib.is_adapter(path):
+        hint = "Give its base, or merge them with kvad merge."
+        raise CheckpointError(f"{path} is an adapter (LoRA), not a model", hint)
+    files = folder_lib.list_files(path)
     for name, entry in (files or {}).items():
         is_tensor_file = name.endswith(".safetensors")
-        check_file(path / name, entry, verify=verify is True or (verify == "tensors" and is_tensor_file))
-    return HFCheckpoint(path, files) if is_hf(path) else NativeCheckpoint(path, files)
+        folder_lib.check_file(path / name, entry, verify=verify is True or (verify == "tensors" and is_tensor_file))
+    return HFCheckpoint(path, files) if folder_lib.is_hf(path) else NativeCheckpoint(path, files)
 
 
-def _check_tensors(stored: LazyTensors, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(stored: ShardedTensors, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError for a tensor that is missing, extra, or of another shape."""
     for name, shape in expected.items():
-        if name not in stored:
-            raise CheckpointError(f"{stored.path}: tensor {name} {list(shape)} is missing")
-        if stored.shape(name) != shape:
-            raise CheckpointError(
-                f"{stored.path}: tensor {name} has shape {list(stored.shape(name))}, the config requires {list(shape)}"
-            )
+        where, stored_shape = f"{stored.path}: tensor {name}", list(stored.shape(name)) if name in stored else None
+        if stored_shape is None:
+            raise CheckpointError(f"{where} {list(shape)} is missing")
+        if stored_shape != list(shape):
+            raise CheckpointError(f"{where} has shape {stored_shape}, the config requires {list(shape)}")
     for name in stored:
         if name not in expected:
-            raise CheckpointError(
-                f"{stored.path}: tensor {name} {list(stored.shape(name))} is extra", "The config has no such parameter."
-            )
+            message = f"{stored.path}: tensor {name} {list(stored.shape(name))} is extra"
+            raise CheckpointError(message, "The config has no such parameter.")

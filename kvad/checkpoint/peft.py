@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvad import config as config_lib
 from kvad import model
-from kvad.checkpoint.conversion import Family, expand_rules
+from kvad.checkpoint.conversion import Family
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, ConfigError, suggest
 
@@ -61,24 +61,15 @@ def match_targets(config: ModelConfig, targets: Iterable[str]) -> list[str]:
     linears = list(trainable_linears(config))
     chosen: set[str] = set()
     for target in targets:
-        matches = [name for name in linears if _matches(name, target)]
+        matches = [name for name in linears if target in (ALL_TARGETS, *name.split("."))]
+        if "." in target:
+            matches = [name for name in linears if fnmatchcase(f".{name}", f"*.{target}")]
         if not matches:
-            candidates = {
-                ALL_TARGETS,
-                *(component for name in linears for component in name.split(".") if not component.isdigit()),
-            }
-            hint = f"A linear layer has a name such as {linears[0]}." if "." in target else suggest(target, candidates)
+            names = {ALL_TARGETS, *(part for name in linears for part in name.split(".") if not part.isdigit())}
+            hint = f"A linear layer has a name such as {linears[0]}." if "." in target else suggest(target, names)
             raise ConfigError(f"lora.target_modules: {target!r} matches no linear layer of this model", hint)
         chosen.update(matches)
     return [name for name in linears if name in chosen]
-
-
-def _matches(name: str, target: str) -> bool:
-    if target == ALL_TARGETS:
-        return True
-    if "." not in target:
-        return target in name.split(".")
-    return fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}")
 
 
 PREFIX = "base_model.model."
@@ -111,40 +102,42 @@ class AdapterTargets(NamedTuple):
     modules: tuple[str, ...]  # all modules with weights, adaptable or not
     unsupported: Mapping[str, str]  # linear layer -> module that PEFT cannot adapt
     prefix: str  # of the base model
+    shapes: Mapping[str, tuple[int, int]]  # linear layer -> [out, in]
+
+    def check_supported(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError for a linear layer of which PEFT's layout cannot hold an adapter."""
+        for name in names:
+            if name in self.unsupported:
+                raise CheckpointError(
+                    f"PEFT's layout has no adapter for {self.unsupported[name]}, which is {name} in kvad",
+                    "Leave it out of lora.target_modules.",
+                )
 
 
 def find_targets(family: Family, config: ModelConfig) -> AdapterTargets:
     """Return the targets of a model of this family."""
     linears = mergeable_linears(config)
     targets, modules, unsupported = list[AdapterTarget](), list[str](), dict[str, str]()
-    for rule in expand_rules(family.rules(config), config_lib.parameter_shapes.weight_shapes(config)):
-        names = [name.removesuffix(".weight") for name in rule.kvad_names]
-        modules += [name.removesuffix(".weight") for name in rule.hf_names if name.endswith(".weight")]
-        if not all(
-            name in linears and f"{name}.weight" == full_name
-            for name, full_name in zip(names, rule.kvad_names, strict=True)
-        ):
+    for rule in family.tensor_rules(config):
+        names = [name.removesuffix(".weight") for name in rule.kvad_names if name.endswith(".weight")]
+        hf_modules = [name.removesuffix(".weight") for name in rule.hf_names if name.endswith(".weight")]
+        modules += hf_modules
+        if len(names) < len(rule.kvad_names) or not linears.keys() >= set(names):
             continue
-        module = rule.hf_names[0].removesuffix(".weight")
-        order = (
-            _row_order([linears[name][0] for name in names], rule.transform.write) if len(rule.hf_names) == 1 else None
-        )
-        if order is None:
-            unsupported |= dict.fromkeys(names, module)
+        order = _row_order([linears[name][0] for name in names], rule.transform.write)
+        if order is None or len(rule.hf_names) > 1:
+            unsupported |= dict.fromkeys(names, rule.hf_names[0].removesuffix(".weight"))
         else:
-            targets.append(AdapterTarget(module, tuple(names), *order))
-    return AdapterTargets(tuple(targets), tuple(modules), unsupported, family.prefix)
+            targets.append(AdapterTarget(rule.hf_names[0].removesuffix(".weight"), tuple(names), *order))
+    return AdapterTargets(tuple(targets), tuple(modules), unsupported, family.prefix, linears)
 
 
 def native_targets(config: ModelConfig) -> AdapterTargets:
     """Return the targets of a model that has only kvad's names."""
-    names = list(mergeable_linears(config))
-    modules = [
-        name.removesuffix(".weight")
-        for name in config_lib.parameter_shapes.weight_shapes(config)
-        if name.endswith(".weight")
-    ]
-    return AdapterTargets(tuple(AdapterTarget(name, (name,), None, False) for name in names), tuple(modules), {}, "")
+    linears, names = mergeable_linears(config), config_lib.parameter_shapes.weight_shapes(config)
+    targets = tuple(AdapterTarget(name, (name,), None, False) for name in linears)
+    modules = tuple(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+    return AdapterTargets(targets, modules, {}, "", linears)
 
 
 def _row_order(out_sizes: Sequence[int], write: Any) -> tuple[Tensor | None, bool] | None:
@@ -165,34 +158,23 @@ def _row_order(out_sizes: Sequence[int], write: Any) -> tuple[Tensor | None, boo
     return (None if torch.equal(rows, torch.arange(total)) else rows), transposed
 
 
-# ---------------------------------------------------------------- writing
-
-
 def write_factors(
-    targets: AdapterTargets, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, model.lora.LoraFactors]
+    targets: AdapterTargets, factors: Mapping[str, model.lora.LoraFactors]
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:
     """Convert adapters by kvad's names to PEFT's tensors, and the rank and scale of every adapted module.
 
-    ``shapes`` are [out, in].  Raises CheckpointError if PEFT's layout has no place for one of the adapters.
+    Raises CheckpointError if PEFT's layout has no place for one of the adapters.
     """
-    impossible = [name for name in factors if name in targets.unsupported]
-    if impossible:
-        raise CheckpointError(
-            f"PEFT's layout has no adapter for {targets.unsupported[impossible[0]]}, which is {impossible[0]} in kvad",
-            "Leave it out of lora.target_modules.",
-        )
+    targets.check_supported(factors)
     tensors: dict[str, Tensor] = {}
     modules: dict[str, tuple[int, float]] = {}
     for target in targets.targets:
         if not any(name in factors for name in target.kvad_name):
             continue
-        a, b, scale = _join(
-            [factors.get(name) for name in target.kvad_name], [shapes[name][0] for name in target.kvad_name]
-        )
-        tensors[f"{PREFIX}{target.peft_name}{TENSOR_SUFFIXES[0]}"] = a
-        tensors[f"{PREFIX}{target.peft_name}{TENSOR_SUFFIXES[1]}"] = (
-            b if target.row_order is None else b[target.row_order]
-        )
+        out_sizes = [targets.shapes[name][0] for name in target.kvad_name]
+        a, b, scale = _join([factors.get(name) for name in target.kvad_name], out_sizes)
+        b = b if target.row_order is None else b[target.row_order]
+        tensors |= {f"{PREFIX}{target.peft_name}{suffix}": x for suffix, x in zip(TENSOR_SUFFIXES, (a, b), strict=True)}
         modules[target.peft_name] = a.shape[0], scale
     return tensors, modules
 
@@ -284,9 +266,6 @@ def _suffixes(chosen: Iterable[str], modules: Sequence[str]) -> list[str]:
     return sorted(suffixes)
 
 
-# ---------------------------------------------------------------- reading
-
-
 def check_peft_config(content: Mapping[str, Any], where: str) -> None:
     """Check that an adapter is two matrices per module; nothing is ignored silently."""
 
@@ -316,35 +295,36 @@ def check_peft_config(content: Mapping[str, Any], where: str) -> None:
 
 def read_factors(
     targets: AdapterTargets,
-    shapes: Mapping[str, tuple[int, int]],
     stored: Mapping[str, Tensor],
     content: Mapping[str, Any],
     where: str,
-    adapted: Iterable[str] | None = None,
+    adapted: Collection[str] | None = None,
 ) -> dict[str, model.lora.LoraFactors]:
     """Convert PEFT's tensors to adapters by kvad's names.
 
     Args:
         targets: Targets of the model.
-        shapes: [out, in] of kvad's linear layers.
         stored: Tensors of the file.
         content: ``adapter_config.json``.
         where: Path for messages.
         adapted: Layers that were adapted, for a file that kvad wrote: an adapter of a fused module is split again.
     """
     factors: dict[str, model.lora.LoraFactors] = {}
-    by_name = {name: target for target in targets.targets for name in _name_variants(target.peft_name, targets.prefix)}
+    by_name: dict[str, AdapterTarget] = {}
+    for target in targets.targets:  # a file has its names with or without the base model's prefix
+        bare_name = target.peft_name.removeprefix(targets.prefix)
+        by_name |= dict.fromkeys((target.peft_name, bare_name, targets.prefix + bare_name), target)
     for module in dict.fromkeys(_module_name(name, where) for name in stored):
-        target = by_name.get(module)
-        if target is None:
-            raise CheckpointError(
-                f"{where}: {module} is no adaptable layer of this model", "The adapter may belong to another base."
-            )
+        if module not in by_name:
+            hint = "The adapter may belong to another base."
+            raise CheckpointError(f"{where}: {module} is no adaptable layer of this model", hint)
+        target = by_name[module]
         pair = [stored.get(f"{PREFIX}{module}{suffix}") for suffix in TENSOR_SUFFIXES]
         if pair[0] is None or pair[1] is None:
             raise CheckpointError(f"{where}: tensor {module}{TENSOR_SUFFIXES[pair[1] is None]} is missing")
         a, b = pair[0], pair[1]
-        out_sizes, in_size = [shapes[name][0] for name in target.kvad_name], shapes[target.kvad_name[0]][1]
+        shapes = [targets.shapes[name] for name in target.kvad_name]
+        out_sizes, in_size = [out for out, _ in shapes], shapes[0][1]
         if a.dim() != 2 or b.dim() != 2 or (b.shape[0], *a.shape[::-1]) != (sum(out_sizes), in_size, b.shape[1]):
             sizes = f"A {list(a.shape)} and B {list(b.shape)}"
             raise CheckpointError(
@@ -354,26 +334,23 @@ def read_factors(
         scale = _scale(module, a.shape[0], content, where)
         if target.row_order is not None:
             b = torch.empty_like(b).index_copy_(0, target.row_order, b)
-        factors |= _split(
-            target.kvad_name, out_sizes, model.lora.LoraFactors(a, b, scale), None if adapted is None else set(adapted)
-        )
+        factors |= _split(target.kvad_name, out_sizes, model.lora.LoraFactors(a, b, scale), adapted)
     return factors
 
 
 def _split(
-    kvad_names: Sequence[str], out_sizes: Sequence[int], joined: model.lora.LoraFactors, adapted: set[str] | None
+    kvad_names: Sequence[str], out_sizes: Sequence[int], joined: model.lora.LoraFactors, adapted: Collection[str] | None
 ) -> dict[str, model.lora.LoraFactors]:
     """Reverse ``_join``; layers without an adapter are left out."""
     adapted_names = [name for name in kvad_names if adapted is None or name in adapted]
     rows = dict(zip(kvad_names, joined.b.split(list(out_sizes)), strict=True))
-    rank, is_concatenated = joined.a.shape[0], adapted is not None and len(adapted_names) > 1
-    if not is_concatenated:
-        return {name: model.lora.LoraFactors(joined.a, rows[name], joined.scale) for name in adapted_names}
-    rank_per_layer = rank // len(adapted_names)
-    spans = {name: slice(i * rank_per_layer, (i + 1) * rank_per_layer) for i, name in enumerate(adapted_names)}
-    return {
-        name: model.lora.LoraFactors(joined.a[span], rows[name][:, span], joined.scale) for name, span in spans.items()
-    }
+    is_concatenated = adapted is not None and len(adapted_names) > 1
+    rank = joined.a.shape[0] // len(adapted_names) if is_concatenated else joined.a.shape[0]
+    factors = {}
+    for i, name in enumerate(adapted_names):
+        span = slice(i * rank, (i + 1) * rank) if is_concatenated else slice(None)
+        factors[name] = model.lora.LoraFactors(joined.a[span], rows[name][:, span], joined.scale)
+    return factors
 
 
 def _module_name(name: str, where: str) -> str:
@@ -381,11 +358,6 @@ def _module_name(name: str, where: str) -> str:
         if name.startswith(PREFIX) and name.endswith(suffix):
             return name.removeprefix(PREFIX).removesuffix(suffix)
     raise CheckpointError(f"{where}: tensor {name} is not supported", "kvad reads lora_A and lora_B of linear modules.")
-
-
-def _name_variants(module: str, prefix: str) -> tuple[str, ...]:
-    """Return a module's names with and without the base model's prefix."""
-    return (module,) if not prefix else (module, module.removeprefix(prefix), prefix + module.removeprefix(prefix))
 
 
 def _scale(module: str, rank: int, content: Mapping[str, Any], where: str) -> float:

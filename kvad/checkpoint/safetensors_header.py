@@ -60,10 +60,8 @@ class TruncatedFileError(CheckpointError):
 
 def stored_dtype(path: Path) -> str | None:
     """Return the float dtype that holds most of a file's bytes, or None if there is none."""
-    totals = dict.fromkeys(WEIGHT_DTYPES, 0)
-    for tensor in read_headers(path):
-        if tensor.dtype in totals:
-            totals[tensor.dtype] += tensor.bytes
+    tensors = read_headers(path)
+    totals = {name: sum(tensor.bytes for tensor in tensors if tensor.dtype == name) for name in WEIGHT_DTYPES}
     dtype = max(totals, key=lambda name: totals[name])
     return dtype if totals[dtype] else None
 
@@ -81,10 +79,8 @@ def is_truncated(path: Path) -> bool:
     """Return True if a file ends before its last tensor; False for any other inconsistency."""
     try:
         read_headers(path)
-    except TruncatedFileError:
-        return True
-    except CheckpointError:
-        return False
+    except CheckpointError as error:
+        return isinstance(error, TruncatedFileError)
     return False
 
 
@@ -114,7 +110,10 @@ def parse_header(file: int, path: Path) -> list[TensorInfo]:
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: the header must have at most {MAX_HEADER_BYTES:,} bytes, got {length:,}")
     header = strict_json(os.pread(file, length, 8), f"{path}: the header")
-    _check_metadata(header.pop("__metadata__", None), path)
+    metadata = header.pop("__metadata__", None)
+    is_text = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if metadata is not None and not is_text:
+        raise CheckpointError(f"{path}: __metadata__ must be an object of strings")
     tensors = [_parse_entry(name, value, 8 + length, path) for name, value in header.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.bytes))
     _check_offsets(path, tensors, 8 + length, size)
@@ -142,13 +141,6 @@ def strict_json(content: bytes, label: str) -> dict[str, Any]:
     return value
 
 
-def _check_metadata(metadata: object, path: Path) -> None:
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    ):
-        raise CheckpointError(f"{path}: __metadata__ must be an object of strings")
-
-
 def _parse_entry(name: str, value: object, data: int, path: Path) -> TensorInfo:
     """Parse a header entry; ``data`` is the offset of the file's data."""
     where = f"{path}: {tensor_label(name)}"
@@ -156,9 +148,8 @@ def _parse_entry(name: str, value: object, data: int, path: Path) -> TensorInfo:
         raise CheckpointError(f"{where}: its entry must be {{dtype, shape, data_offsets}}")
     code, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(
-            f"{where} has dtype {short_repr(code)}, which kvad does not read", f"Supported: {', '.join(DTYPES)}."
-        )
+        hint = f"Supported: {', '.join(DTYPES)}."
+        raise CheckpointError(f"{where} has dtype {short_repr(code)}, which kvad does not read", hint)
     dtype, itemsize = DTYPES[code]
     if not _are_counts(shape) or len(shape) > MAX_DIMS or math.prod(max(1, n) for n in shape) > LARGEST // 16:
         raise CheckpointError(f"{where}: its shape must be a list of sizes")

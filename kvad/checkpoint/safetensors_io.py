@@ -5,15 +5,9 @@ the single file is read, as in transformers).  ``safetensors_header.py`` describ
 
 Invariant: nothing is mapped, and nothing beyond a header is allocated, before all headers of a folder are consistent;
 an inconsistency raises a one-line CheckpointError that names file and tensor.  After that a tensor is a private view
-of its file (writes to it never reach the disk), whose bytes are read when they are used.  A change of dtype or device
-is done in chunks of ``READ_CHUNK`` bytes that are read, not mapped, so that no page of the file remains in the
-process.  A mapped file must not be truncated by others while it is in use (the system would end the process);
-replacing it is harmless.
-
-``safe_open`` of the library maps a file as fast, but retains the pages of every
-tensor that is only converted: converting a 2.2 GB checkpoint to float32 peaked at 6.5 GB, here at 4.4 GB in 1 to 1.5
-times the time.  It also opens the file once more after the check, and cannot read tensors that a header of odd length
-misaligns.
+of its file (writes to it never reach the disk), whose bytes are read when they are used.  A mapped file must not be
+truncated by others while it is in use (the system would end the process); replacing it is harmless.  The library's
+``safe_open`` would open the file again after the check, and cannot read tensors that an odd header misaligns.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -36,8 +30,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvad import storage as storage_lib
-from kvad.checkpoint import safetensors_header
-from kvad.checkpoint.hub import INDEX, SINGLE, check_readable_weights
+from kvad.checkpoint.folder import INDEX, MODEL, check_readable_weights
 from kvad.checkpoint.safetensors_header import (
     MAX_HEADER_BYTES,
     RETRY_HINT,
@@ -50,13 +43,10 @@ from kvad.checkpoint.safetensors_header import (
 )
 from kvad.errors import CheckpointError, SaveError
 
-DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, (name, _) in safetensors_header.DTYPES.items()}
+FILE_METADATA = {"format": "pt"}  # required by transformers
 READ_CHUNK = 1 << 20  # bytes read at a time in a conversion; fits into the processor's cache
 # Private and writable, but no memory is reserved for writes: a file may be larger than the memory.
 UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-
-
-# ---------------------------------------------------------------- reading
 
 
 class _Shard:
@@ -100,13 +90,13 @@ def _dtype(entry: TensorInfo) -> torch.dtype:
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """Tensors of a folder by name, in the order of its files.
+    """Tensors of a folder or a file by name, in the order of the files.
 
     A tensor's bytes are read when they are used.  Unknown names raise KeyError.
     """
 
-    def __init__(self, folder: Path, shards: Iterable[_Shard]) -> None:
-        self.path = folder
+    def __init__(self, path: Path, shards: Iterable[_Shard]) -> None:
+        self.path = path
         self._entries: dict[str, tuple[_Shard, TensorInfo]] = {}
         for shard in shards:
             for name, entry in shard.entries.items():
@@ -143,51 +133,23 @@ class ShardedTensors(Mapping[str, Tensor]):
     def file_name(self, name: str) -> Path:
         return self._entries[name][0].path
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows ``start <= i < stop`` of the first axis, mapped."""
-        assert 0 <= start <= stop <= self.shape(name)[0], (name, start, stop)
-        return self[name][start:stop]
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """Yield the elements in order, ``READ_CHUNK`` bytes at a time; each chunk overwrites the one before it.
 
-    def chunks(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of the first element, elements [N]) in order, in chunks of ``READ_CHUNK``.
-
-        Each chunk overwrites the one before it.  ``rows`` are the first and the last + 1 row to read (default: all).
+        Bytes are read, not mapped, so that no page of the file remains in the process.
         """
         shard, entry = self._entries[name]
-        dtype = _dtype(entry)
-        start, size, itemsize = entry.start, entry.bytes, dtype.itemsize
-        if rows is not None:
-            row_bytes = math.prod(entry.shape[1:]) * itemsize
-            assert 0 <= rows[0] <= rows[1] <= entry.shape[0], (name, rows)
-            start, size = start + rows[0] * row_bytes, (rows[1] - rows[0]) * row_bytes
         # Not from malloc: freeing a block of this size makes glibc retain freed tensors of the same size (150 MB).
-        buffer = mmap.mmap(-1, max(1, min(size, READ_CHUNK)))
-        for offset in range(0, size, READ_CHUNK):
-            count = min(size - offset, READ_CHUNK)
-            shard.read(start + offset, memoryview(buffer)[:count])
-            yield offset // itemsize, torch.frombuffer(buffer, dtype=torch.uint8, count=count).view(dtype)
+        buffer = mmap.mmap(-1, max(1, min(entry.bytes, READ_CHUNK)))
+        for offset in range(0, entry.bytes, READ_CHUNK):
+            count = min(entry.bytes - offset, READ_CHUNK)
+            shard.read(entry.start + offset, memoryview(buffer)[:count])
+            yield torch.frombuffer(buffer, dtype=torch.uint8, count=count).view(_dtype(entry))
 
-    def copy_into(self, out: Tensor, name: str, rows: tuple[int, int] | None = None) -> None:
-        """Fill ``out``, of any dtype and on any device, without retaining a page of the file.
 
-        ``out`` is contiguous, of the stored shape or that of ``rows`` (one matrix of a fused one).
-        """
-        shape = self.shape(name)
-        expected = shape if rows is None else (rows[1] - rows[0], *shape[1:])
-        assert tuple(out.shape) == expected and out.is_contiguous(), (name, out.shape, expected)
-        flat = out.detach().view(-1)
-        for start, chunk in self.chunks(name, rows):
-            flat[start : start + len(chunk)] = chunk
-
-    def load(self, name: str, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> Tensor:
-        """Return the tensor on ``device``, floating point in ``dtype``; mapped if neither changes."""
-        stored = self.dtype(name)
-        target = dtype if dtype is not None and stored.is_floating_point else stored
-        if target == stored and torch.device(device).type == "cpu":
-            return self[name]
-        out = torch.empty(self.shape(name), dtype=target, device=device)
-        self.copy_into(out, name)
-        return out
+def open_file_tensors(path: Path) -> ShardedTensors:
+    """Check the header of one safetensors file and return its tensors; no tensor is read."""
+    return ShardedTensors(path, [_Shard(path)])
 
 
 def open_tensors(folder: Path) -> ShardedTensors:
@@ -197,13 +159,23 @@ def open_tensors(folder: Path) -> ShardedTensors:
     """
     folder = Path(folder)
     check_readable_weights(folder)
-    if (folder / SINGLE).exists():
-        return ShardedTensors(folder, [_Shard(folder / SINGLE)])
+    if (folder / MODEL).exists():
+        return ShardedTensors(folder, [_Shard(folder / MODEL)])
     tensors_by_file = _read_index(folder / INDEX)
-    tensors = ShardedTensors(
-        folder, (_open_shard(folder / file, tensors_by_file[file]) for file in sorted(tensors_by_file))
-    )
-    _check_index(folder / INDEX, tensors_by_file, tensors)
+    for file, names in sorted(tensors_by_file.items()):
+        if not (folder / file).exists():
+            message = f"{folder / file} is missing, which has {tensor_label(names[0])} by the index"
+            raise CheckpointError(message, f"The checkpoint is incomplete. {RETRY_HINT}")
+    tensors = ShardedTensors(folder, (_Shard(folder / file) for file in sorted(tensors_by_file)))
+    file_by_tensor = {name: file for file, names in tensors_by_file.items() for name in names}
+    for name, file in file_by_tensor.items():
+        if name not in tensors or tensors.file_name(name).name != file:
+            message = f"{folder / file} lacks {tensor_label(name)}, which it has by the index"
+            raise CheckpointError(message, RETRY_HINT)
+    for name in tensors:
+        if name not in file_by_tensor:
+            message = f"{tensors.file_name(name)} has {tensor_label(name)}, which {INDEX} lacks"
+            raise CheckpointError(message, RETRY_HINT)
     return tensors
 
 
@@ -219,52 +191,23 @@ def _read_index(path: Path) -> dict[str, list[str]]:
         raise CheckpointError(f"{path}: weight_map must be an object of tensor names and file names")
     tensors_by_file: dict[str, list[str]] = {}
     for name, file_name in weight_map.items():
-        if not isinstance(file_name, str) or not _is_plain(file_name):
-            raise CheckpointError(
-                f"{path}: {tensor_label(name)}: must be in a file of the same folder, got {short_repr(file_name)}"
-            )
+        is_tensor_file = isinstance(file_name, str) and file_name.endswith(".safetensors") and file_name.isprintable()
+        if not is_tensor_file or len(file_name) >= 256 or set(file_name) & set("/\\:"):
+            message = f"{tensor_label(name)}: must be in a file of the same folder, got {short_repr(file_name)}"
+            raise CheckpointError(f"{path}: {message}")
         tensors_by_file.setdefault(file_name, []).append(name)
     return tensors_by_file
 
 
-def _is_plain(name: str) -> bool:
-    """Return True for a file name without path components."""
-    return name.endswith(".safetensors") and name.isprintable() and len(name) < 256 and not set(name) & set("/\\:")
-
-
-def _open_shard(path: Path, tensor_names: list[str]) -> _Shard:
-    if not path.exists():
-        message = f"{path} is missing, which has {tensor_label(tensor_names[0])} by the index"
-        raise CheckpointError(message, f"The checkpoint is incomplete. {RETRY_HINT}")
-    return _Shard(path)
-
-
-def _check_index(path: Path, tensors_by_file: Mapping[str, list[str]], tensors: ShardedTensors) -> None:
-    file_by_tensor = {name: file for file, names in tensors_by_file.items() for name in names}
-    for name, file in file_by_tensor.items():
-        if name not in tensors or tensors.file_name(name).name != file:
-            raise CheckpointError(
-                f"{path.with_name(file)} lacks {tensor_label(name)}, which it has by the index", RETRY_HINT
-            )
-    for name in tensors:
-        if name not in file_by_tensor:
-            raise CheckpointError(
-                f"{tensors.file_name(name)} has {tensor_label(name)}, which {path.name} lacks", RETRY_HINT
-            )
-
-
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> list[tuple[str, int]]:
     """Return (name, number of NaN or infinite elements) of every tensor that has some."""
-    nonfinite = []
+    counts = {}
     for name in tensors:
-        chunks: Iterable[Tensor]
         if isinstance(tensors, ShardedTensors):
-            chunks = (chunk for _, chunk in tensors.chunks(name))
+            counts[name] = sum(map(_count_nonfinite, tensors.chunks(name)))
         else:
-            chunks = tensors[name].detach().reshape(-1).split(READ_CHUNK)
-        if count := sum(map(_count_nonfinite, chunks)):
-            nonfinite.append((name, count))
-    return nonfinite
+            counts[name] = sum(map(_count_nonfinite, tensors[name].detach().reshape(-1).split(READ_CHUNK)))
+    return [(name, count) for name, count in counts.items() if count]
 
 
 def _count_nonfinite(chunk: Tensor) -> int:
@@ -280,15 +223,19 @@ def _count_nonfinite(chunk: Tensor) -> int:
     return chunk.numel() - int(chunk.isfinite().sum())
 
 
-# ---------------------------------------------------------------- writing
+def save_tensors(
+    folder: Path, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file; a SaveError names ``folder``."""
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(contiguous, path, metadata)
+    except SafetensorError as error:  # safetensors wraps the disk's error
+        raise storage_lib.atomic.disk_error(folder, OSError(str(error))) from error
 
 
 def write_sharded(
-    folder: Path,
-    tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    *,
-    max_shard_bytes: int = 5 * 10**9,
-    metadata: Mapping[str, str] | None = None,
+    folder: Path, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, max_shard_bytes: int = 5 * 10**9
 ) -> list[Path]:
     """Write ``model.safetensors``, or shards and their index, into a folder without weights.
 
@@ -299,28 +246,30 @@ def write_sharded(
         folder: Folder to write into.
         tensors: Tensors by name, or pairs; one shard at a time is held in memory.  Tied tensors occur once.
         max_shard_bytes: Maximum size of a file.
-        metadata: Metadata of every file (default: {"format": "pt"}).
     """
     temp_files: list[tuple[Path, dict[str, int]]] = []
     files: list[Path] = []
     try:
         _make_room(folder)
         for shard in _shards(tensors.items() if isinstance(tensors, Mapping) else tensors, max_shard_bytes):
-            path = (
-                folder / f".{SINGLE}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
-            )  # a name that ``recover_interrupted`` removes
+            # A name that ``recover_interrupted`` removes.
+            path = folder / f".{MODEL}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
             temp_files.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
-            _write_file(path, shard, dict(metadata or {"format": "pt"}))
+            save_tensors(folder, path, shard, FILE_METADATA)
+            storage_lib.atomic.fsync_path(path)
             shard.clear()  # otherwise two shards would be in memory while the next one is built
         count = len(temp_files)
         for index, (path, _) in enumerate(temp_files, 1):
-            name = SINGLE if count == 1 else f"model-{index:05}-of-{count:05}.safetensors"
+            name = MODEL if count == 1 else f"model-{index:05}-of-{count:05}.safetensors"
             files.append(folder / name)
             path.rename(files[-1])
         if count > 1:
-            sizes = [shard_sizes for _, shard_sizes in temp_files]
+            weight_map = {name: file.name for file, (_, sizes) in zip(files, temp_files, strict=True) for name in sizes}
+            total = sum(size for _, sizes in temp_files for size in sizes.values())
+            content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             files.append(folder / INDEX)
-            storage_lib.atomic.write_bytes(files[-1], _index([path.name for path in files], sizes))
+            text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+            storage_lib.atomic.write_bytes(files[-1], text.encode())
         storage_lib.atomic.fsync_path(folder)
     except BaseException as error:
         for path in [*files, *(path for path, _ in temp_files)]:
@@ -358,18 +307,3 @@ def _shards(pairs: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
         shard[name] = tensor
     if shard or not names:
         yield shard
-
-
-def _write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    except SafetensorError as error:  # safetensors wraps the disk's error
-        raise OSError(str(error)) from error
-    storage_lib.atomic.fsync_path(path)
-
-
-def _index(files: Sequence[str], sizes: Sequence[Mapping[str, int]]) -> bytes:
-    weight_map = {name: file for file, names in zip(files, sizes, strict=False) for name in names}
-    total = sum(size for names in sizes for size in names.values())
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode()

@@ -8,15 +8,14 @@ A folder, separate from the model's::
     manifest.json            as in a checkpoint (``native.py``)
     training/                training state, if training can be resumed
 
-A summarizer belongs to one model and is refused for another: ``model`` is the fingerprint of config and weights
-(``sampled_fingerprint``).
+A summarizer is refused for another model: ``model`` is the ``sampled_fingerprint`` of config and weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +23,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kvad import storage
-from kvad.checkpoint.folder import SUMMARIZER_FILE, SUMMARIZER_FORMAT, SUMMARIZER_TENSORS, read_summarizer_folder
-from kvad.checkpoint.handle import CheckpointHandle, LazyTensors, TrainingState, read_training_state
-from kvad.checkpoint.native import finish_folder, new_step, save_tensors, write_json
+from kvad.checkpoint.folder import (
+    SUMMARIZER_FILE,
+    SUMMARIZER_FORMAT,
+    SUMMARIZER_TENSORS,
+    read_summarizer_folder,
+    write_json,
+)
+from kvad.checkpoint.handle import CheckpointHandle, TrainingState, read_training_state
+from kvad.checkpoint.native import check_tensors, new_checkpoint
+from kvad.checkpoint.safetensors_io import open_file_tensors, save_tensors
 from kvad.config import attention_specs, canonical_config
 from kvad.errors import CheckpointError
 from kvad.model import Summarizer
@@ -46,37 +51,31 @@ def sampled_fingerprint(handle: CheckpointHandle) -> str:
     return digest.hexdigest()
 
 
-def save_summarizer_step(
-    run: Path,
-    step: int,
+def save_summarizer(
+    folder: Path,
     tensors: Mapping[str, Tensor],
     model: str,
-    settings: dict[str, Any],
-    training: TrainingState,
-    **retention: Any,
-) -> Path:
-    """Write a step of a run and return its folder.
+    settings: Mapping[str, Any],
+    training: TrainingState | None = None,
+    *,
+    replaces: Sequence[Path] = (),
+) -> None:
+    """Write a summarizer's folder atomically.
 
     Args:
-        run: Run folder.
-        step: Number of the step.
+        folder: Folder to write.
         tensors: State dict of the summarizer.
         model: Fingerprint of the model that it was trained for.
         settings: Other fields of summarizer.json, with ratio and hidden_size among them.
-        training: Training state.
-        retention: ``keep``, ``best`` and ``fresh`` of ``kvad.checkpoint.native.new_step``.
+        training: Training state, if training can be resumed.
+        replaces: Sibling folders that are removed in the same move.
     """
     from kvad import __version__
 
     content = {"kvad": __version__, "format": SUMMARIZER_FORMAT, "model": model, **settings}
-    with (
-        new_step(run, step, **retention) as (folder, replaced),
-        storage.atomic.new_folder(folder, replaces=replaced) as temp_folder,
-    ):
+    with new_checkpoint(folder, training, replaces) as temp_folder:
         write_json(temp_folder / SUMMARIZER_FILE, content)
         save_tensors(folder, temp_folder / SUMMARIZER_TENSORS, tensors)
-        finish_folder(folder, temp_folder, training)
-    return folder
 
 
 @dataclass(frozen=True)
@@ -104,10 +103,8 @@ class StoredSummarizer:
                 "Train one for it: kvad train --objective summarizer --init MODEL.",
             )
         summarizer = Summarizer(attention_specs(handle.config), self.content["ratio"], self.content["hidden_size"])
-        stored, expected = LazyTensors(self.path / SUMMARIZER_TENSORS), summarizer.state_dict()
-        for name in sorted({*stored, *expected}):
-            if name not in stored or name not in expected or stored.shape(name) != tuple(expected[name].shape):
-                raise CheckpointError(f"{stored.path}: tensor {name} is missing, extra, or of another shape")
+        stored = open_file_tensors(self.path / SUMMARIZER_TENSORS)
+        check_tensors(stored, {name: tuple(tensor.shape) for name, tensor in summarizer.state_dict().items()})
         summarizer.load_state_dict(dict(stored))  # copies, so that training cannot write to the mapped file
         return summarizer.eval().requires_grad_(False)
 

@@ -21,22 +21,12 @@ Help pages name values in one form: a size is SIZE, a count N, another number X,
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin
 
 import click
 
@@ -130,7 +120,7 @@ def flag_of(name: str) -> str:
 
 def _parameters(options: type[Options]) -> list[click.Parameter]:
     """Build the parameters: arguments of bases first, options of the class itself first."""
-    hints, fields = get_type_hints(options), {field.name: field for field in dataclasses.fields(options)}
+    hints, fields = typing.get_type_hints(options), {field.name: field for field in dataclasses.fields(options)}
     parameters: dict[str, click.Parameter] = {}
     for owner in options.__mro__:
         for name in vars(owner).get("__annotations__", {}):
@@ -147,7 +137,8 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, section: str) -> click.
     if is_optional:
         hint = next(part for part in get_args(hint) if part is not NoneType)
     is_multiple = get_args(hint)[1:] == (Ellipsis,) and not getattr(setting.kind, "is_list", False)
-    kind = setting.kind or _click_type(get_args(hint)[0] if is_multiple else hint)
+    hint = get_args(hint)[0] if is_multiple else hint
+    kind = setting.kind or _click_type(hint)
     if setting.is_argument:
         nargs = -1 if is_multiple else 1
         required = setting.required or not (is_optional or is_multiple)
@@ -155,29 +146,20 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, section: str) -> click.
     flags = setting.flag or flag_of(field.name)
     if field.default is True:
         flags += f"/--no-{field.name.replace('_', '-')}"
+    default = {"default": False if hint is bool and field.default is None else field.default}
+    has_standard_type = setting.kind is None or isinstance(setting.kind, click.IntRange)
     built = SectionedOption(
         [*filter(None, [setting.short]), flags, field.name],
         type=None if hint is bool else kind,
         is_flag=hint is bool,
-        **_default(field, hint),
         multiple=is_multiple,
-        metavar=setting.metavar or _metavar(setting, get_args(hint)[0] if is_multiple else hint),
+        metavar=setting.metavar or (_METAVARS.get(hint) if has_standard_type else None),
         envvar=setting.envvar,
         help=_help(field, setting, is_multiple),
+        **({"required": True} if field.default is dataclasses.MISSING else default),
     )
     built.section, built.is_common = section, setting.common or not section
     return built
-
-
-def _default(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    if field.default is dataclasses.MISSING:
-        return {"required": True}
-    return {"default": False if hint is bool and field.default is None else field.default}
-
-
-def _metavar(setting: _Parameter, hint: Any) -> str | None:
-    """Return a standard metavar for numbers and folders; None leaves it to the type."""
-    return _METAVARS.get(hint) if setting.kind is None or isinstance(setting.kind, click.IntRange) else None
 
 
 def _click_type(hint: Any) -> Any:

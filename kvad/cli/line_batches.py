@@ -1,10 +1,9 @@
 """Line-by-line processing: lines are read in windows, batched by length and answered in input order.
 
-Windows grow from 64 to 4,096 lines: the first answers come soon, and later windows have enough lines to batch those
-of similar length. If a pipe pauses, the lines read so far are answered. Invariant: every line of input gives one
-answer, in order. An empty line gives an empty answer. A line that cannot be answered (too long, not UTF-8, logits
-that are not finite) is reported on stderr and gives an empty answer; other lines are unaffected, and the exit code
-is 1. Used by ``commands/translate.py`` and ``commands/encode.py``. No torch until a model is loaded.
+Windows grow from 64 to 4,096 lines: the first answers come soon, and later windows have enough lines of similar
+length. If a pipe pauses, the lines read so far are answered. Invariant: every line gives one answer, in order. A line
+that cannot be answered (too long, not UTF-8, logits that are not finite) is reported on stderr and gives an empty
+answer, as an empty line does; other lines are unaffected, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -14,18 +13,21 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import StringIO
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 import click
 
+from kvad import checkpoint
+from kvad import config as cfg
 from kvad.cli.fields import argument, option
-from kvad.cli.output import ProgressLine, json_line, note
-from kvad.cli.parameters import DtypeOption, ModelArgument, QuietOption, WeightOptions
+from kvad.cli.output import ProgressLine, emit_json, note
+from kvad.cli.parameters import ModelArgument, TextOptions, WeightOptions
 from kvad.errors import EngineError, RequestError, UsageError, format_count
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ READ_CHUNK = 1 << 17  # bytes per read
 POLL_SECONDS = 0.02  # seconds to wait for a pipe
 
 
-class LineOptions(ModelArgument, WeightOptions, DtypeOption, QuietOption):
+class LineOptions(ModelArgument, WeightOptions, TextOptions):
     """Options of the commands that read lines."""
 
     file: Path | None = argument("[FILE|-]")
@@ -54,8 +56,6 @@ class LineOptions(ModelArgument, WeightOptions, DtypeOption, QuietOption):
 
 def model_capabilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
     """Return the kind of a model and the commands that accept it."""
-    from kvad import config as cfg
-
     if config.kind == "decoder":
         return "a decoder", ("generate", "chat")
     if config.kind == "encoder-decoder":
@@ -74,9 +74,7 @@ def open_for_command(model: Path, command: str) -> CheckpointHandle:
     Raises:
         RequestError: If ``command`` does not accept this kind of model.
     """
-    from kvad.checkpoint import open_checkpoint
-
-    handle = open_checkpoint(model)
+    handle = checkpoint.open_checkpoint(model)
     kind, commands = model_capabilities(handle.config)
     if command not in commands:
         others = ", ".join(f"kvad {name}" for name in commands)
@@ -132,10 +130,8 @@ class LineSource:
 
     def _can_read(self) -> bool:
         """True if a read would not block; a file never blocks."""
-        if self._path is not None:
-            return True
         try:
-            return bool(select.select([self._file], [], [], POLL_SECONDS)[0])
+            return self._path is not None or bool(select.select([self._file], [], [], POLL_SECONDS)[0])
         except (OSError, ValueError):  # the bytes of a test, or a system that selects sockets only
             return True
 
@@ -177,102 +173,95 @@ def answer_lines(lines: LineSource, task: LineTask[T]) -> Iterator[LineResult[T]
 
     A UsageError of ``task.run`` does not belong to a line and is raised.
     """
-    sizes = iter(WINDOW_SIZES)
-    window, number = next(sizes), 1
-    while batch := lines.take(window):
-        yield from _answer_window(_Window(number, batch), task)
+    sizes = chain(WINDOW_SIZES, repeat(WINDOW_SIZES[-1]))
+    number = 1
+    while batch := lines.take(next(sizes)):
+        yield from _Window(number, batch, task).answers()
         number += len(batch)
-        window = next(sizes, WINDOW_SIZES[-1])
 
 
-@dataclass
 class _Window(Generic[T]):
-    """Consecutive lines with their token ids and results."""
+    """Consecutive lines with their token ids and results; ``first`` is the number of the first line."""
 
-    first: int
-    raw: list[bytes]
-    ids: dict[int, list[int]] = field(default_factory=dict)
-    notes: dict[int, str] = field(default_factory=dict)
-    results: dict[int, LineResult[T]] = field(default_factory=dict)
+    def __init__(self, first: int, raw: list[bytes], task: LineTask[T]) -> None:
+        self.first, self.raw, self.task = first, raw, task
+        self.ids: dict[int, list[int]] = {}
+        self.notes: dict[int, str] = {}
+        self.results: dict[int, LineResult[T]] = {}
 
-    def end(self, number: int, answer: T | None = None, error: str | None = None) -> None:
+    def answers(self) -> Iterator[LineResult[T]]:
+        """Yield the results in order; the batch with the earliest line runs first."""
+        for number, raw in enumerate(self.raw, self.first):
+            self._prepare(number, raw)
+        following = self.first
+        order = sorted(self.ids, key=lambda number: (len(self.ids[number]), number))
+        batches = [order[i : i + BATCH_LINES] for i in range(0, len(order), BATCH_LINES)]  # of similar length
+        for batch in [[], *sorted(batches, key=min)]:
+            self._run(batch)
+            while following in self.results:
+                yield self.results.pop(following)
+                following += 1
+
+    def _prepare(self, number: int, raw: bytes) -> None:
+        """Encode a line without its byte order mark and the CR of a Windows line end."""
+        raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        try:
+            text = raw.removesuffix(b"\r").decode("utf-8")
+            if not text.strip():
+                self._end(number)
+                return
+            with redirect_stderr(StringIO()) as warnings:  # a tokenizer prints there what became UNK
+                self.ids[number] = self.task.prepare(text)
+            self.notes[number] = warnings.getvalue().strip()
+        except UnicodeDecodeError as error:
+            self._end(number, error=f"not UTF-8 at byte {error.start} (0x{raw[error.start]:02X})")
+        except UsageError as error:
+            self._end(number, error=error.message)
+
+    def _run(self, batch: list[int]) -> None:
+        """Answer lines together; if the engine fails, answer each alone."""
+        try:
+            answers = self.task.run([self.ids[number] for number in batch]) if batch else []
+            for number, answer in zip(batch, answers, strict=True):
+                self._end(number, answer)
+        except EngineError as error:
+            if len(batch) == 1:
+                self._end(batch[0], error=error.message)
+                return
+            for number in batch:
+                self._run([number])
+
+    def _end(self, number: int, answer: T | None = None, error: str | None = None) -> None:
         size, note = len(self.raw[number - self.first]) + 1, self.notes.get(number, "")
         self.results[number] = LineResult(number, size, answer, error, note)
-
-    def batches(self) -> list[list[int]]:
-        """Group line numbers by similar length; the batch with the earliest line comes first."""
-        order = sorted(self.ids, key=lambda number: (len(self.ids[number]), number))
-        return sorted((order[i : i + BATCH_LINES] for i in range(0, len(order), BATCH_LINES)), key=min)
-
-
-def _answer_window(window: _Window[T], task: LineTask[T]) -> Iterator[LineResult[T]]:
-    for number, raw in enumerate(window.raw, window.first):
-        try:
-            text = _decode(raw, number)
-            if not text.strip():
-                window.end(number)
-                continue
-            with redirect_stderr(StringIO()) as warnings:  # a tokenizer prints there what became UNK
-                window.ids[number] = task.prepare(text)
-            window.notes[number] = warnings.getvalue().strip()
-        except UsageError as error:
-            window.end(number, error=error.message)
-    following = window.first
-    for batch in [[], *window.batches()]:
-        _run_batch(window, batch, task)
-        while following in window.results:
-            yield window.results.pop(following)
-            following += 1
-
-
-def _run_batch(window: _Window[T], batch: list[int], task: LineTask[T]) -> None:
-    """Answer lines together; if the engine fails, answer each alone."""
-    try:
-        answers = task.run([window.ids[number] for number in batch]) if batch else []
-        for number, answer in zip(batch, answers, strict=True):
-            window.end(number, answer)
-    except EngineError as error:
-        if len(batch) == 1:
-            window.end(batch[0], error=error.message)
-            return
-        for number in batch:
-            _run_batch(window, [number], task)
-
-
-def _decode(raw: bytes, number: int) -> str:
-    """Decode a line without its byte order mark and the CR of a Windows line end."""
-    raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-    try:
-        return raw.removesuffix(b"\r").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"not UTF-8 at byte {error.start} (0x{raw[error.start]:02X})") from None
 
 
 # ---------------------------------------------------------------- lines out
 
 
-def print_answer(task: LineTask[T], line: LineResult[T], *, as_json: bool) -> None:
-    """Print an answer to stdout, as text or as a JSON object."""
-    answer = task.empty if line.answer is None else line.answer
-    if not as_json and task.plain is not None:
-        click.echo(task.plain(line.number, answer))
-    else:
-        fields = {"error": line.error} if line.error is not None else task.fields(answer)
-        click.echo(json_line({"line": line.number, **fields}))
-
-
 def print_answers(
-    answers: Iterable[LineResult[T]], show: Callable[[LineResult[T]], None], lines: LineSource, *, quiet: bool
+    lines: LineSource, task: LineTask[T], options: LineOptions, show: Callable[[LineResult[T]], None] | None = None
 ) -> int:
-    """Show each answer as it is available, and failures on stderr; return the number of failed lines.
+    """Answer all lines and return the exit code: 1 if a line failed.
 
-    The first warning of the tokenizer is printed, and the number of the others.
+    An answer is printed, or shown by ``show``, when it is available; failures are reported on stderr. The first
+    warning of the tokenizer is printed, and the number of the others.
     """
+
+    def print_answer(line: LineResult[T]) -> None:
+        answer = task.empty if line.answer is None else line.answer
+        if not options.as_json and task.plain is not None:
+            click.echo(task.plain(line.number, answer))
+        else:
+            fields = {"error": line.error} if line.error is not None else task.fields(answer)
+            emit_json({"line": line.number, **fields})
+
+    show = print_answer if show is None else show
     number = failed = num_warnings = num_bytes = 0
     start = time.monotonic()
     try:
-        with ProgressLine(quiet=quiet or sys.stdout.isatty()) as progress:
-            for line in answers:
+        with ProgressLine(quiet=options.quiet or sys.stdout.isatty()) as progress:
+            for line in answer_lines(lines, task):
                 show(line)
                 number, num_bytes = line.number, num_bytes + line.size
                 num_warnings += bool(line.note)
@@ -290,4 +279,4 @@ def print_answers(
         note(f"the same in {format_count(num_warnings - 1, 'other line')}")
     if failed:
         note(f"{failed:,} of {format_count(number, 'line')} failed")
-    return failed
+    return 1 if failed else 0

@@ -14,10 +14,9 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TextIO
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
@@ -44,58 +43,46 @@ def completion(ctx: click.Context, shell: str) -> None:
     click.echo(script(ctx.find_root().command, {}, "kvad", COMPLETE_VARIABLE).source())
 
 
-GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # title -> name -> ("module:attribute", one line of help)
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # title -> name -> ("file of commands/:attribute", one line of help)
     "Run": {
-        "demo": (
-            "kvad.cli.commands.demo:demo_command",
-            "Train a small model on this machine, generate from it and verify its cache.",
-        ),
-        "generate": ("kvad.cli.commands.generate:generate_command", "Continue prompts."),
-        "chat": ("kvad.cli.commands.chat:chat_command", "Chat with a model."),
-        "translate": ("kvad.cli.commands.translate:translate_command", "Translate lines of text."),
-        "embed": ("kvad.cli.commands.encode:embed_command", "Compute a vector for each line."),
-        "classify": ("kvad.cli.commands.encode:classify_command", "Assign a label to each line."),
-        "tag": ("kvad.cli.commands.encode:tag_command", "Assign a label to each word."),
-        "fill-mask": ("kvad.cli.commands.encode:fill_mask_command", "Predict masked tokens."),
+        "demo": ("demo:demo_command", "Train a small model on this machine, generate from it and verify its cache."),
+        "generate": ("generate:generate_command", "Continue prompts."),
+        "chat": ("chat:chat_command", "Chat with a model."),
+        "translate": ("batch:translate_command", "Translate lines of text."),
+        "embed": ("batch:embed_command", "Compute a vector for each line."),
+        "classify": ("batch:classify_command", "Assign a label to each line."),
+        "tag": ("batch:tag_command", "Assign a label to each word."),
+        "fill-mask": ("batch:fill_mask_command", "Predict masked tokens."),
     },
     "Train": {
-        "train": ("kvad.cli.commands.train:train_command", "Train a model."),
-        "data": ("kvad.cli.commands.data:data_group", "Create, prepare and check training data."),
-        "eval": ("kvad.cli.commands.eval:eval_command", "Evaluate a model on text, pairs or labels."),
-        "compare": ("kvad.cli.commands.runs:compare_command", "Compare training runs."),
-        "plot": ("kvad.cli.commands.runs:plot_command", "Plot JSON lines."),
+        "train": ("train:train_command", "Train a model."),
+        "data": ("data:data_group", "Create, prepare and check training data."),
+        "eval": ("eval:eval_command", "Evaluate a model on text, pairs or labels."),
+        "compare": ("runs:compare_command", "Compare training runs."),
+        "plot": ("runs:plot_command", "Plot JSON lines."),
     },
     "Cache": {
-        "plan": ("kvad.cli.commands.plan:plan_command", "Estimate memory without loading a model."),
-        "verify": (
-            "kvad.cli.commands.verify:verify_command",
-            "Compare every cache configuration with the uncached model.",
-        ),
-        "bench": ("kvad.cli.commands.bench:bench_group", "Measure the speed and the quality of the cache."),
-        "session": ("kvad.cli.commands.session:session_group", "Save and restore the cache of a text."),
-        "prefix": ("kvad.cli.commands.session:prefix_group", "Pin prefixes in the prefix cache."),
+        "plan": ("plan:plan_command", "Estimate memory without loading a model."),
+        "verify": ("verify:verify_command", "Compare every cache configuration with the uncached model."),
+        "bench": ("bench:bench_group", "Measure the speed and the quality of the cache."),
+        "session": ("session:session_group", "Save and restore the cache of a text."),
+        "prefix": ("session:prefix_group", "Pin prefixes in the prefix cache."),
     },
     "Models": {
-        "import": ("kvad.cli.commands.convert:import_command", "Convert a Hugging Face model to kvad's layout."),
-        "export": ("kvad.cli.commands.convert:export_command", "Convert a checkpoint to Hugging Face's layout."),
-        "merge": ("kvad.cli.commands.convert:merge_command", "Merge an adapter into its base model."),
+        "import": ("convert:import_command", "Convert a Hugging Face model to kvad's layout."),
+        "export": ("convert:export_command", "Convert a checkpoint to Hugging Face's layout."),
+        "merge": ("convert:merge_command", "Merge an adapter into its base model."),
     },
     "Inspect": {
-        "inspect": (
-            "kvad.cli.commands.inspect:inspect_command",
-            "Show the contents, the architecture or the attention of a model.",
-        ),
-        "tokenize": ("kvad.cli.commands.tokenize:tokenize_command", "Show the tokens of a text."),
-        "chat-template": (
-            "kvad.cli.commands.tokenize:chat_template_command",
-            "Show the prompt that a chat template renders.",
-        ),
-        "doctor": ("kvad.cli.commands.doctor:doctor_command", "Check a checkpoint or a cache directory for damage."),
+        "inspect": ("inspect:inspect_command", "Show the contents, the architecture or the attention of a model."),
+        "tokenize": ("tokenize:tokenize_command", "Show the tokens of a text."),
+        "chat-template": ("tokenize:chat_template_command", "Show the prompt that a chat template renders."),
+        "doctor": ("doctor:doctor_command", "Check a checkpoint or a cache directory for damage."),
     },
 }
 _COMPLETION_HELP = "Print the completion script of a shell."
 COMMANDS: dict[str, tuple[str, str]] = {
-    **{name: target for group in GROUPS.values() for name, target in group.items()},
+    **{name: (f"kvad.cli.commands.{home}", text) for group in GROUPS.values() for name, (home, text) in group.items()},
     "completion": ("kvad.cli.main:completion", _COMPLETION_HELP),
 }
 
@@ -111,16 +98,11 @@ FOREIGN_COMMANDS = {
 _EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval", "tensorboard": "tensorboard"}
 
 _OS_ERRORS = {
-    errno.EACCES: "permission denied",
-    errno.EPERM: "not permitted",
-    errno.EROFS: "the file system is read-only",
-    errno.ENOSPC: "no space is left on the disk",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.ENOENT: "no such file or folder",
-    errno.ENOTDIR: "it is not a folder",
-    errno.EISDIR: "it is a folder",
+    errno.EACCES: "permission denied", errno.EPERM: "not permitted", errno.EROFS: "the file system is read-only",
+    errno.ENOSPC: "no space is left on the disk", errno.EDQUOT: "the disk quota is used up",
+    errno.ENOENT: "no such file or folder", errno.ENOTDIR: "it is not a folder", errno.EISDIR: "it is a folder",
     errno.EEXIST: "it exists already",
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -130,47 +112,28 @@ class CliState:
     debug: bool = False  # show tracebacks
 
 
-def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    session = ctx.find_object(CliState)
-    if value and session is not None:
-        session.debug = True
-
-
-def _debug_option(*, hidden: bool) -> click.Option:
-    return click.Option(
-        ["--debug"],
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        hidden=hidden,
-        callback=_set_debug,
-        help="Show the traceback of an error.",
-    )
-
-
-def _accept_debug(command: click.Command) -> click.Command:
+def _add_debug(command: click.Command, *, hidden: bool = True) -> click.Command:
     """Add --debug to a command: ``kvad --debug train`` equals ``kvad train --debug``."""
+
+    def set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+        ctx.ensure_object(CliState).debug |= value
+
+    option = click.option(
+        "--debug", is_flag=True, is_eager=True, expose_value=False, hidden=hidden, callback=set_debug,
+        help="Show the traceback of an error.",
+    )  # fmt: skip
     if all(param.name != "debug" for param in command.params):
-        command.params.append(_debug_option(hidden=True))
+        option(command)
     if isinstance(command, click.Group):
         for child in command.commands.values():
-            _accept_debug(child)
+            _add_debug(child)
     return command
 
 
 class LazyGroup(click.Group):
-    """Group of commands that are imported on first use.
+    """The group of ``COMMANDS``, which are imported on first use; its help page lists them under ``GROUPS``."""
 
-    Attributes:
-        table: Command name to ("package.module:attribute", one line of help).
-        sections: Section title to the names that the help page lists under it.
-    """
-
-    def __init__(
-        self, table: Mapping[str, tuple[str, str]], sections: Mapping[str, Sequence[str]], **settings: Any
-    ) -> None:
-        super().__init__(**settings)
-        self.table, self.sections = dict(table), dict(sections)
+    table = COMMANDS
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.table)
@@ -191,7 +154,7 @@ class LazyGroup(click.Group):
                 raise
             raise KvadError(f"{cmd_name!r} is not part of this installation: {module} is missing") from error
         assert isinstance(command, click.Command), f"{module}:{attribute} is not a click command"
-        return _accept_debug(command)
+        return _add_debug(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -206,9 +169,8 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections = {title: list(names) for title, names in self.sections.items()}
-        listed = {name for names in sections.values() for name in names} | {"completion"}  # named in the epilog
-        sections["Other"] = [name for name in self.table if name not in listed]
+        listed = {name for names in GROUPS.values() for name in names} | {"completion"}  # named in the epilog
+        sections = {**GROUPS, "Other": [name for name in self.table if name not in listed]}
         width = max(map(len, self.table))
         for title, names in sections.items():
             if names:
@@ -223,14 +185,12 @@ class LazyGroup(click.Group):
 
 
 cli = LazyGroup(
-    COMMANDS,
-    {title: tuple(group) for title, group in GROUPS.items()},
     name="kvad",
     help="Train and run Transformers. The KV cache can be inspected, planned in advance and verified.",
     epilog=f"\b\nStart with:  kvad demo\nkvad completion SHELL:  {_COMPLETION_HELP}",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    params=[_debug_option(hidden=False)],
 )
+_add_debug(cli, hidden=False)
 click.version_option(__version__, prog_name="kvad", message="%(prog)s %(version)s")(cli)
 
 
@@ -240,9 +200,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return shell_complete(cli, {}, "kvad", COMPLETE_VARIABLE, instruction)
     session = CliState()
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv), session)
+        code = 0
+        try:
+            with cli.make_context("kvad", list(sys.argv[1:] if argv is None else argv), obj=session) as ctx:
+                cli.invoke(ctx)
+        except click.exceptions.Exit as stop:  # --help, --version, ctx.exit(1)
+            code = stop.exit_code
+        sys.stdout.flush()  # a full disk or a closed pipe can still be reported here
+        return code
     except BrokenPipeError:
-        _detach_output(sys.stdout)
+        with suppress(OSError, ValueError):  # discard the buffer, so that exit does not fail again (tests: no file)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (KeyboardInterrupt, click.Abort):
         return 130
@@ -257,17 +225,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if line:
                 click.echo(f"kvad: {label}: " + line.replace("\n", " "), err=True)
         return code
-
-
-def _run(arguments: list[str], session: CliState) -> int:
-    try:
-        with cli.make_context("kvad", arguments, obj=session) as ctx:
-            cli.invoke(ctx)
-        code = 0
-    except click.exceptions.Exit as stop:  # --help, --version, ctx.exit(1)
-        code = stop.exit_code
-    sys.stdout.flush()  # a full disk or a closed pipe can still be reported here
-    return code
 
 
 def describe_error(error: Exception) -> tuple[str, str, int]:
@@ -289,9 +246,3 @@ def describe_error(error: Exception) -> tuple[str, str, int]:
         case MemoryError():
             return "out of memory", "kvad plan estimates what would fit", 1
     return f"this is a bug in kvad: {type(error).__name__}: {error}", "--debug shows the traceback", 1
-
-
-def _detach_output(stream: TextIO) -> None:
-    """Discard the buffered output of a closed pipe, so that exit does not fail again."""
-    with suppress(OSError, ValueError):  # the stream of a test has no descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

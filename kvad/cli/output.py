@@ -13,12 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.console import Console
+
+RecordT = TypeVar("RecordT")
 
 
 def console() -> Console:
@@ -34,32 +37,35 @@ def note(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print a line on stderr."""
     click.echo(text, err=True)
 
 
-def print_result(as_json: bool, record: object, text: str | Iterable[str]) -> None:
-    """Print ``record`` as JSON, or the text or its lines."""
+def print_result(as_json: bool, record: object, text: str | Iterable[str], *, failed: bool = False) -> None:
+    """Print ``record`` as JSON, or the text or its lines; exit with code 1 if a check failed."""
     if as_json:
         emit_json(record)
     else:
         click.echo(text if isinstance(text, str) else "\n".join(text))
+    if failed:
+        exit_with(1)
 
 
 def exit_with(code: int) -> NoReturn:
     click.get_current_context().exit(code)
 
 
-def emit_json(result: object) -> None:
-    """Print ``result`` as one line of JSON on stdout.
+def with_properties(record: DataclassInstance, *names: str) -> dict[str, Any]:
+    """Return the fields of a dataclass and its named properties as one JSON object."""
+    return {**dataclasses.asdict(record), **{name: getattr(record, name) for name in names}}
 
-    Dataclasses and NamedTuples become objects, paths become strings, NaN and infinities become null (JSON has none).
-    """
+
+def emit_json(result: object) -> None:
+    """Print ``result`` as one line of JSON on stdout."""
     click.echo(json_line(result))
 
 
 def json_line(result: object) -> str:
-    """Format ``result`` as ``emit_json`` prints it, without the newline."""
+    """Format ``result`` as JSON: dataclasses become objects, paths strings, NaN and infinities null."""
     return json.dumps(_plain(result), ensure_ascii=False, allow_nan=False)
 
 
@@ -81,16 +87,14 @@ def _plain(value: object) -> object:
     raise TypeError(f"emit_json: {type(value).__name__} has no JSON form")
 
 
-def format_bytes(num_bytes: int | float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format a size: ``3221225472`` -> ``3.00 GiB``; below 1 KiB in bytes."""
-    size = float(num_bytes)
-    if abs(size) < 1024:
-        return f"{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if abs(size) < 1023.995:
-            return f"{size:.2f} {unit}"
-    return f"{size / 1024:.2f} TiB"
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes:.0f} B"
+    size, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1023.995 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.2f} {units[0]}"
 
 
 def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0, -1)) -> list[str]:
@@ -98,13 +102,22 @@ def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0, -1)) -
     columns = len(rows[0])
     widths = [max(len(row[column]) for row in rows) for column in range(columns)]
     left_columns = {column % columns for column in left}
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    pads = [str.ljust if column in left_columns else str.rjust for column in range(columns)]
+    padded = ([pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)] for row in rows)
+    return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def format_records(
+    records: Iterable[RecordT], columns: Mapping[str, str | Callable[[RecordT], str]], left: Sequence[int] = ()
+) -> list[str]:
+    """Format a table of records: heading -> a template such as ``{.loss:.4f}``, or a function of the record."""
+    cells = [column.format if isinstance(column, str) else column for column in columns.values()]
+    return format_table([tuple(columns), *(tuple(cell(record) for cell in cells) for record in records)], left)
+
+
+def format_optional(value: float | None, spec: str) -> str:
+    """Format a number, or "-" for None."""
+    return "-" if value is None else format(value, spec)
 
 
 def draw_figures(draw: Callable[[], list[Path]], name: str = "figure") -> list[Path]:

@@ -1,11 +1,8 @@
-"""Parameters that several commands share, as dataclasses, and the objects built from them.
-
-Each object is built once per command: the keywords of ``kvad.llm.LLM.load``, the SamplingParams, the text of a
-prompt. No torch until a model is loaded.
-"""
+"""Parameters that several commands share, and the objects built from them, such as SamplingParams."""
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import sys
@@ -19,22 +16,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvad import cache
+from kvad import cache, checkpoint, engine
+from kvad import text as text_lib
 from kvad.cache import CacheConfig, sessions
-from kvad.cli.fields import Options, Parsed, argument, given_fields, option
+from kvad.cli.fields import Options, Parsed, argument, flag_of, given_fields, option
 from kvad.engine import scheduling
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import DataError, RequestError, UsageError
+from kvad.text import Tokenizer
 
 if TYPE_CHECKING:
     from kvad.checkpoint import CheckpointHandle
     from kvad.llm import LLM
-    from kvad.text import Tokenizer
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 PairFiles = tuple[tuple[Path, Path], ...]
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
+UNITS = ("", "k", "m", "g", "t")
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kmgt])(?P<kind>ib|b|)|b?)\s*", re.IGNORECASE)
 MAX_TOKENS = 128  # default of --max-tokens if the checkpoint has none
 
 # ---------------------------------------------------------------- types of values
@@ -42,9 +40,6 @@ MAX_TOKENS = 128  # default of --max-tokens if the checkpoint has none
 
 class _FormatName(click.Choice[str]):
     """A format of ``kvad.cache.quantization``, or a custom format named as package.module:Class."""
-
-    def __init__(self) -> None:
-        super().__init__(tuple(cache.quantization.FORMATS))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return "FORMAT"
@@ -55,19 +50,19 @@ class _FormatName(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
-def parse_bytes(text: str, *, zero: bool = False) -> int:
-    """Parse a size such as ``8GiB``, ``512MiB``, ``1.5G``, ``4GB`` or ``1024``; 0 only with ``zero``.
+def parse_bytes(text: str) -> int:
+    """Parse a size such as ``8GiB``, ``512MiB``, ``1.5G``, ``4GB``, ``1024`` or ``0``.
 
     ``K M G T`` alone and with ``iB`` are powers of 1024; with ``B`` alone they are powers of 1000.
     """
-    match = _SIZE.fullmatch(text)
-    if match is None or (match["kind"].lower() == "i") or (not match["unit"] and match["kind"].lower() == "ib"):
-        raise UsageError(f"{text!r} is not a size in bytes", "write it like 8GiB, 512MiB, 4GB or 1048576")
+    match, hint = _SIZE.fullmatch(text), "write it like 8GiB, 512MiB, 4GB or 1048576"
+    if match is None:
+        raise UsageError(f"{text!r} is not a size in bytes", hint)
     base = 1000 if match["unit"] and match["kind"].lower() == "b" else 1024
     number = float(match["number"])
-    size = int(number * base ** _UNITS[match["unit"].lower()])
-    if size < 1 and not (zero and number == 0):
-        raise UsageError(f"{text!r} is less than one byte", "write it like 8GiB, 512MiB, 4GB or 1048576")
+    size = int(number * base ** UNITS.index((match["unit"] or "").lower()))
+    if size < 1 and number > 0:
+        raise UsageError(f"{text!r} is less than one byte", hint)
     return size
 
 
@@ -80,18 +75,11 @@ def parse_token_ids(text: str, flag: str) -> list[int]:
         raise UsageError(f"{flag}: {wrong} is not a token id", "write ids like '12 7 99'") from None
 
 
-def _parse_integers(text: str) -> tuple[int, ...]:
+def _parse_list(number: type[int] | type[float], noun: str, example: str, text: str) -> tuple[float, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(number(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"{text!r} is not a list of whole numbers", "write them like 128,256") from None
-
-
-def _parse_numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"{text!r} is not a list of numbers", "write them like 0.25,0.5") from None
+        raise UsageError(f"{text!r} is not a list of {noun}", f"write them like {example}") from None
 
 
 def _parse_token_bias(text: str) -> tuple[int, float]:
@@ -103,14 +91,15 @@ def _parse_token_bias(text: str) -> tuple[int, float]:
 
 
 def _parse_positive_bytes(text: str) -> int:
-    if not (size := parse_bytes(text, zero=True)):
-        raise UsageError("must be at least 1 byte", "leave it out, or give it more")
-    return size
+    if size := parse_bytes(text):
+        return size
+    raise UsageError("must be at least 1 byte", "leave it out, or give it more")
 
 
-FORMAT = _FormatName()
-SIZE, POSITIVE_SIZE = Parsed("SIZE", partial(parse_bytes, zero=True)), Parsed("SIZE", _parse_positive_bytes)
-INTEGERS, NUMBERS = Parsed("N,...", _parse_integers, is_list=True), Parsed("X,...", _parse_numbers, is_list=True)
+FORMAT = _FormatName(tuple(cache.quantization.FORMATS))
+SIZE, POSITIVE_SIZE = Parsed("SIZE", parse_bytes), Parsed("SIZE", _parse_positive_bytes)
+INTEGERS = Parsed("N,...", partial(_parse_list, int, "whole numbers", "128,256"), is_list=True)
+NUMBERS = Parsed("X,...", partial(_parse_list, float, "numbers", "0.25,0.5"), is_list=True)
 COUNT = click.IntRange(min=1)
 OUTPUT_FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -129,12 +118,6 @@ class JsonOption(Options):
     as_json: bool = option("Print the result as one JSON object on stdout", flag="--json", common=True)
 
 
-class QuietOption(Options):
-    """``--quiet``."""
-
-    quiet: bool = option("Show no progress on stderr", short="-q", common=True)
-
-
 class WeightOptions(Options):
     """Options for loading weights."""
 
@@ -142,10 +125,11 @@ class WeightOptions(Options):
     deterministic: bool = option("Make results independent of the batch (CPU only, slower)")
 
 
-class DtypeOption(Options):
-    """``--dtype``."""
+class TextOptions(Options):
+    """Options of the commands that run a model on many texts."""
 
     dtype: Dtype | None = option("Dtype of the computation [default: as stored]")
+    quiet: bool = option("Show no progress on stderr", short="-q", common=True)
 
 
 class PromptOptions(Options):
@@ -158,9 +142,7 @@ class PromptOptions(Options):
         """Return the text of --prompt or --file; "" without either."""
         if self.prompt is not None and self.file is not None:
             raise click.UsageError("--prompt and --file exclude each other: give one of them.")
-        return (
-            read_text(self.file) if self.prompt is None and self.file is not None else read_text_or_stdin(self.prompt)
-        )
+        return read_text_or_stdin(self.prompt) if self.file is None else read_text(self.file)
 
 
 class SessionDirOption(Options):
@@ -270,22 +252,23 @@ class CacheSizeOptions(Options):
     swap_dir: Path | None = option("Folder for swapped sequences beyond --swap-space [default: none]")
 
 
-class CacheOptions(
-    CacheSizeOptions, FormatOptions, PolicyOptions, EndlessOption,
-    PrefixCacheOptions, WeightOptions,
+class CacheFlags(
+    CacheSizeOptions, FormatOptions, PolicyOptions, EndlessOption, PrefixCacheOptions, WeightOptions
 ):  # fmt: skip
-    """All options of a cache and its model."""
+    """All options of a cache and its model, and of the engine's log."""
+
+    verbose: bool = option(
+        "Print the engine's log on stderr: full pools, recomputed sequences, unusable stored blocks", short="-v"
+    )
+
+    def __post_init__(self) -> None:
+        if self.verbose:
+            logging.basicConfig(format="kvad: %(message)s")  # other packages log warnings only
+            logging.getLogger("kvad").setLevel(logging.INFO)
 
 
-def given_formats(options: FormatOptions) -> dict[str, Any]:
-    """Return the given formats of keys and values."""
-    names = ("cache_dtype", "cache_key_dtype", "cache_value_dtype")
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
-_LOAD_NAMES = (
-    "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "adapter", "deterministic", "swap_dir", "dtype"
-)  # fmt: skip
+MODEL_FIELDS = ("dtype", "adapter", "deterministic")  # keywords of LLM.load that do not concern the cache
+_LOAD_NAMES = (*MODEL_FIELDS, "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "swap_dir")
 
 
 def cache_fields(options: Any) -> dict[str, Any]:
@@ -300,8 +283,8 @@ def cache_fields(options: Any) -> dict[str, Any]:
     CacheConfig(**{"max_seq_len": 1, **fields})
     unused = [name for name in ("offload_ram", "offload_dir") if name in fields]
     if unused and fields.get("overflow") != "offload" and "offload(" not in fields.get("policy", ""):
-        flag = f"--{unused[0].replace('_', '-')}"
-        raise UsageError(f"{flag}: nothing is offloaded", "add --overflow offload or --policy 'offload(N)'")
+        message = f"{flag_of(unused[0])}: nothing is offloaded"
+        raise UsageError(message, "add --overflow offload or --policy 'offload(N)'")
     return fields
 
 
@@ -312,12 +295,7 @@ def load_fields(options: Any) -> dict[str, Any]:
 
 
 def open_llm(model: Path | CheckpointHandle, fields: Mapping[str, Any], *, max_num_seqs: int) -> LLM:
-    """Load a model.
-
-    Args:
-        model: The checkpoint.
-        fields: Result of ``load_fields``.
-        max_num_seqs: Number of sequences if ``fields`` does not set it.
+    """Load a model with the result of ``load_fields``; ``max_num_seqs`` applies if they do not set it.
 
     Raises:
         CheckpointError, ConfigError, MemoryPlanError: Each before the cache is allocated.
@@ -330,7 +308,7 @@ def open_llm(model: Path | CheckpointHandle, fields: Mapping[str, Any], *, max_n
 # ---------------------------------------------------------------- sampling
 
 
-class SamplingOptions(Options):
+class SamplingFlags(Options):
     """Fields of SamplingParams, except ``n`` and the log-probabilities."""
 
     section = "Sampling"
@@ -383,14 +361,21 @@ class SamplingOptions(Options):
 
     def resolve(self, fields: Mapping[str, Any], handle: CheckpointHandle, *, endless: bool = False) -> SamplingParams:
         """Combine ``fields`` with the checkpoint's defaults; an endless generation has no default --max-tokens."""
-        from kvad import engine
-
         params = engine.options.resolve_sampling(fields, handle.generation)
         if endless and self.max_tokens is None:
             params = replace(params, max_tokens=None)
         elif params.max_tokens is None:
             params = replace(params, max_tokens=MAX_TOKENS)
-        return _with_bad_words(params, self.bad_word, handle.tokenizer)
+        if not self.bad_word:
+            return params
+        tokenizer = handle.tokenizer
+        if tokenizer is None:
+            raise RequestError("--bad-word: the model has no tokenizer", "use --logit-bias ID=-1000")
+        if "" in self.bad_word:
+            raise RequestError("--bad-word: must not be empty")
+        # A text after a space is encoded differently.
+        encoded = {tuple(tokenizer.encode(text)) for word in self.bad_word for text in (word, f" {word}")}
+        return replace(params, bad_words_ids=(*params.bad_words_ids, *sorted(encoded)))
 
 
 def check_sampling_ranges(fields: Mapping[str, Any]) -> None:
@@ -407,57 +392,40 @@ def check_sampling_ranges(fields: Mapping[str, Any]) -> None:
     SamplingParams(**{name: value for name, value in fields.items() if name not in beam_fields})
 
 
-def _with_bad_words(params: SamplingParams, bad_words: tuple[str, ...], tokenizer: Tokenizer | None) -> SamplingParams:
-    """Ban the tokens of each text, and of the text after a space, which a tokenizer encodes differently."""
-    if not bad_words:
-        return params
-    if tokenizer is None:
-        raise RequestError("--bad-word: the model has no tokenizer", "use --logit-bias ID=-1000")
-    if "" in bad_words:
-        raise RequestError("--bad-word: must not be empty")
-    encoded = {tuple(tokenizer.encode(text)) for word in bad_words for text in (word, f" {word}")}
-    return replace(params, bad_words_ids=(*params.bad_words_ids, *sorted(encoded)))
-
-
 # ---------------------------------------------------------------- texts and Ctrl-C
-
-
-def read_stdin() -> str:
-    """Read standard input unchanged; DataError names the first byte that is not UTF-8."""
-    raw = sys.stdin.buffer.read()
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"standard input is not UTF-8 at byte {error.start} (0x{raw[error.start]:02X})") from None
 
 
 def read_text_or_stdin(text: str | None) -> str:
     """Return a text given on the command line; "-" is standard input."""
-    return read_stdin() if text == "-" else text or ""
+    return read_text(Path("-")) if text == "-" else text or ""
 
 
 def read_text(path: Path) -> str:
-    """Read a file in UTF-8; "-" is standard input.
+    """Read a file in UTF-8, unchanged; "-" is standard input.
 
     Raises:
-        DataError: If the file cannot be read.
+        DataError: If the file cannot be read, or with the first byte that is not UTF-8.
     """
-    if str(path) == "-":
-        return read_stdin()
+    is_stdin = str(path) == "-"
     try:
-        return path.read_bytes().decode("utf-8")
+        raw = sys.stdin.buffer.read() if is_stdin else path.read_bytes()
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 at byte {error.start}") from None
+        place = f"{'standard input' if is_stdin else path} is not UTF-8 at byte {error.start}"
+        raise DataError(f"{place} (0x{raw[error.start]:02X})") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
 
 
 def tokenizer_folder(model: Path) -> Path:
     """Return the folder of a model's tokenizer and chat template; no weights are downloaded from the hub."""
-    from kvad import checkpoint
-
     folder = checkpoint.hub.resolve_model_path(model, weights=False)
     return checkpoint.folder.locate(folder) if checkpoint.folder.is_run(folder) else folder
+
+
+def load_tokenizer_of(model: Path) -> Tokenizer:
+    """Load the tokenizer of a model, or a tokenizer file."""
+    return text_lib.load_tokenizer(model if model.is_file() else tokenizer_folder(model))
 
 
 class InterruptFlag:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from kvad.cli.fields import Options, given_fields, is_given, option
 from kvad.cli.parameters import PairFiles
 from kvad.errors import UsageError, suggest
+from kvad.train import setup, sources
 from kvad.train.config import CallbacksConfig, DataConfig, OptimConfig, RunConfig, TokenizerConfig, TrainConfig
-
-if TYPE_CHECKING:
-    from kvad.train.setup import CorpusArgument
 
 TOKENIZER_KINDS = ("bpe", "byte", "char", "word")
 PAIRS_HELP = "Two parallel files: line n of TARGET answers line n of SOURCE"
@@ -24,14 +22,10 @@ TABLES = {
     "callbacks": CallbacksConfig,
 }  # fmt: skip
 RENAMED_KEYS = {
-    "preset": "model.preset",
-    "suffix": "data.file_suffixes",
-    "field": "data.text_field",
-    "validation_fraction": "data.validation_fraction",
-    "objective": "objective.kind",
-    "lora_rank": "lora.rank",
+    "preset": "model.preset", "suffix": "data.file_suffixes", "field": "data.text_field",
+    "validation_fraction": "data.validation_fraction", "objective": "objective.kind", "lora_rank": "lora.rank",
     "prompt": "callbacks.prompts",
-}
+}  # fmt: skip
 
 
 class CorpusOptions(Options):
@@ -61,18 +55,14 @@ class CorpusOptions(Options):
         named = self.validation is not None and self.validation_fraction is None
         return [*([(Path(self.validation),)] if named and self.validation else []), *self.validation_pairs]
 
-    def name_corpus(self, texts: Sequence[Path]) -> CorpusArgument:
-        """Return the paths of documents or TSV files, or all pairs if any are given."""
-        return name_corpus(texts, self.pairs, self.held_out)
 
-
-def name_corpus(texts: Sequence[Path], pairs: PairFiles, held_out: Sequence[tuple[Path, ...]] = ()) -> CorpusArgument:
-    """Return ``texts``, or all pairs if any are given."""
-    from kvad.train.sources import PairPaths
-
+def name_corpus(
+    texts: Sequence[Path], pairs: PairFiles, held_out: Sequence[tuple[Path, ...]] = ()
+) -> setup.CorpusArgument:
+    """Return ``texts`` (documents or TSV files), or all pairs if any are given."""
     if not pairs and not held_out:
         return texts
-    return PairPaths((*((path,) for path in texts), *pairs), tuple(held_out))
+    return sources.PairPaths((*((path,) for path in texts), *pairs), tuple(held_out))
 
 
 def merge_options(tables: Mapping[str, Any], options: CorpusOptions) -> dict[str, Any]:
@@ -101,15 +91,9 @@ def set_key(tables: dict[str, Any], key: str, value: object) -> None:
 
 
 def with_seq_len(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
-    """Set ``data.seq_len`` of a run that starts from a checkpoint and does not set it.
+    """Set ``data.seq_len`` of a run that starts from a checkpoint and does not set it in ``tables``.
 
-    Args:
-        config: The run, read from ``tables``.
-        tables: The tables of the run file.
-        stored: The configuration of the run that is resumed; its ``seq_len`` is used.
-
-    Returns:
-        ``config``, or a copy whose rows are at most as long as the checkpoint allows.
+    It becomes that of ``stored``, the run that is resumed, else at most what the checkpoint allows.
 
     Raises:
         CheckpointError: If the model cannot be opened.
@@ -118,6 +102,4 @@ def with_seq_len(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig
         return config
     if stored is not None:
         return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=stored.data.seq_len))
-    from kvad.train import setup
-
     return setup.initialize.clamp_seq_len(config)

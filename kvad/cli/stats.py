@@ -1,13 +1,10 @@
-"""Statistics of a run and its cache, as numbers (``--json``) and as labeled lines (``--stats``).
-
-No torch until a model is loaded.
-"""
+"""Statistics of a run and its cache, as numbers (``--json``) and as labeled lines (``--stats``)."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,35 +13,34 @@ from kvad.cache import group_bytes
 from kvad.cli.output import format_bytes
 from kvad.config import attention_specs
 from kvad.errors import format_count
-from kvad.model_input import AttentionPattern
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from kvad.cache import CacheGroup, offload
-    from kvad.cache.device import OffloadStats
+    from kvad.cache.offload import OffloadStats
     from kvad.engine import StreamChunk, scheduling
     from kvad.engine.scheduling import RequestMetrics
     from kvad.llm import LLM
 
     PreemptionStats = scheduling.preemption.PreemptionStats
 
-CounterT = TypeVar("CounterT", bound="DataclassInstance")
+StatsT = TypeVar("StatsT", bound="DataclassInstance")
 Line = tuple[str, str]  # label, text
 
 
-def _counter_diff(before: CounterT, now: CounterT, names: Iterable[str]) -> CounterT:
+def _difference(before: StatsT, now: StatsT, names: Iterable[str]) -> StatsT:
     """Return ``now`` with the named counters reduced by their values in ``before``."""
     return replace(now, **{name: getattr(now, name) - getattr(before, name) for name in names})
 
 
-def _preemption_diff(before: PreemptionStats, now: PreemptionStats) -> PreemptionStats:
+def _preemption_difference(before: PreemptionStats, now: PreemptionStats) -> PreemptionStats:
     """Return the preemptions between two snapshots; swapped bytes and copy costs are those of ``now``."""
     counts = ("recomputed", "recomputed_tokens", "to_ram", "to_disk", "swapped_bytes", "num_lost")
     swap_counts = ("written", "written_bytes", "read", "read_bytes", "failed")
     seconds = {direction: spent - before.seconds.get(direction, 0.0) for direction, spent in now.seconds.items()}
-    swap_space = _counter_diff(before.swap_space, now.swap_space, swap_counts)
-    return replace(_counter_diff(before, now, counts), seconds=seconds, swap_space=swap_space)
+    swap_space = _difference(before.swap_space, now.swap_space, swap_counts)
+    return replace(_difference(before, now, counts), seconds=seconds, swap_space=swap_space)
 
 
 def _preemption_lines(stats: PreemptionStats) -> list[Line]:
@@ -61,20 +57,14 @@ def _preemption_lines(stats: PreemptionStats) -> list[Line]:
         f"a token costs {costs['token_us']:.1f} us; a MiB {copies}",
     ]
     if stats.num_lost or stats.swap_space.failed:
-        lost = format_count(stats.num_lost, "copy", "copies")
-        lines.append(
-            f"{format_count(stats.swap_space.failed, 'failure')} of the swap files, {lost} lost: "
-            f"{stats.swap_space.fault}"
-        )
+        failed, lost = format_count(stats.swap_space.failed, "failure"), format_count(stats.num_lost, "copy", "copies")
+        lines.append(f"{failed} of the swap files, {lost} lost: {stats.swap_space.fault}")
     return [("preempted", line) for line in lines]
 
 
 LIMIT_TEXTS = {
-    "max_tokens": "--max-tokens",
-    "model": "the model's limit",
-    "cache": "the cache's limit",
-    "pool": "a full pool",
-}
+    "max_tokens": "--max-tokens", "model": "the model's limit", "cache": "the cache's limit", "pool": "a full pool",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,34 +114,25 @@ def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
     """Return the current use of each cache group; the peak is since the last ``RunMeter`` was created."""
     manager, uses = llm.engine.kv_cache_manager, []
     stats = manager.stats()
+    counts = ("used", "peak", "evictable", "free", "watermark", "total")
     for index, group in enumerate(manager.groups):
-        size = group_bytes(group)
+        size, lower = group_bytes(group), group.lower_level
+        description = "hot"
+        if lower is not None:
+            description = "offloaded" if lower.is_offloaded else "quantized" if lower.ratio == 1 else "summarized"
         uses.append(
             CacheGroupUse(
                 layers=len(group.layers),
                 window=group.spec.window,
-                used=stats.used[index],
-                peak=stats.peak[index],
-                evictable=stats.evictable[index],
-                free=stats.free[index],
-                watermark=stats.watermark[index],
-                total=stats.total[index],
+                **{name: getattr(stats, name)[index] for name in counts},
                 block_bytes=size.total // group.num_blocks,
                 pool_bytes=size.total,
                 scale_bytes=size.scales,
                 stored=cache_lib.quantization.join_format_names(group.key_format, group.value_format),
-                description=_describe(group),
+                description=description,
             )
         )
     return tuple(uses)
-
-
-def _describe(group: CacheGroup) -> str:
-    if group.lower_level is None:
-        return "hot"
-    return (
-        "offloaded" if group.lower_level.is_offloaded else "quantized" if group.lower_level.ratio == 1 else "summarized"
-    )
 
 
 class RunMeter:
@@ -163,28 +144,27 @@ class RunMeter:
         self._preemption_before = llm.engine.preemption.stats()
         llm.engine.kv_cache_manager.reset_peak()
         self._offload_before = self._offload_stats()
-        self._metrics: dict[int, RequestMetrics] = {}
+        self.metrics: dict[int, RequestMetrics] = {}
         self._finish_limits: Counter[str] = Counter()
         self._tokens = 0
         self._start, self._first = time.perf_counter(), 0.0
 
     def add(self, chunk: StreamChunk) -> None:
-        if chunk.request not in self._metrics:
-            self._metrics[chunk.request] = self._llm.engine.metrics(chunk.request)
+        if chunk.request not in self.metrics:
+            self.metrics[chunk.request] = self._llm.engine.metrics(chunk.request)
         if chunk.token_id is not None:
             self._tokens += 1
             self._first = self._first or time.perf_counter()
         if chunk.finish_reason is not None:
             self._finish_limits[chunk.limit or chunk.finish_reason] += 1
 
-    def usage(self, request: int) -> RequestMetrics:
-        return self._metrics[request]
-
     def stats(self) -> RunStats:
         end, times, cache = time.perf_counter(), self._llm.engine.times, self._llm.engine.kv_cache_manager.stats()
         first = self._first or end
         model, total = times.model - self._times.model, times.total - self._times.total
-        usages = self._metrics.values()
+        usages, offload = self.metrics.values(), self._offload_stats()
+        if offload is not None and self._offload_before is not None:
+            offload = _difference(self._offload_before, offload, ("written", "from_ram", "from_disk", "failed"))
         return RunStats(
             prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
             cached_tokens=sum(usage.num_cached_tokens for usage in usages),
@@ -199,10 +179,10 @@ class RunMeter:
             prefix_hits=cache.hits - self._cache_before.hits,
             prefix_misses=cache.misses - self._cache_before.misses,
             preemptions=sum(usage.num_preemptions for usage in usages),
-            preemptions_by_kind=_preemption_diff(self._preemption_before, self._llm.engine.preemption.stats()),
+            preemptions_by_kind=_preemption_difference(self._preemption_before, self._llm.engine.preemption.stats()),
             evictions=sum(cache.evictions) - sum(self._cache_before.evictions),
             finish_limits=dict(self._finish_limits),
-            offload=self._offload_since_start(),
+            offload=offload,
             prefix_cache=prefix_cache_use(self._llm),
         )
 
@@ -210,25 +190,16 @@ class RunMeter:
         reader = self._llm.engine.kv_cache.offload_reader
         return None if reader is None else reader.stats()
 
-    def _offload_since_start(self) -> OffloadStats | None:
-        before, now = self._offload_before, self._offload_stats()
-        if now is None or before is None:
-            return None
-        return _counter_diff(before, now, ("written", "from_ram", "from_disk", "failed"))
-
 
 def stats_lines(stats: RunStats) -> list[str]:
-    tokens = format_count(stats.completion_tokens, "token")
+    prompt, tokens = format_count(stats.prompt_tokens, "token"), format_count(stats.completion_tokens, "token")
     ended = ", ".join(f"{count} by {LIMIT_TEXTS.get(limit, limit)}" for limit, count in stats.finish_limits.items())
     lines = [
-        (
-            "prompt",
-            f"{format_count(stats.prompt_tokens, 'token')}, {stats.cached_tokens} of them from the prefix cache",
-        ),
+        ("prompt", f"{prompt}, {stats.cached_tokens} of them from the prefix cache"),
         ("generated", f"{tokens} in {stats.seconds:.3f} s, {format_count(stats.steps, 'step')}"),
         ("speed", f"{stats.tokens_per_second:.1f} tokens/s, the first token after {1e3 * stats.first_token:.1f} ms"),
         ("per token", f"{stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine"),
-        *cache_lines(stats.cache),
+        *(("cache", cache_line(use)) for use in stats.cache),
         *_offload_lines(stats.offload),
         ("prefix", f"{format_count(stats.prefix_hits, 'hit')}, {format_count(stats.prefix_misses, 'miss', 'misses')}"),
         *prefix_cache_lines(stats.prefix_cache),
@@ -239,12 +210,7 @@ def stats_lines(stats: RunStats) -> list[str]:
     return [f"{label:<11} {line}" for label, line in lines]
 
 
-def cache_lines(groups: Sequence[CacheGroupUse]) -> list[Line]:
-    """Format one line per cache group."""
-    return [("cache", _cache_line(use)) for use in groups]
-
-
-def _cache_line(use: CacheGroupUse) -> str:
+def cache_line(use: CacheGroupUse) -> str:
     scales = f", {format_bytes(use.scale_bytes)} of it scales" if use.scale_bytes else ""
     tokens = "all tokens" if use.window is None else f"window of {use.window}"
     if use.description != "hot":
@@ -276,9 +242,8 @@ def describe_limit(llm: LLM, limit: cache_lib.config.LengthLimit | None) -> str:
     config, cache = llm.model.config, llm.engine.cache
     more = "" if config.embedding.position is not None else "; --endless continues without the oldest tokens"
     if limit == "model":
-        return (
-            f"ended at the model's limit of {format_count(config.max_seq_len, 'token')}{'' if cache.endless else more}"
-        )
+        length = format_count(config.max_seq_len, "token")
+        return f"ended at the model's limit of {length}{'' if cache.endless else more}"
     if limit == "cache":
         return f"ended at the cache's limit of {format_count(cache.max_seq_len, 'token')} (--max-seq-len)"
     return "ended because the cache ran out of blocks" if limit == "pool" else ""
@@ -295,22 +260,24 @@ def describe_evicted(llm: LLM, length: int) -> str:
     count = max((_num_evicted(group, length) for group in lossy_groups), default=0)
     if not count:
         return ""
-    action = "were quantized or summarized" if cache.resolved_policy.tiered else "were evicted"
+    action = (
+        "were quantized or summarized"
+        if isinstance(cache.resolved_policy.stateful, cache_lib.policy.DemotionPolicy)
+        else "were evicted"
+    )
     return f"{count:,} of {format_count(length, 'token')} {action}: {cache.policy}"
 
 
 def _num_evicted(group: CacheGroup, length: int) -> int:
-    if isinstance(group.demotion_policy, cache_lib.policy.OffloadPolicy):
+    policy, demotion = group.eviction_policy, group.demotion_policy
+    if isinstance(demotion, cache_lib.policy.OffloadPolicy):
         return 0
-    if group.eviction_policy is not None:
-        return max(
-            0, length // group.eviction_policy.interval * group.eviction_policy.interval - group.eviction_policy.budget
-        )
-    if isinstance(group.demotion_policy, cache_lib.policy.TieredPolicy):
-        policy = group.demotion_policy
-        num_demoted = length // policy.interval * policy.interval - policy.recent - policy.num_sinks
+    if policy is not None:
+        return max(0, length // policy.interval * policy.interval - policy.budget)
+    if isinstance(demotion, cache_lib.policy.TieredPolicy):
+        num_demoted = length // demotion.interval * demotion.interval - demotion.recent - demotion.num_sinks
         return max(0, num_demoted // group.block_size * group.block_size)
-    return max(0, AttentionPattern.from_spec(group.spec).first_visible(length) - group.spec.num_sinks)
+    return max(0, group.spec.pattern.first_visible(length) - group.spec.num_sinks)
 
 
 # ---------------------------------------------------------------- prefix cache

@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from kvad.config.model import head_dim as head_dim
     from kvad.config.model import head_input_size as head_input_size
     from kvad.config.parameter_shapes import DTYPE_BYTES as DTYPE_BYTES
-    from kvad.config.validation import Fraction as Fraction
-    from kvad.config.validation import NonNegativeFloat as NonNegativeFloat
-    from kvad.config.validation import NonNegativeInt as NonNegativeInt
-    from kvad.config.validation import OpenFraction as OpenFraction
-    from kvad.config.validation import PositiveFloat as PositiveFloat
-    from kvad.config.validation import PositiveInt as PositiveInt
-    from kvad.config.validation import Range as Range
-    from kvad.config.validation import check_fields as check_fields
+    from kvad.config.serialization import Fraction as Fraction
+    from kvad.config.serialization import NonNegativeFloat as NonNegativeFloat
+    from kvad.config.serialization import NonNegativeInt as NonNegativeInt
+    from kvad.config.serialization import OpenFraction as OpenFraction
+    from kvad.config.serialization import PositiveFloat as PositiveFloat
+    from kvad.config.serialization import PositiveInt as PositiveInt
+    from kvad.config.serialization import Range as Range
+    from kvad.config.serialization import check_fields as check_fields
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -6,9 +6,8 @@ softmax and activations are omitted. Of experts, each token's active ones are co
 tokens can choose.
 
 An encoder-decoder's input is encoded and projected to keys and values once with a cache, and for every token by
-recomputation.
-
-Bytes: every weight matrix once per pass, and the keys and values that are written and read. Activations are omitted.
+recomputation. Bytes: every weight matrix once per pass, and the keys and values that are written and read; activations
+are omitted.
 
 Over N tokens from an opening token, recomputation costs (2N + 1) / 3 times the attention (the sum of t^2 over the sum
 of t) and (N + 1) / 2 times the projections (the sum of t over N) of a cache: 4.7's 2N / 3 and N / 2.
@@ -28,7 +27,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from kvad.config.layers import LanguageHeadConfig
 from kvad.config.model import AttentionDims, ModelConfig, attention_dims, attention_specs, head_input_size
@@ -77,8 +76,8 @@ def uncached_pass(config: ModelConfig, length: int, *, source: int = 0, element:
     if config.decoder is None:
         return encoder_pass(config, length, element=element)
     read = encoder_pass(config, source, element=element) if source else Cost()
-    slots = [length] * config.decoder.num_layers
-    return sum_costs([read, _decoder_pass(config, length, slots, source, element, element)])
+    layers = _stack_cost(config, "decoder", length, source, element, element)
+    return sum_costs([read, layers, _linear_cost(config, "head", 1, element)])
 
 
 def cached_pass(
@@ -90,12 +89,13 @@ def cached_pass(
     """
     own = [spec for spec in attention_specs(config) if not spec.is_cross_attention]
     slots = [length if spec.window is None else min(length, spec.window + new - 1) for spec in own]
-    return _decoder_pass(config, new, slots, source, element, element if stored is None else stored)
+    layers = _stack_cost(config, "decoder", new, source, element, element if stored is None else stored, slots)
+    return sum_costs([layers, _linear_cost(config, "head", 1, element)])
 
 
 def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: float | None = None) -> Cost:
     """Return the cost of the encoder over ``length`` tokens, with its head, or cross-attention's keys and values."""
-    cost = _encoder_layers(config, length, element)
+    cost = _stack_cost(config, "encoder", length, 0, element, 0)
     if config.decoder is None:
         return sum_costs([cost, _linear_cost(config, "head", 1 if config.pools_sequence else length, element)])
     projected = _linear_cost(config, "source", length, element)
@@ -107,21 +107,15 @@ def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: 
 def training_pass(
     config: ModelConfig, rows: int, length: int, num_targets: int, *, source: int = 0, frozen: bool = False
 ) -> int:
-    """Return the FLOPs of a forward and backward pass.
+    """Return the FLOPs of a forward and backward pass over ``rows`` of ``length`` tokens, padding included.
 
-    Args:
-        config: The model.
-        rows: Rows of the batch.
-        length: Tokens per row, padding included.
-        num_targets: Targets in the whole batch.
-        source: Tokens per row of the encoder input.
-        frozen: The weights are not trained.
+    ``num_targets`` counts the whole batch; ``frozen`` weights are not trained.
     """
     costs = []
     if config.encoder is not None:
-        costs.append(_encoder_layers(config, source if config.decoder is not None else length, 0))
+        costs.append(_stack_cost(config, "encoder", length if config.decoder is None else source, 0, 0, 0))
     if config.decoder is not None:
-        costs.append(_decoder_layers(config, length, [length] * config.decoder.num_layers, source, 0, 0))
+        costs.append(_stack_cost(config, "decoder", length, source, 0, 0))
         costs.append(_linear_cost(config, "source", source, 0))
     row = sum_costs(costs)
     weighted = rows * row.projections + _linear_cost(config, "head", num_targets, 0).head
@@ -144,29 +138,15 @@ def closed_form_flops(tokens: int) -> Gain:
     return Gain(2 * tokens / 3, tokens / 2)
 
 
-def _encoder_layers(config: ModelConfig, length: int, element: int) -> Cost:
-    """Return the cost of the encoder over one text, which stores nothing."""
-    assert config.encoder is not None, "this model has no encoder"
-    layers = [config.encoder.layer_config(index) for index in range(config.encoder.num_layers)]
-    attention = [_attention_cost(attention_dims(config, layer.attention), length, length, 0) for layer in layers]
-    return sum_costs([_linear_cost(config, "encoder", length, element), *attention])
-
-
-def _decoder_pass(
-    config: ModelConfig, new: int, slots: Sequence[int], source: int, element: int, stored: float
+def _stack_cost(
+    config: ModelConfig, part: Part, new: int, source: int, element: int, stored: float, slots: Sequence[int] = ()
 ) -> Cost:
-    layers = _decoder_layers(config, new, slots, source, element, stored)
-    return sum_costs([layers, _linear_cost(config, "head", 1, element)])
-
-
-def _decoder_layers(
-    config: ModelConfig, new: int, slots: Sequence[int], source: int, element: int, stored: float
-) -> Cost:
-    assert config.decoder is not None, "this model has no decoder"
-    assert bool(source) == (config.encoder is not None), "only an encoder-decoder reads a source"
-    costs = [_linear_cost(config, "decoder", new, element)]
-    for index, num_read in enumerate(slots):
-        layer = config.decoder.layer_config(index)
+    """Return the cost of a stack for ``new`` tokens; each layer reads its ``slots``, by default the new tokens."""
+    stack = config.encoder if part == "encoder" else config.decoder
+    assert stack is not None, f"this model has no {part}"
+    assert bool(source) == (config.kind == "encoder-decoder" and part == "decoder"), "only a decoder reads a source"
+    costs = [_linear_cost(config, part, new, element)]
+    for layer, num_read in zip(stack.layer_configs, slots or [new] * stack.num_layers, strict=True):
         dims = attention_dims(config, layer.attention)
         costs += [_attention_cost(dims, new, num_read, stored), Cost(bytes_written=round(new * dims.kv_size * stored))]
         if layer.cross_attention is not None:
@@ -175,7 +155,8 @@ def _decoder_layers(
 
 
 def _attention_cost(dims: AttentionDims, new: int, num_read: int, stored: float) -> Cost:
-    return Cost(attention=2 * new * num_read * dims.query_size, bytes_read=round(num_read * dims.kv_size * stored))
+    numbers = dims.num_heads * (dims.head_dim + dims.value_dim)  # of a token's queries and outputs
+    return Cost(attention=2 * new * num_read * numbers, bytes_read=round(num_read * dims.kv_size * stored))
 
 
 class _ConfigKey:
@@ -191,39 +172,28 @@ class _ConfigKey:
         return isinstance(other, _ConfigKey) and self.config is other.config
 
 
-class _LinearSizes(NamedTuple):
-    """Numbers in the weights of a part's linear layers."""
-
-    plain: int
-    experts: Mapping[tuple[int, int], int]  # per expert, by (experts, active experts per token)
-
-
 @functools.lru_cache(maxsize=16)
-def _linear_sizes(key: _ConfigKey) -> Mapping[Part, _LinearSizes]:
-    """Return the sizes of all parts; every step of a generation needs them."""
-    config = key.config
-    plain: Counter[Part] = Counter()
-    experts: dict[Part, Counter[tuple[int, int]]] = {part: Counter() for part in get_args(Part)}
+def _linear_sizes(key: _ConfigKey) -> Mapping[tuple[Part, int, int], int]:
+    """Return the numbers in linear weights, of one expert, by (part, experts, active experts per token)."""
+    config, sizes = key.config, Counter[tuple[Part, int, int]]()
     for parameter in parameters(config):
         if parameter.is_matrix:
-            part, size = _part_of(config, parameter.name), math.prod(parameter.shape)
-            if active := parameter.experts_per_token:
-                num_experts = parameter.shape[0]
-                experts[part][num_experts, active] += size // num_experts
-            else:
-                plain[part] += size
+            active = parameter.experts_per_token
+            num_experts = parameter.shape[0] if active else 1
+            owner = _part_of(config, parameter.name)
+            sizes[owner, num_experts, active or 1] += math.prod(parameter.shape) // num_experts
     if config.tie_embeddings and isinstance(config.head, LanguageHeadConfig):
-        plain["head"] += config.vocab_size * head_input_size(config)
-    return {part: _LinearSizes(plain[part], each) for part, each in experts.items()}
+        sizes["head", 1, 1] += config.vocab_size * head_input_size(config)
+    return sizes
 
 
 def _linear_cost(config: ModelConfig, part: Part, tokens: int, element: int) -> Cost:
     """Return the cost of a part's linear layers for ``tokens`` tokens."""
-    sizes = _linear_sizes(_ConfigKey(config))[part]
-    used_per_token = num_read = sizes.plain
-    for (num_experts, active), size in sizes.experts.items():
-        used_per_token += size * active
-        num_read += size * min(num_experts, tokens * active)
+    used_per_token = num_read = 0
+    for (owner, num_experts, active), size in _linear_sizes(_ConfigKey(config)).items():
+        if owner == part:
+            used_per_token += size * active
+            num_read += size * min(num_experts, tokens * active)
     if part == "head":
         return Cost(head=2 * tokens * used_per_token, weights=used_per_token * element)
     return Cost(projections=2 * tokens * used_per_token, weights=num_read * element)

@@ -9,13 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvad.config.validation import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from kvad.config.serialization import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh"]
 Pooling = Literal["first", "mean"]
-
-
-# ---------------------------------------------------------------- positions
 
 
 @dataclass(frozen=True)
@@ -150,9 +147,6 @@ class SinusoidalPositionsConfig:
     kind: Literal["sinusoidal"] = "sinusoidal"
 
 
-# ---------------------------------------------------------------- layers
-
-
 @dataclass(frozen=True)
 class NormConfig:
     """LayerNorm, (x - mean) / sqrt(var + eps) * w (+ b), or RMSNorm, x / sqrt(mean(x^2) + eps) * (w or 1 + w)."""
@@ -281,6 +275,11 @@ class StackConfig:
         """Return the configuration of layer ``index``."""
         return self.layer_types[self.layer_type(index)]
 
+    @property
+    def layer_configs(self) -> tuple[LayerConfig, ...]:
+        """The configurations of all layers in order."""
+        return tuple(map(self.layer_config, range(self.num_layers)))
+
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
@@ -293,9 +292,7 @@ class EmbeddingConfig:
     position: LearnedPositionsConfig | SinusoidalPositionsConfig | None = None
     scale: float = 1.0
     norm: NormConfig | None = None
-    num_token_types: NonNegativeInt = (
-        0  # rows of the token type table (BERT); tokens have type 0 unless the input gives another
-    )
+    num_token_types: NonNegativeInt = 0  # rows of the token type table (BERT); the default type is 0
     embedding_size: PositiveInt | None = None  # columns of the table; None: hidden_size
     projection: Literal["start", "end"] = "end"
     norm_first: bool = False  # positions and token types are added after the norm (BlenderbotSmall's decoder)

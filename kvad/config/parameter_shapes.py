@@ -8,24 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvad.config.layers import (
-    AttentionConfig,
-    ClassificationHeadConfig,
-    CustomPositionsConfig,
-    EmbeddingConfig,
-    GatedMLPConfig,
-    LanguageHeadConfig,
-    LayerConfig,
-    LearnedPositionsConfig,
-    MoEConfig,
-    NormConfig,
-    PlainMLPConfig,
-    PoolingHeadConfig,
-    StackConfig,
-    T5BiasConfig,
-)
+from kvad.config import layers as cfg
 from kvad.config.model import (
     AttentionSpec,
     ModelConfig,
@@ -104,7 +89,7 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
 
 def lookup_bytes(config: ModelConfig, dtype: str) -> int:
     """Return the bytes of tables of which a token reads one row: positions, token types, untied embeddings."""
-    read_whole = config.tie_embeddings and isinstance(config.head, LanguageHeadConfig)
+    read_whole = config.tie_embeddings and isinstance(config.head, cfg.LanguageHeadConfig)
     numbers = 0 if read_whole else config.vocab_size * embedding_size(config)
     for name, shape in weight_shapes(config).items():
         if name.endswith((".positions.weight", ".token_types.weight")) or name == "encoder_embedding.tokens.weight":
@@ -133,13 +118,8 @@ def component_sizes(shapes: Mapping[str, TensorShape]) -> dict[str, int]:
 def parameters(config: ModelConfig) -> Parameters:
     """Yield every tensor of a checkpoint."""
     yield from _embedding("embedding", config.hidden_size, config.vocab_size, config.embedding)
-    if config.encoder_input is not None:
-        yield from _embedding(
-            "encoder_embedding",
-            encoder_hidden_size(config),
-            config.encoder_input.vocab_size,
-            config.encoder_input.embedding,
-        )
+    if (source := config.encoder_input) is not None:
+        yield from _embedding("encoder_embedding", encoder_hidden_size(config), source.vocab_size, source.embedding)
     sides = (("encoder", config.encoder, encoder_hidden_size(config)), ("decoder", config.decoder, config.hidden_size))
     for name, stack, width in sides:
         if stack is not None:
@@ -147,12 +127,12 @@ def parameters(config: ModelConfig) -> Parameters:
     yield from _head(config)
 
 
-def _embedding(name: str, width: int, vocab: int | None, embed: EmbeddingConfig) -> Parameters:
+def _embedding(name: str, width: int, vocab: int | None, embed: cfg.EmbeddingConfig) -> Parameters:
     table = width if embed.embedding_size is None else embed.embedding_size
     inner = width if embed.projection == "start" else table
     if vocab is not None:
         yield Parameter(f"{name}.tokens.weight", (vocab, table))
-    if isinstance(embed.position, LearnedPositionsConfig):
+    if isinstance(embed.position, cfg.LearnedPositionsConfig):
         yield Parameter(f"{name}.positions.weight", (embed.position.num_positions, inner))
     if embed.num_token_types:
         yield Parameter(f"{name}.token_types.weight", (embed.num_token_types, inner))
@@ -162,19 +142,19 @@ def _embedding(name: str, width: int, vocab: int | None, embed: EmbeddingConfig)
         yield from _linear(f"{name}.projection", table, width, embed.projection == "end")
 
 
-def _stack(name: str, config: ModelConfig, stack: StackConfig, width: int) -> Parameters:
-    for index in range(stack.num_layers):
-        yield from _layer(f"{name}.layers.{index}", config, stack, stack.layer_config(index), width)
+def _stack(name: str, config: ModelConfig, stack: cfg.StackConfig, width: int) -> Parameters:
+    for index, layer in enumerate(stack.layer_configs):
+        yield from _layer(f"{name}.layers.{index}", config, stack, layer, width)
     if stack.final_norm:
         yield from _norm(f"{name}.norm", (width,), stack.layer_config(stack.num_layers - 1).norm)
     for letter, kind in stack.layer_types.items():
         position = kind.attention.position
-        if isinstance(position, T5BiasConfig) and position.shared:
+        if isinstance(position, cfg.T5BiasConfig) and position.shared:
             yield Parameter(f"{name}.relative_bias.{letter}", (position.num_buckets, kind.attention.num_heads))
-        if isinstance(position, CustomPositionsConfig):
+        if isinstance(position, cfg.CustomPositionsConfig):
             cls = load_plugin(position.name, "position.name")
-            shapes = getattr(cls, "shapes", _none)(kind.attention, head_dim(config, kind.attention), **position.options)
-            yield from (Parameter(f"{name}.positions.{letter}.{own}", shape) for own, shape in shapes.items())
+            dim = head_dim(config, kind.attention)
+            yield from _custom(f"{name}.positions.{letter}", cls, kind.attention, dim, **position.options)
 
 
 def _head(config: ModelConfig) -> Parameters:
@@ -184,21 +164,20 @@ def _head(config: ModelConfig) -> Parameters:
         yield from _linear("head.transform.dense", config.hidden_size, width, head.transform.bias)
         if head.transform.norm is not None:
             yield from _norm("head.transform.norm", (width,), head.transform.norm)
-    if isinstance(head, PoolingHeadConfig):
+    if isinstance(head, cfg.PoolingHeadConfig):
         return
-    outputs = config.vocab_size if isinstance(head, LanguageHeadConfig) else len(head.labels)
-    if isinstance(head, ClassificationHeadConfig) or not config.tie_embeddings:
+    outputs = config.vocab_size if isinstance(head, cfg.LanguageHeadConfig) else len(head.labels)
+    if isinstance(head, cfg.ClassificationHeadConfig) or not config.tie_embeddings:
         yield Parameter("head.weight", (outputs, width), is_matrix=True)
     if head.bias:
         yield Parameter("head.bias", (outputs,))
 
 
-def _layer(name: str, config: ModelConfig, stack: StackConfig, layer: LayerConfig, width: int) -> Parameters:
+def _layer(name: str, config: ModelConfig, stack: cfg.StackConfig, layer: cfg.LayerConfig, width: int) -> Parameters:
     yield from _attention(f"{name}.attention", config, layer.attention, layer.norm, width, width)
     if layer.cross_attention is not None:
-        yield from _attention(
-            f"{name}.cross_attention", config, layer.cross_attention, layer.norm, width, encoder_hidden_size(config)
-        )
+        source = encoder_hidden_size(config)
+        yield from _attention(f"{name}.cross_attention", config, layer.cross_attention, layer.norm, width, source)
     yield from _mlp(f"{name}.mlp", width, layer.mlp)
     norms = ["norm1"] if layer.pre_attention_norm else []
     norms += ["norm_cross"] if layer.cross_attention is not None else []
@@ -210,7 +189,7 @@ def _layer(name: str, config: ModelConfig, stack: StackConfig, layer: LayerConfi
 
 
 def _attention(
-    name: str, config: ModelConfig, attention: AttentionConfig, norm: NormConfig, width: int, source: int
+    name: str, config: ModelConfig, attention: cfg.AttentionConfig, norm: cfg.NormConfig, width: int, source: int
 ) -> Parameters:
     """Yield the parameters of one attention; ``source`` is the input size of keys and values."""
     heads, kv_heads, dim, value_dim = attention_dims(config, attention)
@@ -224,22 +203,22 @@ def _attention(
             yield from _norm(f"{name}.{part}", shapes[attention.qk_norm], attention.qk_norm_config or norm)
     if attention.sink_logits:
         yield Parameter(f"{name}.sink_logits", (heads,))
-    if isinstance(attention.position, T5BiasConfig) and not attention.position.shared:
+    if isinstance(attention.position, cfg.T5BiasConfig) and not attention.position.shared:
         yield Parameter(f"{name}.relative_bias", (attention.position.num_buckets, heads))
     if attention.custom_class is not None:
-        cls = load_plugin(attention.custom_class, "attention.custom_class")
-        shapes = getattr(cls, "shapes", _none)(config, attention)
-        yield from (Parameter(f"{name}.{own}", shape) for own, shape in shapes.items())
+        yield from _custom(name, load_plugin(attention.custom_class, "attention.custom_class"), config, attention)
 
 
-def _none(*_: object, **__: object) -> dict[str, TensorShape]:
-    return {}
+def _custom(name: str, cls: Any, *args: object, **options: object) -> Parameters:
+    """Yield the parameters that a custom class lists in ``shapes``, if it has any."""
+    shapes: Mapping[str, TensorShape] = cls.shapes(*args, **options) if hasattr(cls, "shapes") else {}
+    yield from (Parameter(f"{name}.{own}", shape) for own, shape in shapes.items())
 
 
-def _mlp(name: str, width: int, mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig) -> Parameters:
+def _mlp(name: str, width: int, mlp: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig) -> Parameters:
     hidden = mlp.intermediate_size
     sizes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}  # outputs, inputs
-    if isinstance(mlp, MoEConfig):
+    if isinstance(mlp, cfg.MoEConfig):
         yield from _linear(f"{name}.router", width, mlp.num_experts, mlp.router_bias)
         for part, shape in sizes.items():
             yield Parameter(f"{name}.{part}", (mlp.num_experts, *shape), True, mlp.num_experts_per_token)
@@ -247,7 +226,7 @@ def _mlp(name: str, width: int, mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig
                 yield Parameter(f"{name}.{part}_bias", (mlp.num_experts, shape[0]), False, mlp.num_experts_per_token)
         return
     for part, (outputs, inputs) in sizes.items():
-        if part != "gate" or isinstance(mlp, GatedMLPConfig):
+        if part != "gate" or isinstance(mlp, cfg.GatedMLPConfig):
             yield from _linear(f"{name}.{part}", inputs, outputs, mlp.bias)
 
 
@@ -257,7 +236,7 @@ def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Parameters:
         yield Parameter(f"{name}.bias", (outputs,))
 
 
-def _norm(name: str, shape: TensorShape, norm: NormConfig) -> Parameters:
+def _norm(name: str, shape: TensorShape, norm: cfg.NormConfig) -> Parameters:
     if norm.weight:
         yield Parameter(f"{name}.weight", shape)
     if norm.bias:

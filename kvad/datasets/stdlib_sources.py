@@ -18,18 +18,9 @@ from typing import NamedTuple
 from kvad.errors import DataError
 
 EXCLUDED_FOLDERS = {
-    "__pycache__",
-    "ensurepip",
-    "encodings",
-    "idlelib",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
+    "__pycache__", "ensurepip", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages",
+    "test", "tests", "turtledemo",
+}  # fmt: skip
 MIN_BYTES = 2_000_000  # minimum size of the text: enough for two minutes of training
 HELD_OUT_PER_256 = 26  # held-out files of 256
 MAX_FILE_BYTES = 200_000  # Larger files are more often tables than programs.
@@ -45,10 +36,7 @@ class SourceFiles(NamedTuple):
 
 
 def find_sources(candidates: Iterable[tuple[str, str]] | None = None) -> SourceFiles:
-    """Return the first candidate folder with enough Python sources.
-
-    Args:
-        candidates: (description, folder) in order of preference; this Python's folders by default.
+    """Return the first candidate (description, folder) with enough sources [default: this Python's folders].
 
     Raises:
         DataError: If no folder has enough; the message names the folders.
@@ -66,11 +54,7 @@ def find_sources(candidates: Iterable[tuple[str, str]] | None = None) -> SourceF
 
 
 def is_held_out(name: str) -> bool:
-    """True if the file is excluded from training.
-
-    Args:
-        name: Path relative to ``SourceFiles.root``, with slashes.
-    """
+    """True if the file is excluded from training; ``name`` is relative to ``SourceFiles.root``, with slashes."""
     return hashlib.sha256(name.encode()).digest()[0] < HELD_OUT_PER_256
 
 

@@ -60,19 +60,14 @@ def _below(rng: random.Random, bound: int) -> int:
     return int(rng.random() * bound)
 
 
+def _splits(num_train: int, train: tuple[int, int], held_out: tuple[int, int]) -> tuple[SplitSpec, ...]:
+    """Return the splits with their shortest and longest lengths in training and otherwise."""
+    return (SplitSpec("train", num_train, *train), *(SplitSpec(name, 1_000, *held_out) for name in ("dev", "test")))
+
+
 SYNTHETIC_TASKS = {
-    "copy": SyntheticTask(
-        1,
-        10,
-        False,
-        (SplitSpec("train", 32_000, 10, 10), SplitSpec("dev", 1_000, 10, 10), SplitSpec("test", 1_000, 10, 10)),
-    ),
-    "reverse": SyntheticTask(
-        0,
-        50,
-        True,
-        (SplitSpec("train", 40_000, 1, 25), SplitSpec("dev", 1_000, 1, 30), SplitSpec("test", 1_000, 1, 30)),
-    ),
+    "copy": SyntheticTask(1, 10, False, _splits(32_000, (10, 10), (10, 10))),
+    "reverse": SyntheticTask(0, 50, True, _splits(40_000, (1, 25), (1, 30))),
 }
 
 

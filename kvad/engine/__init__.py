@@ -10,13 +10,12 @@ if TYPE_CHECKING:
     from kvad.engine import client as client
     from kvad.engine import options as options
     from kvad.engine import output as output
-    from kvad.engine import validation as validation
     from kvad.engine.client import PromptEncoder as PromptEncoder
     from kvad.engine.engine import Engine as Engine
     from kvad.engine.engine import StepTimes as StepTimes
+    from kvad.engine.engine import pin_prefix as pin_prefix
     from kvad.engine.options import EngineConfig as EngineConfig
     from kvad.engine.output import Completion as Completion
-    from kvad.engine.prefix_pinning import pin_prefix as pin_prefix
     from kvad.engine.scheduling import StreamChunk as StreamChunk
     from kvad.engine.session import Session as Session
     from kvad.engine.trace import ForwardTrace as ForwardTrace

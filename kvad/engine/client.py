@@ -1,12 +1,7 @@
 """Client of the engine: requests of all threads share one batch.
 
-The thread that holds the lock runs steps for all. A ``RequestHandle`` collects the chunks of one request.
-Cancelling a handle (a closed iterator, an exception) aborts the rest of its request, also from a finalizer that runs
-during a step.
-
-``PromptEncoder`` turns texts into token ids: a decoder's prompts, an encoder-decoder's inputs and targets, an
-encoder's texts. It combines the tokenizer's special tokens (``[CLS] x [SEP]``, ``<s> x``) with the checkpoint's start
-of targets (``GenerationConfig``), and checks lengths and ids before anything is queued.
+The thread that holds the lock runs steps for all. Cancelling a handle (a closed iterator, an exception) aborts the rest
+of its request, also from a finalizer that runs during a step.
 """
 
 from __future__ import annotations
@@ -24,10 +19,9 @@ from kvad.cache.sessions import SequenceState
 from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
 from kvad.engine.engine import Engine
-from kvad.engine.options import PromptInput
+from kvad.engine.options import PromptInput, check_ids, check_source
 from kvad.engine.output import Completion, assemble_completion
 from kvad.engine.scheduling import RequestMetrics, SamplingParams, StreamChunk
-from kvad.engine.validation import check_ids, check_source
 from kvad.errors import EngineError, NumericalError, RequestError, suggest
 from kvad.text import Tokenizer
 
@@ -44,14 +38,12 @@ class EngineClient:
         self._cancelled: deque[int] = deque()  # requests to abort; a finalizer may run during a step
         self._closed = False
 
-    def submit(
-        self, queue: Callable[[Engine], int], sampling_params: SamplingParams, token_ids: list[int]
-    ) -> RequestHandle:
+    def submit(self, queue: Callable[[], int], sampling_params: SamplingParams, token_ids: list[int]) -> RequestHandle:
         """Submit a request; ``queue`` adds it to the engine and returns its number."""
         with self.lock:
             self.check_open()
             self._abort_cancelled()
-            request = queue(self.engine)
+            request = queue()
             self._chunk_queues[request] = deque()
             return RequestHandle(self, request, sampling_params, token_ids, self.engine.metrics(request))
 
@@ -96,7 +88,6 @@ class EngineClient:
                 self.lock.release()
 
     def pop_state(self, request: int) -> SequenceState:
-        """Return a request's final state (``Engine.pop_state``)."""
         with self.lock:
             self.check_open()
             return self.engine.pop_state(request)
@@ -143,14 +134,12 @@ class RequestHandle:
             yield chunk
 
     def encoder_output(self) -> Tensor:
-        """Return the encoder's output for the text."""
         (chunk,) = self.chunks()
         self.client.forget(self.request)
         assert chunk.output is not None
         return chunk.output
 
     def result(self) -> Completion:
-        """Return the completion of the request."""
         completion = assemble_completion(self.chunks(), self.sampling_params.n, len(self.token_ids), self.metrics)
         self.client.forget(self.request)
         return completion
@@ -158,7 +147,11 @@ class RequestHandle:
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Encodes prompts, encoder inputs and targets; without a tokenizer, token ids only."""
+    """Encodes prompts, encoder inputs and targets; without a tokenizer, token ids only.
+
+    It combines the tokenizer's special tokens (``[CLS] x [SEP]``, ``<s> x``) with the checkpoint's start of targets,
+    and checks lengths and ids before anything is queued.
+    """
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -172,7 +165,7 @@ class PromptEncoder:
         """
         tokens = self._ids(prompt, self.tokenizer, None)
         if not tokens:
-            opening_token = self._opening_token()
+            opening_token = self.opening_token()
             if opening_token is None:
                 raise RequestError("prompt: must have at least 1 token, because this model has no opening token")
             return [opening_token]
@@ -218,7 +211,7 @@ class PromptEncoder:
             start_token = self.generation.decoder_start_token_id
             if start_token is None:
                 bos = self.generation.bos_token_id
-                start_token = self._opening_token() if bos is None else bos
+                start_token = self.opening_token() if bos is None else bos
             if start_token is None:
                 raise RequestError(
                     "this checkpoint has no start token for targets", "Pass target_prefix= as token ids."
@@ -239,7 +232,8 @@ class PromptEncoder:
             )
         return language_ids[code]
 
-    def _opening_token(self) -> int | None:
+    def opening_token(self) -> int | None:
+        """Return the token that opens a text: the separator of documents, else BOS, else None."""
         specials = None if self.tokenizer is None else self.tokenizer.special_tokens
         if specials is not None and specials.separator is not None:
             return specials.separator

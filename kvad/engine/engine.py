@@ -17,29 +17,20 @@ from torch import Tensor
 
 from kvad import model as model_lib
 from kvad import ops
-from kvad.cache import CacheConfig, CacheGroup, build_groups, resolve_for_model
+from kvad.cache import CacheConfig, CacheGroup, build_groups, offload, resolve_for_model, sizing
 from kvad.cache.device import KVCache
 from kvad.cache.manager import KVCacheManager
+from kvad.cache.offload import PinnedPrefix
 from kvad.cache.sessions import SequenceState
-from kvad.cache.sizing import check_policy
 from kvad.config import attention_specs
 from kvad.engine import scheduling
 from kvad.engine.execution import NONFINITE_ERROR, ModelRunner, sample_outputs
-from kvad.engine.options import EngineConfig
+from kvad.engine.options import EngineConfig, check_request, check_source
 from kvad.engine.output import OutputTextStream
-from kvad.engine.resume import ResumePoint, StateKeeper, check_single_sequence
-from kvad.engine.scheduling import (
-    LengthLimits,
-    RequestMetrics,
-    SamplingParams,
-    Scheduler,
-    SchedulerOutput,
-    SequenceOutput,
-    StreamChunk,
-)
+from kvad.engine.resume import StateKeeper
+from kvad.engine.scheduling import LengthLimits, RequestMetrics, SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.storage import open_block_store, open_offload_reader, open_swap_space
-from kvad.engine.validation import check_source, check_summarizer_groups, check_token_ids, check_topology
-from kvad.errors import ConfigError, KvadError, RequestError
+from kvad.errors import ConfigError, KvadError, RequestError, SaveError, UsageError
 from kvad.model import Summarizer, Transformer
 from kvad.storage import CacheFingerprint
 from kvad.text import Tokenizer
@@ -85,13 +76,13 @@ class Engine:
         cache = resolve_for_model(model.config, cache)
         self.model, self.tokenizer, self.cache, self.config = model, tokenizer, cache, config
         self.device = model.token_embedding.device
-        check_policy(model.config, cache, deterministic=config.deterministic)
+        sizing.check_policy(model.config, cache, deterministic=config.deterministic)
         if sum(parameter.nbytes for parameter in model.parameters()) <= MAX_PACKED_BYTES:
             model.fuse_projections()
         groups = build_groups(attention_specs(model.config), cache)
         summarizer = config.summarizer
         if summarizer is not None:
-            check_summarizer_groups(summarizer, groups)
+            _check_summarizer(summarizer, groups)
             summarizer = summarizer.to(self.device)
         self.limits = LengthLimits.from_config(model.config.max_seq_len, cache)
         self._weights_fingerprint = config.weights_fingerprint
@@ -114,7 +105,7 @@ class Engine:
             self.preemption = self._build_preemption()
             resources.callback(self.preemption.close)
             self.kv_cache.copier.on_copied = self.preemption.on_copied
-            self.scheduler = Scheduler(
+            self.scheduler = scheduling.Scheduler(
                 self.kv_cache_manager,
                 max_num_seqs=cache.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
@@ -181,35 +172,30 @@ class Engine:
         Raises:
             RequestError: If the request cannot be served.
         """
-        check_topology(self.model.config, encoder_token_ids)
-        check_token_ids(self.model.config, prompt_token_ids, sampling_params, encoder_token_ids)
+        check_request(self.model.config, prompt_token_ids, sampling_params, encoder_token_ids)
         self._check_options(sampling_params, uses_states=resume is not None or keep_state)
         request, texts = self._next_request, dict[tuple[int, int], OutputTextStream]()
         if self.tokenizer is not None:
-            for sample in range(sampling_params.n):
-                texts[request, sample] = OutputTextStream(self.tokenizer, sampling_params)
+            texts = {(request, i): OutputTextStream(self.tokenizer, sampling_params) for i in range(sampling_params.n)}
         regime = self.rope_regime(prompt_token_ids, sampling_params)
-        prefix_root = self._root(prompt_token_ids, sampling_params, cache_salt, encoder_token_ids)
-        resume_point = ResumePoint()
-        if resume is not None:
-            resume_point = self.state_keeper.resume(
-                resume,
-                prompt_token_ids,
-                sampling_params,
-                prefix_root=prefix_root,
-                regime=regime,
-                cache_salt=cache_salt,
-                encoder_tokens=encoder_token_ids,
-            )
+        prefix_root = self._root(regime, cache_salt, encoder_token_ids)
+        resume_point = self.state_keeper.resume(
+            resume,
+            prompt_token_ids,
+            sampling_params,
+            prefix_root=prefix_root,
+            regime=regime,
+            cache_salt=cache_salt,
+            encoder_tokens=encoder_token_ids,
+        )
+        encoder = None if encoder_token_ids is None else scheduling.request.EncoderInput(tuple(encoder_token_ids))
         metrics = self.scheduler.add_request(
             request,
             prompt_token_ids,
             sampling_params,
             prefix_root,
             stop_tokens=self._stop_tokens(sampling_params),
-            encoder_input=None
-            if encoder_token_ids is None
-            else scheduling.request.EncoderInput(tuple(encoder_token_ids)),
+            encoder_input=encoder,
             swapped=resume_point.swapped,
             keep_state=keep_state,
         )
@@ -217,15 +203,17 @@ class Engine:
         self.state_keeper.begin(resume_point)
         if keep_state:
             self.state_keeper.track(request, regime, cache_salt)
-        self._next_request += 1
         self._texts.update(texts)
+        self._next_request += 1
         return request
 
     def _check_options(self, sampling_params: SamplingParams, *, uses_states: bool) -> None:
         if sampling_params.stop and self.tokenizer is None:
             raise RequestError("stop: requires a tokenizer, and this model has none", "Use stop_token_ids.")
-        if uses_states:
-            check_single_sequence(sampling_params)
+        if uses_states and max(sampling_params.n, sampling_params.num_beams) > 1:  # a state holds one sequence
+            beams, samples = f"{sampling_params.num_beams} beams", f"{sampling_params.n} samples"
+            label = beams if sampling_params.num_beams > 1 else samples
+            raise RequestError(f"resume, keep_state: must be one sequence, got {label}", "Omit n= and num_beams=.")
         if uses_states and self.kv_cache_manager.uses_offload:
             hint = "Use a larger cache, or another overflow mode."
             raise RequestError("keep_state, resume: unavailable with token offload", hint)
@@ -256,33 +244,35 @@ class Engine:
             return chunks
         step_start = time.perf_counter()
         output = self.scheduler.schedule()
-        self._collect_states()  # of sequences that ended to make room
+        if states := self.scheduler.pop_finished_states():  # of sequences that ended to make room
+            self.state_keeper.collect(states)
         if output is None:
             self.flush_offload()
             if self.block_store is not None:
                 self.block_store.wait(POLL_SECONDS)  # nothing runs, and blocks are loading
-            return self._add_texts(self.scheduler.pop_chunks())
+            return [self._add_text(chunk) for chunk in self.scheduler.pop_chunks()]
         try:
             results = self._execute(output) if output.encoder_batch is None else self._encode(output.encoder_batch)
         except BaseException as error:  # includes Ctrl-C: the step's sequences end, the engine continues
             self.kv_cache.discard(output.allocation.block_ops)
             fault = SequenceOutput(error=f"the step failed: {type(error).__name__}: {error}")
             count = len(output.scheduled) if output.encoder_batch is None else len(output.encoder_batch.sequences)
-            self._undelivered = self._add_texts(self.scheduler.update_from_output(output, [fault] * count))
+            chunks = self.scheduler.update_from_output(output, [fault] * count)
+            self._undelivered = [self._add_text(chunk) for chunk in chunks]
             raise
         chunks = self.scheduler.update_from_output(output, results)
         self.times.steps += 1
         self.times.tokens += sum(chunk.token_id is not None for chunk in chunks)
-        chunks = self._add_texts(chunks)
-        self._collect_states()
+        chunks = [self._add_text(chunk) for chunk in chunks]
+        if states := self.scheduler.pop_finished_states():
+            self.state_keeper.collect(states)
         if self.scheduler.idle:
             self.flush_offload()
             ops.malloc.trim_heap()
         self.times.total += time.perf_counter() - step_start
         return chunks
 
-    def _execute(self, output: SchedulerOutput) -> list[SequenceOutput]:
-        """Compute logits and sample."""
+    def _execute(self, output: scheduling.SchedulerOutput) -> list[SequenceOutput]:
         start = time.perf_counter()
         logits = self.runner.execute(output)
         self.times.model += time.perf_counter() - start
@@ -291,11 +281,10 @@ class Engine:
             results[index] = SequenceOutput(error=reason, retry=True)
         num_tokens = sum(scheduled.num_tokens for scheduled in output.scheduled)
         if num_tokens > 2 * len(output.scheduled):  # most of them are prompt tokens
-            self.preemption.costs.record_compute(num_tokens, time.perf_counter() - start)
+            self.preemption.costs.record("compute", num_tokens, time.perf_counter() - start)
         return results
 
     def _encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
-        """Run the encoder; return its outputs if requested."""
         start = time.perf_counter()
         hidden, model_input = self.runner.encode(encoder_batch)
         lengths = [len(seq.request.encoder_tokens) for seq in encoder_batch.sequences]
@@ -310,17 +299,8 @@ class Engine:
         self.times.model += time.perf_counter() - start
         return results
 
-    def _collect_states(self) -> None:
-        states = self.scheduler.pop_finished_states()
-        if states:
-            self.state_keeper.collect(states)
-
     def pop_state(self, request: int) -> SequenceState:
-        """Return the final state of a request with ``keep_state``, once.
-
-        Raises:
-            RequestError: If none was requested, or the request has not ended, was aborted or failed.
-        """
+        """Return the final state of an ended request with ``keep_state``, once; RequestError if there is none."""
         return self.state_keeper.pop_state(request)
 
     def metrics(self, request: int) -> RequestMetrics:
@@ -357,15 +337,8 @@ class Engine:
         separator = specials.separator if specials.separator != specials.bos or specials.eos is None else None
         return frozenset(token for token in (separator, specials.eos) if token is not None)
 
-    def _root(
-        self,
-        tokens: Sequence[int],
-        sampling_params: SamplingParams,
-        cache_salt: str,
-        encoder_token_ids: Sequence[int] | None = None,
-    ) -> bytes:
+    def _root(self, regime: str, cache_salt: str, encoder_token_ids: Sequence[int] | None = None) -> bytes:
         """Return the start of the block hash chain, unique to the conditions of the computation."""
-        regime = self.rope_regime(tokens, sampling_params)
         encoder_part = "" if encoder_token_ids is None else str(list(encoder_token_ids))
         policy_parts = f"{self.cache.resolved_policy}\0{self.cache.endless}\0{self.cache.rope_at}\0{self._summaries}"
         root_parts = f"{cache_salt}\0{self.cache.format_name}\0{policy_parts}\0{regime}\0{encoder_part}"
@@ -373,7 +346,8 @@ class Engine:
 
     def block_keys(self, tokens: Sequence[int], sampling_params: SamplingParams, *, cache_salt: str = "") -> list[str]:
         """Return the block store's keys of the full blocks of a prompt."""
-        return self.kv_cache_manager.block_keys(tokens, self._root(tokens, sampling_params, cache_salt))
+        prefix_root = self._root(self.rope_regime(tokens, sampling_params), cache_salt)
+        return self.kv_cache_manager.block_keys(tokens, prefix_root)
 
     def rope_regime(self, tokens: Sequence[int], sampling_params: SamplingParams) -> str:
         """Return the rotary regime of such a request, if it depends on the length."""
@@ -411,20 +385,17 @@ class Engine:
             **adapter,
         )
 
-    def _add_texts(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
-        return [self._add_text(chunk) for chunk in chunks]
-
     def _add_text(self, chunk: StreamChunk) -> StreamChunk:
         """Add the chunk's new text; a stop string or a failing tokenizer ends the sample."""
         key = chunk.request, chunk.sample_index
-        stream, token, finish = self._texts.get(key), chunk.token_id, chunk.finish_reason
+        stream, finish = self._texts.get(key), chunk.finish_reason
         if finish == "error":
             self.state_keeper.forget(chunk.request)
         if stream is None:
             return chunk
         text, error = "", None
         try:
-            text, stopped = stream.push(None if finish == "stop" else token)  # a stop token is not part of the text
+            text, stopped = stream.push(None if finish == "stop" else chunk.token_id)  # a stop token has no text
             if stopped and finish in (None, "length"):
                 finish = "stop"
             text += stream.flush() if finish is not None else ""
@@ -436,3 +407,48 @@ class Engine:
         if finish is not None:
             del self._texts[key]
         return chunk._replace(text=text)
+
+
+def _check_summarizer(summarizer: Summarizer, groups: Sequence[CacheGroup]) -> None:
+    """Raise ConfigError if the summarizer was not trained for these cache groups."""
+    sizing.check_summarizer(summarizer.ratio, groups)
+    layers = summarizer.by_layer()
+    for group in (group for group in groups if group.lower_level is not None and group.lower_level.ratio > 1):
+        sizes = group.spec.num_kv_heads, group.spec.head_dim, group.spec.value_dim
+        for layer in group.layers:
+            if layer not in layers or layers[layer].sizes != sizes:
+                raise ConfigError(f"summarizer: it does not match layer {layer} of this model")
+
+
+def pin_prefix(engine: Engine, tokens: Sequence[int], name: str, text: str = "") -> PinnedPrefix:
+    """Store and pin the full blocks of ``tokens``; later requests with this prefix reuse them.
+
+    Raises:
+        UsageError: If there is no disk store, or the name is invalid.
+        RequestError: If the prefix is shorter than a block, or the engine rejects it.
+        SaveError: If the disk cannot be written; nothing is pinned.
+    """
+    offload.pinned.check_prefix_name(name)
+    block_size = engine.cache.block_size
+    if engine.block_store is None or engine.cache.prefix_cache_dir is None or not engine.block_store.on_disk:
+        message = f"{engine.cache.prefix_cache_dir} cannot be used"
+        raise UsageError(message, "Another process uses it, or it cannot be written.")
+    if len(tokens) < block_size:
+        message = f"prefix: must have at least {block_size} tokens (one block), got {len(tokens)}"
+        raise RequestError(message, "Give a longer prefix.")
+    sampling_params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    engine.add_request(tokens, sampling_params)
+    while not engine.idle:
+        for chunk in engine.step():
+            if chunk.error is not None:
+                raise RequestError(f"the prefix cannot be computed: {chunk.error}")
+    engine.flush_offload()
+    keys = engine.block_keys(tokens, sampling_params)
+    try:
+        stored, parts = tuple(engine.block_store.pin_blocks(keys)), engine.cache_fingerprint("").parts
+        pinned_prefix = PinnedPrefix(name, stored, len(keys) * block_size, text[:80], parts)
+        offload.pinned.write_pinned_prefix(engine.block_store.folder, pinned_prefix)
+    except OSError as error:
+        message = f"{engine.cache.prefix_cache_dir}: the prefix is not pinned: {error}"
+        raise SaveError(message, "Free disk space, or use another folder.") from error
+    return pinned_prefix

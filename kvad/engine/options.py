@@ -1,4 +1,7 @@
-"""Options of an engine (``EngineConfig``), and the keywords of ``LLM`` and ``Session`` as typed dictionaries."""
+"""Options of an engine, the keywords of ``LLM`` and ``Session`` as typed dictionaries, and checks of requests.
+
+Every check raises a RequestError that names the reason, before the request is queued.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from kvad import cache as cache_lib
+from kvad import config as cfg
 from kvad import ops
 from kvad.cache import CacheConfig
 from kvad.cache.device import KVCache
@@ -159,11 +163,9 @@ def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         if getattr(generation, name) is not None:
             defaults[name] = getattr(generation, name)
-    beam_fields, sampling_fields = (
-        set(scheduling.request.BEAM_ONLY_FIELDS),
-        set(scheduling.request.SAMPLING_ONLY_FIELDS),
-    )
-    non_beam_fields = sampling_fields | set(scheduling.request.NON_BEAM_FIELDS)
+    request = scheduling.request
+    beam_fields, sampling_fields = set(request.BEAM_ONLY_FIELDS), set(request.SAMPLING_ONLY_FIELDS)
+    non_beam_fields = sampling_fields | set(request.NON_BEAM_FIELDS)
     wants_more_samples = options.get("n", 1) > defaults.get("num_beams", 1)
     if wants_more_samples or (non_beam_fields & options.keys() and not beam_fields & options.keys()):
         defaults = _without(defaults, beam_fields)
@@ -180,3 +182,55 @@ def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -
 
 def _without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in names}
+
+
+def supported_tasks(config: ModelConfig) -> str:
+    """Return the hint of an error about a task that the model cannot do."""
+    head = config.head
+    if config.kind != "encoder":
+        return "It can generate, score and return logits."
+    if isinstance(head, cfg.LanguageHeadConfig):
+        return "It can fill masks, embed and return logits."
+    if isinstance(head, cfg.ClassificationHeadConfig):
+        return f"It can {'tag' if head.level == 'token' else 'classify'}, embed and return logits."
+    return "It can embed."
+
+
+def check_request(
+    config: ModelConfig, tokens: Sequence[int], sampling_params: SamplingParams, encoder_tokens: Sequence[int] | None
+) -> None:
+    """Check that encoder input is given exactly if the model is an encoder-decoder, and that all ids are known."""
+    if config.kind == "encoder":
+        raise RequestError("this model is an encoder and cannot continue a text", supported_tasks(config))
+    if config.kind == "decoder" and encoder_tokens is not None:
+        raise RequestError("encoder input: this model has no encoder", "Give a prompt.")
+    if config.kind == "encoder-decoder":
+        if encoder_tokens is None:
+            raise RequestError("encoder input: required by this model", "Give the text to translate.")
+        check_source(config, encoder_tokens)
+    if not tokens:
+        label = "prompt" if encoder_tokens is None else "target"
+        raise RequestError(f"{label}: must have at least 1 token, got 0")
+    check_ids("prompt", tokens, config.vocab_size)
+    check_ids("logit_bias", sampling_params.logit_bias, config.vocab_size)
+    check_ids("stop_token_ids", sampling_params.stop_token_ids, config.vocab_size)
+    for word in sampling_params.bad_words_ids:
+        check_ids("bad_words_ids", word, config.vocab_size)
+    for label in ("forced_bos_token_id", "forced_eos_token_id"):
+        token = getattr(sampling_params, label)
+        check_ids(label, [] if token is None else [token], config.vocab_size)
+
+
+def check_source(config: ModelConfig, tokens: Sequence[int]) -> None:
+    """Check length and token ids of the encoder input."""
+    source = config.encoder_input
+    vocab_size = config.vocab_size if source is None or source.vocab_size is None else source.vocab_size
+    check_ids("encoder input", tokens, vocab_size, config.max_seq_len if source is None else source.max_seq_len)
+
+
+def check_ids(label: str, tokens: Collection[int], vocab_size: int, max_len: int | None = None) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"{label}: token id must be below {vocab_size}, got {token}")
+    if max_len is not None and len(tokens) > max_len:
+        raise RequestError(f"{label}: must have at most {max_len} tokens, got {len(tokens)}", "Shorten it.")

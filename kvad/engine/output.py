@@ -114,10 +114,15 @@ def assemble_completion(
     for chunk in chunks:
         by_sample[chunk.sample_index].append(chunk)
         prompt_logprobs += chunk.prompt_logprobs
+    assert metrics.finished is not None, "the request has not ended"
     choices = tuple(map(_choice, by_sample))
     num_output_tokens = sum(len(choice.token_ids) for choice in choices)
     usage = CompletionUsage(num_prompt_tokens, num_output_tokens, metrics.num_cached_tokens)
-    return Completion(choices, usage, _timings(metrics, num_output_tokens), tuple(prompt_logprobs))
+    first = metrics.finished if metrics.first_token is None else metrics.first_token
+    decode = metrics.finished - first
+    rate = (num_output_tokens - 1) / decode if num_output_tokens > 1 and decode > 0 else 0.0
+    timings = Timings(first - metrics.arrived, metrics.finished - metrics.arrived, rate)
+    return Completion(choices, usage, timings, tuple(prompt_logprobs))
 
 
 def _choice(chunks: Sequence[StreamChunk]) -> CompletionChoice:
@@ -131,15 +136,6 @@ def _choice(chunks: Sequence[StreamChunk]) -> CompletionChoice:
         last.cumulative_logprob,
         last.limit,
     )
-
-
-def _timings(metrics: RequestMetrics, num_output_tokens: int) -> Timings:
-    """Compute timings on the engine's clock, since other requests may have delayed the caller."""
-    assert metrics.finished is not None, "the request has not ended"
-    first = metrics.finished if metrics.first_token is None else metrics.first_token
-    decode = metrics.finished - first
-    rate = (num_output_tokens - 1) / decode if num_output_tokens > 1 and decode > 0 else 0.0
-    return Timings(first - metrics.arrived, metrics.finished - metrics.arrived, rate)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class StateKeeper:
 
     def resume(
         self,
-        state: SequenceState,
+        state: SequenceState | None,
         tokens: Sequence[int],
         sampling_params: SamplingParams,
         *,
@@ -48,6 +48,8 @@ class StateKeeper:
         encoder_tokens: Sequence[int] | None,
     ) -> ResumePoint:
         """Return the resume point of this prompt; raise RequestError for another engine's state."""
+        if state is None:
+            return ResumePoint()
         if state.engine_id is not self.engine_id:
             raise RequestError(
                 "resume: the state belongs to another engine", "Save it as a session and load that here."
@@ -114,11 +116,3 @@ class StateKeeper:
                 "Submit it with keep_state=True and read the state after it ended by itself.",
             )
         return state
-
-
-def check_single_sequence(sampling_params: SamplingParams) -> None:
-    """Raise RequestError for several samples or beams: a state holds one sequence."""
-    if sampling_params.n > 1 or sampling_params.num_beams > 1:
-        beams, samples = f"{sampling_params.num_beams} beams", f"{sampling_params.n} samples"
-        label = beams if sampling_params.num_beams > 1 else samples
-        raise RequestError(f"resume, keep_state: must be one sequence, got {label}", "Omit n= and num_beams=.")

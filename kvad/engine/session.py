@@ -1,8 +1,8 @@
 """Session: a text that continues over turns and processes, with its cached tokens.
 
-Each turn reuses the state of the last one up to the first differing token. A saved session is one file
-(``cache/sessions/file.py``), from which another process continues without recomputing. Tokens that cannot be reused are
-computed, so the output never depends on reuse; ``reused`` and ``missed`` report how much was reused and why not more.
+Each turn reuses the state of the last one up to the first differing token. A saved session is one file, from which
+another process continues without recomputing. Tokens that cannot be reused are computed, so the output never depends on
+reuse; ``reused`` and ``missed`` report how much was reused and why not more.
 
 If the engine caches prefixes, a turn leaves its blocks there, and nothing is copied before ``Session.save``.
 """
@@ -12,32 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 from kvad.cache import sessions
 from kvad.cache.sessions import SequenceState, load_session, save_session
 from kvad.engine.client import EngineClient, PromptEncoder, RequestHandle
-from kvad.engine.engine import Engine
 from kvad.engine.options import PromptInput
-from kvad.engine.output import Completion
+from kvad.engine.output import Completion, assemble_completion
 from kvad.engine.scheduling import SamplingOptions, SamplingParams, StreamChunk
 from kvad.errors import RequestError, SaveError, StorageError
 from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, FileSystem
 from kvad.text import ids_of_text
 
 # Fields of the cache configuration in a session file's header.
-STORED_CACHE_FIELDS = (
-    *("policy", "key_dtype", "value_dtype", "dtype", "rope_at", "endless", "overflow"),
-    *("layout", "block_size", "max_seq_len"),
-)
-
-
-class _Turn(NamedTuple):
-    handle: RequestHandle
-    tokens: list[int]
-    source: list[int] | None
-    seed: int
+STORED_FORMAT_FIELDS = ("policy", "key_dtype", "value_dtype", "dtype", "rope_at", "endless", "overflow")
+STORED_CACHE_FIELDS = (*STORED_FORMAT_FIELDS, "layout", "block_size", "max_seq_len")
 
 
 class Session:
@@ -62,11 +53,9 @@ class Session:
         self.missed = ""  # why the last turn did not use the previous state
         self.restored = 0  # tokens whose keys and values were loaded from the file
         self.seed = 0  # of the last turn, the default of the next one
-        self._client, self._prompt_encoder, self._fs = client, prompt_encoder, fs
+        self._client, self._engine, self._prompt_encoder, self._fs = client, client.engine, prompt_encoder, fs
         self._resolve_sampling, self._model, self._template = resolve_sampling, model, template
-        self._state: SequenceState | None = None
-
-    # ------------------------------------------------------------ turns
+        self.state: SequenceState | None = None  # from which the next turn starts
 
     def generate(
         self,
@@ -87,14 +76,9 @@ class Session:
         Raises:
             RequestError: If the turn cannot be served; the session is then unchanged.
         """
-        turn = self._begin(*self._prompt(text, encoder_input), sampling_params, options)
-        try:
-            completion = turn.handle.result()
-        except BaseException:
-            self._client.cancel([turn.handle])
-            raise
-        self._end(turn, completion.text, completion.tokens, is_complete=True)
-        return completion
+        tokens, source = self._prompt(text, encoder_input)
+        handle = self._begin(tokens, source, sampling_params, options)
+        return assemble_completion(list(self._run(handle, source)), 1, len(tokens), handle.metrics)
 
     def stream(
         self,
@@ -121,36 +105,28 @@ class Session:
         """Append ``text`` without generating; all but its last token is computed."""
         tokens, encoder_tokens = self._prompt(text, encoder_input)
         if len(tokens) > 1:
-            self._state, (self.reused, self.missed) = self._compute_state(tokens[:-1], encoder_tokens)
+            self.state, (self.reused, self.missed) = self._compute_state(tokens[:-1], encoder_tokens)
         self.tokens, self.source = tokens, encoder_tokens
 
     def _stream_turn(
-        self,
-        tokens: list[int],
-        source: list[int] | None,
-        sampling_params: SamplingParams | None,
-        options: Mapping[str, Any],
+        self, tokens: list[int], source: list[int] | None, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> Generator[StreamChunk, None, None]:
-        turn = self._begin(tokens, source, sampling_params, options)
+        yield from self._run(self._begin(tokens, source, params, options), source)
+
+    def _run(self, handle: RequestHandle, source: list[int] | None) -> Generator[StreamChunk, None, None]:
+        """Yield a turn's chunks, and append them to the session unless there was an error."""
         chunks: list[StreamChunk] = []
         try:
-            for chunk in turn.handle.chunks():
+            for chunk in handle.chunks():
                 chunks.append(chunk)
                 yield chunk
         except GeneratorExit:
-            self._end_stream(turn, chunks)
+            self._end(handle, source, chunks)
             raise
         except BaseException:
-            self._client.cancel([turn.handle])
+            self._client.cancel([handle])
             raise
-        self._end_stream(turn, chunks)
-
-    def _end_stream(self, turn: _Turn, chunks: Sequence[StreamChunk]) -> None:
-        output_tokens = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
-        is_complete = bool(chunks) and chunks[-1].finish_reason is not None
-        self._end(turn, "".join(chunk.text for chunk in chunks), output_tokens, is_complete=is_complete)
-
-    # ------------------------------------------------------------ files
+        self._end(handle, source, chunks)
 
     def save(self, path: Path | None = None, **metadata: Any) -> int:
         """Write the session to its file or to ``path``, durably, and return the number of bytes.
@@ -164,12 +140,10 @@ class Session:
             StorageError: If an existing file is not a session.
             SaveError: If the file cannot be written; the previous file is unchanged.
         """
-        path = self.path if path is None else path
-        if path is None:
-            raise RequestError("this session has no file", "Give save() a path, or session() a name.")
+        path = self._file(path, "save")
         if not self.tokens:
             raise RequestError("the session is empty", "Generate something first.")
-        state = self._state = self._complete_state()
+        state = self.state = self._complete_state()
         fingerprint = self._cache_fingerprint(state.regime, state.salt)
         metadata_fields = {**self._metadata(), **metadata}
         try:
@@ -186,9 +160,7 @@ class Session:
             StorageError: If the file is missing, damaged, or belongs to another model or cache (the message names the
                 difference); the session is then unchanged.
         """
-        path = self.path if path is None else path
-        if path is None:
-            raise RequestError("this session has no file", "Give load() a path, or session() a name.")
+        path = self._file(path, "load")
         self._client.check_open()
         kv_cache, engine_id = self._engine.kv_cache, self._engine.state_keeper.engine_id
         try:
@@ -196,21 +168,16 @@ class Session:
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}", "The session is unchanged.", reason="unread") from None
         metadata, state = loaded_session.metadata, loaded_session.state
-        self.tokens, self._state, self.restored = list(loaded_session.history), state, state.length
+        self.tokens, self.state, self.restored = list(loaded_session.history), state, state.length
         self.source = None if state.encoder_tokens is None else list(state.encoder_tokens)
         self.seed, self.created = int(metadata.get("seed", 0)), str(metadata.get("created", self.created))
         self.reused, self.missed = 0, ""
 
-    # ------------------------------------------------------------ internals
-
-    @property
-    def state(self) -> SequenceState | None:
-        """State from which the next turn starts, or None."""
-        return self._state
-
-    @property
-    def _engine(self) -> Engine:
-        return self._client.engine
+    def _file(self, path: Path | None, method: str) -> Path:
+        path = self.path if path is None else path
+        if path is None:
+            raise RequestError("this session has no file", f"Give {method}() a path, or session() a name.")
+        return path
 
     @property
     def _keeps_state(self) -> bool:
@@ -253,44 +220,36 @@ class Session:
         return tokens, encoder_tokens
 
     def _begin(
-        self,
-        tokens: list[int],
-        source: list[int] | None,
-        sampling_params: SamplingParams | None,
-        options: Mapping[str, Any],
-    ) -> _Turn:
-        params = self._resolve_sampling(sampling_params, dict(options))
-        if sampling_params is None and "seed" not in options and not params.greedy and params.num_beams == 1:
-            params = replace(params, seed=self.seed)
-        if params.n > 1 or params.num_beams > 1:
-            raise RequestError("a session is one sequence, without samples or beams", "Omit n= and num_beams=.")
-        return _Turn(self._queue(tokens, source, params, keep_state=self._keeps_state), tokens, source, params.seed)
-
-    def _queue(
-        self, tokens: Sequence[int], source: Sequence[int] | None, sampling_params: SamplingParams, *, keep_state: bool
+        self, tokens: list[int], source: list[int] | None, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> RequestHandle:
-        state = self._state
+        resolved = self._resolve_sampling(params, dict(options))
+        if params is None and "seed" not in options and not resolved.greedy and resolved.num_beams == 1:
+            resolved = replace(resolved, seed=self.seed)
+        if resolved.n > 1 or resolved.num_beams > 1:
+            raise RequestError("a session is one sequence, without samples or beams", "Omit n= and num_beams=.")
+        return self._submit(tokens, source, resolved, keep_state=self._keeps_state)
 
-        def queue(engine: Engine) -> int:
-            return engine.add_request(
-                tokens, sampling_params, encoder_token_ids=source, resume=state, keep_state=keep_state
-            )
+    def _submit(
+        self, tokens: list[int], source: list[int] | None, sampling_params: SamplingParams, *, keep_state: bool
+    ) -> RequestHandle:
+        queue = partial(self._engine.add_request, encoder_token_ids=source, resume=self.state, keep_state=keep_state)
+        return self._client.submit(partial(queue, tokens, sampling_params), sampling_params, tokens)
 
-        return self._client.submit(queue, sampling_params, list(tokens))
-
-    def _end(self, turn: _Turn, text: str, output_tokens: Sequence[int], *, is_complete: bool) -> None:
-        metrics, tokenizer = turn.handle.metrics, self._prompt_encoder.tokenizer
+    def _end(self, handle: RequestHandle, source: list[int] | None, chunks: Sequence[StreamChunk]) -> None:
+        metrics, tokenizer = handle.metrics, self._prompt_encoder.tokenizer
         self.reused, self.missed = metrics.num_cached_tokens, metrics.resume_miss_reason
-        if is_complete and self._keeps_state:
-            self._state = self._client.pop_state(turn.handle.request)
-        new_tokens = output_tokens if tokenizer is None else ids_of_text(tokenizer, text, output_tokens)
-        self.tokens = [*turn.tokens, *new_tokens]
-        self.source, self.seed = turn.source, turn.seed
-        self._client.cancel([turn.handle])
+        if chunks and chunks[-1].finish_reason is not None and self._keeps_state:
+            self.state = self._client.pop_state(handle.request)
+        tokens = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+        text = "".join(chunk.text for chunk in chunks)
+        new_tokens = tokens if tokenizer is None else ids_of_text(tokenizer, text, tokens)
+        self.tokens, self.source = [*handle.token_ids, *new_tokens], source
+        self.seed = handle.sampling_params.seed
+        self._client.cancel([handle])
 
     def _complete_state(self) -> SequenceState:
         """Return a state of as many tokens as possible; missing ones are computed now."""
-        state, caches_prefixes = self._state, self._engine.kv_cache_manager.prefix_caching
+        state, caches_prefixes = self.state, self._engine.kv_cache_manager.prefix_caching
         is_prefix = state is not None and sessions.state.common_prefix_length(state, self.tokens) == state.length > 0
         if state is not None and is_prefix and (state.length >= len(self.tokens) - 1 or not caches_prefixes):
             return state
@@ -298,13 +257,12 @@ class Session:
 
     def _compute_state(self, tokens: list[int], source: list[int] | None) -> tuple[SequenceState, tuple[int, str]]:
         """Return the state of these tokens, the number of reused tokens, and why not more."""
-        handle = self._queue(tokens, source, SamplingParams(max_tokens=0), keep_state=True)
+        handle = self._submit(tokens, source, SamplingParams(max_tokens=0), keep_state=True)
         try:
             for _ in handle.chunks():
                 pass
-            metrics = handle.metrics
-            state = self._client.pop_state(handle.request)
-            return state, (metrics.num_cached_tokens, metrics.resume_miss_reason)
+            reuse = handle.metrics.num_cached_tokens, handle.metrics.resume_miss_reason
+            return self._client.pop_state(handle.request), reuse
         finally:
             self._client.cancel([handle])
 

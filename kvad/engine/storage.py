@@ -70,16 +70,12 @@ def open_block_store(
 
 def _open_disk_store(folder: Path, cache: CacheConfig, fs: FileSystem) -> DiskBlockStore | None:
     """Open the disk store, or log why it is unavailable and return None."""
+    hint = "Name a new folder, or an existing prefix cache."
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(
-            f"cache.prefix_cache_dir: {folder} must be a folder", "Name a new folder, or an existing prefix cache."
-        )
+        raise ConfigError(f"cache.prefix_cache_dir: {folder} must be a folder", hint)
     try:
         if folder.exists() and not (folder / offload.disk_store.LOCK_NAME).exists() and any(folder.iterdir()):
-            raise ConfigError(
-                f"cache.prefix_cache_dir: {folder} contains other files",
-                "Name a new folder, or an existing prefix cache.",
-            )
+            raise ConfigError(f"cache.prefix_cache_dir: {folder} contains other files", hint)
         pinned = partial(offload.pinned.pinned_keys, folder, fs)
         return DiskBlockStore(
             folder, cache.prefix_cache_limit, replacement=cache.prefix_cache_eviction, pinned=pinned, fs=fs

@@ -6,8 +6,10 @@ the trace shows what the cache returned, in the order of positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -52,22 +54,16 @@ class ForwardTrace:
 
 
 class _Recorder:
-    """Collects the tensors of each layer over all steps."""
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.traces: dict[int, list[ops.sub_batch.AttentionTrace]] = {layer: [] for layer in layers}
+        self.hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
-    def __init__(self, layer_indices: Sequence[int]) -> None:
-        self.layer_indices = set(layer_indices)
-        self.traces: dict[int, list[ops.sub_batch.AttentionTrace]] = {layer: [] for layer in layer_indices}
-        self.hidden: dict[int, list[Tensor]] = {layer: [] for layer in layer_indices}
+    def record_attention(self, trace: ops.sub_batch.AttentionTrace) -> None:
+        if trace.layer in self.traces:
+            self.traces[trace.layer].append(trace)
 
-    def record_attention(self, traces: ops.sub_batch.AttentionTrace) -> None:
-        if traces.layer in self.layer_indices:
-            self.traces[traces.layer].append(traces)
-
-    def hook(self, layer: int) -> object:
-        def record_hidden(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-            self.hidden[layer].append(output)
-
-        return record_hidden
+    def record_hidden(self, layer: int, _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        self.hidden[layer].append(output)
 
 
 @torch.inference_mode()
@@ -84,9 +80,10 @@ def trace_forward(
     layers = _checked_layers(model.config.stack, layers, heads)
     recorder = _Recorder(layers)
     blocks = model.stack.layers
-    hooks = [blocks[layer].register_forward_hook(recorder.hook(layer)) for layer in layers]  # type: ignore[arg-type]
+    hooks = [blocks[layer].register_forward_hook(partial(recorder.record_hidden, layer)) for layer in layers]
     try:
-        logits = _cached(model, tokens, recorder) if cached else _uncached(model, tokens, recorder)
+        no_cache = NoCache(model.config, attention_hook=recorder.record_attention)
+        logits = _cached(model, tokens, recorder) if cached else _run(model, no_cache, tokens, 0, len(tokens), ())
     finally:
         for hook in hooks:
             hook.remove()
@@ -107,10 +104,6 @@ def _checked_layers(stack: cfg.StackConfig, layers: Sequence[int] | None, heads:
             if not 0 <= head < num_heads:
                 raise RequestError(f"heads: must be in 0..{num_heads - 1} for layer {layer}, got {head}")
     return chosen
-
-
-def _uncached(model: Transformer, tokens: Sequence[int], recorder: _Recorder) -> Tensor:
-    return _run(model, NoCache(model.config, attention_hook=recorder.record_attention), tokens, 0, len(tokens), ())
 
 
 def _cached(model: Transformer, tokens: Sequence[int], recorder: _Recorder) -> Tensor:
@@ -168,35 +161,25 @@ def _layer(recorder: _Recorder, layer: int, length: int, heads: Sequence[int] | 
     num_heads, num_kv_heads = last_trace.q.shape[2], last_trace.k.shape[1]
     head_indices = list(range(num_heads)) if heads is None else list(heads)
     kv_head_indices = sorted({head // (num_heads // num_kv_heads) for head in head_indices})
-    order = _by_position(last_trace.positions[0], length)
+    k, v = (
+        _to_dense(x[0].transpose(1, 2), last_trace.positions[0], length, math.nan).permute(2, 0, 1)
+        for x in (last_trace.k, last_trace.v)
+    )
+    scores = [_to_dense(trace.scores[0], trace.positions[0], length, -math.inf) for trace in traces]
+    weights = [_to_dense(trace.weights[0], trace.positions[0], length, 0.0) for trace in traces]
     return LayerTrace(
         q=torch.cat([s.q[0] for s in traces])[:, head_indices],
-        k=_gather_rows(last_trace.k[0], order).transpose(0, 1)[:, kv_head_indices],
-        v=_gather_rows(last_trace.v[0], order).transpose(0, 1)[:, kv_head_indices],
-        scores=torch.cat([_to_dense(s.scores[0], s.positions[0], length, float("-inf")) for s in traces], dim=1)[
-            head_indices
-        ],
-        weights=torch.cat([_to_dense(s.weights[0], s.positions[0], length, 0.0) for s in traces], dim=1)[head_indices],
+        k=k[:, kv_head_indices],
+        v=v[:, kv_head_indices],
+        scores=torch.cat(scores, dim=1)[head_indices],
+        weights=torch.cat(weights, dim=1)[head_indices],
         head_outputs=torch.cat([s.out[0] for s in traces])[:, head_indices],
         hidden=torch.cat(recorder.hidden[layer]),
     )
 
 
-def _by_position(positions: Tensor, length: int) -> Tensor:
-    """Return the slot of every position that is still cached, -1 for evicted ones."""
-    order = torch.full((length,), -1, dtype=torch.int64, device=positions.device)
-    occupied = (positions >= 0).nonzero().squeeze(-1)
-    order[positions[occupied]] = occupied
-    return order
-
-
-def _gather_rows(x: Tensor, order: Tensor) -> Tensor:
-    """Reorder x [K, S, D] to [K, T, D] by position; NaN for evicted positions."""
-    return torch.where((order >= 0).view(1, -1, 1), x[:, order.clamp(min=0)], torch.nan)
-
-
 def _to_dense(x: Tensor, positions: Tensor, length: int, fill_value: float) -> Tensor:
-    """Scatter x [H, L, S] over slots to [H, L, T] over positions."""
+    """Scatter x [H, L, S] over slots to [H, L, T] over positions; evicted ones get ``fill_value``."""
     out = x.new_full((*x.shape[:2], length), fill_value)
     occupied = (positions >= 0).nonzero().squeeze(-1)
     out[:, :, positions[occupied]] = x[:, :, occupied]

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvad.evaluation import bleu as bleu
     from kvad.evaluation import compare_runs as compare_runs
-    from kvad.evaluation import extrapolation as extrapolation
     from kvad.evaluation import metrics as metrics
     from kvad.evaluation import objectives as objectives
     from kvad.evaluation import text as text

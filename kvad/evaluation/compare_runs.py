@@ -87,10 +87,7 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read runs, named by the distinct parts of their paths.
-
-    Raises as ``read_run``, and for a repeated run.
-    """
+    """Read runs, named by the distinct parts of their paths; raises as ``read_run``, and for a repeated run."""
     places = [path.resolve() for path in paths]
     if twice := next((path for at, path in enumerate(paths) if places[at] in places[:at]), None):
         raise DataError(f"{twice} is named twice")
@@ -107,16 +104,15 @@ def _names(places: Sequence[Path]) -> list[str]:
 
 def read_run(path: Path, name: str = "") -> RunRecord:
     """Read a run; DataError for a folder that is no run, or has no logged step yet."""
-    if not path.is_dir():
-        raise DataError(f"{path} is no folder", "Give the --out of a kvad train.")
     if not (path / "metrics.jsonl").is_file():
-        raise DataError(f"{path} is no run: it has no metrics.jsonl", "Give the --out of a kvad train.")
+        problem = "is no run: it has no metrics.jsonl" if path.is_dir() else "is no folder"
+        raise DataError(f"{path} {problem}", "Give the --out of a kvad train.")
     lines = inspection.plot.read_jsonl(path / "metrics.jsonl")
     steps = [line for line in lines if line.get("kind") == "step" and _finite(line.get("loss"))]
     failed = next((str(line.get("text", "")) for line in lines if line.get("kind") == "failed"), None)
-    if not steps and failed is not None:
-        raise DataError(f"{path} failed before it had logged a step: {failed}", "start it again")
     if not steps:
+        if failed is not None:
+            raise DataError(f"{path} failed before it had logged a step: {failed}", "start it again")
         raise DataError(f"{path} has logged no step yet", "wait for its first one")
     evals = [line for line in lines if line.get("kind") == "eval" and _finite(line.get("val_loss"))]
     start = next((line for line in lines if line.get("kind") == "run"), {})
@@ -155,15 +151,11 @@ def _read(tables: Mapping[str, Any]) -> tuple[dict[str, Any], ModelConfig | None
             model = run.resolve(vocab=1)
     except ConfigError:  # of another version of kvad
         pass
-    config = {key: _null(value) if key.startswith("model.") else value for key, value in _flat(tables)}
+    # As in run.toml, null is a value in [model], unlike an omitted key.
+    config = {k: "null" if value is None and k.startswith("model.") else value for k, value in _flat(tables)}
     if config.get("objective.kind") != "summarizer":  # run.toml omits it
         config = {key: value for key, value in config.items() if not key.startswith("summarizer.")}
     return config, model
-
-
-def _null(value: Any) -> Any:
-    """Encode null as run.toml does: in [model] null is a value, unlike an omitted key."""
-    return "null" if value is None else value
 
 
 def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]]:
@@ -172,9 +164,6 @@ def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]
             yield from _flat(value, f"{where}{key}.")
         else:
             yield f"{where}{key}", value
-
-
-# ---------------------------------------------------------------- differences
 
 
 def run_differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
@@ -196,20 +185,17 @@ def _tables(runs: Sequence[RunRecord]) -> list[Mapping[str, Any]]:
     canonical = [canonical_config(model) for model in models if model is not None]
     if len(canonical) < len(models):
         return [run.config for run in runs]
-    same = all(config == canonical[0] for config in canonical)  # however they are written
-    return [_built(run, same) for run in runs]
-
-
-def _built(run: RunRecord, same: bool) -> dict[str, Any]:
-    """Return a run's table with its canonical model and the preset's name, without both if all are the ``same``."""
-    others = {key: value for key, value in run.config.items() if not key.startswith("model.")}
-    if same or run.model is None:
-        return others
-    preset = {key: value for key, value in run.config.items() if key == "model.preset"}
-    parts = {f"model.{key}": value for key, value in _flat(run.model.to_dict()) if value is not None}
-    if run.model.max_seq_len == run.config["data.seq_len"]:
-        del parts["model.max_seq_len"]
-    return {**preset, **parts, **others}
+    are_equal, tables = all(config == canonical[0] for config in canonical), list[Mapping[str, Any]]()
+    for run in runs:
+        table = {key: value for key, value in run.config.items() if not key.startswith("model.")}
+        if run.model is not None and not are_equal:  # else neither the model nor the preset's name differs
+            preset = {key: value for key, value in run.config.items() if key == "model.preset"}
+            parts = {f"model.{key}": value for key, value in _flat(run.model.to_dict()) if value is not None}
+            if run.model.max_seq_len == run.config["data.seq_len"]:
+                del parts["model.max_seq_len"]
+            table = {**preset, **parts, **table}
+        tables.append(table)
+    return tables
 
 
 def comparison_warnings(runs: Sequence[RunRecord]) -> list[str]:
@@ -223,17 +209,11 @@ def comparison_warnings(runs: Sequence[RunRecord]) -> list[str]:
         )
     if len({run.config["objective.kind"] for run in runs if "objective.kind" in run.config}) > 1:
         warnings.append("objectives differ: their losses are NOT comparable")
-    if len({_validation_key(run) for run in runs if run.data is not None}) > 1:
+    keys = ("data.validation_fraction", "data.seq_len", "data.order", "train.seed", "train.eval_tokens")
+    texts = {(run.data, *(str(run.config.get(key)) for key in keys)) for run in runs if run.data is not None}
+    if len(texts) > 1:
         warnings.append("texts, or what is held out of them, differ: validation losses are of different texts")
     return warnings
-
-
-def _validation_key(run: RunRecord) -> tuple[object, ...]:
-    keys = ("data.validation_fraction", "data.seq_len", "data.order", "train.seed", "train.eval_tokens")
-    return (run.data, *(str(run.config.get(key)) for key in keys))
-
-
-# ---------------------------------------------------------------- curves
 
 
 def draw_runs(
@@ -269,11 +249,7 @@ def loss_panels(
     """Build panels of loss (raw, smoothed, validation), learning rate and gradient norm, a color for each run."""
     key, several = X_AXES[x], len(runs) > 1
     keep = default_smoothing(runs) if smooth is None else smooth
-    losses, rates, norms = (
-        list[inspection.plot.PlotSeries](),
-        list[inspection.plot.PlotSeries](),
-        list[inspection.plot.PlotSeries](),
-    )
+    losses, rates, norms = (list[inspection.plot.PlotSeries]() for _ in range(3))
     for color, run in enumerate(runs):
         at = [float(line[key]) for line in run.steps]
         raw = [line["loss"] for line in run.steps]

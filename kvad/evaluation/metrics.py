@@ -1,4 +1,4 @@
-"""Counts of an evaluation and the numbers derived from them; labeled texts to evaluate on. No torch.
+"""Counts of an evaluation and the numbers derived from them; labeled texts to evaluate on.
 
 *loss*: mean nats per scored token. *perplexity* = exp(loss). *bits per byte* = loss * tokens / (ln 2 * bytes):
 ``tokens`` and UTF-8 ``bytes`` are those of the whole text, so tokens that were not scored (the first of a window) count
@@ -6,6 +6,15 @@ as the mean does, and models with different tokenizers can be compared. *Perplex
 words), words being separated by white space; published word-level figures (WikiText, Penn Treebank) count the end of
 every line as a word too. *Macro-F1*: the plain mean of F1 over the labels that occur in the gold labels or in the
 predictions, 0 if precision or recall is undefined (scikit-learn's ``f1_score(average="macro", zero_division=0)``).
+
+BLEU (Papineni et al. 2002) and chrF (Popovic 2015) of a corpus are computed by sacrebleu (Post 2018), with its
+signatures: the tokenization changes a BLEU by points. Three forms:
+
+*detokenized* (the default): plain texts, tokenized by sacrebleu's 13a; this is the figure to publish.
+*tokenized, words*: both sides are split by kvad's rule (``text.words.split_words``) and compared at the spaces.
+*tokenized, spaces*: both sides are tokenized already, as ``multi-bleu.perl`` takes them.
+
+sacrebleu is the extra ``kvad[eval]``; ModuleNotFoundError if it is not installed.
 """
 
 from __future__ import annotations
@@ -15,9 +24,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+from kvad import benchmarks
 from kvad.errors import DataError
+from kvad.text import split_words
 from kvad.train import sources
+
+BleuTokenization = Literal["words", "spaces"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class Likelihood:
 
     @property
     def perplexity(self) -> float:
-        return _exp(self.loss)
+        return benchmarks.scorers.perplexity(self.loss)
 
     @property
     def accuracy(self) -> float:
@@ -54,23 +68,13 @@ class Likelihood:
     @property
     def word_perplexity(self) -> float:
         """Perplexity per word; a line's end is no word."""
-        return _exp(self.loss * self.tokens / self.words) if self.words else math.nan
+        return benchmarks.scorers.perplexity(self.loss * self.tokens / self.words) if self.words else math.nan
 
     @property
     def word_perplexity_eos(self) -> float:
         """Perplexity per word; every line's end is a word."""
         words = self.words + self.lines
-        return _exp(self.loss * self.tokens / words) if words else math.nan
-
-
-def _exp(x: float) -> float:
-    try:
-        return math.exp(x)
-    except OverflowError:
-        return math.inf
-
-
-# ---------------------------------------------------------------- labels
+        return benchmarks.scorers.perplexity(self.loss * self.tokens / words) if words else math.nan
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,7 @@ class LabelScores:
 
 
 def score_labels(gold: Sequence[str], predicted: Sequence[str]) -> LabelScores:
-    """Score predicted labels against gold labels, index by index, at least one.
-
-    A label that is in neither is omitted, also from the mean.
-    """
+    """Score predicted against gold labels, by index, at least one; a label in neither is omitted from the mean too."""
     assert len(gold) == len(predicted) > 0, "a prediction for every gold label"
     support, num_predicted = Counter(gold), Counter(predicted)
     hits = Counter(true for true, have in zip(gold, predicted, strict=True) if true == have)
@@ -126,9 +127,6 @@ def score_labels(gold: Sequence[str], predicted: Sequence[str]) -> LabelScores:
     ]
     each.sort(key=lambda one: (-one.support, one.label))
     return LabelScores(len(gold), sum(hits.values()), tuple(each))
-
-
-# ---------------------------------------------------------------- whole texts
 
 
 @dataclass(frozen=True)
@@ -153,12 +151,61 @@ def count_exact_matches(predicted: Sequence[str], wanted: Sequence[str], *, lowe
     return ExactMatch(sum(plain(a) == plain(b) for a, b in zip(predicted, wanted, strict=True)), len(predicted))
 
 
+@dataclass(frozen=True)
+class BleuOptions:
+    """Options of a text comparison."""
+
+    tokenization: BleuTokenization | None = None  # None: detokenized
+    lowercase: bool = False
+
+
+@dataclass(frozen=True)
+class BleuScores:
+    """Scores from sacrebleu."""
+
+    bleu: float  # 0 to 100, as chrf
+    chrf: float
+    ratio: float  # words of the output over words of the references
+    precisions: tuple[float, ...]  # of 1 to 4 consecutive words, in percent
+    bleu_signature: str
+    chrf_signature: str
+
+
+def check_sacrebleu() -> None:
+    """Raise ModuleNotFoundError, naming sacrebleu, before anything is translated."""
+    import sacrebleu  # noqa: F401
+
+
+def compute_bleu(outputs: Sequence[str], references: Sequence[str], form: BleuOptions | None = None) -> BleuScores:
+    """Compute BLEU and chrF of at least one text, with one reference each."""
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    assert len(outputs) == len(references) > 0, "a text for every reference"
+    form = form or BleuOptions()
+    if form.tokenization == "words":
+        outputs, references = ([" ".join(split_words(text)) for text in texts] for texts in (outputs, references))
+    # force: sacrebleu warns about texts that end in " ."; the options already state the tokenization.
+    bleu = BLEU(lowercase=form.lowercase, tokenize=None if form.tokenization is None else "none", force=True)
+    chrf = CHRF(lowercase=form.lowercase)
+    words: Any = bleu.corpus_score(outputs, [references])
+    return BleuScores(
+        bleu=float(words.score),
+        chrf=float(chrf.corpus_score(outputs, [references]).score),
+        ratio=float(words.ratio),
+        precisions=tuple(words.precisions),
+        bleu_signature=str(bleu.get_signature()),
+        chrf_signature=str(chrf.get_signature()),
+    )
+
+
 Sentence = tuple[list[str], list[str]]  # words, tags
 
 
 def read_tagged(paths: Sequence[Path], errors: str = "strict") -> list[Sentence]:
     """Read ``WORD<tab>TAG`` lines, an empty line between sentences; DataError names file and line."""
-    sentences = [each.content for path in paths for each in sources.examples.read_sentences(path, errors)]
+    corpus = sources.examples.TagCorpus(errors=errors)
+    sentences = [each.content for path in paths for each in corpus.read(path)]
     if not sentences:
         raise DataError(f"no tagged words in {', '.join(map(str, paths))}")
     return [(list(sentence.words), list(sentence.tags)) for sentence in sentences]
@@ -166,7 +213,8 @@ def read_tagged(paths: Sequence[Path], errors: str = "strict") -> list[Sentence]
 
 def read_labeled(paths: Sequence[Path], errors: str = "strict") -> list[tuple[str, str]]:
     """Read (text, label) of ``LABEL<tab>TEXT`` lines or of JSON lines; DataError names file and line."""
-    lines = [line for path in paths for line in sources.examples.read_labeled_lines(path, errors) if line is not None]
+    corpus = sources.examples.LabeledCorpus(errors=errors)
+    lines = [line for path in paths for line in corpus.read(path) if line is not None]
     if not lines:
         raise DataError(f"no labelled texts in {', '.join(map(str, paths))}")
     return [(line.content.text, line.content.label) for line in lines]

@@ -43,18 +43,14 @@ def evaluate_objective(
 def masked_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, density: float) -> Iterator[Batch]:
     """Build masked-LM batches: encoded texts, divided into rows; DataError without a mask token."""
     shape = data.collate.CollateConfig(window, tokenizer.special_tokens.pad or 0)
-    masking = objectives.masked_lm.TokenMasking(tokenizer, density)
+    masking = objectives.denoising.TokenMasking(tokenizer, density)
     return _collated(_transformed(_rows(tokenizer, texts, window, framed=True), masking), shape)
 
 
 def span_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, options: ObjectiveConfig) -> Iterator[Batch]:
-    """Build span-corruption batches whose inputs and targets have at most ``window`` tokens.
-
-    Raises:
-        DataError: If the tokenizer lacks sentinels.
-    """
-    raw = objectives.span_corruption.max_raw_length(window, options)
-    corruption = objectives.span_corruption.SpanCorruption(tokenizer, options, raw)
+    """Build span-corruption batches, inputs and targets of at most ``window`` tokens; DataError without sentinels."""
+    raw = objectives.denoising.max_raw_length(window, options)
+    corruption = objectives.denoising.SpanCorruption(tokenizer, options, raw)
     shape = data.collate.CollateConfig(window, corruption.special_tokens.pad, keep_document_ids=True)
     return _collated(_transformed(_rows(tokenizer, texts, raw, framed=False), corruption), shape)
 
@@ -62,17 +58,15 @@ def span_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, option
 def chat_batches(
     tokenizer: Tokenizer, folder: Path, paths: Sequence[Path], window: int, errors: str
 ) -> tuple[Iterator[Batch], list[int]]:
-    """Build batches whose targets are the assistant's tokens, and counters.
+    """Build batches whose targets are the assistant's tokens; DataError naming file and line.
 
-    The counters [conversations, those longer than ``window``] grow while the batches are read.
-
-    ``folder``: of the model's chat template; without one it is ChatML, as in training.  DataError naming file and line.
+    Also returns [conversations, those longer than ``window``], which grow while the batches are read. ``folder`` holds
+    the model's chat template; without one it is ChatML, as in training.
     """
-    template = text_lib.chat_template.ChatTemplate.load(folder) or text_lib.chat_template.ChatTemplate(
-        sources.chat.chatml(tokenizer)
-    )
+    templates = text_lib.chat_template.ChatTemplate
+    template = templates.load(folder) or templates(sources.chat.chatml(tokenizer))
     files = tuple(sources.pairs.source_info(path) for path in paths)
-    corpus = ChatCorpus(split=sources.examples.ExampleSplit(files), errors=errors, template=template)
+    corpus = ChatCorpus(sources=files, errors=errors, template=template)
     counts = [0, 0]
 
     def rows() -> Iterator[data.collate.Segment]:
@@ -95,9 +89,8 @@ def _rows(tokenizer: Tokenizer, texts: Iterable[str], length: int, *, framed: bo
 
 
 def _transformed(rows: Iterator[Ints], transform: data.packed_dataset.RowTransform) -> Iterator[data.collate.Segment]:
-    """Yield the transformed rows that have targets."""
     for number, ids in enumerate(rows):
-        random = data.row_sources.row_rng(SEED, data.row_sources.EVAL_STREAM, number)
+        random = data.packed_dataset.row_rng(SEED, data.packed_dataset.EVAL_STREAM, number)
         (segment,) = transform([data.collate.Segment(ids, ids)], random, None)
         if (segment.targets >= 0).any():
             yield segment

@@ -15,46 +15,78 @@ document's separator, BOS) precedes each document (``start``), so that its first
 window. All scored tokens have equal weight; means over windows or lines are not computed.
 
 **Pairs.** The target is scored token by token after its start token, its end token included.
+
+**Length extrapolation**: the loss on rows longer than those of training (Press et al. 2021, fig. 1). At every length n
+the *same* tokens of a text are scored, so the text's own difficulty is the same everywhere: the last ``trained / 2``
+tokens of rows of n tokens, each with at least ``n - trained / 2`` tokens before it. A model that extrapolates loses
+nothing, or gains from the longer context. ``whole`` is the mean over all tokens of the same rows, as in an evaluation
+in rows of n tokens without overlap::
+
+    trained 4, longest 8:   n = 4   reads 4 .. 7     scores  6  7        n = 8   reads 0 .. 7     scores  6  7
+                                    reads 6 .. 9     scores  8  9                reads 2 .. 9     scores  8  9
+
+The model's limit does not apply. RoPE, ALiBi, T5's bias, sinusoids and models without positions are computed to any
+length; learned positions end with their table, and lengths beyond it are omitted with a note. No cache is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvad import benchmarks
+from kvad.benchmarks import ScoredRow
+from kvad.config import ModelConfig
 from kvad.errors import DataError, RequestError, UsageError
-from kvad.evaluation.bleu import BleuOptions, BleuScores, compute_bleu
-from kvad.evaluation.metrics import ExactMatch, LabelScores, Likelihood, count_exact_matches, score_labels
+from kvad.evaluation.metrics import Likelihood
 from kvad.llm import LLM
+from kvad.model import Transformer
 from kvad.text import Tokenizer
 
 OpeningMode = Literal["none", "start", "window"]
 ProgressFn = Callable[[int, int], None]  # (done, total)
-AnswerT = TypeVar("AnswerT")
+T = TypeVar("T")
 BATCH_LINES = 64  # lines that an engine gets at once
-PAIR_BATCH = 4 * BATCH_LINES  # pairs that a scorer gets at once
 MAX_BATCH_TOKENS = 1 << 16  # tokens of windows that a scorer gets at once
+MULTIPLES = (1.0, 2.0, 4.0, 8.0, 16.0)  # of the trained length
 
 
 def _quiet(_done: int, _total: int) -> None: ...
 
 
+class _Sums(NamedTuple):
+    nats: float  # of the scored tokens
+    hits: int
+    scored: int
+    all_nats: float  # of all tokens of the rows
+
+
 def _sum_scores(
-    scorer: benchmarks.scorers.TokenScorer, batches: Iterable[Sequence[tuple[benchmarks.scorers.ScoredRow, int]]]
-) -> tuple[float, int, int]:
-    """Return (nats, hits, scored tokens) of batches of rows, each scored from an index of its tokens on."""
-    nats, hits, scored = 0.0, 0, 0
-    for batch in batches:
-        for (_, start), scores in zip(batch, scorer.score([row for row, _ in batch]), strict=True):
-            nats += float(scores.nats[start - 1 :].sum())
-            hits += int(scores.correct[start - 1 :].sum())
-            scored += len(scores.nats) - (start - 1)
-    return nats, hits, scored
+    scorer: benchmarks.scorers.TokenScorer, rows: Sequence[ScoredRow], tick: ProgressFn, *, in_rows: bool = False
+) -> _Sums:
+    """Score ``rows`` in batches of ``MAX_BATCH_TOKENS`` tokens; ``tick`` gets the tokens (or rows) done."""
+    nats, hits, scored, all_nats = 0.0, 0, 0, 0.0
+    total, done, size = sum(len(row.tokens) for row in rows), 0, 0
+    batch = list[ScoredRow]()
+    for number, row in enumerate(rows, 1):
+        batch.append(row)
+        size += len(row.tokens)
+        if size < MAX_BATCH_TOKENS and number < len(rows):
+            continue
+        for each, scores in zip(batch, scorer.score(batch), strict=True):
+            nats += float(scores.nats[each.start - 1 :].sum())
+            hits += int(scores.correct[each.start - 1 :].sum())
+            scored += len(each.tokens) - each.start
+            all_nats += float(scores.nats.sum())
+        batch, done, size = [], done + size, 0
+        tick(*((number, len(rows)) if in_rows else (done, total)))
+    return _Sums(nats, hits, scored, all_nats)
 
 
 # ---------------------------------------------------------------- texts
@@ -105,34 +137,16 @@ def sliding_windows(tokens: int, window: int, stride: int) -> Iterator[EvalWindo
             return
 
 
-def opening_token(llm: LLM) -> int | None:
-    """Return the token that opens a text: the separator of documents, else BOS, else None."""
-    specials = None if llm.tokenizer is None else llm.tokenizer.special_tokens
-    if specials is not None and specials.separator is not None:
-        return specials.separator
-    if llm.generation.bos_token_id is not None or specials is None:
-        return llm.generation.bos_token_id
-    return specials.bos
-
-
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[EvalDocument]:
     """Encode texts, without empty ones; TokenizerError for a text that cannot be encoded."""
     non_empty = [text for text in texts if text]
     return [
         EvalDocument(
-            torch.tensor(ids, dtype=torch.int64),
-            bytes=len(text.encode()),
-            words=len(text.split()),
-            lines=text.count("\n") + (not text.endswith("\n")),
+            torch.tensor(ids), len(text.encode()), len(text.split()), text.count("\n") + (not text.endswith("\n"))
         )
         for text, ids in zip(non_empty, tokenizer.encode_batch(non_empty), strict=True)
         if ids
     ]
-
-
-Span = tuple[
-    benchmarks.scorers.ScoredRow, int
-]  # one window of one document after the opening token, if any; first scored index
 
 
 def evaluate_text(
@@ -145,84 +159,151 @@ def evaluate_text(
     unknown: int | None = None,
     tick: ProgressFn = _quiet,
 ) -> Likelihood:
-    """Score documents separately.
+    """Score documents separately; DataError if nothing can be scored, UsageError without a needed opening token.
 
     Args:
         opening: The token that ``how.opening`` puts before documents or windows.
         most: Approximate number of tokens to score, in windows evenly spread over the text (None: all).
         unknown: The id of UNK, which is counted.
-
-    Raises:
-        DataError: If nothing can be scored.
-        UsageError: If the model has no opening token.
     """
     if how.opening != "none" and opening is None:
         raise UsageError(f"--bos {how.opening}: this model has no token that opens a text", "--bos none")
-    spans = [span for document in documents for span in _spans(document.tokens, how, opening)]
-    spans = [(row, start) for row, start in spans if start < len(row.tokens)]
-    if not spans:
+    rows = [row for document in documents for row in _window_rows(document.tokens, how, opening)]
+    rows = [row for row in rows if row.start < len(row.tokens)]
+    if not rows:
         raise DataError("the text has fewer than two tokens: there is nothing to score")
-    nats, hits, scored = _sum_scores(reader, _span_batches(_spread(spans, most), tick))
-    unknowns = 0 if unknown is None else sum(int((document.tokens == unknown).sum()) for document in documents)
-    return Likelihood(
-        nats,
-        hits,
-        scored,
-        tokens=sum(len(document.tokens) for document in documents),
-        bytes=sum(document.bytes for document in documents),
-        words=sum(document.words for document in documents),
-        lines=sum(document.lines for document in documents),
-        unknown=unknowns,
-    )
+    if most is not None:
+        total = sum(len(row.tokens) - row.start for row in rows)
+        rows = _spread(rows, max(1, len(rows) * most // total)) if most < total else rows
+    return _likelihood(_sum_scores(reader, rows, tick), documents, sum(len(each.tokens) for each in documents), unknown)
 
 
-def _spans(tokens: Tensor, how: WindowOptions, opening: int | None) -> Iterator[Span]:
+def _likelihood(sums: _Sums, documents: Sequence[EvalDocument], tokens: int, unknown: int | None) -> Likelihood:
+    sizes = {name: sum(getattr(each, name) for each in documents) for name in ("bytes", "words", "lines")}
+    unknowns = 0 if unknown is None else sum(int((each.tokens == unknown).sum()) for each in documents)
+    return Likelihood(sums.nats, sums.hits, sums.scored, tokens=tokens, **sizes, unknown=unknowns)
+
+
+def _window_rows(tokens: Tensor, how: WindowOptions, opening: int | None) -> Iterator[ScoredRow]:
+    """Yield the windows of one document, after the opening token, if any."""
     if how.opening == "window":
         first = torch.tensor([opening])
         for window in sliding_windows(len(tokens), how.window - 1, how.stride):
             known = window.scored - window.start if window.start else 0
-            yield benchmarks.scorers.ScoredRow(torch.cat([first, tokens[window.start : window.stop]])), known + 1
+            yield ScoredRow(torch.cat([first, tokens[window.start : window.stop]]), start=known + 1)
         return
     if how.opening == "start":
         tokens = torch.cat([torch.tensor([opening]), tokens])
     for window in sliding_windows(len(tokens), how.window, how.stride):
-        yield benchmarks.scorers.ScoredRow(tokens[window.start : window.stop]), window.scored - window.start
+        yield ScoredRow(tokens[window.start : window.stop], start=window.scored - window.start)
 
 
-def _spread(spans: list[Span], most: int | None) -> list[Span]:
-    """Select evenly spread windows with about ``most`` scored tokens; at least one."""
-    total = sum(len(row.tokens) - start for row, start in spans)
-    if most is None or most >= total:
-        return spans
-    count = max(1, len(spans) * most // total)
-    return [spans[number * len(spans) // count] for number in range(count)]
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    """Select ``count`` evenly spread items."""
+    return [items[number * len(items) // count] for number in range(count)]
 
 
-def _span_batches(spans: Sequence[Span], tick: ProgressFn) -> Iterator[list[Span]]:
-    """Yield windows of ``MAX_BATCH_TOKENS`` tokens; ``tick`` gets the tokens read."""
-    total = sum(len(row.tokens) for row, _ in spans)
-    batch, size, done = list[Span](), 0, 0
-    for row, start in spans:
-        batch.append((row, start))
-        size += len(row.tokens)
-        if size >= MAX_BATCH_TOKENS:
-            yield batch
-            done += size
-            tick(done, total)
-            batch, size = [], 0
-    if batch:
-        yield batch
-        tick(total, total)
+# ---------------------------------------------------------------- length extrapolation
+
+
+@dataclass(frozen=True)
+class LengthPoint:
+    """Scores of rows of ``length`` tokens, ``multiple`` times the trained length."""
+
+    multiple: float
+    length: int
+    scored: int  # tokens, the same at every length
+    loss: float  # mean nats of them
+    accuracy: float
+    whole: float  # mean nats of all tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(700.0, self.loss))
+
+    @property
+    def whole_perplexity(self) -> float:
+        return math.exp(min(700.0, self.whole))
+
+
+@dataclass(frozen=True)
+class LengthCurve:
+    """A length curve."""
+
+    positions: str  # the model's encoding
+    trained: int
+    limit: int
+    rows: int  # of every length
+    points: tuple[LengthPoint, ...]
+    note: str = ""  # what was omitted
+
+
+def position_kinds(config: ModelConfig) -> str:
+    """Return the position encodings of a model, joined by a plus: rope, alibi, t5, learned, sinusoidal, none."""
+    kinds = [config.embedding.position, *(layer.attention.position for layer in config.stack.layer_types.values())]
+    return "+".join(dict.fromkeys(kind.kind for kind in kinds if kind is not None)) or "none"
+
+
+def extrapolate(
+    model: Transformer,
+    texts: Sequence[Tensor],
+    trained: int,
+    *,
+    multiples: Sequence[float] = MULTIPLES,
+    most: int = 8_192,
+    tick: benchmarks.results.Progress = benchmarks.results.no_progress,
+) -> LengthCurve:
+    """Compute the curve of a decoder over texts [n] of int64 ids; those shorter than the longest row are omitted.
+
+    ``trained``: tokens of the training rows; ``most``: approximate number of scored tokens at each length. UsageError
+    for impossible multiples, or if not even the first length can be computed; DataError if no text is long enough.
+    """
+    if not multiples or any(multiple <= 0 for multiple in multiples):
+        raise UsageError("--length-multiples: numbers above 0, as in 1,2,4,8,16")
+    lengths, left = {multiple: round(trained * multiple) for multiple in sorted(set(multiples))}, list[int]()
+    table_end = benchmarks.scorers.max_row_length(model.config)
+    if table_end is not None:
+        table_end = max(table_end, model.config.max_seq_len)
+        left = [length for length in lengths.values() if length > table_end]
+        lengths = {multiple: length for multiple, length in lengths.items() if length <= table_end}
+    if not lengths or min(lengths.values()) < 2:
+        raise UsageError(f"--length-multiples: of a trained length of {trained} no row can be read", "larger ones")
+    longest, scored = max(lengths.values()), min(trained, *lengths.values()) // 2
+    # A row's last ``scored`` tokens are scored by no other row.
+    ends = [(number, end) for number, text in enumerate(texts) for end in range(longest, len(text) + 1, scored)]
+    if not ends:
+        have = max(map(len, texts), default=0)
+        raise DataError(
+            f"the longest text has {have:,} tokens, and a row takes {longest:,}",
+            "longer texts (--document-unit joined makes one of all), or smaller --length-multiples",
+        )
+    ends = _spread(ends, max(1, min(len(ends), most // scored)))
+    scorer = benchmarks.scorers.UncachedScorer(model, longest)
+    points = []
+    for multiple, length in lengths.items():
+        rows = [ScoredRow(texts[number][end - length : end], start=length - scored) for number, end in ends]
+        sums = _sum_scores(scorer, rows, partial(tick, f"{multiple:g} times the trained length"))
+        whole = sums.all_nats / (len(rows) * (length - 1))
+        losses = sums.nats / sums.scored, sums.hits / sums.scored, whole
+        points.append(LengthPoint(multiple, length, sums.scored, *losses))
+    omitted = ", ".join(f"{length:,}" for length in left)
+    note = f"learned positions end at their table of {table_end:,}: no rows of {omitted} tokens" if left else ""
+    return LengthCurve(position_kinds(model.config), trained, model.config.max_seq_len, len(ends), tuple(points), note)
+
+
+def join_texts(texts: Sequence[Tensor], opening: int | None) -> Tensor:
+    """Join all texts to one stream, with the opening token, if any, before each."""
+    first = torch.empty(0, dtype=torch.int64) if opening is None else torch.tensor([opening])
+    return torch.cat([part for text in texts for part in (first, text)])
 
 
 # ---------------------------------------------------------------- pairs
 
 
-def build_pair_row(llm: LLM, source: str, target: str) -> tuple[benchmarks.scorers.ScoredRow, int]:
-    """Build (a row of an encoder-decoder, number of its given tokens): opening tokens, the text, its end token, if any.
+def build_pair_row(llm: LLM, source: str, target: str) -> ScoredRow:
+    """Build a row of an encoder-decoder: opening tokens, which are not scored, the text, its end token, if any.
 
-    Raises:
-        RequestError: For a side that exceeds the model's limit.
+    RequestError for a side that exceeds the model's limit.
     """
     generation, limit = llm.generation, llm.model.config.max_seq_len
     given = list(llm.texts.encode_target(None))
@@ -232,7 +313,7 @@ def build_pair_row(llm: LLM, source: str, target: str) -> tuple[benchmarks.score
     source_tokens = llm.texts.encode_source(source)
     if len(tokens) - 1 > limit:
         raise RequestError(f"a target has {len(tokens) - 1} tokens and the model's limit is {limit}", "shorten it")
-    return benchmarks.scorers.ScoredRow(torch.tensor(tokens), torch.tensor(source_tokens)), len(given)
+    return ScoredRow(torch.tensor(tokens), torch.tensor(source_tokens), start=len(given))
 
 
 def evaluate_pairs(
@@ -244,25 +325,13 @@ def evaluate_pairs(
     word can count a target's end or not. Raises as ``build_pair_row``.
     """
     rows = [build_pair_row(llm, source, target) for source, target in pairs]
-
-    def batches() -> Iterator[list[Span]]:
-        for low in range(0, len(rows), PAIR_BATCH):
-            yield rows[low : low + PAIR_BATCH]
-            tick(min(low + PAIR_BATCH, len(rows)), len(rows))
-
-    nats, hits, scored = _sum_scores(reader, batches())
-    targets = [target for _, target in pairs]
+    documents = [
+        EvalDocument(row.tokens, len(target.encode()), len(target.split()), lines=1)
+        for row, (_, target) in zip(rows, pairs, strict=True)
+    ]
+    sums = _sum_scores(reader, rows, tick, in_rows=True)
     unknown = None if llm.tokenizer is None else llm.tokenizer.special_tokens.unk
-    return Likelihood(
-        nats,
-        hits,
-        scored,
-        tokens=scored,
-        bytes=sum(len(target.encode()) for target in targets),
-        words=sum(len(target.split()) for target in targets),
-        lines=len(targets),
-        unknown=0 if unknown is None else sum(int((row.tokens == unknown).sum()) for row, _ in rows),
-    )
+    return _likelihood(sums, documents, sums.scored, unknown)
 
 
 def generate_answers(
@@ -274,66 +343,47 @@ def generate_answers(
     """
     answers = [""] * len(prompts)
     order = sorted((n for n, text in enumerate(prompts) if text.strip()), key=lambda n: (len(prompts[n]), n))
-    for low in range(0, len(order), BATCH_LINES):
-        batch = order[low : low + BATCH_LINES]
-        texts, numbers = [prompts[n] for n in batch], [n + 1 for n in batch]
-        completions = answer_all(lambda texts: llm.generate(texts, **sampling), texts, numbers)
-        for number, completion in zip(batch, completions, strict=True):
-            answers[number] = completion.text
-        tick(low + len(batch), len(order))
+    completions = answer_all(
+        lambda texts: llm.generate(texts, **sampling), [prompts[n] for n in order], tick, [n + 1 for n in order]
+    )
+    for number, completion in zip(order, completions, strict=True):
+        answers[number] = completion.text
     return answers
 
 
 def answer_all(
-    ask: Callable[[list[str]], Sequence[AnswerT]], texts: list[str], numbers: Sequence[int]
-) -> Sequence[AnswerT]:
-    """Answer all texts; DataError with the number of a text that cannot be read."""
-    try:
-        return ask(texts)
-    except RequestError:
-        for number, text in zip(numbers, texts, strict=True):
-            try:
-                ask([text])
-            except RequestError as error:
-                hint = "nothing is cut: leave it out, or train with a longer --seq-len"
-                raise DataError(f"text {number}: {error.message}", hint) from error
-        raise
-
-
-def evaluate_answers(
-    predicted: Sequence[str], references: Sequence[str], form: BleuOptions, *, compare: bool = True
-) -> tuple[ExactMatch, BleuScores | None]:
-    """Compute exact match, and with ``compare`` BLEU and chrF."""
-    match = count_exact_matches(predicted, references, lower=form.lowercase)
-    return match, compute_bleu(predicted, references, form) if compare else None
-
-
-# ---------------------------------------------------------------- labels
+    ask: Callable[[list[str]], Sequence[T]], texts: list[str], tick: ProgressFn, numbers: Sequence[int] | None = None
+) -> Iterator[T]:
+    """Yield the answers to texts; DataError with the number (default: from 1) of a text that cannot be read."""
+    numbers = numbers or range(1, len(texts) + 1)
+    for low in range(0, len(texts), BATCH_LINES):
+        batch = texts[low : low + BATCH_LINES]
+        try:
+            answers = ask(batch)
+        except RequestError:
+            for number, text in zip(numbers[low:], batch, strict=False):
+                try:
+                    ask([text])
+                except RequestError as error:
+                    hint = "nothing is cut: leave it out, or train with a longer --seq-len"
+                    raise DataError(f"text {number}: {error.message}", hint) from error
+            raise
+        yield from answers
+        tick(low + len(batch), len(texts))
 
 
 def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: ProgressFn = _quiet) -> list[list[str]]:
     """Predict a label for every word, that of its first token; words are joined by spaces.
 
-    Raises:
-        DataError: For a sentence whose words are not separate tokens, or one that exceeds the model's limit.
+    DataError for a sentence whose words are not separate tokens, or one that exceeds the model's limit.
     """
     tags = list[list[str]]()
-    for low in range(0, len(sentences), BATCH_LINES):
-        batch = sentences[low : low + BATCH_LINES]
-        numbers = range(low + 1, low + 1 + len(batch))
-        predicted = answer_all(llm.tag, [" ".join(words) for words in batch], numbers)
-        for number, words, tagged in zip(numbers, batch, predicted, strict=True):
-            if len(tagged) != len(words):
-                raise DataError(
-                    f"sentence {number}: the model labels {len(tagged)} words and the file has {len(words)}",
-                    "words must hold no spaces and be known to the tokenizer as words",
-                )
-            tags.append([word.label for word in tagged])
-        tick(len(tags), len(sentences))
+    predicted = answer_all(llm.tag, [" ".join(words) for words in sentences], tick)
+    for words, tagged in zip(sentences, predicted, strict=True):
+        if len(tagged) != len(words):
+            raise DataError(
+                f"sentence {len(tags) + 1}: the model labels {len(tagged)} words and the file has {len(words)}",
+                "words must hold no spaces and be known to the tokenizer as words",
+            )
+        tags.append([word.label for word in tagged])
     return tags
-
-
-def evaluate_tags(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> LabelScores:
-    """Score predicted labels of sentences, word by word."""
-    assert [len(one) for one in gold] == [len(one) for one in predicted], "a prediction for every word"
-    return score_labels([label for one in gold for label in one], [label for one in predicted for label in one])

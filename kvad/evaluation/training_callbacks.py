@@ -8,33 +8,28 @@ equal losses, bit for bit, with and without them. A copy needs the memory of the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
-from torch import Tensor
 
-from kvad import benchmarks
+from kvad import verify
 from kvad.cache import CacheConfig
-from kvad.engine import Engine, PromptEncoder
-from kvad.engine.scheduling import SamplingParams
+from kvad.engine import PromptEncoder
 from kvad.errors import UsageError
-from kvad.evaluation import bleu
-from kvad.evaluation.metrics import count_exact_matches
+from kvad.evaluation.metrics import check_sacrebleu, compute_bleu, count_exact_matches
 from kvad.llm import LLM
 from kvad.model import Transformer
-from kvad.model_input import ModelInput
 from kvad.train import monitoring
 from kvad.train.config import CallbacksConfig
 from kvad.train.monitoring import Callback, TrainingContext
-from kvad.verify import run_uncached, tolerance
 
 
 def build_callbacks(watch: CallbacksConfig) -> list[Callback]:
     """Build the callbacks of a run file's [callbacks]."""
-    found: list[Callback] = [CheckCache()] if watch.check_cache else []
-    found += [SamplePrompts(watch.prompts, watch.max_tokens, watch.temperature)] if watch.prompts else []
-    return [*found, *([TranslationBleu(watch.bleu_samples)] if watch.bleu_samples is not None else [])]
+    callbacks: list[Callback] = [CheckCache()] if watch.check_cache else []
+    callbacks += [SamplePrompts(watch.prompts, watch.max_tokens, watch.temperature)] if watch.prompts else []
+    return callbacks + ([] if watch.bleu_samples is None else [TranslationBleu(watch.bleu_samples)])
 
 
 class _ModelCallback(Callback):
@@ -60,14 +55,11 @@ class _ModelCallback(Callback):
         self.subject.log("on_callback_report", monitoring.callbacks.CallbackReport(step, what, values, words))
 
 
-# ---------------------------------------------------------------- the cache
-
-
 class CheckCache(_ModelCallback):
     """At every evaluation: compares held-out rows, token by token through a paged cache, with the uncached model.
 
     ``rows`` rows of at most ``tokens`` tokens. Logs the largest difference of a logit and the expected rounding
-    (``verify.tolerance``); a larger difference is marked. UsageError, before training, for an encoder.
+    (``verify/replay.py``); a larger difference is marked. UsageError, before training, for an encoder.
     """
 
     handles = "check_cache"
@@ -81,9 +73,9 @@ class CheckCache(_ModelCallback):
         super().on_model(subject)
 
     def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
-        rows = self._held_out()
-        worst, largest, agree, count = _compare_cached(self._copy(), rows)
-        most = tolerance(_dtype(self.subject.model), largest, 0.0)
+        compared, largest = _compare_cached(self._copy(), self._held_out())
+        worst, agree, count = compared.max_dlogit, compared.agree, compared.compared
+        most = verify.replay.tolerance(_dtype(self.subject.model), largest, 0.0)
         values: dict[str, float | str] = {"max_dlogit": worst, "largest_logit": largest, "tolerance": most}
         values |= {"tokens": count, "greedy": agree}
         text = f"cache: {agree} of {count} greedy tokens, max |dlogit| {worst:.1e} of {largest:.3g}"
@@ -91,68 +83,46 @@ class CheckCache(_ModelCallback):
             text += f": BEYOND ROUNDING ({most:.1e}); kvad verify says where"
         self._measured(report.step, "cache", values, text)
 
-    def _held_out(self) -> list[benchmarks.scorers.ScoredRow]:
+    def _held_out(self) -> list[verify.replay.ReplayStream]:
         data, most = self.subject.data, min(self._tokens, self.subject.model.config.max_seq_len - 1)
         if pairs := data.packer.examples(self._rows):
-            return [
-                benchmarks.scorers.ScoredRow(torch.tensor(target[:most]), torch.tensor(source))
-                for source, target in pairs
-            ]
-        pieces = _pieces(next(iter(data.evaluation())).model_input)
+            return [_stream(target[:most], source) for source, target in pairs]
+        step = next(iter(data.evaluation())).model_input
+        begins = (step.positions == 0).nonzero().view(-1).tolist()  # of the documents of a packed batch
+        pieces = [step.token_ids[low:high].tolist() for low, high in pairwise([*begins, len(step.token_ids)])]
         longest = sorted(pieces, key=len, reverse=True)[: self._rows]  # of equal ones, the first
-        return [benchmarks.scorers.ScoredRow(piece[:most].cpu()) for piece in longest]
+        return [_stream(piece[:most]) for piece in longest]
 
 
-def _pieces(step: ModelInput) -> Iterator[Tensor]:
-    """Yield the documents of a packed batch: a position of 0 begins one."""
-    begins = (step.positions == 0).nonzero().view(-1).tolist()
-    for low, high in zip(begins, [*begins[1:], len(step.token_ids)], strict=True):
-        yield step.token_ids[low:high]
+def _stream(tokens: Sequence[int], source: Sequence[int] | None = None) -> verify.replay.ReplayStream:
+    """Build a prompt whose positions are compared; the token that is generated after it is not."""
+    return verify.replay.ReplayStream(tuple(tokens), ((0,),), source=None if source is None else tuple(source))
 
 
 @torch.no_grad()
-def _compare_cached(model: Transformer, rows: Sequence[benchmarks.scorers.ScoredRow]) -> tuple[float, float, int, int]:
-    """Compare a cache that gets one token at a time with the model without a cache.
-
-    Returns (largest |difference| of a logit, largest |logit|, number of equal greedy tokens, tokens). NaN counts as an
-    infinite difference.
-    """
+def _compare_cached(
+    model: Transformer, rows: Sequence[verify.replay.ReplayStream]
+) -> tuple[verify.report.Comparison, float]:
+    """Compare a cache that gets one token at a time with the model without a cache; also return the largest |logit|."""
     cache = CacheConfig(
         max_num_seqs=len(rows),
-        max_seq_len=max(len(row.tokens) for row in rows) + 1,
+        max_seq_len=max(row.limit for row in rows),
         dtype=_dtype(model),
         prefill_chunk_size=1,
         enable_prefix_caching=False,
-        max_source_len=max((len(row.source) for row in rows if row.source is not None), default=0),
+        max_source_len=max(len(row.source or ()) for row in rows),
     )
-    requests: dict[int, list[Tensor]] = {}
-    with closing(Engine(model, cache)) as engine:
-        benchmarks.engine_runs.attach_logit_hook(
-            engine, lambda request, _first, logits: requests[request].append(logits.clone())
-        )
-        sampling_params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        for row in rows:
-            source = None if row.source is None else row.source.tolist()
-            requests[engine.add_request(row.tokens.tolist(), sampling_params, encoder_token_ids=source)] = []
-        benchmarks.engine_runs.run_engine(engine)
-    worst, largest, agree, count = 0.0, 0.0, 0, 0
-    for row, parts in zip(rows, requests.values(), strict=True):
-        source = None if row.source is None else row.source.tolist()
-        limit = len(row.tokens) + 1  # a sequence in the cache may be one token longer
-        true = run_uncached(model, row.tokens.tolist(), limit, source=source).double()
-        have = torch.cat(parts)[: len(true)].double()
-        assert len(have) == len(true), "every position was computed"
-        worst = max(worst, float((have - true).abs().nan_to_num(nan=torch.inf).max()))
-        largest = max(largest, float(true.abs().max()))
-        agree, count = agree + int((have.argmax(-1) == true.argmax(-1)).sum()), count + len(true)
-    return worst, largest, agree, count
+    replayed = verify.replay.replay_streams(model, cache, rows)
+    reference = {
+        (number, 0): verify.replay.run_uncached(model, row.prompt, row.limit, source=row.source)
+        for number, row in enumerate(rows)
+    }
+    largest = max(float(logits.double().abs().max()) for logits in reference.values())
+    return verify.replay.compare_logits(replayed, reference, tie_below=0.0), largest
 
 
 def _dtype(model: Transformer) -> str:
     return str(next(model.parameters()).dtype).removeprefix("torch.")
-
-
-# ---------------------------------------------------------------- samples
 
 
 class SamplePrompts(_ModelCallback):
@@ -195,15 +165,14 @@ class TranslationBleu(_ModelCallback):
     handles = "bleu_samples"
 
     def __init__(self, pairs: int = 200, rows: int = 16) -> None:
-        bleu.check_sacrebleu()
+        check_sacrebleu()
         self._pairs, self._rows = pairs, rows
 
     def on_model(self, subject: TrainingContext) -> None:
         self._examples = subject.data.packer.examples(self._pairs)
         if not self._examples:
-            raise UsageError(
-                "callbacks.bleu_samples (--bleu-samples): only what is trained on pairs translates", "leave it out"
-            )
+            message = "callbacks.bleu_samples (--bleu-samples): only what is trained on pairs translates"
+            raise UsageError(message, "leave it out")
         super().on_model(subject)
 
     def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
@@ -212,7 +181,7 @@ class TranslationBleu(_ModelCallback):
         with self._llm(min(self._rows, len(sources)), most + 2) as llm:
             answers = [done.text for done in llm.generate(sources, max_tokens=most, num_beams=1, temperature=0.0)]
         wanted = [self.subject.tokenizer.decode(target) for _, target in self._examples]
-        words, match = bleu.compute_bleu(answers, wanted), count_exact_matches(answers, wanted)
+        words, match = compute_bleu(answers, wanted), count_exact_matches(answers, wanted)
         values: dict[str, float | str] = {"bleu": words.bleu, "chrf": words.chrf, "exact_match": match.accuracy}
         values |= {"pairs": match.count, "signature": words.bleu_signature}
         text = f"BLEU {words.bleu:.2f}, chrF {words.chrf:.2f}, {match.hits} of {match.count} exact"

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from kvad.inspection import model_tree as model_tree
     from kvad.inspection import plot as plot
     from kvad.inspection.cache_trace import trace_requests as trace_requests
-    from kvad.inspection.trace_html import trace_to_html as trace_to_html
+    from kvad.inspection.trace_renderer import trace_to_html as trace_to_html
+    from kvad.inspection.trace_renderer import trace_to_text as trace_to_text
     from kvad.inspection.trace_report import TraceReport as TraceReport
     from kvad.inspection.trace_report import trace_to_json as trace_to_json
-    from kvad.inspection.trace_text import trace_to_text as trace_to_text
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

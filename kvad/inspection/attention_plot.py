@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.cells import cell_len, set_cell_size
 
 SHADES = " ░▒▓█"
-LABEL_WIDTH = 14  # of a token next to its row in a terminal
+LABEL_WIDTH = 14  # columns of a token next to its row in a terminal
 
 
 class AttentionMap(NamedTuple):
@@ -44,11 +44,11 @@ def shade(weight: float) -> str:
     return SHADES[level]
 
 
-# ---------------------------------------------------------------- terminal
-
-
 def attention_to_text(pieces: Sequence[str], attention_map: AttentionMap, width: int = 80) -> str:
-    """Draw one map for a terminal of ``width`` columns, queries down, keys right, without a final newline."""
+    """Draw one map for a terminal of ``width`` columns, queries down, keys right, without a final newline.
+
+    If several keys share a cell, the largest weight is shown; NaN counts as the largest.
+    """
     queries, keys = attention_map.tokens(pieces)
     numbers = len(str(max(len(queries) - 1, 0)))
     room = max(width - LABEL_WIDTH - numbers - 3, 8)
@@ -57,46 +57,39 @@ def attention_to_text(pieces: Sequence[str], attention_map: AttentionMap, width:
     cells = -(-len(keys) // per_cell)
     head = [f"{attention_map.name}: rows are queries, columns keys"]
     if attention_map.side == "cross":
-        head.append(_wrap_tokens("keys:", keys, width))
+        head += _wrap_tokens(keys, width)
     if per_cell > 1:
         head.append(f"a cell is {per_cell} keys and shows the largest weight among them")
     margin = " " * (LABEL_WIDTH + numbers + 2)
-    head.append((margin + _ruler(cells, per_cell, columns)).rstrip())
+    head.append((margin + ruler(cells, per_cell, columns)).rstrip())
     lines = []
     for index, (piece, row) in enumerate(zip(queries, attention_map.weights, strict=True)):
-        shares = (max(row[low : low + per_cell], key=_order) for low in range(0, len(row), per_cell))
+        sortable = [weight if math.isfinite(weight) else math.inf for weight in row]
+        shares = (max(sortable[low : low + per_cell]) for low in range(0, len(row), per_cell))
         drawn = "".join(shade(share) * columns for share in shares)
         lines.append(f"{index:>{numbers}} {_fitted(piece)} {drawn}".rstrip())
-    return "\n".join([*head, *lines, f"{margin}shades: {_legend()}"])
+    steps = len(SHADES) - 1
+    legend = "  ".join(f"{SHADES[i]} >= {((i - 0.5) / steps) ** 2:.2f}" for i in range(1, steps + 1))
+    return "\n".join([*head, *lines, f"{margin}shades: {legend}"])
 
 
-def _wrap_tokens(what: str, pieces: Sequence[str], width: int) -> str:
-    """Format tokens with their indices, in lines of ``width``."""
-    lines = [what]
+def _wrap_tokens(pieces: Sequence[str], width: int) -> list[str]:
+    """Format the keys with their indices, in lines of ``width``."""
+    lines = ["keys:"]
     for number, piece in enumerate(pieces):
         word = f"{number} {piece}"
         if len(lines[-1]) + 2 + len(word) > width:
             lines.append("    ")
         lines[-1] += f"  {word}"
-    return "\n".join(lines)
+    return lines
 
 
-def _order(weight: float) -> float:
-    """Sort key; NaN counts as the largest, so that it is visible."""
-    return weight if math.isfinite(weight) else math.inf
-
-
-def _ruler(cells: int, per_cell: int, columns: int) -> str:
-    """Format a ruler: the key's index at every tenth cell."""
+def ruler(cells: int, per_cell: int, columns: int = 1) -> str:
+    """Format a ruler: the index of the first token at every tenth cell; a cell has ``columns`` characters."""
     line = ""
     for cell in range(0, cells, 10):
         line = line.ljust(cell * columns) + str(cell * per_cell)
     return line
-
-
-def _legend() -> str:
-    steps = len(SHADES) - 1
-    return "  ".join(f"{SHADES[i]} >= {((i - 0.5) / steps) ** 2:.2f}" for i in range(1, steps + 1))
 
 
 def _fitted(piece: str) -> str:
@@ -104,9 +97,6 @@ def _fitted(piece: str) -> str:
     if cell_len(piece) > LABEL_WIDTH:
         piece = set_cell_size(piece, LABEL_WIDTH - 1).rstrip() + "…"
     return set_cell_size(piece, LABEL_WIDTH)
-
-
-# ---------------------------------------------------------------- JSON
 
 
 def attention_to_json(tokens: Sequence[int], pieces: Sequence[str], maps: Sequence[AttentionMap]) -> dict[str, object]:

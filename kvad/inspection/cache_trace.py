@@ -25,48 +25,12 @@ from kvad.config import attention_specs
 from kvad.engine import Engine, StreamChunk, scheduling
 from kvad.engine.execution import ModelRunner
 from kvad.engine.scheduling import SamplingParams, ScheduledSequence, SchedulerOutput
-from kvad.errors import EngineError, RequestError
-from kvad.inspection.provenance import (
-    TokenOrigin,
-    admission_text,
-    loss_reason,
-    missing_reason,
-    origin_kind,
-    preemption_reason,
-    restored_locations,
-    storage_usage,
-)
-from kvad.inspection.sequence_trace import (
-    EVICTED,
-    HOT,
-    NAMES,
-    OFFLOADED,
-    QUANTIZED,
-    SHARED,
-    SIGNS,
-    SUMMARIZED,
-    SWAPPED,
-    UNWRITTEN,
-    ReadableBlocks,
-    SequenceTrace,
-    eviction_reasons,
-    level_state,
-    ratio_of,
-    scatter_by_position,
-    spread_summaries,
-)
-from kvad.inspection.trace_report import (
-    GroupReport,
-    GroupTrace,
-    Reason,
-    SequenceEventRecord,
-    SequenceReport,
-    StateChange,
-    StepSpan,
-    TraceReport,
-    TraceStep,
-)
-from kvad.model_input import AttentionPattern, TokenPositions
+from kvad.errors import EngineError, RequestError, format_count
+from kvad.inspection import sequence_trace as states
+from kvad.inspection import trace_report
+from kvad.inspection.sequence_trace import ReadableBlocks, SequenceTrace, TokenOrigin, ratio_of, scatter_by_position
+from kvad.inspection.trace_report import Reason, SequenceEventRecord, StateChange, TraceReport
+from kvad.model_input import TokenPositions
 
 
 def trace_requests(
@@ -151,7 +115,7 @@ class CacheTracer:
         self.group_of = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self.policies = [self._policy(group) for group in self.groups]
         self.rows: dict[tuple[int, int], SequenceTrace] = {}  # by request and sample
-        self.steps: list[TraceStep] = []
+        self.steps: list[trace_report.TraceStep] = []
         self.step = 0
         self.output: SchedulerOutput | None = None  # that is running
         self.evictions: dict[tuple[int, int], EvictionEvent] = {}  # of this step, by sequence index and layer
@@ -176,18 +140,17 @@ class CacheTracer:
             self.manager.prefix_offload.results = None
 
     def _policy(self, group: CacheGroup) -> str:
-        """Return the name of the policy of these layers."""
         window = attention_specs(self.engine.model.config)[group.layers[0]].window
         if window is not None and group.spec.window == window:
             return f"the layer's own window of {window}"
         return str(self.engine.cache.resolved_policy.for_layer(group.layers[0]))
 
     def _positions(self, number: int, blocks: Sequence[int]) -> Tensor:
-        """Return [S]: the positions of a group's slots in these blocks."""
+        """Return the positions [S] of a group's slots in these blocks."""
         return self.kv_cache.positions[number][list(blocks)].flatten().cpu()
 
     def _head_positions(self, layer: int, blocks: Sequence[int]) -> Tensor:
-        """Return [K, S] of a layer whose heads retain different tokens."""
+        """Return the positions [K, S] of a layer whose heads retain different tokens."""
         return self.kv_cache.head_metadata[layer].positions[list(blocks)].transpose(0, 1).flatten(1).long().cpu()
 
     def _row(self, work: ScheduledSequence) -> SequenceTrace:
@@ -217,7 +180,7 @@ class CacheTracer:
             added = scatter_by_position(held[:, :width], mass[number, :, :width], end)
             for level in self.lower_groups[index]:
                 positions = self._positions(level, tables[level][first + number])
-                spread_summaries(added, positions, ratio_of(self.kv_cache.groups[level]))
+                states.spread_summaries(added, positions, ratio_of(self.kv_cache.groups[level]))
             before = row.mass.get(seen.layer, added.new_zeros(heads, 0))
             added[:, : before.shape[1]] += before[:, :end]
             row.mass[seen.layer] = torch.cat((added, before[:, end:]), dim=1)
@@ -243,8 +206,10 @@ class CacheTracer:
             for index in range(len(self.groups)):
                 self._compare(row, index, work)
             row.length = work.start + work.num_tokens
-            spans.append(StepSpan(row.number, work.start, work.num_tokens))
-        self.steps.append(TraceStep(self.step, tuple(spans), tuple(pool.num_live for pool in self.manager.pools)))
+            spans.append(trace_report.StepSpan(row.number, work.start, work.num_tokens))
+        self.steps.append(
+            trace_report.TraceStep(self.step, tuple(spans), tuple(pool.num_live for pool in self.manager.pools))
+        )
 
     def on_outputs(self, chunks: Sequence[StreamChunk]) -> None:
         """Record what an engine step published, and which sequences ended."""
@@ -270,7 +235,9 @@ class CacheTracer:
             elif row is not None and record.action in ("out", "again"):
                 self._preempt(row, record)
             elif row is not None:  # its copy is lost, or was discarded
-                row.events.append(SequenceEventRecord(self.step, loss_reason(record)))
+                text = "its copy is dropped: enough of it is in the prefix cache by now, the rest is recomputed"
+                text = f"its copy is lost: {record.reason}" if record.action == "lost" else text
+                row.events.append(SequenceEventRecord(self.step, text))
         self.preemptions.clear()
         return swapped_in
 
@@ -281,9 +248,13 @@ class CacheTracer:
         sequence, size = work.sequence, self.groups[0].block_size
         offload = self.manager.prefix_offload
         load = None if offload is None or offload.results is None else offload.results.get(sequence.seq_index)
-        kind = origin_kind(record, forked=row is None and work.start > 0 and sequence.sample_index > 0)
+        kind = "shared" if row is None and work.start > 0 and sequence.sample_index > 0 else "found"
+        if record is not None:
+            kind = "restored" if record.location is None else "back"
         location = "" if record is None else record.location or ""
-        origin = TokenOrigin(self.step, kind, work.start, size, location, self.session, restored_locations(load))
+        blocks = () if load is None else load.blocks
+        locations = {(group, block.depth - 1): block.location for block in blocks for group in block.groups}
+        origin = TokenOrigin(self.step, kind, work.start, size, location, self.session, locations)
         again, miss_reason, nbytes = "", "", 0 if record is None else record.nbytes
         if row is None:
             lines = [1 if g.eviction_policy is None else len(g.layers) * g.spec.num_kv_heads for g in self.groups]
@@ -294,19 +265,23 @@ class CacheTracer:
                 nbytes = self.resumed.nbytes
         else:
             row.origin, row.is_swapped, again = origin, False, " again"
-        text = f"admitted{again}{admission_text(origin, load, nbytes, miss_reason)}"
+        text = f"admitted{again}{states.admission_text(origin, load, nbytes, miss_reason)}"
         row.events.append(SequenceEventRecord(self.step, text))
 
     def _preempt(self, row: SequenceTrace, record: scheduling.preemption.PreemptionRecord) -> None:
-        cause, text = preemption_reason(record, row.length)
+        tokens = format_count(row.length, "token")
+        cause, text = "preempted", f"preempted: its {tokens} are to be recomputed"
+        if record.action == "out":
+            location = states.SWAP_LOCATIONS[record.location]
+            cause, text = "swapped-out", f"swapped out: {tokens}, {record.nbytes:,} bytes, to {location}"
         row.is_swapped, row.preempted_codes = True, [codes.clone() for codes in row.codes]
         row.events.append(SequenceEventRecord(self.step, text))
         why = Reason(cause, f"{text}, at step {self.step}", row.length, source=record.location)
         for index, codes in enumerate(row.codes):
-            held = (codes != EVICTED) & (codes != UNWRITTEN)
+            held = (codes != states.EVICTED) & (codes != states.UNWRITTEN)
             for line, at in held.nonzero().tolist():
                 row.record(index, line, StateChange(self.step, at, at, "swapped", why))
-            codes[held] = SWAPPED
+            codes[held] = states.SWAPPED
 
     # ------------------------------------------------------------ states
 
@@ -319,28 +294,25 @@ class CacheTracer:
     def _codes(self, row: SequenceTrace, index: int, end: int) -> Tensor:
         """Compute [lines, end]: the state of every position, as visible to a query after the sequence's next one."""
         group, table = self.groups[index], row.tables[index]
-        state = torch.tensor([SHARED if count > 1 else HOT for count in table.refs], dtype=torch.uint8)
+        state = torch.tensor([states.SHARED if count > 1 else states.HOT for count in table.refs], dtype=torch.uint8)
         state = state.repeat_interleave(group.block_size)
         if isinstance(table.held, dict):
             held = torch.cat([table.held[layer] for layer in group.layers])
-            return scatter_by_position(held, state.expand_as(held), end, EVICTED)
-        codes = scatter_by_position(table.held.unsqueeze(0), state.unsqueeze(0), end, EVICTED)
+            return scatter_by_position(held, state.expand_as(held), end, states.EVICTED)
+        codes = scatter_by_position(table.held.unsqueeze(0), state.unsqueeze(0), end, states.EVICTED)
         if row.origin.source == "found":
             hits = codes[0, : row.origin.tokens]
-            hits[hits == HOT] = SHARED
+            hits[hits == states.HOT] = states.SHARED
         for level in self.lower_groups[index]:
             lower_group, lower = self.kv_cache.groups[level], row.tables[level].held
             ratio = ratio_of(lower_group)
             assert isinstance(lower, Tensor)
             tokens = lower[lower >= 0].unsqueeze(1) // ratio * ratio + torch.arange(ratio)
-            codes[0, tokens.flatten()] = level_state(lower_group)
-        visible = AttentionPattern.from_spec(group.spec).visible(
-            TokenPositions(torch.tensor([end - 1])), TokenPositions(torch.arange(end))
-        )
-        return codes.masked_fill(~visible, EVICTED)
+            codes[0, tokens.flatten()] = states.level_state(lower_group)
+        visible = group.spec.pattern.visible(TokenPositions(torch.tensor([end - 1])), TokenPositions(torch.arange(end)))
+        return codes.masked_fill(~visible, states.EVICTED)
 
     def _compare(self, row: SequenceTrace, index: int, work: ScheduledSequence) -> None:
-        """Record the changes of a sequence's states in one group."""
         group, end = self.groups[index], work.start + work.num_tokens
         codes, before = self._codes(row, index, end), row.grow(index, end)[:, :end]
         window_ends = self._window_ends(row, index, end) if group.spec.window is not None else []
@@ -348,22 +320,21 @@ class CacheTracer:
         step = _GroupStep(row, index, work.start, window_ends, evictions)
         for line, at in (before != codes).nonzero().tolist():
             was, now = int(before[line, at]), int(codes[line, at])
-            why = self._why_evicted(step, line, at, was) if now == EVICTED else self._why_held(step, line, at, was, now)
-            row.record(index, line, StateChange(self.step, at, at, NAMES[now], why))
+            why = self._reason(step, line, at, was, now)
+            row.record(index, line, StateChange(self.step, at, at, states.NAMES[now], why))
         before.copy_(codes)
 
     def _window_ends(self, row: SequenceTrace, index: int, end: int) -> list[int]:
         """Return per position the length at which a query could not see it for the first time, or 0."""
         first = min(row.length, end - 1)
         queries, keys = torch.arange(first, end), torch.arange(end)
-        pattern = AttentionPattern.from_spec(self.groups[index].spec)
+        pattern = self.groups[index].spec.pattern
         visible = pattern.visible(TokenPositions(queries), TokenPositions(keys))
         hidden = ~visible & (queries.unsqueeze(1) >= keys)
         lengths: list[int] = torch.where(hidden.any(0), first + hidden.byte().argmax(0) + 1, 0).tolist()
         return lengths
 
     def _eviction_reasons(self, index: int, work: ScheduledSequence) -> dict[int, dict[int, Reason]]:
-        """Return by line and position why it was evicted in this step."""
         group, reasons = self.groups[index], dict[int, dict[int, Reason]]()
         heads = group.spec.num_kv_heads
         for place, layer in enumerate(group.layers):
@@ -371,7 +342,7 @@ class CacheTracer:
             if event is not None:
                 for head in range(heads):
                     line = place * heads + head
-                    reasons[line] = eviction_reasons(event, head, self.policies[index], self.step)
+                    reasons[line] = states.eviction_reasons(event, head, self.policies[index], self.step)
         return reasons
 
     def _why_evicted(self, step: _GroupStep, line: int, at: int, was: int) -> Reason:
@@ -379,49 +350,51 @@ class CacheTracer:
         if at in step.evictions.get(line, {}):
             return step.evictions[line][at]
         window_end = step.window_ends[at] if step.window_ends else 0
-        was_restored = origin.source == "restored" and was == UNWRITTEN and at < step.start
+        was_restored = origin.source == "restored" and was == states.UNWRITTEN and at < step.start
         if window_end and not (was_restored and window_end <= step.start):
             return Reason("window", f"passed {when} by {policy} at length {window_end}", window_end)
-        if was == UNWRITTEN and at < step.start:
-            return missing_reason(origin, step.start)
+        if was == states.UNWRITTEN and at < step.start:
+            return states.missing_reason(origin, step.start)
         if self.groups[step.group].demotion_policy is not None:
             return Reason("dropped", f"dropped {when} at length {step.start}: {policy} keeps no more", step.start)
         return Reason("lost", f"lost {when}: no policy says why, this is a bug", step.start)
 
-    def _why_held(self, step: _GroupStep, line: int, at: int, was: int, now: int) -> Reason:
+    def _reason(self, step: _GroupStep, line: int, at: int, was: int, now: int) -> Reason:
+        """Return why the state of position ``at`` changed from ``was`` to ``now``."""
+        if now == states.EVICTED:
+            return self._why_evicted(step, line, at, was)
         when, length, origin = f"at step {self.step}", step.start, step.row.origin
-        lower = NAMES[now] if now in (QUANTIZED, SUMMARIZED, OFFLOADED) else ""
-        if was == SWAPPED and at >= step.start:
+        lower = states.NAMES[now] if now in (states.QUANTIZED, states.SUMMARIZED, states.OFFLOADED) else ""
+        if was == states.SWAPPED and at >= step.start:
             return Reason("recomputed", f"recomputed {when}{f', {lower}' if lower else ''}", length)
         if at < step.start and origin.step == self.step and origin.source != "shared":
-            same = was == SWAPPED and (not lower or int(step.row.preempted_codes[step.group][line, at]) == now)
-            if was == UNWRITTEN or same:
+            same = was == states.SWAPPED and (not lower or int(step.row.preempted_codes[step.group][line, at]) == now)
+            if was == states.UNWRITTEN or same:
                 return origin.describe(step.group, at, length, lower)
-        if now == OFFLOADED:
+        if now == states.OFFLOADED:
             return Reason("offloaded", f"offloaded {when} at length {length}: read back by every later query", length)
-        if now == QUANTIZED:
+        if now == states.QUANTIZED:
             group = self.kv_cache.groups[self.lower_groups[step.group][0]]
             stored = cache_lib.quantization.join_format_names(group.key_format, group.value_format)
             return Reason("quantized", f"quantized {when} into {stored} at length {length}", length)
-        if now == SUMMARIZED:
+        if now == states.SUMMARIZED:
             ratio = ratio_of(self.kv_cache.groups[self.lower_groups[step.group][-1]])
             first = at // ratio * ratio
             tokens = f"one slot for tokens {first} to {first + ratio - 1}"
             return Reason("summarized", f"summarized {when} at length {length}: {tokens}", length)
-        if now == SHARED:
+        if now == states.SHARED:
             return Reason("shared", f"shared {when}: other sequences reference its block", length)
-        if was == SHARED:
+        if was == states.SHARED:
             return Reason("own", f"this sequence's own {when}", length)
         return Reason("written", f"computed {when}", length)
 
     # ------------------------------------------------------------ the report
 
     def report(self, model: str, piece: Callable[[int], str]) -> TraceReport:
-        """Build the report of everything recorded so far."""
         self._record_preemptions()
         groups = [
-            GroupReport(
-                state=NAMES[level_state(group)],
+            trace_report.GroupReport(
+                state=states.NAMES[states.level_state(group)],
                 layers=group.layers,
                 kv_heads=group.spec.num_kv_heads,
                 policy=self.policies[self.group_of[group.layers[0]]],
@@ -440,17 +413,17 @@ class CacheTracer:
             groups=tuple(groups),
             steps=tuple(self.steps),
             rows=tuple(self._sequence_report(row, piece) for row in self.rows.values()),
-            storage=storage_usage(self.engine, self.steps),
+            storage=states.storage_usage(self.engine, self.steps),
         )
 
-    def _sequence_report(self, row: SequenceTrace, piece: Callable[[int], str]) -> SequenceReport:
+    def _sequence_report(self, row: SequenceTrace, piece: Callable[[int], str]) -> trace_report.SequenceReport:
         tokens, mass = row.sequence.token_ids, []
         for layer, index in sorted(self.group_of.items()):
             heads = self.groups[index].spec.num_kv_heads
             computed = row.mass.get(layer, torch.zeros(heads, 0))
             padded = torch.nn.functional.pad(computed, (0, len(tokens) - computed.shape[1]))
             mass.append(tuple(tuple(head) for head in padded.tolist()))
-        return SequenceReport(
+        return trace_report.SequenceReport(
             request=row.sequence.request_id,
             sample=row.sequence.sample_index,
             prompt=row.sequence.num_prompt_tokens,
@@ -466,15 +439,15 @@ class CacheTracer:
             restored=row.restored,
         )
 
-    def _lines(self, row: SequenceTrace) -> list[GroupTrace]:
+    def _lines(self, row: SequenceTrace) -> list[trace_report.GroupTrace]:
         """Return the final states and the changes of each line, in the order of layers and heads."""
         lines = []
         for index, group in enumerate(self.groups):
             heads, codes = group.spec.num_kv_heads, row.grow(index, len(row.sequence.token_ids)).tolist()
-            for number, (states, changes) in enumerate(zip(codes, row.changes[index], strict=True)):
+            for number, (final_codes, changes) in enumerate(zip(codes, row.changes[index], strict=True)):
                 layers, head = group.layers, None
                 if group.eviction_policy is not None:
                     layers, head = (group.layers[number // heads],), number % heads
-                signs = "".join(SIGNS[code] for code in states)
-                lines.append(GroupTrace(index, layers, head, signs, tuple(changes)))
+                signs = "".join(states.SIGNS[code] for code in final_codes)
+                lines.append(trace_report.GroupTrace(index, layers, head, signs, tuple(changes)))
         return sorted(lines, key=lambda line: (line.layers[0], line.head or 0))

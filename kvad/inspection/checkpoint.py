@@ -26,8 +26,6 @@ from kvad.inspection.attention_plot import AttentionMap
 from kvad.planning import plan_target, read_target
 from kvad.text import Tokenizer
 
-NO_MANIFEST = f"{checkpoint.folder.MANIFEST} is missing: whether these files are those that were saved cannot be known"
-
 
 class TokenizerSummary(NamedTuple):
     """A tokenizer's kind, size and special tokens."""
@@ -58,6 +56,9 @@ class CheckpointSummary:
         return sum(self.parameters.values())
 
 
+_Contents = tuple[tuple[checkpoint.safetensors_header.TensorInfo, ...], Mapping[str, int], Tokenizer | None]
+
+
 class AttentionSummary(NamedTuple):
     """Attention maps of a text."""
 
@@ -67,10 +68,7 @@ class AttentionSummary(NamedTuple):
 
 
 def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSummary:
-    """Summarize a folder, a run or a name on the hub.
-
-    Args:
-        check: Compare every file with its sha256 (reads them all and imports torch).
+    """Summarize a folder, a run or a name on the hub; ``check`` reads every file and imports torch.
 
     Raises:
         CheckpointError: If the checkpoint is incomplete, or ``check`` finds a changed file.
@@ -83,17 +81,29 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
     if check:
         checkpoint.native.open_folder(path, verify=True)
     files = checkpoint.folder.list_files(path) if (path / checkpoint.folder.MANIFEST).is_file() else None
-    target = read_target(str(path))
-    contents = _hf_contents(path, target.config) if checkpoint.folder.is_hf(path) else _contents(path, target.config)
-    unknown = (NO_MANIFEST,) if files is None and checkpoint.folder.is_native(path) else ()
+    target, problems = read_target(str(path)), list[str]()
+    if files is None and checkpoint.folder.is_native(path):
+        problems.append(
+            f"{checkpoint.folder.MANIFEST} is missing: whether these files are those that were saved cannot be known"
+        )
+    for name, entry in (files or {}).items():
+        try:
+            checkpoint.folder.check_file(path / name, entry)
+        except CheckpointError as error:
+            problems.append(error.message)
+    read = _hf_contents if checkpoint.folder.is_hf(path) else _native_contents
+    tensors, parameters, tokenizer = read(path, target.config, problems)
+    summary = None
+    if tokenizer is not None:
+        summary = TokenizerSummary(tokenizer.kind, tokenizer.vocab_size, tokenizer.special_tokens.names())
     return CheckpointSummary(
         path=path,
         config=target.config,
-        tensors=contents.tensors,
-        parameters=contents.parameters,
-        problems=(*unknown, *_file_problems(path, files or {}), *contents.problems),
+        tensors=tensors,
+        parameters=parameters,
+        problems=tuple(problems),
         plan=plan_target(target, budget=sizing.memory_plan.DEFAULT_BATCHED_TOKENS),
-        tokenizer=contents.tokenizer,
+        tokenizer=summary,
         training=_training(path),
         files=None if files is None else len(files),
         checked=check,
@@ -101,33 +111,22 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
     )
 
 
-class _Contents(NamedTuple):
-    """Contents of the tensor file and the tokenizer."""
-
-    tensors: tuple[checkpoint.safetensors_header.TensorInfo, ...]
-    parameters: Mapping[str, int]
-    problems: Sequence[str]
-    tokenizer: TokenizerSummary | None
-
-
-def _contents(path: Path, config: ModelConfig) -> _Contents:
+def _native_contents(path: Path, config: ModelConfig, problems: list[str]) -> _Contents:
+    """Read headers and tokenizer; tensors that do not fit the config are added to ``problems``."""
     tensors = tuple(checkpoint.safetensors_header.read_headers(path / checkpoint.folder.MODEL))
     shapes = {tensor.name: tensor.shape for tensor in tensors}
+    problems += cfg.parameter_shapes.mismatches(config, shapes)
     has_tokenizer = (path / text_lib.base.FILE_NAME).is_file()
-    return _Contents(
-        tensors,
-        cfg.parameter_shapes.component_sizes(shapes),
-        cfg.parameter_shapes.mismatches(config, shapes),
-        _tokenizer(text_lib.load_tokenizer(path)) if has_tokenizer else None,
-    )
+    tokenizer = text_lib.load_tokenizer(path) if has_tokenizer else None
+    return tensors, cfg.parameter_shapes.component_sizes(shapes), tokenizer
 
 
-def _hf_contents(path: Path, config: ModelConfig) -> _Contents:
-    """Find names and shapes that do not fit, with tensors on torch's meta device."""
+def _hf_contents(path: Path, config: ModelConfig, problems: list[str]) -> _Contents:
+    """Do the same for a Hugging Face folder, with tensors on torch's meta device."""
     import torch
 
     handle = checkpoint.hf_layout.HFCheckpoint(path)
-    stored = handle.tensors
+    stored, tokenizer = handle.tensors, None
     meta = {name: torch.empty(stored.shape(name), dtype=stored.dtype(name), device="meta") for name in stored}
     tensors = tuple(
         checkpoint.safetensors_header.TensorInfo(
@@ -135,34 +134,15 @@ def _hf_contents(path: Path, config: ModelConfig) -> _Contents:
         )
         for name in stored
     )
-    problems = checkpoint.conversion.find_mismatches(handle.family, config, meta, str(path))
-    tokenizer = None
+    problems += checkpoint.conversion.find_mismatches(handle.family, config, meta, str(path))
     try:
-        tokenizer = _tokenizer(handle.tokenizer)
+        tokenizer = handle.tokenizer
     except TokenizerError as error:
         problems.append(error.message)
-    sizes = cfg.parameter_shapes.component_sizes(cfg.parameter_shapes.weight_shapes(config))
-    return _Contents(tensors, sizes, problems, tokenizer)
-
-
-def _tokenizer(tokenizer: Tokenizer | None) -> TokenizerSummary | None:
-    if tokenizer is None:
-        return None
-    return TokenizerSummary(tokenizer.kind, tokenizer.vocab_size, tokenizer.special_tokens.names())
-
-
-def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    problems = []
-    for name, entry in files.items():
-        try:
-            checkpoint.folder.check_file(path / name, entry)
-        except CheckpointError as error:
-            problems.append(error.message)
-    return problems
+    return tensors, cfg.parameter_shapes.component_sizes(cfg.parameter_shapes.weight_shapes(config)), tokenizer
 
 
 def _training(folder: Path) -> Mapping[str, Any] | None:
-    """Return the training state and the size of its tensors."""
     state = folder / checkpoint.folder.TRAINING / "state.json"
     if not state.is_file():
         return None
@@ -182,8 +162,7 @@ def attention_maps(
 ) -> AttentionSummary:
     """Run ``text`` once and return the weights of the given layers and heads (None: all).
 
-    Args:
-        target: Decoder input of an encoder-decoder (None: the model's answer).
+    ``target`` is the decoder input of an encoder-decoder (None: the model's answer).
 
     Raises:
         CheckpointError: If the folder cannot be loaded.
@@ -200,12 +179,12 @@ def attention_maps(
         if target is not None:
             raise RequestError("--target: a decoder has no separate target", "Leave it out.")
         traced = llm.trace(text, layers=layers, heads=heads, cached=cached)
-    maps = []
-    for layer, seen in traced.layers.items():
-        chosen = range(seen.weights.shape[0]) if heads is None else heads
-        for head, weights in zip(chosen, seen.weights.tolist(), strict=True):
-            maps.append(AttentionMap(layer, head, weights))
-    return AttentionSummary(tuple(traced.tokens), tuple(traced.token_texts), tuple(maps))
+    maps = tuple(
+        AttentionMap(layer, head, weights)
+        for layer, trace in traced.layers.items()
+        for head, weights in zip(heads or range(len(trace.weights)), trace.weights.tolist(), strict=True)
+    )
+    return AttentionSummary(tuple(traced.tokens), tuple(traced.token_texts), maps)
 
 
 def outline_values(values: Mapping[str, Any], prefix: str = "") -> list[str]:

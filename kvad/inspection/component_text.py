@@ -64,11 +64,6 @@ NORM_POSITIONS: Mapping[str, str] = {
 }
 
 
-def encoding_kind(position: Position) -> str:
-    """Return the key of ``ENCODING_SUPPORT``."""
-    return "none" if position is None else position.kind
-
-
 def describe_allowed(kind: str) -> Iterator[str]:
     """Describe the support in three lines."""
     text = ENCODING_SUPPORT[kind]
@@ -77,17 +72,18 @@ def describe_allowed(kind: str) -> Iterator[str]:
     yield f"prefix reuse: {text.reuse}"
 
 
-# ---------------------------------------------------------------- positions
-
-
 def describe_position(spec: Position) -> str:
     if spec is None:
         return "no positions of its own"
     if isinstance(spec, cfg.RopeConfig):
-        return _rope(spec)
+        factor = spec.partial_rotary_factor
+        part = "" if factor == 1.0 else f", of the first {factor:.4g} of each head"
+        pairs = ", interleaved pairs" if spec.interleaved else ""
+        scaled = "" if spec.scaling is None else f"; {_scaling(spec.scaling)}"
+        return f"rotary, theta {spec.theta:,.10g}{part}{pairs}{scaled}"
     if isinstance(spec, cfg.AlibiConfig):
-        factor = "" if spec.factor == 1.0 else f", slopes times {spec.factor:.4g}"
-        return f"ALiBi, a slope per head{factor}{', rounded to bfloat16' * spec.round_to_bfloat16}"
+        slopes = "" if spec.factor == 1.0 else f", slopes times {spec.factor:.4g}"
+        return f"ALiBi, a slope per head{slopes}{', rounded to bfloat16' * spec.round_to_bfloat16}"
     if isinstance(spec, cfg.T5BiasConfig):
         ways = "both ways" if spec.bidirectional else "one way"
         whose = "one table for the stack's layers of this kind" if spec.shared else "a table per layer"
@@ -101,13 +97,6 @@ def describe_position(spec: Position) -> str:
     return f"sinusoidal positions, {spec.form}, base {spec.base:,.10g}{offset}"
 
 
-def _rope(spec: cfg.RopeConfig) -> str:
-    part = "" if spec.partial_rotary_factor == 1.0 else f", of the first {spec.partial_rotary_factor:.4g} of each head"
-    pairs = ", interleaved pairs" if spec.interleaved else ""
-    scaled = "" if spec.scaling is None else f"; {_scaling(spec.scaling)}"
-    return f"rotary, theta {spec.theta:,.10g}{part}{pairs}{scaled}"
-
-
 def _scaling(spec: cfg.RopeScalingConfig) -> str:
     factor = "" if spec.factor is None else f", factor {spec.factor:g}"
     if isinstance(spec, cfg.LinearScalingConfig):
@@ -116,14 +105,11 @@ def _scaling(spec: cfg.RopeScalingConfig) -> str:
     return f"{spec.kind} scaling{factor}, made for {spec.original_max_seq_len:,}{regime}"
 
 
-# ---------------------------------------------------------------- components
-
-
-def describe_norm(spec: cfg.NormConfig, width: str = "") -> str:
+def describe_norm(spec: cfg.NormConfig) -> str:
     name = "LayerNorm" if spec.kind == "layer" else "RMSNorm"
     form = "" if spec.weight else ", no weight"
     unit = ", weight + 1" if spec.unit_offset else ""
-    return f"{name}, eps {spec.eps:g}{form}{unit}{', bias' * spec.bias}{width}"
+    return f"{name}, eps {spec.eps:g}{form}{unit}{', bias' * spec.bias}"
 
 
 def describe_embedding(spec: cfg.EmbeddingConfig) -> Iterator[str]:
@@ -187,7 +173,12 @@ def describe_mlp(spec: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig) 
 def describe_head(config: ModelConfig) -> tuple[str, list[str]]:
     """Return (title, lines)."""
     spec = config.head
-    lines = [] if spec.transform is None else [_transform(spec.transform)]
+    lines = []
+    if (transform := spec.transform) is not None:
+        parts = ["a matrix", "bias"] if transform.bias else ["a matrix"]
+        parts += [transform.activation] if transform.activation is not None else []
+        parts += [describe_norm(transform.norm)] if transform.norm is not None else []
+        lines.append(f"first {', '.join(parts)}")
     if isinstance(spec, cfg.PoolingHeadConfig):
         unit = ", scaled to length one" if spec.normalize else ""
         return "head: a vector per row", [f"the {'first state' if spec.pool == 'first' else 'mean'}{unit}", *lines]
@@ -200,10 +191,3 @@ def describe_head(config: ModelConfig) -> tuple[str, list[str]]:
     changes += [f"softcap {spec.logit_softcap:g}"] if spec.logit_softcap is not None else []
     changes += ["bias"] if spec.bias else []
     return "head: logits over the vocabulary", [*lines, *([", ".join(changes)] if changes else [])]
-
-
-def _transform(spec: cfg.HeadTransformConfig) -> str:
-    parts = ["a matrix", "bias"] if spec.bias else ["a matrix"]
-    parts += [spec.activation] if spec.activation is not None else []
-    parts += [describe_norm(spec.norm)] if spec.norm is not None else []
-    return f"first {', '.join(parts)}"

@@ -7,10 +7,10 @@ read, one piece at a time in memory. Nothing is changed, and no code of the fold
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvad import checkpoint, storage
 from kvad import config as cfg
@@ -44,52 +44,67 @@ def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
     tensors = yield from _try_check(
         "headers", REDOWNLOAD_HINT, lambda: checkpoint.safetensors_io.open_tensors(folder), _headers, unread
     )
+    is_hf = checkpoint.folder.is_hf(folder)
     handle: CheckpointHandle
-    if checkpoint.folder.is_hf(folder):
-        handle = checkpoint.hf_layout.HFCheckpoint(folder)
-        config = yield from _check_hf(handle, tensors)
-    else:
-        handle = checkpoint.native.NativeCheckpoint(folder)
-        config = yield from _check_native(handle, tensors)
-    yield from _finite(tensors)
+    handle = checkpoint.hf_layout.HFCheckpoint(folder) if is_hf else checkpoint.native.NativeCheckpoint(folder)
+    config = yield from _check_config(handle, tensors)
+    if tensors is not None:
+        broken = [
+            f"{name}: {format_count(count, 'element')} NaN or infinite"
+            for name, count in checkpoint.safetensors_io.find_nonfinite(tensors)
+        ]
+        advice = f"{REDOWNLOAD_HINT}; if it was trained so, go back to an older checkpoint"
+        yield from _problem_results("finite", broken, "every weight is a finite number", advice)
     if config is not None:
         yield from (result for result in _text_files(config, handle) if result.message not in unread)
 
 
 def _manifest(folder: Path) -> Iterator[CheckResult]:
-    """Check the manifest; yields nothing for a folder that kvad did not write."""
+    """Check the manifest and its files; yields nothing for a folder that kvad did not write."""
     try:
         files = checkpoint.folder.list_files(folder)
     except CheckpointError as error:
         yield CheckResult("manifest", False, error.message, error.hint or REDOWNLOAD_HINT)
         return
-    if files is not None:
-        yield CheckResult("manifest", True, f"it lists {format_count(len(files), 'file')}")
-        yield from _checksums(folder, files)
+    if files is None:
+        return
+    yield CheckResult("manifest", True, f"it lists {format_count(len(files), 'file')}")
+    failed = False
+    for name, entry in files.items():
+        try:
+            checkpoint.folder.check_file(folder / name, entry, verify=True)
+        except CheckpointError as error:
+            failed = True
+            is_text = (folder / name).exists() and not name.endswith(".safetensors")
+            advice = f"{error.hint or REDOWNLOAD_HINT}{', unless you edited it' * is_text}"
+            yield CheckResult("sha256", False, error.message, advice)
+    if not failed:
+        yield CheckResult("sha256", True, "every file is the one that was saved")
 
 
-def _check_native(
-    handle: checkpoint.native.NativeCheckpoint, tensors: checkpoint.safetensors_io.ShardedTensors | None
+def _check_config(
+    handle: CheckpointHandle, tensors: checkpoint.safetensors_io.ShardedTensors | None
 ) -> Generator[CheckResult, None, ModelConfig | None]:
-    config = yield from _try_check("config", f"correct {checkpoint.folder.CONFIG}", lambda: handle.config, _config)
-    if config is not None and tensors is not None:
+    """Check and return the configuration; check that the tensors are those that it requires."""
+    hf = handle if isinstance(handle, checkpoint.hf_layout.HFCheckpoint) else None
+
+    def read() -> ModelConfig:
+        return hf.family.read(hf.fields) if hf is not None and tensors is None else handle.config
+
+    def describe(config: ModelConfig) -> str:
+        count, longest = cfg.parameter_shapes.num_parameters(config), format_count(config.max_seq_len, "token")
+        origin = "" if hf is None else f"{hf.origin}, "
+        return f"{origin}{with_article(config.kind)} of {count:,} parameters, at most {longest} a row"
+
+    config = yield from _try_check("config", f"correct {checkpoint.folder.CONFIG}", read, describe)
+    if config is None or tensors is None:
+        return config
+    if hf is not None:
+        weights = hf.weights()
+        yield from _try_check("tensors", REDOWNLOAD_HINT, lambda: sum(1 for _ in weights), lambda _: TENSORS_FIT)
+    else:
         problems = cfg.parameter_shapes.mismatches(config, {name: tensors.shape(name) for name in tensors})
         yield from _problem_results("tensors", problems, TENSORS_FIT, REDOWNLOAD_HINT)
-    return config
-
-
-def _check_hf(
-    handle: checkpoint.hf_layout.HFCheckpoint, tensors: checkpoint.safetensors_io.ShardedTensors | None
-) -> Generator[CheckResult, None, ModelConfig | None]:
-    def read() -> ModelConfig:
-        return handle.config if tensors is not None else handle.family.read(handle.fields)
-
-    advice = f"correct {checkpoint.folder.CONFIG}"
-    config = yield from _try_check("config", advice, read, lambda config: f"{handle.origin}, {_config(config)}")
-    if config is not None and tensors is not None:
-        yield from _try_check(
-            "tensors", REDOWNLOAD_HINT, lambda: sum(1 for _ in handle.weights()), lambda _: TENSORS_FIT
-        )
     return config
 
 
@@ -109,30 +124,12 @@ def _try_check(
 
 
 def _problem_results(check: str, problems: list[str], well: str, advice: str) -> Iterator[CheckResult]:
-    """Yield a result for each problem, up to a limit."""
     if not problems:
         yield CheckResult(check, True, well)
     for problem in problems[:MAX_LISTED]:
         yield CheckResult(check, False, problem, advice)
     if len(problems) > MAX_LISTED:
         yield CheckResult(check, False, f"and {len(problems) - MAX_LISTED:,} more like these", advice)
-
-
-# ---------------------------------------------------------------- files and tensors
-
-
-def _checksums(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
-    failed = False
-    for name, entry in files.items():
-        try:
-            checkpoint.folder.check_file(folder / name, entry, verify=True)
-        except CheckpointError as error:
-            failed = True
-            is_text = (folder / name).exists() and not name.endswith(".safetensors")
-            advice = f"{error.hint or REDOWNLOAD_HINT}{', unless you edited it' * is_text}"
-            yield CheckResult("sha256", False, error.message, advice)
-    if not failed:
-        yield CheckResult("sha256", True, "every file is the one that was saved")
 
 
 def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
@@ -142,39 +139,28 @@ def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
     return f"{format_count(len(tensors), 'tensor')} in {files}, {dtypes}, {size}"
 
 
-def _finite(tensors: checkpoint.safetensors_io.ShardedTensors | None) -> Iterator[CheckResult]:
-    if tensors is None:
-        return
-    broken = [
-        f"{name}: {format_count(count, 'element')} NaN or infinite"
-        for name, count in checkpoint.safetensors_io.find_nonfinite(tensors)
-    ]
-    advice = f"{REDOWNLOAD_HINT}; if it was trained so, go back to an older checkpoint"
-    yield from _problem_results("finite", broken, "every weight is a finite number", advice)
-
-
-# ---------------------------------------------------------------- config, tokenizer, generation
-
-
-def _config(config: ModelConfig) -> str:
-    count, longest = cfg.parameter_shapes.num_parameters(config), format_count(config.max_seq_len, "token")
-    return f"{with_article(config.kind)} of {count:,} parameters, at most {longest} a row"
-
-
 def _text_files(config: ModelConfig, handle: CheckpointHandle) -> Iterator[CheckResult]:
-    """Check the folder's tokenizer and generation settings."""
     advice = "put the model's own tokenizer files there"
     yield from _try_check("tokenizer", advice, lambda: _fitting(config, handle.tokenizer), str)
     advice = f"correct {checkpoint.folder.CONFIG}"
     generation = yield from _try_check("generation", advice, lambda: handle.generation, _generation)
-    if generation is not None:
-        outside = [
-            f"{name} {token} is outside the vocabulary of {config.vocab_size:,}"
-            for name, token in _token_ids(generation)
-            if not 0 <= token < config.vocab_size
-        ]
-        if outside:
-            yield from _problem_results("generation", outside, "", "correct it in the file that says so")
+    if generation is None:
+        return
+    token_ids = [
+        ("start", generation.decoder_start_token_id),
+        ("bos", generation.bos_token_id),
+        ("forced_first", generation.forced_bos_token_id),
+        ("forced_last", generation.forced_eos_token_id),
+        *(("end", token) for token in generation.eos_token_ids),
+        *(("banned", token) for token in generation.suppress_tokens),
+    ]
+    outside = [
+        f"{name} {token} is outside the vocabulary of {config.vocab_size:,}"
+        for name, token in token_ids
+        if token is not None and not 0 <= token < config.vocab_size
+    ]
+    if outside:
+        yield from _problem_results("generation", outside, "", "correct it in the file that says so")
 
 
 def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
@@ -202,19 +188,6 @@ def _generation(generation: GenerationConfig) -> str:
     return begin + (f"it ends with {ends}" if ends else "no token ends it")
 
 
-def _token_ids(generation: GenerationConfig) -> Iterator[tuple[str, int]]:
-    singles = {"start": generation.decoder_start_token_id, "bos": generation.bos_token_id}
-    singles |= {"forced_first": generation.forced_bos_token_id, "forced_last": generation.forced_eos_token_id}
-    yield from ((name, token) for name, token in singles.items() if token is not None)
-    yield from (("end", token) for token in generation.eos_token_ids)
-    yield from (("banned", token) for token in generation.suppress_tokens)
-
-
-# ---------------------------------------------------------------- cache directories
-
-FIX_HINT = "kvad doctor --fix removes it"
-
-
 def is_cache_dir(folder: Path) -> bool:
     return (folder / offload.disk_store.LOCK_NAME).is_file()
 
@@ -233,24 +206,24 @@ def check_cache_dir(folder: Path, *, fix: bool = False) -> Iterator[CheckResult]
             raise UsageError(f"{folder} is in use by another process", "stop it, or look without --fix") from None
         yield CheckResult("lock", True, "another process holds it: what it writes now may look half done")
     try:
-        yield from _orphans(folder, fix)
+        orphans = []
+        for each in storage.temp_paths.list_temp_paths(folder):
+            with suppress(FileNotFoundError):
+                orphans += [] if each.in_use else [each.path]
+        for path in orphans:
+            yield _fix_or_report("orphan", path, "a writer that died left it half written", fix)
+        if not orphans:
+            yield CheckResult("orphans", True, "none")
         yield from _entries(folder, fix)
-        yield from _check_pinned_prefixes(folder)
+        for pin in offload.pinned.read_pinned_prefixes(folder):
+            missing = sum(not (folder / f"{key}.kv").exists() for key in pin.keys)
+            text = f"{pin.name}: {missing} of {format_count(len(pin.keys), 'block')} are missing"
+            text = text if missing else f"{pin.name}: {format_count(pin.tokens, 'token')}"
+            advice = f"kvad prefix add ... --name {pin.name} computes them again"
+            yield CheckResult("prefix", not missing, text, advice if missing else "")
     finally:
         if lock is not None:
             REAL_FILE_SYSTEM.close(lock)
-
-
-def _orphans(folder: Path, fix: bool) -> Iterator[CheckResult]:
-    dead = []
-    for each in storage.temp_paths.list_temp_paths(folder):
-        with suppress(FileNotFoundError):
-            if not each.in_use:
-                dead.append(each.path)
-    for path in dead:
-        yield from _fix_or_report("orphan", path, "a writer that died left it half written", fix)
-    if not dead:
-        yield CheckResult("orphans", True, "none")
 
 
 def _entries(folder: Path, fix: bool) -> Iterator[CheckResult]:
@@ -267,7 +240,7 @@ def _entries(folder: Path, fix: bool) -> Iterator[CheckResult]:
         counts[state if is_block else f"pin {state}"] += 1
         sizes += each.size if state == "whole" else 0
         if state != "whole":
-            yield from _fix_or_report(state, path, text, fix and state == "damaged")
+            yield _fix_or_report(state, path, text, fix and state == "damaged")
     pins = format_count(counts["pin whole"], "pin")
     contents = f"{format_count(counts['whole'], 'block')} and {pins} whole, {sizes:,} bytes"
     kinds = format_count(len(models), "model or way of keeping", "models or ways of keeping")
@@ -287,20 +260,10 @@ def _read(path: Path, models: set[str]) -> tuple[str, str]:
     return "whole", ""
 
 
-def _fix_or_report(check: str, path: Path, says: str, fix: bool) -> Iterator[CheckResult]:
-    if not fix:
-        safe = check in ("orphan", "damaged")
-        yield CheckResult(check, False, f"{path.name}: {says}", FIX_HINT if safe else "it is left as it is")
-        return
-    REAL_FILE_SYSTEM.remove(path)
-    yield CheckResult(check, True, f"{path.name}: {says}; removed")
-
-
-def _check_pinned_prefixes(folder: Path) -> Iterator[CheckResult]:
-    for pin in offload.pinned.read_pinned_prefixes(folder):
-        missing = sum(not (folder / f"{key}.kv").exists() for key in pin.keys)
-        if not missing:
-            yield CheckResult("prefix", True, f"{pin.name}: {format_count(pin.tokens, 'token')}")
-            continue
-        text = f"{pin.name}: {missing} of {format_count(len(pin.keys), 'block')} are missing"
-        yield CheckResult("prefix", False, text, f"kvad prefix add ... --name {pin.name} computes them again")
+def _fix_or_report(check: str, path: Path, problem: str, fix: bool) -> CheckResult:
+    if fix:
+        REAL_FILE_SYSTEM.remove(path)
+        return CheckResult(check, True, f"{path.name}: {problem}; removed")
+    is_safe = check in ("orphan", "damaged")
+    advice = "kvad doctor --fix removes it" if is_safe else "it is left as it is"
+    return CheckResult(check, False, f"{path.name}: {problem}", advice)

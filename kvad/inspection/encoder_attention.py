@@ -6,14 +6,12 @@ target, the model's greedy answer is used. (For a decoder: ``LLM.trace``.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvad import config as cfg
-from kvad import ops
 from kvad.config import attention_specs
 from kvad.errors import RequestError
 from kvad.inspection.attention_plot import AttentionMap
@@ -39,36 +37,37 @@ def encoder_decoder_maps(
     read = _step(source, device)
     words = None if llm.tokenizer is None else llm.tokenizer.source_tokenizer or llm.tokenizer
     pieces = _pieces(source, words)
-    seen: dict[str, dict[int, Tensor]] = {"encoder": {}, "decoder": {}, "cross": {}}
-    model.encode(read, _attention_hook(lambda layer: ("encoder", layer), seen))
+    encoder: dict[int, Tensor] = {}  # layer -> [H, L, S]
+    decoder: dict[int, Tensor] = {}  # self-attention of all layers, then cross-attention
+    model.encode(read, lambda trace: encoder.update({trace.layer: trace.weights[0].float()}))
     target_pieces: tuple[str, ...] = ()
+    num_self = sum(not spec.is_cross_attention for spec in attention_specs(config))
     if config.decoder is not None:
         ids = llm.texts.encode_target(target) if target is not None else _answer(llm, source)
         target_pieces = _pieces(ids, llm.tokenizer)
-        own = sum(not spec.is_cross_attention for spec in attention_specs(config))
-        probe = _attention_hook(lambda layer: ("decoder", layer) if layer < own else ("cross", layer - own), seen)
-        model(_step(ids, device)._replace(encoder_input=read), NoCache(config, attention_hook=probe))
+        cache = NoCache(config, attention_hook=lambda trace: decoder.update({trace.layer: trace.weights[0].float()}))
+        model(_step(ids, device)._replace(encoder_input=read), cache)
     elif target is not None:
         raise RequestError("an encoder reads no target", "leave --target out")
-    _check(layers, heads, [stack for stack in (config.encoder, config.decoder) if stack is not None])
-    ends = {"encoder": (pieces, pieces), "decoder": (target_pieces, target_pieces), "cross": (target_pieces, pieces)}
-    maps = []
-    for side, found in seen.items():
-        for layer in found if layers is None else [layer for layer in layers if layer in found]:
-            weights = found[layer]
-            for head in range(len(weights)) if heads is None else [h for h in heads if h < len(weights)]:
-                maps.append(AttentionMap(layer, head, weights[head].tolist(), side, *ends[side]))
-    return tuple(source), pieces, tuple(maps)
-
-
-def _attention_hook(
-    place: Callable[[int], tuple[str, int]], seen: dict[str, dict[int, Tensor]]
-) -> ops.sub_batch.AttentionHook:
-    def keep(one: ops.sub_batch.AttentionTrace) -> None:
-        side, layer = place(one.layer)
-        seen[side][layer] = one.weights[0].float()  # of the only row: [H, L, S]
-
-    return keep
+    sides = {
+        "encoder": (encoder, pieces, pieces),
+        "decoder": ({n: found for n, found in decoder.items() if n < num_self}, target_pieces, target_pieces),
+        "cross": ({n - num_self: found for n, found in decoder.items() if n >= num_self}, target_pieces, pieces),
+    }
+    num_heads = max(len(found) for weights, _, _ in sides.values() for found in weights.values())
+    for name, indices, count in (("layer", layers, max(len(encoder), num_self)), ("head", heads, num_heads)):
+        for index in indices or ():
+            if index >= count:
+                raise RequestError(f"{name} {index} is not one of 0..{count - 1}")
+    maps = tuple(
+        AttentionMap(layer, head, weights[layer][head].tolist(), side, *tokens)
+        for side, (weights, *tokens) in sides.items()
+        for layer in (weights if layers is None else layers)
+        if layer in weights
+        for head in (range(len(weights[layer])) if heads is None else heads)
+        if head < len(weights[layer])
+    )
+    return tuple(source), pieces, maps
 
 
 def _step(ids: Sequence[int], device: torch.device) -> ModelInput:
@@ -87,16 +86,5 @@ def _answer(llm: LLM, source: Sequence[int]) -> list[int]:
     """Return the tokens that open a target, and the model's answer."""
     opening = llm.texts.encode_target(None)
     most = min(llm.model.config.max_seq_len - 1, 8 + 2 * len(source))
-    return (
-        opening
-        + greedy_decode(llm.model, [source], replace(llm.generation, decoder_start_token_id=opening[0]), most)[0]
-    )
-
-
-def _check(layers: Sequence[int] | None, heads: Sequence[int] | None, stacks: Sequence[cfg.StackConfig]) -> None:
-    deepest = max(stack.num_layers for stack in stacks)
-    widest = max(stack.layer_config(index).attention.num_heads for stack in stacks for index in range(stack.num_layers))
-    for name, wanted, count in (("layer", layers, deepest), ("head", heads, widest)):
-        for number in wanted or ():
-            if number >= count:
-                raise RequestError(f"{name} {number} is not one of 0..{count - 1}")
+    generation = replace(llm.generation, decoder_start_token_id=opening[0])
+    return opening + greedy_decode(llm.model, [source], generation, most)[0]

@@ -27,17 +27,8 @@ from kvad import config as cfg
 from kvad.cache import CacheConfig, CacheGroup, build_groups, group_bytes
 from kvad.config import ModelConfig, attention_specs, encoder_hidden_size, head_dim
 from kvad.errors import format_count, with_article
-from kvad.inspection.component_text import (
-    ENCODING_SUPPORT,
-    NORM_POSITIONS,
-    describe_allowed,
-    describe_attention,
-    describe_embedding,
-    describe_head,
-    describe_mlp,
-    describe_norm,
-    encoding_kind,
-)
+from kvad.inspection import component_text
+from kvad.inspection.component_text import ENCODING_SUPPORT, describe_allowed, describe_norm
 from kvad.inspection.plot import Box
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -45,19 +36,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class TreeNode:
-    """A node of the tree.
+    """A node of the tree."""
 
-    ``part``: model, embedding, stack, layers, norm, attention, cross_attention, mlp, head, cache or group; ``lines``:
-    description; ``tensors``: its own, in one of the layers that it represents; ``parameters``: of all of them, with its
-    children's, None if it has none; ``facts``: values for JSON.
-    """
-
-    part: str
+    part: str  # a key of PART_COLORS
     title: str
-    lines: tuple[str, ...] = ()
-    tensors: Shapes = field(default_factory=dict)
-    parameters: int | None = 0
-    facts: Mapping[str, object] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()  # description
+    tensors: Shapes = field(default_factory=dict)  # its own, in one of the layers that it represents
+    parameters: int | None = 0  # of all of these layers, with its children's; None if it has none
+    facts: Mapping[str, object] = field(default_factory=dict)  # values for JSON
     children: tuple[TreeNode, ...] = ()
 
 
@@ -75,7 +61,7 @@ def build_model_tree(config: ModelConfig, name: str, *, dtype: str = "float32") 
     for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
         if stack is not None:
             children.append(tree.stack(side, stack))
-    title, lines = describe_head(config)
+    title, lines = component_text.describe_head(config)
     children.append(_node("head", title, lines, tree.below("head"), facts={"kind": config.head.kind}))
     children.append(_cache(config, dtype))
     longest = format_count(config.max_seq_len, "token")
@@ -83,7 +69,7 @@ def build_model_tree(config: ModelConfig, name: str, *, dtype: str = "float32") 
     text = f"width {config.hidden_size:,}, vocabulary {config.vocab_size:,}, rows of at most {longest}"
     facts = {name: getattr(config, name) for name in ("kind", "hidden_size", "vocab_size", "max_seq_len")}
     title = f"{name}, {with_article(config.kind)}"
-    return TreeNode("model", title, (text,), {}, cfg.parameter_shapes.num_parameters(config), facts, tuple(children))
+    return _node("model", title, [text], children=children, facts=facts)
 
 
 def fold_indices(numbers: Iterable[int]) -> str:
@@ -99,9 +85,6 @@ def fold_indices(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-
-
-# ---------------------------------------------------------------- from config and shapes to nodes
 
 
 def _node(
@@ -122,7 +105,7 @@ def _node(
 
 
 def _count(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
+    return sum(map(math.prod, shapes.values()))
 
 
 class _Builder:
@@ -135,7 +118,7 @@ class _Builder:
         return {name.removeprefix(above): shape for name, shape in self.shapes.items() if name.startswith(above)}
 
     def embedding(self, name: str, title: str, embed: cfg.EmbeddingConfig) -> TreeNode:
-        tensors, lines = self.below(name), list(describe_embedding(embed))
+        tensors, lines = self.below(name), list(component_text.describe_embedding(embed))
         if "tokens.weight" not in tensors:
             lines.insert(0, "the target's table")
         facts: dict[str, object] = {"position": None, "allows": None}
@@ -154,7 +137,7 @@ class _Builder:
         if stack.final_norm:
             norm = stack.layer_config(stack.num_layers - 1).norm
             children.append(_node("norm", f"norm at the end: {describe_norm(norm)}", [], self.below(f"{side}.norm")))
-        lines = [NORM_POSITIONS[stack.norm_position]]
+        lines = [component_text.NORM_POSITIONS[stack.norm_position]]
         if stack.residual_scale != 1.0:
             lines.append(f"what a branch adds is multiplied by {stack.residual_scale:g}")
         if len(kinds) > 1:
@@ -171,12 +154,15 @@ class _Builder:
         for name, title in _order(stack, layer):
             tensors = self.below(f"{first}.{name}")
             if name == "attention":
-                shared = self.shared(side, letter)
+                table = f"{side}.relative_bias.{letter}"  # tensors that layers of a kind share
+                shared = {"relative (shared)": self.shapes[table]} if table in self.shapes else {}
+                custom = self.below(f"{side}.positions.{letter}")
+                shared |= {f"positions.{tensor}": shape for tensor, shape in custom.items()}
                 parts.append(self.attention(side, layer.attention, tensors, shared, times))
             elif name == "cross_attention" and layer.cross_attention is not None:
                 parts.append(self.attention(side, layer.cross_attention, tensors, {}, times, cross=True))
             elif name == "mlp":
-                mlp_title, mlp_lines = describe_mlp(layer.mlp)
+                mlp_title, mlp_lines = component_text.describe_mlp(layer.mlp)
                 size = {"intermediate_size": layer.mlp.intermediate_size}
                 parts.append(_node("mlp", mlp_title, mlp_lines, tensors, times=times, facts=size))
             else:
@@ -198,8 +184,9 @@ class _Builder:
         title = "cross-attention" if cross else f"attention, {'causal' if mixer.causal else 'both ways'}"
         if window is not None:
             title += f", a window of {window:,}"
-        kind = "source" if cross else encoding_kind(mixer.position)
-        lines = list(describe_attention(mixer, dim))
+        position_kind = "none" if mixer.position is None else mixer.position.kind
+        kind = "source" if cross else position_kind
+        lines = list(component_text.describe_attention(mixer, dim))
         cached = side == "decoder" and (kind != "none" or config.embedding.position is None)
         if cached:
             lines += describe_allowed(kind)
@@ -215,36 +202,26 @@ class _Builder:
         part = "cross_attention" if cross else "attention"
         return _node(part, title, lines, tensors, times=times, once=shared, facts=facts)
 
-    def shared(self, side: str, letter: str) -> Shapes:
-        """Return the tensors that layers of a kind share: a bias table, parameters of custom positions."""
-        table, own = f"{side}.relative_bias.{letter}", self.below(f"{side}.positions.{letter}")
-        bias = {"relative (shared)": self.shapes[table]} if table in self.shapes else {}
-        return {**bias, **{f"positions.{name}": shape for name, shape in own.items()}}
-
 
 def _order(stack: cfg.StackConfig, layer: cfg.LayerConfig) -> Iterator[tuple[str, str]]:
     """Yield (module, title of a norm) of a layer in order of computation."""
     behind = stack.norm_position in ("post", "after")
+    is_parallel = stack.norm_position == "parallel"  # one norm for attention and the MLP
     for half, norm, what in (
-        ("attention", "norm1", "attention"),
+        ("attention", "norm1", "attention and the MLP" if is_parallel else "attention"),
         ("cross_attention", "norm_cross", "cross-attention"),
         ("mlp", "norm2", "the MLP"),
     ):
         if half == "cross_attention" and layer.cross_attention is None:
             continue
-        shared = stack.norm_position == "parallel"
-        there = layer.pre_attention_norm if norm == "norm1" else not (shared and norm == "norm2")
-        both = shared and norm == "norm1"
-        if there and not behind:
-            yield norm, f"norm before {'attention and the MLP' if both else what}"
+        has_norm = layer.pre_attention_norm if norm == "norm1" else not (is_parallel and norm == "norm2")
+        if has_norm and not behind:
+            yield norm, f"norm before {what}"
         yield half, ""
-        if there and behind:
+        if has_norm and behind:
             yield norm, f"norm after {what}"
         if stack.norm_position == "sandwich":
             yield f"{norm}_after", f"norm after {what}"
-
-
-# ---------------------------------------------------------------- the cache
 
 
 def _cache(config: ModelConfig, dtype: str) -> TreeNode:
@@ -289,10 +266,7 @@ def _group(config: ModelConfig, number: int, group: CacheGroup) -> TreeNode:
     return TreeNode("group", f"group {number}: {what} {fold_indices(layers)}", lines, {}, None, facts)
 
 
-WIDTH = 100  # columns of text
-
-
-# ---------------------------------------------------------------- text
+WIDTH = 100  # columns
 
 
 def tree_to_text(root: TreeNode) -> str:
@@ -305,8 +279,8 @@ def _text(node: TreeNode, first: str, below: str, total: int) -> Iterator[str]:
     count = _share(node, total)
     title = textwrap.wrap(node.title, WIDTH - len(below) - len(count) - 2)
     yield f"{first}{title[0]}".ljust(WIDTH - len(count)) + count
-    for line in (*title[1:], *node.lines, *_shapes(node)):
-        for piece in _wrapped(line, WIDTH - len(stem), "  "):
+    for line in (*title[1:], *_lines(node)):
+        for piece in _wrapped(line, WIDTH - len(stem)):
             yield f"{stem}{piece}"
     for number, child in enumerate(node.children):
         last = number == len(node.children) - 1
@@ -315,26 +289,23 @@ def _text(node: TreeNode, first: str, below: str, total: int) -> Iterator[str]:
 
 def _share(node: TreeNode, total: int) -> str:
     """Format ``124,439,808`` and its share of the model."""
-    if not node.parameters:
-        return ""
-    return f"{node.parameters:,} {100 * node.parameters / max(total, 1):>5.1f}%"
+    return f"{node.parameters:,} {100 * node.parameters / max(total, 1):>5.1f}%" if node.parameters else ""
 
 
-def _shapes(node: TreeNode) -> list[str]:
-    """Format ``q [512, 512]  k [512, 512]``: a matrix under its module's name, followed by its bias."""
-    text = []
-    for name, shape in node.tensors.items():
-        text.append(f"{name.removesuffix('.weight')}\N{NO-BREAK SPACE}{'x'.join(map(str, shape))}")
-    return [", ".join(text)] if text else []
+def _lines(node: TreeNode) -> list[str]:
+    """Return the lines, and ``q 512x512, k 512x512``: a matrix under its module's name, followed by its bias."""
+    shapes = (
+        f"{name.removesuffix('.weight')}\N{NO-BREAK SPACE}{'x'.join(map(str, shape))}"
+        for name, shape in node.tensors.items()
+    )
+    return [*node.lines, ", ".join(shapes)] if node.tensors else [*node.lines]
 
 
-def _wrapped(line: str, columns: int, indent: str = "") -> list[str]:
+def _wrapped(line: str, columns: int) -> list[str]:
     """Wrap a line; a name stays with its shape."""
-    pieces = textwrap.wrap(line, columns, subsequent_indent=indent)
+    pieces = textwrap.wrap(line, columns, subsequent_indent="  ")
     return [piece.replace("\N{NO-BREAK SPACE}", " ") for piece in pieces]
 
-
-# ---------------------------------------------------------------- boxes
 
 PART_COLORS = {
     "model": "#5b6472",
@@ -353,31 +324,25 @@ PART_COLORS = {
 
 def tree_to_boxes(root: TreeNode) -> list[Box]:
     """Flatten the tree to boxes, for ``kvad.inspection.plot.draw_boxes``."""
-    return list(_boxes(root, 0, root.parameters or 0))
 
+    def boxes(node: TreeNode, depth: int) -> Iterator[Box]:
+        lines = [piece for line in _lines(node) for piece in _wrapped(line, WIDTH)]
+        yield Box(depth, PART_COLORS[node.part], node.title, _share(node, root.parameters or 0), lines)
+        for child in node.children:
+            yield from boxes(child, depth + 1)
 
-def _boxes(node: TreeNode, depth: int, total: int) -> Iterator[Box]:
-    lines = [piece for line in (*node.lines, *_shapes(node)) for piece in _wrapped(line, WIDTH, "  ")]
-    yield Box(depth, PART_COLORS[node.part], node.title, _share(node, total), lines)
-    for child in node.children:
-        yield from _boxes(child, depth + 1, total)
-
-
-# ---------------------------------------------------------------- Mermaid
+    return list(boxes(root, 0))
 
 
 def tree_to_mermaid(root: TreeNode) -> str:
     """Build a flowchart from left to right, for a ``mermaid`` block in Markdown."""
-    return "\n".join(["flowchart LR", *_mermaid(root, "n0", root.parameters or 0), *CLASSES]) + "\n"
-
-
-CLASSES = [f"  classDef {part} stroke:{color},stroke-width:2px" for part, color in PART_COLORS.items()]
+    classes = [f"  classDef {part} stroke:{color},stroke-width:2px" for part, color in PART_COLORS.items()]
+    return "\n".join(["flowchart LR", *_mermaid(root, "n0", root.parameters or 0), *classes]) + "\n"
 
 
 def _mermaid(node: TreeNode, name: str, total: int) -> Iterator[str]:
-    count = _share(node, total)
-    text = [f"<b>{_quoted(node.title)}</b>", *([" ".join(count.split())] if count else [])]
-    text += [_quoted(line) for line in (*node.lines, *_shapes(node))]
+    count = " ".join(_share(node, total).split())
+    text = [f"<b>{_quoted(node.title)}</b>", *filter(None, [count]), *map(_quoted, _lines(node))]
     yield f'  {name}["{"<br/>".join(text)}"]:::{node.part}'
     for number, child in enumerate(node.children):
         yield from _mermaid(child, f"{name}_{number}", total)
@@ -386,12 +351,8 @@ def _mermaid(node: TreeNode, name: str, total: int) -> Iterator[str]:
 
 def _quoted(text: str) -> str:
     """Escape for Mermaid: entities by name or number between # and ;."""
-    text = text.replace("\N{NO-BREAK SPACE}", " ")
-    codes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;"}
+    codes = {"\N{NO-BREAK SPACE}": " ", "#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;"}
     return "".join(codes.get(char, char) for char in text)
-
-
-# ---------------------------------------------------------------- JSON
 
 
 def tree_to_json(node: TreeNode) -> Mapping[str, object]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -132,25 +135,26 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _save(out: Sequence[Target], build: Callable[[], Figure], *, is_empty: bool = False) -> list[Path]:
-    """Build a figure, write it into every target and return the files.
+@contextmanager
+def _figure(out: Sequence[Target], *, is_empty: bool = False, layout: str | None = "constrained") -> Iterator[Figure]:
+    """Yield a figure to draw, and write it into every target.
 
     Raises:
         UsageError: For a suffix that is not in ENDINGS.
         DataError: If there is nothing to draw.
         SaveError: If a file cannot be written.
     """
-    paths = [target for target in out if isinstance(target, Path)]
-    for path in paths:
-        if path.suffix not in ENDINGS:
-            raise UsageError(f"{path}: figures end in {', '.join(ENDINGS)}")
+    if wrong := [path for path in _files(out) if path.suffix not in ENDINGS]:
+        raise UsageError(f"{wrong[0]}: figures end in {', '.join(ENDINGS)}")
     if is_empty:
         raise DataError("there is nothing to draw")
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
     undated: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with mpl.rc_context(RC_PARAMS):  # type: ignore[arg-type]
-        figure = build()
+        figure = Figure(layout=layout)  # type: ignore[arg-type]
+        yield figure
         for target in out:
             suffix = target.suffix if isinstance(target, Path) else ".svg"
             try:
@@ -159,7 +163,10 @@ def _save(out: Sequence[Target], build: Callable[[], Figure], *, is_empty: bool 
                 figure.savefig(target, format=suffix[1:], dpi=120, metadata=undated.get(suffix))
             except OSError as error:
                 raise SaveError(f"cannot write {target}: {error.strerror or error}") from error
-    return paths
+
+
+def _files(out: Sequence[Target]) -> list[Path]:
+    return [target for target in out if isinstance(target, Path)]
 
 
 def draw_series(
@@ -172,12 +179,9 @@ def draw_series(
     log_x: bool = False,
     log_y: bool = False,
 ) -> list[Path]:
-    """Draw curves into every file of ``out``. Raises as ``_save``."""
-
-    def build() -> Figure:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    """Draw curves into every file of ``out``. Raises as ``_figure``."""
+    with _figure(out, is_empty=not any(len(one.x) for one in series)) as figure:
+        figure.set_size_inches(6.4, 3.6)
         axes = figure.add_subplot()
         _curves(axes, series)
         if log_x:
@@ -187,19 +191,15 @@ def draw_series(
         axes.set_title(title, fontsize=9)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        return figure
-
-    return _save(out, build, is_empty=not any(len(one.x) for one in series))
+    return _files(out)
 
 
-def draw_panels(panels: Sequence[PlotPanel], out: Sequence[Path], *, x_label: str, title: str = "") -> list[Path]:
-    """Draw panels, one below the other over one x axis, into every file of ``out``. Raises as ``_save``."""
-
-    def build() -> Figure:
-        from matplotlib.figure import Figure
+def draw_panels(panels: Sequence[PlotPanel], out: Sequence[Path], *, x_label: str) -> list[Path]:
+    """Draw panels, one below the other over one x axis, into every file of ``out``. Raises as ``_figure``."""
+    with _figure(out) as figure:
         from matplotlib.ticker import LogFormatter
 
-        figure = Figure(figsize=(6.4, 1.0 + 2.0 * len(panels)), layout="constrained")
+        figure.set_size_inches(6.4, 1.0 + 2.0 * len(panels))
         heights = [2.0, *(1.0 for _ in panels[1:])]
         places = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
         for axes, panel in zip(places, panels, strict=True):
@@ -211,10 +211,8 @@ def draw_panels(panels: Sequence[PlotPanel], out: Sequence[Path], *, x_label: st
                 axes.yaxis.set_major_formatter(LogFormatter())  # 0.3, and no powers of ten
                 axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         places[-1].set_xlabel(x_label)
-        figure.suptitle(title, fontsize=9)
-        return figure
-
-    return _save(out, build)
+        figure.suptitle("", fontsize=9)  # room above the first panel
+    return _files(out)
 
 
 def _curves(axes: Axes, series: Sequence[PlotSeries]) -> None:
@@ -240,31 +238,20 @@ def draw_loss(metrics: Path, out: Sequence[Path], *, title: str = "") -> list[Pa
     training = PlotSeries("training", [s["step"] for s in steps], [s["loss"] for s in steps], faint=True)
     validation = PlotSeries("validation", [e["step"] for e in evals], [e["val_loss"] for e in evals], dots=True)
     last = f"validation {evals[-1]['val_loss']:.3f} after {evals[-1]['step']:,} steps" if evals else ""
-    return draw_series(
-        [training, validation], out, title=title or last, x_label="step", y_label="loss (nats per token)"
-    )
+    title, y_label = title or last, "loss (nats per token)"
+    return draw_series([training, validation], out, title=title, x_label="step", y_label=y_label)
 
 
 def draw_grids(
-    grids: Sequence[HeatMapGrid | None],
-    out: Sequence[Path],
-    *,
-    across: int,
-    title: str = "",
-    x_label: str = "",
-    y_label: str = "",
+    grids: Sequence[HeatMapGrid | None], out: Sequence[Path], *, across: int, title: str, x_label: str, y_label: str
 ) -> list[Path]:
-    """Draw heat maps, ``across`` in a row (None: an empty cell), each cell with its number. Raises as ``_save``."""
-
-    def build() -> Figure:
-        from matplotlib.figure import Figure
-
+    """Draw heat maps, ``across`` in a row (None: an empty cell), each cell with its number. Raises as ``_figure``."""
+    with _figure(out, is_empty=not any(grids)) as figure:
         down, some = -(-len(grids) // across), next(grid for grid in grids if grid is not None)
         wide, high = 0.5 * len(some.columns) + 0.6, 0.32 * len(some.rows) + 0.5
-        figure = Figure(figsize=(max(4.0, wide * across + 0.8), high * down + 0.9), layout="constrained")
+        figure.set_size_inches(max(4.0, wide * across + 0.8), high * down + 0.9)
         places = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-        for number, axes in enumerate(places.flat):
-            grid = grids[number] if number < len(grids) else None
+        for axes, grid in zip_longest(places.flat, grids):
             if grid is None:
                 axes.set_axis_off()
             else:
@@ -273,9 +260,7 @@ def draw_grids(
         figure.suptitle(title, fontsize=9)
         figure.supxlabel(x_label, fontsize=8)
         figure.supylabel(y_label, fontsize=8)
-        return figure
-
-    return _save(out, build, is_empty=not any(grids))
+    return _files(out)
 
 
 def _heat_map(axes: Axes, grid: HeatMapGrid) -> None:
@@ -294,12 +279,10 @@ def _heat_map(axes: Axes, grid: HeatMapGrid) -> None:
 def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Sequence[Target]) -> list[Path]:
     """Draw heads' weights, four in a row, shaded by square root as in attention_plot.py; a NaN is red.
 
-    Raises as ``_save``.
+    Raises as ``_figure``.
     """
-
-    def build() -> Figure:
+    with _figure(out, is_empty=not maps) as figure:
         from matplotlib import colormaps
-        from matplotlib.figure import Figure
 
         shades = colormaps["Blues"].with_extremes(bad="#dd0000")
         across = min(MAPS_PER_LINE, len(maps))
@@ -307,7 +290,7 @@ def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Seq
         wide = 1.3 + 0.16 * max(len(keys) for _, keys in tokens)
         high = 1.3 + 0.16 * max(len(queries) for queries, _ in tokens)
         down = -(-len(maps) // across)
-        figure = Figure(figsize=(wide * across, high * down), layout="constrained")
+        figure.set_size_inches(wide * across, high * down)
         places = figure.subplots(down, across, squeeze=False)
         for axes in places.flat[len(maps) :]:
             axes.set_axis_off()
@@ -319,17 +302,12 @@ def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Seq
             axes.xaxis.tick_top()
             axes.set_title(one.name, fontsize=8)
             axes.tick_params(length=0)
-        return figure
-
-    return _save(out, build, is_empty=not maps)
+    return _files(out)
 
 
 def _label(piece: str) -> str:
     """Shorten a token to a label without formula signs and without characters that XML forbids."""
-    allowed = (
-        char if char >= " " and not 0xD800 <= ord(char) <= 0xDFFF else "\N{REPLACEMENT CHARACTER}" for char in piece
-    )
-    text = "".join(allowed)
+    text = re.sub(r"[\x00-\x1f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", piece)
     return (text if len(text) <= 20 else text[:19] + "…").replace("$", r"\$")
 
 
@@ -339,10 +317,8 @@ COLUMN = 5.5  # pixels of a monospaced character of 9 points
 
 
 def draw_boxes(boxes: Sequence[Box], out: Sequence[Target]) -> list[Path]:
-    """Draw a tree as indented boxes, one below the other. Raises as ``_save``."""
-
-    def build() -> Figure:
-        from matplotlib.figure import Figure
+    """Draw a tree as indented boxes, one below the other. Raises as ``_figure``."""
+    with _figure(out, is_empty=not boxes, layout=None) as figure:
         from matplotlib.patches import Rectangle
 
         columns = max(max(len(line) for line in (box.title + "  " + box.note, *box.lines)) for box in boxes)
@@ -350,7 +326,7 @@ def draw_boxes(boxes: Sequence[Box], out: Sequence[Target]) -> list[Path]:
         wide = 4 * PAD + INDENT * depth + COLUMN * columns
         heights = [LINE * (1 + len(box.lines)) + PAD for box in boxes]
         high = sum(heights) + PAD * (len(boxes) + 1)
-        figure = Figure(figsize=(wide * PIXELS, high * PIXELS))
+        figure.set_size_inches(wide * PIXELS, high * PIXELS)
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_axis_off()
         axes.set_xlim(0, wide)
@@ -366,6 +342,4 @@ def draw_boxes(boxes: Sequence[Box], out: Sequence[Target]) -> list[Path]:
             for number, line in enumerate(box.lines, 1):
                 axes.text(left + 2 * PAD, top + PAD / 2 + LINE * (number + 0.5), line, color="#3f4856", **style)
             top += height + PAD
-        return figure
-
-    return _save(out, build, is_empty=not boxes)
+    return _files(out)

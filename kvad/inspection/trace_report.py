@@ -1,4 +1,4 @@
-"""The cache trace as one plain value, and as JSON (``trace_text.py``: as text).
+"""The cache trace as one plain value, and as JSON (``trace_renderer.py``: as text).
 
 In every line of a sequence (layers that retain the same tokens, or one kv head of a layer if heads differ), every
 position is in exactly one *state* at a time:
@@ -156,10 +156,10 @@ class StorageReport(NamedTuple):
     location: str
     bytes: int
     limit: int | None  # in bytes; None: no known bound
-    blocks: int | None  # None: not in blocks
-    of: int | None
-    peak: int | None  # maximum of bytes, if known
-    text: str
+    blocks: int | None = None  # None: not in blocks
+    of: int | None = None
+    peak: int | None = None  # maximum of bytes, if known
+    text: str = ""
 
 
 class TraceReport(NamedTuple):

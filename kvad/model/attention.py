@@ -19,12 +19,8 @@ PositionEncoding = Rotary | AlibiSlopes | RelativeBuckets | PositionBias | None
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
 
-    Args:
-        config: The model's configuration.
-        spec: This layer's attention.
-        norm: The layer's norm, used for q and k unless ``spec`` has another.
-        width: Input and output size, by default hidden_size.
-        key_input_size: Input size of keys and values, by default ``width``.
+    ``norm`` is the layer's, used for q and k unless ``spec`` has another; ``width`` the input and output size, by
+    default hidden_size; ``key_input_size`` that of keys and values, by default ``width``.
     """
 
     def __init__(
@@ -40,6 +36,8 @@ class Attention(nn.Module):
         key_input_size = width if key_input_size is None else key_input_size
         self.heads, self.kv_heads, self.head_dim, self.value_dim = attention_dims(config, spec)
         self.spec, self.dropout = spec, config.dropout.attention
+        scales: dict[object, float] = {"default": 1 / math.sqrt(self.head_dim), "none": 1.0}
+        self.scale = scales[spec.softmax_scale] if spec.softmax_scale in scales else float(spec.softmax_scale)
         self.q = ops.linear.Linear(width, self.heads * self.head_dim, spec.qkv_bias)
         self.k = ops.linear.Linear(key_input_size, self.kv_heads * self.head_dim, spec.qkv_bias)
         self.v = ops.linear.Linear(key_input_size, self.kv_heads * self.value_dim, spec.qkv_bias)
@@ -60,8 +58,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]."""
-        attended = view.attend(*self.project(x), self.attention_params(encoding))
-        out: Tensor = self.out(attended.flatten(-2))
+        out: Tensor = self.out(view.attend(*self.project(x), self.attention_params(encoding)).flatten(-2))
         return out
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +87,7 @@ class Attention(nn.Module):
             assert isinstance(position, cfg.T5BiasConfig)
             encoding = RelativeBuckets(self.relative_bias, position.max_distance, position.bidirectional)
         return AttentionParams(
-            scale=_scale(self.spec.softmax_scale, self.head_dim),
+            scale=self.scale,
             logit_softcap=self.spec.logit_softcap,
             rotary=encoding if isinstance(encoding, Rotary) else None,
             bias=None if isinstance(encoding, Rotary) else encoding,
@@ -129,9 +126,3 @@ def build_attention(
     cls = Attention if custom is None else cfg.plugins.load_plugin(custom, "attention.custom_class")
     attention: Attention = cls(config, spec, norm, width)
     return attention
-
-
-def _scale(scale: str | float, head_dim: int) -> float:
-    if scale == "default":
-        return 1 / math.sqrt(head_dim)
-    return 1.0 if scale == "none" else float(scale)

@@ -15,9 +15,9 @@ from torch import nn
 from kvad import config as cfg
 from kvad import ops
 from kvad.errors import ConfigError
-from kvad.model.attention import Attention, CrossAttention
+from kvad.model.attention import Attention
 from kvad.model.heads import ClassificationHead, LanguageHead
-from kvad.model.layers import GatedMLP, MixtureOfExperts
+from kvad.model.layers import MixtureOfExperts
 from kvad.model.transformer import Transformer
 
 MatmulShape = ops.batch_invariant.MatmulShape
@@ -49,9 +49,8 @@ def make_batch_invariant(model: Transformer) -> ops.batch_invariant.TileSizes:
 def _check(model: Transformer) -> None:
     device, dtype = model.token_embedding.device.type, model.token_embedding.dtype
     if device != "cpu":
-        raise ConfigError(
-            f"deterministic: is not supported on {device}, whose kernels depend on the batch", "use the CPU"
-        )
+        message = f"deterministic: is not supported on {device}, whose kernels depend on the batch"
+        raise ConfigError(message, "use the CPU")
     if dtype == torch.float16:
         raise ConfigError("deterministic: is not supported in float16", "use dtype=float32 or bfloat16")
     stacks = (model.config.decoder, model.config.encoder)
@@ -65,28 +64,22 @@ def _check(model: Transformer) -> None:
 
 def _attentions(model: Transformer) -> Iterator[MatmulShape]:
     """Yield the shapes of the products of queries and keys, and of weights and values."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            yield from _attention(module, model.token_embedding.dtype)
+    wide, keys = torch.promote_types(model.token_embedding.dtype, torch.float32), ops.batch_invariant.KEYS
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            group = layer.heads // layer.kv_heads
+            for batch in {1, layer.kv_heads, 4 * layer.kv_heads}:
+                yield MatmulShape(layer.head_dim, keys, wide, batch=batch, group=group)
+                yield MatmulShape(keys, layer.value_dim, wide, batch=batch, group=group, across=True)
 
 
 def _products(model: Transformer) -> Iterator[MatmulShape]:
     """Yield the shapes of all products with weights."""
     dtype, packed = model.token_embedding.dtype, set[nn.Module]()
-    packs: list[tuple[ops.linear.PackedLinear, tuple[ops.linear.Linear, ...]]]
-    for module in model.modules():
-        if isinstance(module, Attention):
-            packs = [(module.qkv, (module.q, module.k, module.v))]
-            if isinstance(module, CrossAttention):
-                packs.append((module.kv, (module.k, module.v)))
-        elif isinstance(module, GatedMLP):
-            packs = [(module.gate_up, (module.gate, module.up))]
-        else:
-            continue
-        for pack, layers in packs:
-            if pack.shape is not None:
-                yield MatmulShape(pack.shape[1], pack.shape[0], dtype, layers[0].bias is not None)
-                packed.update(layers)
+    for pack, layers in model.projections():
+        if pack.shape is not None:
+            yield MatmulShape(pack.shape[1], pack.shape[0], dtype, layers[0].bias is not None)
+            packed.update(layers)
     for module in model.modules():
         if isinstance(module, ops.linear.Linear) and module not in packed:
             yield MatmulShape(module.in_features, module.out_features, dtype, module.bias is not None)
@@ -96,10 +89,3 @@ def _products(model: Transformer) -> Iterator[MatmulShape]:
         elif isinstance(module, (LanguageHead, ClassificationHead)):
             head = model.token_embedding if module.weight is None else module.weight
             yield MatmulShape(head.shape[1], head.shape[0], dtype, module.bias is not None)
-
-
-def _attention(layer: Attention, dtype: torch.dtype) -> Iterator[MatmulShape]:
-    group, wide = layer.heads // layer.kv_heads, ops.batch_invariant.compute_dtype(dtype)
-    for batch in {1, layer.kv_heads, 4 * layer.kv_heads}:
-        yield MatmulShape(layer.head_dim, ops.batch_invariant.KEYS, wide, batch=batch, group=group)
-        yield MatmulShape(ops.batch_invariant.KEYS, layer.value_dim, wide, batch=batch, group=group, across=True)

@@ -97,7 +97,6 @@ class PoolingHead(nn.Module):
 
 
 def build_head(config: ModelConfig) -> LanguageHead | ClassificationHead | PoolingHead:
-    """Build the head of a model."""
     if isinstance(config.head, cfg.LanguageHeadConfig):
         return LanguageHead(config, config.head)
     if isinstance(config.head, cfg.ClassificationHeadConfig):

@@ -166,7 +166,6 @@ class MixtureOfExperts(nn.Module):
 def build_mlp(
     width: int, spec: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig, dropout: float = 0.0
 ) -> PlainMLP | GatedMLP | MixtureOfExperts:
-    """Build the MLP of a configuration."""
     if isinstance(spec, cfg.MoEConfig):
         return MixtureOfExperts(width, spec, dropout)
     return GatedMLP(width, spec, dropout) if isinstance(spec, cfg.GatedMLPConfig) else PlainMLP(width, spec, dropout)
@@ -185,9 +184,8 @@ class Embedding(nn.Module):
         self.positions = None if learned is None else nn.Embedding(learned.num_positions, inner)
         self.token_types = nn.Embedding(spec.num_token_types, inner) if spec.num_token_types else None
         self.norm = Norm(inner, spec.norm) if spec.norm else None
-        self.projection = (
-            None if spec.embedding_size is None else ops.linear.Linear(table, width, bias=spec.projection == "end")
-        )
+        has_bias = spec.projection == "end"
+        self.projection = None if spec.embedding_size is None else ops.linear.Linear(table, width, has_bias)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, table: Tensor | None = None, token_types: Tensor | None = None

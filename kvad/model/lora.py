@@ -62,22 +62,18 @@ def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: flo
 
 def adapter_factors(model: Transformer) -> dict[str, LoraFactors]:
     """Return the factors of every adapted layer by name; the tensors share the parameters' storage."""
-    adapted = _adapted_layers(model)
-    return {name: LoraFactors(x.lora_a.detach(), x.lora_b.detach(), x.scale) for name, x in adapted.items()}
-
-
-def _adapted_layers(model: Transformer) -> dict[str, LoraLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    adapted = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+    return {name: LoraFactors(x.lora_a.detach(), x.lora_b.detach(), x.scale) for name, x in adapted}
 
 
 @torch.no_grad()
 def load_factors(model: Transformer, factors: Mapping[str, LoraFactors]) -> None:
     """Load factors from ``adapter_factors`` into a model with the same adapters."""
-    adapted = _adapted_layers(model)
+    adapted = adapter_factors(model)
     assert adapted.keys() == factors.keys()
-    for name, module in adapted.items():
-        module.lora_a.copy_(factors[name].a)
-        module.lora_b.copy_(factors[name].b)
+    for name, own in adapted.items():
+        own.a.copy_(factors[name].a)
+        own.b.copy_(factors[name].b)
 
 
 @torch.no_grad()

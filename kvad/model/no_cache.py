@@ -7,13 +7,14 @@ for the same forward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvad import ops
-from kvad.config import AttentionSpec, ModelConfig, attention_specs, encoder_attention_specs
+from kvad.config import AttentionSpec, ModelConfig, attention_specs
 from kvad.model_input import AttentionParams, AttentionPattern, CacheView, ModelInput, SubBatch, TokenPositions
 
 
@@ -21,11 +22,8 @@ class NoCache:
     """A CacheProtocol without stored keys and values; layers with equal patterns share masks.
 
     Args:
-        config: The model's configuration.
-        specs: Attention specs as restricted by a cache's policy, to serve as that cache's reference.
+        specs: Other specs than the decoder's: the encoder's, or as restricted by a cache's policy.
         exact_rope: Compute rotary angles in float64, as a cache for endless sequences does.
-        kernel: The attention kernel.
-        attention_hook: Called with each layer's AttentionTrace.
     """
 
     def __init__(
@@ -42,12 +40,11 @@ class NoCache:
         self._kernel, self._attention_hook = kernel, attention_hook
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
-        self_specs = [spec for spec in self._specs if not spec.is_cross_attention]
         angles = ops.rotary.RotaryCache(model_input.positions, exact=self._exact_rope)
         layouts: dict[AttentionPattern, list[_SubBatchLayout]] = {}
         views: list[CacheView] = []
-        for spec in self_specs:
-            pattern = AttentionPattern.from_spec(spec)
+        for spec in (spec for spec in self._specs if not spec.is_cross_attention):
+            pattern = spec.pattern
             if pattern not in layouts:
                 layouts[pattern] = _self_attention_layouts(model_input, pattern)
             views.append(_View(len(views), layouts[pattern], angles, self._kernel, self._attention_hook))
@@ -56,20 +53,6 @@ class NoCache:
             while len(views) < len(self._specs):
                 views.append(_View(len(views), cross, None, self._kernel, self._attention_hook))
         return views
-
-
-class EncoderNoCache(NoCache):
-    """NoCache for the encoder: one view per layer."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        kernel: ops.attention.Kernel = "auto",
-        attention_hook: ops.sub_batch.AttentionHook | None = None,
-    ) -> None:
-        specs = encoder_attention_specs(config)
-        super().__init__(config, specs=specs, kernel=kernel, attention_hook=attention_hook)
 
 
 class _SubBatchLayout(NamedTuple):
@@ -124,40 +107,35 @@ def _by_sequence(flat: Tensor, sub_batch: SubBatch, span: tuple[int, int]) -> Te
     return selected
 
 
+@dataclass
 class _View:
     """View of one layer. Cross-attention, which has no rotary angles, reads what was written before."""
 
-    def __init__(
-        self,
-        layer: int,
-        layouts: Sequence[_SubBatchLayout],
-        angles: ops.rotary.RotaryCache | None,
-        kernel: ops.attention.Kernel,
-        attention_hook: ops.sub_batch.AttentionHook | None,
-    ) -> None:
-        self._layer, self._layouts, self._angles = layer, layouts, angles
-        self._kernel, self._attention_hook = kernel, attention_hook
-        self._written: tuple[Tensor, Tensor] | None = None
+    layer: int
+    layouts: Sequence[_SubBatchLayout]
+    angles: ops.rotary.RotaryCache | None
+    kernel: ops.attention.Kernel
+    attention_hook: ops.sub_batch.AttentionHook | None
+    written: tuple[Tensor, Tensor] | None = None  # keys and values of the encoder's output
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        assert self._angles is None, "self-attention has no encoder output to write"
-        self._written = k, v
+        assert self.angles is None, "self-attention has no encoder output to write"
+        self.written = k, v
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
-        if self._angles is None:
+        if self.angles is None:
             assert k is None and v is None, "cross-attention has no new keys and values"
-            assert self._written is not None, "the encoder output must be written before it is read"
-            k, v = self._written
+            assert self.written is not None, "the encoder output must be written before it is read"
+            k, v = self.written
         assert k is not None and v is not None, "self-attention needs keys and values"
-        if self._angles is not None and params.rotary is not None:
-            q, k = self._angles.rotate(q, params.rotary), self._angles.rotate(k, params.rotary)
+        if self.angles is not None and params.rotary is not None:
+            q, k = self.angles.rotate(q, params.rotary), self.angles.rotate(k, params.rotary)
         outs = []
-        for index, layout in enumerate(self._layouts):
+        for index, layout in enumerate(self.layouts):
             queries = _by_sequence(q, layout.queries, layout.span)
             keys, values = (_by_sequence(x, layout.keys, layout.key_span).transpose(1, 2) for x in (k, v))
             part = ops.merge.AttentionPart(queries, keys, values, layout.mask)
-            output = ops.sub_batch.attend_sub_batch(
-                self._layer, index, part, params, self._kernel, self._attention_hook, slice(*layout.span)
-            )
-            outs.append(output.out.flatten(0, 1))
+            span = slice(*layout.span)
+            call = ops.sub_batch.SubBatchCall(self.layer, index, span, self.kernel, self.attention_hook)
+            outs.append(ops.sub_batch.attend_sub_batch(call, part, params).out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

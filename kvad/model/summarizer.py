@@ -38,11 +38,7 @@ class LayerSummarizer(nn.Module):
         self.output_weight = nn.Parameter(torch.zeros(kv_heads, hidden, both + 1))
 
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Summarize chunks, in the dtype of the keys.
-
-        Args:
-            keys: [n, K, ratio, D], not rotated.
-            values: [n, K, ratio, Dv].
+        """Summarize chunks of keys [n, K, ratio, D], not rotated, and values [n, K, ratio, Dv] in the keys' dtype.
 
         Returns:
             Keys [n, K, D], values [n, K, Dv], and logits [n, K] that are added to log(ratio).
@@ -66,11 +62,6 @@ class LayerSummarizer(nn.Module):
 
 class Summarizer(nn.Module):
     """Summarizer of a model: a ``LayerSummarizer`` for each causal layer without a window, by layer index.
-
-    Args:
-        specs: The model's ``config.attention_specs``.
-        ratio: Tokens per summary.
-        hidden: Hidden units.
 
     Raises:
         ConfigError: If no layer can be summarized.

@@ -15,7 +15,8 @@ trains (NoCache, packed documents), prefills, decodes and computes the uncached 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from kvad import config as cfg
 from kvad import ops
-from kvad.config import ModelConfig, encoder_hidden_size, head_dim
+from kvad.config import ModelConfig, encoder_attention_specs, encoder_hidden_size, head_dim
 from kvad.model.attention import Attention, CrossAttention, PositionEncoding, build_attention
 from kvad.model.heads import ClassificationHead, LanguageHead, PoolingHead, build_head, pool_hidden
 from kvad.model.layers import Embedding, GatedMLP, Norm, apply_dropout, build_mlp
-from kvad.model.no_cache import EncoderNoCache
+from kvad.model.no_cache import NoCache
 from kvad.model.positions import alibi_slopes, depends_on_length, rope_attention_factor, rope_frequencies
 from kvad.model_input import AlibiSlopes, AttentionParams, CacheProtocol, CacheView, ModelInput, RelativeBuckets, Rotary
 
@@ -98,10 +99,9 @@ class LayerStack(nn.Module):
         super().__init__()
         self.config, self.spec, self.max_seq_len = config, spec, max_seq_len
         self.checkpoint_activations = False  # in training: recompute activations in the backward pass
-        configs = map(spec.layer_config, range(spec.num_layers))
+        configs = spec.layer_configs
         self.layers = nn.ModuleList(TransformerLayer(config, spec, layer, width) for layer in configs)
-        final = spec.layer_config(spec.num_layers - 1).norm
-        self.norm = Norm(width, final) if spec.final_norm else None
+        self.norm = Norm(width, configs[-1].norm) if spec.final_norm else None
         self.relative_bias = nn.ParameterDict()
         self.positions = nn.ModuleDict()
         for letter, kind in spec.layer_types.items():
@@ -109,7 +109,8 @@ class LayerStack(nn.Module):
             if isinstance(position, cfg.T5BiasConfig) and position.shared:
                 self.relative_bias[letter] = nn.Parameter(torch.zeros(position.num_buckets, kind.attention.num_heads))
             if isinstance(position, cfg.CustomPositionsConfig):
-                self.positions[letter] = _build_custom_positions(config, kind.attention, position)
+                cls = cfg.plugins.load_plugin(position.name, "position.name")
+                self.positions[letter] = cls(kind.attention, head_dim(config, kind.attention), **position.options)
         self._constants: dict[tuple[str, torch.device], PositionEncoding] = {}
 
     def forward(
@@ -120,8 +121,11 @@ class LayerStack(nn.Module):
         cross_views: Sequence[CacheView | None] = cross or [None] * len(self.layers)
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
         for index, (layer, view, cross_view) in enumerate(zip(self.layers, views, cross_views, strict=True)):
-            args = x, view, cross_view, encodings[self.spec.layer_type(index)]
-            x = _checkpointed_layer(layer, *args) if recompute else layer(*args)
+            encoding = encodings[self.spec.layer_type(index)]
+            if recompute:  # in the backward pass, with the same random numbers (Chen et al. 2016, sec. 4)
+                x = checkpoint(layer, x, _RecomputedView(view), cross_view, encoding, use_reentrant=False)
+            else:
+                x = layer(x, view, cross_view, encoding)
         return x if self.norm is None else self.norm(x)
 
     def position_encoding(self, letter: str, model_input: ModelInput) -> PositionEncoding:
@@ -136,13 +140,9 @@ class LayerStack(nn.Module):
         if isinstance(position, cfg.T5BiasConfig):
             table = self.relative_bias[letter] if position.shared else None
             return None if table is None else RelativeBuckets(table, position.max_distance, position.bidirectional)
-        device = model_input.token_ids.device
-        if (
-            isinstance(position, cfg.RopeConfig)
-            and model_input.max_seq_lens is not None
-            and depends_on_length(position)
-        ):
-            return self._rotary_for(letter, position, model_input.max_seq_lens)
+        device, max_seq_lens = model_input.token_ids.device, model_input.max_seq_lens
+        if isinstance(position, cfg.RopeConfig) and max_seq_lens is not None and depends_on_length(position):
+            return self._rotary_for(letter, position, max_seq_lens)
         if (letter, device) not in self._constants:
             self._constants[letter, device] = self._constant(letter, position, device)
         return self._constants[letter, device]
@@ -172,15 +172,6 @@ class LayerStack(nn.Module):
         tables = torch.stack([rope_frequencies(position, dim, int(n)) for n in distinct.tolist()])
         factor = rope_attention_factor(position, self.max_seq_len)
         return Rotary(tables.to(max_seq_lens.device)[indices], position.interleaved, factor)
-
-
-def _build_custom_positions(
-    config: ModelConfig, attention: cfg.AttentionConfig, position: cfg.CustomPositionsConfig
-) -> nn.Module:
-    """Build a custom encoding, ``cls(attention_config, head_dim, **options)``, called with each model input."""
-    cls = cfg.plugins.load_plugin(position.name, "position.name")
-    module: nn.Module = cls(attention, head_dim(config, attention), **position.options)
-    return module
 
 
 class Transformer(nn.Module):
@@ -242,7 +233,8 @@ class Transformer(nn.Module):
             table = None if self.encoder_embedding.tokens else self.token_embedding
             x = self.encoder_embedding(token_ids, positions, table)
         x = apply_dropout(x, self.config.dropout.embedding, self)
-        no_cache = EncoderNoCache(self.config, kernel=self.kernel, attention_hook=attention_hook)
+        specs = encoder_attention_specs(self.config)
+        no_cache = NoCache(self.config, specs=specs, kernel=self.kernel, attention_hook=attention_hook)
         out: Tensor = self.encoder(x, model_input, no_cache.open(model_input))
         return apply_dropout(out, self.config.dropout.output, self)
 
@@ -276,63 +268,56 @@ class Transformer(nn.Module):
         return [*self.parameters(), *(constant for stack in stacks for constant in stack.constants())]
 
     def fuse_projections(self) -> None:
-        """Pack the weights that share an input (q, k, v; gate, up), for speed; outputs and checkpoints stay equal."""
+        """Pack the weights that share an input, for speed; outputs and checkpoints stay equal."""
+        for pack, layers in self.projections():
+            pack.pack(*layers)
+
+    def projections(self) -> Iterator[tuple[ops.linear.PackedLinear, tuple[ops.linear.Linear, ...]]]:
+        """Yield the layers that share an input (q, k, v; gate, up), with what may pack them."""
         for module in self.modules():
             if isinstance(module, CrossAttention):
-                module.kv.pack(module.k, module.v)
+                yield module.kv, (module.k, module.v)
             elif isinstance(module, Attention):
-                module.qkv.pack(module.q, module.k, module.v)
+                yield module.qkv, (module.q, module.k, module.v)
             elif isinstance(module, GatedMLP):
-                module.gate_up.pack(module.gate, module.up)
+                yield module.gate_up, (module.gate, module.up)
 
     def _init_weights(self) -> None:
         depth = max(len(stack.layers) for stack in (self.encoder, self.decoder) if stack is not None)
         residual = 0.02 / math.sqrt(2 * depth)
         last = ("attention.out.weight", "cross_attention.out.weight", "mlp.down.weight", "mlp.down")
         for name, parameter in self.named_parameters():
-            if parameter.is_meta or parameter.dim() < 2 or "norm" in name:
+            if parameter.is_meta:
                 continue
-            nn.init.normal_(parameter, std=residual if name.endswith(last) else 0.02)
-        for name, parameter in self.named_parameters():
-            if name.endswith(".bias") and parameter.dim() == 1 and not parameter.is_meta:
+            if parameter.dim() >= 2 and "norm" not in name:
+                nn.init.normal_(parameter, std=residual if name.endswith(last) else 0.02)
+            elif parameter.dim() == 1 and name.endswith(".bias"):
                 nn.init.zeros_(parameter)
-
-
-def _checkpointed_layer(
-    layer: nn.Module, x: Tensor, view: CacheView, cross: CacheView | None, encoding: PositionEncoding
-) -> Tensor:
-    """Compute ``layer(x, view, cross, encoding)`` [T, E], recomputed in the backward pass (Chen et al. 2016, sec. 4).
-
-    The recomputation uses the same random numbers. The gradient is the same bit for bit, except for a bias table shared
-    by layers, whose gradients are summed in another order.
-    """
-    out: Tensor = checkpoint(layer, x, _RecomputedView(view), cross, encoding, use_reentrant=False)
-    return out
 
 
 class _RecomputedView:
     """A view that computes learned biases each time.
 
-    A bias cached by the first layer of a step would not be part of the graph when that layer is recomputed.
+    A bias cached by the first layer of a step would not be part of the graph when that layer is recomputed. Gradients
+    are the same bit for bit, except for a bias table shared by layers, whose gradients are summed in another order.
     """
 
     def __init__(self, view: CacheView) -> None:
-        self._view = view
+        self.view = view
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         if isinstance(params.bias, RelativeBuckets):
             params = params._replace(bias=_RecomputedBias(params.bias))
-        return self._view.attend(q, k, v, params)
+        return self.view.attend(q, k, v, params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        self._view.write(k, v)
+        self.view.write(k, v)
 
 
-class _RecomputedBias:
+class _RecomputedBias(NamedTuple):
     """A relative bias that is not cached."""
 
-    def __init__(self, bias: RelativeBuckets) -> None:
-        self._bias = bias
+    bias: RelativeBuckets
 
     def compute(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return ops.attention.position_bias(self._bias, queries, keys)
+        return ops.position_bias.position_bias(self.bias, queries, keys)

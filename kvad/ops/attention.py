@@ -1,4 +1,4 @@
-"""Scaled dot-product attention and position biases (Vaswani et al. 2017, sec. 3.2.1).
+"""Scaled dot-product attention (Vaswani et al. 2017, sec. 3.2.1).
 
 Guarantees: accumulation in at least float32; no [L, S] matrix for a long step (queries are processed in blocks);
 a fully masked query gives zeros; NaN or infinity in a slot that is invisible to a query never reaches that query.
@@ -11,7 +11,7 @@ again by the reference kernel, which reads visible values only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -28,75 +28,16 @@ from kvad.model_input import (
     RelativeBuckets,
     TokenPositions,
 )
-from kvad.ops.batch_invariant import TileSizes
+from kvad.ops.position_bias import expand_kv_heads, position_bias
 
 
-def expand_kv_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat each kv head's entry for its query heads: [R, 1 or K, ...] -> [R, 1 or heads, ...]."""
-    return x if x.shape[1] in (1, heads) or heads == 1 else x.repeat_interleave(heads // x.shape[1], dim=1)
+class TileSizes(NamedTuple):
+    """Tile sizes of batch-invariant operations (ops/batch_invariant.py); any split into them gives the same bits."""
+
+    sizes: tuple[int, ...]  # ascending
 
 
-def position_bias(
-    bias: AlibiSlopes | RelativeBuckets | PositionBias,
-    queries: Tensor,
-    keys: Tensor,
-    pattern: AttentionPattern | None = None,
-) -> Tensor:
-    """Compute the bias [R, H, L, S] from positions of queries [R, L] and keys [R, S] or [R, K, S].
-
-    ``pattern`` renumbers the distances if it renumbers sinks.
-    """
-    renumbers = pattern is not None and pattern.renumbers_sinks
-    if not isinstance(bias, (AlibiSlopes, RelativeBuckets)):
-        assert not renumbers, "a custom position encoding is not renumbered"
-        return bias.compute(queries, keys) if keys.dim() == 2 else _bias_per_kv_head(bias, queries, keys)
-    keys, queries = keys.unsqueeze(1) if keys.dim() == 2 else keys, queries.unsqueeze(1)  # [R, 1 or K, S], [R, 1, L]
-    if pattern is None:
-        ahead = keys.unsqueeze(-2) - queries.unsqueeze(-1)  # k - q
-    else:
-        ahead, queries = -pattern.distance(queries, keys), pattern.renumbered_query(queries) if renumbers else queries
-    if isinstance(bias, AlibiSlopes):
-        ahead = expand_kv_heads(ahead, bias.slopes.shape[0])
-        slopes = bias.slopes.view(1, -1, 1, 1)
-        if bias.round_to_bfloat16:
-            at_key = slopes.bfloat16() * (queries.unsqueeze(-1) + ahead).bfloat16()
-            return (at_key.to(slopes.dtype) - slopes * queries.unsqueeze(-1).to(slopes.dtype)) * bias.factor
-        return -slopes * bias.factor * ahead.abs().to(slopes.dtype)
-    bucket = t5_bucket(ahead, bias.table.shape[0], bias.max_distance, bias.bidirectional)  # [R, 1 or K, L, S]
-    if bucket.shape[1] == 1:
-        return F.embedding(bucket[:, 0], bias.table).permute(0, 3, 1, 2)
-    heads = torch.arange(bias.table.shape[1], device=bucket.device).view(1, -1, 1, 1)
-    return bias.table[expand_kv_heads(bucket, heads.numel()), heads]
-
-
-def _bias_per_kv_head(bias: PositionBias, queries: Tensor, keys: Tensor) -> Tensor:
-    """Apply a custom bias, defined for keys [R, S], to keys [R, K, S]: each kv head's query heads use its keys."""
-    kv_heads = keys.shape[1]
-    biases = [bias.compute(queries, keys[:, head]) for head in range(kv_heads)]
-    return torch.cat([x.chunk(kv_heads, dim=1)[head] for head, x in enumerate(biases)], dim=1)
-
-
-def t5_bucket(ahead: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """Return the bucket of ``ahead`` = k - q (Raffel et al. 2020, sec. 2.1, with the reference code's rounding).
-
-    Bidirectional: half of the buckets are for keys behind, half for keys ahead. Half of a direction's buckets have one
-    distance each; the width of the others grows logarithmically up to ``max_distance``.
-    Example (32 buckets, 128, bidirectional): query 0, keys 0..9 -> 0 17 18 19 20 21 22 23 24 24.
-    """
-    offset = torch.zeros_like(ahead)
-    if bidirectional:
-        buckets //= 2
-        offset = torch.where(ahead > 0, buckets, 0)
-        distance = ahead.abs()
-    else:
-        distance = (-ahead).clamp(min=0)
-    exact = buckets // 2
-    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    large = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
-    return offset + torch.where(distance < exact, distance, large)
-
-
-Kernel = Literal["auto", "reference", "sdpa"] | TileSizes  # tiles: batch-invariant (ops/batch_invariant_attention.py)
+Kernel = Literal["auto", "reference", "sdpa"] | TileSizes
 MASK_BUDGET = 1 << 22  # elements of [seqs, queries, slots] created at a time
 SCORE_BUDGET = 1 << 24  # elements of [seqs, heads, queries, slots] created at a time, if a kernel needs them
 
@@ -114,13 +55,9 @@ class AttentionOutput(NamedTuple):
 class AttentionMask:
     """Visibility in one sub-batch, built once per step and shared by the layers of a cache group.
 
-    Small masks and biases are stored; large ones are computed per block of queries.
-
-    Args:
-        queries: Positions [R, L].
-        keys: Positions [R, S], or [R, K, S] if each kv head stores other tokens.
-        pattern: The attention pattern.
-        weight: [R, S] or [R, K, S], added to the logits: log n for a key that summarizes n tokens.
+    Small masks and biases are stored; large ones are computed per block of queries. Positions of queries are [R, L],
+    those of keys [R, S], or [R, K, S] if each kv head stores other tokens. ``weight`` [R, S] or [R, K, S] is added to
+    the logits: log n for a key that summarizes n tokens.
     """
 
     def __init__(
@@ -132,7 +69,7 @@ class AttentionMask:
         self.shape = (rows, new, keys.position.shape[-1])
         self.per_head = keys.position.dim() == 3
         self._num_elements = math.prod(self.shape) * (keys.position.shape[1] if self.per_head else 1)
-        self.aligned: object = None  # what ops/aligned.py keeps of it
+        self.aligned: object = None  # the grid of ops/batch_invariant.py
         self._visible: Tensor | None = None
         self._additive_bias: dict[torch.dtype, Tensor] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, with the tensor itself, because ids are reused
@@ -185,10 +122,10 @@ class AttentionMask:
         return self._visible if high - low == self.shape[1] else self._visible[:, :, low:high]
 
     def _compute_visible(self, low: int, high: int) -> Tensor:
-        queries = _slice_positions(self.queries, low, high)
+        tensors = [None if x is None else x[:, low:high] for x in self.queries]
         if not self.per_head:
-            return self.pattern.visible(queries, self.keys).unsqueeze(1)
-        spread = TokenPositions(*(None if x is None else x.unsqueeze(1) for x in queries))  # type: ignore[arg-type]
+            return self.pattern.visible(TokenPositions(*tensors), self.keys).unsqueeze(1)  # type: ignore[arg-type]
+        spread = TokenPositions(*(None if x is None else x.unsqueeze(1) for x in tensors))  # type: ignore[arg-type]
         return self.pattern.visible(spread, self.keys)
 
     def bias(self, bias: AlibiSlopes | RelativeBuckets | PositionBias, low: int, high: int) -> Tensor:
@@ -210,8 +147,7 @@ class AttentionMask:
         bias = None if params.bias is None else self.bias(params.bias, low, high).to(dtype)
         if self.weight is None:
             return bias
-        weight = self.weight.to(dtype).unsqueeze(2)
-        weight = weight if weight.shape[1] == 1 else weight.repeat_interleave(heads // weight.shape[1], dim=1)
+        weight = expand_kv_heads(self.weight.to(dtype).unsqueeze(2), heads)
         return weight if bias is None else bias + weight
 
     def max_queries_per_block(self, heads: int, scores: bool) -> int:
@@ -230,54 +166,16 @@ def dot_product_attention(
     *,
     kernel: Kernel = "auto",
     return_weights: bool = False,
+    lse: bool = False,
 ) -> AttentionOutput:
     """Compute attention: q [R, L, H, D], k [R, K, S, D], v [R, K, S, Dv] -> out [R, L, H, Dv] in q's dtype.
 
-    Query head h reads key-value head ``h // (H / K)``.
+    q and k are rotated. Query head h reads key-value head ``h // (H / K)``. With ``return_weights``, scores and weights
+    are returned too, computed by the reference kernel. With ``lse``, the log of the denominator is returned too (-inf
+    if a query sees no key), and ``out`` keeps the compute dtype.
 
-    Args:
-        q: Queries, rotated.
-        k: Keys, rotated.
-        v: Values.
-        mask: The sub-batch's mask.
-        params: How q.k becomes a logit.
-        kernel: The kernel to use.
-        return_weights: Also return scores and weights, computed by the reference kernel.
-    """
-    blocks = list(attention_by_query_block(q, k, v, mask, params, kernel=kernel, return_weights=return_weights))
-    if len(blocks) == 1:
-        return blocks[0]
-    weights, scores = concat_blocks([b.weights for b in blocks]), concat_blocks([b.scores for b in blocks])
-    return AttentionOutput(torch.cat([b.out for b in blocks], dim=1), weights, scores)
-
-
-def _by_head(weight: Tensor | None) -> Tensor | None:
-    """Add the head dim: [R, S] or [R, K, S] -> [R, 1 or K, S]."""
-    return weight if weight is None or weight.dim() == 3 else weight.unsqueeze(1)
-
-
-def concat_blocks(blocks: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate blocks of queries [R, H, queries, ...] -> [R, H, L, ...]; None if all are None."""
-    tensors = [x for x in blocks if x is not None]
-    return torch.cat(tensors, dim=2) if tensors else None
-
-
-def attention_by_query_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    params: AttentionParams,
-    *,
-    kernel: Kernel,
-    return_weights: bool,
-    lse: bool = False,
-) -> Iterator[AttentionOutput]:
-    """Yield the attention output for one block of queries at a time.
-
-    A block of the fused kernel that is not finite is recomputed in smaller blocks by the reference kernel.
-    With ``lse``, the log of the denominator is returned too (-inf if a query sees no key), and ``out`` keeps the
-    compute dtype.
+    Queries are processed in blocks. A block of the fused kernel that is not finite is recomputed in smaller blocks by
+    the reference kernel.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
     plain = params.logit_softcap is None and params.sink_logits is None and not return_weights
@@ -292,15 +190,34 @@ def attention_by_query_block(
         size = mask.max_queries_per_block(heads, scores=False)
         if new > 1 and _needs_grad(q) and mask.is_plain_causal:
             size = new
+    blocks = []
     for low in range(0, new, size):
         high = min(low + size, new)
         output = _fused(q, k, v, mask, params, (low, high), lse) if fused else None
         if output is not None and _finite(output.out):
-            yield output
+            blocks.append(output)
             continue
         for start in range(low, high, small):
             span = start, min(start + small, high)
-            yield _reference(q, k, v, mask, params, span, return_weights, lse)
+            blocks.append(_reference(q, k, v, mask, params, span, return_weights, lse))
+    return blocks[0] if len(blocks) == 1 else _concatenate(blocks)
+
+
+def _by_head(weight: Tensor | None) -> Tensor | None:
+    """Add the head dim: [R, S] or [R, K, S] -> [R, 1 or K, S]."""
+    return weight if weight is None or weight.dim() == 3 else weight.unsqueeze(1)
+
+
+def _concatenate(blocks: Sequence[AttentionOutput]) -> AttentionOutput:
+    """Concatenate blocks of queries; what the blocks do not have remains None."""
+
+    def joined(tensors: list[Tensor | None]) -> Tensor | None:
+        present = [x for x in tensors if x is not None]  # [R, H, queries, ...] each
+        return torch.cat(present, dim=2) if present else None
+
+    weights, scores = joined([block.weights for block in blocks]), joined([block.scores for block in blocks])
+    out, lse = torch.cat([block.out for block in blocks], dim=1), joined([block.lse for block in blocks])
+    return AttentionOutput(out, weights, scores, lse)
 
 
 def _supports_lse(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> bool:
@@ -331,12 +248,14 @@ def _fused(
     if plain and new == mask.shape[1] > 1 and not mask.per_head and _needs_grad(q):
         out = _sdpa(q.transpose(1, 2), k, v, mask.additive_mask(q.dtype), params.scale, params.dropout)
         return AttentionOutput(out.transpose(1, 2))
-    seen = attn_mask = mask.visible(low, high)
-    if not plain:
-        attn_mask = _as_bias(q, mask, params, low, high)
+    seen = mask.visible(low, high)
+    attn_mask = seen if plain else _as_bias(q, mask, params, low, high)
     inputs = _to_sdpa_layout(q, k, v, attn_mask)
     if lse:
-        out, total = _sdpa_with_lse(*inputs, params.scale)
+        query, key, value, attn_mask = inputs
+        attn_mask = attn_mask.expand(*query.shape[:3], -1)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # the public function omits lse
+        out, total = kernel(query, key, value, attn_mask=attn_mask, scale=params.scale)  # lse [B, heads, queries]
         blind = ~expand_kv_heads(seen.any(dim=-1), heads)  # torch returns 0 for these
         total = total.reshape(rows, heads, new).masked_fill(blind, -math.inf)
     else:
@@ -381,13 +300,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: floa
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, dropout_p=dropout, is_causal=attn_mask is None, scale=scale, enable_gqa=grouped
     )
-
-
-def _sdpa_with_lse(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Call torch's CPU kernel directly, because the public function omits lse -> out, lse [B, heads, queries]."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = kernel(q, k, v, attn_mask=attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], -1), scale=scale)
-    return out, lse
 
 
 def attention_logits(q: Tensor, k: Tensor, mask: AttentionMask, params: AttentionParams, low: int, high: int) -> Tensor:
@@ -455,7 +367,3 @@ def propagate_nonfinite(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     broken = (~torch.isfinite(v)).any(dim=-1)  # [R, K, S]
     reached = (seen & broken.unsqueeze(2)).any(dim=-1)  # [R, K, L]
     return out.masked_fill(reached.repeat_interleave(out.shape[1] // v.shape[1], dim=1).unsqueeze(-1), math.nan)
-
-
-def _slice_positions(positions: TokenPositions, low: int, high: int) -> TokenPositions:
-    return TokenPositions(*(None if x is None else x[:, low:high] for x in positions))  # type: ignore[arg-type]

@@ -31,17 +31,8 @@ def cross_entropy_backward(
 ) -> tuple[float, Tensor]:
     """Compute the summed loss in nats and the gradient of loss / total with respect to x [N, E].
 
-    The gradients of weight and bias are added to their ``grad`` if they require one.
-
-    Args:
-        x: Hidden states [N, E].
-        weight: [C, E].
-        bias: [C].
-        targets: [N].
-        total: Divisor of the loss in the gradients.
-        scale: Factor of the logits.
-        smoothing: Label smoothing e.
-        dtype: Dtype of the three products, by default that of x; the rest is in at least float32.
+    The gradients of weight [C, E] and bias [C] are added to their ``grad`` if they require one; targets are [N].
+    ``dtype`` is that of the three products, by default that of x; the rest is in at least float32.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     narrow, low, factor = x.to(dtype), weight.to(dtype), scale / total
@@ -82,9 +73,8 @@ def _add(weight: Tensor, error: Tensor, x: Tensor, factor: float) -> None:
     if error.dtype != weight.dtype:
         _grad(weight).add_(error @ x)
     elif weight.grad is None:
-        weight.grad = torch.empty_like(weight).addmm_(
-            error, x, beta=0.0, alpha=factor
-        )  # beta 0: the uninitialized grad is not read
+        # With beta 0, the uninitialized gradient is not read.
+        weight.grad = torch.empty_like(weight).addmm_(error, x, beta=0.0, alpha=factor)
     else:
         weight.grad.addmm_(error, x, alpha=factor)
 

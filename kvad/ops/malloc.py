@@ -18,15 +18,11 @@ DEFAULT_TRIM, DEFAULT_MMAP_MAX = 128 << 10, 65536
 MIN_TRIM_BYTES = 32 << 20  # freed bytes; below, returning them costs more than it saves
 
 
-_MALLINFO2_FIELDS = (
-    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
-)  # fmt: skip
-
-
 class _Mallinfo2(ctypes.Structure):
     """``struct mallinfo2`` of malloc.h (glibc 2.33)."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2_FIELDS]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def trim_heap(min_bytes: int = MIN_TRIM_BYTES) -> bool:

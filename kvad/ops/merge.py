@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from kvad.model_input import AttentionParams
-from kvad.ops.attention import (
-    AttentionMask,
-    AttentionOutput,
-    Kernel,
-    attention_by_query_block,
-    attention_logits,
-    concat_blocks,
-    dot_product_attention,
-)
+from kvad.ops.attention import AttentionMask, AttentionOutput, Kernel, attention_logits, dot_product_attention
 
 
 class AttentionPart(NamedTuple):
@@ -44,28 +36,24 @@ def merge_attention(
     *,
     kernel: Kernel = "auto",
     return_weights: bool = False,
-    mass: bool = False,
     count: Tensor | None = None,
 ) -> AttentionOutput:
     """Compute attention over several parts: out [R, L, H, Dv] in q's dtype, and lse [R, H, L] if there are several.
 
     Args:
-        parts: At least one. With ``mass`` they are read twice: an iterator's parts are kept in memory until the end,
+        parts: At least one. With ``count`` they are read twice: an iterator's parts are kept in memory until the end,
             those of another iterable are created again.
-        params: How q.k becomes a logit.
-        kernel: The kernel to use.
         return_weights: Also return weights and scores [R, H, L, S] over the concatenated keys of all parts.
-        mass: Also return the attention that each key received, per part [R, K, S]: the final weights, summed over the
-            heads that read the key and over the queries.
-        count: Factor of each query in ``mass`` [R, L]; None: 1.
+        count: Also return the attention that each key received, per part [R, K, S]: the final weights, summed over the
+            heads that read the key and over the queries, with these factors of the queries [R, L].
     """
-    iterable = list(parts) if mass and isinstance(parts, Iterator) else parts
+    iterable = list(parts) if count is not None and isinstance(parts, Iterator) else parts
     iterator = iter(iterable)
     first, second = next(iterator, None), next(iterator, None)
     assert first is not None, "attention needs at least one part"
     if second is None:
         output = dot_product_attention(*first, params, kernel=kernel, return_weights=return_weights)
-        return output._replace(mass=(_mass(first, params, None, count),)) if mass else output
+        return output if count is None else output._replace(mass=(_mass(first, params, None, count),))
     pending = [first, second]
     del first, second
     q = pending[0].q
@@ -80,7 +68,7 @@ def merge_attention(
     if return_weights:
         all_scores = torch.cat([x for x in scores if x is not None], dim=-1)
         merged = merged._replace(scores=all_scores, weights=(all_scores - _floor_lse(lse).unsqueeze(-1)).exp())
-    if mass:
+    if count is not None:
         merged = merged._replace(mass=tuple(_mass(part, params, lse, count) for part in iterable))
     return merged
 
@@ -100,11 +88,7 @@ def _attend_part(part: AttentionPart, params: AttentionParams, kernel: Kernel, r
         lse = q.new_full((rows, heads, new), -math.inf, dtype=wide)
         scores = lse.unsqueeze(-1)[..., :0] if return_weights else None
         return AttentionOutput(q.new_zeros((rows, new, heads, v.shape[-1]), dtype=wide), scores=scores, lse=lse)
-    blocks = list(attention_by_query_block(*part, params, kernel=kernel, return_weights=return_weights, lse=True))
-    if len(blocks) == 1:
-        return blocks[0]
-    out, scores = torch.cat([b.out for b in blocks], dim=1), concat_blocks([b.scores for b in blocks])
-    return AttentionOutput(out, scores=scores, lse=concat_blocks([b.lse for b in blocks]))
+    return dot_product_attention(*part, params, kernel=kernel, return_weights=return_weights, lse=True)
 
 
 class _Sum:
@@ -156,35 +140,25 @@ def _over_values(share: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _mass(part: AttentionPart, params: AttentionParams, lse: Tensor | None, count: Tensor | None) -> Tensor:
+def _mass(part: AttentionPart, params: AttentionParams, lse: Tensor | None, count: Tensor) -> Tensor:
     """Compute a part's mass [R, K, S]; ``lse``: the denominators over all parts, None if there is one part."""
     q, k, _, mask = part
-    rows, new, heads, _ = q.shape
+    rows, _, heads, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     mass = q.new_zeros((rows, k.shape[1], mask.shape[2]), dtype=wide)
     if mask.shape[2] == 0:
         return mass
-    begin, end = (0, new) if count is None else _counted_span(count)
+    queries = (count != 0).any(dim=0).nonzero().flatten().tolist()
+    begin, end = (queries[0], queries[-1] + 1) if queries else (0, 0)
     size = mask.max_queries_per_block(heads, scores=True)
     for low in range(begin, end, size):
         high = min(low + size, end)
         logits = attention_logits(q[:, low:high], k.to(q.dtype), mask, params, low, high)
-        denominator = _lse(logits, params.sink_logits) if lse is None else lse[:, :, low:high]
+        denominator = logits.logsumexp(dim=-1) if lse is None else lse[:, :, low:high]
+        if lse is None and params.sink_logits is not None:
+            denominator = torch.logaddexp(denominator, params.sink_logits.to(wide).view(1, -1, 1))
         weights = (logits - _floor_lse(denominator).unsqueeze(-1)).exp_()
-        if count is not None:  # a query with count 0 may have any weights, NaN included
-            share = count[:, None, low:high, None].to(wide)
-            weights = torch.where(share != 0, weights * share, torch.zeros_like(weights))
+        share = count[:, None, low:high, None].to(wide)  # a query with count 0 may have any weights, NaN included
+        weights = torch.where(share != 0, weights * share, torch.zeros_like(weights))
         mass += weights.view(rows, k.shape[1], -1, weights.shape[-1]).sum(dim=2)
     return mass
-
-
-def _counted_span(count: Tensor) -> tuple[int, int]:
-    """Return the first query with a count in any sequence, and one past the last."""
-    queries = (count != 0).any(dim=0).nonzero().flatten().tolist()
-    return (queries[0], queries[-1] + 1) if queries else (0, 0)
-
-
-def _lse(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Reduce logits [R, H, L, S] to their log-sum-exp [R, H, L], sinks included."""
-    lse = logits.logsumexp(dim=-1)
-    return lse if sink_logits is None else torch.logaddexp(lse, sink_logits.to(lse.dtype).view(1, -1, 1))

@@ -57,17 +57,9 @@ def get_codec(name: str, device: torch.device | str = "cpu") -> FormatCodec:
         try:
             torch.zeros(1, device=device).to(getattr(torch, dtype))
         except (AttributeError, RuntimeError, TypeError):
-            raise ConfigError(
-                f"{name}: torch {torch.__version__} has no {dtype} on {device}", "use int8, which has the same size"
-            ) from None
+            message = f"{name}: torch {torch.__version__} has no {dtype} on {device}"
+            raise ConfigError(message, "use int8, which has the same size") from None
     return CODECS[name]
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-# ---------------------------------------------------------------- plain
 
 
 def _encode_plain(stored: torch.dtype, x: Tensor) -> tuple[Tensor, ...]:
@@ -76,9 +68,6 @@ def _encode_plain(stored: torch.dtype, x: Tensor) -> tuple[Tensor, ...]:
 
 def _decode_plain(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     return arrays[0].to(dtype)
-
-
-# ---------------------------------------------------------------- fp8
 
 
 def _encode_fp8(name: str, x: Tensor) -> tuple[Tensor, ...]:
@@ -92,7 +81,8 @@ def _decode_e5m2(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     """Decode e5m2, whose bits are the upper bytes of float16."""
     bits = arrays[0].to(torch.int16)
     bits <<= 8
-    return bits.view(torch.float16).to(_compute_dtype(dtype)).to(dtype)  # float16 to bfloat16 is slow on a CPU
+    wide = torch.promote_types(dtype, torch.float32)  # float16 to bfloat16 is slow on a CPU
+    return bits.view(torch.float16).to(wide).to(dtype)
 
 
 def _decode_e4m3(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
@@ -107,10 +97,7 @@ def _decode_e4m3(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     bits = data.view(torch.int8).to(torch.int16)
     bits <<= 7
     bits &= ~0x4000
-    return bits.view(torch.float16).to(_compute_dtype(dtype)).mul_(256).to(dtype)
-
-
-# ---------------------------------------------------------------- integers
+    return bits.view(torch.float16).to(torch.promote_types(dtype, torch.float32)).mul_(256).to(dtype)
 
 
 def _encode_int8(x: Tensor) -> tuple[Tensor, ...]:
@@ -121,7 +108,7 @@ def _encode_int8(x: Tensor) -> tuple[Tensor, ...]:
 
 def _decode_int8(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     data, scale = arrays
-    return data.to(_compute_dtype(dtype)).mul_(scale).to(dtype)
+    return data.to(torch.promote_types(dtype, torch.float32)).mul_(scale).to(dtype)
 
 
 def _encode_int4(x: Tensor) -> tuple[Tensor, ...]:
@@ -133,7 +120,7 @@ def _encode_int4(x: Tensor) -> tuple[Tensor, ...]:
 
 def _decode_int4(arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     data, scale, zero = arrays
-    return _unpack_int4(data).to(_compute_dtype(dtype)).mul_(scale).add_(zero).to(dtype)
+    return _unpack_int4(data).to(torch.promote_types(dtype, torch.float32)).mul_(scale).add_(zero).to(dtype)
 
 
 def _pack_int4(data: Tensor) -> Tensor:
@@ -148,9 +135,6 @@ def _unpack_int4(data: Tensor) -> Tensor:
     pairs &= 0x0F0F
     numbers: Tensor = pairs.view(torch.int8)
     return numbers
-
-
-# ---------------------------------------------------------------- integers, by channel
 
 
 def _encode_channel(bits: int, x: Tensor) -> tuple[Tensor, ...]:
@@ -171,7 +155,7 @@ def _encode_channel(bits: int, x: Tensor) -> tuple[Tensor, ...]:
 def _decode_channel(bits: int, arrays: RawArrays, dtype: torch.dtype) -> Tensor:
     """Decode data [..., P * block_size, w], scale and zero [..., P, D] to [..., P * block_size, D]."""
     data, scale, zero = arrays
-    numbers = (_unpack_int4(data) if bits == 4 else data).to(_compute_dtype(dtype))
+    numbers = (_unpack_int4(data) if bits == 4 else data).to(torch.promote_types(dtype, torch.float32))
     blocks: Tensor = numbers.unflatten(-2, (scale.shape[-2], -1))
     return blocks.mul_(scale.unsqueeze(-2)).add_(zero.unsqueeze(-2)).flatten(-3, -2).to(dtype)
 

@@ -17,8 +17,6 @@ SMALL_TOKEN_COUNT = 32  # tokens; with more, reading x twice costs more than the
 
 
 class _Tables(NamedTuple):
-    """cos and sin of one rotary."""
-
     inv_freq: Tensor  # kept alive, because ids are reused
     cos: Tensor  # [T, 1, D_rot/2]
     sin: Tensor  # [T, 1, D_rot/2]
@@ -29,10 +27,8 @@ class _Tables(NamedTuple):
 class RotaryCache:
     """cos and sin of one step's positions, computed once per rotary and shared by all layers.
 
-    Args:
-        positions: [T].
-        exact: Compute angles in float64, for endless sequences: in float32 the error is 6e-8 of the position, in
-            radians.
+    ``positions`` [T]. If ``exact``, angles are computed in float64, for endless sequences: in float32 the error is 6e-8
+    of the position, in radians.
     """
 
     def __init__(self, positions: Tensor, *, exact: bool = False) -> None:

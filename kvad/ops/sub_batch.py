@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvad.model_input import AttentionParams, SubBatch, TokenPositions
-from kvad.ops.attention import AttentionMask, AttentionOutput, Kernel, dot_product_attention
-from kvad.ops.batch_invariant import TileSizes
-from kvad.ops.batch_invariant_attention import invariant_attention
+from kvad.ops.attention import AttentionMask, AttentionOutput, Kernel, TileSizes, dot_product_attention
+from kvad.ops.batch_invariant import invariant_attention
 from kvad.ops.merge import AttentionPart, drain, merge_attention
 from kvad.ops.rotary import rotate_by
 
@@ -52,31 +51,34 @@ def fold_rows(sub_batch: SubBatch, num_inputs: int) -> SubBatch:
     return SubBatch(num_inputs, sub_batch.num_seqs // num_inputs * sub_batch.num_new_tokens, sub_batch.num_read_slots)
 
 
+class SubBatchCall(NamedTuple):
+    """One layer's attention in one sub-batch."""
+
+    layer: int
+    sub_batch: int  # index in the step
+    span: slice  # of the flat tokens
+    kernel: Kernel
+    attention_hook: AttentionHook | None  # called with the concatenated keys of all parts
+
+
 def attend_sub_batch(
-    layer: int,
-    sub_batch: int,
+    call: SubBatchCall,
     part: AttentionPart,
     params: AttentionParams,
-    kernel: Kernel,
-    attention_hook: AttentionHook | None,
-    at: slice,
     count: Tensor | None = None,
     lower_parts: Iterable[AttentionPart] = (),
 ) -> AttentionOutput:
-    """Compute attention in one sub-batch and call the hook.
+    """Compute attention in one sub-batch.
 
     Args:
-        layer: Index of the layer, for the hook.
-        sub_batch: Index of the sub-batch, for the hook.
+        call: The layer and the sub-batch.
         part: The sub-batch's own part.
-        params: How q.k becomes a logit.
-        kernel: The kernel to use.
-        attention_hook: Called with an AttentionTrace over the concatenated keys of all parts.
-        at: The sub-batch's span in the flat tokens.
+        params: The layer's parameters.
         count: Request ``AttentionOutput.mass`` with these factors of the queries [R, L].
         lower_parts: Parts that precede ``part``, such as lower levels; created one at a time unless a hook is called.
     """
     q, k, v, mask = part
+    kernel, attention_hook = call.kernel, call.attention_hook
     iterator = iter(lower_parts)
     first = next(iterator, None)
     is_single = first is None
@@ -92,18 +94,17 @@ def attend_sub_batch(
             output = dot_product_attention(q, k, v, mask, params, return_weights=True)._replace(out=output.out)
     elif sink_shift is not None:
         assert is_single, "renumbered sinks cannot be combined with lower levels"
-        output = _attend_renumbered(part, sink_shift, params, kernel, return_weights, at)
+        output = _attend_renumbered(part, sink_shift, params, kernel, return_weights, call.span)
     elif count is not None or not is_single:
-        output = merge_attention(
-            parts, params, kernel=kernel, return_weights=return_weights, mass=count is not None, count=count
-        )
+        output = merge_attention(parts, params, kernel=kernel, return_weights=return_weights, count=count)
     else:
         output = dot_product_attention(q, k, v, mask, params, kernel=kernel, return_weights=return_weights)
     if attention_hook is not None:
         assert output.scores is not None and output.weights is not None
         k, v = torch.cat([part.k for part in parts], dim=2), torch.cat([part.v for part in parts], dim=2)
         positions = torch.cat([part.mask.keys.position for part in parts], dim=-1)
-        attention_hook(AttentionTrace(layer, sub_batch, q, k, v, positions, output.scores, output.weights, output.out))
+        scores, weights = output.scores, output.weights
+        attention_hook(AttentionTrace(call.layer, call.sub_batch, q, k, v, positions, scores, weights, output.out))
     return output
 
 
@@ -125,8 +126,10 @@ def _attend_renumbered(
         k = torch.cat((nearer, k[:, :, width:]), 2)
         return dot_product_attention(q, k, v, mask, params, kernel=kernel, return_weights=return_weights)
     back = rotate_by(q.transpose(1, 2), -sink_shift, params.rotary, at).transpose(1, 2)
-    first = AttentionMask(mask.queries, TokenPositions(positions.masked_fill(~sinks, -1)), mask.pattern)
-    rest = AttentionMask(mask.queries, TokenPositions(positions.masked_fill(sinks, -1)), mask.pattern)
+    first, rest = (
+        AttentionMask(mask.queries, TokenPositions(positions.masked_fill(hidden, -1)), mask.pattern)
+        for hidden in (~sinks, sinks)
+    )
     halves = AttentionPart(back, k, v, first), AttentionPart(q, k, v, rest)
     output = merge_attention(halves, params, kernel=kernel, return_weights=return_weights)
     if not return_weights:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from kvad import model as model_lib
 from kvad.cache import CacheConfig, CacheGroup, build_groups, resolve_for_model
 from kvad.cache import device as device_lib
 from kvad.cache.device import KVCache
@@ -29,12 +28,15 @@ from kvad.errors import ConfigError
 from kvad.model import Transformer
 from kvad.model_input import BlockOps, CacheView, ModelInput, Rotary
 from kvad.parallel.mesh import check_cache_fits_mesh, kv_head_copies, kv_head_range
-from kvad.parallel.messages import Message, receive, send
 from kvad.parallel.partition import ShardedPolicy, block_bytes, local_layers, merge_shards, shard_groups, split_shards
-from kvad.parallel.process_groups import ProcessGroups
+from kvad.parallel.process_groups import Message, ProcessGroups, receive, send
 from kvad.parallel.tensor_parallel import shard_summarizer
 
 Blocks = Sequence[Sequence[int]]
+T = TypeVar("T")
+# Calls of a follower's cache whose result is this rank's part of the leader's, and whose last argument is.
+GATHERED_CALLS = ("read_blocks", "copy_out", "summary_rotaries")
+SCATTERED_CALLS = ("write_blocks", "copy_in")
 
 
 class ShardedKVCache(KVCache):
@@ -43,7 +45,6 @@ class ShardedKVCache(KVCache):
     Args:
         all_groups: Groups of the unsharded cache.
         process_groups: Connections to the other ranks.
-        layers: Number of layers of the unsharded decoder.
         summarizers: Summarizers of the unsharded cache by layer.
         **options: Options of ``KVCache``.
 
@@ -57,7 +58,6 @@ class ShardedKVCache(KVCache):
         all_groups: Sequence[CacheGroup],
         *,
         process_groups: ProcessGroups,
-        layers: int,
         summarizers: Mapping[int, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -75,36 +75,24 @@ class ShardedKVCache(KVCache):
             if options.get("offload_reader") is not None:
                 options["offload_reader"].close()
             raise
-        self.layers, self.process_groups = layers, process_groups
-        local_indices = local_layers(all_groups, layers, mesh)
-        local = {local_indices[layer]: x for layer, x in (summarizers or {}).items() if layer in local_indices}
-        shards = {layer: _summarizer_shard(summarizer, process_groups) for layer, summarizer in local.items()}
-        super().__init__(_rank_groups(all_groups, layers, process_groups), summarizers=shards, **options)
+        self.process_groups, self.local_indices = process_groups, local_layers(all_groups, mesh)
+        shards = {
+            layer: shard_summarizer(summarizer, process_groups)
+            for layer, summarizer in self._of_this_stage(summarizers or {}).items()
+        }
+        super().__init__(_rank_groups(all_groups, process_groups), summarizers=shards, **options)
         self.all_groups, self.ranks = tuple(all_groups), mesh.size
-        self.local_indices = local_indices
+
+    def _of_this_stage(self, by_layer: Mapping[int, T]) -> dict[int, T]:
+        """Return the values of this rank's layers, by the rank's numbers."""
+        return {self.local_indices[layer]: x for layer, x in by_layer.items() if layer in self.local_indices}
 
     def summary_rotaries(self) -> dict[int, Rotary]:
         local = super().summary_rotaries()
         return {layer: local[index] for layer, index in self.local_indices.items() if index in local}
 
     def set_summary_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
-        indices = self.local_indices
-        super().set_summary_rotaries({indices[layer]: x for layer, x in rotaries.items() if layer in indices})
-
-    def swapped_shard(self, key: int) -> dict[str, Tensor]:
-        """Return this rank's part of the swapped sequence ``key``."""
-        copies = self.swapped[key]
-        assert isinstance(copies, list), "a sequence from another cache was not swapped out here"
-        return dict(zip(self._swapped_names(), copies, strict=True))
-
-    def store_swapped_shard(self, key: int, state: Mapping[str, Tensor]) -> None:
-        """Store this rank's part of a swapped sequence under ``key``."""
-        self.swapped[key] = [state[name] for name in self._swapped_names()]
-
-    def _swapped_names(self) -> list[str]:
-        """Return the names of a swapped sequence's arrays; cross-attention groups, the last ones, are not swapped."""
-        groups = [group for group in self.groups if not group.spec.is_cross_attention]
-        return [array.name for array in self.iter_arrays([() for _ in groups])]
+        super().set_summary_rotaries(self._of_this_stage(rotaries))
 
 
 class LeaderKVCache(ShardedKVCache):
@@ -116,9 +104,8 @@ class LeaderKVCache(ShardedKVCache):
     def __init__(self, all_groups: Sequence[CacheGroup], **options: Any) -> None:
         super().__init__(all_groups, **options)
         self._opened: ModelInput | None = None
-        unsharded = KVCache(all_groups, device="meta")
-        self._array_specs = unsharded.array_specs()
-        self._block_bytes = block_bytes(all_groups, self.layers, self.process_groups.mesh)
+        self._array_specs = KVCache(all_groups, device="meta").array_specs()
+        self._block_bytes = block_bytes(all_groups, self.process_groups.mesh)
         self._released = False
         self.encoder_hook: RemovableHandle | None = None  # calls on_encoder_step
 
@@ -134,24 +121,29 @@ class LeaderKVCache(ShardedKVCache):
             empty: tuple[tuple[()], ...] = ((),) * len(self.groups)
             self.apply(BlockOps(empty, empty, swap_out=block_ops.swap_out))
             for key, blocks in foreign.items():
-                self._restore_foreign(key, blocks)
+                sequence = self.swapped.pop(key)
+                assert not isinstance(sequence, list), "all ranks have a sequence that was swapped out here"
+                sequence.restore(self, blocks)
             remaining = tuple(swap for swap in block_ops.swap_in if swap[0] not in foreign)
             self.apply(block_ops._replace(swap_out=(), swap_in=remaining))
             return
-        self._send("block_ops", block_ops)
+        self._send("apply", block_ops)
         super().apply(block_ops)
 
-    def _restore_foreign(self, key: int, blocks: Blocks) -> None:
-        sequence = self.swapped.pop(key)
-        assert not isinstance(sequence, list), "all ranks have a sequence that was swapped out here"
-        sequence.restore(self, blocks)
+    def read_blocks(self, blocks: Blocks) -> dict[str, Tensor]:
+        self._send("read_blocks", blocks)
+        return self._gather_shards(super().read_blocks(blocks))
 
-    def copy_out(self, blocks: Blocks, slots: device_lib.slot_copy.SlotIndex) -> dict[str, Tensor]:
-        self._send("copy_out", (blocks, slots))
+    def write_blocks(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
+        self._send("write_blocks", blocks)
+        super().write_blocks(blocks, self._scatter_shards(state))
+
+    def copy_out(self, blocks: Blocks, slots: device_lib.host_copy.SlotIndex) -> dict[str, Tensor]:
+        self._send("copy_out", blocks, slots)
         return self._gather_shards(super().copy_out(blocks, slots))
 
-    def copy_in(self, blocks: Blocks, slots: device_lib.slot_copy.SlotIndex, arrays: Mapping[str, Tensor]) -> None:
-        self._send("copy_in", (blocks, slots))
+    def copy_in(self, blocks: Blocks, slots: device_lib.host_copy.SlotIndex, arrays: Mapping[str, Tensor]) -> None:
+        self._send("copy_in", blocks, slots)
         super().copy_in(blocks, slots, self._scatter_shards(arrays))
 
     def array_specs(self) -> dict[str, Tensor]:
@@ -161,7 +153,7 @@ class LeaderKVCache(ShardedKVCache):
         return self._block_bytes
 
     def summary_rotaries(self) -> dict[int, Rotary]:
-        self._send("get_rotaries")
+        self._send("summary_rotaries")
         rotaries = super().summary_rotaries()
         for received in self._receive_from_followers():
             rotaries |= received
@@ -169,7 +161,7 @@ class LeaderKVCache(ShardedKVCache):
 
     def set_summary_rotaries(self, rotaries: Mapping[int, Rotary]) -> None:
         if rotaries:
-            self._send("set_rotaries", rotaries)
+            self._send("set_summary_rotaries", rotaries)
             super().set_summary_rotaries(rotaries)
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
@@ -190,44 +182,25 @@ class LeaderKVCache(ShardedKVCache):
                 self.encoder_hook.remove()
         super().release()
 
-    def read_blocks(self, blocks: Blocks) -> dict[str, Tensor]:
-        """Read a sequence's state from all ranks, as an unsharded cache returns it."""
-        self._send("read_blocks", blocks)
-        return self._gather_shards(super().read_blocks(blocks))
-
-    def write_blocks(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
-        """Write an unsharded state; every rank gets its part."""
-        self._send("write_blocks", blocks)
-        super().write_blocks(blocks, self._scatter_shards(state))
-
-    def read_swapped(self, key: int) -> dict[str, Tensor]:
-        """Read the unsharded state of a swapped sequence."""
-        self._send("read_swapped", key)
-        return self._gather_shards(self.swapped_shard(key))
-
-    def store_swapped(self, key: int, state: Mapping[str, Tensor]) -> None:
-        """Store a swapped sequence of another mesh, to be swapped in here; every rank gets its part."""
-        self._send("store_swapped", key)
-        self.store_swapped_shard(key, self._scatter_shards(state))
-
-    def _send(self, kind: str, payload: Any = None) -> None:
+    def _send(self, kind: str, *arguments: Any) -> None:
+        """Let the other ranks make the same call."""
         if self.process_groups.mesh.size > 1:
-            send(Message(kind, payload), self.process_groups.broadcast_from_first_rank)
+            send(Message(kind, arguments), self.process_groups.broadcast_from_first_rank)
 
     def _receive_from_followers(self) -> list[Any]:
         ranks = range(1, self.process_groups.mesh.size)
         return [receive(partial(self.process_groups.receive, rank=rank)).payload for rank in ranks]
 
     def _gather_shards(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        shards = [local, *self._receive_from_followers()]
-        return merge_shards(shards, self.all_groups, self.layers, self.process_groups.mesh)
+        """Merge the parts of all ranks, as an unsharded cache would return them."""
+        return merge_shards([local, *self._receive_from_followers()], self.all_groups, self.process_groups.mesh)
 
     def _scatter_shards(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        mesh = self.process_groups.mesh
-        for rank in range(1, mesh.size):
-            part = split_shards(state, self.all_groups, self.layers, mesh.with_rank(rank))
+        """Send every rank its part of an unsharded state, and return this rank's."""
+        own, *others = (split_shards(state, self.all_groups, rank) for rank in self.process_groups.mesh.all_ranks())
+        for rank, part in enumerate(others, start=1):
             send(Message("part", part), partial(self.process_groups.send, rank=rank))
-        return split_shards(state, self.all_groups, self.layers, mesh)
+        return own
 
 
 def build_follower_cache(
@@ -239,7 +212,6 @@ def build_follower_cache(
     return ShardedKVCache(
         build_groups(attention_specs(model.config), resolved),
         process_groups=process_groups,
-        layers=model.config.stack.num_layers,
         device=model.token_embedding.device,
         rope_at=resolved.rope_at,
         exact_rope=resolved.endless,
@@ -250,16 +222,13 @@ def build_follower_cache(
 def leader_cache_factory(model: Transformer, process_groups: ProcessGroups) -> Callable[..., LeaderKVCache]:
     """Return the ``cache_factory`` of the engine on rank 0, for a model that ``shard_model`` sharded."""
     assert process_groups.mesh.rank == 0, "the KVCacheManager runs on rank 0"
-    layers = model.config.stack.num_layers
 
     def build(groups: Sequence[CacheGroup], **options: Any) -> LeaderKVCache:
-        kv_cache = LeaderKVCache(groups, process_groups=process_groups, layers=layers, **options)
+        kv_cache = LeaderKVCache(groups, process_groups=process_groups, **options)
         if model.encoder is not None:
-
-            def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-                kv_cache.on_encoder_step(args[1])
-
-            kv_cache.encoder_hook = model.encoder.register_forward_pre_hook(hook, prepend=True)
+            kv_cache.encoder_hook = model.encoder.register_forward_pre_hook(
+                lambda _, args: kv_cache.on_encoder_step(args[1]), prepend=True
+            )
         return kv_cache
 
     return build
@@ -285,64 +254,34 @@ def run_follower(model: Transformer, kv_cache: ShardedKVCache) -> None:
 
 
 def _execute(model: Transformer, kv_cache: ShardedKVCache, message: Message) -> None:
-    groups, payload = kv_cache.process_groups, message.payload
-    match message.kind:
-        case "block_ops":
-            kv_cache.apply(payload)
-        case "forward":
-            model(payload, kv_cache)
-        case "encode":
-            model.encode(payload)
-        case "read_blocks":
-            _reply(kv_cache.read_blocks(payload), groups)
-        case "read_swapped":
-            _reply(kv_cache.swapped_shard(payload), groups)
-        case "copy_out":
-            _reply(kv_cache.copy_out(payload[0], _on_host(payload[1])), groups)
-        case "get_rotaries":
-            _reply(kv_cache.summary_rotaries(), groups)
-        case "write_blocks":
-            kv_cache.write_blocks(payload, _receive_state(groups))
-        case "copy_in":
-            kv_cache.copy_in(payload[0], _on_host(payload[1]), _receive_state(groups))
-        case "set_rotaries":
-            kv_cache.set_summary_rotaries(payload)
-        case kind:
-            assert kind == "store_swapped", kind
-            kv_cache.store_swapped_shard(payload, _receive_state(groups))
+    """Run a step of the model, or make the leader's call on this rank's cache."""
+    kind, arguments, groups = message.kind, message.payload, kv_cache.process_groups
+    if kind == "forward":
+        model(*arguments, kv_cache)
+    elif kind == "encode":
+        model.encode(*arguments)
+    else:
+        if kind in ("copy_out", "copy_in"):
+            blocks, slots = arguments
+            arguments = blocks, [None if group is None else group.cpu() for group in slots]
+        if kind in SCATTERED_CALLS:
+            arguments = *arguments, receive(partial(groups.receive, rank=0)).payload
+        result = getattr(kv_cache, kind)(*arguments)
+        if kind in GATHERED_CALLS:
+            send(Message("part", result), partial(groups.send, rank=0))
 
 
-def _on_host(slots: device_lib.slot_copy.SlotIndex) -> device_lib.slot_copy.SlotIndex:
-    return [None if group is None else group.cpu() for group in slots]
-
-
-def _reply(value: Mapping[Any, Any], process_groups: ProcessGroups) -> None:
-    send(Message("reply", value), partial(process_groups.send, rank=0))
-
-
-def _receive_state(process_groups: ProcessGroups) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = receive(partial(process_groups.receive, rank=0)).payload
-    return state
-
-
-def _summarizer_shard(summarizer: Any, process_groups: ProcessGroups) -> Any:
-    """Shard a summarizer by heads; a cache accepts any function, but only kvad's summarizers can be sharded."""
-    if not isinstance(summarizer, model_lib.summarizer.LayerSummarizer):
-        raise ConfigError(
-            f"summarizer: {type(summarizer).__name__} cannot be divided by heads", "use one that kvad trained"
-        )
-    return shard_summarizer(summarizer, process_groups)
-
-
-def _rank_groups(groups: Sequence[CacheGroup], layers: int, process_groups: ProcessGroups) -> list[CacheGroup]:
+def _rank_groups(groups: Sequence[CacheGroup], process_groups: ProcessGroups) -> list[CacheGroup]:
     """Return this rank's groups, with policies that score as if they had all heads."""
     mesh = process_groups.mesh
-    layer_ids = tuple(local_layers(groups, layers, mesh))
+    layer_ids = tuple(local_layers(groups, mesh))
     rank_groups = []
-    for unsharded, group in zip(groups, shard_groups(groups, layers, mesh), strict=True):
+    for unsharded, group in zip(groups, shard_groups(groups, mesh), strict=True):
         policy, kv_heads = group.eviction_policy, unsharded.spec.num_kv_heads
         if policy is not None:
             gather = partial(process_groups.gather, stride=kv_head_copies(kv_heads, mesh))
-            policy = ShardedPolicy.wrap(policy, kv_head_range(kv_heads, mesh), layer_ids, gather)
+            sizes = policy.budget, policy.interval, policy.recent, policy.num_sinks
+            heads = kv_head_range(kv_heads, mesh)
+            policy = ShardedPolicy(*sizes, policy=policy, heads=heads, head_ids=layer_ids, gather=gather)
         rank_groups.append(group._replace(eviction_policy=policy))
     return rank_groups

@@ -62,7 +62,6 @@ class Mesh:
 
     @property
     def is_last_stage(self) -> bool:
-        """True if this rank belongs to the last stage."""
         return self.stage == self.pipeline_parallel - 1
 
     def with_rank(self, rank: int) -> Mesh:
@@ -80,7 +79,6 @@ def even_share(count: int, parts: int, index: int) -> range:
 
 
 def layer_range(layers: int, mesh: Mesh) -> range:
-    """Return the layers of this rank's stage."""
     return even_share(layers, mesh.pipeline_parallel, mesh.stage)
 
 
@@ -110,26 +108,21 @@ def check_model_fits_mesh(config: ModelConfig, mesh: Mesh) -> None:
                 f"mesh: must have at most {stack.num_layers} stages, the layers of the {name}, got {mesh}",
                 f"use at most {stack.num_layers} stages",
             )
-        for letter, layer in stack.layer_types.items():
-            for part, attention in (("attention", layer.attention), ("cross_attention", layer.cross_attention)):
-                if attention is not None:
-                    _check_spec(config, attention, mesh, f"{name}.layer_types.{letter}.{part}")
-
-
-def _check_spec(config: ModelConfig, attention: cfg.AttentionConfig, mesh: Mesh, where: str) -> None:
-    if attention.custom_class is not None and mesh.tensor_parallel > 1:
-        raise ConfigError(
-            f"mesh {mesh}: {where}.custom_class: {attention.custom_class} cannot be divided by heads",
-            f"divide by layers only: 1x{mesh.size}",
-        )
-    if not _fits(attention, mesh.tensor_parallel):
-        max_ranks = max(attention.num_heads, mesh.tensor_parallel)
-        fitting = [str(n) for n in range(1, max_ranks + 1) if all(_fits(spec, n) for spec in _all_specs(config))]
-        raise ConfigError(
-            f"mesh {mesh}: {mesh.tensor_parallel} ranks cannot evenly divide the {attention.num_heads} query heads and "
-            f"{attention.num_kv_heads or attention.num_heads} kv heads of {where}",
-            f"tensor ranks that fit this model: {', '.join(fitting)}",
-        )
+    attentions = _attention_configs(config)
+    for where, attention in attentions.items():
+        if attention.custom_class is not None and mesh.tensor_parallel > 1:
+            raise ConfigError(
+                f"mesh {mesh}: {where}.custom_class: {attention.custom_class} cannot be divided by heads",
+                f"divide by layers only: 1x{mesh.size}",
+            )
+        if not _fits(attention, mesh.tensor_parallel):
+            max_ranks = max(attention.num_heads, mesh.tensor_parallel)
+            fitting = [str(n) for n in range(1, max_ranks + 1) if all(_fits(spec, n) for spec in attentions.values())]
+            raise ConfigError(
+                f"mesh {mesh}: {mesh.tensor_parallel} ranks cannot evenly divide the {attention.num_heads} query heads "
+                f"and {attention.num_kv_heads or attention.num_heads} kv heads of {where}",
+                f"tensor ranks that fit this model: {', '.join(fitting)}",
+            )
 
 
 def _fits(attention: cfg.AttentionConfig, tensor: int) -> bool:
@@ -138,11 +131,14 @@ def _fits(attention: cfg.AttentionConfig, tensor: int) -> bool:
     return (kv_heads % tensor == 0 or tensor % kv_heads == 0) and attention.num_heads % tensor == 0
 
 
-def _all_specs(config: ModelConfig) -> list[cfg.AttentionConfig]:
-    stacks: list[cfg.StackConfig] = [stack for stack in (config.decoder, config.encoder) if stack is not None]
-    layers = [layer for stack in stacks for layer in stack.layer_types.values()]
-    attentions = [attention for layer in layers for attention in (layer.attention, layer.cross_attention)]
-    return [attention for attention in attentions if attention is not None]
+def _attention_configs(config: ModelConfig) -> dict[str, cfg.AttentionConfig]:
+    """Return the attention of every layer type by its path in the configuration."""
+    attentions: dict[str, cfg.AttentionConfig | None] = {}
+    for name, stack in (("decoder", config.decoder), ("encoder", config.encoder)):
+        for letter, layer in ({} if stack is None else stack.layer_types).items():
+            attentions[f"{name}.layer_types.{letter}.attention"] = layer.attention
+            attentions[f"{name}.layer_types.{letter}.cross_attention"] = layer.cross_attention
+    return {where: attention for where, attention in attentions.items() if attention is not None}
 
 
 def check_cache_fits_mesh(groups: Sequence[CacheGroup], mesh: Mesh) -> None:

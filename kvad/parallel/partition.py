@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING
 
 from kvad import cache
 from kvad import config as cfg
-from kvad import config as config_lib
 from kvad.cache import CacheGroup, group_bytes
-from kvad.cache.sizing import MemoryPlan
+from kvad.cache.sizing import MemoryPlan, PoolPlan
 from kvad.config import ModelConfig, attention_dims
 from kvad.errors import CacheError
 from kvad.parallel.mesh import (
@@ -53,20 +52,22 @@ if TYPE_CHECKING:
 SequenceArrays = Mapping[str, "Tensor"]
 
 
-def local_layers(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> dict[int, int]:
-    """Map the cache's layer numbers of this rank's stage to the rank's own numbers.
+def local_layers(groups: Sequence[CacheGroup], mesh: Mesh) -> dict[int, int]:
+    """Map the unsharded cache's layer numbers of this rank's stage to the rank's own numbers.
 
     The cache numbers the decoder's layers first, then its cross-attention. Example: 4 layers with cross-attention, the
     second of two stages: {2: 0, 3: 1, 6: 2, 7: 3}.
     """
-    all_layers = sorted(layer for group in groups if group.lower_level is None for layer in group.layers)
-    local = layer_range(layers, mesh)
-    return {layer: index for index, layer in enumerate(layer for layer in all_layers if layer % layers in local)}
+    upper_groups = [group for group in groups if group.lower_level is None]
+    all_layers = sorted(layer for group in upper_groups for layer in group.layers)
+    num_layers = sum(len(group.layers) for group in upper_groups if not group.spec.is_cross_attention)
+    stage = layer_range(num_layers, mesh)
+    return {layer: index for index, layer in enumerate(layer for layer in all_layers if layer % num_layers in stage)}
 
 
-def shard_groups(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> tuple[CacheGroup, ...]:
-    """Return the cache groups of this rank; ``layers`` is the number of decoder layers."""
-    numbers = local_layers(groups, layers, mesh)
+def shard_groups(groups: Sequence[CacheGroup], mesh: Mesh) -> tuple[CacheGroup, ...]:
+    """Return the cache groups of this rank."""
+    numbers = local_layers(groups, mesh)
     return tuple(
         group._replace(
             spec=group.spec._replace(num_kv_heads=len(kv_head_range(group.spec.num_kv_heads, mesh))),
@@ -76,25 +77,14 @@ def shard_groups(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> tuple
     )
 
 
-def block_bytes(groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> list[int]:
+def block_bytes(groups: Sequence[CacheGroup], mesh: Mesh) -> list[int]:
     """Return a block's bytes per group, summed over all ranks; replicated positions and heads count on each rank."""
-    shards = [shard_groups(groups, layers, rank) for rank in mesh.all_ranks()]
+    shards = [shard_groups(groups, rank) for rank in mesh.all_ranks()]
     return [sum(group_bytes(part).total // part.num_blocks for part in parts) for parts in zip(*shards, strict=True)]
 
 
-# ---------------------------------------------------------------- a sequence's state
-
-
-def merge_shards(
-    parts: Sequence[SequenceArrays], groups: Sequence[CacheGroup], layers: int, mesh: Mesh
-) -> dict[str, Tensor]:
-    """Merge the ranks' states into the state of an unsharded cache, in the order of its ``KVCache.read_blocks``.
-
-    Args:
-        parts: One state per rank, in order.
-        groups: Groups of the unsharded cache.
-        layers: Number of decoder layers.
-        mesh: The mesh.
+def merge_shards(parts: Sequence[SequenceArrays], groups: Sequence[CacheGroup], mesh: Mesh) -> dict[str, Tensor]:
+    """Merge the states of all ranks, in order, into that of the unsharded cache, as its ``KVCache.read_blocks``.
 
     Raises:
         CacheError: If the ranks' positions differ, or an array is missing.
@@ -102,26 +92,22 @@ def merge_shards(
     if len(parts) != mesh.size:
         raise CacheError(f"sequence state: must have {mesh.size} shards on a mesh of {mesh}, got {len(parts)}")
     whole: dict[str, Tensor] = {}
+    numbers = [local_layers(groups, rank) for rank in mesh.all_ranks()]
     for number, group in enumerate(groups):
         name = f"{number}.positions"
         if not any(name in part for part in parts):
             continue  # a sequence's own state omits cross-attention groups
-        _check_positions(name, parts)
+        for rank, part in enumerate(parts):
+            if name not in parts[0] or name not in part or not part[name].equal(parts[0][name]):
+                raise CacheError(f"rank {rank} has other positions than rank 0 in {name}", "this is a bug in kvad")
         whole[name] = parts[0][name]
         for layer in group.layers:
-            owners = [rank for rank in mesh.all_ranks() if layer % layers in layer_range(layers, rank)]
-            local = local_layers(groups, layers, owners[0])[layer]
-            shards = [parts[owner.rank] for owner in owners[:: kv_head_copies(group.spec.num_kv_heads, mesh)]]
-            merged = _merge_layer(shards, f"{number}.{local}.", group.spec.num_kv_heads, f"{number}.{layer}")
+            owners = [rank for rank, local in enumerate(numbers) if layer in local]
+            shards = [parts[rank] for rank in owners[:: kv_head_copies(group.spec.num_kv_heads, mesh)]]
+            prefix = f"{number}.{numbers[owners[0]][layer]}."
+            merged = _merge_layer(shards, prefix, group.spec.num_kv_heads, f"{number}.{layer}")
             whole |= {f"{number}.{layer}.{kind}": array for kind, array in merged.items()}
     return whole
-
-
-def _check_positions(name: str, parts: Sequence[SequenceArrays]) -> None:
-    first = parts[0].get(name)
-    for rank, part in enumerate(parts):
-        if first is None or name not in part or not part[name].equal(first):
-            raise CacheError(f"rank {rank} has other positions than rank 0 in {name}", "this is a bug in kvad")
 
 
 def _merge_layer(shards: Sequence[SequenceArrays], prefix: str, kv_heads: int, where: str) -> dict[str, Tensor]:
@@ -148,13 +134,13 @@ def _concat_heads(shards: Sequence[Tensor], kv_heads: int) -> Tensor:
     return merged
 
 
-def split_shards(whole: SequenceArrays, groups: Sequence[CacheGroup], layers: int, mesh: Mesh) -> dict[str, Tensor]:
+def split_shards(whole: SequenceArrays, groups: Sequence[CacheGroup], mesh: Mesh) -> dict[str, Tensor]:
     """Return this rank's part of an unsharded state, in the order of the rank's ``KVCache.read_blocks``.
 
     Raises:
         CacheError: If an array does not belong to the cache.
     """
-    numbers = local_layers(groups, layers, mesh)
+    numbers = local_layers(groups, mesh)
     part: dict[str, Tensor] = {}
     for name, array in whole.items():
         number, at, *kind = name.split(".")
@@ -174,9 +160,6 @@ def split_shards(whole: SequenceArrays, groups: Sequence[CacheGroup], layers: in
     return part
 
 
-# ---------------------------------------------------------------- policies and plans
-
-
 @dataclass(frozen=True)
 class ShardedPolicy(cache.policy.EvictionPolicy):
     """An eviction policy on a rank that has some heads of a layer; its scores equal those of one process.
@@ -192,14 +175,6 @@ class ShardedPolicy(cache.policy.EvictionPolicy):
 
     def __post_init__(self) -> None:
         """Check nothing: the wrapped policy was checked."""
-
-    @staticmethod
-    def wrap(
-        policy: cache.policy.EvictionPolicy, heads: range, head_ids: tuple[int, ...], gather: Callable[[Tensor], Tensor]
-    ) -> ShardedPolicy:
-        """Wrap a policy, with its budget, interval, recent tokens and sinks."""
-        sizes = policy.budget, policy.interval, policy.recent, policy.num_sinks
-        return ShardedPolicy(*sizes, policy=policy, heads=heads, head_ids=head_ids, gather=gather)
 
     def __str__(self) -> str:
         return str(self.policy)
@@ -229,31 +204,13 @@ class ShardedPolicy(cache.policy.EvictionPolicy):
 ShardSlice = tuple[range, ...]  # one range per dim of a tensor
 
 
-@dataclass(frozen=True)
-class RankPlan:
+@dataclass(frozen=True, kw_only=True)
+class RankPlan(PoolPlan):
     """Memory of one rank, in bytes."""
 
     mesh: Mesh
     layers: range
     weights: int
-    groups: tuple[cache.groups.GroupBytes, ...]  # of the whole pool, reserved blocks included
-
-    @property
-    def payload(self) -> int:
-        return sum(group.payload for group in self.groups)
-
-    @property
-    def scales(self) -> int:
-        return sum(group.scales for group in self.groups)
-
-    @property
-    def metadata(self) -> int:
-        return sum(group.metadata for group in self.groups)
-
-    @property
-    def pool(self) -> int:
-        """Bytes that the rank's KVCache allocates."""
-        return sum(group.total for group in self.groups)
 
     @property
     def total(self) -> int:
@@ -269,9 +226,9 @@ def plan_ranks(plan: MemoryPlan, mesh: Mesh) -> tuple[RankPlan, ...]:
     plans = []
     for rank in mesh.all_ranks():
         num_parameters = sum(math.prod(map(len, shard)) for shard in weight_shards(plan.config, rank).values())
-        pools = tuple(group_bytes(group) for group in shard_groups(groups, layers, rank))
-        weights = num_parameters * config_lib.DTYPE_BYTES[plan.weights_dtype]
-        plans.append(RankPlan(rank, layer_range(layers, rank), weights, pools))
+        pools = tuple(group_bytes(group) for group in shard_groups(groups, rank))
+        weights = num_parameters * cfg.DTYPE_BYTES[plan.weights_dtype]
+        plans.append(RankPlan(mesh=rank, layers=layer_range(layers, rank), weights=weights, groups=pools))
     return tuple(plans)
 
 
@@ -279,7 +236,7 @@ def weight_shards(config: ModelConfig, mesh: Mesh) -> dict[str, ShardSlice]:
     """Return this rank's slice of each weight by name; weights of other ranks only are omitted."""
     slices = {
         name: _tensor_slice(name.split("."), shape, config, mesh)
-        for name, shape in config_lib.parameter_shapes.weight_shapes(config).items()
+        for name, shape in cfg.parameter_shapes.weight_shapes(config).items()
     }
     return {name: shard for name, shard in slices.items() if shard is not None}
 

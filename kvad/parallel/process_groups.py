@@ -1,28 +1,41 @@
-"""Process groups of a rank, as values; torch's default group is not used.
+"""Process groups of a rank, as values, and messages between ranks; torch's default group is not used.
 
 The ranks of a stage add up partial sums (tensor parallel), the stages pass hidden states to the next (pipeline), and
 rank 0 broadcasts to all (world). Any backend of torch works; ``connect_groups`` creates gloo groups. All ranks of a
 group must make the same calls in the same order; otherwise a call raises EngineError after the group's timeout.
+
+A message has a kind and a value of JSON values, tensors, tuples, mappings and the types of ``model_input.py``; no
+pickle. It is three transfers: [2] int64 (the lengths of the others), JSON text, and the tensors' bytes, omitted if
+empty. In the text, a tensor is an index into the list of dtypes and shapes; the tensors are concatenated, each at a
+multiple of 8 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvad.errors import EngineError
+from kvad.model_input import BlockOps, EvictOp, MergeOp, ModelInput, Rotary, SlotMapping, SubBatch
 from kvad.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 IDLE_TIMEOUT = 86_400.0  # seconds
+ALIGNED = 8  # bytes
+FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+DTYPES = {name: getattr(torch, name) for name in (*FLOAT_DTYPES, "int64", "int32", "int8", "uint8", "bool")}
+TYPES = {cls.__name__: cls for cls in (BlockOps, EvictOp, MergeOp, ModelInput, Rotary, SlotMapping, SubBatch)}
 
 
 class Backend(Protocol):
@@ -64,7 +77,6 @@ class ProcessGroups:
         return torch.cat(parts[::stride])
 
     def send_next_stage(self, x: Tensor) -> None:
-        """Send x to the next stage."""
         assert self.pipeline is not None
         self._wait(self.pipeline.send, [x.contiguous()], self.mesh.stage + 1, 0)
 
@@ -86,7 +98,6 @@ class ProcessGroups:
         return x if self.world is None else self._broadcast(self.world, x.contiguous(), 0)
 
     def send(self, x: Tensor, rank: int) -> None:
-        """Send x to a rank."""
         assert self.world is not None
         self._wait(self.world.send, [x.contiguous()], rank, 1)
 
@@ -127,12 +138,10 @@ def create_gloo_group(
     timeout: float = 60.0,
     response_timeout: float = 30 * IDLE_TIMEOUT,
 ) -> Backend:
-    """Create a gloo group.
+    """Create a gloo group of ``size`` processes.
 
     Args:
         store: The store through which the processes find each other.
-        rank: This process.
-        size: Number of processes.
         host: Address of this machine.
         timeout: Seconds for the processes to find each other.
         response_timeout: Seconds to wait in a call.
@@ -177,3 +186,68 @@ def connect_groups(
         stage=group(f"stage {mesh.stage}", range(first, first + mesh.tensor_parallel)),
         pipeline=group(f"line {mesh.tensor_rank}", range(mesh.tensor_rank, mesh.size, mesh.tensor_parallel)),
     )
+
+
+class Message(NamedTuple):
+    """A message between ranks. Lists of its payload arrive as tuples."""
+
+    kind: str
+    payload: Any = None
+
+
+def send(message: Message, put: Callable[[Tensor], object]) -> None:
+    tensors: list[Tensor] = []
+    payload = _encode(message.payload, tensors)
+    shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    text = json.dumps([message.kind, payload, shapes]).encode()
+    flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    padded = [F.pad(part, (0, -len(part) % ALIGNED)) for part in flat]
+    raw = torch.cat(padded) if padded else torch.empty(0, dtype=torch.uint8)
+    put(torch.tensor([len(text), len(raw)], dtype=torch.int64))
+    put(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    if len(raw):
+        put(raw)
+
+
+def receive(take: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> Message:
+    """Receive a message with ``take``, which fills a tensor; the message's tensors are moved to ``device``."""
+    length, size = take(torch.zeros(2, dtype=torch.int64)).tolist()
+    text = bytes(take(torch.zeros(length, dtype=torch.uint8)).tolist())
+    kind, payload, shapes = json.loads(text)
+    raw = take(torch.zeros(size, dtype=torch.uint8)) if size else torch.empty(0, dtype=torch.uint8)
+    return Message(kind, _decode(payload, [tensor.to(device) for tensor in _split_tensors(raw, shapes)]))
+
+
+def _encode(value: Any, tensors: list[Tensor]) -> Any:
+    """Encode a value as JSON values: tensors as an index into ``tensors``, named tuples with the name of their type."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, Mapping):
+        return {"items": [[key, _encode(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, tuple | list):
+        items = [_encode(item, tensors) for item in value]
+        name = type(value).__name__
+        return {"type": name, "fields": items} if name in TYPES else items
+    return value
+
+
+def _decode(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, list):
+        return tuple(_decode(item, tensors) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "items" in value:
+        return {key: _decode(item, tensors) for key, item in value["items"]}
+    return TYPES[value["type"]](*(_decode(field, tensors) for field in value["fields"]))
+
+
+def _split_tensors(raw: Tensor, shapes: Sequence[tuple[str, list[int]]]) -> Iterator[Tensor]:
+    start = 0
+    for name, shape in shapes:
+        dtype = DTYPES[name]
+        size = math.prod(shape) * dtype.itemsize
+        yield raw[start : start + size].view(dtype).view(shape)
+        start += -(-size // ALIGNED) * ALIGNED

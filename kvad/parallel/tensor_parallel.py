@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad import model as model_lib
 from kvad import ops
-from kvad.errors import EngineError
+from kvad.errors import ConfigError, EngineError
 from kvad.model import Transformer
 from kvad.model_input import AlibiSlopes, CacheView, PositionBias, RelativeBuckets
 from kvad.parallel.mesh import check_model_fits_mesh, kv_head_copies, kv_head_range, layer_range, query_head_range
@@ -77,9 +77,6 @@ def _shard_parameters(model: Transformer, cuts: dict[str, ShardSlice]) -> None:
             module.out_features, module.in_features = shard.shape
 
 
-# ---------------------------------------------------------------- heads
-
-
 def _shard_layer(layer: model_lib.transformer.TransformerLayer, process_groups: ProcessGroups) -> None:
     for attention in (layer.attention, layer.cross_attention):
         if attention is not None:
@@ -106,10 +103,7 @@ def _shard_attention(attention: model_lib.attention.Attention, process_groups: P
 
 
 def _all_reduce(module: nn.Module, process_groups: ProcessGroups) -> None:
-    def hook(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-        return process_groups.sum(out)
-
-    module.register_forward_hook(hook)
+    module.register_forward_hook(lambda _, __, out: process_groups.sum(out))
 
 
 class _ShardedNorm(model_lib.layers.Norm):
@@ -160,8 +154,6 @@ class _Heads:
 
 
 class _HeadsBias:
-    """Some heads of a custom position bias."""
-
     def __init__(self, bias: PositionBias, heads: range) -> None:
         self._bias, self._heads = bias, heads
 
@@ -169,10 +161,14 @@ class _HeadsBias:
         return self._bias.compute(queries, keys)[:, self._heads.start : self._heads.stop]
 
 
-def shard_summarizer(
-    summarizer: model_lib.summarizer.LayerSummarizer, process_groups: ProcessGroups
-) -> model_lib.summarizer.LayerSummarizer:
-    """Return the part of a layer's summarizer for this rank's kv heads; every parameter belongs to one kv head."""
+def shard_summarizer(summarizer: Any, process_groups: ProcessGroups) -> model_lib.summarizer.LayerSummarizer:
+    """Return the part of a layer's summarizer for this rank's kv heads; every parameter belongs to one kv head.
+
+    A cache accepts any function, but only kvad's summarizers can be sharded: ConfigError for others.
+    """
+    if not isinstance(summarizer, model_lib.summarizer.LayerSummarizer):
+        message = f"summarizer: {type(summarizer).__name__} cannot be divided by heads"
+        raise ConfigError(message, "use one that kvad trained")
     kv_heads, dim, value_dim = summarizer.sizes
     heads = kv_head_range(kv_heads, process_groups.mesh)
     ratio, hidden = summarizer.position_bias.shape[-1], summarizer.hidden_weight.shape[-1]
@@ -181,9 +177,6 @@ def shard_summarizer(
         shard = parameter.detach()[heads.start : heads.stop].clone()
         setattr(part, name, nn.Parameter(shard, requires_grad=False))
     return part
-
-
-# ---------------------------------------------------------------- layers
 
 
 def _shard_stack(

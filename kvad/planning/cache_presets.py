@@ -1,6 +1,6 @@
 """Cache variants to compare, by name: formats, and policies for a budget. No torch.
 
-``benchmarks/variants.py`` builds engines from them, ``fit.py`` a table of what would fit, ``verify/cases.py`` test
+``benchmarks/variants.py`` builds engines from them, ``fit.py`` a table of what would fit, ``verify/scenario.py`` test
 cases.
 
 A budget is counted in *slots*: the largest number of tokens, or entries that represent tokens, that a policy retains of
@@ -118,13 +118,12 @@ def hierarchy_block_size(num_slots: int) -> int:
 
 def policy_for_format(policy: str, stored: str) -> str:
     """Adapt a policy to the storage format: a tiered policy quantizes to no wider format."""
-    levels = parse_policy(policy).tiered
+    levels = parse_policy(policy).stateful
     if not isinstance(levels, cache.policy.TieredPolicy):  # offloaded tokens keep their format
         return policy
     formats = levels.key_format, levels.value_format
-    keys, values = map(_narrower, formats, cache.quantization.split_format_name(stored))
+    keys, values = (
+        min(pair, key=lambda name: cache.quantization.get_format(name).bits)
+        for pair in zip(formats, cache.quantization.split_format_name(stored), strict=True)
+    )
     return policy if (keys, values) == formats else str(replace(levels, key_format=keys, value_format=values))
-
-
-def _narrower(*names: str) -> str:
-    return min(names, key=lambda name: cache.quantization.get_format(name).bits)

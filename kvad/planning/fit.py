@@ -16,12 +16,13 @@ reads other lines instead.
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 from kvad import cache as cache_lib
 from kvad import config
@@ -35,6 +36,7 @@ LINES_FILE = "cache-quality.jsonl"
 # As in benchmarks/cache_quality.py, which imports torch: below it, other caches' recall is not informative.
 MIN_FULL_RECALL = 0.95
 MAX_RATIO_GAP = 0.005  # larger differences are another ratio
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,64 +69,53 @@ class MeasuredCosts:
     def source(self) -> str:
         """Source of the numbers, in one line."""
         long = max([*self.options.get("lengths", ()), self.options.get("text_length", 0)])
-        return (
-            f"{self.model}, {long:,} tokens, "
-            f"asked {self.options.get('question_position', 'after')} eviction, commit {self.commit}"
-        )
+        position = self.options.get("question_position", "after")
+        return f"{self.model}, {long:,} tokens, asked {position} eviction, commit {self.commit}"
 
 
 def read_costs(path: Path = PACKAGED_COSTS) -> tuple[MeasuredCosts, ...]:
     """Read ``cache_costs.json``, or the lines of a bench (a file, or its folder); DataError if it is neither."""
-    file, text = _text(path)
-    try:
+
+    def parse(file: Path, text: str) -> tuple[MeasuredCosts, ...]:
         if file.suffix == ".jsonl":
             return (collect_costs(_lines(text)),)
         return tuple(
             MeasuredCosts(**{**each, "costs": tuple(CacheCost(**cost) for cost in each["costs"])})
             for each in json.loads(text)["measured"]
         )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise _no_costs_error(file, error) from error
+
+    return _parse_file(path, parse)
 
 
 def read_cost_lines(path: Path) -> list[dict[str, Any]]:
     """Read a bench's lines from a file or its folder, merged by ``merge_depths``; DataError if there are none."""
-    file, text = _text(path)
-    try:
-        return merge_depths(_lines(text))
-    except (ValueError, KeyError, TypeError) as error:
-        raise _no_costs_error(file, error) from error
+    return _parse_file(path, lambda _, text: merge_depths(_lines(text)))
 
 
-def _text(path: Path) -> tuple[Path, str]:
+def _parse_file(path: Path, parse: Callable[[Path, str], T]) -> T:
     file = path / LINES_FILE if path.is_dir() else path
     try:
-        return file, file.read_text(encoding="utf-8")
+        return parse(file, file.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(f"{file} has no costs: {error!r}", "Give the --out of kvad bench cache-quality.") from error
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
-def _no_costs_error(file: Path, error: Exception) -> DataError:
-    return DataError(f"{file} has no costs: {error!r}", "Give the --out of kvad bench cache-quality.")
-
-
 def collect_costs(lines: Sequence[Mapping[str, Any]]) -> MeasuredCosts:
     """Compute costs from a bench's lines: the mean of each kind's cells for which the full cache finds the needle."""
-    first, costs = lines[0], []
-    full = _cells(lines, "full", 0.0)
-    informative = {cell for cell, recalls in full.items() if _mean(recalls) > MIN_FULL_RECALL}
-    for cache, ratio in dict.fromkeys((line["cache"], line["ratio"]) for line in lines):
-        own_lines = [line for line in lines if (line["cache"], line["ratio"]) == (cache, ratio)]
+    first, costs, by_cache = lines[0], [], _group_by(lines, "cache", "ratio")
+    tasks_of_full = [line for line in by_cache.get(("full", 0.0), ()) if line["measure"] != "text"]
+    cells = _group_by(tasks_of_full, "measure", "length")
+    informative = {cell for cell, group in cells.items() if _mean_recall(group) > MIN_FULL_RECALL}
+    for (cache, ratio), own_lines in by_cache.items():
         text = next((line for line in own_lines if line["measure"] == "text"), None)
-        kinds: dict[str, list[float]] = {}
-        for (kind, length), recalls in _cells(lines, cache, ratio).items():
-            if (kind, length) in informative:
-                kinds.setdefault(kind, []).extend(recalls)
-        recall = {kind: round(_mean(recalls), 4) for kind, recalls in kinds.items()}
+        tasks = [line for line in own_lines if (line["measure"], line["length"]) in informative]
+        recall = {kind: round(_mean_recall(group), 4) for (kind,), group in _group_by(tasks, "measure").items()}
         costs.append(CacheCost(cache, ratio, _short(text, "perplexity_ratio"), _short(text, "kl"), recall))
     name = Path(str(first["model"]).rstrip("/")).name
     return MeasuredCosts(name, first["digest"], first["commit"], first["machine"], dict(first["options"]), tuple(costs))
@@ -132,42 +123,38 @@ def collect_costs(lines: Sequence[Mapping[str, Any]]) -> MeasuredCosts:
 
 def merge_depths(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Merge the depths of a cache, kind and length into one line with their mean; the costs are unchanged."""
-    grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for line in lines:
-        grouped.setdefault(tuple(line[name] for name in ("cache", "ratio", "measure", "length")), []).append(line)
     merged = []
-    for group in grouped.values():
+    for group in _group_by(lines, "cache", "ratio", "measure", "length").values():
         line = {name: value for name, value in group[0].items() if name != "depth"}
         if "recall" in line:
-            line |= {"recall": _mean([each["recall"] for each in group]), "tasks": sum(each["tasks"] for each in group)}
+            line |= {"recall": _mean_recall(group), "tasks": sum(each["tasks"] for each in group)}
         merged.append(line)
     return merged
 
 
-def _cells(lines: Sequence[Mapping[str, Any]], cache: str, ratio: float) -> dict[tuple[str, int], list[float]]:
-    cells: dict[tuple[str, int], list[float]] = {}
+def _group_by(lines: Sequence[Mapping[str, Any]], *names: str) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in lines:
-        if (line["cache"], line["ratio"]) == (cache, ratio) and line["measure"] != "text":
-            cells.setdefault((line["measure"], line["length"]), []).append(line["recall"])
-    return cells
+        groups.setdefault(tuple(line[name] for name in names), []).append(line)
+    return groups
+
+
+def _mean_recall(lines: Sequence[Mapping[str, Any]]) -> float:
+    return fmean([line["recall"] for line in lines])
 
 
 def _short(line: Mapping[str, Any] | None, name: str) -> float | None:
     return None if line is None or line[name] is None else float(f"{line[name]:.5g}")
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def find_costs(measured: Sequence[MeasuredCosts], cache: str, ratio: float) -> list[tuple[MeasuredCosts, CacheCost]]:
+def find_costs(measured: Sequence[MeasuredCosts], cache: str, ratio: float) -> tuple[MeasuredCost, ...]:
     """Return the costs of this cache at this ratio, on every model that it was measured on."""
-    return [
-        (costs, cost)
+    return tuple(
+        MeasuredCost(costs.model, costs.digest, cost.perplexity_ratio, cost.kl, cost.recall)
         for costs in measured
         for cost in costs.costs
         if cost.cache == cache and abs(cost.ratio - ratio) <= MAX_RATIO_GAP
-    ]
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -182,10 +169,6 @@ def main(arguments: Sequence[str]) -> None:
         lines = ",\n   ".join(json.dumps(vars(cost)) for cost in costs.costs)
         rows.append(json.dumps({**vars(costs), "costs": "@"}).replace('"@"', f"[\n   {lines}\n  ]"))
     PACKAGED_COSTS.write_text('{"measured": [\n  ' + ",\n  ".join(rows) + "\n]}\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
 
 
 DEFAULT_POLICIES = ("sinks", "heavy-hitters", "snapkv")
@@ -204,13 +187,6 @@ class PolicyChoice:
             return self.name
         interval = min(DEFAULT_INTERVAL, slots_to_keep(self.ratio, context))
         return policy_for_ratio(self.name, self.ratio, context, interval)
-
-
-@dataclass(frozen=True)
-class RequestedSeqs:
-    """A requested number of sequences, with the greatest length; a plain number is a length."""
-
-    count: int
 
 
 @dataclass(frozen=True)
@@ -289,14 +265,12 @@ def find_configurations(
 ) -> FitTable:
     """Find for each length the most sequences that fit, and for each number of sequences the greatest length."""
     rows_found, refused = list[FitRow](), dict[str, None]()
-    targets: list[int | RequestedSeqs] = [*contexts, *(RequestedSeqs(each) for each in rows)]
-    for target in targets:
-        for choice in choices:
-            for form in formats:
-                try:
-                    rows_found.extend(_fit_row(plan, memory_bytes, target, choice, form, costs))
-                except ConfigError as error:
-                    refused[f"{form}, {choice.name}: {error.message}"] = None
+    targets = [*((None, context) for context in contexts), *((num_seqs, None) for num_seqs in rows)]
+    for target, choice, form in product(targets, choices, formats):
+        try:
+            rows_found.extend(_fit_row(plan, memory_bytes, target, choice, form, costs))
+        except ConfigError as error:
+            refused[f"{form}, {choice.name}: {error.message}"] = None
     shown = (("perplexity", [row.perplexity for row in rows_found]), ("finds", [row.needle for row in rows_found]))
     sources = [
         f"{label}: {each.source}"
@@ -310,11 +284,12 @@ def find_configurations(
 def _fit_row(
     plan: MemoryPlan,
     memory_bytes: int,
-    target: int | RequestedSeqs,
+    target: tuple[int | None, int | None],
     choice: PolicyChoice,
     form: str,
     costs: Sequence[MeasuredCosts],
 ) -> Iterator[FitRow]:
+    """Yield the row of (number of sequences, length), of which the one that is None is as large as fits, if any."""
     keys, values = cache_lib.quantization.split_format_name(form)
 
     def build_cache(rows: int, context: int) -> CacheConfig:
@@ -325,46 +300,32 @@ def _fit_row(
     def total(rows: int, context: int) -> int:
         return sizing.fits.total_bytes_with(plan, build_cache(rows, context))
 
-    if isinstance(target, RequestedSeqs):
-        rows, context = target.count, plan.config.max_seq_len
-        unit = min(plan.cache.block_size, context)
-        if total(rows, context) > memory_bytes:
-            context = unit * sizing.fits.binary_search_max(
-                context // unit, lambda n: total(target.count, unit * n) <= memory_bytes
-            )
-    else:
-        context = target
-        rows = sizing.fits.binary_search_max(sizing.fits.MAX_PLANNED_SEQS, lambda n: total(n, context) <= memory_bytes)
+    search, (num_seqs, length) = sizing.fits.binary_search_max, target
+    rows, context = num_seqs or 0, length or plan.config.max_seq_len
+    unit = min(plan.cache.block_size, context)
+    if num_seqs is None:
+        rows = search(sizing.fits.MAX_PLANNED_SEQS, lambda n: total(n, context) <= memory_bytes)
+    elif total(rows, context) > memory_bytes:
+        context = unit * search(context // unit, lambda n: total(rows, unit * n) <= memory_bytes)
     if rows and context:
         requested = build_cache(rows, context)
         policy = resolve_for_model(plan.config, requested).policy
         # Sequences at their limit may continue under another policy, and only offloading keeps all of their tokens.
         is_lossy_overflow = policy != requested.policy and plan.cache.overflow != "offload"
-        keeps_everything = _name(choice, context)[0] == "full" and not is_lossy_overflow
-        is_lossless = keeps_everything and _exact(form, plan.weights_dtype)
-        has_cost = not is_lossless and not is_lossy_overflow
-        measured = _measured_cost(plan, choice, form, context, costs) if has_cost else ()
+        name, ratio = _name(choice, context)
+        is_exact = _exact(form, plan.weights_dtype)
+        is_lossless = name == "full" and is_exact and not is_lossy_overflow
+        if name == "full":
+            name, ratio = form, 0.0
+        elif not is_exact:  # A policy's own cost is for the computed format; with int8 it is that of "snapkv+int8".
+            name = f"{name}+{form}"
+        measured = () if is_lossless or is_lossy_overflow else find_costs(costs, name, ratio)
         yield FitRow(rows, context, total(rows, context), form, policy, choice.ratio, is_lossless, measured)
 
 
 def _exact(form: str, computed: str) -> bool:
     formats = map(cache_lib.quantization.get_format, cache_lib.quantization.split_format_name(form))
     return all(fmt.loss != "lossy" and fmt.bits >= 8 * config.DTYPE_BYTES[computed] for fmt in formats)
-
-
-def _measured_cost(
-    plan: MemoryPlan, choice: PolicyChoice, form: str, context: int, costs: Sequence[MeasuredCosts]
-) -> tuple[MeasuredCost, ...]:
-    """Return measured costs. A policy's own cost is for the computed format; with int8 it is that of "snapkv+int8"."""
-    name, ratio = _name(choice, context)
-    if name == "full":
-        name, ratio = form, 0.0
-    elif not _exact(form, plan.weights_dtype):
-        name = f"{name}+{form}"
-    return tuple(
-        MeasuredCost(measured.model, measured.digest, cost.perplexity_ratio, cost.kl, cost.recall)
-        for measured, cost in find_costs(costs, name, ratio)
-    )
 
 
 def _name(choice: PolicyChoice, context: int) -> tuple[str, float]:
@@ -391,3 +352,7 @@ def weights_shortfall(plan: MemoryPlan, memory_bytes: int) -> tuple[int, str, in
     if plan.weights <= memory_bytes:
         return None
     return plan.weights - memory_bytes, "bfloat16", config.parameter_shapes.weight_bytes(plan.config, "bfloat16")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -30,6 +30,7 @@ from kvad.planning.fit import FitTable, weights_shortfall
 from kvad.planning.known_models import known_model
 from kvad.train.config import RunConfig, read_toml
 
+PARTS = ("payload", "scales", "metadata")
 BYTE_FIELDS = (
     "weights", "summarizer", "payload", "scales", "metadata", "reserved", "pool", "scratch", "activations",
     "prefix_cache_host_bytes", "total",
@@ -101,7 +102,7 @@ def _content(path: Path) -> Mapping[str, Any]:
 def _read_hf(name: str, path: Path) -> PlanTarget:
     """Read a Hugging Face config; weights next to it decide what it leaves open: tied head, kind of head."""
     origin = str(_content(path).get("model_type", ""))
-    weights = (path.parent / checkpoint.hub.SINGLE, path.parent / checkpoint.hub.INDEX)
+    weights = (path.parent / checkpoint.folder.MODEL, path.parent / checkpoint.folder.INDEX)
     if path.name == checkpoint.folder.CONFIG and any(file.is_file() for file in weights):
         handle = checkpoint.hf_layout.HFCheckpoint(path.parent)
         return PlanTarget(name, handle.config, str(handle.stored_dtype).removeprefix("torch."), origin)
@@ -110,27 +111,21 @@ def _read_hf(name: str, path: Path) -> PlanTarget:
 
 
 def _read_config(path: Path) -> ModelConfig:
+    """Read a bare model, or a run file of ``kvad train``, whose vocabulary is the maximum of its tokenizer."""
     if path.suffix != ".toml":
         return ModelConfig.load(path)
     try:
-        return _read_toml(path)
+        content = read_toml(path)
+        if not content.keys() & {"data", "tokenizer", "train"}:
+            return ModelConfig.from_dict(content.get("model", content))
+        recipe = RunConfig.from_dict(content)
+        if "vocab_size" not in recipe.model and recipe.tokenizer.kind != "bpe":
+            message = f"the vocabulary of a {recipe.tokenizer.kind} tokenizer is known when it is trained"
+            raise ConfigError(message, "set model.vocab_size, or plan the trained model")
+        return recipe.resolve(recipe.model.get("vocab_size", recipe.tokenizer.vocab_size))
     except ConfigError as error:
         prefix = "" if str(path) in error.message else f"{path}: "
         raise ConfigError(prefix + error.message, error.hint) from error
-
-
-def _read_toml(path: Path) -> ModelConfig:
-    """Read a bare model, or a run file of ``kvad train``, whose vocabulary is the maximum of its tokenizer."""
-    content = read_toml(path)
-    if not content.keys() & {"data", "tokenizer", "train"}:
-        return ModelConfig.from_dict(content.get("model", content))
-    recipe = RunConfig.from_dict(content)
-    if "vocab_size" not in recipe.model and recipe.tokenizer.kind != "bpe":
-        raise ConfigError(
-            f"the vocabulary of a {recipe.tokenizer.kind} tokenizer is known when it is trained",
-            "set model.vocab_size, or plan the trained model",
-        )
-    return recipe.resolve(recipe.model.get("vocab_size", recipe.tokenizer.vocab_size))
 
 
 def plan_target(
@@ -145,30 +140,20 @@ def plan_target(
     deterministic: bool = False,
     **cache: Any,
 ) -> MemoryPlan:
-    """Plan a target.
+    """Plan a target with a summarizer ``learned`` and steps of ``budget`` tokens; ``cache``: fields of CacheConfig.
 
-    Args:
-        context: Maximum length; default: the model's limit. For an encoder, the length of its texts.
-        source_context: Maximum length of the encoder input; default: the model's limit.
-        weights_dtype: Default: the stored dtype, else float32.
-        dtype: Cache dtype; default: that of the weights.
-        budget: Tokens of a step.
-        learned: Shape of a summarizer.
-        **cache: Other fields of CacheConfig.
-
+    The maximum lengths are by default the model's limits; ``context`` is that of texts for an encoder. The dtypes are
+    by default the stored one, else float32, and for the cache (``dtype``) that of the weights.
     """
     limit, source = target.config.max_seq_len, target.config.encoder_input
     if source is None and source_context is not None:
-        raise UsageError(
-            f"{target.name} has no encoder input: it is {with_article(target.config.kind)}", "Use --max-seq-len."
-        )
+        message = f"{target.name} has no encoder input: it is {with_article(target.config.kind)}"
+        raise UsageError(message, "Use --max-seq-len.")
     max_source_len = 0 if source is None else source.max_seq_len
     for label, requested, limit_tokens in (("length", context, limit), ("source", source_context, max_source_len)):
         if requested is not None and requested > limit_tokens:
-            raise UsageError(
-                f"a {label} of {requested:,} tokens is beyond the limit of {target.name}, {limit_tokens:,} tokens",
-                f"Use {limit_tokens:,} or less.",
-            )
+            message = f"a {label} of {requested:,} tokens is beyond the limit of {target.name}, {limit_tokens:,} tokens"
+            raise UsageError(message, f"Use {limit_tokens:,} or less.")
     if source_context is not None and source_context < 1:
         raise UsageError(f"--max-source-len: must be at least 1, got {source_context}")
     stored_dtype = "float32" if target.stored_dtype == "float16" else target.stored_dtype  # widened when it is loaded
@@ -200,9 +185,7 @@ def build_report(
     table: FitTable | None = None,
     mesh: Mesh | None = None,
 ) -> PlanReport:
-    """Build the report.
-
-    Speeds are for one sequence and for all, at the maximum length; an encoder has none.
+    """Build the report, with speeds for one sequence and for all at the maximum length; an encoder has none.
 
     ``mesh``: compute the memory of each of its ranks instead of speeds; ConfigError if it does not fit the model.
     """
@@ -216,7 +199,15 @@ def build_report(
 
 
 def report_to_json(report: PlanReport) -> Mapping[str, object]:
-    """Build the output of ``--json``; all sizes in bytes."""
+    """Build the output of ``--json``; all sizes in bytes.
+
+    In ``fit``, ``largest`` has the largest sizes of the requested cache, and ``table`` other configurations that fit.
+    """
+    fit = None
+    if report.fit is not None:
+        short = weights_shortfall(report.plan, report.fit)
+        missing = None if short is None else dict(zip(("missing", "dtype", "weights"), short, strict=True))
+        fit = {"bytes": report.fit, "largest": report.fits, "table": report.table, "weights_too_large": missing}
     return {
         "name": report.name,
         "kind": report.plan.config.kind,
@@ -226,7 +217,7 @@ def report_to_json(report: PlanReport) -> Mapping[str, object]:
         "bandwidth": report.bandwidth,
         "bandwidth_measured": report.measured,
         "speeds": report.speeds,
-        "fit": None if report.fit is None else _fit_json(report, report.fit),
+        "fit": fit,
         "ranks": [_rank_json(rank) for rank in report.ranks],
     }
 
@@ -242,17 +233,8 @@ def _fields(value: object, *names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
-def _fit_json(report: PlanReport, fit: int) -> Mapping[str, object]:
-    """Return ``largest``, the largest sizes of the requested cache, and ``table``, other configurations that fit."""
-    short = weights_shortfall(report.plan, fit)
-    missing = None if short is None else dict(zip(("missing", "dtype", "weights"), short, strict=True))
-    return {"bytes": fit, "largest": report.fits, "table": report.table, "weights_too_large": missing}
-
-
 def memory_to_json(plan: MemoryPlan) -> Mapping[str, object]:
-    """Return the plan, its bytes and each group's.
-
-    The policy is the one that ``overflow`` selects, if any.
+    """Return the plan, its bytes and each group's; the policy is the one that ``overflow`` selects, if any.
 
     ``swapped_seq_bytes``: host memory of a preempted sequence, 0 if it is recomputed; ``swap_space``: their bound, part
     of the total if requested; ``offload``: host memory of offloaded tokens, in the total, and their maximum on disk.
@@ -269,8 +251,7 @@ def memory_to_json(plan: MemoryPlan) -> Mapping[str, object]:
         },
         "max_seq_len": plan.cache.max_seq_len,
         "max_source_len": None if plan.config.encoder_input is None else plan.cache.max_source_len,
-        "max_num_batched_tokens": plan.max_num_batched_tokens,
-        "deterministic": plan.deterministic,
+        **_fields(plan, "max_num_batched_tokens", "deterministic"),
         "bytes": _fields(plan, *BYTE_FIELDS),
         "swapped_seq_bytes": plan.swapped_seq_bytes,
         "offload": _fields(plan.offload, "ram_bytes", "staging_bytes", "checksum_bytes", "disk_bytes"),
@@ -286,7 +267,7 @@ def group_layers(plan: MemoryPlan, group_plan: GroupPlan) -> tuple[int, ...]:
 
 
 def _group_json(memory_plan: MemoryPlan, plan: GroupPlan) -> Mapping[str, object]:
-    group, size = plan.group, plan.bytes
+    group = plan.group
     return {
         "is_cross_attention": group.spec.is_cross_attention,
         "layers": group_layers(memory_plan, plan),
@@ -295,16 +276,10 @@ def _group_json(memory_plan: MemoryPlan, plan: GroupPlan) -> Mapping[str, object
         "value_dtype": group.value_format,
         "lower_level": None if group.lower_level is None else group.lower_level._asdict(),
         **_fields(group.spec, "window", "num_kv_heads", "head_dim", "value_dim"),
-        "block_size": group.block_size,
-        "num_blocks": group.num_blocks,
-        "max_blocks_per_seq": group.max_blocks_per_seq,
-        "bytes_per_token": {
-            "payload": size.per_token_payload,
-            "scales": size.per_token_scales,
-            "metadata": size.per_token_metadata,
-        },
-        "bytes_per_sequence": {"payload": plan.seq_payload, "scales": plan.seq_scales, "metadata": plan.seq_metadata},
-        **_fields(plan, "payload", "scales", "metadata", "reserved"),
+        **_fields(group, "block_size", "num_blocks", "max_blocks_per_seq"),
+        "bytes_per_token": {part: getattr(plan.bytes, f"per_token_{part}") for part in PARTS},
+        "bytes_per_sequence": {part: getattr(plan, f"seq_{part}") for part in PARTS},
+        **_fields(plan, *PARTS, "reserved"),
     }
 
 
@@ -314,7 +289,10 @@ def describe_retention(group: CacheGroup, own: Sequence[AttentionSpec] = ()) -> 
     if spec.is_cross_attention:
         return "cross-attention, the whole encoder input"
     if level is not None:
-        return _level(group)
+        num_slots = level.max_blocks * group.block_size
+        if level.ratio > 1:
+            return f"{num_slots:,} summaries of {format_count(level.ratio, 'older token')} each at most"
+        return f"up to {format_count(num_slots, 'older token')}, {'offloaded' if level.is_offloaded else 'quantized'}"
     if group.demotion_policy is not None:
         first = f"the first {group.demotion_policy.num_sinks:,} and " if group.demotion_policy.num_sinks else ""
         return f"{first}the latest {format_count(group.demotion_policy.recent, 'token')} unchanged"
@@ -332,16 +310,6 @@ def describe_retention(group: CacheGroup, own: Sequence[AttentionSpec] = ()) -> 
         text += f", {spec.window_step:,} leaving at once"
     first = f"the first {spec.num_sinks:,} and " if spec.num_sinks else ""
     return first + text
-
-
-def _level(group: CacheGroup) -> str:
-    level, size = group.lower_level, group.block_size
-    assert level is not None
-    if level.is_offloaded:
-        return f"up to {format_count(level.max_blocks * size, 'older token')}, offloaded"
-    if level.ratio > 1:
-        return f"{level.max_blocks * size:,} summaries of {format_count(level.ratio, 'older token')} each at most"
-    return f"up to {format_count(level.max_blocks * size, 'older token')}, quantized"
 
 
 def describe_format(group: CacheGroup) -> str:

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from kvad.storage import container as container
     from kvad.storage import filesystem as filesystem
     from kvad.storage import temp_paths as temp_paths
+    from kvad.storage.container import CacheFingerprint as CacheFingerprint
     from kvad.storage.container import ContainerFile as ContainerFile
     from kvad.storage.container import Section as Section
     from kvad.storage.filesystem import REAL_FILE_SYSTEM as REAL_FILE_SYSTEM
     from kvad.storage.filesystem import Buffer as Buffer
     from kvad.storage.filesystem import FileSystem as FileSystem
-    from kvad.storage.fingerprint import CacheFingerprint as CacheFingerprint
     from kvad.storage.io_thread import IoThread as IoThread
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -25,9 +25,7 @@ from kvad.storage.temp_paths import interrupted_writes, list_temp_paths, replace
 def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
     """Yield an empty folder to write into; it becomes ``final`` if the block succeeds.
 
-    Args:
-        final: Path of the folder to create or replace.
-        replaces: Other folders of the same parent that are removed in the same operation.
+    ``replaces`` are other folders of the same parent that are removed in the same operation.
 
     Raises:
         SaveError: If the disk fails, in the block or afterwards. The previous folder is then complete.

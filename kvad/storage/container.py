@@ -10,7 +10,7 @@ r"""Checksummed container files: sessions, swapped sequences, blocks and pinned 
     end          8 bytes   KVADEND\n
 
 Every byte is covered by a checksum, and the header gives the file's length, so a flipped bit, a truncated or a longer
-file is detected before any of it is used. ``fingerprint`` identifies the model and the cache (``fingerprint.py``);
+file is detected before any of it is used. ``fingerprint`` identifies the model and the cache (``CacheFingerprint``);
 ``metadata`` is plain JSON of the writer.
 
 A file is written under a temporary name, readable by its owner only, and renamed when complete (``temp_paths.py``).
@@ -28,6 +28,8 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -48,6 +50,47 @@ WIDTHS = {  # bytes of a number, by the name of its torch dtype
     "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
+
+
+FORMAT_VERSION = "2"  # of CacheFingerprint
+
+
+@dataclass(frozen=True)
+class CacheFingerprint:
+    """Identity of stored keys and values: named parts that must be equal before use.
+
+        model       all weights and the architecture
+        adapter     adapter merged into the weights; absent without one
+        tokenizer   and template: how text became token ids ("" if ids were given)
+        keys        values, policy, rotate, endless, summaries: cache formats and policy
+        computed    dtype of the computation, and whether it is batch-invariant
+        regime      rotary regime, if it depends on the maximum length of the sequence
+        salt        of the tenant: stored blocks are found only by requests with the same salt
+        version     of this list
+
+    Block size, layout and devices are not included: stored blocks move between those.
+    """
+
+    parts: Mapping[str, str]
+
+    def __init__(self, **parts: str) -> None:
+        object.__setattr__(self, "parts", {"version": FORMAT_VERSION, **dict(sorted(parts.items()))})
+
+    def differences(self, other: Mapping[str, str]) -> Iterator[str]:
+        """Yield the parts that differ: "model", or "policy: full here, window(64) there"."""
+        for name in dict.fromkeys([*self.parts, *other]):
+            here, there = self.parts.get(name, ""), other.get(name, "")
+            if here != there:
+                plain = len(here) + len(there) <= 80 and name not in ("model", "tokenizer", "template", "salt")
+                yield f"{name}: {here or 'none'} here, {there or 'none'} there" if plain else name
+
+    def digest(self) -> bytes:
+        """Return a 16-byte hash of all parts."""
+        hasher = blake2b(digest_size=16)
+        for name, value in sorted(self.parts.items()):
+            for text in (name, value):
+                hasher.update(len(text.encode()).to_bytes(8, "little") + text.encode())
+        return hasher.digest()
 
 
 class Section(NamedTuple):
@@ -92,14 +135,7 @@ def write_container(
 ) -> int:
     """Write a container atomically and return its size in bytes; on failure (OSError) the previous file stays.
 
-    Args:
-        path: Final path.
-        kind: Kind of the container, such as "session".
-        fingerprint: Parts of the CacheFingerprint.
-        metadata: Plain JSON of the writer.
-        sections: Arrays with unique names.
-        durable: Flush file and folder before returning.
-        fs: File system.
+    ``kind`` is "session", for example; the sections have unique names.
     """
     infos = [[name, dtype, list(shape), memoryview(data).nbytes, crc32(data)] for name, dtype, shape, data in sections]
     assert len({section.name for section in sections}) == len(sections), "duplicate section name"
@@ -133,11 +169,7 @@ def write_container(
 class ContainerFile:
     """An open container with a verified header. Each section is verified when it is read.
 
-    Args:
-        path: Path of the file, for messages.
-        file: Open file descriptor.
-        fs: File system.
-        whole: Read a file of up to MAX_CACHED_BYTES at once; sections are then views of it.
+    ``whole`` reads a file of up to MAX_CACHED_BYTES at once; sections are then views of it.
     """
 
     def __init__(self, path: Path, file: int, fs: FileSystem, *, whole: bool = False) -> None:
@@ -172,14 +204,10 @@ class ContainerFile:
 
     def check(self) -> None:
         """Read and verify the whole file in chunks; StorageError if any section is damaged."""
-        buffer = memoryview(bytearray(READ_CHUNK))
         for section in self.header.sections.values():
-            crc, at = 0, 0
-            while at < section.nbytes:
-                part = buffer[: min(READ_CHUNK, section.nbytes - at)]
-                if self._fs.read(self._file, part, section.offset + at) != len(part):
-                    raise self._damaged(f"section {section.name} is truncated")
-                crc, at = crc32(part, crc), at + len(part)
+            crc = 0
+            for at in range(0, section.nbytes, READ_CHUNK):
+                crc = crc32(self._bytes(section.offset + at, min(READ_CHUNK, section.nbytes - at)), crc)
             if crc != section.crc:
                 raise self._damaged(f"section {section.name} has a wrong checksum")
 

@@ -105,11 +105,8 @@ class FileSystem:
     def list_files(self, folder: Path) -> list[DirEntry]:
         """Return the regular files of a folder, without links and folders."""
         with os.scandir(folder) as entries:
-            stats = [
-                (entry.name, entry.stat(follow_symlinks=False))
-                for entry in entries
-                if entry.is_file(follow_symlinks=False)
-            ]
+            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+            stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in files]
         return [DirEntry(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
     def touch(self, path: Path) -> None:

@@ -52,9 +52,8 @@ def temp_path(path: Path, kind: str) -> Path:
 
 def replaced_path(path: Path, temporary: Path) -> Path:
     """Return the .gone path of ``path`` for the file written as ``temporary``."""
-    writing = parse_temp_path(temporary)
-    assert writing is not None and writing.kind == "tmp", temporary
-    return path.with_name(f".{path.name}.{writing.pid}.{writing.token}.gone")
+    _, pid, token, _ = temporary.name.rsplit(".", 3)
+    return path.with_name(f".{path.name}.{pid}.{token}.gone")
 
 
 def interrupted_writes(parent: Path) -> list[TempPath]:

@@ -1,4 +1,4 @@
-"""The Tokenizer protocol, special tokens, and shared checks.
+"""The Tokenizer class, special tokens, and shared checks.
 
 Invariant: ``decode(ids) == b"".join(map(incremental_decoder(), ids)).decode("utf-8", "replace")``. A tokenizer decodes
 token by token without lookahead, so streamed text equals ``decode`` (``detokenizer.py``).
@@ -17,16 +17,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 from kvad.errors import SaveError, TokenizerError, suggest
 
 FILE_NAME = "tokenizer.json"
 NAMES = {"separator": "<|endofdoc|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>", "unk": "<|unk|>"}
 ENCODER_NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}  # BERT's spelling
-UnknownPolicy = Literal["warn", "error"]
 MAX_PIECE_CHARS = 1 << 20  # longer documents are encoded in pieces of about this many characters
 
 
@@ -53,97 +53,136 @@ class SpecialTokens:
         return dict(self.named)
 
 
-class Tokenizer(Protocol):
-    """Converts text to ids and back, thread-safe; never truncates, pads or adds special tokens."""
+LANGUAGE_PLACEHOLDER = -1
 
-    on_unknown: UnknownPolicy
 
-    @property
-    def kind(
-        self,
-    ) -> str: ...  # "bpe" | "unigram" | "wordpiece" | "wordlevel"; kvad's formats: "byte" | "char" | "word"
+@dataclass(frozen=True)
+class PostProcessor:
+    """Special tokens around one text, and language codes.
 
-    @property
-    def vocab_size(self) -> int: ...  # the highest id + 1, added tokens included
+    In its two short rows of ids, ``LANGUAGE_PLACEHOLDER`` is replaced by the language's code:
 
-    @property
-    def special_tokens(self) -> SpecialTokens: ...
+        mBART     () x (</s>, LANGUAGE)        apply([7], "de_DE") == [7, 2, 250003]
+        NLLB      (LANGUAGE,) x (</s>,)        apply([7], "deu_Latn") == [256042, 7, 2]
+    """
 
-    @property
-    def source_tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of source texts if it differs from that of target texts (Marian), else None."""
-        ...
+    prefix_ids: tuple[int, ...] = ()
+    suffix_ids: tuple[int, ...] = ()
+    languages: Mapping[str, int] = field(default_factory=dict)  # code -> id
+    language: int | None = None  # default id
+
+    def apply(self, ids: Sequence[int], language: str | None = None) -> list[int]:
+        """Return ``ids`` with special tokens; raise TokenizerError for an unsupported language."""
+        code = self.language
+        if language is not None:
+            if LANGUAGE_PLACEHOLDER not in self.prefix_ids + self.suffix_ids:
+                raise TokenizerError(f"language {language!r}: this tokenizer has no language tokens")
+            code = self.languages.get(language.strip("_<>"))  # "de", "__de__" and ">>de<<" are equal
+            if code is None:
+                raise TokenizerError(f"unknown language {language!r}", suggest(language, self.languages))
+        prefix_ids, suffix_ids = self.filled(code)
+        return [*prefix_ids, *ids, *suffix_ids]
+
+    def filled(self, code: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return both rows with the id of a language; None omits it."""
+        prefix_ids, suffix_ids = (
+            tuple(id_ for i in row if (id_ := code if i == LANGUAGE_PLACEHOLDER else i) is not None)
+            for row in (self.prefix_ids, self.suffix_ids)
+        )
+        return prefix_ids, suffix_ids
+
+
+class Tokenizer(ABC):
+    """Converts text to ids and back, thread-safe; never truncates or pads, adds special tokens only on request."""
+
+    kind: str  # "bpe" | "unigram" | "wordpiece" | "wordlevel"; kvad's formats: "byte" | "char" | "word"
+    vocab_size: int  # the highest id + 1, added tokens included
+    special_tokens: SpecialTokens
+    on_unknown: Literal["warn", "error"] = "warn"  # for text without a token
+    source_tokenizer: Tokenizer | None = None  # of source texts if it differs from that of target texts (Marian)
+    units: ClassVar[tuple[str, str]] = "piece of text", "pieces of text"  # a token in messages, singular and plural
+    _post_processor: PostProcessor
 
     @property
     def languages(self) -> Mapping[str, int]:
         """Codes and ids of languages for ``add_special_tokens``; targets start with the id."""
-        ...
+        return self._post_processor.languages
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]: ...
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(self.special_tokens.names().values())
 
-    def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]: ...
+    # ------------------------------------------------------------ text -> ids
 
-    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        """Return ``ids`` with the model's special tokens, if any: ``[CLS] x [SEP]``, ``x </s>``.
+    def _encode_batch(self, texts: Iterable[str], specials: bool, unknown: Counter[str]) -> list[list[int]]:
+        """Return the ids of each text; unknown tokens become UNK and are counted in ``unknown``."""
+        return [self._encode(text, specials, unknown) for text in texts]
 
-        ``language`` ("deu_Latn") is for models with language tokens (default: theirs). Raises TokenizerError.
-        """
-        ...
-
-    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str: ...
-
-    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
-        """Return a function for one text that maps the next id to the bytes it adds."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the raw bytes of a token, possibly invalid UTF-8; ``b""`` for a special token."""
-        ...
-
-    def token_text(self, token_id: int) -> str:
-        """Return a printable form: spaces as ``␣``, the rest escaped."""
-        ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def fingerprint(self) -> str:
-        """Return the SHA-256 (hex) of everything that determines ids and text."""
-        ...
-
-
-class BaseTokenizer(ABC):
-    """Base of tokenizers that encode text by text; unknown tokens are reported once per call."""
-
-    units: ClassVar[tuple[str, str]]  # name of a token in messages, singular and plural
-    special_tokens: SpecialTokens
-    on_unknown: UnknownPolicy
-
-    @abstractmethod
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
-        """Return the ids of one text; unknown tokens become UNK and are counted in ``unknown``."""
-
-    @abstractmethod
-    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]: ...
-
-    @abstractmethod
-    def _display_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, or the name of a special one."""
+        raise NotImplementedError  # of a subclass without a method for batches
 
     def encode(self, text: str, *, specials: bool = False) -> list[int]:
         return self.encode_batch([text], specials=specials)[0]
 
     def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
         unknown: Counter[str] = Counter()
-        rows = [self._encode(text, specials, unknown) for text in check_texts(texts)]
-        has_unk = self.special_tokens.unk is not None
-        report_unknown(unknown, *self.units, has_unk=has_unk, on_unknown=self.on_unknown)
+        rows = self._encode_batch(checked_texts(texts), specials, unknown)
+        if unknown:
+            self._report_unknown(unknown)
         return rows
+
+    @property
+    def _has_unk(self) -> bool:
+        """True if unknown text becomes UNK."""
+        return self.special_tokens.unk is not None
+
+    def _report_unknown(self, unknown: Counter[str]) -> None:
+        """Print one line for all unknown tokens of a call, or raise an error that names them."""
+        listed = ", ".join(f"{text!r} x{count}" if count > 1 else repr(text) for text, count in unknown.most_common(5))
+        listed += f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        summary = f"{unknown.total()} {self.units[unknown.total() > 1]} not in the vocabulary"
+        if self.on_unknown == "error":
+            hint = "Train the tokenizer on text that contains them, or allow UNK."
+            raise TokenizerError(f"{summary}: {listed}", hint)
+        if not self._has_unk:
+            raise TokenizerError(f"{summary}, and this tokenizer has no UNK: {listed}")
+        print(f"kvad: {summary} became UNK: {listed}", file=sys.stderr)
+
+    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+        """Return ``ids`` with the model's special tokens, if any: ``[CLS] x [SEP]``, ``x </s>``.
+
+        ``language`` ("deu_Latn") is for models with language tokens (default: theirs). Raises TokenizerError.
+        """
+        return self._post_processor.apply(ids, language)
+
+    # ------------------------------------------------------------ ids -> text
+
+    @abstractmethod
+    def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+        """Return a function for one text that maps the next id to the bytes it adds."""
+
+    @abstractmethod
+    def _display_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, or the name of a special one."""
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
         return b"".join(map(self.incremental_decoder(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the raw bytes of a token, possibly invalid UTF-8; ``b""`` for a special token."""
+        return b"" if token_id in self._special_ids else self._display_bytes(token_id)
+
     def token_text(self, token_id: int) -> str:
-        return printable_token(self._display_bytes(token_id))
+        r"""Return a printable form: ``b" def\\n"`` as ``"␣def\\\\n"``, bytes that are not UTF-8 as ``<0xE3>``."""
+        raw = self._display_bytes(token_id)
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in raw)
+        listed = (char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+        return "".join(listed).replace(" ", "␣")
+
+    # ------------------------------------------------------------ files
 
     @property
     @abstractmethod
@@ -154,6 +193,7 @@ class BaseTokenizer(ABC):
         write_text(Path(folder) / FILE_NAME, self._file_text)
 
     def fingerprint(self) -> str:
+        """Return the SHA-256 (hex) of everything that determines ids and text."""
         return hashlib.sha256(self._file_text.encode()).hexdigest()
 
 
@@ -189,45 +229,19 @@ def check_text(text: str) -> None:
         raise TokenizerError(f"the text is not valid Unicode: {problem}", "Replace or remove it.") from None
 
 
-def check_texts(texts: Iterable[str]) -> Iterable[str]:
-    """Reject a str, which would be iterated by character."""
+def checked_texts(texts: Iterable[str]) -> Iterator[str]:
+    """Yield texts that ``check_text`` accepts; reject a str, which would be iterated by character."""
     if isinstance(texts, str):
         raise TokenizerError("expected several texts, got one str", "Put it in a list: [text].")
-    return texts
+    for text in texts:
+        check_text(text)
+        yield text
 
 
-def check_on_unknown(on_unknown: str) -> UnknownPolicy:
-    if on_unknown == "warn":
-        return "warn"
-    if on_unknown == "error":
-        return "error"
-    raise TokenizerError(f"on_unknown={on_unknown!r}", suggest(on_unknown, ["warn", "error"]))
-
-
-def out_of_range_error(token_id: int, vocab_size: int) -> TokenizerError:
-    return TokenizerError(
-        f"token id {token_id} is outside the vocabulary of {vocab_size} tokens (0 to {vocab_size - 1})",
-        "Check that the model and the tokenizer belong together.",
-    )
-
-
-def report_unknown(
-    unknown: Counter[str], singular: str, plural: str, *, has_unk: bool, on_unknown: UnknownPolicy
-) -> None:
-    """Print one line for all unknown tokens of a call, or raise an error that names them."""
-    if not unknown:
-        return
-    listed = ", ".join(f"{text!r} x{count}" if count > 1 else repr(text) for text, count in unknown.most_common(5))
-    omitted = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-    noun = singular if unknown.total() == 1 else plural
-    summary = f"{unknown.total()} {noun} not in the vocabulary"
-    if on_unknown == "error":
-        raise TokenizerError(
-            f"{summary}: {listed}{omitted}", "Train the tokenizer on text that contains them, or allow UNK."
-        )
-    if not has_unk:
-        raise TokenizerError(f"{summary}, and this tokenizer has no UNK: {listed}{omitted}")
-    print(f"kvad: {summary} became UNK: {listed}{omitted}", file=sys.stderr)
+def check_token_id(token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        message = f"token id {token_id} is outside the vocabulary of {vocab_size} tokens (0 to {vocab_size - 1})"
+        raise TokenizerError(message, "Check that the model and the tokenizer belong together.")
 
 
 _WORD_END = re.compile(r"\S(?=\s)")  # Python's \s includes every character of the library's \s
@@ -249,16 +263,6 @@ def split_text(text: str, limit: int = MAX_PIECE_CHARS) -> Iterator[str]:
         yield text[start : match.end()]
         start = match.end()
     yield text[start:] if start else text
-
-
-def printable_token(raw: bytes) -> str:
-    r"""Convert ``b" def\\n"`` to ``"␣def\\\\n"``, and bytes that are not UTF-8 to ``<0xE3>``."""
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return "".join(f"<0x{byte:02X}>" for byte in raw)
-    listed = (char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
-    return "".join(listed).replace(" ", "␣")
 
 
 def write_text(path: Path, text: str) -> None:

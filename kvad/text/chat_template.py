@@ -5,44 +5,67 @@ A template is a Jinja program that comes with the model: ``chat_template.jinja``
 equals that of ``transformers.apply_chat_template(tokenize=False)`` character by character; special tokens appear by
 name, so encode it with ``encode(text, specials=True)``.
 
-Templates are untrusted code: ``template_sandbox.py`` renders them with Jinja's immutable sandbox in a child process
-with limits of time, memory and output. Input is plain data only: str, int, float, bool, None, lists and dicts; a tuple
-becomes a list. No torch.
+Templates are untrusted code: ``template_worker.py`` renders them with Jinja's immutable sandbox in a process without
+torch that is started once and renders any number of templates, with limits of time, memory and output. The limit of
+time is CPU time of that process: neither a busy machine nor this process's garbage collector counts. A process that
+exceeds a limit ends, and the next render starts another. Input is plain data only: str, int, float, bool, None, lists
+and dicts; a tuple becomes a list. No torch.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kvad.errors import ChatTemplateError, suggest
-from kvad.text.template_sandbox import MAX_NESTING, RenderLimits, render_template
-
-__all__ = ["ChatTemplate", "RenderLimits", "RenderedChat", "template_fingerprint"]
+from kvad.errors import ChatTemplateError, TokenizerError, suggest
+from kvad.text.hf_config import CONFIG_NAME, SPECIAL_TOKENS_MAP, read_optional_object, read_text, token_name
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 LEGACY_FILE = "chat_template.json"
-CONFIG = "tokenizer_config.json"
-SPECIALS = "special_tokens_map.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 ADDITIONAL, EXTRA = "additional_special_tokens", "extra_special_tokens"
-RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # same as in transformers; its space shows whether the template trims messages
+
+MAX_SOURCE = 1 << 16  # characters of a template; the longest in use have about 30,000
+MAX_NESTING = 200  # levels of lists and objects within each other
+MAX_WORKERS = 4  # renders at the same time, each in a process of about 20 MB
+MAX_SPANS = 16 << 20  # bytes of a reply in addition to its text
+START_SECONDS, WAIT_FACTOR = 60.0, 20.0  # a render waits so long, and for each second of CPU, on a busy machine
+T = TypeVar("T")
+START = "import sys; sys.path += sys.argv[1:]; from template_worker import main; main()"
+
+
+@dataclass(frozen=True)
+class RenderLimits:
+    """Limits of one render. Its memory is limited by ``template_worker.MAX_MEMORY``."""
+
+    seconds: float = 1.0  # CPU time of compiling and rendering
+    output: int = 4 << 20  # characters
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """Rendered text and, if the template marks them, the assistant's ranges (see ``spans``)."""
+    """Rendered text, and the positions of its ``{% generation %}`` blocks, the assistant's (see ``spans``)."""
 
     text: str
-    generation_marks: tuple[tuple[int, int], ...] | None = ()
+    generation_marks: tuple[tuple[int, int], ...] | None = ()  # in order; None if a block is part of another text
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -59,13 +82,9 @@ class RenderedChat:
 
 
 class ChatTemplate:
-    """Templates of one model and its special tokens. Immutable and thread-safe.
+    """Templates of one model (a source, or sources by name) and its special tokens. Immutable and thread-safe.
 
-    Args:
-        templates: Source, or sources by name.
-        specials: Texts of variables such as ``bos_token``.
-        name: Template to use always.
-        limits: Limits of rendering.
+    ``specials`` are the texts of variables such as ``bos_token``; ``name`` is the template to use always.
     """
 
     def __init__(
@@ -89,14 +108,13 @@ class ChatTemplate:
         folder = Path(folder)
         if not folder.is_dir():
             raise ChatTemplateError(f"no such folder: {folder}")
-        config = _read_object(folder / CONFIG)
+        config, legacy, table = (
+            _read(read_optional_object, folder / file) for file in (CONFIG_NAME, LEGACY_FILE, SPECIAL_TOKENS_MAP)
+        )
         templates = _own_files(folder)
-        for file in (CONFIG, LEGACY_FILE):
-            content = config if file == CONFIG else _read_object(folder / file)
+        for file, content in ((CONFIG_NAME, config), (LEGACY_FILE, legacy)):
             templates = templates or _named(content.get("chat_template"), folder / file)
-        if not templates:
-            return None
-        return cls(templates, _specials(config, _read_object(folder / SPECIALS)), name=name, limits=limits)
+        return cls(templates, _specials(config, table), name=name, limits=limits) if templates else None
 
     def fingerprint(self) -> str:
         """Return a hash of the templates and their special tokens."""
@@ -141,71 +159,56 @@ class ChatTemplate:
         """
         if generation_prompt and continue_final:
             raise ChatTemplateError("generation_prompt and continue_final cannot be combined")
-        checked_messages = _messages(messages)
-        final_text = _append_tag(checked_messages[-1]) if continue_final else None
+        copied_messages = _copy_messages(messages)
+        final_text = _append_tag(copied_messages[-1]) if continue_final else None
         template_variables = {
-            "messages": checked_messages,
-            "tools": _dicts(tools, "tools"),
-            "documents": _dicts(documents, "documents"),
+            "messages": copied_messages,
+            "tools": None if tools is None else _copy_objects(tools, "tools"),
+            "documents": None if documents is None else _copy_objects(documents, "documents"),
             "add_generation_prompt": generation_prompt,
         }
         extra = _copy_plain_data(dict(variables or {}), "variables")
-        if reserved := [key for key in extra if key in RESERVED_VARIABLES]:
+        if reserved := [key for key in extra if key in template_variables]:
             raise ChatTemplateError(f"the variable {reserved[0]!r} is a separate argument")
         name = self.choose(tools=tools is not None)
-        output = render_template(
-            self.templates[name], {**self.specials, **extra, **template_variables}, self.limits, now
-        )
+        chat = render_template(self.templates[name], {**self.specials, **extra, **template_variables}, self.limits, now)
         if final_text is None:
-            return RenderedChat(output.text, output.spans)
-        text = _text_before_tag(output.text, final_text)
-        generation_marks = output.spans and tuple(
-            (start, min(end, len(text))) for start, end in output.spans if start < len(text)
-        )
-        return RenderedChat(text, generation_marks)
+            return chat
+        text, marks = _text_before_tag(chat.text, final_text), chat.generation_marks
+        size = len(text)
+        return RenderedChat(text, marks and tuple((start, min(end, size)) for start, end in marks if start < size))
 
 
 # ---------------------------------------------------------------- the conversation
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _copy_messages(messages: Any) -> list[dict[str, Any]]:
     """Copy and check messages: a role, and a content (text, parts, null) unless it calls tools."""
-    if not isinstance(messages, list | tuple):
-        raise ChatTemplateError(f"messages must be a list, not {_kind(messages)}")
-    if not messages:
-        raise ChatTemplateError("there are no messages")
     form = 'a message is {"role": ..., "content": ...}'
-    for index, message in enumerate(messages):
-        path_in_messages = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise ChatTemplateError(f"{path_in_messages} is {_kind(message)}, not an object", form)
+    copies = _copy_objects(messages, "messages", form)
+    if not copies:
+        raise ChatTemplateError("there are no messages")
+    for index, message in enumerate(copies):
         if not isinstance(message.get("role"), str):
             problem = f"a role that is {_kind(message['role'])}" if "role" in message else "no role"
-            raise ChatTemplateError(f"{path_in_messages} has {problem}", form)
+            raise ChatTemplateError(f"messages[{index}] has {problem}", form)
         if "content" not in message and "tool_calls" not in message:
-            raise ChatTemplateError(f"{path_in_messages} (role {message['role']!r}) has no content", form)
+            raise ChatTemplateError(f"messages[{index}] (role {message['role']!r}) has no content", form)
         content = message.get("content")
-        has_parts = isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content)
-        if not (content is None or isinstance(content, str) or has_parts):
-            label = (
-                "contains an item that is not an object"
-                if isinstance(content, list | tuple)
-                else f"is {_kind(content)}"
-            )
-            raise ChatTemplateError(
-                f"{path_in_messages}: its content {label}", "Use a text, or a list of parts {'type': ...}."
-            )
-    return [_copy_plain_data(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        is_list = isinstance(content, list)
+        if not (content is None or isinstance(content, str) or (is_list and all(isinstance(p, dict) for p in content))):
+            problem = "contains an item that is not an object" if is_list else f"is {_kind(content)}"
+            hint = "Use a text, or a list of parts {'type': ...}."
+            raise ChatTemplateError(f"messages[{index}]: its content {problem}", hint)
+    return copies
 
 
-def _dicts(values: Any, label: str) -> list[dict[str, Any]] | None:
-    if values is None:
-        return None
+def _copy_objects(values: Any, label: str, hint: str = "") -> list[dict[str, Any]]:
     if not isinstance(values, list | tuple):
-        raise ChatTemplateError(f"{label} must be a list of objects, not {_kind(values)}")
+        raise ChatTemplateError(f"{label} must be a list of objects, not {_kind(values)}", hint)
     for index, value in enumerate(values):
         if not isinstance(value, Mapping):
-            raise ChatTemplateError(f"{label}[{index}] is {_kind(value)}, not an object")
+            raise ChatTemplateError(f"{label}[{index}] is {_kind(value)}, not an object", hint)
     return [_copy_plain_data(value, f"{label}[{index}]") for index, value in enumerate(values)]
 
 
@@ -232,7 +235,7 @@ def _kind(value: object) -> str:
 def _append_tag(message: dict[str, Any]) -> str:
     """Append the tag to the message's text (in place), and return the text."""
     holder, key = message, "content"
-    if isinstance(message.get("content"), list | tuple):
+    if isinstance(message.get("content"), list):
         texts = [part for part in message["content"] if "text" in part]
         if texts:
             holder, key = texts[-1], "text"
@@ -251,30 +254,105 @@ def _text_before_tag(text: str, final_text: str) -> str:
     return text[:index] if text.startswith(_TAG, index) else text[:index].rstrip()
 
 
+# ---------------------------------------------------------------- rendering in child processes
+
+
+def render_template(
+    source: str, values: dict[str, Any], limits: RenderLimits, now: datetime | None = None
+) -> RenderedChat:
+    """Render a template with plain data, from any thread; each worker compiles it once.
+
+    Raises:
+        ChatTemplateError: If the template is wrong, rejects its variables or exceeds a limit.
+    """
+    if len(source) > MAX_SOURCE:
+        raise ChatTemplateError(f"the chat template has {len(source):,} characters; the limit is {MAX_SOURCE:,}")
+    clock = (now or datetime.now()).isoformat()
+    request = {"source": source, "values": values, "now": clock, "max_output": limits.output, "seconds": limits.seconds}
+    body = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    pool = _pool(os.getpid())
+    worker = pool.get()
+    try:
+        if worker is None or not worker.is_alive():
+            worker = _Worker()
+        reply = worker.exchange(body, limits)
+    finally:
+        pool.put(worker)
+    if "error" in reply:
+        raise ChatTemplateError(reply["error"])
+    spans = reply["spans"]
+    return RenderedChat(reply["text"], None if spans is None else tuple((start, end) for start, end in spans))
+
+
+@functools.cache
+def _pool(pid: int) -> queue.LifoQueue[_Worker | None]:
+    """Return the idle workers of a process, not of its parent; None is one to start."""
+    pool = queue.LifoQueue[_Worker | None]()
+    for _ in range(MAX_WORKERS):
+        pool.put(None)
+    return pool
+
+
+class _Worker:
+    """Child process that renders one template at a time and ends with this process."""
+
+    def __init__(self) -> None:
+        self._socket, child_end = socket.socketpair()
+        self._reader = self._socket.makefile("rb")
+        command = [sys.executable, "-I", "-c", START, str(Path(__file__).parent), *filter(None, sys.path)]
+        with child_end:
+            self._process = subprocess.Popen(
+                command,
+                stdin=child_end.fileno(),
+                stdout=child_end.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # the terminal's Ctrl-C is for this process
+            )
+        self.stop = weakref.finalize(self, _stop, self._process, self._socket, self._reader)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def exchange(self, body: bytes, limits: RenderLimits) -> dict[str, Any]:
+        """Send a request and return the reply, or an "error" that describes how the process ended."""
+        wait = START_SECONDS + WAIT_FACTOR * limits.seconds
+        size, reply = 0, b""
+        self._socket.settimeout(wait)
+        try:
+            self._socket.sendall(len(body).to_bytes(8) + body)
+            size = int.from_bytes(self._reader.read(8))
+            reply = self._reader.read(size) if size <= 8 * limits.output + MAX_SPANS else b""
+        except TimeoutError:
+            return {"error": f"the chat template took more than {wait:g} s"}
+        except OSError:  # the process ended before it read everything
+            pass
+        finally:
+            if not 0 < size == len(reply):
+                self.stop()  # after KeyboardInterrupt, too: the next request must not get this one's reply
+        if self.stop.alive:
+            answer: dict[str, Any] = json.loads(reply.decode("utf-8", "surrogatepass"))
+            return answer
+        status = self._process.returncode
+        endings = {-signal.SIGPROF: f"took more than {limits.seconds:g} s of CPU", errno.ENOMEM: "ran out of memory"}
+        return {"error": f"the chat template {endings.get(status, f'ended its process with status {status}')}"}
+
+
+def _stop(process: subprocess.Popen[bytes], connection: socket.socket, reader: BufferedReader) -> None:
+    """End a child process; in a fork of its parent, only close the connection."""
+    process.kill()
+    process.wait()
+    reader.close()
+    connection.close()
+
+
 # ---------------------------------------------------------------- the files
 
 
-def _read(path: Path) -> str:
+def _read(read: Callable[[Path], T], path: Path) -> T:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ChatTemplateError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ChatTemplateError(f"{path}: not UTF-8 at byte {error.start}") from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; ``{}`` if the file does not exist."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(_read(path))
-    except json.JSONDecodeError as error:
-        problem = f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
-        raise ChatTemplateError(f"{path}: {problem}") from None
-    if not isinstance(content, dict):
-        raise ChatTemplateError(f"{path}: expected an object, found {_kind(content)}")
-    return content
+        return read(path)
+    except TokenizerError as error:
+        raise ChatTemplateError(error.message, error.hint) from error.__cause__
 
 
 def _own_files(folder: Path) -> dict[str, str]:
@@ -282,7 +360,7 @@ def _own_files(folder: Path) -> dict[str, str]:
     paths = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).exists():
         paths = {"default": folder / TEMPLATE_FILE} | {name: path for name, path in paths.items() if name != "default"}
-    return {name: _read(path) for name, path in paths.items()}
+    return {name: _read(read_text, path) for name, path in paths.items()}
 
 
 def _named(templates: Any, path: Path) -> dict[str, str]:
@@ -304,21 +382,15 @@ def _specials(config: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, 
     if "added_tokens_decoder" not in config:
         added += [token for token in _texts(table.get(ADDITIONAL)) if token not in added]
         config = {**config, **table}
-    variables: dict[str, Any] = {role: _text(config.get(role)) for role in ROLES}
+    variables: dict[str, Any] = {role: token_name(config.get(role)) for role in ROLES}
     extra = config.get(EXTRA)
     if isinstance(extra, dict):
-        variables |= {name: _text(token) for name, token in extra.items()}
+        variables |= {name: token_name(token) for name, token in extra.items()}
     return {name: token for name, token in {**variables, ADDITIONAL: added}.items() if token}
 
 
-def _text(token: Any) -> str | None:
-    """Return the text of ``"<s>"`` or ``{"content": "<s>", ...}``."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
 def _texts(tokens: Any) -> list[str]:
-    return [text for token in tokens if (text := _text(token))] if isinstance(tokens, list) else []
+    return [text for token in tokens if (text := token_name(token))] if isinstance(tokens, list) else []
 
 
 def template_fingerprint(folder: Path) -> str:

@@ -78,10 +78,8 @@ class StopStringMatcher:
         if self._stopped is not None:
             return "", self._stopped
         text = self._pending_text + text
-        match = min(
-            ((index + len(stop), index, stop) for stop in self._stops if (index := text.find(stop)) >= 0), default=None
-        )
-        if match is not None:
+        matches = ((index + len(stop), index, stop) for stop in self._stops if (index := text.find(stop)) >= 0)
+        if (match := min(matches, default=None)) is not None:
             _, start, self._stopped = match
             self._pending_text = ""
             return text[:start], self._stopped

@@ -1,6 +1,4 @@
-"""Hugging Face tokenizer folders.
-
-Class, special and added tokens, options, and older vocabularies.
+"""Hugging Face tokenizer folders: class, special and added tokens, options, and older vocabularies.
 
 ``tokenizer_config.json`` contains most of it; older folders have ``special_tokens_map.json`` and ``added_tokens.json``
 instead, and without a class name the model's ``config.json`` determines it. The rules are those of transformers'
@@ -14,9 +12,10 @@ RoBERTa and Qwen2) or ``vocab.txt`` (BERT's WordPiece). Both are converted as in
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvad.errors import TokenizerError
@@ -25,31 +24,15 @@ from kvad.text.base import NAMES
 if TYPE_CHECKING:
     import tokenizers  # type: ignore[import-untyped]
 
-CONFIG_NAME = "tokenizer_config.json"
+CONFIG_NAME, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 SPECIAL_ROLES = (*NAMES, "cls", "sep", "mask")
 
 _CLASS_OF_MODEL = {  # config.json's model_type -> class, if no other file names it
-    "bart": "Bart",
-    "bert": "Bert",
-    "distilbert": "Bert",
-    "electra": "Bert",
-    "gemma": "Gemma",
-    "gpt2": "GPT2",
-    "gpt_neo": "GPT2",
-    "llama": "Llama",
-    "m2m_100": "M2M100",
-    "marian": "Marian",
-    "mbart": "MBart",
-    "mistral": "Llama",
-    "mt5": "T5",
-    "opt": "GPT2",
-    "qwen2": "Qwen2",
-    "roberta": "Roberta",
-    "t5": "T5",
-    "umt5": "T5",
-    "xglm": "XGLM",
+    "bart": "Bart", "bert": "Bert", "distilbert": "Bert", "electra": "Bert", "gemma": "Gemma", "gpt2": "GPT2",
+    "gpt_neo": "GPT2", "llama": "Llama", "m2m_100": "M2M100", "marian": "Marian", "mbart": "MBart", "mistral": "Llama",
+    "mt5": "T5", "opt": "GPT2", "qwen2": "Qwen2", "roberta": "Roberta", "t5": "T5", "umt5": "T5", "xglm": "XGLM",
     "xlm-roberta": "XLMRoberta",
-}
+}  # fmt: skip
 _CLS_SEP = {"cls": "<s>", "sep": "</s>"}
 _CLASS_ROLES = {  # default roles of a class's constructor that common names do not identify
     **dict.fromkeys(
@@ -93,25 +76,17 @@ class TokenizerSettings:
         value = self.options.get(name)
         return value if type(value) is int and value >= 0 else default
 
-    def roles_in(self, vocabulary: Container[str]) -> dict[str, str | None]:
-        """Return the roles; names missing from the vocabulary are unused class defaults."""
-        defaults = {role: name for role, name in _CLASS_ROLES.get(self.family, {}).items() if name in vocabulary}
-        named_roles = {
-            role: name if name is not None and name in vocabulary else None for role, name in self.roles.items()
-        }
-        return {**defaults, **named_roles}
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "family": self.family,
-            "roles": dict(self.roles),
-            "marked": [vars(token) for token in self.marked],
-            "added": {str(token_id): vars(token) for token_id, token in self.added.items()},
-            "options": dict(self.options),
-        }
+    def roles_in(
+        self, has_token: Callable[[str], bool], defaults: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, str | None]:
+        """Return the roles, by default those of the class; names missing from the vocabulary are unused defaults."""
+        class_roles = {**_CLASS_ROLES.get(self.family, {}), **defaults}
+        roles = {role: name if name is not None and has_token(name) else None for role, name in self.roles.items()}
+        return {**{role: name for role, name in class_roles.items() if has_token(name)}, **roles}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> TokenizerSettings:
+        """Build settings from the JSON form of ``dataclasses.asdict``."""
         return cls(
             content["family"],
             content["roles"],
@@ -126,9 +101,8 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise TokenizerError(
-            f"there is no {path.name} in {path.parent}", "Name a folder with a tokenizer.json, or the file itself."
-        ) from None
+        hint = "Name a folder with a tokenizer.json, or the file itself."
+        raise TokenizerError(f"there is no {path.name} in {path.parent}", hint) from None
     except OSError as error:
         raise TokenizerError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -149,41 +123,46 @@ def parse_object(text: str) -> dict[str, Any]:
 
 def read_settings(folder: Path) -> TokenizerSettings:
     """Read a folder's settings, empty if there are no files."""
-    config = _read_companion_file(folder, CONFIG_NAME)
-    spelling = dict(config)
-    added: dict[int, AddedToken] = {}
-    if "added_tokens_decoder" in config:
-        decoder_entries = config["added_tokens_decoder"]
-        for token_id, value in (decoder_entries if isinstance(decoder_entries, dict) else {}).items():
-            if token_id.isdecimal() and (token := _token(value, special=False)) is not None:
-                added[int(token_id)] = token
+    config = read_optional_object(folder / CONFIG_NAME)
+    has_decoder = "added_tokens_decoder" in config
+    spelling = config if has_decoder else {**config, **read_optional_object(folder / SPECIAL_TOKENS_MAP)}
+    additional = spelling.get("additional_special_tokens")
+    values = [spelling.get(f"{role}_token") for role in SPECIAL_ROLES]
+    values += additional if isinstance(additional, list) else []
+    specials = (_token(value, special=True) for value in values)
+    marked = tuple({token.content: token for token in specials if token is not None}.values())
+    if has_decoder:
+        entries = config["added_tokens_decoder"]
+        tokens = {i: _token(value, special=False) for i, value in entries.items()} if isinstance(entries, dict) else {}
+        added = {int(i): token for i, token in tokens.items() if i.isdecimal() and token is not None}
     else:
-        spelling.update(_read_companion_file(folder, "special_tokens_map.json"))
-    marked = _marked_tokens(spelling)
-    if "added_tokens_decoder" not in config:
-        special = {token.content for token in marked}
-        for name, token_id in _read_companion_file(folder, "added_tokens.json").items():
-            if type(token_id) is int:
-                added[token_id] = AddedToken(name, special=name in special, normalized=name not in special)
-    roles = {role: _name(spelling[f"{role}_token"]) for role in SPECIAL_ROLES if f"{role}_token" in spelling}
-    handled_keys = {f"{role}_token" for role in SPECIAL_ROLES} | {
-        "added_tokens_decoder",
-        "additional_special_tokens",
-        "chat_template",
+        special, ids = {token.content for token in marked}, read_optional_object(folder / "added_tokens.json")
+        added = {
+            token_id: AddedToken(name, special=name in special, normalized=name not in special)
+            for name, token_id in ids.items()
+            if type(token_id) is int
+        }
+    roles = {role: token_name(spelling[f"{role}_token"]) for role in SPECIAL_ROLES if f"{role}_token" in spelling}
+    handled = {f"{role}_token" for role in SPECIAL_ROLES}
+    handled |= {"added_tokens_decoder", "additional_special_tokens", "chat_template"}
+    options = {
+        key: value for key, value in config.items() if key not in handled and isinstance(value, str | int | None)
     }
-    options = {key: value for key, value in config.items() if key not in handled_keys and _is_plain(value)}
     return TokenizerSettings(_family(folder, config), roles, marked, added, options)
 
 
-def _read_companion_file(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / name
-    if not path.is_file():
-        return {}
+def read_optional_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object, empty if there is no file; raise TokenizerError with the file's name."""
+    return _read_object(path) if path.is_file() else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raise TokenizerError with the file's name."""
+    text = read_text(path)
     try:
-        return parse_object(read_text(path))
+        return parse_object(text)
     except TokenizerError as error:
-        message = error.message if str(path) in error.message else f"{path}: {error.message}"
-        raise TokenizerError(message, error.hint) from None
+        raise TokenizerError(f"{path}: {error.message}", error.hint) from None
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> str:
@@ -198,34 +177,21 @@ def _family(folder: Path, config: Mapping[str, Any]) -> str:
     return _CLASS_OF_MODEL.get(kind, "") if isinstance(kind, str) else ""
 
 
-def _marked_tokens(spelling: Mapping[str, Any]) -> tuple[AddedToken, ...]:
-    additional = spelling.get("additional_special_tokens")
-    values = [spelling.get(f"{role}_token") for role in SPECIAL_ROLES] + (
-        additional if isinstance(additional, list) else []
-    )
-    tokens = (_token(value, special=True) for value in values)
-    return tuple({token.content: token for token in tokens if token is not None}.values())
-
-
 def _token(value: object, *, special: bool) -> AddedToken | None:
-    name = _name(value)
+    name = token_name(value)
     if name is None:
         return None
     flags = value if isinstance(value, dict) else {}
-    text_flags = {
-        key: flags[key] for key in ("lstrip", "rstrip", "single_word", "normalized") if type(flags.get(key)) is bool
-    }
+    names = ("lstrip", "rstrip", "single_word", "normalized")
+    text_flags = {key: flags[key] for key in names if type(flags.get(key)) is bool}
     special = special or flags.get("special") is True
     return AddedToken(name, special=special, **{"normalized": not special, **text_flags})
 
 
-def _name(value: object) -> str | None:
+def token_name(value: object) -> str | None:
+    """Return the name of ``"<s>"`` or ``{"content": "<s>", ...}``; None for other values."""
     name = value.get("content") if isinstance(value, dict) else value
     return name if isinstance(name, str) and name else None
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, str | bool | int)
 
 
 _ROBERTA = ("Bart", "Blenderbot", "LED", "Longformer", "Mvp", "Roberta")
@@ -240,17 +206,10 @@ _QWEN2 = (
 
 def read_vocabulary(path: Path) -> dict[str, int]:
     """Read ``{"piece": id}``; raise TokenizerError with the file's name."""
-    try:
-        vocabulary = parse_object(read_text(path))
-        if not vocabulary or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()):
-            raise TokenizerError("must be an object of pieces and their ids")
-    except TokenizerError as error:
-        raise TokenizerError(_named(path, error.message), error.hint) from None
+    vocabulary = _read_object(path)
+    if not vocabulary or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()):
+        raise TokenizerError(f"{path}: must be an object of pieces and their ids")
     return vocabulary
-
-
-def _named(path: Path, message: str) -> str:
-    return message if path.name in message else f"{path}: {message}"
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
@@ -274,9 +233,8 @@ def byte_level_bpe(folder: Path, settings: TokenizerSettings) -> tuple[tokenizer
     path = folder / "vocab.json"
     vocabulary, merges = read_vocabulary(path), _read_merges(folder / "merges.txt")
     if any(second.endswith("</w>") for _, second in merges[:100]):
-        raise TokenizerError(
-            f"{path}: BPE over words (CLIP, GPT-1) is not supported", "Convert it to a tokenizer.json."
-        )
+        message = f"{path}: BPE over words (CLIP, GPT-1) is not supported"
+        raise TokenizerError(message, "Convert it to a tokenizer.json.")
     try:
         backend = Tokenizer(models.BPE(vocabulary, merges))
     except Exception as error:  # the library raises no specific type
@@ -290,7 +248,7 @@ def byte_level_bpe(folder: Path, settings: TokenizerSettings) -> tuple[tokenizer
         level = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     is_roberta = settings.family in _ROBERTA
-    roles = _roles(settings, _ROBERTA_ROLES if is_roberta else _GPT2_ROLES, vocabulary)
+    roles = settings.roles_in(vocabulary.__contains__, _ROBERTA_ROLES if is_roberta else _GPT2_ROLES)
     _add_special(backend, roles, mask="<mask>" if is_roberta else None)
     if is_roberta:
         cls, sep = (_required_token(path, vocabulary, roles, role) for role in ("cls", "sep"))
@@ -305,7 +263,7 @@ def wordpiece(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tok
     path = folder / "vocab.txt"
     lines = read_text(path).split("\n")
     vocabulary = {piece.rstrip("\r"): i for i, piece in enumerate(lines if lines[-1] else lines[:-1])}
-    roles = _roles(settings, _BERT_ROLES, vocabulary)
+    roles = settings.roles_in(vocabulary.__contains__, _BERT_ROLES)
     unk, cls, sep = (_required_token(path, vocabulary, roles, role) for role in ("unk", "cls", "sep"))
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token=unk[0]))
     backend.normalizer = normalizers.BertNormalizer(
@@ -319,16 +277,6 @@ def wordpiece(folder: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tok
     _add_special(backend, roles, mask=None)
     backend.post_processor = processors.BertProcessing(sep, cls)
     return backend, roles
-
-
-def _roles(
-    settings: TokenizerSettings, default_roles: Mapping[str, str], vocabulary: Mapping[str, int]
-) -> dict[str, str | None]:
-    """Return the class's roles in the vocabulary, overridden by those in the folder's files."""
-    return {
-        **{role: name for role, name in default_roles.items() if name in vocabulary},
-        **settings.roles_in(vocabulary),
-    }
 
 
 def _add_special(backend: tokenizers.Tokenizer, roles: Mapping[str, str | None], *, mask: str | None) -> None:
@@ -346,7 +294,6 @@ def _required_token(
 ) -> tuple[str, int]:
     name = roles.get(role)
     if name is None:
-        raise TokenizerError(
-            f"{path}: there is no {role} token", "Check that the vocabulary matches the tokenizer's class."
-        )
+        hint = "Check that the vocabulary matches the tokenizer's class."
+        raise TokenizerError(f"{path}: there is no {role} token", hint)
     return name, vocabulary[name]

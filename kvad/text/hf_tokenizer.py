@@ -1,6 +1,4 @@
-"""Tokenizers of the ``tokenizers`` library with kvad's protocol.
-
-BPE, Unigram, WordPiece, WordLevel.
+"""Tokenizers of the ``tokenizers`` library: BPE, Unigram, WordPiece and WordLevel.
 
 Ids and text are those of transformers' fast tokenizers, with three deliberate differences. Text that spells a special
 token remains text unless ``specials=True``. Invalid bytes become one U+FFFD per broken sequence, not one per byte. And
@@ -12,10 +10,6 @@ level (GPT-2's alphabet of 256 printable characters), SentencePiece (``▁`` for
 WordPiece (``##``). In the last two, the first token of a text has no leading space, hence ``first`` and ``rest``. The
 library's decoder gives the text of a token, once per token; bytes are handled here, because text cannot contain half a
 character. A decoder that needs lookahead is refused by name.
-
-``train_bpe`` trains byte-level BPE like GPT-2's (Radford et al. 2019): text becomes bytes, so nothing is unknown
-and decoding is lossless; equal texts give equal files. Ids: specials first (0, ...), then the 256 bytes, then the
-merges.
 
 ``tokenizers`` is imported on first use.
 """
@@ -34,23 +28,18 @@ from typing import TYPE_CHECKING, Any
 from kvad.errors import TokenizerError
 from kvad.text.base import (
     ENCODER_NAMES,
-    FILE_NAME,
     MAX_PIECE_CHARS,
     NAMES,
+    PostProcessor,
     SpecialTokens,
-    UnknownPolicy,
-    check_on_unknown,
-    check_text,
-    check_texts,
-    out_of_range_error,
-    printable_token,
-    report_unknown,
+    Tokenizer,
+    check_token_id,
     split_text,
     standard_specials,
     write_text,
 )
 from kvad.text.hf_config import CONFIG_NAME, SPECIAL_ROLES, TokenizerSettings
-from kvad.text.post_processor import PostProcessor, configure_post_processor, read_post_processor, write_post_processor
+from kvad.text.post_processor import configure_post_processor, read_post_processor, write_post_processor
 
 if TYPE_CHECKING:
     import tokenizers  # type: ignore[import-untyped]
@@ -60,7 +49,10 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Bytes of a token at the start of a text (``first[id]``) and inside it (``rest[id]``)."""
+    """Bytes of a token at the start of a text (``first(id)``) and inside it (``rest(id)``).
+
+    They are computed on first use, so a vocabulary of 250,000 costs nothing until used.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -73,12 +65,11 @@ class TokenBytes:
         unsupported = [type_ for type_ in types if type_ not in _STEPWISE]
         if unsupported or ("ByteLevel" in types and not self.byte_level) or any(step.get("stop") for step in steps):
             raise TokenizerError(f"the decoder {' + '.join(unsupported or types)} cannot decode token by token")
-        self.rest = _DecodeCache(self._bytes_inside)
-        self.first = self.rest if self.byte_level else _DecodeCache(self._bytes_at_start)
+        self.rest = functools.cache(self._bytes_inside)
+        self.first = self.rest if self.byte_level else functools.cache(self._bytes_at_start)
 
     def _token(self, token_id: int) -> str:
-        if not 0 <= token_id < self.vocab_size:
-            raise out_of_range_error(token_id, self.vocab_size)
+        check_token_id(token_id, self.vocab_size)
         return self._backend.id_to_token(int(token_id)) or ""
 
     def is_unused(self, token_id: int) -> bool:
@@ -114,18 +105,6 @@ class TokenBytes:
             return frozenset()
         alphabet = byte_alphabet()
         return frozenset(alphabet[char] for char in alphabet if self._backend.token_to_id(char) is None)
-
-
-class _DecodeCache(dict[int, bytes]):
-    """Bytes by id, computed on first use, so a vocabulary of 250,000 costs nothing until used."""
-
-    def __init__(self, compute: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def __missing__(self, token_id: int) -> bytes:
-        piece = self[token_id] = self._compute(token_id)
-        return piece
 
 
 @functools.cache
@@ -170,16 +149,10 @@ _KNOWN_NAMES = {  # role -> its common names
 }
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A ``tokenizers.Tokenizer``; ``roles`` ({"bos": "<s>"}) precede the common names."""
 
-    on_unknown: UnknownPolicy
-    source_tokenizer: None = None
-
-    def __init__(
-        self, backend: tokenizers.Tokenizer, roles: Mapping[str, str | None] | None = None, *, on_unknown: str = "warn"
-    ) -> None:
-        self.on_unknown = check_on_unknown(on_unknown)
+    def __init__(self, backend: tokenizers.Tokenizer, roles: Mapping[str, str | None] | None = None) -> None:
         backend.no_truncation()  # a file may contain a limit; a tokenizer must not truncate silently
         backend.no_padding()
         backend.encode_special_tokens = True  # text that spells a special token remains text
@@ -192,28 +165,22 @@ class HFTokenizer:
         self._token_bytes = TokenBytes(backend)
         self._post_processor = read_post_processor(backend, special_ids)
         self.vocab_size = self._token_bytes.vocab_size
-        self._special_ids = frozenset(special_ids.values())
         self._protected_ids = self._special_ids - {self.special_tokens.unk}
         self._missing_bytes = self._token_bytes.missing_bytes()
         self._is_splittable = _is_splittable_backend(backend)
 
     @property
-    def languages(self) -> Mapping[str, int]:
-        return self._post_processor.languages
+    def _has_unk(self) -> bool:
+        return super()._has_unk and not self._missing_bytes
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        return self.encode_batch([text], specials=specials)[0]
-
-    def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
-        """Return ids of each text. Long texts are split and short ones grouped to bound memory."""
+    def _encode_batch(self, texts: Iterable[str], specials: bool, unknown: Counter[str]) -> list[list[int]]:
+        """Encode the texts; long ones are split and short ones grouped to bound memory."""
         backend = self._specials_backend if specials else self._backend
         rows: list[list[int]] = []
         queued: list[tuple[list[int], str]] = []  # (target row, piece of its text)
-        unknown: Counter[str] = Counter()
         chars = 0
-        for text in check_texts(texts):
+        for text in texts:
             rows.append([])
-            check_text(text)
             for piece in split_text(text) if self._is_splittable else [text]:
                 if queued and chars + len(piece) > BATCH_CHARS:
                     self._encode_pieces(backend, queued, unknown)
@@ -221,17 +188,14 @@ class HFTokenizer:
                 queued.append((rows[-1], piece))
                 chars += len(piece)
         self._encode_pieces(backend, queued, unknown)
-        has_unk = self.special_tokens.unk is not None and not self._missing_bytes
-        report_unknown(unknown, "piece of text", "pieces of text", has_unk=has_unk, on_unknown=self.on_unknown)
         return rows
 
     def _encode_pieces(
         self, backend: tokenizers.Tokenizer, queued: list[tuple[list[int], str]], unknown: Counter[str]
     ) -> None:
         texts = [piece for _, piece in queued]
-        for (row, piece), encoding in zip(
-            queued, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
-        ):
+        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        for (row, piece), encoding in zip(queued, encodings, strict=True):
             ids, active_backend = encoding.ids, backend
             if backend is self._backend and not self._protected_ids.isdisjoint(ids):
                 active_backend = self._renamed_backend
@@ -246,10 +210,8 @@ class HFTokenizer:
         """Return the parts of a text that became UNK, found by a slower encoding with offsets."""
         encoding = backend.encode(piece, add_special_tokens=False)
         id_offsets = zip(encoding.ids, encoding.offsets, strict=True)
-        unknown_texts = [
-            piece[start:end] for token_id, (start, end) in id_offsets if token_id == self.special_tokens.unk
-        ]
-        return [part for part in unknown_texts if part not in self.special_tokens.names()]
+        parts = (piece[start:end] for token_id, (start, end) in id_offsets if token_id == self.special_tokens.unk)
+        return [part for part in parts if part not in self.special_tokens.names()]
 
     @functools.cached_property
     def _specials_backend(self) -> tokenizers.Tokenizer:
@@ -271,19 +233,15 @@ class HFTokenizer:
             content["model"]["vocab"] = {names.get(name, name): token_id for name, token_id in vocab.items()}
         else:
             content["model"]["vocab"] = [[names.get(name, name), score] for name, score in vocab]
-        if merges:
-            content["model"]["merges"] = [pair for pair in merges if _merged(pair) not in names]
+        if merges:  # ["a", "b"], in older files "a b"
+            joined = [pair.replace(" ", "") if isinstance(pair, str) else "".join(pair) for pair in merges]
+            pairs = zip(merges, joined, strict=True)
+            content["model"]["merges"] = [pair for pair, token in pairs if token not in names]
         for token in content["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
         copy = type(self._backend).from_str(json.dumps({**content, "post_processor": None}))
         copy.encode_special_tokens = True
         return copy
-
-    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        return self._post_processor.apply(ids, language)
-
-    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
-        return b"".join(map(self.incremental_decoder(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
 
     def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         first, rest, is_unused = self._token_bytes.first, self._token_bytes.rest, self._token_bytes.is_unused
@@ -295,22 +253,23 @@ class HFTokenizer:
             if token_id in skipped_ids:
                 return b""
             if started:
-                return rest[token_id]
-            piece = first[token_id]
+                return rest(token_id)
+            piece = first(token_id)
             started = bool(piece) or not is_unused(token_id)
             return piece
 
         return add
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self._token_bytes.rest[token_id]
+    def _display_bytes(self, token_id: int) -> bytes:
+        return self._token_bytes.rest(token_id)
 
-    def token_text(self, token_id: int) -> str:
-        return printable_token(self._token_bytes.rest[token_id])
+    @property
+    def _file_text(self) -> str:
+        return f"{self._backend.to_str(pretty=True)}\n"
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and a config with the roles and the class for AutoTokenizer."""
-        write_text(Path(folder) / FILE_NAME, self._backend.to_str(pretty=True) + "\n")
+        super().save(folder)
         names = {token_id: name for name, token_id in self.special_tokens.named}
         roles = {f"{role}_token": names.get(getattr(self.special_tokens, role)) for role in SPECIAL_ROLES}
         if find_specials(self.special_tokens.names(), {}) == self.special_tokens:  # names alone identify these roles
@@ -352,11 +311,6 @@ def _register_special(backend: tokenizers.Tokenizer, names: Iterable[str]) -> No
             backend.add_special_tokens([token])
 
 
-def _merged(pair: str | list[str]) -> str:
-    """Return the result of a merge: ``["a", "b"]``, in older files ``"a b"``."""
-    return "".join(pair.split(" ") if isinstance(pair, str) else pair)
-
-
 def _is_splittable_backend(backend: tokenizers.Tokenizer) -> bool:
     """True if ``split_text`` keeps ids: GPT-2's pattern, and no prefix space or normalizer."""
     components = flatten_components(backend.pre_tokenizer)
@@ -364,45 +318,26 @@ def _is_splittable_backend(backend: tokenizers.Tokenizer) -> bool:
     return bool(gpt2) and not components[0]["add_prefix_space"] and backend.normalizer is None
 
 
-# ---------------------------------------------------------------- settings of a Hugging Face folder
-
-
-def apply_settings(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """Apply added tokens and post-processor of the folder's other files, as transformers does."""
+def apply_settings(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, str | None]:
+    """Apply added tokens and post-processor of the folder's other files, as transformers does; return the roles."""
     _add_tokens(backend, settings)
-    roles = special_roles(backend, settings)
-    ids = {role: None if name is None else backend.token_to_id(name) for role, name in roles.items()}
+    roles = settings.roles_in(lambda name: backend.token_to_id(name) is not None)
     special_ids = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
-    write_post_processor(
-        backend,
-        configure_post_processor(
-            read_post_processor(backend, special_ids), settings, {"eos": special_ids.get("</s>"), **ids}
-        ),
-    )
-
-
-def special_roles(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, str | None]:
-    return settings.roles_in(_Names(backend))
-
-
-class _Names:
-    """Container test by name without copying a vocabulary of 250,000."""
-
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._backend.token_to_id(name) is not None
+    role_ids = {role: None if name is None else backend.token_to_id(name) for role, name in roles.items()}
+    ids = {"eos": special_ids.get("</s>"), **role_ids}
+    post_processor = read_post_processor(backend, special_ids)
+    write_post_processor(backend, configure_post_processor(post_processor, settings, ids))
+    return roles
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
     from tokenizers import AddedToken
 
-    def unknown_texts(token: Any) -> tuple[object, ...]:
+    def properties(token: Any) -> tuple[object, ...]:
         return token.content, token.lstrip, token.rstrip, token.single_word, token.normalized, token.special
 
-    present = {unknown_texts(token) for token in backend.get_added_tokens_decoder().values()}
-    missing = [token for _, token in sorted(settings.added.items()) if unknown_texts(token) not in present]
+    present = {properties(token) for token in backend.get_added_tokens_decoder().values()}
+    missing = [token for _, token in sorted(settings.added.items()) if properties(token) not in present]
     backend.add_tokens([AddedToken(**vars(token)) for token in missing])
     known_names = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token in settings.marked:
@@ -411,18 +346,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> N
 
 
 def train_bpe(
-    texts: Iterable[str],
-    roles: Sequence[str] = (),
-    *,
-    vocab_size: int = 4096,
-    min_freq: int = 1,
-    closed: bool = False,
-    on_unknown: str = "warn",
+    texts: Iterable[str], roles: Sequence[str] = (), *, vocab_size: int = 4096, min_freq: int = 1, closed: bool = False
 ) -> HFTokenizer:
-    """Learn merges up to ``vocab_size`` tokens, while a pair occurs ``min_freq`` times.
+    """Learn merges up to ``vocab_size`` tokens, while a pair occurs ``min_freq`` times; equal texts give equal files.
 
-    Special tokens and the 256 bytes are always present, so they are the minimum ``vocab_size``. ``closed``: texts end
-    with EOS; the roles cls and sep always enclose texts.
+    This is byte-level BPE like GPT-2's (Radford et al. 2019): text becomes bytes, so nothing is unknown and decoding is
+    lossless. Ids: specials (0, ...), the 256 bytes, the merges. ``closed``: texts end with EOS; the roles cls and sep
+    always enclose texts.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -449,4 +379,4 @@ def train_bpe(
         write_post_processor(backend, PostProcessor((first,), (last,)))
     elif closed:
         write_post_processor(backend, PostProcessor(suffix_ids=(backend.token_to_id(NAMES["eos"]),)))
-    return HFTokenizer(backend, on_unknown=on_unknown)
+    return HFTokenizer(backend)

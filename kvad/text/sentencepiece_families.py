@@ -7,7 +7,7 @@ transformers' slow tokenizer of the same name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvad.errors import TokenizerError
@@ -63,6 +63,16 @@ class VocabularyBuilder:
     special: dict[str, int] = field(default_factory=dict)  # name -> id
     flags: dict[str, AddedToken] = field(default_factory=dict)  # added tokens by name
 
+    @classmethod
+    def from_ids(cls, ids: Mapping[str, int]) -> VocabularyBuilder:
+        """Build the vocabulary of a ``vocab.json``."""
+        names = [""] * (1 + max(ids.values()))
+        for name, token_id in ids.items():
+            if names[token_id]:
+                raise TokenizerError(f"the vocabulary gives id {token_id} to {names[token_id]!r} and to {name!r}")
+            names[token_id] = name
+        return cls(names)
+
     def add(self, token: AddedToken, token_id: int | None = None) -> None:
         """Append a token, or set it at ``token_id``."""
         token_id = len(self.names) if token_id is None else token_id
@@ -73,59 +83,43 @@ class VocabularyBuilder:
             self.special[token.content] = token_id
 
 
-VocabularyLayout = Callable[[Sequence[str], Mapping[str, int], TokenizerSettings], VocabularyBuilder]
+Numbering = Callable[[VocabularyBuilder, TokenizerSettings], None]  # applied to the model's pieces or a vocab.json
 
 
-def _plain(pieces: Sequence[str], _: Mapping[str, int], __: TokenizerSettings) -> VocabularyBuilder:
-    return VocabularyBuilder(list(pieces))
+def _plain(_: VocabularyBuilder, __: TokenizerSettings) -> None:
+    pass
 
 
-def _t5(pieces: Sequence[str], _: Mapping[str, int], settings: TokenizerSettings) -> VocabularyBuilder:
+def _t5(builder: VocabularyBuilder, settings: TokenizerSettings) -> None:
     """Append sentinels; ``<extra_id_0>`` is the last id."""
-    builder = VocabularyBuilder(list(pieces))
     for i in reversed(range(settings.number("extra_ids", 100))):
         builder.add(AddedToken(f"<extra_id_{i}>", lstrip=True, rstrip=True))
-    return builder
 
 
-def _fairseq(*trailing_names: str) -> VocabularyLayout:
+def _fairseq(*trailing_names: str) -> Numbering:
     """Shift pieces by one (piece 3 is id 4) and append ``trailing_names``."""
 
-    def layout(pieces: Sequence[str], _: Mapping[str, int], __: TokenizerSettings) -> VocabularyBuilder:
-        builder = VocabularyBuilder([])
+    def shift(builder: VocabularyBuilder, _: TokenizerSettings) -> None:
+        pieces, builder.names = builder.names[3:], []
         for name in ("<s>", "<pad>", "</s>", "<unk>"):
             builder.add(AddedToken(name))
-        builder.names += pieces[3:]
+        builder.names += pieces
         for name in trailing_names:
             builder.add(AddedToken(name, lstrip=name == "<mask>"))
-        return builder
 
-    return layout
-
-
-def _vocabulary_from_ids(vocabulary: Mapping[str, int]) -> VocabularyBuilder:
-    builder = VocabularyBuilder([""] * (1 + max(vocabulary.values())))
-    for name, token_id in vocabulary.items():
-        if builder.names[token_id]:
-            raise TokenizerError(f"the vocabulary gives id {token_id} to {builder.names[token_id]!r} and to {name!r}")
-        builder.names[token_id] = name
-    return builder
+    return shift
 
 
-def _marian(_: Sequence[str], vocabulary: Mapping[str, int], __: TokenizerSettings) -> VocabularyBuilder:
-    builder = _vocabulary_from_ids(vocabulary)
-    for name, token_id in vocabulary.items():
-        if name.startswith(">>") and name.endswith("<<"):
-            builder.special[name] = token_id  # recognized at the start of a text only, so not an added token
-    return builder
+def _marian(builder: VocabularyBuilder, _: TokenizerSettings) -> None:
+    """Make languages special; they are recognized at the start of a text only, so they are no added tokens."""
+    ids = {name: token_id for token_id, name in enumerate(builder.names)}
+    builder.special |= {name: i for name, i in ids.items() if name.startswith(">>") and name.endswith("<<")}
 
 
-def _m2m100(_: Sequence[str], vocabulary: Mapping[str, int], settings: TokenizerSettings) -> VocabularyBuilder:
+def _m2m100(builder: VocabularyBuilder, settings: TokenizerSettings) -> None:
     """Append languages; ``__af__`` is the first id after the vocabulary."""
-    builder = _vocabulary_from_ids(vocabulary)
     for code in _WMT21 if settings.text("language_codes") == "wmt21" else _M2M100:
         builder.add(AddedToken(f"__{code}__"))
-    return builder
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ class TokenizerFamily:
     """Rules of one model family."""
 
     models: tuple[str, ...]  # its files, source before target
-    layout: VocabularyLayout
+    number: Numbering
     roles: Mapping[str, str]  # role -> name unless a file overrides it; missing roles have no token
     prefix_tokens: tuple[str, ...] = ()  # roles around a text unless ``configure_post_processor`` overrides them
     suffix_tokens: tuple[str, ...] = ()

@@ -1,11 +1,13 @@
-"""Tokenizers of SentencePiece models.
-
-T5, Llama, Gemma, XLM-R, XGLM, mBART, NLLB, M2M100, Marian.
+"""Tokenizers of SentencePiece models: T5, Llama, Gemma, XLM-R, XGLM, mBART, NLLB, M2M100, Marian.
 
 Ids are those of transformers' slow tokenizers, text is SentencePiece's: no space is added around a special token, and
 nothing at the end of a text is stripped, because a stream has shown it already. Special tokens are parsed from text
 only with ``specials=True``, Marian's ``>>fra<<`` included. A saved tokenizer is one ``tokenizer.json`` that contains
 the models: ``{"kvad": {"kind": "sentencepiece", ...}}``. Needs the extra ``kvad[sentencepiece]``.
+
+A model file is a protocol buffer (``sentencepiece_model.proto`` of google/sentencepiece). A few fields are read here,
+because the package does not expose them: pieces = 1 (piece = 1, type = 3), trainer_spec = 2 (model_type = 3),
+normalizer_spec = 3 (add_dummy_prefix = 3, remove_extra_whitespaces = 4).
 """
 
 from __future__ import annotations
@@ -14,24 +16,168 @@ import base64
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvad.errors import TokenizerError
-from kvad.text.base import BaseTokenizer, check_on_unknown, check_text, out_of_range_error
+from kvad.text.base import LANGUAGE_PLACEHOLDER, PostProcessor, Tokenizer, check_token_id
 from kvad.text.hf_config import SPECIAL_ROLES, AddedToken, TokenizerSettings, read_vocabulary
 from kvad.text.hf_tokenizer import find_specials
-from kvad.text.post_processor import LANGUAGE_PLACEHOLDER, PostProcessor, configure_post_processor, language_codes
+from kvad.text.post_processor import configure_post_processor, language_codes
 from kvad.text.sentencepiece_families import TOKENIZER_FAMILIES, TokenizerFamily, VocabularyBuilder
-from kvad.text.sentencepiece_model import SentencePieceModel
+
+if TYPE_CHECKING:
+    import sentencepiece
 
 SUFFIXES = (".model", ".spm")
+_FAMILY_OF_MODEL = {
+    "source.spm": "Marian", "target.spm": "Marian", "spiece.model": "T5", "tokenizer.model": "Llama"
+}  # fmt: skip
 _NON_LEGACY_FAMILIES = ("Llama", "T5")  # with ``legacy: false``, one space, before the whole text only
 _SPACE = "▁"
+_KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+_USER_DEFINED, _CONTROL = 4, 3
+_NO_PREFIX = b"\x1a\x02\x18\x00"  # normalizer_spec { add_dummy_prefix: false }; appended, it is merged into the first
+
+
+class SentencePieceModel:
+    """One SentencePiece model: its pieces, and text to pieces.
+
+    ``leading``: spaces that decoding drops at the start of a text: all, the one that was prepended, or none.
+
+    Args:
+        name: Name for messages.
+        content: Bytes of the file; TokenizerError if it is not a SentencePiece model.
+    """
+
+    def __init__(self, name: str, content: bytes) -> None:
+        self.name = name
+        try:
+            self._fields = list(_fields(content))
+            self.kind, self.leading = _kind_and_leading(self._fields)
+        except (ValueError, IndexError, KeyError):
+            raise _not_a_model(name, content) from None
+        self._processor = self._load_processor(content)
+        ids = list(range(self._processor.get_piece_size()))
+        self.pieces: list[str] = self._processor.id_to_piece(ids)
+        self.controls = frozenset(self._select(self._processor.is_control(ids)))
+        self.bytes = {piece: bytes.fromhex(piece[3:5]) for piece in self._select(self._processor.is_byte(ids))}
+
+    def _select(self, flags: list[bool]) -> Iterator[str]:
+        return (piece for piece, flag in zip(self.pieces, flags, strict=True) if flag)
+
+    def _load_processor(self, content: bytes) -> sentencepiece.SentencePieceProcessor:
+        try:
+            import sentencepiece
+        except ImportError:
+            message = f"reading {self.name} requires the sentencepiece package"
+            raise TokenizerError(message, "Run pip install kvad[sentencepiece].") from None
+        processor = sentencepiece.SentencePieceProcessor()
+        try:
+            processor.load_from_serialized_proto(content)
+        except RuntimeError as error:
+            raise _not_a_model(self.name, content) from error
+        return processor
+
+    def prepare(self, special: Collection[str], *, prefix: bool) -> None:
+        """Adapt the model before the first split.
+
+        Text never spells a ``special`` token, and without ``prefix`` no space is prepended to a text.
+        """
+        spelled = [number == 1 and _is_spelled(payload, special) for number, payload, _ in self._fields]
+        if any(spelled) or not prefix:
+            content = b"".join(
+                _as_control(payload, field_bytes) if is_spelled else field_bytes
+                for is_spelled, (_, payload, field_bytes) in zip(spelled, self._fields, strict=True)
+            )
+            self._processor = self._load_processor(content + (b"" if prefix else _NO_PREFIX))
+        self._fields = []  # drop what is almost a copy of the file
+
+    def split(self, text: str) -> list[str]:
+        """Return the pieces of a text; unknown text remains as written."""
+        pieces: list[str] = self._processor.encode(text, out_type=str)
+        return pieces
+
+
+def _not_a_model(name: str, content: bytes) -> TokenizerError:
+    if content.startswith(b"version https://git-lfs"):
+        return TokenizerError(f"{name} is a Git LFS pointer, not the file itself", "Run git lfs pull.")
+    message = f"{name} is not a SentencePiece model ({len(content):,} bytes)"
+    return TokenizerError(message, "Check that the download is complete.")
+
+
+# ---------------------------------------------------------------- protocol buffers
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Yield (number, payload, whole field) of each protocol buffer field; a number's payload is its varint.
+
+    Raises ValueError, IndexError or KeyError for invalid bytes.
+    """
+    offset = 0
+    while offset < len(message):
+        start = offset
+        tag, offset = _varint(message, offset)
+        wire_type = tag & 7
+        if wire_type == 2:
+            length, offset = _varint(message, offset)
+        elif wire_type == 0:
+            length = _varint(message, offset)[1] - offset
+        else:
+            length = {1: 8, 5: 4}[wire_type]
+        if offset + length > len(message):
+            raise ValueError("truncated message")
+        yield tag >> 3, message[offset : offset + length], message[start : offset + length]
+        offset += length
+
+
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[offset]
+        value |= (byte & 0x7F) << shift
+        offset, shift = offset + 1, shift + 7
+        if byte < 0x80:
+            return value, offset
+        if shift > 63:
+            raise ValueError("not a varint")
+
+
+def _kind_and_leading(fields: list[tuple[int, bytes, bytes]]) -> tuple[str, Literal["all", "one", "none"]]:
+    """Return the kind of model, and the spaces that decoding drops; of repeated settings the last counts."""
+    specs = {(2, 3): b"\x01", (3, 3): b"\x01", (3, 4): b"\x01"}  # (field, inner field) -> value, true by default
+    for number, payload, _ in fields:
+        if number in (2, 3):
+            specs |= {(number, inner): value for inner, value, _ in _fields(payload)}
+    if not any(number == 1 for number, _, _ in fields):
+        raise ValueError("no pieces")
+    kind, has_dummy_prefix, strips_whitespace = (_varint(specs[key], 0)[0] for key in ((2, 3), (3, 3), (3, 4)))
+    return _KINDS[kind], "all" if strips_whitespace else "one" if has_dummy_prefix else "none"
+
+
+def _is_spelled(payload: bytes, special: Collection[str]) -> bool:
+    """True if a piece is a user-defined special token, which would be matched in any text."""
+    if b"\x18\x04" not in payload:
+        return False
+    subfields = {field_number: value for field_number, value, _ in _fields(payload)}
+    return subfields.get(3) == bytes([_USER_DEFINED]) and subfields.get(1, b"").decode("utf-8", "replace") in special
+
+
+def _as_control(payload: bytes, field_bytes: bytes) -> bytes:
+    """Return a piece's field with type CONTROL: the piece has an id but no spelling."""
+    payload += bytes([0x18, _CONTROL])
+    length, digits = len(payload), b""
+    while length > 0x7F:
+        digits += bytes([length & 0x7F | 0x80])
+        length >>= 7
+    return field_bytes[:1] + digits + bytes([length]) + payload
+
+
+# ---------------------------------------------------------------- the tokenizer
 
 
 @dataclass(frozen=True)
@@ -42,38 +188,16 @@ class SentencePieceFiles:
     models: Mapping[str, bytes]
     vocabularies: Mapping[str, Mapping[str, int]]
 
-    def to_content(self) -> dict[str, Any]:
-        return {
-            "kind": "sentencepiece",
-            "settings": self.settings.to_dict(),
-            "models": {name: base64.b64encode(content).decode("ascii") for name, content in self.models.items()},
-            "vocabularies": dict(self.vocabularies),
-        }
 
-    @classmethod
-    def from_content(cls, content: Mapping[str, Any]) -> SentencePieceFiles:
-        models = {name: base64.b64decode(text, validate=True) for name, text in content["models"].items()}
-        return cls(TokenizerSettings.from_dict(content["settings"]), models, content["vocabularies"])
-
-
-class SentencePieceTokenizer(BaseTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """One side of a family's tokenizer; Marian's target side owns its source side.
 
     ``paths``: files of the models, for messages.
     """
 
-    units = "piece of text", "pieces of text"
-    source_tokenizer: SentencePieceTokenizer | None
-
     def __init__(
-        self,
-        files: SentencePieceFiles,
-        paths: Mapping[str, Path] = MappingProxyType({}),
-        *,
-        on_unknown: str = "warn",
-        source_side: bool = False,
+        self, files: SentencePieceFiles, paths: Mapping[str, Path] = MappingProxyType({}), *, source_side: bool = False
     ) -> None:
-        self.on_unknown = check_on_unknown(on_unknown)
         self._files, settings = files, files.settings
         family = TOKENIZER_FAMILIES[settings.family]
         name = family.models[0 if source_side else -1]
@@ -83,60 +207,54 @@ class SentencePieceTokenizer(BaseTokenizer):
         self.vocab_size = len(self._vocabulary.names)
         special_ids = self._vocabulary.special
         default_roles = {role: family.roles.get(role) for role in SPECIAL_ROLES if role != "separator"}
-        roles = {
-            role: name if name in special_ids else None for role, name in {**default_roles, **settings.roles}.items()
-        }
-        self.special_tokens = find_specials(special_ids, roles)
-        self.languages: Mapping[str, int] = language_codes(special_ids)
+        roles = {**default_roles, **settings.roles}
+        present_roles = {role: name if name in special_ids else None for role, name in roles.items()}
+        self.special_tokens = find_specials(special_ids, present_roles)
         self._post_processor = self._build_post_processor(family)
-        self._special_ids = frozenset(special_ids.values())
-        self._ids = _ordinary_pieces(self._vocabulary)
+        pieces = reversed([*enumerate(self._vocabulary.names)])  # of equal pieces the first one counts
+        self._ids = {name: token_id for token_id, name in pieces if name and name not in special_ids}
         self._is_non_legacy = settings.family in _NON_LEGACY_FAMILIES and settings.flag("legacy", True) is False
         self._splitters = {
             specials: _AddedTokenSplitter(self._vocabulary, specials=specials) for specials in (False, True)
         }
         self._model.prepare(special_ids, prefix=not self._is_non_legacy)
-        self.source_tokenizer = None
         if len(family.models) > 1 and not source_side:
-            self.source_tokenizer = SentencePieceTokenizer(files, paths, on_unknown=on_unknown, source_side=True)
+            self.source_tokenizer = SentencePieceTokenizer(files, paths, source_side=True)
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> SentencePieceTokenizer:
+    def from_content(cls, content: Mapping[str, Any]) -> SentencePieceTokenizer:
         try:
-            files = SentencePieceFiles.from_content(content)
-            family = TOKENIZER_FAMILIES[files.settings.family]
-            field_bytes = set(family.models) <= set(files.models) and family.vocabulary <= bool(files.vocabularies)
+            models = {name: base64.b64decode(text, validate=True) for name, text in content["models"].items()}
+            settings = TokenizerSettings.from_dict(content["settings"])
+            files = SentencePieceFiles(settings, models, content["vocabularies"])
+            family = TOKENIZER_FAMILIES[settings.family]
+            is_complete = set(family.models) <= set(models) and family.vocabulary <= bool(files.vocabularies)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TokenizerError("not a SentencePiece tokenizer saved by kvad", "Copy the file again.") from error
-        if not field_bytes:
+        if not is_complete:
             raise TokenizerError("a model or a vocabulary is missing", "Copy the file again.")
-        return cls(files, on_unknown=on_unknown)
+        return cls(files)
 
     def _build_post_processor(self, family: TokenizerFamily) -> PostProcessor:
         ids: dict[str, int | None] = vars(self.special_tokens)
-        prefix_and_suffix = [
+        prefix_ids, suffix_ids = (
             tuple(i for i in ({**ids, "language": LANGUAGE_PLACEHOLDER}[role] for role in side_roles) if i is not None)
             for side_roles in (family.prefix_tokens, family.suffix_tokens)
-        ]
-        return configure_post_processor(
-            PostProcessor(prefix_and_suffix[0], prefix_and_suffix[1], self.languages), self._files.settings, ids
         )
+        post_processor = PostProcessor(prefix_ids, suffix_ids, language_codes(self._vocabulary.special))
+        return configure_post_processor(post_processor, self._files.settings, ids)
 
     # ------------------------------------------------------------ text -> ids
 
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
-        check_text(text)
         if self._is_non_legacy and text:
             prefix = _SPACE if self._files.settings.flag("add_prefix_space", True) else ""
             text = prefix + text.replace(_SPACE, " ")
         tokens: list[str | int] = []  # pieces of ordinary text, ids of added tokens
         splitter = self._splitters[specials]
         for part in splitter.split(text):
-            matches = splitter.ids.get(part)
-            if matches is not None:
-                tokens.append(matches)
-            else:
-                tokens += self._split_pieces(part, specials)
+            added_id = splitter.ids.get(part)
+            tokens += self._split_pieces(part, specials) if added_id is None else [added_id]
         if self._is_non_legacy and len(tokens) > 1 and tokens[0] == _SPACE and tokens[1] in self._special_ids:
             del tokens[0]
         return [token if isinstance(token, int) else self._piece_to_id(token, unknown) for token in tokens]
@@ -160,11 +278,8 @@ class SentencePieceTokenizer(BaseTokenizer):
         token_id = self._ids.get(piece)
         if token_id is None:
             unknown[piece.replace(_SPACE, " ").strip() or " "] += 1
-            return self.special_tokens.unk or 0  # without UNK, report_unknown raises
+            return self.special_tokens.unk or 0  # without UNK, _report_unknown raises
         return token_id
-
-    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        return self._post_processor.apply(ids, language)
 
     # ------------------------------------------------------------ ids -> text
 
@@ -191,21 +306,24 @@ class SentencePieceTokenizer(BaseTokenizer):
         return add
 
     def _display_bytes(self, token_id: int) -> bytes:
-        if not 0 <= token_id < self.vocab_size:
-            raise out_of_range_error(token_id, self.vocab_size)
+        check_token_id(token_id, self.vocab_size)
         name = self._vocabulary.names[token_id]
         if name in self._vocabulary.flags or token_id in self._special_ids:
             return name.encode()
         return self._model.bytes.get(name) or name.replace(_SPACE, " ").encode()
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self._display_bytes(token_id)
-
     # ------------------------------------------------------------ files
 
     @cached_property
     def _file_text(self) -> str:
-        return json.dumps({"kvad": self._files.to_content()}, ensure_ascii=False, indent=1) + "\n"
+        files = self._files
+        content = {
+            "kind": "sentencepiece",
+            "settings": asdict(files.settings),
+            "models": {name: base64.b64encode(content).decode("ascii") for name, content in files.models.items()},
+            "vocabularies": dict(files.vocabularies),
+        }
+        return json.dumps({"kvad": content}, ensure_ascii=False, indent=1) + "\n"
 
 
 def _build_vocabulary(
@@ -213,8 +331,11 @@ def _build_vocabulary(
 ) -> VocabularyBuilder:
     """Build the family's numbering, with the folder's added and special tokens."""
     names = [*files.vocabularies]
-    vocabulary = files.vocabularies[names[0 if source_side else -1]] if names else {}
-    builder = family.layout(model.pieces, vocabulary, files.settings)
+    if family.vocabulary:
+        builder = VocabularyBuilder.from_ids(files.vocabularies[names[0 if source_side else -1]])
+    else:
+        builder = VocabularyBuilder([*model.pieces])
+    family.number(builder, files.settings)
     for token_id, token in sorted(files.settings.added.items()):
         builder.add(token, token_id)
     ids = {name: token_id for token_id, name in reversed([*enumerate(builder.names)])}
@@ -225,14 +346,6 @@ def _build_vocabulary(
             builder.add(builder.flags.get(name, token), ids[name])
             builder.special[name] = ids[name]
     return builder
-
-
-def _ordinary_pieces(builder: VocabularyBuilder) -> dict[str, int]:
-    """Return piece -> id for ordinary text; of equal pieces the first counts."""
-    ids = {name: token_id for token_id, name in reversed([*enumerate(builder.names)]) if name}
-    for name in builder.special:
-        ids.pop(name, None)
-    return ids
 
 
 class _AddedTokenSplitter:
@@ -277,38 +390,19 @@ def is_sentencepiece(folder: Path, settings: TokenizerSettings) -> bool:
     return not has_older_vocabulary and any(path.suffix in SUFFIXES for path in folder.iterdir() if path.is_file())
 
 
-def load_sentencepiece(
-    folder: Path,
-    settings: TokenizerSettings,
-    file: Path | None = None,
-    *,
-    roles: Mapping[str, str | None] | None = None,
-    on_unknown: str = "warn",
-) -> SentencePieceTokenizer:
+def load_sentencepiece(folder: Path, settings: TokenizerSettings, file: Path | None = None) -> SentencePieceTokenizer:
     """Load the tokenizer of a folder with SentencePiece models, or of the model ``file``."""
     settings = replace(settings, family=_tokenizer_family(folder, settings, file))
     family = TOKENIZER_FAMILIES[settings.family]
-    paths = [folder / name for name in family.models]
+    paths = {name: folder / name for name in family.models}
     if file is not None and len(paths) == 1:
-        paths = [file]
-    models = {name: _read_bytes(path) for name, path in zip(family.models, paths, strict=True)}
+        paths = dict.fromkeys(paths, file)
+    models = {name: _read_bytes(path) for name, path in paths.items()}
     vocabularies = {}
     if family.vocabulary:
         names = ["vocab.json", "target_vocab.json"] if settings.flag("separate_vocabs") else ["vocab.json"]
         vocabularies = {name: read_vocabulary(folder / name) for name in names}
-    if roles is not None:
-        settings = replace(settings, roles=roles)
-    path_by_name = dict(zip(family.models, paths, strict=True))
-    tokenizer = SentencePieceTokenizer(
-        SentencePieceFiles(settings, models, vocabularies), path_by_name, on_unknown=on_unknown
-    )
-    for role, name in (roles or {}).items():
-        if name is not None and name not in tokenizer.special_tokens.names():
-            raise TokenizerError(
-                f"{folder}: the {role} token {name!r} is not among the special tokens",
-                ", ".join(tokenizer.special_tokens.names()),
-            )
-    return tokenizer
+    return SentencePieceTokenizer(SentencePieceFiles(settings, models, vocabularies), paths)
 
 
 def _tokenizer_family(folder: Path, settings: TokenizerSettings, file: Path | None) -> str:
@@ -316,27 +410,20 @@ def _tokenizer_family(folder: Path, settings: TokenizerSettings, file: Path | No
         return settings.family
     names = {path.name for path in folder.iterdir()} if file is None else {file.name}
     if settings.family in ("", "PreTrained"):
-        if {"source.spm", "target.spm"} & names:
-            return "Marian"
-        for name, family in (("spiece.model", "T5"), ("tokenizer.model", "Llama")):
+        for name, family in _FAMILY_OF_MODEL.items():
             if name in names:
                 return family
-    class_description = (
-        f"the class {settings.family}Tokenizer" if settings.family else "a tokenizer_config.json without a class"
-    )
-    matches = ", ".join(sorted(name for name in names if Path(name).suffix in SUFFIXES))
-    raise TokenizerError(
-        f"{folder}: {matches} cannot be read with {class_description}", f"known: {', '.join(TOKENIZER_FAMILIES)}"
-    )
+    owner = f"the class {settings.family}Tokenizer" if settings.family else "a tokenizer_config.json without a class"
+    models = ", ".join(sorted(name for name in names if Path(name).suffix in SUFFIXES))
+    raise TokenizerError(f"{folder}: {models} cannot be read with {owner}", f"known: {', '.join(TOKENIZER_FAMILIES)}")
 
 
 def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        matches = (
-            ", ".join(sorted(other.name for other in path.parent.iterdir())) if path.parent.is_dir() else "nothing"
-        )
-        raise TokenizerError(f"there is no {path.name} in {path.parent}", f"The folder contains {matches}.") from None
+        names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else ["nothing"]
+        hint = f"The folder contains {', '.join(names)}."
+        raise TokenizerError(f"there is no {path.name} in {path.parent}", hint) from None
     except OSError as error:
         raise TokenizerError(f"cannot read {path}: {error.strerror}") from error

@@ -27,50 +27,43 @@ import unicodedata
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from kvad.errors import DataError, TokenizerError, suggest
 from kvad.text.base import (
     ENCODER_NAMES,
     NAMES,
-    BaseTokenizer,
+    PostProcessor,
     SpecialTokens,
-    check_on_unknown,
+    Tokenizer,
     check_text,
-    out_of_range_error,
+    check_token_id,
     split_text,
     standard_specials,
 )
-from kvad.text.post_processor import PostProcessor
 
 
-class TableTokenizer(BaseTokenizer):
+class TableTokenizer(Tokenizer):
     """A list of tokens; subclasses define splitting (``_encode_plain``) and may define decoding."""
 
-    kind: ClassVar[str]
-    source_tokenizer: ClassVar[None] = None
-    languages: ClassVar[Mapping[str, int]] = MappingProxyType({})
-
-    def __init__(self, pieces: Sequence[bytes], specials: SpecialTokens, on_unknown: str = "warn") -> None:
-        """Build the table from the bytes of every id in order, ``b""`` for special tokens."""
+    def __init__(self, pieces: Sequence[bytes], specials: SpecialTokens) -> None:
+        """Build the table from the bytes of every id in order, those of special tokens' names included."""
         self.special_tokens = specials
         self.vocab_size = len(pieces)
-        self.on_unknown = check_on_unknown(on_unknown)
-        self._pieces = list(pieces)
-        self._names = {token_id: name.encode() for name, token_id in specials.named}
+        self._pieces = pieces
+        prefix_ids, suffix_ids = (() if id_ is None else (id_,) for id_ in (specials.cls, specials.sep))
+        self._post_processor = PostProcessor(prefix_ids, suffix_ids)
         self._special_pattern = re.compile("(" + "|".join(re.escape(name) for name, _ in specials.named) + ")")
 
     @abstractmethod
     def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         """Return the ids of ordinary text; unknown tokens become UNK and are counted in ``unknown``."""
 
-    @abstractmethod
     def _content(self) -> dict[str, Any]:
         """Return the file's entries besides ``kind`` and ``specials``."""
+        return {}
 
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
-        check_text(text)
         ids: list[int] = []
         names = self.special_tokens.names()
         # split() with a group: ordinary text at even indices, special tokens at odd ones
@@ -82,21 +75,12 @@ class TableTokenizer(BaseTokenizer):
                 ids += self._encode_plain(piece, unknown)
         return ids
 
-    def add_special_tokens(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        cls, sep = self.special_tokens.cls, self.special_tokens.sep
-        prefix_ids = () if cls is None else (cls,)
-        return PostProcessor(prefix_ids, () if sep is None else (sep,)).apply(ids, language)
-
     def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         return self.token_bytes if skip_specials else self._display_bytes
 
-    def token_bytes(self, token_id: int) -> bytes:
-        if not 0 <= token_id < self.vocab_size:  # a negative index would count from the end
-            raise out_of_range_error(token_id, self.vocab_size)
-        return self._pieces[token_id]
-
     def _display_bytes(self, token_id: int) -> bytes:
-        return self._names.get(token_id) or self.token_bytes(token_id)
+        check_token_id(token_id, self.vocab_size)
+        return self._pieces[token_id]
 
     @functools.cached_property
     def _file_text(self) -> str:
@@ -113,36 +97,32 @@ class ByteTokenizer(TableTokenizer):
     kind = "byte"
     units = "byte", "bytes"
 
-    def __init__(self, roles: Sequence[str] = (), *, on_unknown: str = "warn") -> None:
+    def __init__(self, roles: Sequence[str] = ()) -> None:
         specials = standard_specials(roles, first=256)
-        pieces = [bytes([value]) for value in range(256)] + [b""] * len(specials.named)
-        super().__init__(pieces, specials, on_unknown)
+        names = [name.encode() for name, _ in specials.named]
+        super().__init__([*(bytes([value]) for value in range(256)), *names], specials)
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> ByteTokenizer:
-        return cls(read_field(content, "specials", list), on_unknown=on_unknown)
+    def from_content(cls, content: Mapping[str, Any]) -> ByteTokenizer:
+        return cls(read_field(content, "specials", list))
 
     def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         return list(text.encode("utf-8"))
-
-    def _content(self) -> dict[str, Any]:
-        return {}
 
 
 class VocabularyTokenizer(TableTokenizer):
     """One id per token of a learned vocabulary."""
 
     option_types: ClassVar[Mapping[str, type]]  # of the constructor and of the file
+    is_sorted = False  # order of ids: that of the tokens, else of their frequencies
 
-    def __init__(
-        self, tokens: Sequence[str], roles: Sequence[str] = ("unk",), *, lower: bool = False, on_unknown: str = "warn"
-    ) -> None:
+    def __init__(self, tokens: Sequence[str], roles: Sequence[str] = ("unk",), *, lower: bool = False) -> None:
         specials = standard_specials(roles, first=0)
-        first = len(specials.named)
-        super().__init__([b""] * first + [token.encode() for token in tokens], specials, on_unknown)
+        names = [name for name, _ in specials.named]
+        super().__init__([piece.encode() for piece in (*names, *tokens)], specials)
         self.lower = lower
         self._tokens = list(tokens)
-        self._ids = {token: first + i for i, token in enumerate(tokens)}
+        self._ids = {token: i for i, token in enumerate(tokens, start=len(names))}
 
     @abstractmethod
     def split_tokens(self, text: str) -> Sequence[str]:
@@ -158,32 +138,35 @@ class VocabularyTokenizer(TableTokenizer):
         min_freq: int = 1,
         **options: Any,
     ) -> Self:
-        """Select the most frequent tokens; ``options`` are the constructor's."""
-        max_tokens = num_free_ids(vocab_size, roles)
+        """Select the tokens with ``min_freq`` occurrences, most frequent first; ``options`` are the constructor's."""
         splitter = cls([], roles, **options)  # checks the options before a long read
+        num_specials = splitter.vocab_size
+        if vocab_size <= num_specials:
+            hint = f"{num_specials} are special tokens."
+            raise TokenizerError(f"vocab_size: must be at least {num_specials + 1}, got {vocab_size}", hint)
         counts: Counter[str] = Counter()
         for text in texts:
             for piece in split_text(text):
                 counts.update(splitter.split_tokens(piece))
-        return cls(cls.in_order(most_frequent(counts, max_tokens, min_freq)), roles, **options)
-
-    @staticmethod
-    def in_order(tokens: list[str]) -> list[str]:
-        """Return the tokens, most frequent first, in the order of their ids."""
-        return tokens
+        frequent = (token for token in counts if counts[token] >= min_freq)
+        ranked = sorted(frequent, key=lambda token: (-counts[token], token))
+        if counts and not ranked:
+            raise DataError(f"no token in the corpus occurs {min_freq} times or more", "Lower min_freq.")
+        tokens = ranked[: vocab_size - num_specials]
+        return cls(sorted(tokens) if cls.is_sorted else tokens, roles, **options)
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> Self:
+    def from_content(cls, content: Mapping[str, Any]) -> Self:
         tokens, roles = (read_field(content, name, list) for name in ("tokens", "specials"))
         options = {name: read_field(content, name, kind) for name, kind in cls.option_types.items()}
-        return cls(tokens, roles, **options, on_unknown=on_unknown)
+        return cls(tokens, roles, **options)
 
     def _encode_plain(self, text: str, unknown: Counter[str]) -> list[int]:
         tokens = self.split_tokens(text)
         token_ids = list(map(self._ids.get, tokens))
         if None in token_ids:
             unknown.update(token for token, token_id in zip(tokens, token_ids, strict=True) if token_id is None)
-        unk = self.special_tokens.unk or 0  # without UNK, report_unknown raises
+        unk = self.special_tokens.unk or 0  # without UNK, _report_unknown raises
         return [unk if token_id is None else token_id for token_id in token_ids]
 
     def _content(self) -> dict[str, Any]:
@@ -196,37 +179,16 @@ class CharTokenizer(VocabularyTokenizer):
     kind = "char"
     units = "character", "characters"
     option_types: ClassVar[Mapping[str, type]] = {"lower": bool}
-
-    @staticmethod
-    def in_order(tokens: list[str]) -> list[str]:
-        return sorted(tokens)
+    is_sorted = True
 
     def split_tokens(self, text: str) -> Sequence[str]:
         return text.lower() if self.lower else text
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> CharTokenizer:
+    def from_content(cls, content: Mapping[str, Any]) -> CharTokenizer:
         if not all(len(char) == 1 for char in read_field(content, "tokens", list)):
             raise TokenizerError("'tokens' of a character tokenizer must be single characters")
-        return super().from_content(content, on_unknown)
-
-
-def num_free_ids(vocab_size: int, roles: Sequence[str]) -> int:
-    """Return the number of ids besides the special tokens; at least one is required."""
-    num_specials = len(standard_specials(roles, 0).named)
-    if vocab_size <= num_specials:
-        raise TokenizerError(
-            f"vocab_size: must be at least {num_specials + 1}, got {vocab_size}", f"{num_specials} are special tokens."
-        )
-    return vocab_size - num_specials
-
-
-def most_frequent(counts: Counter[str], max_tokens: int, min_freq: int) -> list[str]:
-    """Return up to ``max_tokens`` tokens with ``min_freq`` occurrences, most frequent first."""
-    ranked = sorted((token for token in counts if counts[token] >= min_freq), key=lambda token: (-counts[token], token))
-    if counts and not ranked:
-        raise DataError(f"no token in the corpus occurs {min_freq} times or more", "Lower min_freq.")
-    return ranked[:max_tokens]
+        return super().from_content(content)
 
 
 def read_field(content: Mapping[str, Any], key: str, expected_type: type) -> Any:
@@ -251,23 +213,20 @@ _QUOTES = frozenset("\"'`")
 
 
 @functools.cache
-def _combining_characters() -> str:
-    r"""Return combining marks and the joiners of Indic and Persian words, which Python's ``\w`` lacks.
+def _patterns() -> tuple[frozenset[str], re.Pattern[str], re.Pattern[str]]:
+    r"""Return (marks, pattern for text without marks, exact but slow pattern for any text).
 
-    Without them, Hindi, or an accent that is a separate character, would be split inside words.
+    Marks are combining characters and the joiners of Indic and Persian words, which Python's ``\w`` lacks. Without
+    them, Hindi, or an accent that is a separate character, would be split inside words.
     """
     planes = (range(0x300, 0x20000), range(0xE0100, 0xE01F0))
-    return "\u200c\u200d" + "".join(chr(i) for plane in planes for i in plane if unicodedata.category(chr(i))[0] == "M")
-
-
-@functools.cache
-def _patterns() -> tuple[frozenset[str], re.Pattern[str], re.Pattern[str]]:
-    """Return (marks, pattern for text without marks, exact but slow pattern for any text)."""
+    combining = "".join(chr(i) for plane in planes for i in plane if unicodedata.category(chr(i))[0] == "M")
+    marks = f"\u200c\u200d{combining}"
 
     def words(letter: str) -> re.Pattern[str]:
         return re.compile(rf"\n|{letter}+(?:(?:['’-]|(?<=\d)[.,](?=\d)){letter}+)*|\S")
 
-    return frozenset(_combining_characters()), words(r"\w"), words(rf"[\w{_combining_characters()}]")
+    return frozenset(marks), words(r"\w"), words(rf"[\w{marks}]")
 
 
 def split_words(text: str) -> list[str]:
@@ -310,15 +269,9 @@ class WordTokenizer(VocabularyTokenizer):
     option_types: ClassVar[Mapping[str, type]] = {"split": str, "lower": bool}
 
     def __init__(
-        self,
-        words: Sequence[str],
-        roles: Sequence[str] = ("unk",),
-        *,
-        split: str = "words",
-        lower: bool = False,
-        on_unknown: str = "warn",
+        self, words: Sequence[str], roles: Sequence[str] = ("unk",), *, split: str = "words", lower: bool = False
     ) -> None:
-        super().__init__(words, roles, lower=lower, on_unknown=on_unknown)
+        super().__init__(words, roles, lower=lower)
         if split not in SPLITS:
             raise TokenizerError(f"unknown split {split!r}", suggest(split, SPLITS))
         self.split = split
@@ -328,7 +281,7 @@ class WordTokenizer(VocabularyTokenizer):
 
     def incremental_decoder(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         spacing = SpacingRules(self.split)
-        bytes_of_token = self.token_bytes if skip_specials else self._display_bytes
+        bytes_of_token = super().incremental_decoder(skip_specials=skip_specials)
 
         def add(token_id: int) -> bytes:
             piece = bytes_of_token(token_id)

@@ -1,4 +1,4 @@
-"""Child process of ``kvad.text.template_sandbox`` that renders chat templates.
+"""Child process of ``kvad.text.chat_template`` that renders chat templates.
 
 Standard input and output carry requests and replies: eight bytes of length (big endian), then JSON in UTF-8. The
 process ends with its input, if a render exceeds its CPU time (signal SIGPROF), and if it runs out of memory (status
@@ -27,8 +27,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-__all__ = ["main"]
 
 MAX_MEMORY = 512 << 20  # bytes of address space, 25 MB of which the process needs itself
 MAX_TEMPLATES = 16  # compiled templates that are cached
@@ -78,7 +76,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return texts[0] if len(texts) == 1 and isinstance(texts[0], _Generated) else "".join(texts)
 
     def answer(self, source: str, values: dict[str, Any], now: str, max_output: int) -> dict[str, Any]:
-        """Render a template; return its "text" and "spans" (see RenderOutput), or an "error"."""
+        """Render a template; return its "text" and "spans" (see RenderedChat), or an "error"."""
         try:
             template = self.compiled(source)
         except Exception as error:

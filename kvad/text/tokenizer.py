@@ -8,19 +8,18 @@ models. The file names its kind. Folders of other formats are read too (``load_t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvad.errors import DataError, TokenizerError, suggest
-from kvad.text.base import FILE_NAME, Tokenizer, check_text, check_texts
+from kvad.text.base import FILE_NAME, Tokenizer, checked_texts
 from kvad.text.hf_config import byte_level_bpe, parse_object, read_settings, read_text, wordpiece
-from kvad.text.hf_tokenizer import HFTokenizer, apply_settings, special_roles, train_bpe
+from kvad.text.hf_tokenizer import HFTokenizer, apply_settings, train_bpe
 from kvad.text.sentencepiece_tokenizer import SUFFIXES, SentencePieceTokenizer, is_sentencepiece, load_sentencepiece
 from kvad.text.simple_tokenizers import ByteTokenizer, CharTokenizer, WordTokenizer, read_field
 
 KINDS = ("bpe", "byte", "char", "word")
-Progress = Callable[[int, int], None]  # (texts read, characters read)
 _KVAD_TOKENIZERS: dict[str, type[ByteTokenizer | CharTokenizer | WordTokenizer | SentencePieceTokenizer]] = {
     "byte": ByteTokenizer,
     "char": CharTokenizer,
@@ -41,8 +40,6 @@ def train_tokenizer(
     split: str = "words",
     specials: Sequence[str] | None = None,
     closed: bool = False,
-    on_unknown: str = "warn",
-    progress: Progress | None = None,
 ) -> Tokenizer:
     """Learn a vocabulary from documents, which are read once and need not fit in memory.
 
@@ -55,8 +52,6 @@ def train_tokenizer(
         specials: Roles out of separator, bos, eos, pad, unk, cls, sep, mask, and names of tokens without a role
             (``<extra_id_0>``). The separator always exists, unk by default for char and word.
         closed: Texts end with EOS (bpe only; other kinds have no post-processor).
-        on_unknown: "warn" or "error" for unknown tokens.
-        progress: Called with the numbers of texts and characters read.
 
     Raises:
         TokenizerError, DataError: If an option is invalid; if the corpus is empty.
@@ -71,100 +66,75 @@ def train_tokenizer(
         raise TokenizerError(f"split: requires a word tokenizer, got {kind}")
     roles = specials if specials is not None else ("unk",) if kind in ("char", "word") else ()
     if kind == "byte":
-        return ByteTokenizer(roles, on_unknown=on_unknown)
-    corpus = _Corpus(texts, progress)
-    options: dict[str, Any] = {"vocab_size": vocab_size, "min_freq": min_freq, "on_unknown": on_unknown}
+        return ByteTokenizer(roles)
+    num_texts = num_chars = 0
+
+    def corpus() -> Iterator[str]:
+        nonlocal num_texts, num_chars
+        for text in checked_texts(texts):
+            num_texts, num_chars = num_texts + 1, num_chars + len(text)
+            yield text
+
+    limits: dict[str, Any] = {"vocab_size": vocab_size, "min_freq": min_freq}
     tokenizer: Tokenizer
     if kind == "bpe":
-        tokenizer = train_bpe(corpus, roles, closed=closed, **options)
+        tokenizer = train_bpe(corpus(), roles, closed=closed, **limits)
     elif kind == "char":
-        tokenizer = CharTokenizer.train(corpus, roles, lower=lower, **options)
+        tokenizer = CharTokenizer.train(corpus(), roles, lower=lower, **limits)
     else:
-        tokenizer = WordTokenizer.train(corpus, roles, split=split, lower=lower, **options)
-    if not corpus.num_chars:
-        raise DataError(
-            "the corpus has no text to train a tokenizer on", f"It has {corpus.num_texts} documents, all empty."
-        )
+        tokenizer = WordTokenizer.train(corpus(), roles, split=split, lower=lower, **limits)
+    if not num_chars:
+        raise DataError("the corpus has no text to train a tokenizer on", f"It has {num_texts} documents, all empty.")
     return tokenizer
 
 
-class _Corpus:
-    """Iterator over documents that checks and counts them."""
-
-    def __init__(self, texts: Iterable[str], progress: Progress | None) -> None:
-        self._texts = check_texts(texts)
-        self._progress = progress
-        self.num_texts = 0
-        self.num_chars = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            check_text(text)
-            self.num_texts += 1
-            self.num_chars += len(text)
-            if self._progress is not None:
-                self._progress(self.num_texts, self.num_chars)
-            yield text
-
-
-def load_tokenizer(
-    folder_or_file: Path, *, roles: Mapping[str, str | None] | None = None, on_unknown: str = "warn"
-) -> Tokenizer:
+def load_tokenizer(folder_or_file: Path) -> Tokenizer:
     """Load the tokenizer of a folder, or a file.
 
     In a folder, the first of these is used: ``tokenizer.json``; SentencePiece models, by the class in
-    ``tokenizer_config.json``; ``vocab.json`` + ``merges.txt``; ``vocab.txt``.
-
-    Args:
-        folder_or_file: Folder or file.
-        roles: Special tokens by role ({"bos": "<s>"}) for a Hugging Face file; default: ``tokenizer_config.json`` next
-            to the file, then common names.
-        on_unknown: "warn" or "error" for unknown tokens.
+    ``tokenizer_config.json``; ``vocab.json`` + ``merges.txt``; ``vocab.txt``. Special tokens of a Hugging Face file are
+    those of the ``tokenizer_config.json`` next to it, then those with common names.
     """
     path = Path(folder_or_file)
     if path.is_dir():
-        return _load_folder(path, roles, on_unknown)
+        return _load_folder(path)
     if path.suffix in SUFFIXES:
-        return load_sentencepiece(path.parent, read_settings(path.parent), path, roles=roles, on_unknown=on_unknown)
-    return _load_json(path, roles, on_unknown)
+        return load_sentencepiece(path.parent, read_settings(path.parent), path)
+    return _load_json(path)
 
 
-def _load_folder(folder: Path, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
+def _load_folder(folder: Path) -> Tokenizer:
     if (folder / FILE_NAME).is_file():
-        return _load_json(folder / FILE_NAME, roles, on_unknown)
+        return _load_json(folder / FILE_NAME)
     settings = read_settings(folder)
     if is_sentencepiece(folder, settings):
-        return load_sentencepiece(folder, settings, roles=roles, on_unknown=on_unknown)
+        return load_sentencepiece(folder, settings)
     for name, build_backend in (("vocab.json", byte_level_bpe), ("vocab.txt", wordpiece)):
         if (folder / name).is_file():
-            backend, default_roles = build_backend(folder, settings)
+            backend, roles = build_backend(folder, settings)
             apply_settings(backend, settings)
-            return HFTokenizer(backend, default_roles if roles is None else roles, on_unknown=on_unknown)
+            return HFTokenizer(backend, roles)
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     omitted = f" and {len(names) - 8} more" if len(names) > 8 else ""
     contents = f"The folder contains {', '.join(names[:8])}{omitted}" if names else "The folder is empty."
     raise TokenizerError(f"there is no {FILE_NAME} in {folder}, nor another tokenizer", contents)
 
 
-def _load_json(path: Path, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
+def _load_json(path: Path) -> Tokenizer:
     text = read_text(path)
     try:
-        if _KVAD_KEY.match(text):
-            return _load_kvad(parse_object(text), on_unknown)
-        return _load_library(path, text, roles, on_unknown)
+        if not _KVAD_KEY.match(text):
+            return _load_library(path, text)
+        content = read_field(parse_object(text), "kvad", dict)
+        kind = read_field(content, "kind", str)
+        if kind not in _KVAD_TOKENIZERS:
+            raise TokenizerError(f"unknown kind of tokenizer {kind!r}", suggest(kind, [*KINDS, "sentencepiece"]))
+        return _KVAD_TOKENIZERS[kind].from_content(content)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error.message}", error.hint) from error.__cause__
 
 
-def _load_kvad(file: dict[str, Any], on_unknown: str) -> Tokenizer:
-    content = read_field(file, "kvad", dict)
-    kind = read_field(content, "kind", str)
-    if kind not in _KVAD_TOKENIZERS:
-        raise TokenizerError(f"unknown kind of tokenizer {kind!r}", suggest(kind, [*KINDS, "sentencepiece"]))
-    return _KVAD_TOKENIZERS[kind].from_content(content, on_unknown)
-
-
-def _load_library(path: Path, text: str, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
+def _load_library(path: Path, text: str) -> Tokenizer:
     from tokenizers import Tokenizer as Backend  # type: ignore[import-untyped]
 
     try:
@@ -172,8 +142,4 @@ def _load_library(path: Path, text: str, roles: Mapping[str, str | None] | None,
     except Exception as error:  # the library raises no specific type
         parse_object(text)  # reports the position if it is not JSON
         raise TokenizerError(f"not readable by the tokenizers library: {error}") from None
-    settings = read_settings(path.parent)
-    apply_settings(backend, settings)
-    if roles is None:
-        roles = special_roles(backend, settings)
-    return HFTokenizer(backend, roles, on_unknown=on_unknown)
+    return HFTokenizer(backend, apply_settings(backend, read_settings(path.parent)))

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kvad.verify import replay as replay
     from kvad.verify import report as report
     from kvad.verify import scenario as scenario
-    from kvad.verify.cases import parse_policies as parse_policies
-    from kvad.verify.replay import run_uncached as run_uncached
-    from kvad.verify.replay import tolerance as tolerance
     from kvad.verify.run import verify as verify
     from kvad.verify.scenario import ScenarioOptions as ScenarioOptions
     from kvad.verify.scenario import build_prompts as build_prompts
     from kvad.verify.scenario import default_sizes as default_sizes
+    from kvad.verify.scenario import parse_policies as parse_policies
     from kvad.verify.scenario import require_verify_memory as require_verify_memory
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -42,7 +43,7 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig) -> Non
         raise UsageError(f"--inject-fault: unknown fault {fault!r}", suggest(fault, known))
     if config.decoder is None:
         raise UsageError("--inject-fault: an encoder has no cache")
-    positions = [config.stack.layer_config(i).attention.position for i in range(config.stack.num_layers)]
+    positions = [layer.attention.position for layer in config.stack.layer_types.values()]
     has_position = config.embedding.position is not None or any(position is not None for position in positions)
     requirements = {  # fault: possible, reason if not, what to do instead
         "rotation": (
@@ -115,7 +116,6 @@ def _shift_positions(_model: nn.Module, inputs: tuple[ModelInput, object]) -> tu
 
 
 def _first_shared_layers(groups: Sequence[CacheGroup]) -> tuple[int, int] | None:
-    """Return the first two layers that share a cache group."""
     return next(((group.layers[0], group.layers[1]) for group in groups if len(group.layers) > 1), None)
 
 
@@ -146,22 +146,19 @@ class _FaultyKVCache(KVCache):
         return [_FaultyView(view, model_input, self._change_inputs) for view in super().open(model_input)]
 
 
+@dataclass
 class _FaultyView:
-    def __init__(
-        self, view: CacheView, model_input: ModelInput, change: Callable[[AttentionInputs, ModelInput], AttentionInputs]
-    ) -> None:
-        self._view, self._model_input, self._change = view, model_input, change
+    view: CacheView
+    model_input: ModelInput
+    change: Callable[[AttentionInputs, ModelInput], AttentionInputs]
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         if k is not None:
-            q, k, params = self._change((q, k, params), self._model_input)
-        return self._view.attend(q, k, v, params)
+            q, k, params = self.change((q, k, params), self.model_input)
+        return self.view.attend(q, k, v, params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        self._view.write(k, v)
-
-
-# ---------------------------------------------------------------- faults of slots and block tables
+        self.view.write(k, v)
 
 
 def _write_one_slot_early(mapping: SlotMapping, group: CacheGroup, model_input: ModelInput) -> SlotMapping:
@@ -201,9 +198,6 @@ def _neighbor_block(mapping: SlotMapping, _group: CacheGroup, _model_input: Mode
         others = (other[0] for other in (*rows[index + 1 :], *rows[:index]) if other[0] not in rows[index])
         target[0] = next(others, target[0])
     return mapping._replace(block_tables=tables)
-
-
-# ---------------------------------------------------------------- arithmetic faults
 
 
 def _skip_key_rope(inputs: AttentionInputs, model_input: ModelInput) -> AttentionInputs:

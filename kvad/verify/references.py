@@ -4,8 +4,8 @@
 format makes a token's stored key a function of that key alone, so a cache of that format must equal this model up to
 float64 rounding, whatever the blocks, chunks and other sequences. The loss of the format itself is measured apart.
 
-``compare_loss`` measures KL divergence and perplexity compared with the model that keeps everything: perplexity of
-the prompts' own next tokens at the positions that the cache computed. ``NeedleRecall`` runs a few of the tasks of
+``compare_loss`` measures KL divergence and perplexity (of the prompts' own next tokens at the positions that the cache
+computed) compared with the model that keeps everything. ``NeedleRecall`` runs a few of the tasks of
 ``kvad bench cache-quality`` (benchmarks/needle_tasks.py), as a smoke test.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -59,6 +60,7 @@ class QuantizedNoCache:
         return [_QuantizedView(view, *self._codecs, there, back) for view in views]
 
 
+@dataclasses.dataclass
 class _QuantizedView:
     """Quantizes keys, rotated by ``there`` if given, and values.
 
@@ -66,32 +68,28 @@ class _QuantizedView:
     angles cannot be inverted: cos^2 + sin^2 is 1 to eight digits.)
     """
 
-    def __init__(
-        self,
-        view: CacheView,
-        keys: ops.quantize.FormatCodec,
-        values: ops.quantize.FormatCodec,
-        there: ops.rotary.RotaryCache | None = None,
-        back: ops.rotary.RotaryCache | None = None,
-    ) -> None:
-        self._view, self._keys, self._values, self._there, self._back = view, keys, values, there, back
+    view: CacheView
+    keys: ops.quantize.FormatCodec
+    values: ops.quantize.FormatCodec
+    there: ops.rotary.RotaryCache | None = None  # rotates keys
+    back: ops.rotary.RotaryCache | None = None
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         if k is None or v is None:
-            return self._view.attend(q, k, v, params)
+            return self.view.attend(q, k, v, params)
         rotary = params.rotary
-        if rotary is None or self._there is None:
-            k = _quantize_dequantize(self._keys, k)
+        if rotary is None or self.there is None:
+            k = _quantize_dequantize(self.keys, k)
         else:
-            k = _quantize_dequantize(self._keys, self._there.rotate(k, rotary))
-            if self._back is not None:
-                k = self._back.rotate(k, rotary._replace(factor=1 / rotary.factor))
+            k = _quantize_dequantize(self.keys, self.there.rotate(k, rotary))
+            if self.back is not None:
+                k = self.back.rotate(k, rotary._replace(factor=1 / rotary.factor))
             else:
-                q, params = self._there.rotate(q, rotary), params._replace(rotary=None)
-        return self._view.attend(q, k, _quantize_dequantize(self._values, v), params)
+                q, params = self.there.rotate(q, rotary), params._replace(rotary=None)
+        return self.view.attend(q, k, _quantize_dequantize(self.values, v), params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        self._view.write(_quantize_dequantize(self._keys, k), _quantize_dequantize(self._values, v))
+        self.view.write(_quantize_dequantize(self.keys, k), _quantize_dequantize(self.values, v))
 
 
 def _quantize_dequantize(codec: ops.quantize.FormatCodec, x: Tensor) -> Tensor:
@@ -113,6 +111,10 @@ def compare_loss(
 
     ``reference``: logits [T, V] per sequence of the model without cache and policy.
     """
+
+    def nats(logits: Tensor, targets: Tensor) -> float:
+        return -float(logits.double().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).sum())
+
     comparison = compare_logits(replayed, reference, tie_below, before)
     cached_nats = reference_nats = 0.0
     count = 0
@@ -122,19 +124,14 @@ def compare_loss(
         positions = positions[~logits[positions].isnan().all(dim=-1)]  # a prefix hit left this position uncomputed
         if len(positions):
             targets = torch.tensor(stream.prompt)[positions + 1]
-            cached_nats += _nats(logits[positions], targets)
-            reference_nats += _nats(reference[index, 0][positions], targets)
+            cached_nats += nats(logits[positions], targets)
+            reference_nats += nats(reference[index, 0][positions], targets)
             count += len(positions)
-    agree = comparison.compared - len(comparison.divergences)
     cached, uncached = (
         math.exp(min(MAX_NATS, nats / count)) if count else math.nan for nats in (cached_nats, reference_nats)
     )
-    return LossReport(comparison.kl_mean, comparison.kl_max, agree, comparison.compared, cached, uncached, count)
-
-
-def _nats(logits: Tensor, targets: Tensor) -> float:
-    """Return the summed negative log-likelihood of targets [n] under logits [n, V]."""
-    return -float(logits.double().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).sum())
+    compared = comparison.kl_mean, comparison.kl_max, comparison.agree, comparison.compared
+    return LossReport(*compared, cached, uncached, count)
 
 
 class NeedleRecall:
@@ -153,10 +150,8 @@ class NeedleRecall:
             self.reason = "the checkpoint has no tokenizer"
             return
         try:
-            self.tasks = [
-                benchmarks.needle_tasks.make_task("single", language, length, depth, seed)
-                for seed, depth in enumerate(DEPTHS)
-            ]
+            make = partial(benchmarks.needle_tasks.make_task, "single", language, length)
+            self.tasks = [make(depth, seed) for seed, depth in enumerate(DEPTHS)]
         except KvadError as error:
             self.reason = error.message
             return

@@ -26,17 +26,10 @@ from kvad.cache.manager import BlockAllocation, KVCacheManager, TokenSpan
 from kvad.config import attention_specs
 from kvad.engine import scheduling
 from kvad.engine.execution import ManagedCache, ModelRunner
-from kvad.engine.scheduling import (
-    RequestMetrics,
-    SamplingParams,
-    ScheduledSequence,
-    Scheduler,
-    SchedulerOutput,
-    SequenceOutput,
-)
+from kvad.engine.scheduling import SamplingParams, ScheduledSequence, Scheduler, SchedulerOutput, SequenceOutput
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol, ModelInput, SubBatch
-from kvad.verify.report import EXACT, TokenDivergence
+from kvad.verify.report import EXACT, Comparison, TokenDivergence
 
 SequenceKey = tuple[int, int]  # (stream, sample)
 MakeCache = Callable[[Sequence[CacheGroup]], ManagedCache]
@@ -85,6 +78,7 @@ class ReplayResult:
 
     pieces: dict[SequenceKey, list[tuple[int, Tensor]]]
     counts: ScenarioCounts = field(default_factory=ScenarioCounts)
+    shares_blocks: bool = True  # the cache's sequences may share the blocks of a prefix
 
     def logits(self, stream: int, sample: int = 0) -> Tensor:
         """Return [T, V] as last computed; NaN at positions that a prefix hit or a fork left uncomputed."""
@@ -102,10 +96,8 @@ def replay_streams(
     streams: Sequence[ReplayStream],
     *,
     squeezes: int = 0,
-    budget: int | None = None,
     make: MakeCache | None = None,
     watch: Callable[[SchedulerOutput], None] | None = None,
-    keep: bool = True,
 ) -> ReplayResult:
     """Run ``streams`` to their end and return the logits of every computed position.
 
@@ -113,10 +105,8 @@ def replay_streams(
 
     Args:
         squeezes: Number of preemptions to force, in addition to those of a small pool (``config.num_blocks``).
-        budget: Tokens per step; the default is a chunk plus one token per sequence.
         make: Builds the cache; the default is a KVCache with the rotation of ``config``.
-        watch: Called with every scheduler output before it runs.
-        keep: Store the logits.
+        watch: Called with every scheduler output before it runs; then no logits are stored.
     """
     groups = build_groups(attention_specs(model.config), config)
     cache = (make or partial(KVCache, rope_at=config.rope_at, exact_rope=config.endless))(groups)
@@ -128,18 +118,19 @@ def replay_streams(
     scheduler = Scheduler(
         kv_cache_manager,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget or config.prefill_chunk_size + config.max_num_seqs,
+        max_num_batched_tokens=config.prefill_chunk_size + config.max_num_seqs,
         prefill_chunk_size=config.prefill_chunk_size,
         limit=limit,
     )
     counts = ScenarioCounts(rows=sum(len(stream.forced_tokens) for stream in streams))
-    driver = _ReplayDriver(runner, scheduler, streams, ReplayResult({}, counts))
-    while not driver.step(watch, keep):
+    result = ReplayResult({}, counts, kv_cache_manager.prefix_caching)
+    driver = _ReplayDriver(runner, scheduler, streams, result)
+    while not driver.step(watch):
         scheduler.check()
     counts.preemptions = scheduler.stats().preemptions
     counts.forks = kv_cache_manager.forks
     counts.hit_tokens = sum(usage.num_cached_tokens for usage in driver.usages)
-    return driver.result
+    return result
 
 
 @torch.inference_mode()
@@ -209,7 +200,7 @@ class _ReplayDriver:
         self._waiting = set(range(len(streams)))
         self._started: set[int] = set()
         self._reached: dict[SequenceKey, int] = {}
-        self.usages: list[RequestMetrics] = []
+        self.usages: list[scheduling.RequestMetrics] = []
         self._submit()
 
     def _submit(self) -> None:
@@ -227,7 +218,7 @@ class _ReplayDriver:
                     self.scheduler.add_request(index, stream.prompt, sampling, root, encoder_input=encoder_input)
                 )
 
-    def step(self, watch: Callable[[SchedulerOutput], None] | None, keep: bool) -> bool:
+    def step(self, watch: Callable[[SchedulerOutput], None] | None) -> bool:
         """Run one step; return True when nothing is left."""
         output = self.scheduler.schedule()
         if output is None:
@@ -240,23 +231,21 @@ class _ReplayDriver:
             return False
         if watch is not None:
             watch(output)
-        logits = self.runner.execute(benchmarks.engine_runs.with_all_logits(output))
-        self._collect(output, logits, keep)
-        results = [
-            SequenceOutput(self._forced(scheduled)) if scheduled.is_sampled else SequenceOutput()
-            for scheduled in output.scheduled
-        ]
+        logits = self.runner.execute(benchmarks.scorers.with_all_logits(output))
+        self._collect(output, logits, keep=watch is None)
+        results = []
+        for scheduled in output.scheduled:
+            stream, sample = sequence_key(scheduled)
+            forced = self.streams[stream].forced_tokens[sample]
+            token = forced[scheduled.sequence.num_generated_tokens] if scheduled.is_sampled else None
+            results.append(SequenceOutput(token))
         for event in self.scheduler.update_from_output(output, results):
             assert event.error is None, event.error
             self._started.add(event.request)
         self._submit()
         return False
 
-    def _forced(self, scheduled: ScheduledSequence) -> int:
-        stream, sample = sequence_key(scheduled)
-        return self.streams[stream].forced_tokens[sample][scheduled.sequence.num_generated_tokens]
-
-    def _collect(self, output: SchedulerOutput, logits: Tensor, keep: bool) -> None:
+    def _collect(self, output: SchedulerOutput, logits: Tensor, *, keep: bool) -> None:
         counts, offset = self.result.counts, 0
         counts.steps += 1
         decoding = [scheduled.start >= scheduled.sequence.num_prompt_tokens for scheduled in output.scheduled]
@@ -270,26 +259,14 @@ class _ReplayDriver:
             counts.longest = max(counts.longest, end)
             self._reached[key] = max(reached, end)
             if keep:
-                self.result.pieces.setdefault(key, []).append(
-                    (scheduled.start, logits[offset : offset + scheduled.num_tokens])
-                )
+                piece = scheduled.start, logits[offset : offset + scheduled.num_tokens]
+                self.result.pieces.setdefault(key, []).append(piece)
             offset += scheduled.num_tokens
 
 
 COMPUTE_EPS = 256
 STORED_EPS = 8
 AMPLIFICATION = 16
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A cache's logits compared with the reference, over every computed position."""
-
-    max_dlogit: float
-    kl_mean: float
-    kl_max: float
-    compared: int
-    divergences: tuple[TokenDivergence, ...]
 
 
 def compare_logits(
@@ -301,53 +278,43 @@ def compare_logits(
     """
     worst, kl, divergences = 0.0, [], []
     for key, pieces in replayed.pieces.items():
-        for start, have in pieces:
-            have = have[: None if before is None else max(0, before - start)]
+        for start, piece in pieces:
+            have = piece[: None if before is None else max(0, before - start)].double()
             true = reference[key][start : start + len(have)].double()
-            have = have.double()
             worst = max(worst, float((have - true).abs().nan_to_num(nan=torch.inf).max()) if len(have) else 0.0)
-            kl.append(kl_divergence(true, have))
-            divergences += _divergences(key, start, true, have, tie_below)
+            p, q = true.log_softmax(-1), have.log_softmax(-1)
+            kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0))  # KL(reference || cache) in nats
+            best, chosen = true.argmax(-1), have.argmax(-1)
+            for at in (best != chosen).nonzero().squeeze(-1).tolist():
+                top = true[at].topk(min(2, true.shape[-1])).values
+                gap, tokens = float(top[0] - top[-1]), (int(best[at]), int(chosen[at]))
+                divergences.append(TokenDivergence(*key, start + at, *tokens, gap, gap < tie_below))
     every = torch.cat(kl)
-    ordered = tuple(sorted(divergences, key=lambda d: (d.tie, d.position, d.row, d.sample)))
-    return Comparison(worst, float(every.mean()), float(every.max()), len(every), ordered)
-
-
-def kl_divergence(true: Tensor, have: Tensor) -> Tensor:
-    """KL(reference || cache) in nats, [n, V] [n, V] -> [n]."""
-    p, q = true.log_softmax(-1), have.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
-
-
-def _divergences(key: SequenceKey, start: int, true: Tensor, have: Tensor, tie_below: float) -> list[TokenDivergence]:
-    best, chosen = true.argmax(-1), have.argmax(-1)
-    divergences = []
-    for at in (best != chosen).nonzero().squeeze(-1).tolist():
-        top = true[at].topk(min(2, true.shape[-1])).values
-        gap = float(top[0] - top[-1])
-        divergences.append(TokenDivergence(*key, start + at, int(best[at]), int(chosen[at]), gap, gap < tie_below))
-    return divergences
+    return Comparison(
+        max_dlogit=worst,
+        kl_mean=float(every.mean()),
+        kl_max=float(every.max()),
+        agree=len(every) - len(divergences),
+        compared=len(every),
+        ties=sum(divergence.tie for divergence in divergences),
+        first_divergence=min(divergences, key=lambda d: (d.tie, d.position, d.row, d.sample), default=None),
+    )
 
 
 def tolerance(dtype: str, scale: float, structure: float) -> float:
-    """Return the largest allowed |dlogit|.
+    """Return the largest allowed |dlogit|, given the reference's largest |logit| and the float64 case's max |dlogit|.
 
     float64: 1e-10. Otherwise the rounding of float32 (256 eps, or 16 times the float64 case's noise carried over to
     float32: a sharp model amplifies it) and, for a half precision, that of what is stored (8 eps of it). A lossy format
     has float32's tolerance: beyond it, a token that differs is no tie.
-
-    Args:
-        dtype: Cache format, "int8/int4" if keys and values differ.
-        scale: Largest |logit| of the reference.
-        structure: max |dlogit| of the float64 case.
     """
     if dtype == "float64":
         return EXACT
     single, double = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-    coarser = (
-        STORED_EPS * max(stored.eps for stored in _formats(dtype)) * scale if format_loss(dtype) == "rounding" else 0.0
-    )
-    return max(COMPUTE_EPS * single * scale, AMPLIFICATION * structure * single / double) + coarser
+    computed = max(COMPUTE_EPS * single * scale, AMPLIFICATION * structure * single / double)
+    if format_loss(dtype) != "rounding":
+        return computed
+    return computed + STORED_EPS * max(stored.eps for stored in _formats(dtype)) * scale
 
 
 def format_loss(dtype: str) -> str:

@@ -129,6 +129,19 @@ class TokenDivergence:
     tie: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A cache's logits compared with the reference, over every computed position."""
+
+    max_dlogit: float
+    kl_mean: float  # nats
+    kl_max: float
+    agree: int  # equal greedy tokens
+    compared: int
+    ties: int  # greedy tokens that differ by a tie
+    first_divergence: TokenDivergence | None
+
+
 @dataclass(frozen=True)
 class NeedleScore:
     """The share of needles that are found; ``full``: by a cache that keeps everything."""
@@ -167,37 +180,39 @@ class SkippedCase:
 
 
 @dataclass(frozen=True)
-class CaseReport:
-    """One layout, format, policy and ``rope_at``.
+class MemoryCase:
+    """One cache configuration."""
+
+    layout: str
+    dtype: str  # "int8/int4" if keys and values have different formats
+    policy: str = "full"
+    rotate: str = "write"
+    endless: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name, for example ``paged float32`` or ``paged int8 sinks(4, 28) rotate=read endless``."""
+        rotate = f"rotate={self.rotate}" * (self.rotate != "write")
+        words = (self.policy * (self.policy != "full"), rotate, "endless" * self.endless)
+        return " ".join((self.layout, self.dtype, *filter(None, words)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseReport(Comparison, MemoryCase):
+    """Result of one configuration.
 
     ``structure`` is max |dlogit| in float64 (of a lossy format, its own if that is more; of a lossy policy, compared
     with each sequence alone, and with the reference before its first eviction).
     """
 
-    layout: str
-    dtype: str
-    max_dlogit: float
     tolerance: float
     structure: float
-    kl_mean: float
-    kl_max: float
-    agree: int
-    compared: int
-    ties: int
-    first_divergence: TokenDivergence | None
     verdict: Verdict
     seconds: float
     scenario_counts: dict[str, int] = field(default_factory=dict)
     finding: MismatchFinding | None = None
-    policy: str = "full"
-    rotate: str = "write"
-    endless: bool = False
     loss: LossReport | None = None
     reason: str = ""  # what is broken, if no fault is found
-
-    @property
-    def name(self) -> str:
-        return case_name(self.layout, self.dtype, self.policy, self.rotate, self.endless)
 
 
 @dataclass(frozen=True)
@@ -211,12 +226,6 @@ class RoundTripResult:
     unit: str
     verdict: Literal["exact", "broken", "recomputed", "skipped"]
     reason: str = ""  # why nothing moved, or why it was skipped
-
-
-def case_name(layout: str, dtype: str, policy: str = "full", rotate: str = "write", endless: bool = False) -> str:
-    """Build the name, for example ``paged float32`` or ``paged int8 sinks(4, 28) rotate=read endless``."""
-    words = (policy * (policy != "full"), f"rotate={rotate}" * (rotate != "write"), "endless" * endless)
-    return " ".join((layout, dtype, *filter(None, words)))
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,6 @@ Real engines run over known tokens: only one token is allowed next (``SamplingPa
 runner records the logits of every computed position. So a sequence that was away can be compared with the reference of
 ``kvad.verify.run``, position by position, like one that stayed.
 
-* ``swap``, ``swap-disk``: each sequence is preempted twice and copied out and in, never recomputed;
-* ``prefix-ram``: other sequences fill the pool, so a known prefix is read from the RAM store;
-* ``prefix-disk``: a second engine uses the folder that the first one wrote;
-* ``session``: every sequence is saved in the middle of its text and continues in a new engine;
-* ``offload``, ``offload-disk``: the pool holds a part of each sequence, attention reads the rest from host or disk.
-
 ``RoundTripRun.moved`` is the amount that took the round trip: if it is 0, nothing was tested. An impossible
 configuration is refused by the engine with its own error.
 """
@@ -17,6 +11,7 @@ configuration is refused by the engine with its own error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +22,12 @@ from torch import Tensor
 from kvad import benchmarks
 from kvad import cache as cache_lib
 from kvad.cache import CacheConfig
-from kvad.cache.sessions import SequenceState, load_session, save_session
+from kvad.cache.sessions import load_session, save_session
 from kvad.engine import Engine, EngineConfig, scheduling
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import UsageError, suggest
 from kvad.model import Transformer
-from kvad.verify.replay import ReplayResult, ReplayStream, SequenceKey
+from kvad.verify.replay import ReplayResult, ReplayStream
 
 LARGE_RAM = 1 << 40  # bytes of host memory: no bound
 NUM_ABSENCES = 2  # times that each sequence is preempted
@@ -84,10 +79,8 @@ def run_round_trip(
 ) -> RoundTripRun:
     """Send each stream's first sample on a round trip.
 
-    Args:
-        name: A key of ``ROUND_TRIPS``.
-        folder: New files are written here.
-        other: Cache in which a session is restored and a prefix from disk is found (default: the same).
+    New files are written in ``folder``; ``other`` is the cache in which a session is restored and a prefix from disk is
+    found (default: the same).
 
     Raises:
         ConfigError, RequestError, StorageError: If this cache does not support the round trip.
@@ -96,11 +89,8 @@ def run_round_trip(
     return ROUND_TRIPS[name].run(_Job(model, cache, other or cache, streams, folder))
 
 
-# ---------------------------------------------------------------- the round trips
-
-
 def _through_swap(job: _Job, *, disk: bool) -> RoundTripRun:
-    """Preempt the sequences in turn."""
+    """Preempt each sequence ``NUM_ABSENCES`` times in turn; it is copied out and in, never recomputed."""
     cache, swap_dir = replace(job.cache, swap_space=0 if disk else LARGE_RAM), job.folder if disk else None
     with _ReplayEngine(job.model, cache, job.streams, swap_dir=swap_dir, cost_model=_AlwaysSwap()) as run:
         requests = [run.submit(number) for number in range(len(job.streams))]
@@ -118,7 +108,10 @@ def _through_swap(job: _Job, *, disk: bool) -> RoundTripRun:
 
 
 def _through_prefix_cache(job: _Job, *, disk: bool) -> RoundTripRun:
-    """Run each sequence once to store its blocks, then again after its known blocks."""
+    """Run each sequence once to store its blocks, then again after its known blocks.
+
+    In RAM, other sequences fill the pool in between; on disk, a second engine uses the folder that the first one wrote.
+    """
     fields: dict[str, Any] = {
         "enable_prefix_caching": True,
         "num_blocks": None,
@@ -131,7 +124,7 @@ def _through_prefix_cache(job: _Job, *, disk: bool) -> RoundTripRun:
         first.run_all()
         if not disk:
             first.evict_blocks(cache)
-            first.pieces.clear()
+            first.result.pieces.clear()
             first.run_all(from_middle=True)
     second = first
     if disk:
@@ -158,12 +151,17 @@ def _through_session(job: _Job) -> RoundTripRun:
 
         first.run(finish_at_middle)
         for path, request in zip(paths, requests, strict=True):
-            first.save(first.engine.pop_state(request), path)
+            state = first.engine.pop_state(request)
+            fingerprint = first.engine.cache_fingerprint(state.regime, cache_salt=state.salt)
+            save_session(path, state, fingerprint, state.tokens, {})
     with _ReplayEngine(job.model, job.other, job.streams) as second:
-        requests = [
-            second.submit(number, start=second.middle(number), resume=second.load(path))
-            for number, path in enumerate(paths)
+        cache, engine_id = second.engine.kv_cache, second.engine.state_keeper.engine_id
+        fingerprint_for = second.engine.cache_fingerprint
+        states = [
+            load_session(path, lambda regime, salt: fingerprint_for(regime, cache_salt=salt), cache, engine_id).state
+            for path in paths
         ]
+        requests = [second.submit(n, start=second.middle(n), resume=state) for n, state in enumerate(states)]
         second.run()
         metrics = [second.engine.metrics(request) for request in requests]
     miss_reason = ", ".join(dict.fromkeys(usage.resume_miss_reason for usage in metrics if usage.resume_miss_reason))
@@ -171,7 +169,7 @@ def _through_session(job: _Job) -> RoundTripRun:
 
 
 def _through_offload(job: _Job, *, disk: bool) -> RoundTripRun:
-    """Keep a quarter of the longest sequence in the pool."""
+    """Keep a quarter of the longest sequence in the pool; attention reads the rest from host memory or disk."""
     fields: dict[str, Any] = {"offload_ram": 0 if disk else LARGE_RAM, "offload_dir": str(job.folder)}
     if not isinstance(job.cache.resolved_policy, cache_lib.policy.OffloadPolicy):
         longest, size = max(stream.limit for stream in job.streams), job.cache.block_size
@@ -197,9 +195,6 @@ ROUND_TRIPS: dict[str, RoundTrip] = {
 }
 
 
-# ---------------------------------------------------------------- an engine over known tokens
-
-
 class _AlwaysSwap(scheduling.preemption.SwapCostModel):
     """Copying is always cheaper than recomputing."""
 
@@ -207,25 +202,18 @@ class _AlwaysSwap(scheduling.preemption.SwapCostModel):
         return True
 
 
-class _ReplayEngine:
+class _ReplayEngine(AbstractContextManager["_ReplayEngine"]):
     """An engine for some streams, closed at the end of its ``with``; records the logits of every position."""
 
     def __init__(self, model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], **options: Any) -> None:
-        self.streams, self.pieces = streams, dict[SequenceKey, list[tuple[int, Tensor]]]()
+        self.streams, self.result = streams, ReplayResult({})
         budget = cache.prefill_chunk_size + cache.max_num_seqs
         self.engine = Engine(model, cache, EngineConfig(max_num_batched_tokens=budget, **options))
         self._streams: dict[int, int] = {}  # by request
-        benchmarks.engine_runs.attach_logit_hook(self.engine, self._record, all_positions=True)
-
-    def __enter__(self) -> _ReplayEngine:
-        return self
+        benchmarks.scorers.attach_logit_hook(self.engine, self._record, all_positions=True)
 
     def __exit__(self, *_: object) -> None:
         self.engine.close()
-
-    @property
-    def result(self) -> ReplayResult:
-        return ReplayResult(self.pieces)
 
     def middle(self, index: int) -> int:
         """Return the number of a stream's tokens when half of its generation is done."""
@@ -251,7 +239,7 @@ class _ReplayEngine:
             self.engine.scheduler.check()
             after_step(step)
 
-        benchmarks.engine_runs.run_engine(self.engine, check)
+        benchmarks.scorers.run_engine(self.engine, check)
 
     def run_all(self, *, from_middle: bool = False) -> None:
         """Submit all streams and run to the end."""
@@ -268,18 +256,6 @@ class _ReplayEngine:
             self.engine.add_request(tokens[:-1], SamplingParams(max_tokens=1), encoder_token_ids=longest.source)
         self.run()
 
-    def save(self, state: SequenceState, path: Path) -> None:
-        save_session(path, state, self.engine.cache_fingerprint(state.regime, cache_salt=state.salt), state.tokens, {})
-
-    def load(self, path: Path) -> SequenceState:
-        engine = self.engine
-        return load_session(
-            path,
-            lambda regime, salt: engine.cache_fingerprint(regime, cache_salt=salt),
-            engine.kv_cache,
-            engine.state_keeper.engine_id,
-        ).state
-
     def _record(self, request: int, start: int, logits: Tensor) -> None:
         if request in self._streams:
-            self.pieces.setdefault((self._streams[request], 0), []).append((start, logits))
+            self.result.pieces.setdefault((self._streams[request], 0), []).append((start, logits))

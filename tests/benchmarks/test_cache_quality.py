@@ -1,24 +1,16 @@
-"""kvad bench cache-quality and endless: what is hidden, what is found, and that a cache that forgets is seen to."""
+"""kvad bench cache-quality and streaming: needle tasks, measures, and caches that lose tokens."""
 
 import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from kvad.benchmarks import cache_quality
-from kvad.benchmarks.cache_quality import (
-    LINES_FILE,
-    MIN_FULL_RECALL,
-    QualityOptions,
-    bench_quality,
-    greedy_answers,
-    measure_cell,
-    measure_perplexity,
-    text_rows,
-)
+from kvad.benchmarks.cache_quality import LINES_FILE, QualityOptions, bench_quality, measure_cell, measure_perplexity
 from kvad.benchmarks.needle_tasks import TASK_KINDS, EnglishLanguage, LookupLanguage, choose_language, make_task
 from kvad.benchmarks.results import ResultFolder
 from kvad.benchmarks.streaming_perplexity import bench_streaming, reference_logprobs_windowed
@@ -43,21 +35,21 @@ SMALL = QualityOptions(
 NEEDLES = replace(SMALL, tasks=("single",))
 BYTES = train_tokenizer("byte", [])
 VOCAB = 300
-LINES = [f"Line {number} of a text that nobody wrote.\n" for number in range(40)]
+LINES = [f"Line {number} of a text for haystacks.\n" for number in range(40)]
 
 
 @pytest.fixture(scope="module")
-def looker():
+def llm():
     model, tokenizer = make_looker()
     return LLM(model, tokenizer, CacheConfig(max_num_seqs=1, max_seq_len=512))
 
 
 @pytest.fixture(scope="module")
-def spoken(looker):
-    return choose_language("auto", looker.tokenizer, list, [looker.tokenizer.special_tokens.separator])
+def language(llm):
+    return choose_language("auto", llm.tokenizer, list, [llm.tokenizer.special_tokens.separator])
 
 
-def forget(monkeypatch, share):
+def lose_positions(monkeypatch, share):
     """Make every KVCache lose ``share`` of the positions older than four tokens, at every step."""
     rng, open_step = torch.Generator().manual_seed(0), KVCache.open
 
@@ -82,17 +74,17 @@ def test_episodes_are_a_function_of_the_seed():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_question_is_answered_by_what_was_said_once(seed):
+def test_every_question_has_one_answer_in_the_text(seed):
     words, bound, questions = synthetic.episode(400, seed).split(), {}, 0
     at = 0
     while at + synthetic.LINKS + 2 < len(words):
         if words[at] == "?":
             at += 2
-            asked = words[at - 1]
-            while asked in bound:
-                assert words[at] == bound[asked]
-                asked, at = words[at], at + 1
-            assert asked in synthetic.VALUES
+            word = words[at - 1]
+            while word in bound:
+                assert words[at] == bound[word]
+                word, at = words[at], at + 1
+            assert word in synthetic.VALUES
             questions += 1
         elif words[at] in synthetic.KEYS:
             assert words[at] not in bound, "a key is bound once"
@@ -108,10 +100,10 @@ def test_every_question_is_answered_by_what_was_said_once(seed):
 
 @pytest.mark.parametrize("kind", TASK_KINDS)
 @pytest.mark.parametrize("name", ["lookup", "english"])
-def test_a_task_is_a_function_of_its_seed(kind, name, spoken):
-    language = spoken if name == "lookup" else EnglishLanguage(BYTES, LINES)
+def test_a_task_is_a_function_of_its_seed(kind, name, language):
+    task_language = language if name == "lookup" else EnglishLanguage(BYTES, LINES)
     length = 96 if name == "lookup" else 1500
-    one, again, other = (make_task(kind, language, length, 0.5, seed) for seed in (1, 1, 2))
+    one, again, other = (make_task(kind, task_language, length, 0.5, seed) for seed in (1, 1, 2))
     assert one == again
     assert one.prompt != other.prompt and one.expected != other.expected
     assert len(one.prompt) + len(one.question) + one.answer_tokens == length
@@ -119,10 +111,10 @@ def test_a_task_is_a_function_of_its_seed(kind, name, spoken):
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["single", "many"])
-def test_the_needle_stands_at_its_depth(kind, depth, spoken):
-    task = make_task(kind, spoken, 256, depth, 7)
-    opening, key = spoken.opening, task.question[-1]
-    needle = (key, *spoken.encode(task.expected[0]))
+def test_needle_is_at_its_depth(kind, depth, language):
+    task = make_task(kind, language, 256, depth, 7)
+    opening, key = language.opening, task.question[-1]
+    needle = (key, *language.encode(task.expected[0]))
     (at,) = [at for at in task.needle_positions if task.prompt[at : at + 2] == needle]
     others = 2 * task.needle_positions.index(at)
     hay = 256 - len(opening) - 2 * len(task.needle_positions) - len(task.question) - task.answer_tokens
@@ -132,33 +124,33 @@ def test_the_needle_stands_at_its_depth(kind, depth, spoken):
     assert task.prompt.count(key) == 1
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_cut_comes_right_behind_what_was_read(spoken, told):
-    task = make_task("many", spoken, 100, 0.5, 3, align=16, question_in_prompt=told)
+@pytest.mark.parametrize("in_prompt", [False, True])
+def test_prompt_length_is_a_multiple_of_the_alignment(language, in_prompt):
+    task = make_task("many", language, 100, 0.5, 3, align=16, question_in_prompt=in_prompt)
     assert len(task.prompt) == 96 and len(task.prompt) + len(task.question) + task.answer_tokens <= 100
-    assert (task.prompt[-2:] == task.question) is told
-    assert len(make_task("many", spoken, 100, 0.5, 3, align=128, question_in_prompt=told).prompt) == 97
+    assert (task.prompt[-2:] == task.question) is in_prompt
+    assert len(make_task("many", language, 100, 0.5, 3, align=128, question_in_prompt=in_prompt).prompt) == 97
 
 
-def test_many_hides_the_asked_one_among_others(spoken):
-    task = make_task("many", spoken, 240, 0.5, 3)
+def test_many_has_distractors(language):
+    task = make_task("many", language, 240, 0.5, 3)
     keys = [task.prompt[at] for at in task.needle_positions]
     assert len(set(keys)) == len(keys) == 11 and task.question[-1] in keys
     assert list(task.needle_positions) == sorted(task.needle_positions)
 
 
-def test_a_chain_leads_from_the_question_to_the_value(spoken):
-    task = make_task("chain", spoken, 96, 0.25, 5)
-    told = {task.prompt[at]: task.prompt[at + 1] for at in task.needle_positions}
+def test_chain_leads_from_the_question_to_the_value(language):
+    task = make_task("chain", language, 96, 0.25, 5)
+    links = {task.prompt[at]: task.prompt[at + 1] for at in task.needle_positions}
     found, word = [], task.question[-1]
-    while word in told:
-        word = told[word]
+    while word in links:
+        word = links[word]
         found.append(word)
-    assert found == spoken.encode(" ".join(task.expected)) and len(found) == synthetic.LINKS
+    assert found == language.encode(" ".join(task.expected)) and len(found) == synthetic.LINKS
     assert task.depth == pytest.approx(0.25, abs=0.1)
 
 
-def test_english_needles_stand_between_lines():
+def test_english_needles_are_between_lines():
     language = EnglishLanguage(BYTES, LINES)
     task = make_task("single", language, 1500, 0.5, 1)
     (at,), text = task.needle_positions, BYTES.decode(list(task.prompt))
@@ -169,27 +161,23 @@ def test_english_needles_stand_between_lines():
     assert name in BYTES.decode(list(task.question))
 
 
-def test_what_does_not_fit_is_refused(spoken):
+def test_task_that_does_not_fit_is_refused(language):
     with pytest.raises(UsageError, match=r"a many task does not fit in 8 tokens: .* take 1\d"):
-        make_task("many", spoken, 8, 0.5, 0)
+        make_task("many", language, 8, 0.5, 0)
 
 
-def test_shares():
-    language = EnglishLanguage(BYTES, LINES)
-    assert language.answer_score(("1234567",), BYTES.encode(" 1234567. And so on")) == 1
-    assert language.answer_score(("ABCDE", "FGHIJ", "KLMNO", "PQRST"), BYTES.encode("ABCDE, KLMNO, XXXXX")) == 0.5
+def test_answer_scores():
+    english = EnglishLanguage(BYTES, LINES)
+    assert english.answer_score(("1234567",), BYTES.encode(" 1234567. And so on")) == 1
+    assert english.answer_score(("ABCDE", "FGHIJ", "KLMNO", "PQRST"), BYTES.encode("ABCDE, KLMNO, XXXXX")) == 0.5
     words = train_tokenizer("word", [" ".join(synthetic.vocabulary())])
-    asked = LookupLanguage(words)
-    assert asked.answer_score(("k1", "v2"), words.encode("k1 v2 the")) == 1
-    assert (
-        asked.answer_score(("k1", "v2"), words.encode("k1 v3"))
-        == asked.answer_score(("k1", "v2"), words.encode("k1"))
-        == 0
-    )
+    lookup = LookupLanguage(words)
+    scores = [lookup.answer_score(("k1", "v2"), words.encode(text)) for text in ("k1 v2 the", "k1 v3", "k1")]
+    assert scores == [1, 0, 0]
 
 
-def test_which_language(spoken):
-    assert isinstance(spoken, LookupLanguage)
+def test_choice_of_language(language):
+    assert isinstance(language, LookupLanguage)
     assert isinstance(choose_language("auto", BYTES, lambda: LINES), EnglishLanguage)
     with pytest.raises(UsageError, match="does not know the words of the lookup language"):
         choose_language("lookup", BYTES, list)
@@ -203,73 +191,69 @@ def test_which_language(spoken):
 
 
 class FakeEngine:
-    """Answers every task with the same words, whatever the cache; remembers what it was given."""
+    """Generates the same tokens for every task and records its requests."""
 
-    def __init__(self, said):
-        self.said, self.submitted, self.pieces = said, [], []
+    def __init__(self, tokens):
+        self.tokens, self.requests, self.chunks = tokens, [], []
         self.model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
 
-    def add_request(self, tokens, sampling):
-        number = len(self.submitted)
-        self.submitted.append((tokens, sampling))
-        self.pieces += [StreamChunk(number, 0, token_id=token) for token in self.said]
-        return number
+    def add_request(self, prompt, sampling):
+        request = len(self.requests)
+        self.requests.append((prompt, sampling))
+        self.chunks += [StreamChunk(request, 0, token_id=token) for token in self.tokens]
+        return request
 
     @property
     def idle(self):
-        return not self.pieces
+        return not self.chunks
 
     def step(self):
-        return [self.pieces.pop(0)]
+        return [self.chunks.pop(0)]
 
 
-def test_answers_of_a_fake_model(spoken):
-    tasks = [make_task("single", spoken, 64, 0.5, seed) for seed in range(3)]
-    right = spoken.encode(tasks[1].expected[0])
-    engine = FakeEngine([*tasks[1].question, *right])
-    shares = [
-        spoken.answer_score(task.expected, said)
-        for task, said in zip(tasks, greedy_answers(engine, tasks), strict=True)
-    ]
-    assert shares == [float(task.expected == tasks[1].expected) for task in tasks] and shares[1] == 1
-    for task, (tokens, sampling) in zip(tasks, engine.submitted, strict=True):
-        said = [*tokens]
+def test_answers_of_a_fake_engine(language):
+    tasks = [make_task("single", language, 64, 0.5, seed) for seed in range(3)]
+    engine = FakeEngine([*tasks[1].question, *language.encode(tasks[1].expected[0])])
+    answers = zip(tasks, cache_quality.greedy_answers(engine, tasks), strict=True)
+    scores = [language.answer_score(task.expected, answer) for task, answer in answers]
+    assert scores == [float(task.expected == tasks[1].expected) for task in tasks] and scores[1] == 1
+    for task, (prompt, sampling) in zip(tasks, engine.requests, strict=True):
+        tokens = [*prompt]
         for token in task.question:
-            assert sampling.allowed_tokens_fn(said) == (token,), "the question is put in its mouth"
-            said.append(token)
-        assert tokens == task.prompt and len(sampling.allowed_tokens_fn(said)) == VOCAB
+            assert sampling.allowed_tokens_fn(tokens) == (token,), "the question is forced"
+            tokens.append(token)
+        assert prompt == task.prompt and len(sampling.allowed_tokens_fn(tokens)) == VOCAB
 
 
-@pytest.mark.parametrize("asked", ["before", "after"])
+@pytest.mark.parametrize("position", ["before", "after"])
 @pytest.mark.parametrize("kind", TASK_KINDS)
-def test_the_full_cache_finds_everything(looker, spoken, kind, asked):
-    found = measure_cell(
-        looker, FULL, spoken, kind, 96, 0.5, replace(SMALL, question_position=asked, samples_per_cell=4, max_num_seqs=2)
-    )
-    assert found.recall == 1 > MIN_FULL_RECALL and found.tasks == (8 if kind == "chain" else 4)
+def test_full_cache_finds_every_needle(llm, language, kind, position):
+    options = replace(SMALL, question_position=position, samples_per_cell=4, max_num_seqs=2)
+    found = measure_cell(llm, FULL, language, kind, 96, 0.5, options)
+    assert found.recall == 1 > cache_quality.MIN_FULL_RECALL and found.tasks == (8 if kind == "chain" else 4)
 
 
-@pytest.mark.parametrize("asked", ["before", "after"])
-def test_a_cache_that_forgets_finds_less(looker, spoken, asked, monkeypatch):
-    options = replace(SMALL, question_position=asked, samples_per_cell=8, prefill_chunk_size=16)
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_lost_positions_reduce_recall(llm, language, position, monkeypatch):
+    options = replace(SMALL, question_position=position, samples_per_cell=8, prefill_chunk_size=16)
     found = []
     for share in (0.0, 0.08, 0.5):
-        forget(monkeypatch, share)
-        found.append(measure_cell(looker, FULL, spoken, "single", 96, 0.2, options).recall)
+        lose_positions(monkeypatch, share)
+        found.append(measure_cell(llm, FULL, language, "single", 96, 0.2, options).recall)
     assert found[0] == 1 > found[1] > found[2] == 0
 
 
-def test_the_price_of_a_text(looker, spoken, monkeypatch):
-    texts = [[*spoken.opening, *spoken.encode(synthetic.episode(60, seed))] for seed in range(2)]
-    full = measure_perplexity(looker, FULL, texts, 16)
+def test_lost_positions_increase_perplexity(llm, language, monkeypatch):
+    texts = [[*language.opening, *language.encode(synthetic.episode(60, seed))] for seed in range(2)]
+    full = measure_perplexity(llm, FULL, texts, 16)
     assert full.ratio == pytest.approx(1, abs=1e-4) and full.kl < 1e-5 and full.agree == 1
     assert full.tokens == sum(map(len, texts)) - 2
-    total = -sum(looker.score(text).total_logprob for text in texts)
+    total = -sum(llm.score(text).total_logprob for text in texts)
     assert full.perplexity == pytest.approx(math.exp(total / full.tokens), rel=1e-4)
     (half,) = select_variants(["bfloat16"])[1:]
-    stored = measure_perplexity(looker, half, texts, 16)
-    forget(monkeypatch, 0.3)
-    lost = measure_perplexity(looker, FULL, texts, 16)
+    stored = measure_perplexity(llm, half, texts, 16)
+    lose_positions(monkeypatch, 0.3)
+    lost = measure_perplexity(llm, FULL, texts, 16)
     assert stored.kl < lost.kl and lost.ratio > 1.1 and lost.agree < 1
 
 
@@ -284,14 +268,14 @@ def test_variants():
         select_variants(["full"], (1.0,))
 
 
-def test_a_perplexity_beyond_all_floats(looker, spoken):
+def test_overflowing_perplexity_is_infinite(llm, language):
     (window,) = select_variants(["window"], [0.875])[1:]
-    text = [*spoken.opening, *spoken.encode(synthetic.episode(39, 0))]
-    lost = measure_perplexity(looker, window, [text], 16)
+    text = [*language.opening, *language.encode(synthetic.episode(39, 0))]
+    lost = measure_perplexity(llm, window, [text], 16)
     assert lost.perplexity == math.inf and lost.kl > 1, "its logits are in the thousands"
 
 
-# ---------------------------------------------------------------- the bench
+# ---------------------------------------------------------------- the benchmark
 
 
 def bench(llm, language, out, names=("bfloat16",), options=NEEDLES, **more):
@@ -300,162 +284,146 @@ def bench(llm, language, out, names=("bfloat16",), options=NEEDLES, **more):
     return bench_quality(llm, select_variants(names), language, texts, options, out=folder, **more)
 
 
-def test_a_line_per_measurement_and_a_row_per_cache(looker, spoken, tmp_path):
-    seen = []
-    result = bench(looker, spoken, tmp_path, options=SMALL, progress=lambda *what: seen.append(what))
+def test_lines_and_summary(llm, language, tmp_path):
+    progress = Mock()
+    result = bench(llm, language, tmp_path, options=SMALL, progress=progress)
     lines = [json.loads(line) for line in (tmp_path / LINES_FILE).read_text().splitlines()]
     assert len(lines) == len(result.lines) == 2 * (1 + 2 * 2 * 2 + 2)
-    assert seen[-1][1] == seen[-1][2] == len(lines)
+    assert progress.call_args.args[1:] == (len(lines), len(lines))
     assert {line["cache"] for line in lines} == {"full", "bfloat16"} and all(line["digest"] for line in lines)
     assert not result.notes and [row.cache for row in result.summary] == ["full", "bfloat16"]
     assert result.summary[0].memory == 1 and 0.5 < result.summary[1].memory < 0.6, "positions are not halved"
     assert all(row.recall == {"single": 1, "many": 1, "chain": 1} for row in result.summary)
 
 
-def test_a_bench_goes_on_where_it_stopped(looker, spoken, tmp_path, monkeypatch):
-    whole = bench(looker, spoken, tmp_path).summary
+def test_stopped_benchmark_is_continued(llm, language, tmp_path, monkeypatch):
+    whole = bench(llm, language, tmp_path).summary
     path = tmp_path / LINES_FILE
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:4]) + "\n" + lines[4][:30])  # stopped in the middle of a line
-    measured = []
-
-    def counted(*given):
-        measured.append(given)
-        return measure_cell(*given)
-
+    counted = Mock(side_effect=measure_cell)
     monkeypatch.setattr(cache_quality, "measure_cell", counted)
-    assert bench(looker, spoken, tmp_path).summary == whole
-    assert len(measured) == len(lines) - 4 - 1, "one of the lines that were missing is a text's"
+    assert bench(llm, language, tmp_path).summary == whole
+    assert counted.call_count == len(lines) - 4 - 1, "one of the missing lines is that of the texts"
     assert [json.loads(line) for line in path.read_text().splitlines()] == [json.loads(line) for line in lines]
 
 
-def test_another_models_lines_are_not_gone_on_from(looker, spoken, tmp_path):
-    bench(looker, spoken, tmp_path, ())
+def test_lines_of_another_model_or_options_are_refused(llm, language, tmp_path):
+    bench(llm, language, tmp_path, ())
     with pytest.raises(UsageError, match="was measured with other options"):
-        bench(looker, spoken, tmp_path, (), replace(NEEDLES, seed=1))
-    bench(looker, spoken, tmp_path, (), replace(NEEDLES, seed=1), overwrite=True)
-    other = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache_config)
+        bench(llm, language, tmp_path, (), replace(NEEDLES, seed=1))
+    bench(llm, language, tmp_path, (), replace(NEEDLES, seed=1), overwrite=True)
+    other = LLM(build(llm.model.config, dtype=torch.float32), llm.tokenizer, llm.cache_config)
     with pytest.raises(UsageError, match="was measured with another model"):
-        bench(other, spoken, tmp_path, (), replace(NEEDLES, seed=1))
+        bench(other, language, tmp_path, (), replace(NEEDLES, seed=1))
 
 
-def test_a_policy_and_a_format_are_measured_together(looker, spoken):
-    text = [*spoken.opening, *spoken.encode(synthetic.episode(79, 0))]
+def test_policy_with_a_format(llm, language):
+    text = [*language.opening, *language.encode(synthetic.episode(79, 0))]
     variants = select_variants(["window", "window+int8"], [0.75])
-    result = bench_quality(looker, variants, spoken, [text], replace(SMALL, tasks=(), prefill_chunk_size=8))
-    assert [(line["cache"], line["ratio"]) for line in result.lines] == [
-        ("full", 0.0),
-        ("window", 0.75),
-        ("window+int8", 0.75),
-    ]
+    result = bench_quality(llm, variants, language, [text], replace(SMALL, tasks=(), prefill_chunk_size=8))
+    expected = [("full", 0.0), ("window", 0.75), ("window+int8", 0.75)]
+    assert [(line["cache"], line["ratio"]) for line in result.lines] == expected
     _, window, both = result.summary
     assert both.memory < window.memory < 1 and both.kl == pytest.approx(window.kl, rel=0.5)
     assert not result.notes
 
 
-def test_a_model_that_finds_nothing_says_nothing(looker, spoken):
-    blind = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache_config)
-    result = bench(blind, spoken, None, options=SMALL)
+def test_recall_of_an_untrained_model_is_not_measured(llm, language):
+    untrained = LLM(build(llm.model.config, dtype=torch.float32), llm.tokenizer, llm.cache_config)
+    result = bench(untrained, language, None, options=SMALL)
     assert result.informative_cells == () and len(result.notes) == len(TASK_KINDS)
     assert "the full cache finds 0.00 at 40, 0.00 at 48 tokens, not more than 0.95" in result.notes[0]
     full, half = result.summary
     assert full.recall["single"] == 0 and half.recall["single"] is None and half.perplexity is not None
 
 
-def test_a_cache_that_cannot_be_for_this_model_is_noted(looker, spoken):
+def test_unsupported_variant_is_noted(llm, language):
     odd = Variant("odd", 0.5, lambda _length, _every: {"layout": "round"})
-    result = bench_quality(looker, [FULL, odd], spoken, [], NEEDLES)
+    result = bench_quality(llm, [FULL, odd], language, [], NEEDLES)
     assert len(result.notes) == 1 and result.notes[0].startswith(
         "odd 0.5: not for this model: cache.layout: must be one of 'paged', 'contiguous', got 'round'"
     )
     assert result.summary[0].recall == {"single": 1} and result.summary[1].recall == {"single": None}
 
 
-def test_lengths_beyond_the_limit(looker, spoken):
+def test_lengths_beyond_the_limit_are_refused(llm, language):
     with pytest.raises(UsageError, match=r"2,048 tokens is beyond the model's limit of 1,024"):
-        bench(looker, spoken, None, (), replace(SMALL, lengths=(2048,)))
+        bench(llm, language, None, (), replace(SMALL, lengths=(2048,)))
 
 
-def test_when_a_policy_cuts(looker, spoken):
-    seen = []
-
-    def fields(length, every):
-        seen.append((length, every))
-        return {}
-
-    for cut in ("chunk", "prompt"):
-        options = replace(SMALL, evict_after=cut, prefill_chunk_size=16, samples_per_cell=1)
-        measure_cell(looker, Variant("x", 0.5, fields), spoken, "single", 96, 0.5, options)
-    assert seen == [(80, 16), (80, 80)]
+def test_interval_of_evictions(llm, language):
+    fields = Mock(return_value={})
+    for timing in ("chunk", "prompt"):
+        options = replace(SMALL, evict_after=timing, prefill_chunk_size=16, samples_per_cell=1)
+        measure_cell(llm, Variant("x", 0.5, fields), language, "single", 96, 0.5, options)
+    assert [call.args for call in fields.call_args_list] == [(80, 16), (80, 80)]
 
 
-def test_a_field_that_the_cache_lacks_is_named(looker):
+def test_unknown_field_is_refused(llm):
     with pytest.raises(UsageError, match=r"new 0.5: this build's cache cannot: .*'telepathy'"):
-        build_engine(
-            looker, Variant("new", 0.5, lambda _length, _every: {"telepathy": 1}), 8, rows=1, capacity=8, chunk=8
-        )
+        build_engine(llm, Variant("new", 0.5, lambda _length, _every: {"telepathy": 1}), 8, rows=1, capacity=8, chunk=8)
 
 
-def test_rows_of_text():
+def test_text_rows():
     language = EnglishLanguage(BYTES, LINES)
-    rows = text_rows(language, LINES, [1], 3, 50)
+    rows = cache_quality.text_rows(language, LINES, [1], 3, 50)
     assert [len(row) for row in rows] == [50] * 3 and {row[0] for row in rows} == {1}
-    assert (
-        rows[0][1:] == language.encode("\n".join(LINES))[:49] and rows[2][1:] == language.encode("\n".join(LINES))[-49:]
-    )
+    ids = language.encode("\n".join(LINES))
+    assert rows[0][1:] == ids[:49] and rows[2][1:] == ids[-49:]
     with pytest.raises(DataError, match="more --text"):
-        text_rows(language, ["short"], [], 1, 50)
+        cache_quality.text_rows(language, ["short"], [], 1, 50)
 
 
-# ---------------------------------------------------------------- endless
+# ---------------------------------------------------------------- streaming
 
 
 @pytest.fixture(scope="module")
-def talker():
+def random_llm():
     return LLM(build(model_config(), dtype=torch.float32), None, CacheConfig(max_num_seqs=1, max_seq_len=64))
 
 
-def test_a_stream_within_the_limit_costs_what_its_windows_cost(talker):
+def test_stream_within_the_limit_is_flat(random_llm):
     tokens = torch.randint(0, 60, (96,), generator=torch.Generator().manual_seed(0)).tolist()
-    seen = []
-    result = bench_streaming(talker, FULL, tokens, span=32, chunk=8, progress=lambda *what: seen.append(what))
+    progress = Mock()
+    result = bench_streaming(random_llm, FULL, tokens, span=32, chunk=8, progress=progress)
     assert [(one.start, one.stop) for one in result.spans] == [(0, 32), (32, 64), (64, 96)]
     assert result.flatness == pytest.approx(1, abs=1e-4) and result.mean == pytest.approx(1, abs=1e-4)
     assert result.raw > 1.01, "the text is not equally hard everywhere"
-    assert seen[-1] == ("reference", 96, 96)
+    assert progress.call_args.args == ("reference", 96, 96)
 
 
-def test_a_stream_that_forgets_more_and_more_is_not_flat(talker, monkeypatch):
+def test_stream_that_loses_positions_is_not_flat(random_llm, monkeypatch):
     tokens = torch.randint(0, 60, (96,), generator=torch.Generator().manual_seed(0)).tolist()
-    forget(monkeypatch, 0.5)
-    result = bench_streaming(talker, FULL, tokens, span=32, chunk=4)
+    lose_positions(monkeypatch, 0.5)
+    result = bench_streaming(random_llm, FULL, tokens, span=32, chunk=4)
     assert result.flatness > 1.01 and result.worst >= result.mean
 
 
-def test_the_reference_is_computed_from_windows(talker):
-    limit = talker.model.config.max_seq_len
+def test_streaming_reference_uses_windows(random_llm):
+    limit = random_llm.model.config.max_seq_len
     tokens = torch.randint(0, 60, (3 * limit + 5,), generator=torch.Generator().manual_seed(1)).tolist()
-    found = reference_logprobs_windowed(talker, tokens)
+    found = reference_logprobs_windowed(random_llm, tokens)
     end = 2 * limit
     for at in (end - 1, end - limit // 4):  # the last and the first that this window scores
-        said = talker.logits(tokens[end - limit : end]).double().log_softmax(-1)
-        assert found[at] == pytest.approx(float(said[limit - 1 - (end - at), tokens[at]]), abs=1e-4)
+        logprobs = random_llm.logits(tokens[end - limit : end]).double().log_softmax(-1)
+        assert found[at] == pytest.approx(float(logprobs[limit - 1 - (end - at), tokens[at]]), abs=1e-4)
     assert found[0] == 0 and bool((found[1:] < 0).all())
-    assert torch.allclose(reference_logprobs_windowed(talker, tokens[:limit]), found[:limit], atol=1e-4)
+    assert torch.allclose(reference_logprobs_windowed(random_llm, tokens[:limit]), found[:limit], atol=1e-4)
 
 
-def test_a_stream_of_less_than_two_spans(talker):
+def test_stream_of_less_than_two_spans_is_refused(random_llm):
     with pytest.raises(UsageError, match="less than two spans of 100"):
-        bench_streaming(talker, FULL, list(range(60)), span=100)
+        bench_streaming(random_llm, FULL, list(range(60)), span=100)
 
 
 # ---------------------------------------------------------------- the commands
 
 
 @pytest.fixture(scope="module")
-def checkpoint(looker, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("looker") / "model"
-    save_checkpoint(folder, looker.model.config, looker.model.state_dict(), looker.tokenizer)
+def checkpoint(llm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llm") / "model"
+    save_checkpoint(folder, llm.model.config, llm.model.state_dict(), llm.tokenizer)
     return folder
 
 
@@ -463,32 +431,32 @@ FEW = ("--lengths", "40,48", "--depths", "0,1", "--samples-per-cell", 1, "--num-
 FEW += ("--variants", "bfloat16", "--prefill-chunk-size", 32)
 
 
-def test_the_command_writes_lines_and_figures(checkpoint, tmp_path, capsys):
+def test_command_writes_lines_and_figures(checkpoint, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    ran = run(capsys, "bench", "cache-quality", checkpoint, *FEW, "--out", tmp_path / "out")
-    assert ran.code == 0 and "language lookup" in ran.out and "bfloat16" in ran.out
+    result = run(capsys, "bench", "cache-quality", checkpoint, *FEW, "--out", tmp_path / "out")
+    assert result.code == 0 and "language lookup" in result.out and "bfloat16" in result.out
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {LINES_FILE, "cache-quality.json", "cache-quality-single.svg", "cache-quality-many.png"} <= names
-    drawn = (tmp_path / "out" / "cache-quality-single.svg").read_text()
-    assert "<svg" in drawn and "recall of single" in drawn and "bfloat16" in drawn
+    svg = (tmp_path / "out" / "cache-quality-single.svg").read_text()
+    assert "<svg" in svg and "recall of single" in svg and "bfloat16" in svg
     again = run(capsys, "bench", "cache-quality", checkpoint, *FEW, "--out", tmp_path / "out", "--json")
     result = json.loads(again.out)
     assert result["summary"][0]["recall"] == {"single": 1, "many": 1, "chain": 1} and result["language"] == "lookup"
 
 
-def test_the_command_asks_another_model_in_english(tmp_path, capsys):
+def test_command_uses_english_for_other_models(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(LINES))
     model = write_model(tmp_path / "model", limit=700)
-    asked = ("--lengths", 500, "--tasks", "single", "--depths", 0.5, "--samples-per-cell", 1, "--num-texts", 1)
-    asked += ("--text", text)
-    ran = run(capsys, "bench", "cache-quality", model, *asked, "--text-length", 64, "--variants", "full")
-    assert ran.code == 0 and "language english" in ran.out
-    assert "kvad: single: the full cache finds 0.00 at 500 tokens" in ran.err
+    options = ("--lengths", 500, "--tasks", "single", "--depths", 0.5, "--samples-per-cell", 1, "--num-texts", 1)
+    options += ("--text", text)
+    result = run(capsys, "bench", "cache-quality", model, *options, "--text-length", 64, "--variants", "full")
+    assert result.code == 0 and "language english" in result.out
+    assert "kvad: single: the full cache finds 0.00 at 500 tokens" in result.err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--variants", "fulll"), "unknown cache 'fulll'"),
         (("--compression-ratios", "0.5,x"), "--compression-ratios: '0.5,x' is not a list of numbers"),
@@ -500,22 +468,22 @@ def test_the_command_asks_another_model_in_english(tmp_path, capsys):
         (("--samples-per-cell", 0), "at least 1"),
     ],
 )
-def test_what_the_command_refuses(checkpoint, capsys, arguments, said):
-    ran = run(capsys, "bench", "cache-quality", checkpoint, "--num-texts", 0, *arguments)
-    assert ran.code == 2 and said in ran.err and "Traceback" not in ran.err
+def test_invalid_options_are_refused(checkpoint, capsys, arguments, message):
+    result = run(capsys, "bench", "cache-quality", checkpoint, "--num-texts", 0, *arguments)
+    assert result.code == 2 and message in result.err and "Traceback" not in result.err
 
 
-def test_the_endless_command(tmp_path, capsys):
+def test_streaming_command(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(LINES))
     model = write_model(tmp_path / "model")
-    asked = ("--variant", "full", "--num-tokens", 90, "--span-length", 30, "--text", text)
-    ran = run(capsys, "bench", "streaming", model, *asked, "--out", tmp_path / "out")
-    assert ran.code == 0 and "flatness 1.0000" in ran.out
+    options = ("--variant", "full", "--num-tokens", 90, "--span-length", 30, "--text", text)
+    result = run(capsys, "bench", "streaming", model, *options, "--out", tmp_path / "out")
+    assert result.code == 0 and "flatness 1.0000" in result.out
     lines = [json.loads(line) for line in (tmp_path / "out" / "bench-streaming.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and lines[2]["stop"] == 90 and lines[0]["ratio"] == pytest.approx(1, abs=1e-4)
     assert all(line["machine"] and "commit" in line and line["model"] == str(model) for line in lines)
-    assert json.loads(run(capsys, "bench", "streaming", model, *asked, "--json").out)["limit"] == 96
+    assert json.loads(run(capsys, "bench", "streaming", model, *options, "--json").out)["limit"] == 96
     long = run(capsys, "bench", "streaming", model, "--variant", "full", "--num-tokens", 100_000, "--text", text)
     assert long.code == 2 and "add files with --text" in long.err
     more = ("--variant", "full", "--num-tokens", 200, "--span-length", 50, "--text", text)
@@ -524,10 +492,10 @@ def test_the_endless_command(tmp_path, capsys):
     assert run(capsys, "bench", "streaming", model, "--variant", "windw").code == 2
 
 
-def test_corpora(tmp_path, capsys):
-    ran = run(capsys, "data", "create", "lookup", tmp_path / "a", "--num-words", 500, "--json")
-    told = json.loads(ran.out)
-    assert ran.code == 0 and told["texts"] == len((tmp_path / "a" / "texts.txt").read_text().splitlines())
+def test_lookup_corpora(tmp_path, capsys):
+    result = run(capsys, "data", "create", "lookup", tmp_path / "a", "--num-words", 500, "--json")
+    summary = json.loads(result.out)
+    assert result.code == 0 and summary["texts"] == len((tmp_path / "a" / "texts.txt").read_text().splitlines())
     run(capsys, "data", "create", "lookup", tmp_path / "b", "--num-words", 500)
     assert (tmp_path / "a" / "texts.txt").read_bytes() == (tmp_path / "b" / "texts.txt").read_bytes()
     again = run(capsys, "data", "create", "lookup", tmp_path / "b")
@@ -535,18 +503,18 @@ def test_corpora(tmp_path, capsys):
     assert run(capsys, "data", "create", "lookup", tmp_path / "c", "--max-words", 3).code == 2
     (tmp_path / "file").write_text("mine")
     for kind in ("lookup", "python", "copy", "reverse"):
-        ran = run(capsys, "data", "create", kind, tmp_path / "file")
-        assert ran.code == 2 and "file is a file, not a folder" in ran.err
+        result = run(capsys, "data", "create", kind, tmp_path / "file")
+        assert result.code == 2 and "file is a file, not a folder" in result.err
 
 
 @pytest.mark.parametrize("name", ["copy", "reverse"])
-def test_drills(tmp_path, capsys, name):
-    told = json.loads(run(capsys, "data", "create", name, tmp_path / "a", "--json").out)
+def test_copy_and_reverse_corpora(tmp_path, capsys, name):
+    summary = json.loads(run(capsys, "data", "create", name, tmp_path / "a", "--json").out)
     pairs = {
         part: [line.split("\t") for line in (tmp_path / "a" / f"{part}.tsv").read_text().splitlines()]
         for part in ("train", "dev", "test")
     }
-    assert told["pairs"] == {part: len(lines) for part, lines in pairs.items()}
+    assert summary["pairs"] == {part: len(lines) for part, lines in pairs.items()}
     step, low, high = (1, 1, 10) if name == "copy" else (-1, 0, 49)
     for source, target in (pair for lines in pairs.values() for pair in lines):
         assert source.split()[::step] == target.split()

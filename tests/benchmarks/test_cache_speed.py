@@ -1,4 +1,4 @@
-"""kvad bench cache: what is counted is what torch counts, the curves are the model's own, and a slow one is seen."""
+"""kvad bench cache: FLOPs compared with torch, equal output of all curves, and slow caches are detected."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def step_of(tokens, first=0):
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_flops_of_a_recomputation_are_those_that_torch_counts(name):
+def test_flops_without_a_cache_equal_those_of_torch(name):
     config, step = CONFIGS[name], step_of(7)
     model = Transformer(config).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -52,7 +52,7 @@ def test_flops_of_a_recomputation_are_those_that_torch_counts(name):
 
 
 @pytest.mark.parametrize("name", ["plain", "mha", "mqa", "dims", "biases"])
-def test_flops_with_the_cache_are_those_that_torch_counts(name):
+def test_flops_with_the_cache_equal_those_of_torch(name):
     """Through the real engine, with blocks of one slot, so that no slot is read that holds nothing."""
     config = CONFIGS[name]
     cache = CacheConfig(max_num_seqs=1, max_seq_len=32, block_size=1, enable_prefix_caching=False)
@@ -71,17 +71,17 @@ def test_flops_with_the_cache_are_those_that_torch_counts(name):
 
 
 @pytest.mark.parametrize("tokens", [2, 64, 512])
-def test_the_gain_is_that_of_document_004(tokens):
+def test_gain_equals_document_004(tokens):
     """4.7: 2N/3 times the attention, N/2 times the projections; exactly (2N + 1) / 3 and (N + 1) / 2."""
     cached, fresh = flops.generation_cost(CONFIGS["plain"], 1, tokens)
     assert fresh.attention / cached.attention == pytest.approx((2 * tokens + 1) / 3, rel=1e-12)
     assert fresh.projections / cached.projections == pytest.approx((tokens + 1) / 2, rel=1e-12)
-    told = flops.closed_form_flops(tokens)
-    assert told == (2 * tokens / 3, tokens / 2)
+    formula = flops.closed_form_flops(tokens)
+    assert formula == (2 * tokens / 3, tokens / 2)
     assert fresh.head == cached.head
 
 
-def test_bytes_of_the_cache_are_those_that_the_pool_holds():
+def test_bytes_of_the_cache_equal_the_pool():
     config = CONFIGS["mqa"]
     engine = Engine(Transformer(config), CacheConfig(max_num_seqs=1, max_seq_len=32, dtype="bfloat16"))
     held = sum(group_bytes(group).per_token_payload for group in engine.kv_cache_manager.groups)
@@ -90,7 +90,7 @@ def test_bytes_of_the_cache_are_those_that_the_pool_holds():
     assert cost.bytes == cost.weights + 21 * held
 
 
-def test_a_window_reads_no_more_than_it_holds():
+def test_window_limits_the_flops():
     config = CONFIGS["pattern"]
     near, far = flops.cached_pass(config, 1, 10), flops.cached_pass(config, 1, 60)
     whole = flops.uncached_pass(config, 60)
@@ -101,7 +101,7 @@ def test_a_window_reads_no_more_than_it_holds():
 
 
 @pytest.mark.parametrize("name", ["plain", "pattern", "alibi", "t5", "biases", "window"])
-def test_the_cache_grown_by_cat_says_what_the_model_says(name):
+def test_concatenated_cache_equals_the_model(name):
     config = CONFIGS[name]
     model = Transformer(config).double().eval()
     grown, logits = ConcatCache(model), []
@@ -122,7 +122,7 @@ def test_the_three_curves_generate_the_same_tokens(layout):
         expected = llm.generate([0], max_tokens=20, temperature=0, ignore_eos=True).tokens
         runner = cache_speed._Bench(llm, [0], (4, 9, 20))
         for name in CURVE_NAMES:
-            assert list(runner._steps(name, 20)) == list(expected)
+            assert list(runner._steps[name](20)) == list(expected)
     assert len(set(expected)) > 4 and result.outputs_agree == 20 and result.layout == layout
     assert result.tokens == (4, 9, 20) and set(result.curves) == set(CURVE_NAMES)
     for curve in result.curves.values():
@@ -133,7 +133,7 @@ def test_the_three_curves_generate_the_same_tokens(layout):
     assert result.engine_ms > 0 and result.model_ms > 0 and result.prompt == 1
 
 
-def test_it_sees_curves_that_do_not_agree(monkeypatch):
+def test_different_outputs_are_detected(monkeypatch):
     with make_llm() as llm:
         real = cache_speed._Bench._recomputed
 
@@ -145,8 +145,8 @@ def test_it_sees_curves_that_do_not_agree(monkeypatch):
         assert bench_cache(llm, (4, 9), 1).outputs_agree == 6
 
 
-def test_it_sees_a_cache_that_is_slow_and_grows_slower(monkeypatch):
-    """A clock that is ours: a token costs its number, so that the total is quadratic and the last token the dearest."""
+def test_slow_cache_is_detected(monkeypatch):
+    """With a fake clock, token n takes n seconds, so the total is quadratic."""
     with make_llm() as llm:
         now = [0.0]
 
@@ -165,12 +165,12 @@ def test_it_sees_a_cache_that_is_slow_and_grows_slower(monkeypatch):
         assert curve.early == 32_000.0 and curve.late == 56_500.0
 
 
-def test_slope():
+def test_loglog_slope():
     assert loglog_slope((64, 128, 256), (5.0, 10.0, 20.0)) == pytest.approx(1)
     assert loglog_slope((64, 128, 256), (5.0, 20.0, 80.0)) == pytest.approx(2)
 
 
-def test_it_leaves_the_llm_as_it_was_and_reports_progress():
+def test_llm_is_unchanged_and_progress_is_reported():
     with make_llm() as llm:
         before = llm.engine.kv_cache_manager.stats()
         seen = []
@@ -181,7 +181,7 @@ def test_it_leaves_the_llm_as_it_was_and_reports_progress():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "repeats", "says"),
+    ("tokens", "repeats", "message"),
     [
         ((64,), 1, "two different numbers"),
         ((1, 8), 1, "each at least 2"),
@@ -190,19 +190,19 @@ def test_it_leaves_the_llm_as_it_was_and_reports_progress():
         ((64, 128), 1, "1 prompt tokens and 128 new ones exceed the model's limit of 128"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(tokens, repeats, says):
+def test_invalid_marks_are_refused(tokens, repeats, message):
     with make_llm() as llm, pytest.raises(RequestError) as caught:
         bench_cache(llm, tokens, repeats)
-    assert says in caught.value.message
+    assert message in caught.value.message
 
 
-def test_the_longest_that_fits():
+def test_marks_up_to_the_limit():
     with make_llm(CONFIGS["plain"]) as llm:
         room = llm.model.config.max_seq_len - 1
         assert bench_cache(llm, (2, room), 1).outputs_agree == room
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- output
 
 
 @pytest.fixture(scope="module")
@@ -225,22 +225,13 @@ def test_lines_are_flat_json_with_machine_and_commit(result):
 
 def test_text_shows_times_exponents_counts_and_the_formula(result):
     text = "\n".join(bench_lines(result))
-    for shown in (
-        "torch.cat",
-        "recompute",
-        "exponent",
-        "flatness",
-        "2N/3",
-        "N/2",
-        "21.3",
-        "16.0",
-        "all three generate the same first 32 of 32 tokens",
-    ):
-        assert shown in text, shown
+    shown = ("torch.cat", "recompute", "exponent", "flatness", "2N/3", "N/2", "21.3", "16.0")
+    for words in (*shown, "all three generate the same first 32 of 32 tokens"):
+        assert words in text, words
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_keep_writes_json_lines_and_figures(result, tmp_path):
+def test_results_are_written_as_json_lines_and_figures(result, tmp_path):
     pytest.importorskip("matplotlib")
     files = write_results(result, tmp_path / "new")
     assert [path.name for path in files] == ["bench-cache.png", "bench-cache.svg"]

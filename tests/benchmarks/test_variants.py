@@ -1,4 +1,4 @@
-"""Summaries within a budget: what a row really holds is never more than it was given."""
+"""Cache variants: a sequence never occupies more slots than its budget; names of policies and formats."""
 
 import random
 
@@ -17,38 +17,27 @@ from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import UsageError
 from kvad.llm import LLM
 from kvad.model.summarizer import Summarizer
-from kvad.planning.cache_presets import (
-    POLICY_BUILDERS,
-    RATIOS,
-    TIERED_POLICIES,
-    PolicySize,
-    hierarchy_block_size,
-    policy_for_ratio,
-)
-from kvad.verify.cases import SIZED
+from kvad.planning import cache_presets
+from kvad.planning.cache_presets import POLICY_BUILDERS, RATIOS, TIERED_POLICIES, PolicySize, policy_for_ratio
+from kvad.verify.scenario import SIZED
 from tests.support.random_models import VOCAB, build, model_config
 
 
-def test_a_worked_example():
+def test_summarizing_policy_by_hand():
     made = summarizing_policy(1024, 256, 8)
     assert made == {"policy": "tiered(136, quantized=0, interval=8, summaries=112, ratio=8)", "block_size": 8}
 
 
 @pytest.mark.parametrize("budget", [24, 48, 60])
-def test_a_row_holds_no_more_than_its_budget(budget):
+def test_summaries_stay_within_the_budget(budget):
     model = build(model_config(), dtype=torch.float32)
-    cache = CacheConfig(
-        max_num_seqs=1,
-        max_seq_len=96,
-        prefill_chunk_size=8,
-        enable_prefix_caching=False,
-        **summarizing_policy(96, budget, 4),
-    )
-    assert 0.6 * budget <= most_held(Engine(model, cache)) <= budget
+    fields = {"max_num_seqs": 1, "max_seq_len": 96, "prefill_chunk_size": 8, "enable_prefix_caching": False}
+    cache = CacheConfig(**fields, **summarizing_policy(96, budget, 4))
+    assert 0.6 * budget <= max_used_slots(Engine(model, cache)) <= budget
 
 
-def most_held(engine):
-    """Slots that a row of 96 tokens ever held."""
+def max_used_slots(engine):
+    """Return the largest number of slots that a sequence of 96 tokens used."""
     draw, most = random.Random(0), 0
     engine.add_request([draw.randrange(VOCAB) for _ in range(95)], SamplingParams(max_tokens=1))
     while not engine.idle:
@@ -68,16 +57,16 @@ def llm():
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("name", [*TIERED_POLICIES, "tiered+int8"])
-def test_a_hierarchy_holds_no_more_slots_than_its_budget(llm, name, ratio):
+def test_tiered_variants_stay_within_the_budget(llm, name, ratio):
     (variant,) = select_variants([name], [ratio])[1:]
     budget = variant.budget(96)
-    assert 0.6 * budget <= most_held(build_engine(llm, variant, 96, rows=1, capacity=96, chunk=16)) <= budget
+    assert 0.6 * budget <= max_used_slots(build_engine(llm, variant, 96, rows=1, capacity=96, chunk=16)) <= budget
 
 
 # ---------------------------------------------------------------- by name
 
 
-def test_one_table_has_a_size_for_every_policy():
+def test_every_policy_has_a_size():
     assert set(POLICY_BUILDERS) == set(NAMED) - {"full", "offload"} and set(SIZED) == set(
         NAMED
     )  # neither loses anything
@@ -85,7 +74,7 @@ def test_one_table_has_a_size_for_every_policy():
     assert {*POLICY_BUILDERS, *TIERED_POLICIES} <= set(known_variants())
 
 
-def test_worked_sizes():
+def test_sizes_by_hand():
     size = PolicySize(512, 256, interval=16, block=8)
     assert TIERED_POLICIES["packed"](size) == "tiered(56, quantized=192, interval=8)"
     assert TIERED_POLICIES["tiered"](size) == "tiered(48, quantized=160, interval=8, summaries=40, ratio=8)"
@@ -95,7 +84,7 @@ def test_worked_sizes():
     )
     assert policy_for_ratio("block-window", 0.5, 100, 16) == "block-window(50)"
     assert policy_for_ratio("block-window", 0.875, 64, 16) == "block-window(8, block_size=8)"
-    assert [hierarchy_block_size(kept) for kept in (32, 31, 16, 15, 2)] == [8, 4, 4, 2, 2]
+    assert [cache_presets.hierarchy_block_size(budget) for budget in (32, 31, 16, 15, 2)] == [8, 4, 4, 2, 2]
 
 
 # ---------------------------------------------------------------- a policy and a format
@@ -106,7 +95,7 @@ def made(name, ratio=0.5, length=96):
     return variant, CacheConfig(max_seq_len=length, **variant.fields(length, 16))
 
 
-def test_a_policy_and_a_format_by_one_name(llm):
+def test_policy_and_format_in_one_name(llm):
     variant, cache = made("snapkv+int8")
     assert (variant.name, variant.ratio, variant.label) == ("snapkv+int8", 0.5, "snapkv+int8 0.5")
     assert cache.token_formats == ("int8", "int8") and cache.policy == made("snapkv")[1].policy
@@ -122,15 +111,15 @@ def test_a_policy_and_a_format_by_one_name(llm):
 @pytest.mark.parametrize(
     ("stored", "packed"), [("int4", "int4"), ("int8", "int8"), ("bfloat16", "int8"), ("int8/int4", "int8")]
 )
-def test_a_hierarchy_packs_no_wider_than_it_stores(stored, packed):
-    levels = parse_policy(made(f"tiered+{stored}")[1].policy).tiered
+def test_quantized_level_is_no_wider_than_the_stored_format(stored, packed):
+    levels = parse_policy(made(f"tiered+{stored}")[1].policy).stateful
     assert levels.key_format == packed and levels.value_format == ("int4" if stored.endswith("int4") else "int8")
-    plain = parse_policy(made("tiered")[1].policy).tiered
+    plain = parse_policy(made("tiered")[1].policy).stateful
     assert (levels.recent, levels.quantized, levels.summaries) == (plain.recent, plain.quantized, plain.summaries)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("full+int8", "full is no policy"),
         ("int8+int4", "int8 is no policy"),
@@ -141,13 +130,13 @@ def test_a_hierarchy_packs_no_wider_than_it_stores(stored, packed):
         ("learned+int8", "unknown cache 'learned'"),
     ],
 )
-def test_what_does_not_go_together(name, says):
+def test_impossible_combinations_are_refused(name, message):
     with pytest.raises(UsageError) as caught:
         select_variants([name])
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_what_a_row_takes_is_what_is_allocated(llm):
+def test_bytes_per_sequence_equal_the_allocation(llm):
     taken = {name: seq_bytes(llm, made(name)[0], 96, chunk=16) for name in ("window", "quest", "window+int8")}
     taken["full"] = seq_bytes(llm, select_variants([])[0], 96, chunk=16)
     assert taken["window+int8"] < taken["window"] < taken["full"] < taken["quest"], "quest keeps all, and bounds"
@@ -157,7 +146,7 @@ def test_what_a_row_takes_is_what_is_allocated(llm):
     assert len(usable) == 1 and taken["full"] == held * usable[0][0] // usable[0][1]
 
 
-def test_learned_is_a_name_where_there_is_a_compressor():
+def test_learned_variant_needs_a_summarizer():
     compressor = Summarizer(attention_specs(model_config()), 4)
     names = [
         (variant.name, variant.compressor) for variant in select_variants(["summaries", "learned"], [0.5], compressor)

@@ -1,6 +1,4 @@
-"""Adapters in PEFT's layout: what PEFT made is read with its logits, what kvad writes is what PEFT wrote.
-
-The goldens are PEFT's own (``tests/hf_parity/adapters.py``).  What is more than two matrices a module is refused."""
+"""Adapters in PEFT's layout, compared with golden files that PEFT wrote (``tests/hf_parity/adapters.py``)."""
 
 import json
 
@@ -16,125 +14,123 @@ from kvad.checkpoint.adapter import (
     merge_adapter,
     open_adapter,
     save_adapter,
-    write_merged,
 )
-from kvad.checkpoint.export import import_hf
+from kvad.checkpoint.export import import_hf, write_merged
 from kvad.checkpoint.folder import read_json
 from kvad.checkpoint.loader import load_model, load_weights, open_checkpoint
 from kvad.checkpoint.peft import find_targets, match_targets, trainable_linears
 from kvad.errors import CheckpointError, ConfigError
 from kvad.model.lora import LoraFactors, merge_weight
-from kvad.model.no_cache import NoCache
-from kvad.model_input import ModelInput, SubBatch
+from kvad.verify.replay import run_uncached
 from tests.hf_parity import adapters, checkpoint
 
-
-def _step(ids):
-    tokens = torch.tensor(np.asarray(ids).reshape(-1))
-    every = torch.arange(len(tokens))
-    return ModelInput(
-        tokens, every, (SubBatch(1, len(tokens), len(tokens)),), every, max_seq_lens=torch.full_like(every, len(tokens))
-    )
+SETTINGS = {"use_rslora": False, "dropout": 0.0}
 
 
-@torch.inference_mode()
 def logits(model, arrays):
-    step = _step(arrays["long/input_ids"])
-    if model.config.kind == "encoder-decoder":
-        step = _step(arrays["long/decoder_input_ids"])._replace(encoder_input=step)
-    return model.logits(model(step, NoCache(model.config)), step.logit_indices).numpy()
+    source, target = arrays["long/input_ids"].reshape(-1).tolist(), arrays.get("long/decoder_input_ids")
+    if target is None:
+        return run_uncached(model, source).numpy()
+    return run_uncached(model, target.reshape(-1).tolist(), source=source).numpy()
 
 
 @pytest.fixture
 def golden(tmp_path):
-    """``golden(case)``: base and adapter as PEFT left them, the base's input, and the logits of both together."""
+    """Return a function that writes a case: PEFT's base and adapter, the base's input, the logits of both."""
 
     def make(case):
         meta, arrays = checkpoint.load("4.57", case)
         base = checkpoint.write(meta, arrays, tmp_path / case / "base")
-        said, wanted = adapters.load(case)
+        adapter, expected = adapters.load(case)
         folder = tmp_path / case / "adapter"
         folder.mkdir()
-        (folder / "adapter_config.json").write_text(
-            json.dumps({**said["config"], "base_model_name_or_path": str(base)})
-        )
-        save_file(adapters.tensors(said), folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        return base, folder, arrays, wanted
+        config = {**adapter["config"], "base_model_name_or_path": str(base)}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file(adapters.tensors(adapter), folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        return base, folder, arrays, expected
 
     return make
 
 
+def format_of(opened):
+    return adapter_format(opened, str(opened.path), base_fingerprint(opened))
+
+
+def random_factors(shapes, scale):
+    return {name: LoraFactors(torch.randn(2, i), torch.randn(o, 2), scale) for name, (o, i) in shapes.items()}
+
+
 @pytest.mark.parametrize("case", adapters.CASES)
-def test_a_peft_adapter_gives_pefts_logits(golden, case):
-    base, folder, arrays, wanted = golden(case)
-    found = logits(load_model(folder, "float64")[0], arrays)  # its config names the base
-    beside = logits(load_weights(merge_adapter(open_checkpoint(base), folder), "float64"), arrays)
-    assert np.array_equal(found, beside)
-    near = 1e-12 if case in ("gpt2", "bart", "falcon-new-decoder") else 2e-5  # transformers norms the others in float32
-    assert np.abs(found - wanted).max() < near
-    assert np.abs(logits(load_model(base, "float64")[0], arrays) - wanted).max() > 0.5, "it adds nothing"
+def test_a_peft_adapter_has_the_logits_of_peft(golden, case):
+    base, folder, arrays, expected = golden(case)
+    merged = logits(load_model(folder, "float64")[0], arrays)  # the adapter's config names the base
+    assert np.array_equal(merged, logits(load_weights(merge_adapter(open_checkpoint(base), folder), "float64"), arrays))
+    # transformers computes the other families' norms in float32.
+    tolerance = 1e-12 if case in ("gpt2", "bart", "falcon-new-decoder") else 2e-5
+    assert np.abs(merged - expected).max() < tolerance
+    assert np.abs(logits(load_model(base, "float64")[0], arrays) - expected).max() > 0.5, "the adapter has no effect"
 
 
 @pytest.mark.parametrize("case", adapters.CASES)
 def test_written_adapters_equal_pefts(golden, case, tmp_path):
     base, folder, _, _ = golden(case)
-    opened, there = open_checkpoint(base), read_json(folder / "adapter_config.json")
+    opened, expected = open_checkpoint(base), read_json(folder / "adapter_config.json")
+    settings = {**SETTINGS, "use_rslora": expected["use_rslora"]}
     factors = open_adapter(folder).factors(opened)
-    form = adapter_format(opened, str(base), base_fingerprint(opened))
-    how = {"rank": there["r"], "alpha": there["lora_alpha"], "use_rslora": there["use_rslora"], "dropout": 0.0}
-    save_adapter(tmp_path / "ours", form, factors, **how)
-    ours, theirs = (load_file(f / "adapter_model.safetensors") for f in (tmp_path / "ours", folder))
-    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
-    here = read_json(tmp_path / "ours" / "adapter_config.json")
-    for name in ("peft_type", "task_type", "r", "lora_alpha", "use_rslora", "bias", "base_model_name_or_path"):
-        assert here[name] == there[name] or (name == "task_type" and there[name] is None), name
-    assert here["fan_in_fan_out"] == there["fan_in_fan_out"]
-    every = find_targets(opened.family, opened.config).modules
-    hit = {module for module in every for end in here["target_modules"] if f".{module}".endswith(f".{end}")}
-    assert hit == {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in theirs}
+    save_adapter(
+        tmp_path / "a", format_of(opened), factors, rank=expected["r"], alpha=expected["lora_alpha"], **settings
+    )
+    tensors, peft_tensors = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "a", folder))
+    assert tensors.keys() == peft_tensors.keys()
+    assert all(np.array_equal(tensors[name], peft_tensors[name]) for name in tensors)
+    config = read_json(tmp_path / "a" / "adapter_config.json")
+    names = ("peft_type", "r", "lora_alpha", "use_rslora", "bias", "base_model_name_or_path", "fan_in_fan_out")
+    assert {name: config[name] for name in names} == {name: expected[name] for name in names}
+    assert expected["task_type"] in (None, config["task_type"])
+    modules = find_targets(opened.family, opened.config).modules
+    targets = {name for name in modules for end in config["target_modules"] if f".{name}".endswith(f".{end}")}
+    assert targets == {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in peft_tensors}
 
 
 @pytest.mark.parametrize("case", ["gpt2", "falcon-new-decoder", "bloom", "phi3", "modernbert"])
 @pytest.mark.parametrize("parts", ["qv", "all"])
 def test_adapters_of_a_fused_module_round_trip(case, parts, tmp_path):
-    """Each of q, k, v with an A of its own becomes one adapter of a module that is all three, block by block."""
+    """Adapters of q, k and v become one adapter of the module that has all three, block by block."""
     meta, arrays = checkpoint.load("4.57", case)
     opened = open_checkpoint(checkpoint.write(meta, arrays, tmp_path / "base"))
     shapes = trainable_linears(opened.config)
-    chosen = [name for name in shapes if parts == "all" or name.endswith((".q", ".v"))]
+    chosen = {name: shape for name, shape in shapes.items() if parts == "all" or name.endswith((".q", ".v"))}
     torch.manual_seed(0)
-    factors = {n: LoraFactors(torch.randn(2, shapes[n][1]), torch.randn(shapes[n][0], 2), 3.0) for n in chosen}
-    form = adapter_format(opened, str(opened.path), base_fingerprint(opened))
-    save_adapter(tmp_path / "a", form, factors, rank=2, alpha=6.0, use_rslora=False, dropout=0.0)
-    again = open_adapter(tmp_path / "a").factors(opened)
-    assert again.keys() == factors.keys()
+    factors = random_factors(chosen, 3.0)
+    save_adapter(tmp_path / "a", format_of(opened), factors, rank=2, alpha=6.0, **SETTINGS)
+    read_back = open_adapter(tmp_path / "a").factors(opened)
+    assert read_back.keys() == factors.keys()
     for name, (a, b, scale) in factors.items():
-        assert torch.equal(again[name].a, a) and torch.equal(again[name].b, b) and again[name].scale == scale
-    # and as PEFT reads them: one product with their module's weight, turned where theirs is
+        assert (
+            torch.equal(read_back[name].a, a) and torch.equal(read_back[name].b, b) and read_back[name].scale == scale
+        )
+    # PEFT reads no adapter.json: one product with the weight of the fused module.
     (tmp_path / "a" / "adapter.json").unlink()
-    theirs = open_adapter(tmp_path / "a").factors(opened)
-    for name in shapes:
-        zero = torch.zeros(shapes[name])
-        want = merge_weight(zero, factors[name]) if name in factors else zero
-        assert torch.allclose(merge_weight(zero, theirs[name]) if name in theirs else zero, want, atol=1e-5)
+    peft_factors = open_adapter(tmp_path / "a").factors(opened)
+    for name, shape in shapes.items():
+        zero = torch.zeros(shape)
+        expected = merge_weight(zero, factors[name]) if name in factors else zero
+        product = merge_weight(zero, peft_factors[name]) if name in peft_factors else zero
+        assert torch.allclose(product, expected, atol=1e-5)
 
 
 def test_a_merged_model_has_the_layout_of_its_base(golden, tmp_path):
-    base, folder, arrays, wanted = golden("llama-tied")
-    adapted = merge_adapter(open_checkpoint(base), folder)
-    write_merged(adapted, tmp_path / "hf")
-    there, here = (read_json(f / "config.json") for f in (base, tmp_path / "hf"))
-    assert {n: v for n, v in here.items() if n not in ("dtype", "torch_dtype")} == {
-        n: v for n, v in there.items() if n not in ("dtype", "torch_dtype")
-    }
+    base, folder, arrays, expected = golden("llama-tied")
+    write_merged(merge_adapter(open_checkpoint(base), folder), tmp_path / "hf")
+    configs = [read_json(path / "config.json") for path in (base, tmp_path / "hf")]
+    assert {**configs[1], "dtype": 0, "torch_dtype": 0} == {**configs[0], "dtype": 0, "torch_dtype": 0}
     assert set(load_file(tmp_path / "hf" / "model.safetensors")) == set(load_file(base / "model.safetensors"))
-    assert np.abs(logits(load_model(tmp_path / "hf", "float64")[0], arrays) - wanted).max() < 1e-4
-    import_hf(open_checkpoint(base), tmp_path / "own")  # the same base under kvad's names: it came from a family
-    own = merge_adapter(open_checkpoint(tmp_path / "own"), folder)
-    write_merged(own, tmp_path / "own-merged", torch.float64)
-    model, opened = load_model(tmp_path / "own-merged")
+    assert np.abs(logits(load_model(tmp_path / "hf", "float64")[0], arrays) - expected).max() < 1e-4
+    import_hf(open_checkpoint(base), tmp_path / "native")  # the same base under kvad's names, with its family recorded
+    write_merged(merge_adapter(open_checkpoint(tmp_path / "native"), folder), tmp_path / "merged", torch.float64)
+    model, opened = load_model(tmp_path / "merged")
     assert opened.stored_dtype == torch.float64 and opened.files is not None
-    assert np.abs(logits(model, arrays) - wanted).max() < 2e-5
+    assert np.abs(logits(model, arrays) - expected).max() < 2e-5
 
 
 def test_the_fingerprint_covers_base_and_adapter(golden):
@@ -156,28 +152,22 @@ def test_an_adapter_of_a_native_model_has_kvads_names(tmp_path):
     save_checkpoint(tmp_path / "base", model.config, model.state_dict(), None)
     opened = open_checkpoint(tmp_path / "base")
     shapes = trainable_linears(opened.config)
-    factors = {n: LoraFactors(torch.randn(2, i), torch.randn(o, 2), 1.5) for n, (o, i) in shapes.items()}
-    form = adapter_format(opened, str(opened.path), base_fingerprint(opened))
-    save_adapter(tmp_path / "a", form, factors, rank=2, alpha=3.0, use_rslora=False, dropout=0.0)
+    factors = random_factors(shapes, 1.5)
+    save_adapter(tmp_path / "a", format_of(opened), factors, rank=2, alpha=3.0, **SETTINGS)
     assert read_json(tmp_path / "a" / "adapter.json")["names"] == "kvad"
     names = set(load_file(tmp_path / "a" / "adapter_model.safetensors"))
     assert "base_model.model.decoder.layers.0.attention.q.lora_A.weight" in names
-    both = load_model(tmp_path / "a", "float64")[0]
+    merged = load_model(tmp_path / "a", "float64")[0]
     weight = model.decoder.layers[1].mlp.gate.weight.double()
     a, b, scale = factors["decoder.layers.1.mlp.gate"]
-    assert (both.decoder.layers[1].mlp.gate.weight - (weight + scale * b.double() @ a.double())).abs().max() < 1e-12
+    assert (merged.decoder.layers[1].mlp.gate.weight - (weight + scale * b.double() @ a.double())).abs().max() < 1e-12
 
 
 # ---------------------------------------------------------------- bad input
 
 
-def _edited(folder, **changes):
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
         ({"use_dora": True}, "use_dora True is not supported"),
@@ -192,10 +182,11 @@ def _edited(folder, **changes):
         ({"base_model_name_or_path": None}, "does not name its base"),
     ],
 )
-def test_unsupported_adapter_options_are_refused(golden, changes, said):
+def test_unsupported_adapter_options_are_refused(golden, changes, message):
     _, folder, _, _ = golden("llama")
-    _edited(folder, **changes)
-    with pytest.raises(CheckpointError, match=said):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(CheckpointError, match=message):
         load_weights(open_checkpoint(folder))
 
 
@@ -206,24 +197,21 @@ def test_another_base_is_refused(golden):
         load_weights(merge_adapter(open_checkpoint(other), folder))
     tensors = load_file(folder / "adapter_model.safetensors")
     name = next(name for name in tensors if name.endswith("q_proj.lora_A.weight"))
-    save_file({**tensors, name: tensors[name][:, 1:].copy()}, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="do not fit the model's"):
-        load_weights(open_checkpoint(folder))
-    save_file({n: t for n, t in tensors.items() if n != name}, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lora_A\.weight is missing"):
-        load_weights(open_checkpoint(folder))
-    save_file({**tensors, "base_model.model.x.lora_embedding_A": tensors[name]}, folder / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="lora_embedding_A is not supported"):
-        load_weights(open_checkpoint(folder))
+    for changed, message in (
+        ({**tensors, name: tensors[name][:, 1:].copy()}, "do not fit the model's"),
+        ({key: tensor for key, tensor in tensors.items() if key != name}, r"lora_A\.weight is missing"),
+        ({**tensors, "base_model.model.x.lora_embedding_A": tensors[name]}, "lora_embedding_A is not supported"),
+    ):
+        save_file(changed, folder / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load_weights(open_checkpoint(folder))
 
 
 def test_an_incomplete_adapter_is_refused(golden, tmp_path):
     base, folder, _, _ = golden("llama")
     opened = open_checkpoint(base)
-    form = adapter_format(opened, str(base), base_fingerprint(opened))
-    save_adapter(
-        tmp_path / "a", form, open_adapter(folder).factors(opened), rank=3, alpha=12.0, use_rslora=False, dropout=0.0
-    )
+    factors = open_adapter(folder).factors(opened)
+    save_adapter(tmp_path / "a", format_of(opened), factors, rank=3, alpha=12.0, **SETTINGS)
     path = tmp_path / "a" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match="truncated"):
@@ -239,15 +227,15 @@ def test_matrices_of_experts_have_no_adapters(tmp_path):
         match_targets(opened.config, ["gate"])
 
 
-def test_the_command_merges_and_the_merged_model_runs(golden, tmp_path):
+def test_the_merge_command_writes_a_model(golden, tmp_path):
     from click.testing import CliRunner
 
     from kvad.cli.main import cli
 
-    base, folder, arrays, wanted = golden("gpt2")
-    out = tmp_path / "merged"
-    done = CliRunner().invoke(cli, ["merge", str(base), str(folder), "--out", str(out)], catch_exceptions=False)
-    assert done.exit_code == 0 and "written" in done.output
-    assert np.abs(logits(load_model(out, "float64")[0], arrays) - wanted).max() < 1e-5
+    base, folder, arrays, expected = golden("gpt2")
+    arguments = ["merge", str(base), str(folder), "--out", str(tmp_path / "merged")]
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 0 and "written" in result.output
+    assert np.abs(logits(load_model(tmp_path / "merged", "float64")[0], arrays) - expected).max() < 1e-5
     with pytest.raises(Exception, match="exists"):
-        CliRunner().invoke(cli, ["merge", str(base), str(folder), "--out", str(out)], catch_exceptions=False)
+        CliRunner().invoke(cli, arguments, catch_exceptions=False)

@@ -1,4 +1,4 @@
-"""What an encoder's file says beyond its config: poolers, missing heads, old names, biases with two names, tables."""
+"""Encoders whose files decide what their configs leave open: poolers, heads, old names, biases, tables."""
 
 from __future__ import annotations
 
@@ -40,36 +40,45 @@ STEMS = {
 ENDINGS = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "Model")
 
 
-def fields(model_type: str, ending: str, **own: Any) -> HFConfigReader:
+def fields(model_type: str, ending: str, **options: Any) -> HFConfigReader:
     small = DISTIL if model_type == "distilbert" else {**SMALL, "max_position_embeddings": 16}
-    content = {"model_type": model_type, "architectures": [STEMS[model_type] + ending], **small, **own}
+    content = {"model_type": model_type, "architectures": [STEMS[model_type] + ending], **small, **options}
     return HFConfigReader(content, "config.json")
 
 
 def file_of(family: Family, config: ModelConfig) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    ours = {name: torch.randn(shape, generator=generator) for name, shape in weight_shapes(config).items()}
-    return dict(write_tensors(family, config, ours))
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in weight_shapes(config).items()}
+    return dict(write_tensors(family, config, weights))
 
 
-def load(family: Family, config: ModelConfig, found: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    config = resolve_config(family, config, found)
-    return config, dict(read_tensors(family, config, found, "model.safetensors"))
+def case(model_type: str, ending: str, **options: Any) -> tuple[Family, ModelConfig, dict[str, Tensor]]:
+    """Return the family, the config and the tensors of a file."""
+    family = find_family(model_type)
+    config = family.read(fields(model_type, ending, **options))
+    return family, config, file_of(family, config)
+
+
+def rewritten(family: Family, config: ModelConfig) -> ModelConfig:
+    return family.read(HFConfigReader(family.write(config), "config.json"))
+
+
+def load(family: Family, config: ModelConfig, stored: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    config = resolve_config(family, config, stored)
+    return config, dict(read_tensors(family, config, stored, "model.safetensors"))
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("model_type", STEMS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_task_round_trips(model_type: str, ending: str, tied: bool) -> None:
-    family = find_family(model_type)
-    config = family.read(fields(model_type, ending, tie_word_embeddings=tied))
-    found = file_of(family, config)
-    assert family.read(HFConfigReader(family.write(config), "config.json")) == config
-    again, ours = load(family, config, found)
-    assert again == config
-    Transformer(config).load_state_dict(ours)
-    back = dict(write_tensors(family, config, ours))
-    assert back.keys() == found.keys() and all(torch.equal(back[name], found[name]) for name in found)
+    family, config, stored = case(model_type, ending, tie_word_embeddings=tied)
+    assert rewritten(family, config) == config
+    read_back, weights = load(family, config, stored)
+    assert read_back == config
+    Transformer(config).load_state_dict(weights)
+    back = dict(write_tensors(family, config, weights))
+    assert back.keys() == stored.keys() and all(torch.equal(back[name], stored[name]) for name in stored)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "mpnet"])
@@ -77,17 +86,17 @@ def test_a_base_model_has_a_pooler_if_its_file_has(model_type: str) -> None:
     family = find_family(model_type)
     config = family.read(fields(model_type, "Model"))
     assert config.head == POOLER
-    found = file_of(family, config)
-    without = {name: tensor for name, tensor in found.items() if not name.startswith("pooler")}
-    assert len(without) == len(found) - 2
+    stored = file_of(family, config)
+    without = {name: tensor for name, tensor in stored.items() if not name.startswith("pooler")}
+    assert len(without) == len(stored) - 2
     plain, _ = load(family, config, without)
     assert plain.head == PoolingHeadConfig()
-    assert family.read(HFConfigReader(family.write(plain), "config.json")) == plain
+    assert rewritten(family, plain) == plain
 
 
 @pytest.mark.parametrize("model_type", STEMS)
-def test_a_base_model_s_file_is_read_as_one_whatever_its_class(model_type: str) -> None:
-    """sentence-transformers' files say ForMaskedLM."""
+def test_a_base_model_is_recognized_for_every_class_name(model_type: str) -> None:
+    """Files of sentence-transformers name ForMaskedLM."""
     family = find_family(model_type)
     base = family.read(fields(model_type, "Model"))
     config, _ = load(family, family.read(fields(model_type, "ForMaskedLM")), file_of(family, base))
@@ -95,76 +104,68 @@ def test_a_base_model_s_file_is_read_as_one_whatever_its_class(model_type: str) 
 
 
 def test_old_norm_names_and_unused_heads() -> None:
-    family = find_family("bert")
-    config = family.read(fields("bert", "ForMaskedLM"))
-    found = file_of(family, config)
+    family, config, stored = case("bert", "ForMaskedLM")
     names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     old = {}
-    for name, tensor in found.items():
+    for name, tensor in stored.items():
         end = next((end for end in names if name.endswith(end)), "")
         old[name.removesuffix(end) + names.get(end, "")] = tensor
     old["cls.seq_relationship.weight"] = old["bert.pooler.dense.weight"] = torch.zeros(1)
     assert not any(name.endswith("LayerNorm.weight") for name in old)
-    _, ours = load(family, config, old)
-    _, expected = load(family, config, found)
-    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    _, weights = load(family, config, old)
+    _, expected = load(family, config, stored)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "roformer"])
 def test_a_bias_with_two_names(model_type: str) -> None:
-    family = find_family(model_type)
-    config = family.read(fields(model_type, "ForMaskedLM"))
-    found = file_of(family, config)
-    (bias,) = (name for name in found if name in family.copies)
+    family, config, stored = case(model_type, "ForMaskedLM")
+    (bias,) = (name for name in stored if name in family.copies)
     (other,) = family.copies[bias]
-    _, ours = load(family, config, {other if name == bias else name: tensor for name, tensor in found.items()})
-    assert torch.equal(ours["head.bias"], found[bias])
-    load(family, config, {**found, other: found[bias].clone()})
+    _, weights = load(family, config, {other if name == bias else name: tensor for name, tensor in stored.items()})
+    assert torch.equal(weights["head.bias"], stored[bias])
+    load(family, config, {**stored, other: stored[bias].clone()})
     with pytest.raises(CheckpointError, match="differs"):
-        load(family, config, {**found, other: found[bias] + 1})
+        load(family, config, {**stored, other: stored[bias] + 1})
 
 
-def test_an_untied_bias_is_the_one_beside_its_matrix() -> None:
+def test_an_untied_bias_has_the_name_of_its_matrix() -> None:
     """transformers 5 leaves ``cls.predictions.bias`` unused then."""
-    family = find_family("bert")
-    config = family.read(fields("bert", "ForMaskedLM", tie_word_embeddings=False))
-    found = file_of(family, config)
-    _, ours = load(family, config, {**found, "cls.predictions.bias": torch.zeros(11)})
-    assert torch.equal(ours["head.bias"], found["cls.predictions.decoder.bias"])
+    family, config, stored = case("bert", "ForMaskedLM", tie_word_embeddings=False)
+    _, weights = load(family, config, {**stored, "cls.predictions.bias": torch.zeros(11)})
+    assert torch.equal(weights["head.bias"], stored["cls.predictions.decoder.bias"])
 
 
-def test_sines_that_were_changed_are_learned_positions() -> None:
+def test_changed_sinusoids_are_learned_positions() -> None:
     family = find_family("distilbert")
     config = family.read(fields("distilbert", "ForMaskedLM", sinusoidal_pos_embds=True))
     assert isinstance(config.embedding.position, SinusoidalPositionsConfig)
-    found = file_of(family, config)
+    stored = file_of(family, config)
     name = "distilbert.embeddings.position_embeddings.weight"
-    halved, _ = load(family, config, {**found, name: found[name].bfloat16()})
+    halved, _ = load(family, config, {**stored, name: stored[name].bfloat16()})
     assert halved == config
-    changed, ours = load(family, config, {**found, name: found[name] + 0.1})
+    changed, weights = load(family, config, {**stored, name: stored[name] + 0.1})
     assert changed.embedding.position == LearnedPositionsConfig(16)
-    assert torch.equal(ours["embedding.positions.weight"], found[name] + 0.1)
+    assert torch.equal(weights["embedding.positions.weight"], stored[name] + 0.1)
 
 
 def test_roformer_table_must_match_the_config() -> None:
-    family = find_family("roformer")
-    config = family.read(fields("roformer", "ForMaskedLM"))
-    found = file_of(family, config)
+    family, config, stored = case("roformer", "ForMaskedLM")
     with pytest.raises(CheckpointError, match="embed_positions"):
-        load(family, config, {**found, "roformer.encoder.embed_positions.weight": torch.zeros(16, 4)})
+        load(family, config, {**stored, "roformer.encoder.embed_positions.weight": torch.zeros(16, 4)})
 
 
 def test_roformer_may_be_a_decoder() -> None:
     family = find_family("roformer")
     config = family.read(fields("roformer", "ForCausalLM", is_decoder=True))
     assert config.kind == "decoder" and config.stack.layer_types["L"].attention.causal
-    assert family.read(HFConfigReader(family.write(config), "config.json")) == config
+    assert rewritten(family, config) == config
     for ending, decoder in (("ForCausalLM", False), ("ForMaskedLM", True)):
         with pytest.raises(CheckpointError, match="is_decoder"):
             family.read(fields("roformer", ending, is_decoder=decoder))
 
 
-def test_labels() -> None:
+def test_labels_are_read_in_order_and_written() -> None:
     names = {"1": "no", "0": "yes", "2": "maybe"}
     config = find_family("bert").read(fields("bert", "ForSequenceClassification", id2label=names))
     assert isinstance(config.head, ClassificationHeadConfig) and config.head.labels == ("yes", "no", "maybe")
@@ -176,13 +177,13 @@ def test_labels() -> None:
     )
 
 
-def test_the_discriminator() -> None:
+def test_electra_discriminator() -> None:
     config = find_family("electra").read(fields("electra", "ForPreTraining", embedding_size=6))
     assert isinstance(config.head, ClassificationHeadConfig) and config.head.labels == ("replaced",)
     assert find_family("electra").write(config)["architectures"] == ["ElectraForPreTraining"]
 
 
-def test_modernbert_s_layers_in_both_spellings() -> None:
+def test_both_formats_of_modernbert_layers() -> None:
     family = find_family("modernbert")
     old = family.read(
         fields("modernbert", "Model", num_hidden_layers=5, global_attn_every_n_layers=2, local_attention=8)
@@ -197,13 +198,13 @@ def test_modernbert_s_layers_in_both_spellings() -> None:
     assert [stack.layer_config(i).attention.window for i in range(5)] == [None, 5, None, 5, None]
     assert [stack.layer_config(i).pre_attention_norm for i in range(5)] == [False, True, True, True, True]
     other = family.read(fields("modernbert", "Model", layer_types=["sliding_attention", "full_attention"]))
-    assert family.read(HFConfigReader(family.write(other), "config.json")) == other
+    assert rewritten(family, other) == other
     null = family.read(fields("modernbert", "Model", local_rope_theta=None, global_rope_theta=500.0))
     assert {layer.attention.position.theta for layer in null.stack.layer_types.values()} == {500.0}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    ("model_type", "ending", "own"),
+    ("model_type", "ending", "options"),
     [
         ("bert", "ForMaskedLM", {"position_embedding_type": "relative_key"}),
         ("bert", "ForMaskedLM", {"is_decoder": True}),
@@ -219,7 +220,7 @@ def test_modernbert_s_layers_in_both_spellings() -> None:
         ("modernbert", "ForMaskedLM", {"rope_theta": 500.0}),
     ],
 )
-def test_refusals_name_the_option(model_type: str, ending: str, own: dict[str, Any]) -> None:
-    name = next(iter(own), ending)
+def test_refusals_name_the_option(model_type: str, ending: str, options: dict[str, Any]) -> None:
+    name = next(iter(options), ending)
     with pytest.raises(CheckpointError, match=name):
-        find_family(model_type).read(fields(model_type, ending, **own))
+        find_family(model_type).read(fields(model_type, ending, **options))

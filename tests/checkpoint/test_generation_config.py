@@ -1,12 +1,8 @@
-"""What every family says, token by token, from a paged cache: the greedy answers and the beam searches of the goldens.
-
-Where the oracle's own cache changes its answer (``tests/hf_parity/README.md``), its answer without one is what counts.
-Where the regime of RoPE depends on the length, theirs follows the length so far and kvad's the row's limit, fixed when
-it is admitted: such an answer is asked for token by token.
-"""
+"""Generation defaults and pooling of checkpoints, which a request may change."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,116 +10,116 @@ import pytest
 import torch
 
 from kvad.cache.config import CacheConfig
-from kvad.config.layers import DynamicScalingConfig, LongRopeScalingConfig, RopeConfig
-from kvad.engine import Engine, StreamChunk
-from kvad.engine.scheduling.request import SamplingParams
-from tests.checkpoint.test_families import KNOWN, Read
-from tests.hf_parity import checkpoint as oracle
+from kvad.checkpoint.generation_config import GenerationConfig, read_generation_config, read_pooling
+from kvad.config.layers import (
+    AttentionConfig,
+    HeadTransformConfig,
+    LayerConfig,
+    PlainMLPConfig,
+    PoolingHeadConfig,
+    StackConfig,
+)
+from kvad.config.model import ModelConfig
+from kvad.errors import CheckpointError, RequestError
+from kvad.llm import LLM
+from kvad.model.transformer import Transformer
+from kvad.verify.replay import run_whole_sequence
 
-OTHERWISE = {("5", "t5gemma")}  # its window is one wider there: tests/checkpoint/test_encoder_decoders.py
-ANSWERED = [case for case in KNOWN if oracle.load(*case)[0].get("greedy") and case not in OTHERWISE]
-SEARCHED = [case for case in ANSWERED if oracle.load(*case)[0]["beams"]]
-NEW = 12
+
+def folder_of(path: Path, kinds: list[str], pooling: dict[str, Any]) -> Path:
+    """Write a folder of sentence-transformers with modules of these kinds."""
+    modules = [{"path": kind, "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (path / "Pooling").mkdir(parents=True)
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "Pooling" / "config.json").write_text(json.dumps(pooling))
+    return path
 
 
-def engine_of(read: Read) -> Engine:
-    """Blocks of 4, so that every answer crosses many; 24 slots are the longest source or text."""
-    longest = max(len(read.arrays["greedy/input_ids"]), 1) + NEW
-    cache = CacheConfig(
-        dtype="float32", block_size=4, max_num_seqs=4, max_seq_len=longest, prefill_chunk_size=5, max_source_len=24
+MEAN = {"word_embedding_dimension": 8, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+
+
+def test_pooling_and_normalization_are_read(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path) == (None, False)
+    assert read_pooling(folder_of(tmp_path, ["Transformer", "Pooling", "Normalize"], MEAN)) == ("mean", True)
+    first = {**MEAN, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    assert read_pooling(folder_of(tmp_path / "first", ["Transformer", "Pooling"], first)) == ("first", False)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "message"),
+    [
+        (["Transformer", "Pooling", "Dense"], MEAN, "Dense is not supported"),
+        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is not supported"),
+    ],
+)
+def test_other_pooling_methods_are_refused(
+    tmp_path: Path, kinds: list[str], pooling: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_pooling(folder_of(tmp_path, kinds, pooling))
+
+
+def test_embed_pools_by_checkpoint_and_by_option() -> None:
+    attention = AttentionConfig(4, causal=False)
+    head = PoolingHeadConfig("first", transform=HeadTransformConfig("tanh"))
+    config = ModelConfig(
+        16, 31, 24, encoder=StackConfig(2, {"L": LayerConfig(attention, PlainMLPConfig(20))}), head=head
     )
-    return Engine(read.model(), cache)
+    torch.manual_seed(0)
+    model = Transformer(config).eval()
+    ids = [[3, 4, 5], [7, 8], [9, 1, 2, 3, 4]]
+    with torch.inference_mode():
+        hidden = [model.encode(run_whole_sequence(model, row)) for row in ids]
+    mean = torch.stack([each.mean(0) for each in hidden])
+    generation = GenerationConfig(pooling="mean", normalize=True)
+    with LLM(model, None, CacheConfig(max_seq_len=24, max_num_seqs=2), generation=generation) as llm:
+        torch.testing.assert_close(llm.embed(ids), torch.nn.functional.normalize(mean, dim=-1))
+        torch.testing.assert_close(llm.embed(ids, pool="mean"), mean)
+        torch.testing.assert_close(llm.embed(ids, pool="first"), torch.stack([each[0] for each in hidden]))
+        torch.testing.assert_close(llm.embed(ids[0], pool="head")[0], llm.logits(ids[0]))
+        with pytest.raises(RequestError, match="cannot continue a text"):
+            llm.generate(ids)
 
 
-def submit(read: Read, engine: Engine, prompt: list[int], start: int | None, sampling: SamplingParams) -> int:
-    if read.config.kind == "encoder-decoder":
-        assert start is not None
-        return engine.add_request([start], sampling, encoder_token_ids=prompt)
-    return engine.add_request(prompt, sampling)
+# ---------------------------------------------------------------- generation defaults
 
 
-def finish(engine: Engine) -> list[StreamChunk]:
-    told = []
-    while not engine.idle:
-        told.extend(engine.step())
-    return told
+def test_fields_are_defaults_or_reported_as_ignored() -> None:
+    fields = {
+        "decoder_start_token_id": 3,
+        "eos_token_id": [2, 5],
+        "bad_words_ids": [[7], [8, 9]],
+        "max_length": 40,
+        "num_beams": 4,
+        "length_penalty": 0.8,
+        "encoder_no_repeat_ngram_size": 3,
+        "num_beam_groups": 1,
+    }
+    generation = read_generation_config({}, fields)
+    assert (generation.decoder_start_token_id, generation.eos_token_ids) == (3, (2, 5))
+    assert (generation.suppress_tokens, generation.bad_words_ids) == ((7,), ((8, 9),))
+    assert generation.sampling == {"max_tokens": 39, "num_beams": 4, "length_penalty": 0.8, "temperature": 0.0}
+    assert generation.ignored_fields == ("encoder_no_repeat_ngram_size",)
+    assert read_generation_config({"eos_token_id": 1, "num_beams": 4}, None).sampling is None
 
 
-def regimes_from(read: Read) -> int | None:
-    """The length from which the rotary regime depends on the length."""
-    stack = read.config.decoder
-    assert stack is not None
-    for kind in stack.layer_types.values():
-        rope = kind.attention.position
-        if isinstance(rope, RopeConfig) and isinstance(rope.scaling, (DynamicScalingConfig, LongRopeScalingConfig)):
-            return rope.scaling.original_max_seq_len
-    return None
-
-
-def continues(read: Read, engine: Engine, text: list[int], prompt: int, original: int) -> int:
-    """Each token of the text after the prompt, as a row that may become one longer than what it begins with; the one
-    whose limit alone lies past ``original`` is another regime here than there.  How many were asked for."""
-    asked = 0
-    for length in range(prompt, min(len(text), read.config.max_seq_len)):
-        if length != original:
-            engine.add_request(text[:length], SamplingParams(max_tokens=1, temperature=0))
-            assert [piece.token_id for piece in finish(engine)] == [text[length]], length
-            asked += 1
-    return asked
-
-
-@pytest.mark.parametrize(("version", "name"), ANSWERED, ids=[f"{name}-{version}" for version, name in ANSWERED])
-def test_the_greedy_answer_is_theirs(version: str, name: str, tmp_path: Path) -> None:
-    read = Read(version, name, tmp_path)
-    said: dict[str, Any] = read.meta["greedy"]
-    expected = read.arrays["greedy/sequence" if said["cache_agrees"] else "greedy/sequence_uncached"].tolist()
-    prompt, engine = read.arrays["greedy/input_ids"].tolist(), engine_of(read)
-    start = said["decoder_start_token_id"]
-    if (original := regimes_from(read)) is not None:
-        asked = continues(read, engine, expected, len(prompt), original)
-        assert asked >= 7
-        return
-    submit(read, engine, prompt, start, SamplingParams(max_tokens=NEW, temperature=0))
-    told = [piece.token_id for piece in finish(engine) if piece.token_id is not None]
-    begin = [start] if read.config.kind == "encoder-decoder" else prompt
-    assert [*begin, *told] == expected
-
-
-@pytest.mark.parametrize(("version", "name"), SEARCHED, ids=[f"{name}-{version}" for version, name in SEARCHED])
-def test_the_four_best_of_a_search_are_theirs(version: str, name: str, tmp_path: Path) -> None:
-    check_beams(Read(version, name, tmp_path))
-
-
-def check_beams(read: Read) -> None:
-    for number, said in enumerate(read.meta["beams"]):
-        prompt, engine = read.arrays[f"beams{number}/input_ids"].tolist(), engine_of(read)
-        assert said["num_beams"] == said["num_return_sequences"] == 4 and said["max_new_tokens"] == NEW
-        sampling = SamplingParams(
-            num_beams=4,
-            n=4,
-            max_tokens=NEW,
-            length_penalty=said["length_penalty"],
-            early_stopping=said["early_stopping"],
-            stop_token_ids=(said["eos_token_id"],),
-        )
-        submit(read, engine, prompt, said["decoder_start_token_id"], sampling)
-        told = finish(engine)
-        begin = [said["decoder_start_token_id"]] if read.config.kind == "encoder-decoder" else prompt
-        sequences, scores = read.arrays[f"beams{number}/sequences"], read.arrays[f"beams{number}/scores"]
-        for rank, sequence in enumerate(sequences.tolist()):
-            own = [piece for piece in told if piece.sample_index == rank]
-            text = [*begin, *(piece.token_id for piece in own if piece.token_id is not None)]
-            padding = [said["pad_token_id"] or said["eos_token_id"]] * (len(sequence) - len(text))
-            assert text + padding == sequence
-            assert own[-1].finish_reason == ("stop" if text[-1] == said["eos_token_id"] else "length")
-        totals = [piece.cumulative_logprob for piece in told if piece.finish_reason is not None]
-        torch.testing.assert_close(torch.tensor(totals), torch.from_numpy(scores), rtol=0, atol=1e-5)
-
-
-def test_a_changed_answer_is_detected(tmp_path: Path) -> None:
-    """One number of one matrix, a little changed: another score."""
-    version, name = next(case for case in SEARCHED if case[1] == "t5")
-    read = Read(version, name, tmp_path)
-    read.ours["decoder.layers.1.cross_attention.v.weight"][0, 0] += 0.01
-    with pytest.raises(AssertionError):
-        check_beams(read)
+def test_requests_override_the_defaults() -> None:
+    fields = {"num_beams": 4, "length_penalty": 0.5, "bad_words_ids": [[7, 8]], "max_new_tokens": 9}
+    generation = read_generation_config({}, fields)
+    attention = AttentionConfig(4)
+    model = Transformer(
+        ModelConfig(16, 31, 24, StackConfig(1, {"L": LayerConfig(attention, PlainMLPConfig(20))}))
+    ).eval()
+    with LLM(model, None, CacheConfig(max_seq_len=24, max_num_seqs=8), generation=generation) as llm:
+        params = llm.sampling_params()
+        assert (params.num_beams, params.length_penalty, params.max_tokens) == (4, 0.5, 9)
+        assert params.bad_words_ids == ((7, 8),)
+        for options, expected in (
+            ({"n": 3}, (3, 4, 9)),
+            ({"n": 6, "temperature": 1.0}, (6, 1, 9)),
+            ({"temperature": 0.7}, (1, 1, 9)),
+            ({"num_beams": 2}, (1, 2, 9)),
+            ({"max_tokens": 3}, (1, 4, 3)),
+        ):
+            params = llm.sampling_params(**options)
+            assert (params.n, params.num_beams, params.max_tokens) == expected, options

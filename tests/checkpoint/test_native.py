@@ -1,4 +1,4 @@
-"""A checkpoint folder comes back as it was, and says what is wrong with it when it is not whole."""
+"""Checkpoint folders in kvad's layout: round trips, damaged folders, runs, failing disks."""
 
 import json
 import os
@@ -10,22 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvad.checkpoint import native
 from kvad.checkpoint.folder import file_digest, list_steps, locate, read_summarizer_folder
 from kvad.checkpoint.handle import TrainingState
 from kvad.checkpoint.loader import load_model
-from kvad.checkpoint.native import open_folder, save_checkpoint, save_step
+from kvad.checkpoint.native import open_folder, save_checkpoint
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.text.tokenizer import train_tokenizer
 from tests.support.random_models import build, model_config
+from tests.support.run_steps import save_step
 
 ROOT = Path(__file__).parents[2]
 BYTE = train_tokenizer("byte", [])
 
 
-def make(folder, seed=0, dtype=torch.float32, **options):
+def make(folder, seed=0, dtype=torch.float32):
     model = build(model_config(), seed=seed, dtype=dtype)
-    save_checkpoint(folder, model.config, model.state_dict(), BYTE, **options)
+    save_checkpoint(folder, model.config, model.state_dict(), BYTE)
     return model
 
 
@@ -39,10 +39,10 @@ def equal(left, right):
 def test_round_trip(tmp_path, dtype, norm):
     model = build(model_config(norm=norm), dtype=dtype)
     save_checkpoint(tmp_path / "m", model.config, model.state_dict(), BYTE)
-    again, checkpoint = load_model(tmp_path / "m", verify=True)
-    assert equal(model.state_dict(), again.state_dict())
-    assert again.config == model.config == checkpoint.config
-    assert next(again.parameters()).dtype == dtype and not again.training
+    loaded, checkpoint = load_model(tmp_path / "m", verify=True)
+    assert equal(model.state_dict(), loaded.state_dict())
+    assert loaded.config == model.config == checkpoint.config
+    assert next(loaded.parameters()).dtype == dtype and not loaded.training
     assert checkpoint.tokenizer.fingerprint() == BYTE.fingerprint()
     assert checkpoint.training is None
 
@@ -95,44 +95,29 @@ def test_the_fingerprint_is_of_weights_config_and_tokenizer(tmp_path):
 # ---------------------------------------------------------------- bad folders
 
 
-def rewrite(folder, change):
-    """Change the tensors of a checkpoint, and make its manifest agree: only names and shapes are wrong."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+def write_manifest(folder):
+    """Write the tensor file's size and digest into the manifest."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"] = native.file_digest(folder / "model.safetensors")
+    manifest["files"]["model.safetensors"] = file_digest(folder / "model.safetensors")
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-NORM = "decoder.layers.1.norm2.weight"
-
-
-def missing(tensors):
-    del tensors[NORM]
-
-
-def extra(tensors):
-    tensors["decoder.layers.9.norm2.weight"] = torch.zeros(24)
-
-
-def reshaped(tensors):
-    tensors[NORM] = torch.zeros(23)
-
-
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("name", "shape", "message"),
     [
-        (missing, r"tensor decoder.layers.1.norm2.weight \[24\] is missing"),
-        (extra, r"tensor decoder.layers.9.norm2.weight \[24\] is extra"),
-        (reshaped, r"tensor decoder.layers.1.norm2.weight has shape \[23\], the config requires \[24\]"),
+        ("layers.1.norm2", None, r"tensor decoder.layers.1.norm2.weight \[24\] is missing"),
+        ("layers.9.norm2", (24,), r"tensor decoder.layers.9.norm2.weight \[24\] is extra"),
+        ("layers.1.norm2", (23,), r"tensor decoder.layers.1.norm2.weight has shape \[23\], the config requires \[24\]"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path, change, says):
+def test_tensors_that_do_not_fit_are_named(tmp_path, name, shape, message):
     make(tmp_path / "m")
     load_model(tmp_path / "m")
-    rewrite(tmp_path / "m", change)
-    with pytest.raises(CheckpointError, match=says):
+    path = tmp_path / "m" / "model.safetensors"
+    tensors = {**load_file(path), f"decoder.{name}.weight": None if shape is None else torch.zeros(shape)}
+    save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, path)
+    write_manifest(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path / "m")
 
 
@@ -140,10 +125,13 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, says):
 def test_a_truncated_tensor_file(tmp_path, size):
     make(tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
-    whole = path.stat().st_size
-    os.truncate(path, size if size >= 0 else whole + size)
-    with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: [\d,]+ of {whole:,} bytes"):
+    full_size = path.stat().st_size
+    os.truncate(path, size if size >= 0 else full_size + size)
+    with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: [\d,]+ of {full_size:,} bytes"):
         open_folder(tmp_path / "m")
+    write_manifest(tmp_path / "m")  # of the truncated file
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+        load_model(tmp_path / "m")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])  # shorter, and longer
@@ -153,8 +141,8 @@ def test_another_whole_tensor_file_is_not_called_truncated(tmp_path, dtype, veri
     make(tmp_path / "other", dtype=dtype)
     other = (tmp_path / "other" / "model.safetensors").read_bytes()
     (tmp_path / "m" / "model.safetensors").write_bytes(other)
-    says = rf"model.safetensors differs from its manifest: {len(other):,} bytes instead of [\d,]+"
-    with pytest.raises(CheckpointError, match=says) as caught:
+    message = rf"model.safetensors differs from its manifest: {len(other):,} bytes instead of [\d,]+"
+    with pytest.raises(CheckpointError, match=message) as caught:
         open_folder(tmp_path / "m", verify=verify)
     assert "truncated" not in str(caught.value)
 
@@ -176,29 +164,6 @@ def test_a_config_that_was_edited_differs_from_its_manifest(tmp_path):
         open_folder(tmp_path / "m", verify=True)
 
 
-@pytest.mark.parametrize("size", [0, 7, 100, -1])
-def test_a_truncated_tensor_file_that_the_manifest_believes(tmp_path, size):
-    make(tmp_path / "m")
-    path = tmp_path / "m" / "model.safetensors"
-    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
-    manifest = json.loads((tmp_path / "m" / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"]["bytes"] = path.stat().st_size
-    (tmp_path / "m" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
-        load_model(tmp_path / "m")
-
-
-def test_verify_detects_a_flipped_bit(tmp_path):
-    make(tmp_path / "m")
-    path = tmp_path / "m" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-    open_folder(tmp_path / "m")
-    with pytest.raises(CheckpointError, match=r"model.safetensors differs from its manifest: same size, other sha256"):
-        open_folder(tmp_path / "m", verify=True)
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "manifest.json"])
 def test_a_missing_file_is_named(tmp_path, name):
     make(tmp_path / "m")
@@ -211,35 +176,31 @@ def test_a_folder_that_is_not_a_checkpoint(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "file").write_text("x")
-    for name, says in {
-        "nowhere": "no such folder",
+    for name, message in {
+        "missing": "no such folder",
         "empty": r"is not a checkpoint: it has no config.json",
         "run": "has no checkpoint yet",
         "file": "is a file",
     }.items():
-        with pytest.raises(CheckpointError, match=says):
+        with pytest.raises(CheckpointError, match=message):
             open_folder(tmp_path / name)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "says"),
+    ("before", "after", "message"),
     [
-        (
-            '"num_heads"',
-            '"num_headz"',
-            r"unknown key decoder.layer_types.L.attention.num_headz \(did you mean 'num_heads'",
-        ),
+        ('"num_heads"', '"num_headz"', r"unknown key decoder.layer_types.L.attention.num_headz \(did you mean"),
         ('"hidden_size": 24', '"hidden_size": 0', "hidden_size: must be at least 1"),
         ('"hidden_size": 24', '"hidden_size": "wide"', "hidden_size: must be int"),
         ('"model"', "model", "is not JSON"),
     ],
 )
-def test_an_invalid_config_names_file_and_key(tmp_path, before, after, says):
+def test_an_invalid_config_names_file_and_key(tmp_path, before, after, message):
     make(tmp_path / "m")
     path = tmp_path / "m" / "config.json"
     assert before in path.read_text()
     path.write_text(path.read_text().replace(before, after, 1))
-    with pytest.raises(ConfigError, match=says) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load_model(tmp_path / "m")
     assert str(path) in caught.value.message
 
@@ -247,13 +208,8 @@ def test_an_invalid_config_names_file_and_key(tmp_path, before, after, says):
 @pytest.mark.parametrize(
     "content",
     [
-        "[]",
-        "{}",
-        '{"format": 2}',
-        '{"format": 2, "files": {}}',
-        '{"format": 3, "files": {}}',
+        *("[]", "{}", "\0", '{"format": 2}', '{"format": 2, "files": {}}', '{"format": 3, "files": {}}'),
         '{"format": 2, "files": {"model.safetensors": {}}}',
-        "\0",
     ],
 )
 def test_a_malformed_manifest(tmp_path, content):
@@ -269,9 +225,8 @@ def test_older_format_names_the_command_that_writes_it_again(tmp_path):
     content = json.loads(manifest.read_text())
     assert content["format"] == 2
     manifest.write_text(json.dumps({**content, "format": 1}))
-    with pytest.raises(
-        CheckpointError, match=r"manifest.json: format: must be 2, got 1 \(.*kvad import MODEL --out DIR"
-    ):
+    message = r"manifest.json: format: must be 2, got 1 \(.*kvad import MODEL --out DIR"
+    with pytest.raises(CheckpointError, match=message):
         open_folder(tmp_path / "m")
     manifest.unlink()
     folder = tmp_path / "s"
@@ -301,7 +256,7 @@ def test_a_run_is_its_newest_step_and_retains_the_last_ones(tmp_path):
         open_folder(tmp_path)
 
 
-def test_replaced_steps_are_still_found_when_nothing_else_is(tmp_path):
+def test_a_step_set_aside_is_opened_if_there_is_no_other(tmp_path):
     model = build(model_config(), dtype=torch.float32)
     path = save_step(tmp_path, 8, model.config, model.state_dict(), BYTE)
     path.rename(path.with_name(f".{path.name}.999999.00000000.old"))
@@ -325,16 +280,15 @@ except SaveError as error:
 """
 
 
-def test_the_safetensors_writer_meets_a_full_disk(tmp_path):
-    """The real thing: a limit on file size makes the library's own write fail half-way."""
+def test_a_failed_write_of_safetensors_leaves_the_old_checkpoint(tmp_path):
+    """A limit on file size makes the library's write fail halfway."""
     make(tmp_path / "m")
-    ran = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path / "m")], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "cannot save" in ran.stdout and "too large" in ran.stdout, ran.stdout
-    again, _ = load_model(tmp_path / "m", verify=True)
-    assert equal(again.state_dict(), build(model_config(), seed=0, dtype=torch.float32).state_dict())
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "m")]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    assert "cannot save" in finished.stdout and "too large" in finished.stdout, finished.stdout
+    loaded, _ = load_model(tmp_path / "m", verify=True)
+    assert equal(loaded.state_dict(), build(model_config(), seed=0, dtype=torch.float32).state_dict())
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 

@@ -1,4 +1,4 @@
-"""What GPT's families cannot read or express is said by name: no field that changes numbers is ignored."""
+"""Options and models that the decoder families refuse by name: no field that changes numbers is ignored."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import find_family
+from kvad.checkpoint.families._hf_class import with_attention
 from kvad.config import head_dim
 from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError
@@ -79,11 +80,8 @@ def test_unsupported_options_are_refused_by_name(name: str, changes: dict[str, A
 
 def altered(config: ModelConfig, **attention: Any) -> ModelConfig:
     stack = config.stack
-    kinds = {
-        letter: replace(layer, attention=replace(layer.attention, **attention))
-        for letter, layer in stack.layer_types.items()
-    }
-    return replace(config, decoder=replace(stack, layer_types=kinds))
+    types = {letter: with_attention(layer, **attention) for letter, layer in stack.layer_types.items()}
+    return replace(config, decoder=replace(stack, layer_types=types))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -91,14 +89,10 @@ def test_a_model_that_the_class_cannot_express_is_not_written(name: str) -> None
     config = read(name)
     write = find_family(name).write
     assert read(name, **write(config)) == config
-    for change, part in (
-        ({"logit_softcap": 5.0}, "logit_softcap"),
-        ({"sink_logits": True}, "sink_logits"),
-        ({"softmax_scale": 0.3}, "softmax_scale"),
-    ):
+    for part, value in {"logit_softcap": 5.0, "sink_logits": True, "softmax_scale": 0.3}.items():
         if (name, part) != ("mpt", "softmax_scale"):
             with pytest.raises(CheckpointError, match=rf"decoder\.layers\.0\.attention\.{part}"):
-                write(altered(config, **change))
+                write(altered(config, **{part: value}))
     with pytest.raises(CheckpointError, match=r"embedding\.scale is 3"):
         write(replace(config, embedding=replace(config.embedding, scale=3.0)))
     with pytest.raises(CheckpointError, match="cannot express"):
@@ -106,16 +100,18 @@ def test_a_model_that_the_class_cannot_express_is_not_written(name: str) -> None
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_another_spelling_of_the_same_model_is_written(name: str) -> None:
-    """Heads counted twice, a dimension stated, a scale as a number: theirs says as much as of the first spelling."""
+def test_an_equivalent_config_is_written(name: str) -> None:
+    """The number of key-value heads, the head dim and the scale as explicit numbers give the same fields."""
     config = read(name)
-    mixer = config.stack.layer_config(0).attention
-    dim = head_dim(config, mixer)
-    scale = dim**-0.5 if mixer.softmax_scale == "default" else 1.0
-    spelled = altered(
-        config, num_kv_heads=mixer.num_kv_heads or mixer.num_heads, head_dim=dim, value_dim=dim, softmax_scale=scale
+    attention = config.stack.layer_config(0).attention
+    dim = head_dim(config, attention)
+    explicit = altered(
+        config,
+        num_kv_heads=attention.num_kv_heads or attention.num_heads,
+        head_dim=dim,
+        value_dim=dim,
+        softmax_scale=dim**-0.5 if attention.softmax_scale == "default" else 1.0,
     )
-    again = {
-        key: value for key, value in find_family(name).write(spelled).items() if key not in ("head_dim", "attn_config")
-    }
-    assert again == {key: value for key, value in find_family(name).write(config).items() if key in again}
+    content, expected = find_family(name).write(explicit), find_family(name).write(config)
+    names = content.keys() - {"head_dim", "attn_config"}
+    assert {key: content[key] for key in names} == {key: expected[key] for key in names}

@@ -1,15 +1,12 @@
-"""kvad chat-template: the prompt to the byte, its tokens, and what is said of input that cannot be."""
+"""``kvad chat-template``: the prompt to the byte, its tokens, and invalid input."""
 
 import json
 
 import pytest
 
-from kvad.cli import main as cli_main
 from kvad.text.tokenizer import train_tokenizer
-from tests.cli.test_main import kvad_process
-from tests.support.cli_checkpoints import run
+from tests.cli.test_main import assert_loads_no_torch
 
-ROW = ("kvad.cli.commands.tokenize:chat_template_command", "Show the prompt that a chat would send.")
 TEMPLATE = """{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' -%}
 {% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}
 {%- else %}{{ m.content }}{% endif %}{% endfor %}
@@ -29,20 +26,13 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def kvad(capsys, monkeypatch):
-    monkeypatch.setitem(cli_main.cli.table, "render", ROW)
-    return lambda *arguments, stdin=None: run(capsys, *arguments, stdin=stdin, monkeypatch=monkeypatch)
-
-
-def test_the_prompt_and_not_a_byte_more(kvad, model):
-    ran = kvad("chat-template", model, "-m", "system=Be = brief", "--message", "user=Grüß\n")
-    assert (ran.code, ran.err) == (0, "") and ran.out == "<|bos|><system>Be = brief<user>Grüß\n<assistant>"
-    assert kvad("chat-template", model, "-m", "user=a", "--no-generation-prompt").out == "<|bos|><user>a"
-    assert kvad("chat-template", model, "-m", "user=a", "--template-name", "rag").out == "Ra\n"
-    assert kvad("chat-template", model, "-m", "user=a", "-m", "assistant=b", "--continue-final-message").out.endswith(
-        "<assistant>b"
-    )
+def test_prompt_is_exact(kvad, model):
+    result = kvad("chat-template", model, "-m", "system=Be = brief", "--message", "user=Grüß\n")
+    assert (result.code, result.err) == (0, "") and result.out == "<|bos|><system>Be = brief<user>Grüß\n<assistant>"
+    command = f"chat-template {model} -m user=a"
+    assert kvad(f"{command} --no-generation-prompt").out == "<|bos|><user>a"
+    assert kvad(f"{command} --template-name rag").out == "Ra\n"
+    assert kvad(f"{command} -m assistant=b --continue-final-message").out.endswith("<assistant>b")
 
 
 def test_variables(kvad, model):
@@ -68,9 +58,9 @@ def test_files(kvad, model, tmp_path, form):
     assert kvad("chat-template", model, "--file", "-", "-m", "user=d", stdin=FORMS[form].encode()).out == expected
 
 
-def test_one_line_is_one_message(kvad, model):
-    ran = kvad("chat-template", model, "-f", "-", stdin=b'{"role": "user", "content": "x"}\n')
-    assert ran.out == "<|bos|><user>x<assistant>"
+def test_one_json_line_is_one_message(kvad, model):
+    result = kvad("chat-template", model, "-f", "-", stdin=b'{"role": "user", "content": "x"}\n')
+    assert result.out == "<|bos|><user>x<assistant>"
 
 
 def test_tools(kvad, model, tmp_path):
@@ -82,24 +72,26 @@ def test_tools(kvad, model, tmp_path):
 
 
 def test_tokens(kvad, model):
-    ran = kvad("chat-template", model, "-m", "user=a ", "--tokens")
-    head, *rows, last = ran.out.splitlines()
-    assert head.split() == ["index", "id", "piece"] and ran.code == 0
+    result = kvad("chat-template", model, "-m", "user=a ", "--tokens")
+    head, *rows, last = result.out.splitlines()
+    assert head.split() == ["index", "id", "piece"] and result.code == 0
     assert rows[0].split() == ["0", "257", "*<|bos|>"] and rows[1].split() == ["1", "60", "<"]
     assert rows[8].split() == ["8", "32", "␣"] and len(rows) == 20
     assert last == "20 tokens, 1 of them special (*)"
 
 
 def test_json(kvad, model):
-    found = json.loads(kvad("chat-template", model, "-m", "user=a", "-m", "assistant=b", "--json").out)
-    assert found["template"] == "default" and "ids" not in found
-    assert [found["text"][start:end] for start, end in found["spans"]] == ["b<|eos|>"]
-    found = json.loads(kvad("chat-template", model, "-m", "user=a", "--json", "--tokens", "--no-generation-prompt").out)
-    assert found["text"] == "<|bos|><user>a"
-    assert found["ids"] == [257, *b"<user>a"] and found["pieces"][0] == "<|bos|>" and found["num_tokens"] == 8
+    record = json.loads(kvad("chat-template", model, "-m", "user=a", "-m", "assistant=b", "--json").out)
+    assert record["template"] == "default" and "ids" not in record
+    assert [record["text"][start:end] for start, end in record["spans"]] == ["b<|eos|>"]
+    record = json.loads(
+        kvad("chat-template", model, "-m", "user=a", "--json", "--tokens", "--no-generation-prompt").out
+    )
+    assert record["text"] == "<|bos|><user>a"
+    assert record["ids"] == [257, *b"<user>a"] and record["pieces"][0] == "<|bos|>" and record["num_tokens"] == 8
 
 
-def test_a_template_that_names_specials_of_an_instruct_model(kvad, tmp_path):
+def test_special_tokens_of_an_instruct_model(kvad, tmp_path):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -109,12 +101,12 @@ def test_a_template_that_names_specials_of_an_instruct_model(kvad, tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
-    found = json.loads(kvad("chat-template", tmp_path, "-m", "user=a", "--tokens", "--json").out)
-    assert found["pieces"][0] == "<|im_start|>" and found["pieces"][-2] == "<|im_end|>" and found["num_tokens"] == 9
+    record = json.loads(kvad("chat-template", tmp_path, "-m", "user=a", "--tokens", "--json").out)
+    assert record["pieces"][0] == "<|im_start|>" and record["pieces"][-2] == "<|im_end|>" and record["num_tokens"] == 9
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stdin", "says"),
+    ("arguments", "stdin", "message"),
     [
         ((), None, "no message was given"),
         (("-m", "Hi"), None, "--message 'Hi' is not ROLE=TEXT"),
@@ -130,48 +122,41 @@ def test_a_template_that_names_specials_of_an_instruct_model(kvad, tmp_path):
         (("-m", "user=a", "--no-generation-prompt", "--jsn"), None, "--jsn"),
     ],
 )
-def test_bad_input(kvad, model, arguments, stdin, says):
-    ran = kvad("chat-template", model, *arguments, stdin=stdin)
-    assert ran.code == 2 and ran.out == "" and says in ran.err, ran
+def test_invalid_input(kvad, model, arguments, stdin, message):
+    result = kvad("chat-template", model, *arguments, stdin=stdin)
+    assert result.code == 2 and result.out == "" and message in result.err, result
 
 
-def test_a_model_without_a_template(kvad, tmp_path):
-    ran = kvad("chat-template", tmp_path, "-m", "user=a")
-    assert ran.code == 2 and f"{tmp_path} has no chat template" in ran.err
-    ran = kvad("chat-template", tmp_path / "absent", "-m", "user=a")
-    assert ran.code == 2 and "no such folder" in ran.err
+def test_model_without_template(kvad, tmp_path):
+    result = kvad("chat-template", tmp_path, "-m", "user=a")
+    assert result.code == 2 and f"{tmp_path} has no chat template" in result.err
+    result = kvad("chat-template", tmp_path / "absent", "-m", "user=a")
+    assert result.code == 2 and "no such folder" in result.err
 
 
-def test_of_a_model_on_the_hub_no_weights_are_fetched(kvad, model, tmp_path, monkeypatch):
+def test_hub_weights_are_not_downloaded(kvad, model, tmp_path, monkeypatch):
     import huggingface_hub
 
-    asked = []
+    calls = []
 
     def download(repo, *, allow_patterns, **options):
-        asked.append((repo, options["revision"], "*.safetensors" in allow_patterns))
+        calls.append((repo, options["revision"], "*.safetensors" in allow_patterns))
         return str(model)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     assert kvad("chat-template", "org/chatty@v2", "-m", "user=a").out == "<|bos|><user>a<assistant>"
     assert kvad("tokenize", "hf://org/chatty", "a", "--ids").out == "97\n"
-    assert asked == [("org/chatty", "v2", False), ("org/chatty", None, False)]
+    assert calls == [("org/chatty", "v2", False), ("org/chatty", None, False)]
 
 
-def test_a_template_that_refuses(kvad, tmp_path):
+def test_template_that_raises(kvad, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('System role not supported') }}")
-    ran = kvad("chat-template", tmp_path, "-m", "user=a")
-    assert ran.code == 2 and ran.err.startswith("kvad: error: the chat template (line 1) refuses: System role not supp")
-
-
-def test_help_has_examples(kvad):
-    assert (
-        "kvad chat-template MODEL --file messages.json --tools tools.json --tokens"
-        in kvad("chat-template", "--help").out
+    result = kvad("chat-template", tmp_path, "-m", "user=a")
+    assert result.code == 2 and result.err.startswith(
+        "kvad: error: the chat template (line 1) refuses: System role not supp"
     )
 
 
-def test_it_needs_no_torch(model):
-    code = f"cli.table['render'] = {ROW!r}\nimport atexit\natexit.register(lambda: print('torch' in sys.modules))"
-    ran = kvad_process("chat-template", str(model), "-m", "user=a", "--tokens", code=code)
-    assert ran.returncode == 0 and ran.stdout.endswith("False\n"), ran
+def test_loads_no_torch(model):
+    assert_loads_no_torch("chat-template", str(model), "-m", "user=a", "--tokens")

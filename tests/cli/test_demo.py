@@ -1,59 +1,52 @@
 """``kvad demo`` from end to end, on a smaller model and a smaller library."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from kvad.cli.commands import demo
-from kvad.cli.main import main
 from kvad.datasets import stdlib_sources
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A library of three files, a tiny model, short timings."""
+def out(monkeypatch, tmp_path):
+    """Use a library of three files, a tiny model and short timings; return the folder of the demo."""
     library = tmp_path / "library"
     library.mkdir()
     for name in ("argparse.py", "textwrap.py", "heapq.py"):
         (library / name).write_bytes((Path(json.__file__).parent.parent / name).read_bytes())
-    found = stdlib_sources.find_sources
+    find_sources = stdlib_sources.find_sources
     monkeypatch.setattr(stdlib_sources, "MIN_BYTES", 1000)
-    monkeypatch.setattr(stdlib_sources, "find_sources", lambda: found([("three files", str(library))]))
+    monkeypatch.setattr(stdlib_sources, "find_sources", lambda: find_sources([("three files", str(library))]))
     monkeypatch.setattr(demo, "PRESET", "tiny")
     monkeypatch.setattr(demo, "BENCH_LENGTHS", (8, 16))
     return tmp_path / "out"
 
 
-def test_the_whole_demo(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--minutes", "0.05", "--out", str(small), "--repeats", "1"]) == 0
-    shown = capsys.readouterr().out
+def test_demo(kvad, out):
+    result = kvad("demo --minutes 0.05 --repeats 1 --out", out)
+    assert result.code == 0
     for words in ("three files", "validation loss", "'def ' continued", "verdict: exact", "speedup", "kvad chat"):
-        assert words in shown, words
-    result = json.loads((small / "demo.json").read_text())
-    assert result["exact"] is True and result["steps"] > 0 and set(result["speedup"]) == {"8", "16"}
-    assert (small / "bench-cache.json").exists() and (small / "loss.png").exists()
-    assert main(["demo", "--minutes", "0.02", "--out", str(small), "--repeats", "1", "--json"]) == 0  # once more, there
-    again = json.loads(capsys.readouterr().out)
-    assert again["verdict"].startswith("exact") and again["steps"] != 0
+        assert words in result.out, words
+    record = json.loads((out / "demo.json").read_text())
+    assert record["exact"] is True and record["steps"] > 0 and set(record["speedup"]) == {"8", "16"}
+    assert (out / "bench-cache.json").exists() and (out / "loss.png").exists()
+    result = kvad("demo --minutes 0.02 --repeats 1 --json --out", out)  # replaces its own run
+    record = json.loads(result.out)
+    assert result.code == 0 and record["verdict"].startswith("exact") and record["steps"] != 0
 
 
-def test_a_run_that_is_not_the_demo_s_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = tmp_path / "mine" / "checkpoints" / "step-00000005"
-    mine.mkdir(parents=True)
-    (mine / "config.json").write_text("{}")
-    assert main(["demo", "--out", str(tmp_path / "mine")]) == 2
-    assert (
-        "contains a run that the demo did not create" in capsys.readouterr().err
-        and (mine / "config.json").read_text() == "{}"
-    )
+def test_run_of_another_command_is_not_overwritten(kvad, tmp_path):
+    step = tmp_path / "mine" / "checkpoints" / "step-00000005"
+    step.mkdir(parents=True)
+    (step / "config.json").write_text("{}")
+    result = kvad("demo --out", tmp_path / "mine")
+    assert result.code == 2 and "contains a run that the demo did not create" in result.err
+    assert (step / "config.json").read_text() == "{}"
 
 
-def test_without_sources_it_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_library_without_sources(kvad, monkeypatch, tmp_path):
     monkeypatch.setattr(stdlib_sources, "MIN_BYTES", 1 << 50)
-    assert main(["demo", "--out", str(tmp_path / "x")]) == 2
-    assert "kvad train FILE" in capsys.readouterr().err and not (tmp_path / "x").exists()
+    result = kvad("demo --out", tmp_path / "x")
+    assert result.code == 2 and "kvad train FILE" in result.err and not (tmp_path / "x").exists()

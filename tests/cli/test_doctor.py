@@ -1,4 +1,4 @@
-"""kvad doctor: what is well says ok; each thing that is broken is found, named, and has a way out."""
+"""``kvad doctor`` of checkpoints: healthy ones pass every check; each damage is found, named and has a remedy."""
 
 import json
 from pathlib import Path
@@ -8,36 +8,31 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvad.checkpoint.generation_config import GenerationConfig
-from kvad.checkpoint.native import save_checkpoint, save_step
+from kvad.checkpoint.native import save_checkpoint
 from kvad.text.tokenizer import train_tokenizer
-from tests.cli.test_convert import write_foreign
-from tests.cli.test_main import kvad_process
-from tests.support.cli_checkpoints import run, write_model
+from tests.cli.test_convert import write_hf_folder
+from tests.support.cli_checkpoints import write_model
 from tests.support.random_models import build, model_config
+from tests.support.run_steps import save_step
 
 
 @pytest.fixture
-def kvad(capsys, monkeypatch):
-    return lambda *arguments: run(capsys, *arguments, monkeypatch=monkeypatch)
+def native(tmp_path):
+    return write_model(tmp_path / "native")
 
 
 @pytest.fixture
-def ours(tmp_path):
-    return write_model(tmp_path / "ours")
+def hf(tmp_path):
+    write_hf_folder(tmp_path / "hf", "llama")
+    return tmp_path / "hf"
 
 
-@pytest.fixture
-def theirs(tmp_path):
-    write_foreign(tmp_path / "theirs", "llama")
-    return tmp_path / "theirs"
-
-
-def problems(ran):
-    """check -> what was said, of the problems of ``--json``."""
-    found = json.loads(ran.out)
-    assert found["healthy"] == (ran.code == 0) and ran.err == "" and ran.code in (0, 1)
-    assert all(finding["advice"] for finding in found["findings"] if not finding["ok"])
-    return {finding["check"]: finding["message"] for finding in found["findings"] if not finding["ok"]}
+def problems(result):
+    """Return check -> message of the problems in ``--json``."""
+    record = json.loads(result.out)
+    assert record["healthy"] == (result.code == 0) and result.err == "" and result.code in (0, 1)
+    assert all(finding["advice"] for finding in record["findings"] if not finding["ok"])
+    return {finding["check"]: finding["message"] for finding in record["findings"] if not finding["ok"]}
 
 
 def change(folder, edit):
@@ -47,45 +42,42 @@ def change(folder, edit):
     save_file(tensors, path, {"format": "pt"})
 
 
-def test_a_healthy_checkpoint(kvad, ours):
-    ran = kvad("doctor", ours)
-    lines = ran.out.splitlines()
-    assert (ran.code, ran.err) == (0, "") and all(line.startswith("ok ") for line in lines)
-    checks = [line.split()[1] for line in lines]
-    assert checks == ["manifest", "sha256", "headers", "config", "tensors", "finite", "tokenizer", "generation"]
-    assert "byte, 257 ids in 257 places" in ran.out
+CHECKS = ["headers", "config", "tensors", "finite", "tokenizer", "generation"]
 
 
-def test_a_healthy_foreign_folder(kvad, theirs):
-    ran = kvad("doctor", theirs)
-    lines = ran.out.splitlines()
-    assert (ran.code, ran.err) == (0, "") and all(line.startswith("ok ") for line in lines)
-    checks = [line.split()[1] for line in lines]
-    assert checks == ["headers", "config", "tensors", "finite", "tokenizer", "generation"]
-    assert "llama, a decoder of" in ran.out and problems(kvad("doctor", theirs, "--json")) == {}
+@pytest.mark.parametrize(
+    ("layout", "checks", "text"),
+    [("native", ["manifest", "sha256", *CHECKS], "byte, 257 ids in 257 places"), ("hf", CHECKS, "llama, a decoder of")],
+)
+def test_healthy_checkpoint(kvad, request, layout, checks, text):
+    folder = request.getfixturevalue(layout)
+    result = kvad("doctor", folder)
+    assert (result.code, result.err) == (0, "") and text in result.out
+    assert [line.split()[:2] for line in result.out.splitlines()] == [["ok", check] for check in checks]
+    assert problems(kvad("doctor", folder, "--json")) == {}
 
 
-def test_a_run_stands_for_its_newest_checkpoint(kvad, tmp_path):
+def test_run_folder_means_newest_checkpoint(kvad, tmp_path):
     model = build(model_config())
     save_step(tmp_path / "run", 3, model.config, model.state_dict(), None)
-    ran = kvad("doctor", tmp_path / "run")
-    assert ran.code == 0 and "none: prompts can only be token ids" in ran.out
+    result = kvad("doctor", tmp_path / "run")
+    assert result.code == 0 and "none: prompts can only be token ids" in result.out
 
 
-def test_weights_that_are_not_finite(kvad, ours, theirs):
+def test_weights_not_finite(kvad, native, hf):
     def edit(tensors):
         name = next(name for name in tensors if name.endswith(("attention.q.weight", "0.self_attn.q_proj.weight")))
         tensors[name][1, :3] = float("nan")
         tensors[name][2, 0] = float("inf")
 
-    for folder in (ours, theirs):
+    for folder in (native, hf):
         change(folder, edit)
-        found = problems(kvad("doctor", folder, "--json"))
-        assert "4 elements NaN or infinite" in found["finite"]
-        assert set(found) == ({"finite", "sha256"} if folder == ours else {"finite"})
+        record = problems(kvad("doctor", folder, "--json"))
+        assert "4 elements NaN or infinite" in record["finite"]
+        assert set(record) == ({"finite", "sha256"} if folder == native else {"finite"})
 
 
-def test_tensors_missing_extra_and_of_another_shape(kvad, ours, theirs):
+def test_missing_extra_and_misshaped_tensors(kvad, native, hf):
     def edit(tensors):
         last = next(name for name in tensors if name.endswith("norm.weight"))
         table = next(name for name in tensors if name.startswith(("embedding.tokens", "model.embed_tokens")))
@@ -93,87 +85,83 @@ def test_tensors_missing_extra_and_of_another_shape(kvad, ours, theirs):
         tensors["stranger"] = torch.zeros(3)
         tensors[table] = tensors[table][:-1].clone()
 
-    for folder in (ours, theirs):
+    for folder in (native, hf):
         change(folder, edit)
-    ran = kvad("doctor", ours)
-    assert ran.code == 1
-    for says in ("norm.weight [24] is missing", "stranger [3] is extra", "[256, 24], the config says [257, 24]"):
-        assert f"{says}" in ran.out and "problem tensors" in ran.out
-    assert "[299, 32] cannot be converted to" in problems(kvad("doctor", theirs, "--json"))["tensors"]
+    result = kvad("doctor", native)
+    assert result.code == 1
+    for message in ("norm.weight [24] is missing", "stranger [3] is extra", "[256, 24], the config says [257, 24]"):
+        assert f"{message}" in result.out and "problem tensors" in result.out
+    assert "[299, 32] cannot be converted to" in problems(kvad("doctor", hf, "--json"))["tensors"]
 
 
-def test_many_problems_are_counted(kvad, ours):
-    change(ours, lambda tensors: [tensors.pop(name) for name in list(tensors)[:-1]])
-    ran = kvad("doctor", ours)
-    assert ran.out.count("problem tensors") == 9 and " more like these" in ran.out
+def test_many_problems_are_counted(kvad, native):
+    change(native, lambda tensors: [tensors.pop(name) for name in list(tensors)[:-1]])
+    result = kvad("doctor", native)
+    assert result.out.count("problem tensors") == 9 and " more like these" in result.out
 
 
-def test_files_that_are_cut_off_or_gone(kvad, ours, theirs):
-    for folder in (ours, theirs):
+def test_truncated_and_missing_files(kvad, native, hf):
+    for folder in (native, hf):
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-100])
-        found = problems(kvad("doctor", folder, "--json"))
-        assert "is truncated" in found["headers"] and not found.keys() - {"headers", "sha256"}
-    (ours / "tokenizer.json").unlink()
-    assert "tokenizer.json is missing" in problems(kvad("doctor", ours, "--json"))["sha256"]
-    (ours / "manifest.json").unlink()
-    assert "manifest.json is missing" in problems(kvad("doctor", ours, "--json"))["manifest"]
+        record = problems(kvad("doctor", folder, "--json"))
+        assert "is truncated" in record["headers"] and not record.keys() - {"headers", "sha256"}
+    (native / "tokenizer.json").unlink()
+    assert "tokenizer.json is missing" in problems(kvad("doctor", native, "--json"))["sha256"]
+    (native / "manifest.json").unlink()
+    assert "manifest.json is missing" in problems(kvad("doctor", native, "--json"))["manifest"]
 
 
-def test_a_byte_that_changed(kvad, ours):
-    path = ours / "model.safetensors"
+def test_changed_byte(kvad, native):
+    path = native / "model.safetensors"
     raw = bytearray(path.read_bytes())
     raw[-3] ^= 1
     path.write_bytes(bytes(raw))
-    assert "same size, other sha256" in problems(kvad("doctor", ours, "--json"))["sha256"]
+    assert "same size, other sha256" in problems(kvad("doctor", native, "--json"))["sha256"]
 
 
-def test_a_config_edited_by_hand(kvad, ours):
-    path = ours / "config.json"
+def test_edited_config(kvad, native):
+    path = native / "config.json"
     path.write_text(path.read_text().replace('"max_seq_len": 96', '"max_seq_len": 80'))
-    ran = kvad("doctor", ours)
-    assert ran.code == 1 and "config.json differs from its manifest" in ran.out and "unless you edited it" in ran.out
+    result = kvad("doctor", native)
+    assert result.code == 1 and "config.json differs from its manifest" in result.out
+    assert "unless you edited it" in result.out
     path.write_text(path.read_text().replace('"max_seq_len": 80', '"max_seq_lens": 80'))
-    assert "unknown key max_seq_lens" in problems(kvad("doctor", ours, "--json"))["config"]
+    assert "unknown key max_seq_lens" in problems(kvad("doctor", native, "--json"))["config"]
     path.write_text("{")
-    assert "is not JSON" in problems(kvad("doctor", ours, "--json"))["config"]
+    assert "is not JSON" in problems(kvad("doctor", native, "--json"))["config"]
 
 
-def test_a_foreign_config_that_cannot_be(kvad, theirs):
-    path = theirs / "config.json"
+def test_unknown_hf_config(kvad, hf):
+    path = hf / "config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "model_type": "gpt9", "auto_map": {"AutoConfig": "x.y"}}))
-    found = problems(kvad("doctor", theirs, "--json"))["config"]
-    assert "model_type 'gpt9' is not known; code of the repository is never run" in found
+    record = problems(kvad("doctor", hf, "--json"))["config"]
+    assert "model_type 'gpt9' is not known; code of the repository is never run" in record
 
 
-def test_a_tokenizer_that_does_not_belong_to_the_model(kvad, tmp_path, ours, theirs):
+def test_tokenizer_of_another_model(kvad, tmp_path, native, hf):
     big = train_tokenizer("bpe", [Path(__file__).read_text()], vocab_size=310)
     assert big.vocab_size > 300
-    big.save(theirs)
-    assert "ids, the model" in problems(kvad("doctor", theirs, "--json"))["tokenizer"]
+    big.save(hf)
+    assert "ids, the model" in problems(kvad("doctor", hf, "--json"))["tokenizer"]
     model = build(model_config())
     save_checkpoint(tmp_path / "wrong", model.config, model.state_dict(), big)
     assert "places for 67" in problems(kvad("doctor", tmp_path / "wrong", "--json"))["tokenizer"]
-    (theirs / "tokenizer.json").write_text("{}")
-    assert "not readable by the tokenizers library" in problems(kvad("doctor", theirs, "--json"))["tokenizer"]
+    (hf / "tokenizer.json").write_text("{}")
+    assert "not readable by the tokenizers library" in problems(kvad("doctor", hf, "--json"))["tokenizer"]
 
 
-def test_generation_with_tokens_that_are_not_there(kvad, tmp_path):
+def test_generation_tokens_outside_the_vocabulary(kvad, tmp_path):
     model = build(model_config())
-    said = GenerationConfig(decoder_start_token_id=3, eos_token_ids=(5, 67), suppress_tokens=(99,))
-    save_checkpoint(tmp_path / "m", model.config, model.state_dict(), None, generation=said)
-    ran = kvad("doctor", tmp_path / "m")
-    assert ran.code == 1
-    assert "end 67 is outside the vocabulary of 67" in ran.out and "banned 99 is outside" in ran.out
+    generation = GenerationConfig(decoder_start_token_id=3, eos_token_ids=(5, 67), suppress_tokens=(99,))
+    save_checkpoint(tmp_path / "m", model.config, model.state_dict(), None, generation=generation)
+    result = kvad("doctor", tmp_path / "m")
+    assert result.code == 1
+    assert "end 67 is outside the vocabulary of 67" in result.out and "banned 99 is outside" in result.out
 
 
-def test_what_is_no_checkpoint_is_bad_input(kvad, tmp_path):
-    for path, says in ((tmp_path / "absent", "no such folder"), (tmp_path, "is not a checkpoint")):
-        ran = kvad("doctor", path)
-        assert ran.code == 2 and ran.out == "" and says in ran.err.splitlines()[0]
-
-
-def test_help_has_examples_and_does_not_import_torch():
-    ran = kvad_process("doctor", "--help", code="import atexit\natexit.register(lambda: print('torch' in sys.modules))")
-    assert ran.returncode == 0 and ran.stdout.endswith("False\n") and ran.stdout.count("kvad doctor ") >= 2, ran
+def test_folder_without_checkpoint(kvad, tmp_path):
+    for path, message in ((tmp_path / "absent", "no such folder"), (tmp_path, "is not a checkpoint")):
+        result = kvad("doctor", path)
+        assert result.code == 2 and result.out == "" and message in result.err.splitlines()[0]

@@ -1,4 +1,4 @@
-"""Every help page: whole, in one way of writing, with examples that the command would take."""
+"""Help pages of all commands: every option, one form of texts, and examples that parse."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ from kvad.cli.main import COMMANDS, cli
 
 
 def pages():
-    """(name, command) of every command that has a page, those of groups too."""
+    """Yield (name, command) of every command and of the commands of groups."""
     context = click.Context(cli)
     for name in COMMANDS:
         yield from tree(name, cli.get_command(context, name))
@@ -54,21 +54,20 @@ def test_every_option_is_listed_once_with_a_standard_metavar(name):
     assert len(flags) == len(set(flags)) == len(shown) + len(others)
     for param in shown:
         assert set(flags) & set(param.opts), param.opts
-    takes = {line.split()[1] for line in text.splitlines() if line.startswith("  --") and len(line.split()) > 1}
-    assert not takes & {"INTEGER", "FLOAT", "DIR", "PATH", "DIRECTORY", "FILENAME"}, takes
+    metavars = {line.split()[1] for line in text.splitlines() if line.startswith("  --") and len(line.split()) > 1}
+    assert not metavars & {"INTEGER", "FLOAT", "DIR", "PATH", "DIRECTORY", "FILENAME"}, metavars
 
 
-def test_short_help_has_the_common_options_and_names_the_page_with_the_others():
+def test_short_help_lists_common_options():
     short, full = flags_of(page("generate", all_options=False)), flags_of(page("generate"))
     assert {"-n", "-t", "-c", "-s", "--policy", "--cache-dtype", "--json", "--help-all"} < set(short) < set(full)
     assert f"Show {len(full) - len(short)} more options." in page("generate", all_options=False)
     assert "--help-all" not in flags_of(page("tokenize"))
 
 
-def test_defaults_of_the_cache_are_those_of_its_dataclass():
-    assert "Tokens per block [default: 16]." in page("generate") and "Cache layout [default: paged]." in page(
-        "generate"
-    )
+def test_cache_defaults_are_those_of_the_dataclass():
+    assert "Tokens per block [default: 16]." in page("generate")
+    assert "Cache layout [default: paged]." in page("generate")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -81,16 +80,16 @@ def test_help_texts_have_one_form(name):
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name != "completion"])
-def test_examples_are_commands_that_are_taken(name):
-    """Parsed, not run: what the words name is not there."""
+def test_examples_parse(name):
+    """The examples are not run, because their files do not exist."""
     lines = [line.strip() for line in page(name).splitlines() if line.startswith("  ")]
     examples = [line for line in lines if "kvad " in line and not line.startswith("-") and line.split()[0] != "Usage:"]
     own = [line for line in examples if line.partition("kvad ")[2].startswith(name)]
     assert own, "no example of its own"
     for line in own:
         words = shlex.split(re.split(r" (?:[<>|]|>>) ", line.partition("kvad ")[2])[0])
-        found = max((each for each in PAGES if words[: len(each.split())] == each.split()), key=len)
-        rest, command = words[len(found.split()) :], PAGES[found]
-        with page_context(found) as context:
+        name_of_example = max((each for each in PAGES if words[: len(each.split())] == each.split()), key=len)
+        rest, command = words[len(name_of_example.split()) :], PAGES[name_of_example]
+        with page_context(name_of_example) as context:
             if not isinstance(command, click.Group):
                 command.parse_args(context, rest)

@@ -1,4 +1,4 @@
-"""The command line as a whole: the table, help, errors, exit codes, completion; and the helpers of cli/output.py."""
+"""The command line as a whole: the table of commands, help, errors, exit codes, completion; and ``cli/output.py``."""
 
 import dataclasses
 import errno
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import click
 import pytest
 
-import kvad
+from kvad import __version__
 from kvad.cli import main as cli_main
 from kvad.cli import output, parameters
 from kvad.errors import CheckpointError, EngineError, KvadError, UsageError
@@ -25,9 +25,11 @@ ROOT = Path(__file__).parents[2]
 def command(monkeypatch):
     """Put ``kvad probe`` into the table, with the given body."""
 
-    def install(body, *params):
+    def install(body, *params, group=None):
         module = type(sys)("kvad_probe")
         module.probe = click.Command("probe", callback=body, params=list(params))
+        if group is not None:
+            module.probe = click.Group("probe", commands=group)
         monkeypatch.setitem(sys.modules, "kvad_probe", module)
         monkeypatch.setitem(cli_main.cli.table, "probe", ("kvad_probe:probe", "A probe."))
 
@@ -41,25 +43,23 @@ def raising(error):
     return body
 
 
-def kvad_process(*args, code="", env=None, **options):
-    """``kvad args`` in a process of its own; ``code`` runs first, with ``cli`` at hand."""
+def kvad_process(*args, code="", env=None, stdout=subprocess.PIPE):
+    """Run ``kvad args`` in a process; ``code`` runs first, with ``cli`` as a global."""
     program = (
         f"import sys\nfrom kvad.cli.main import cli, main\n{textwrap.dedent(code)}\nsys.exit(main({list(args)!r}))"
     )
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **options,
-    )
+    command, environment = [sys.executable, "-c", program], {**os.environ, **(env or {})}
+    pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.run(command, cwd=ROOT, env=environment, timeout=60, check=False, **pipes)
 
 
-def test_help_lists_every_command_with_its_line(capsys):
-    assert cli_main.main(["--help"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+def assert_loads_no_torch(*args, code=0):
+    result = kvad_process(*args, code="import atexit\natexit.register(lambda: print('torch' in sys.modules))")
+    assert result.returncode == code and result.stdout.endswith("False\n"), result
+
+
+def test_help_lists_every_command_with_its_line(kvad):
+    out = " ".join(kvad("--help").out.split())
     for name, (_, short_help) in cli_main.COMMANDS.items():
         assert name in out and short_help in out
     places = [out.index(f"{title}:") for title in ("Run", "Train", "Cache", "Models", "Inspect")]
@@ -67,7 +67,7 @@ def test_help_lists_every_command_with_its_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("word", "answer"),
+    ("word", "message"),
     [
         ("serve", "not available yet"),
         ("run", "kvad generate"),
@@ -76,19 +76,13 @@ def test_help_lists_every_command_with_its_line(capsys):
         ("finetune", "kvad train DATA --init MODEL --lora-rank RANK"),
     ],
 )
-def test_a_command_of_another_tool_is_answered_in_one_line(word, answer, capsys):
-    assert cli_main.main([word]) == 2
-    seen = capsys.readouterr()
-    assert seen.out == "" and seen.err.count("\n") == 1 and answer in seen.err
-
-
-def test_a_word_that_is_near_no_command_gets_no_suggestion(capsys):
-    assert cli_main.main(["zzzyyy"]) == 2
-    assert capsys.readouterr().err == "kvad: error: No such command 'zzzyyy'\nkvad: hint: see kvad --help\n"
+def test_command_of_another_tool(kvad, word, message):
+    result = kvad(word)
+    assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1 and message in result.err
 
 
 def test_help_imports_no_command():
-    ran = kvad_process(
+    result = kvad_process(
         "--help",
         code="""
         import atexit
@@ -97,56 +91,51 @@ def test_help_imports_no_command():
         atexit.register(lambda: print("imported:", sorted(homes & set(sys.modules))))
         """,
     )
-    assert ran.returncode == 0 and "imported: []" in ran.stdout, ran
+    assert result.returncode == 0 and "imported: []" in result.stdout, result
 
 
-def test_a_listed_command_without_a_module_breaks_only_itself(monkeypatch, capsys):
+def test_missing_module_breaks_only_its_command(kvad, monkeypatch):
     monkeypatch.setitem(cli_main.cli.table, "later", ("kvad.cli.not_written_yet:later", "Not here."))
-    assert cli_main.main(["--help"]) == 0
-    assert "Not here." in capsys.readouterr().out
-    assert cli_main.main(["later"]) == 1
-    assert "kvad: error: 'later' is not part of this installation" in capsys.readouterr().err
+    assert "Not here." in kvad("--help").out
+    result = kvad("later")
+    assert result.code == 1 and "kvad: error: 'later' is not part of this installation" in result.err
 
 
-def test_version(capsys):
-    assert cli_main.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"kvad {kvad.__version__}\n"
+def test_version():
+    result = subprocess.run([sys.executable, "-m", "kvad", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"kvad {__version__}\n")
 
 
-def test_without_arguments_it_shows_help_on_stderr(capsys):
-    assert cli_main.main([]) == 2
-    seen = capsys.readouterr()
-    assert seen.out == "" and "Run:" in seen.err and "Inspect:" in seen.err
-
-
-def test_python_m_kvad():
-    ran = subprocess.run(
-        [sys.executable, "-m", "kvad", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert (ran.returncode, ran.stdout) == (0, f"kvad {kvad.__version__}\n")
-
-
-@pytest.mark.parametrize(("typed", "meant"), [("generat", "generate"), ("verfy", "verify"), ("bnch", "bench")])
-def test_an_unknown_command_gets_the_nearest_name(typed, meant, capsys):
-    assert cli_main.main([typed]) == 2
-    err = capsys.readouterr().err
-    assert err == f"kvad: error: No such command {typed!r}; did you mean {meant!r}?\nkvad: hint: see kvad --help\n"
-
-
-def test_an_unknown_flag_gets_the_nearest_name(command, capsys):
-    command(lambda context: None, click.Option(["--context"], type=int))
-    assert cli_main.main(["probe", "--contxt", "3"]) == 2
-    err = capsys.readouterr().err
-    assert "--contxt" in err and "Did you mean '--context'" in err and "kvad probe --help" in err
-
-
-def test_an_unknown_flag_of_kvad_itself(capsys):
-    assert cli_main.main(["--debg", "train"]) == 2
-    assert "--debug" in capsys.readouterr().err
+def test_no_arguments_print_help_on_stderr(kvad):
+    result = kvad("")
+    assert (result.code, result.out) == (2, "") and "Run:" in result.err and "Inspect:" in result.err
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "says", "hints"),
+    ("typed", "suggestion"),
+    [
+        ("generat", "; did you mean 'generate'?"),
+        ("verfy", "; did you mean 'verify'?"),
+        ("bnch", "; did you mean 'bench'?"),
+        ("zzzyyy", ""),
+    ],
+)
+def test_unknown_command_suggests_the_nearest_name(kvad, typed, suggestion):
+    message = f"kvad: error: No such command {typed!r}{suggestion}\nkvad: hint: see kvad --help\n"
+    assert kvad(typed) == (2, "", message)
+
+
+def test_unknown_flag_suggests_the_nearest_name(kvad, command):
+    command(lambda context: None, click.Option(["--context"], type=int))
+    result = kvad("probe --contxt 3")
+    assert result.code == 2 and "--contxt" in result.err
+    assert "Did you mean '--context'" in result.err and "kvad probe --help" in result.err
+    result = kvad("--debg train")
+    assert result.code == 2 and "--debug" in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message", "hint"),
     [
         (UsageError("bad value", "use 3"), 2, "bad value", "use 3"),
         (CheckpointError("no config.json in x"), 2, "no config.json in x", ""),
@@ -162,71 +151,53 @@ def test_an_unknown_flag_of_kvad_itself(capsys):
         (OSError(errno.EIO, "I/O error"), 1, "this is a bug in kvad: OSError", "--debug"),
     ],
 )
-def test_an_error_is_one_line_a_hint_and_a_code(command, capsys, error, code, says, hints):
+def test_error_is_one_line_a_hint_and_a_code(kvad, command, error, code, message, hint):
     command(raising(error))
-    assert cli_main.main(["probe"]) == code
-    seen = capsys.readouterr()
-    lines = seen.err.splitlines()
-    assert seen.out == ""
-    assert lines[0].startswith("kvad: error: ") and says in lines[0]
-    assert len(lines) == 1 + bool(hints)
-    assert not hints or (lines[1].startswith("kvad: hint: ") and hints in lines[1])
+    result = kvad("probe")
+    first, *hints = result.err.splitlines()
+    assert (result.code, result.out) == (code, "") and first.startswith("kvad: error: ") and message in first
+    assert len(hints) == bool(hint) and all(line.startswith("kvad: hint: ") and hint in line for line in hints)
 
 
-@pytest.mark.parametrize("arguments", [["--debug", "probe"], ["probe", "--debug"]])
-def test_debug_shows_the_traceback(command, capsys, arguments):
-    command(raising(UsageError("bad value")))
-    assert cli_main.main(arguments) == 2
-    err = capsys.readouterr().err
-    assert "Traceback" in err and err.endswith("kvad: error: bad value\n")
+@pytest.mark.parametrize("arguments", ["--debug probe inner", "probe --debug inner", "probe inner --debug"])
+def test_debug_prints_the_traceback(kvad, command, arguments):
+    command(None, group=[click.Command("inner", callback=raising(UsageError("bad value")))])
+    result = kvad(arguments)
+    assert result.code == 2 and "Traceback" in result.err and result.err.endswith("kvad: error: bad value\n")
 
 
-def test_debug_is_accepted_by_the_commands_of_a_group(monkeypatch, capsys):
-    module = type(sys)("kvad_probe")
-    module.probe = click.Group("probe", commands=[click.Command("inner", callback=raising(UsageError("bad")))])
-    monkeypatch.setitem(sys.modules, "kvad_probe", module)
-    monkeypatch.setitem(cli_main.cli.table, "probe", ("kvad_probe:probe", ""))
-    assert cli_main.main(["probe", "inner", "--debug"]) == 2
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_ctrl_c_and_the_exit_code_of_a_command(command, capsys):
+def test_ctrl_c_and_the_exit_code_of_a_command(kvad, command):
     command(raising(KeyboardInterrupt()))
-    assert cli_main.main(["probe"]) == 130
+    assert kvad("probe") == (130, "", "")
     command(lambda: click.get_current_context().exit(1))
-    assert cli_main.main(["probe"]) == 1
-    assert capsys.readouterr().err == ""
+    assert kvad("probe") == (1, "", "")
 
 
-@pytest.mark.parametrize("arguments", ["'--help'", "'completion', 'bash'"])
-def test_a_reader_that_goes_away_is_no_error(arguments):
-    program = f"import sys; from kvad.cli.main import main; sys.exit(main([{arguments}]))"
+@pytest.mark.parametrize("arguments", [["--help"], ["completion", "bash"]])
+def test_closed_pipe(arguments):
     read, write = os.pipe()
     os.close(read)
     try:
-        ran = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60
-        )
+        result = kvad_process(*arguments, stdout=write)
     finally:
         os.close(write)
-    assert (ran.returncode, ran.stderr) == (141, "")
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_under_stdout_is_reported():
-    program = "import sys; from kvad.cli.main import main; sys.exit(main(['--help']))"
+def test_full_disk_under_stdout_is_reported():
     with open("/dev/full", "w") as full:
-        ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60)
-    assert ran.returncode == 2 and ran.stderr.startswith(b"kvad: error: no space is left"), ran
+        result = kvad_process("--help", stdout=full)
+    assert result.returncode == 2 and result.stderr.startswith("kvad: error: no space is left"), result
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_script(shell, capsys):
-    assert cli_main.main(["completion", shell]) == 0
-    assert "_KVAD_COMPLETE" in capsys.readouterr().out
+def test_completion_script(kvad, shell):
+    result = kvad("completion", shell)
+    assert result.code == 0 and "_KVAD_COMPLETE" in result.out
 
 
-def test_completion_offers_commands_and_options_by_prefix():
+def test_completion_by_prefix():
     def complete(words, at):
         env = {"_KVAD_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at)}
         return kvad_process(env=env).stdout.split()
@@ -268,13 +239,14 @@ def test_emit_json_is_one_line_of_plain_json(capsys):
         ("2t", 2 * 2**40),
         ("1024", 1024),
         ("7b", 7),
+        ("0", 0),
     ],
 )
 def test_parse_bytes(text, size):
     assert parameters.parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8 gigs", "-1GiB", "8Gi", "8iB", "0", "1e9", "nan"])
+@pytest.mark.parametrize("text", ["", "GiB", "8 gigs", "-1GiB", "8Gi", "8iB", "1e9", "nan"])
 def test_parse_bytes_refuses(text):
     with pytest.raises(UsageError) as caught:
         parameters.parse_bytes(text)
@@ -288,5 +260,5 @@ def test_format_bytes():
 
 def test_console_writes_to_stderr(capsys):
     output.console().print("note")
-    seen = capsys.readouterr()
-    assert (seen.out, seen.err) == ("", "note\n")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "note\n")

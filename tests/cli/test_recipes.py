@@ -1,4 +1,4 @@
-"""The commands of the docs and of the run files: a corpus is made where the next line reads it."""
+"""Commands in docs and run files: each corpus is created in the folder that a later command reads."""
 
 import shlex
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def commands():
-    """(file, words) of every line that is a command."""
+    """Yield (file, words) of every line that is a command."""
     for path in (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "recipes").glob("*.toml"))):
         for line in path.read_text("utf-8").splitlines():
             text = line.removeprefix("#").strip().removesuffix("\\")
@@ -17,11 +17,11 @@ def commands():
                 yield path.name, shlex.split(text, comments=True)
 
 
-def test_a_corpus_is_made_where_it_is_read():
-    made, read = set(), dict[str, str]()
+def test_corpus_is_created_where_it_is_read():
+    created, read = set(), dict[str, str]()
     for name, words in commands():
         if words[1:3] == ["data", "create"]:
-            made.add(create_group.commands[words[3]].make_context(words[3], words[4:]).params["folder"])
+            created.add(create_group.commands[words[3]].make_context(words[3], words[4:]).params["folder"])
         read |= {word: name for word in words if word.endswith(("/train", "/held-out"))}
-    assert len(made) >= 3 and len(read) >= 2
-    assert {word: name for word, name in read.items() if Path(word).parent not in made} == {}
+    assert len(created) >= 3 and len(read) >= 2
+    assert {word: name for word, name in read.items() if Path(word).parent not in created} == {}

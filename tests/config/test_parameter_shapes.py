@@ -1,12 +1,9 @@
 """Parameter shapes computed from a config equal those of the model, for every topology and variant."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
-from kvad.config import ModelConfig
 from kvad.config.layers import MoEConfig
 from kvad.config.parameter_shapes import mismatches, parameters, weight_shapes
 from kvad.model.heads import ClassificationHead, LanguageHead
@@ -20,18 +17,18 @@ from tests.support.random_models import HEADS, NORMS, POSITIONS, encoder_config,
 TOPOLOGIES = {"decoder": model_config, "encoder": encoder_config, "encoder-decoder": pair_config}
 
 
-def meta_model(config: ModelConfig) -> Transformer:
+def meta_model(config):
     with torch.device("meta"):
         return Transformer(config)
 
 
-def shapes_of(model: Transformer) -> dict[str, tuple[int, ...]]:
+def shapes_of(model):
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("case", pairwise({"position": POSITIONS, "norm": NORMS, "heads": HEADS}))
-def test_shapes_of_every_topology_equal_those_of_the_model(topology: str, case: dict[str, str]) -> None:
+def test_shapes_of_every_topology_equal_those_of_the_model(topology, case):
     if topology == "encoder-decoder" and case["norm"] == "parallel":
         pytest.skip("cross-attention is not supported with norm_position parallel")
     config = TOPOLOGIES[topology](**case)
@@ -39,18 +36,18 @@ def test_shapes_of_every_topology_equal_those_of_the_model(topology: str, case: 
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_shapes_of_every_variant_equal_those_of_the_model(name: str) -> None:
+def test_shapes_of_every_variant_equal_those_of_the_model(name):
     assert weight_shapes(EVERY[name]) == shapes_of(meta_model(EVERY[name]))
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
-def test_shapes_of_known_models_equal_those_of_the_model(name: str) -> None:
+def test_shapes_of_known_models_equal_those_of_the_model(name):
     config = KNOWN_MODELS[name]()
     assert weight_shapes(config) == shapes_of(meta_model(config))
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_matrices_are_those_of_linear_layers_experts_and_the_head(name: str) -> None:
+def test_matrices_are_those_of_linear_layers_experts_and_the_head(name):
     model = meta_model(EVERY[name])
     expected = set()
     for prefix, module in model.named_modules():
@@ -63,7 +60,7 @@ def test_matrices_are_those_of_linear_layers_experts_and_the_head(name: str) -> 
     assert {parameter.name for parameter in parameters(EVERY[name]) if parameter.is_matrix} == expected
 
 
-def test_experts_have_the_number_that_each_token_chooses() -> None:
+def test_experts_have_the_number_that_each_token_chooses():
     config = EVERY["experts bias"]
     assert config.decoder is not None
     mlp = config.decoder.layer_config(0).mlp
@@ -73,7 +70,7 @@ def test_experts_have_the_number_that_each_token_chooses() -> None:
     assert chosen == {"gate", "up", "down", "gate_bias", "up_bias", "down_bias"}
 
 
-def test_a_changed_tensor_is_named() -> None:
+def test_mismatch_names_the_changed_tensor():
     shapes = weight_shapes(EVERY["plain"])
     name = "decoder.layers.0.mlp.up.weight"
     (line,) = mismatches(EVERY["plain"], {**shapes, name: (1, 2)})

@@ -1,4 +1,4 @@
-"""The text that every machine has."""
+"""Python sources as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvad.datasets.stdlib_sources import find_sources
 from kvad.errors import DataError
 
 
-def test_this_python_s_own_library_is_found_in_a_fixed_order() -> None:
+def test_the_standard_library_is_found_in_a_fixed_order() -> None:
     found = find_sources()
     assert found == find_sources() and list(found.files) == sorted(found.files)
     assert found.num_bytes == sum(path.stat().st_size for path in found.files) >= stdlib_sources.MIN_BYTES
@@ -22,7 +22,7 @@ def test_this_python_s_own_library_is_found_in_a_fixed_order() -> None:
     )
 
 
-def test_without_sources_the_next_place_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_candidate_is_used_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stdlib_sources, "MIN_BYTES", 10)
     (tmp_path / "empty").mkdir()
     package = tmp_path / "packages" / "thing"
@@ -34,6 +34,6 @@ def test_without_sources_the_next_place_is_taken(tmp_path: Path, monkeypatch: py
     assert (found.description, found.files) == ("packages", (package / "a.py",))
 
 
-def test_nowhere_any_source_says_where_it_looked(tmp_path: Path) -> None:
+def test_missing_sources_are_refused_with_the_folders(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no Python sources.*missing.*kvad train"):
         find_sources([("library", str(tmp_path / "missing"))])

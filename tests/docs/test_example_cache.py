@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from examples import cache as page
-from kvad.checkpoint.native import save_checkpoint
+from kvad.checkpoint.export import export_hf
+from kvad.checkpoint.native import open_folder, save_checkpoint
 from kvad.config import ModelConfig
 from kvad.config import layers as cfg
 from kvad.llm import LLM
@@ -43,9 +45,13 @@ def logits(model: page.Model, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(8, 2), (6, 4), (10, 1)])
-def test_example_equals_kvad(tie: bool, head_dim: int, kv_heads: int, tmp_path: Path) -> None:
-    save(decoder(tie, head_dim, kv_heads), tmp_path / "run" / "checkpoints" / "step-00000002")
-    save(decoder(kv_heads=1), tmp_path / "run" / "checkpoints" / "step-00000001")
+@pytest.mark.parametrize("layout", ["kvad", "hf"])
+def test_example_equals_kvad(layout: str, tie: bool, head_dim: int, kv_heads: int, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    save(decoder(tie, head_dim, kv_heads), checkpoints / "step-00000002")
+    save(decoder(kv_heads=1), checkpoints / "step-00000001")
+    if layout == "hf":  # as a training run writes it
+        export_hf(open_folder(checkpoints / "step-00000002"), checkpoints / "step-00000003")
     with LLM.load(tmp_path / "run") as llm:
         kvad_logits, tokens = page.load(tmp_path / "run"), [7, 3, 31, 0, 7, 7, 12, 5, 20]
         torch.testing.assert_close(logits(kvad_logits, tokens), llm.logits(tokens), rtol=0, atol=1e-10)
@@ -133,6 +139,15 @@ def test_unsupported_checkpoints_are_refused(model: Transformer, reason: str, tm
     assert reason in str(refused.value)
 
 
+@pytest.mark.parametrize(("key", "value"), [("model_type", "mistral"), ("attention_bias", True), ("mlp_bias", True)])
+def test_unsupported_llamas_are_refused(key: str, value: object, tmp_path: Path) -> None:
+    export_hf(open_folder(save(decoder(), tmp_path / "model")), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(SystemExit, match=str(value)):
+        page.load(tmp_path / "hf")
+
+
 def test_example_is_short_and_imports_no_kvad() -> None:
     text = (ROOT / "examples" / "cache.py").read_text(encoding="utf-8")
     imported = {
@@ -141,8 +156,8 @@ def test_example_is_short_and_imports_no_kvad() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
     }
-    assert imported == {"json", "pathlib", "safetensors", "sys", "torch"}
-    assert len(text.splitlines()) <= 160
+    assert imported == {"json", "pathlib", "safetensors", "sys", "torch", "typing"}
+    assert len(text.splitlines()) <= 180
 
 
 def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ COMMANDS = [shlex.split(line) for line in re.findall(r"^    kvad (.*)$", PAGE, r
 
 @pytest.fixture
 def looker(folder: Path) -> Path:
-    """Train a model that looks keys up, used in place of the page's model."""
+    """Write a model that looks keys up, used in place of the page's model."""
     model, tokenizer = make_looker(limit=256)
     save_checkpoint(folder / "looker", model.config, model.state_dict(), tokenizer)
     return folder / "looker"
@@ -79,7 +79,7 @@ def run(command: str, looker: Path, capsys: pytest.CaptureFixture[str], *more: s
 
 
 def test_custom_policy_and_format_are_verified(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = run("verify", looker, capsys)
+    output = run("verify", looker, capsys, "--num-prompts", "3", "--max-tokens", "24")
     assert len(output["cases"]) == 4 and not output["skipped"]
     for case in output["cases"]:
         assert case["verdict"] == "lossy by design" and case["structure"] <= 1e-10
@@ -98,19 +98,8 @@ def test_custom_format_is_planned_exactly(looker: Path, capsys: pytest.CaptureFi
 
 
 def test_custom_policy_and_format_are_measured(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = (
-        "--lengths",
-        "128",
-        "--samples-per-cell",
-        "2",
-        "--num-texts",
-        "1",
-        "--tasks",
-        "single",
-        "--depths",
-        "0.25,0.75",
-    )
-    output = run("bench cache-quality", looker, capsys, *few)
+    few = "--lengths 128 --samples-per-cell 2 --num-texts 1 --tasks single --depths 0.25,0.75"
+    output = run("bench cache-quality", looker, capsys, *few.split())
     rows = {row["cache"]: row for row in output["summary"]}
     assert set(rows) == {"full", "keydiff:KeyDiff", "random", "log8:Log8"}
     assert rows["full"]["recall"]["single"] == rows["log8:Log8"]["recall"]["single"] == 1

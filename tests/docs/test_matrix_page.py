@@ -22,7 +22,7 @@ from kvad.cache.policy_parser import POLICIES
 from kvad.cache.quantization import FORMATS, CacheFormat
 from kvad.cache.sessions.state import PendingRestore
 from kvad.config import layers as cfg
-from kvad.verify.cases import SIZED
+from kvad.verify.scenario import SIZED
 from tests.support.matrix import cells, lives, lives_page, page
 
 RESULTS = json.loads(page.RESULTS.read_text("utf-8"))
@@ -220,14 +220,8 @@ def test_broken_format_is_measured_as_broken(monkeypatch: pytest.MonkeyPatch, po
 
 
 def test_benchmark_lines_become_a_table(tmp_path) -> None:
-    common = {
-        "model": "runs/m",
-        "digest": "d",
-        "commit": "c",
-        "machine": "here",
-        "options": {"evict_after": "prompt"},
-        "length": 64,
-    }
+    common = {"model": "runs/m", "digest": "d", "commit": "c", "machine": "here", "length": 64}
+    common["options"] = {"evict_after": "prompt"}
     task = {"measure": "single", "tasks": 8}
     variant = {"cache": "snapkv", "ratio": 0.5}
     lines = [

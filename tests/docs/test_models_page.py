@@ -48,6 +48,13 @@ def test_every_refused_model_type_is_listed() -> None:
     assert all(f"- `{model_type}`: " in refused for model_type in UNSUPPORTED), HINT
 
 
+def test_options_are_refused_by_families() -> None:
+    names = {
+        name for row in rows(page.PAGE.read_text("utf-8"), "Refused models and options") for name in row[3].split(", ")
+    }
+    assert {"`bart`", "`gpt2`", "`t5`"} <= names <= {f"`{family}`" for family in FAMILIES}
+
+
 @pytest.mark.parametrize("oracle", checkpoint.ORACLES)
 def test_every_golden_file_was_tested(oracle: str) -> None:
     """Outputs and the exported file agree, or the checkpoint is refused."""
@@ -56,7 +63,7 @@ def test_every_golden_file_was_tested(oracle: str) -> None:
         assert "refused" in result or {"outputs", "written"} <= set(result), f"{case} of {oracle}: {HINT}"
         for check, entry in result.items():
             assert entry["outcome"] in ("passed", "skipped"), (case, oracle, check, entry)
-            assert entry["outcome"] == "passed" or "::test_" in entry["says"], (case, oracle, check, entry)
+            assert entry["outcome"] == "passed" or "::test_" in entry["message"], (case, oracle, check, entry)
         if result.get("outputs", {}).get("outcome") == "passed":
             assert 0 <= result["outputs"]["largest"] < 1e-3
 
@@ -71,8 +78,8 @@ def test_results_name_existing_golden_files() -> None:
 
 def test_failures_are_shown() -> None:
     worse = copy.deepcopy(RESULTS)
-    worse["gpt2"]["5"]["outputs"] = {"outcome": "failure", "says": "not close"}
-    worse["gpt2"]["5"]["greedy"] = {"outcome": "failure", "says": "another token"}
+    worse["gpt2"]["5"]["outputs"] = {"outcome": "failure", "message": "not close"}
+    worse["gpt2"]["5"]["greedy"] = {"outcome": "failure", "message": "another token"}
     cells = next(row for row in rows(page.page(worse), "Families") if row[0] == "`gpt2`")
     assert sum("fail**" in cell for cell in cells) == 2
 
@@ -94,17 +101,17 @@ def test_family_without_golden_files_is_marked() -> None:
 
 def test_pytest_reports_are_read() -> None:
     report = """<testsuites><testsuite>
-        <testcase name="test_outputs_are_theirs[llama-linear-4.57]">
+        <testcase name="test_outputs_equal_the_reference[llama-linear-4.57]">
           <properties><property name="largest" value="2.5e-06"/></properties></testcase>
-        <testcase name="test_outputs_are_theirs[t5gemma-5]"><skipped message="test_x.py::test_y"/></testcase>
-        <testcase name="test_the_greedy_answer_is_theirs[t5-v1.1-5]"><failure message="no&#10;more"/></testcase>
-        <testcase name="test_what_no_model_of_ours_has_is_refused_by_name[4.57-roformer-rotary-value]"/>
-        <testcase name="test_something_else[llama-5]"/><testcase name="test_outputs_are_theirs"/>
+        <testcase name="test_outputs_equal_the_reference[t5gemma-5]"><skipped message="test_x.py::test_y"/></testcase>
+        <testcase name="test_greedy_tokens_equal_the_reference[t5-v1.1-5]"><failure message="no&#10;more"/></testcase>
+        <testcase name="test_unsupported_options_are_refused[4.57-roformer-rotary-value]"/>
+        <testcase name="test_something_else[llama-5]"/><testcase name="test_outputs_equal_the_reference"/>
         </testsuite></testsuites>"""
     assert page.parse(report) == {
         "llama-linear": {"4.57": {"outputs": {"outcome": "passed", "largest": 2.5e-06}}},
-        "t5gemma": {"5": {"outputs": {"outcome": "skipped", "says": "test_x.py::test_y"}}},
-        "t5-v1.1": {"5": {"greedy": {"outcome": "failure", "says": "no"}}},
+        "t5gemma": {"5": {"outputs": {"outcome": "skipped", "message": "test_x.py::test_y"}}},
+        "t5-v1.1": {"5": {"greedy": {"outcome": "failure", "message": "no"}}},
         "roformer-rotary-value": {"4.57": {"refused": {"outcome": "passed"}}},
     }
 

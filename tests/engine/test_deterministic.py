@@ -1,7 +1,7 @@
-"""Batch invariance: with ``deterministic`` a stream's logits are the same, bit for bit, whatever is beside it.
+"""Batch invariance: with ``deterministic``, the logits of a sequence are equal, bit for bit, in any batch.
 
-The judge is one pass over a stream's whole text by the model that forgets, with the same tiles: one row, no chunk, no
-step of decoding.  Where every stream equals that, it equals itself in any batch, chunking, order, hit and preemption.
+The reference is one pass of the uncached model over the whole sequence, with the same tiles. A sequence that equals it
+has the same bits in any batch, chunks and order, with prefix hits, and after a preemption.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvad.errors import ConfigError
 from kvad.llm import LLM
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.ops import batch_invariant, batch_invariant_attention, sub_batch
+from kvad.ops import batch_invariant, sub_batch
 from kvad.ops.attention import dot_product_attention
 from kvad.ops.batch_invariant import (
     MatmulShape,
@@ -53,8 +53,7 @@ PAIRS = AXES | {"heads": ("mha", "gqa", "value-dim", "softcap", "sinks", "window
 @pytest.fixture(autouse=True)
 def many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys, so that short streams have several."""
-    for module in (batch_invariant_attention, batch_invariant):
-        monkeypatch.setattr(module, "KEYS", 16)
+    monkeypatch.setattr(batch_invariant, "KEYS", 16)
 
 
 def case_id(case: Case) -> str:
@@ -62,25 +61,25 @@ def case_id(case: Case) -> str:
 
 
 @torch.inference_mode()
-def whole(model: Transformer, stream: Stream, sample: int) -> Tensor:
+def full_text(model: Transformer, stream: Stream, sample: int) -> Tensor:
     """[T, V] in one pass."""
     step = fresh_step(stream.tokens(sample), source=stream.source)
     return model.logits(model(step, NoCache(model.config, kernel=model.kernel)), step.logit_indices)
 
 
 def differences(model: Transformer, streams: list[Stream], run: Run) -> int:
-    """How many positions have other bits than the judge's."""
+    """Return the number of positions whose bits differ from the reference."""
     count = 0
     for number, stream in enumerate(streams):
         for sample in range(len(stream.continuations)):
-            right, got = whole(model, stream, sample), run.logits[number, sample]
-            assert sorted(got) == list(range(len(stream.prompt) - 1, len(stream.tokens(sample)) - 1))
-            count += sum(not torch.equal(logits, right[position]) for position, logits in got.items())
+            right, actual = full_text(model, stream, sample), run.logits[number, sample]
+            assert sorted(actual) == list(range(len(stream.prompt) - 1, len(stream.tokens(sample)) - 1))
+            count += sum(not torch.equal(logits, right[position]) for position, logits in actual.items())
     return count
 
 
 @pytest.mark.parametrize("case", pairwise(AXES), ids=case_id)
-def test_a_stream_has_the_same_bits_in_any_batch(case: Case) -> None:
+def test_a_sequence_has_the_same_bits_in_any_batch(case: Case) -> None:
     model = build(model_config(case["position"], case["norm"], case["heads"]), dtype=getattr(torch, case["dtype"]))
     streams = streams_of(case["scenario"], random.Random(7))
     run = drive(model, cache_of(case), streams, budget=40, deterministic=True)
@@ -89,7 +88,7 @@ def test_a_stream_has_the_same_bits_in_any_batch(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", pairwise(PAIRS), ids=case_id)
-def test_so_has_a_translation(case: Case) -> None:
+def test_a_translation_has_the_same_bits_in_any_batch(case: Case) -> None:
     config = pair_config(case["position"], case["norm"], case["heads"], own=case["vocab"] == "own")
     model = build(config, dtype=getattr(torch, case["dtype"]))
     streams = with_sources(case["scenario"], streams_of(case["scenario"], draw := random.Random(7)), draw)
@@ -113,7 +112,7 @@ def experts(config: ModelConfig, clip: float | None) -> ModelConfig:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("clip", [None, 3.0])
-def test_so_have_experts(clip: float | None, dtype: str) -> None:
+def test_experts_have_the_same_bits_in_any_batch(clip: float | None, dtype: str) -> None:
     model = build(experts(model_config(), clip), dtype=getattr(torch, dtype))
     for scenario in ("ragged", "mixed", "preempted"):
         case = {"layout": "paged", "dtype": dtype, "heads": "gqa", "scenario": scenario}
@@ -125,8 +124,7 @@ def test_so_have_experts(clip: float | None, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_streams_in_random_engines(dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams of up to 300 tokens that share prefixes, in engines of random sizes; tiles as they are in use."""
-    for module in (batch_invariant_attention, batch_invariant):
-        monkeypatch.setattr(module, "KEYS", 128)
+    monkeypatch.setattr(batch_invariant, "KEYS", 128)
     draw = random.Random(seed)
     config = replace(model_config(draw.choice(("rope", "alibi", "t5", "sinusoidal"))), max_seq_len=320)
     model = build(config, dtype=getattr(torch, dtype), seed=seed)
@@ -190,7 +188,7 @@ def test_tokens_and_their_log_probabilities(how: dict[str, float], dtype: str) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_beam_search(dtype: str) -> None:
-    """Beams that are read as one row of cross-attention, beside others and alone."""
+    """Beams are one row of cross-attention; alone and in a batch."""
     draw = random.Random(1)
     sources = [[draw.randrange(SOURCE_VOCAB) for _ in range(n)] for n in (3, 30, 11, 7, 22)]
     options = {"num_beams": 3, "n": 2, "max_tokens": 12, "target_prefix": [1]}
@@ -205,7 +203,7 @@ def test_a_beam_search(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_an_encoder_says(dtype: str) -> None:
+def test_encoder_outputs_have_the_same_bits(dtype: str) -> None:
     draw = random.Random(1)
     texts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (3, 30, 11, 30, 22, 1)]
     config = encoder_config("alibi")
@@ -217,7 +215,7 @@ def test_what_an_encoder_says(dtype: str) -> None:
             )
 
 
-def test_the_uncached_logits_are_the_same_bits() -> None:
+def test_uncached_logits_have_the_same_bits() -> None:
     with llm_of(model_config(), "float32", max_num_seqs=2) as llm:
         tokens = [random.Random(1).randrange(VOCAB) for _ in range(40)]
         prefixes = [llm.logits(tokens[: n + 1])[-1] for n in range(40)]
@@ -227,8 +225,8 @@ def test_the_uncached_logits_are_the_same_bits() -> None:
 # ---------------------------------------------------------------- without it; what breaks it
 
 
-def test_without_it_there_is_a_difference() -> None:
-    """One row is another product than several, and a chunk another than a token: float32 shows it."""
+def test_without_determinism_bits_differ() -> None:
+    """The products of one row and of several rows differ in float32, as do those of a chunk and of a token."""
     model = build(model_config(), dtype=torch.float32)
     streams = streams_of("ragged", random.Random(7))
     case = {"layout": "paged", "dtype": "float32", "heads": "gqa", "scenario": "ragged"}
@@ -246,7 +244,7 @@ def test_each_part_is_needed(broken: str, monkeypatch: pytest.MonkeyPatch) -> No
     elif broken == "activations":
         monkeypatch.setattr(batch_invariant, "elementwise", lambda f, x: f(x))
     else:
-        monkeypatch.setattr(sub_batch, "invariant_attention", lambda *asked: dot_product_attention(*asked[:-1]).out)
+        monkeypatch.setattr(sub_batch, "invariant_attention", lambda *args: dot_product_attention(*args[:-1]).out)
     streams = streams_of("mixed", random.Random(7))
     case = {"layout": "paged", "dtype": "float32", "heads": "gqa", "scenario": "mixed"}
     assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) > 0
@@ -257,7 +255,7 @@ def test_each_part_is_needed(broken: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("outer", "inner"), [(3, 24), (40, 24), (67, 40), (96, 64)])
-def test_a_row_of_a_product_at_any_place(outer: int, inner: int, dtype: torch.dtype) -> None:
+def test_a_row_of_a_product_has_the_same_bits_at_any_index(outer: int, inner: int, dtype: torch.dtype) -> None:
     tiles = find_invariant_tiles([MatmulShape(inner, outer, dtype, bias=True)])
     draw = torch.Generator().manual_seed(0)
     x, weight, bias = (
@@ -271,7 +269,7 @@ def test_a_row_of_a_product_at_any_place(outer: int, inner: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_element_at_any_place(dtype: torch.dtype) -> None:
+def test_an_element_has_the_same_bits_at_any_index(dtype: torch.dtype) -> None:
     x = (3 * torch.randn(70_000, generator=torch.Generator().manual_seed(0))).to(dtype)
     for f in (F.silu, F.gelu, torch.sigmoid):
         right = elementwise(f, x)
@@ -311,7 +309,7 @@ def refused(model: Transformer, dtype: str = "float32") -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_models_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float16" in refused(build(model_config(), dtype=torch.float16), "float16")
     assert "is not supported on meta" in refused(build(model_config(), dtype=torch.float32).to("meta"))
     real = F.linear

@@ -1,5 +1,6 @@
-"""With ``deterministic``, what comes back has the same bits: blocks from tiers, sessions from files, rows that were
-parked.  The judge is that of ``test_deterministic.py``: one pass over the whole text by the model that forgets.
+"""With ``deterministic``, stored data gives the same bits: blocks from stores, sessions from files, swapped sequences.
+
+The reference is that of ``test_deterministic.py``: one pass of the uncached model over the whole text.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import torch
 from torch import Tensor
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.sessions.file import load_session, save_session
-from kvad.cache.sessions.state import SequenceState
+from kvad.cache.sessions.state import SequenceState, load_session, save_session
 from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError, StorageError
 from kvad.model.transformer import Transformer
-from tests.engine.test_deterministic import DTYPES, differences, many_tiles, whole
-from tests.engine.test_swap import Forced
+from tests.engine.test_deterministic import DTYPES, differences, full_text, many_tiles
+from tests.engine.test_swap import FixedChoice
 from tests.support.driver import Stream, drive
 from tests.support.random_models import VOCAB, build, model_config
 
@@ -44,19 +44,19 @@ def cache_of(dtype: str, **change: Any) -> CacheConfig:
     return CacheConfig(**{name: value for name, value in given.items() if value is not None})
 
 
-def made(kind: str, dtype: str) -> Transformer:
+def llm_engine(kind: str, dtype: str) -> Transformer:
     position, heads = KINDS[kind]
     return build(model_config(position, heads=heads), dtype=getattr(torch, dtype))
 
 
-# ---------------------------------------------------------------- tiers
+# ---------------------------------------------------------------- block stores
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prefix_from_a_folder(kind: str, dtype: str, tmp_path: Path) -> None:
-    """The second engine has the first one's blocks, beside other rows and in other chunks."""
-    model = made(kind, dtype)
+def test_a_prefix_from_disk_has_the_same_bits(kind: str, dtype: str, tmp_path: Path) -> None:
+    """The second engine uses the first one's blocks, in another batch and with other chunks."""
+    model = llm_engine(kind, dtype)
     shared = text(30, 1)
     first = [Stream(shared + text(n, n), [text(6, n)]) for n in (3, 9)]
     then = [Stream(shared + text(n, 10 + n), [text(6, n)], arrives=n % 2) for n in (1, 5, 8)]
@@ -68,8 +68,8 @@ def test_a_prefix_from_a_folder(kind: str, dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_that_a_small_pool_hands_on(dtype: str) -> None:
-    model = made("full", dtype)
+def test_evicted_and_loaded_blocks_have_the_same_bits(dtype: str) -> None:
+    model = llm_engine("full", dtype)
     prompts = [text(30, seed) for seed in range(4)] * 2
     streams = [Stream(prompt, [text(5, at)], arrives=4 * at) for at, prompt in enumerate(prompts)]
     cache = cache_of(dtype, num_blocks=26, prefix_cache_ram=1 << 20)
@@ -83,12 +83,12 @@ def test_blocks_that_a_small_pool_hands_on(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["full", "windows"])
 @pytest.mark.parametrize("where", ["ram", "disk"])
-def test_rows_that_were_parked(where: str, kind: str, dtype: str, tmp_path: Path) -> None:
-    model = made(kind, dtype)
+def test_swapped_sequences_have_the_same_bits(where: str, kind: str, dtype: str, tmp_path: Path) -> None:
+    model = llm_engine(kind, dtype)
     streams = [Stream(text(n, n), [text(12, n)], arrives=n % 3) for n in (9, 14, 6)]
     cache = cache_of(dtype, num_blocks=14, max_seq_len=40, swap_space=1 << 20 if where == "ram" else 0)
     folder = {} if where == "ram" else {"swap_dir": tmp_path}
-    run = drive(model, cache, streams, deterministic=True, cost_model=Forced(True), **folder)
+    run = drive(model, cache, streams, deterministic=True, cost_model=FixedChoice(True), **folder)
     assert differences(model, streams, run) == 0
     assert run.swaps is not None and (run.swaps.to_ram if where == "ram" else run.swaps.to_disk) > 0
 
@@ -100,8 +100,8 @@ def spoken(engine: Engine, tokens: list[int], most: int, **options: Any) -> tupl
     """(request, tokens, logits [most, V]) of a greedy request, alone."""
     seen, real = [], engine.runner.execute
 
-    def run(plan: Any) -> Tensor:
-        seen.append(real(plan))
+    def run(output: Any) -> Tensor:
+        seen.append(real(output))
         return seen[-1]
 
     engine.runner.execute = run  # type: ignore[method-assign]
@@ -114,7 +114,7 @@ def spoken(engine: Engine, tokens: list[int], most: int, **options: Any) -> tupl
 
 
 def wrong_bits(model: Transformer, tokens: list[int], out: list[int], logits: Tensor) -> int:
-    right = whole(model, Stream(tokens, [out]), 0)[len(tokens) - 1 : len(tokens) - 1 + len(out)]
+    right = full_text(model, Stream(tokens, [out]), 0)[len(tokens) - 1 : len(tokens) - 1 + len(out)]
     assert right.shape == logits.shape
     return sum(not torch.equal(a, b) for a, b in zip(right, logits, strict=True))
 
@@ -133,8 +133,8 @@ def loaded(engine: Engine, path: Path) -> SequenceState:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_session_from_a_file(kind: str, dtype: str, tmp_path: Path) -> None:
-    model = made(kind, dtype)
+def test_a_session_from_a_file_has_the_same_bits(kind: str, dtype: str, tmp_path: Path) -> None:
+    model = llm_engine(kind, dtype)
     first = Engine(model, cache_of(dtype), EngineConfig(deterministic=True))
     tokens = saved(first, tmp_path / "a", text(29, 1))
     first.close()
@@ -146,9 +146,9 @@ def test_a_session_from_a_file(kind: str, dtype: str, tmp_path: Path) -> None:
         other.close()
 
 
-def test_without_it_there_is_a_difference(tmp_path: Path) -> None:
-    """Chunks of another size than the judge's one pass round otherwise, and the check sees it."""
-    model = made("full", "float32")
+def test_without_determinism_bits_differ(tmp_path: Path) -> None:
+    """Chunks round differently than one pass, and the comparison detects it."""
+    model = llm_engine("full", "float32")
     engine = Engine(model, cache_of("float32", prefill_chunk_size=3))
     tokens = saved(engine, tmp_path / "a", text(29, 1))
     engine.kv_cache_manager.reset_prefix_cache()
@@ -159,10 +159,10 @@ def test_without_it_there_is_a_difference(tmp_path: Path) -> None:
         loaded(Engine(model, cache_of("float32"), EngineConfig(deterministic=True)), tmp_path / "a")
 
 
-# ---------------------------------------------------------------- refused
+# ---------------------------------------------------------------- rejected
 
 
-def test_what_is_spilled_is_refused_by_name() -> None:
+def test_token_offload_is_rejected() -> None:
     cache = cache_of("float32", overflow="offload", max_seq_len=24)
     with pytest.raises(ConfigError, match="deterministic: not supported with overflow=offload"):
-        Engine(made("full", "float32"), cache, EngineConfig(deterministic=True))
+        Engine(llm_engine("full", "float32"), cache, EngineConfig(deterministic=True))

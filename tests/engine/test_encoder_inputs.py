@@ -1,4 +1,4 @@
-"""Sources in the real engine: encoded once, shared by rows, never mixed up; and encoders that answer alone.
+"""Encoder inputs in a real engine: encoded once, shared by sequences, never confused; and encoder-only models.
 
 The product of layouts, dtypes, positions and scheduling is in ``tests/cache/test_cached_equals_uncached.py``, whose
 driver this file uses. Tested here: merging of encoder inputs and its failures, and separate encoder inputs per request.
@@ -17,15 +17,15 @@ from torch import Tensor
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.config import layers as cfg
-from kvad.engine import Engine, EngineConfig, StreamChunk
-from kvad.engine.execution import input_buffers
+from kvad.engine import Engine, EngineConfig
+from kvad.engine.execution import model_runner
 from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
 from kvad.engine.scheduling.sequence import SchedulerOutput
 from kvad.errors import ConfigError, KvadError, RequestError
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput, SubBatch
-from tests.support.driver import Run, Stream, drive, fresh_step, uncached, worst
+from tests.support.driver import Run, Stream, drive, fresh_step, run_engine, tokens_of, uncached, worst
 from tests.support.random_models import (
     LIMIT,
     SOURCE_LIMIT,
@@ -62,24 +62,11 @@ def greedy(new: int, **more: object) -> SamplingParams:
     return SamplingParams(max_tokens=new, temperature=0, **more)  # type: ignore[arg-type]
 
 
-def finish(engine: Engine) -> dict[int, list[StreamChunk]]:
-    told: dict[int, list[StreamChunk]] = {}
-    while not engine.idle:
-        for piece in engine.step():
-            told.setdefault(piece.request, []).append(piece)
-        engine.scheduler.check()
-    return told
-
-
-def tokens_of(pieces: Sequence[StreamChunk], sample: int = 0) -> list[int]:
-    return [piece.token_id for piece in pieces if piece.sample_index == sample and piece.token_id is not None]
-
-
 def unowned(engine: Engine) -> bool:
     return all(pool.num_live == 0 for pool in engine.kv_cache_manager.pools)
 
 
-# ---------------------------------------------------------------- folded rows
+# ---------------------------------------------------------------- sequences of one encoder input
 
 
 def translations(samples: int = 3) -> list[Stream]:
@@ -92,7 +79,7 @@ def translations(samples: int = 3) -> list[Stream]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("samples", [2, 3])
-def test_rows_that_share_a_source_are_one_row_of_cross_attention(layout: str, samples: int) -> None:
+def test_sequences_of_one_encoder_input_are_one_row_of_cross_attention(layout: str, samples: int) -> None:
     model, streams = build(pair_config("alibi", "pre", "gqa")), translations(samples)
     run = drive(model, cache(layout), streams)
     assert worst(model, streams, run) <= EXACT
@@ -109,11 +96,11 @@ def plans(engine: Engine) -> list[SchedulerOutput]:
         return real(plan)
 
     engine.runner.execute = run  # type: ignore[method-assign]
-    finish(engine)
+    run_engine(engine)
     return seen
 
 
-def test_the_folded_lanes_are_those_of_the_step() -> None:
+def test_cross_attention_sub_batches_match_those_of_the_step() -> None:
     """The step's tokens, cut otherwise; where runs of a request are not equally long, nothing is folded."""
     engine = Engine(build(pair_config()), cache())
     for samples, new, source in ((3, 6, text(9)), (2, 9, text(30, 1)), (1, 3, text(4, 2))):
@@ -121,27 +108,27 @@ def test_the_folded_lanes_are_those_of_the_step() -> None:
     shapes = set()
     for plan in plans(engine):
         assert plan.cross_sub_batches is not None
-        for lane, cross in zip(plan.sub_batches, plan.cross_sub_batches, strict=True):
-            assert lane.num_seqs * lane.num_new_tokens == cross.num_seqs * cross.num_new_tokens
+        for sub_batch, cross in zip(plan.sub_batches, plan.cross_sub_batches, strict=True):
+            assert sub_batch.num_seqs * sub_batch.num_new_tokens == cross.num_seqs * cross.num_new_tokens
         shapes.add(
             tuple(
-                (lane.num_seqs, cross.num_seqs)
-                for lane, cross in zip(plan.sub_batches, plan.cross_sub_batches, strict=True)
+                (sub_batch.num_seqs, cross.num_seqs)
+                for sub_batch, cross in zip(plan.sub_batches, plan.cross_sub_batches, strict=True)
             )
         )
     assert any(rows > cross for shape in shapes for rows, cross in shape), shapes
     assert any(rows == cross > 1 for shape in shapes for rows, cross in shape), shapes
 
 
-def test_a_row_of_the_fold_that_reads_another_source_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = input_buffers._write_tables
+def test_reading_another_encoder_input_changes_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = model_runner._write_tables
 
     def wrong(lanes: Sequence[Tensor], strides: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
         real(lanes, strides, list(rows)[::-1] if max(strides) > 1 else rows)  # type: ignore[arg-type]
 
     model = build(pair_config("alibi", "pre", "gqa"))
     streams = translations()
-    monkeypatch.setattr(input_buffers, "_write_tables", wrong)
+    monkeypatch.setattr(model_runner, "_write_tables", wrong)
     assert not worst(model, streams, drive(model, cache(), streams)) <= 1e-3
 
 
@@ -149,19 +136,19 @@ def test_a_row_of_the_fold_that_reads_another_source_is_heard(monkeypatch: pytes
 def test_without_clearing_a_shorter_source_sees_the_longer_one_before_it(
     monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """Beside a long one: a contiguous block is not read further than the longest source of the lane."""
+    """A contiguous block is read up to the longest encoder input of the sub-batch."""
     model = build(pair_config("rope", "pre", "gqa"))
     streams = [Stream([3, 4], [[5, 6, 7]], source=text(length, length)) for length in (39, 38, 40, 5)]
     config = cache(layout, max_num_seqs=2, enable_prefix_caching=False)
     assert worst(model, streams, drive(model, config, streams)) <= EXACT
-    monkeypatch.setattr(KVCache, "_clear", lambda *_: None)
+    monkeypatch.setattr(KVCache, "clear", lambda *_: None)
     assert not worst(model, streams, drive(model, config, streams, poison=False)) <= 1e-3
 
 
 # ---------------------------------------------------------------- which sources are one
 
 
-def test_equal_targets_of_two_sources_share_nothing() -> None:
+def test_equal_targets_of_two_encoder_inputs_share_no_blocks() -> None:
     model, target = build(pair_config("learned")), text(17, vocab=VOCAB)
     ends = ([[1, 2, 3]], [[1, 2, 3]])
     sources = text(13), [*text(13)[:-1], (text(13)[-1] + 1) % SOURCE_VOCAB]
@@ -174,36 +161,36 @@ def test_equal_targets_of_two_sources_share_nothing() -> None:
 
 @pytest.mark.parametrize("salts", [("", ""), ("", "x")])
 def test_an_equal_source_is_encoded_once(salts: tuple[str, str]) -> None:
-    """Unless a salt keeps requests apart; while it is read and when it is only remembered."""
+    """While it is in use and when it is only cached; unless the salts differ."""
     engine = Engine(build(pair_config()), cache(max_source_len=24))
     source, target = text(21), text(9, vocab=VOCAB)
-    told, computed = [], []
+    chunks_by_request, computed = [], []
     for salt in salts:
         request = engine.add_request(target, greedy(4), encoder_token_ids=source, cache_salt=salt)
         before = engine.scheduler.stats().tokens
-        told.append(tokens_of(finish(engine)[request]))
+        chunks_by_request.append(tokens_of(run_engine(engine)[request]))
         computed.append(engine.scheduler.stats().tokens - before)
-    assert told[0] == told[1]
+    assert chunks_by_request[0] == chunks_by_request[1]
     assert computed[0] == 21 + 9 + 3
     assert computed[1] == (1 + 3 if salts[0] == salts[1] else computed[0])
 
 
-def test_a_source_that_runs_is_shared_with_a_request_that_comes() -> None:
+def test_a_running_request_shares_its_encoder_input() -> None:
     engine = Engine(build(pair_config()), cache())
     first = engine.add_request([1, 2, 3], greedy(8), encoder_token_ids=text(21))
     for _ in range(3):
         engine.step()
     before = engine.scheduler.stats().tokens
     second = engine.add_request([4, 5], greedy(8), encoder_token_ids=text(21))
-    told = finish(engine)
+    chunks_by_request = run_engine(engine)
     assert engine.scheduler.stats().tokens - before < 21 + 16
     alone = Engine(build(pair_config()), cache())
     request = alone.add_request([4, 5], greedy(8), encoder_token_ids=text(21))
-    assert tokens_of(finish(alone)[request]) == tokens_of(told[second])
+    assert tokens_of(run_engine(alone)[request]) == tokens_of(chunks_by_request[second])
     assert first != second and unowned(engine)
 
 
-def test_a_remembered_source_goes_when_its_room_is_needed() -> None:
+def test_a_cached_encoder_input_is_evicted_if_blocks_are_needed() -> None:
     """The pool of sources has room for six: with more of them the oldest is read again, and nothing leaks."""
     model = build(pair_config("alibi"))
     sources = [text(17, seed) for seed in range(9)]
@@ -215,7 +202,7 @@ def test_a_remembered_source_goes_when_its_room_is_needed() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_preempted_samples_read_their_source_again_or_share_it(layout: str) -> None:
+def test_preempted_samples_encode_their_input_again_or_share_it(layout: str) -> None:
     model = build(pair_config("t5", "pre", "gqa"))
     streams = [
         Stream(text(6, 1, VOCAB), [text(12, 2, VOCAB), text(12, 3, VOCAB)], source=text(14)),
@@ -230,7 +217,7 @@ def test_preempted_samples_read_their_source_again_or_share_it(layout: str) -> N
 # ---------------------------------------------------------------- what cannot be served
 
 
-def test_what_an_encoder_decoder_refuses() -> None:
+def test_invalid_encoder_inputs_are_rejected() -> None:
     engine = Engine(build(pair_config(own=True)), cache(max_source_len=20))
     for tokens, source, words in (
         ([1], None, "encoder input: required by this model"),
@@ -248,7 +235,7 @@ def test_what_an_encoder_decoder_refuses() -> None:
         Engine(build(pair_config()), cache(max_source_len=0))
 
 
-def test_who_has_no_source_and_who_has_no_encoder() -> None:
+def test_models_without_encoder_reject_encoder_input() -> None:
     decoder, encoder = Engine(build(model_config()), cache()), Engine(build(encoder_config()), cache())
     with pytest.raises(RequestError, match="encoder input: this model has no encoder"):
         decoder.add_request([1], greedy(3), encoder_token_ids=[2])
@@ -262,7 +249,7 @@ def test_who_has_no_source_and_who_has_no_encoder() -> None:
         encoder.add_encoder_request([1] * (LIMIT + 1))
 
 
-def test_a_source_that_is_not_finite_ends_its_request_and_is_not_remembered() -> None:
+def test_a_nonfinite_encoder_output_ends_its_request_and_is_not_cached() -> None:
     config = pair_config("none", own=True)
     model = build(config)
     assert model.encoder_embedding is not None and model.encoder_embedding.tokens is not None
@@ -273,22 +260,22 @@ def test_a_source_that_is_not_finite_ends_its_request_and_is_not_remembered() ->
     fine = [token % bad for token in text(9)]
     sick = [*fine[:5], bad, *fine[5:]]
     numbers = [engine.add_request([1, 2], greedy(3), encoder_token_ids=source) for source in (fine, sick, fine[:4])]
-    told = finish(engine)
-    assert [told[number][-1].finish_reason for number in numbers] == ["length", "error", "length"]
-    assert "NaN" in str(told[numbers[1]][-1].error)
+    chunks_by_request = run_engine(engine)
+    assert [chunks_by_request[number][-1].finish_reason for number in numbers] == ["length", "error", "length"]
+    assert "NaN" in str(chunks_by_request[numbers[1]][-1].error)
     before = engine.scheduler.stats().tokens
     again = engine.add_request([1, 2], greedy(3), encoder_token_ids=sick)
-    assert finish(engine)[again][-1].finish_reason == "error"
+    assert run_engine(engine)[again][-1].finish_reason == "error"
     assert engine.scheduler.stats().tokens == before + len(sick)
     assert unowned(engine)
     with torch.no_grad():
         for number, source in zip((numbers[0], numbers[2]), (fine, fine[:4]), strict=True):
-            row = [1, 2, *tokens_of(told[number])]
-            best = uncached(model, row[:-1], source=source).argmax(dim=-1).tolist()
-            assert best[1:] == row[2:]
+            seq = [1, 2, *tokens_of(chunks_by_request[number])]
+            best = uncached(model, seq[:-1], source=source).argmax(dim=-1).tolist()
+            assert best[1:] == seq[2:]
 
 
-def test_cancelled_while_it_waits_for_its_source() -> None:
+def test_a_request_can_be_aborted_before_its_input_is_encoded() -> None:
     engine = Engine(build(pair_config()), cache(max_num_seqs=2))
     numbers = [engine.add_request([1, 2], greedy(5), encoder_token_ids=text(8, i)) for i in range(3)]
     plan = engine.scheduler.schedule()
@@ -299,8 +286,8 @@ def test_cancelled_while_it_waits_for_its_source() -> None:
     engine.scheduler.update_from_output(plan, [SequenceOutput()] * 2)
     engine.scheduler.check()
     engine.abort_request(numbers[2])
-    told = finish(engine)
-    assert len(tokens_of(told[numbers[1]])) == 5 and numbers[2] not in told
+    chunks_by_request = run_engine(engine)
+    assert len(tokens_of(chunks_by_request[numbers[1]])) == 5 and numbers[2] not in chunks_by_request
     assert unowned(engine)
 
 
@@ -336,14 +323,14 @@ def expected(model: Transformer, tokens: Sequence[int], want: str) -> Tensor:
     return model.logits(hidden, step.logit_indices)
 
 
-def answers(engine: Engine, texts: Sequence[Sequence[int]], wants: Sequence[str]) -> list[Tensor]:
+def outputs(engine: Engine, texts: Sequence[Sequence[int]], wants: Sequence[str]) -> list[Tensor]:
     numbers = [engine.add_encoder_request(each, want) for each, want in zip(texts, wants, strict=True)]  # type: ignore[arg-type]
-    told = finish(engine)
+    chunks_by_request = run_engine(engine)
     found = []
     for number in numbers:
-        (piece,) = told[number]
-        assert piece.finish_reason == "stop" and piece.token_id is None and isinstance(piece.output, Tensor)
-        found.append(piece.output)
+        (chunk,) = chunks_by_request[number]
+        assert chunk.finish_reason == "stop" and chunk.token_id is None and isinstance(chunk.output, Tensor)
+        found.append(chunk.output)
     return found
 
 
@@ -352,42 +339,42 @@ POSITIONED = ("none", "learned", "sinusoidal", "rope", "rope-dynamic", "rope-lon
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("budget", [12, 256])
-def test_an_encoder_s_answers_are_those_without_an_engine(head: str, budget: int) -> None:
-    """A ragged batch, at once or a few rows per step: what each row would be told alone."""
+def test_encoder_outputs_equal_those_without_an_engine(head: str, budget: int) -> None:
+    """Each text of a batch, in one step or several, has the output that it has alone."""
     model = encoder(head)
     engine = Engine(model, cache(), EngineConfig(max_num_batched_tokens=budget))
     for want in ("head", "mean", "first"):
-        for each, ours in zip(TEXTS, answers(engine, TEXTS, [want] * len(TEXTS)), strict=True):
-            assert (ours - expected(model, each, want)).abs().max() <= 1e-12
+        for each, output in zip(TEXTS, outputs(engine, TEXTS, [want] * len(TEXTS)), strict=True):
+            assert (output - expected(model, each, want)).abs().max() <= 1e-12
     assert all(pool.num_free == pool.total for pool in engine.kv_cache_manager.pools), "an encoder keeps nothing"
 
 
 @pytest.mark.parametrize("position", POSITIONED)
-def test_an_encoder_s_answers_with_every_position(position: str) -> None:
+def test_encoder_outputs_with_every_position_encoding(position: str) -> None:
     model = encoder(position=position, heads="window-mix")
     engine = Engine(model, cache(), EngineConfig(max_num_batched_tokens=64))
     wants = ["head", "mean", "first", "head", "head", "mean"]
-    for each, want, ours in zip(TEXTS, wants, answers(engine, TEXTS, wants), strict=True):
-        assert (ours - expected(model, each, want)).abs().max() <= 1e-12
+    for each, want, output in zip(TEXTS, wants, outputs(engine, TEXTS, wants), strict=True):
+        assert (output - expected(model, each, want)).abs().max() <= 1e-12
 
 
-def test_the_states_of_an_encoder_decoder_s_source() -> None:
-    """Asked for between two translations, which do not notice."""
+def test_hidden_states_of_an_encoder_decoder_s_encoder() -> None:
+    """Requested between two translations, which do not change."""
     model = build(pair_config("t5", "post", own=True))
     engine = Engine(model, cache())
     first = engine.add_request([1, 2], greedy(6), encoder_token_ids=TEXTS[0])
     engine.step()
     wanted = [engine.add_encoder_request(each) for each in TEXTS[1:4]]
     second = engine.add_request([1, 2], greedy(6), encoder_token_ids=TEXTS[0])
-    told = finish(engine)
+    chunks_by_request = run_engine(engine)
     for each, number in zip(TEXTS[1:4], wanted, strict=True):
-        (piece,) = told[number]
-        assert (piece.output - expected(model, each, "head")).abs().max() <= 1e-12
-    assert tokens_of(told[first]) == tokens_of(told[second])
+        (chunk,) = chunks_by_request[number]
+        assert (chunk.output - expected(model, each, "head")).abs().max() <= 1e-12
+    assert tokens_of(chunks_by_request[first]) == tokens_of(chunks_by_request[second])
     assert unowned(engine)
 
 
-def test_a_fault_of_one_text_is_not_its_neighbours() -> None:
+def test_an_error_in_one_text_does_not_affect_others() -> None:
     model = encoder()
     with torch.no_grad():
         model.token_embedding[50] = math.nan
@@ -395,14 +382,16 @@ def test_a_fault_of_one_text_is_not_its_neighbours() -> None:
     engine = Engine(model, cache())
     texts = [TEXTS[0], [1, 50, 2], TEXTS[3]]
     numbers = [engine.add_encoder_request(each) for each in texts]
-    told = finish(engine)
-    assert [told[number][0].finish_reason for number in numbers] == ["stop", "error", "stop"]
-    assert "NaN" in str(told[numbers[1]][0].error) and told[numbers[1]][0].output is None
+    chunks_by_request = run_engine(engine)
+    assert [chunks_by_request[number][0].finish_reason for number in numbers] == ["stop", "error", "stop"]
+    assert "NaN" in str(chunks_by_request[numbers[1]][0].error) and chunks_by_request[numbers[1]][0].output is None
     for number in (0, 2):
-        assert (told[numbers[number]][0].output - expected(model, texts[number], "head")).abs().max() <= 1e-12
+        assert (
+            chunks_by_request[numbers[number]][0].output - expected(model, texts[number], "head")
+        ).abs().max() <= 1e-12
 
 
-def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_encoder_step_ends_its_texts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(encoder(), cache())
     sick = engine.add_encoder_request(TEXTS[0])
 
@@ -413,27 +402,27 @@ def test_a_step_that_fails_ends_its_texts_and_the_engine_goes_on(monkeypatch: py
         patch.setattr(engine.runner, "encode", broken)
         with pytest.raises(KvadError):
             engine.step()
-    (piece,) = engine.step()
-    assert piece.request == sick and piece.finish_reason == "error" and "on purpose" in str(piece.error)
-    assert answers(engine, TEXTS[:1], ["head"])[0].shape == (11, VOCAB)
+    (chunk,) = engine.step()
+    assert chunk.request == sick and chunk.finish_reason == "error" and "on purpose" in str(chunk.error)
+    assert outputs(engine, TEXTS[:1], ["head"])[0].shape == (11, VOCAB)
 
 
-def test_a_cancelled_text_is_not_answered() -> None:
+def test_an_aborted_text_has_no_output() -> None:
     engine = Engine(encoder(), cache(max_num_seqs=2))
     numbers = [engine.add_encoder_request(each) for each in TEXTS]
     engine.step()
     engine.abort_request(numbers[3])
     engine.abort_request(numbers[3])
-    told = finish(engine)
-    assert numbers[3] not in told and set(told) <= set(numbers)
-    assert set(told) | set(numbers[:2]) == set(numbers) - {numbers[3]}
+    chunks_by_request = run_engine(engine)
+    assert numbers[3] not in chunks_by_request and set(chunks_by_request) <= set(numbers)
+    assert set(chunks_by_request) | set(numbers[:2]) == set(numbers) - {numbers[3]}
 
 
 def rows_alone(model: Transformer) -> Callable[[Sequence[int]], Tensor]:
     return lambda tokens: expected(model, tokens, "head")
 
 
-def test_neighbours_of_any_number_change_nothing() -> None:
+def test_encoder_outputs_do_not_depend_on_the_batch() -> None:
     """A batch of one equals any ragged batch, to the last bits of float64."""
     model = encoder("tags", "alibi")
     alone = rows_alone(model)
@@ -441,12 +430,12 @@ def test_neighbours_of_any_number_change_nothing() -> None:
     for count in (1, 2, 7):
         texts = [text(int(n), int(n)) for n in torch.randint(1, 30, (count,), generator=draw)]
         engine = Engine(model, cache(), EngineConfig(max_num_batched_tokens=40))
-        for each, ours in zip(texts, answers(engine, texts, ["head"] * count), strict=True):
-            assert (ours - alone(each)).abs().max() <= 1e-12
+        for each, output in zip(texts, outputs(engine, texts, ["head"] * count), strict=True):
+            assert (output - alone(each)).abs().max() <= 1e-12
 
 
-def test_the_judge_of_translations_can_object() -> None:
-    """Another source, or none of it shared: the oracle's driver hears it."""
+def test_the_comparison_of_translations_detects_errors() -> None:
+    """The driver detects another encoder input, and one that is not shared."""
     model = build(pair_config())
     streams = [Stream([1, 2, 3], [[4, 5, 6]], source=text(9))]
     run: Run = drive(model, cache(), streams)
@@ -454,5 +443,5 @@ def test_the_judge_of_translations_can_object() -> None:
     assert streams[0].source is not None
     streams[0].source[0] = (streams[0].source[0] + 1) % SOURCE_VOCAB
     assert worst(model, streams, run) > 1e-3
-    lane: ModelInput = fresh_step([1], source=[2])
-    assert lane.encoder_input is not None and lane.encoder_input.sub_batches == (SubBatch(1, 1, 1),)
+    sub_batch: ModelInput = fresh_step([1], source=[2])
+    assert sub_batch.encoder_input is not None and sub_batch.encoder_input.sub_batches == (SubBatch(1, 1, 1),)

@@ -1,4 +1,4 @@
-"""The engine whole: one request's trouble is its own, and nothing outlives its row."""
+"""The engine: an error affects only its request, and nothing outlives its sequence."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ POISONED = 13  # a token whose embedding is NaN
 def run(engine: Engine) -> dict[tuple[int, int], list[StreamChunk]]:
     out: dict[tuple[int, int], list[StreamChunk]] = {}
     while not engine.idle:
-        for piece in engine.step():
-            out.setdefault((piece.request, piece.sample_index), []).append(piece)
+        for chunk in engine.step():
+            out.setdefault((chunk.request, chunk.sample_index), []).append(chunk)
         engine.scheduler.check()
     return out
 
 
-def tokens(pieces: list[StreamChunk]) -> list[int]:
-    return [piece.token_id for piece in pieces if piece.token_id is not None]
+def tokens(chunks: list[StreamChunk]) -> list[int]:
+    return [chunk.token_id for chunk in chunks if chunk.token_id is not None]
 
 
 def poisoned_model() -> torch.nn.Module:
@@ -57,18 +57,19 @@ def test_a_request_with_nan_logits_fails_alone_and_its_blocks_are_never_publishe
         engine.add_request(prompt, GREEDY)
     out = run(engine)
     assert [tokens(out[i, 0]) for i in (0, 2, 3)] == expected
-    (end,) = [piece for piece in out[1, 0] if piece.finish_reason]
+    (end,) = [chunk for chunk in out[1, 0] if chunk.finish_reason]
     assert end.finish_reason == "error" and "numerical" in (end.error or "") and not tokens(out[1, 0])
-    engine.add_request([*bad[:8], 40, 41], GREEDY)  # the same healthy start: right, whatever was kept of the failed row
+    engine.add_request(
+        [*bad[:8], 40, 41], GREEDY
+    )  # the same finite start: right, whatever remains of the failed sequence
     again = tokens(run(engine)[4, 0])
     alone.add_request([*bad[:8], 40, 41], GREEDY)
     assert again == tokens(run(alone)[3, 0])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "fp8-e4m3", "fp8-e5m2", "int8", "int4"])
-def test_the_blocks_of_a_failed_row_are_clean_for_the_next(dtype: str) -> None:
-    """One seat, one row's worth of blocks: the next row takes the very blocks in which NaN was written, whatever the
-    format."""
+def test_blocks_of_a_failed_sequence_are_cleared_for_the_next(dtype: str) -> None:
+    """With one sequence at a time, the next one gets the blocks in which NaN was written, in any format."""
     model = poisoned_model()
     engine = Engine(
         model, CacheConfig(dtype=dtype, max_num_seqs=1, max_seq_len=24, block_size=4, prefill_chunk_size=24)
@@ -86,16 +87,16 @@ def test_the_blocks_of_a_failed_row_are_clean_for_the_next(dtype: str) -> None:
 
 def test_a_prefix_s_root_covers_the_formats() -> None:
     model = build(model_config())
-    said = [{"dtype": "int8"}, {"dtype": "int4"}, {"key_dtype": "int8"}, {"value_dtype": "int8"}]
-    said.append({"key_dtype": "int8", "value_dtype": "int4"})
-    asked = [CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, **each) for each in said]  # type: ignore[arg-type]
-    assert len({Engine(model, cache)._root([1, 2], GREEDY, "") for cache in asked}) == len(asked)
+    outputs = [{"dtype": "int8"}, {"dtype": "int4"}, {"key_dtype": "int8"}, {"value_dtype": "int8"}]
+    outputs.append({"key_dtype": "int8", "value_dtype": "int4"})
+    configs = [CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, **each) for each in outputs]  # type: ignore[arg-type]
+    assert len({Engine(model, cache)._root("", "") for cache in configs}) == len(configs)
     same = CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, key_dtype="int8", value_dtype="int8")
-    assert Engine(model, same)._root([1, 2], GREEDY, "") == Engine(model, asked[0])._root([1, 2], GREEDY, "")
+    assert Engine(model, same)._root("", "") == Engine(model, configs[0])._root("", "")
 
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
-def test_rows_of_another_rotary_regime_share_no_blocks(position: str) -> None:
+def test_sequences_of_another_rotary_regime_share_no_blocks(position: str) -> None:
     model = build(model_config(position))
     engine = Engine(model, CACHE)
     prompt = list(range(1, 17))
@@ -109,7 +110,7 @@ def test_rows_of_another_rotary_regime_share_no_blocks(position: str) -> None:
     assert engine.kv_cache_manager.stats().hit_tokens == 12
 
 
-def test_salt_keeps_tenants_apart() -> None:
+def test_requests_with_another_salt_share_no_blocks() -> None:
     engine = Engine(build(model_config()), CACHE)
     prompt = list(range(1, 17))
     for salt, hits in (("a", 0), ("b", 0), ("a", 12)):
@@ -134,8 +135,8 @@ def test_generated_tokens_are_part_of_the_prefix_cache() -> None:
     engine = Engine(build(model_config()), CACHE)
     prompt = list(range(1, 8))
     engine.add_request(prompt, GREEDY)
-    said = tokens(run(engine)[0, 0])
-    engine.add_request([*prompt, *said, 3], GREEDY)
+    outputs = tokens(run(engine)[0, 0])
+    engine.add_request([*prompt, *outputs, 3], GREEDY)
     run(engine)
     assert (
         engine.kv_cache_manager.stats().hit_tokens == 16
@@ -151,8 +152,8 @@ def test_samples_share_the_prompt_s_blocks_and_differ_by_their_number_only() -> 
     peak = 0
     out: dict[int, list[int]] = {0: [], 1: [], 2: []}
     while not engine.idle:
-        for piece in engine.step():
-            out[piece.sample_index] += [] if piece.token_id is None else [piece.token_id]
+        for chunk in engine.step():
+            out[chunk.sample_index] += [] if chunk.token_id is None else [chunk.token_id]
         peak = max(peak, *engine.kv_cache_manager.stats().used)
     assert len({tuple(t) for t in out.values()}) == 3
     assert peak <= 7 + 3 * 4  # 7 whole prompt blocks once, not three times
@@ -161,25 +162,25 @@ def test_samples_share_the_prompt_s_blocks_and_differ_by_their_number_only() -> 
     assert tokens(run(lone)[0, 0]) == out[0]
 
 
-def test_a_seeded_row_says_the_same_whoever_else_is_in_the_batch() -> None:
+def test_seeded_output_does_not_depend_on_the_batch() -> None:
     model = build(model_config(), dtype=torch.float64)
     options = SamplingParams(temperature=1, top_p=0.9, max_tokens=10, seed=3)
     lone = Engine(model, CACHE)
     lone.add_request([4, 5, 6], options)
     expected = tokens(run(lone)[0, 0])
-    for neighbours in (
+    for neighbors in (
         [SamplingParams(temperature=1, max_tokens=10)] * 3,
         [GREEDY, SamplingParams(seed=9, max_tokens=30)],
     ):
         engine = Engine(model, CACHE)
-        for i, other in enumerate(neighbours):
+        for i, other in enumerate(neighbors):
             engine.add_request([i + 1] * (i + 9), other)
         mine = engine.add_request([4, 5, 6], options)
         assert tokens(run(engine)[mine, 0]) == expected
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "says"),
+    ("prompt", "options", "message"),
     [
         ([], {}, "prompt: must have at least 1 token, got 0"),
         ([VOCAB], {}, f"prompt: token id must be below {VOCAB}, got {VOCAB}"),
@@ -190,18 +191,18 @@ def test_a_seeded_row_says_the_same_whoever_else_is_in_the_batch() -> None:
         ([1], {"stop": ("x",)}, "tokenizer"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_it_is_queued(
-    prompt: list[int], options: dict[str, object], says: str
+def test_invalid_requests_are_rejected_before_they_are_queued(
+    prompt: list[int], options: dict[str, object], message: str
 ) -> None:
     engine = Engine(build(model_config()), CACHE)
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError, match=message):
         engine.add_request(prompt, SamplingParams.from_options(**options))
     assert engine.idle
     engine.add_request([1, 2], GREEDY)
     assert len(tokens(run(engine)[0, 0])) == 12
 
 
-def test_a_stop_string_ends_its_sample_and_never_shows() -> None:
+def test_a_stop_string_ends_its_sample_and_is_not_in_the_text() -> None:
     tokenizer = train_tokenizer("byte", ["x"])
     config = model_config()
     from dataclasses import replace
@@ -209,28 +210,28 @@ def test_a_stop_string_ends_its_sample_and_never_shows() -> None:
     model = build(replace(config, vocab_size=tokenizer.vocab_size))
     engine = Engine(model, CACHE, tokenizer=tokenizer)
     engine.add_request(tokenizer.encode("hello"), SamplingParams(temperature=0, max_tokens=20))
-    whole = "".join(piece.text for piece in run(engine)[0, 0])
-    stop = whole[5:8]
+    full_text = "".join(chunk.text for chunk in run(engine)[0, 0])
+    stop = full_text[5:8]
     request = engine.add_request(tokenizer.encode("hello"), SamplingParams(temperature=0, max_tokens=20, stop=(stop,)))
-    pieces = run(engine)[request, 0]
-    assert "".join(piece.text for piece in pieces) == whole[: whole.find(stop)]
-    assert pieces[-1].finish_reason == "stop"
+    chunks = run(engine)[request, 0]
+    assert "".join(chunk.text for chunk in chunks) == full_text[: full_text.find(stop)]
+    assert chunks[-1].finish_reason == "stop"
     assert all(used == 0 for used in engine.kv_cache_manager.stats().used)
 
 
-def test_cancelled_requests_give_everything_back() -> None:
+def test_aborted_requests_free_everything() -> None:
     engine = Engine(build(model_config()), CACHE)
-    kept = engine.add_request([1, 2, 3], GREEDY)
+    stored = engine.add_request([1, 2, 3], GREEDY)
     gone = [engine.add_request(list(range(1, 20)), SamplingParams(max_tokens=40)) for _ in range(6)]
     engine.step()
     for request in gone:
         engine.abort_request(request)
     out = run(engine)
-    assert tokens(out[kept, 0]) and all((request, 0) not in out or not tokens(out[request, 0]) for request in gone)
+    assert tokens(out[stored, 0]) and all((request, 0) not in out or not tokens(out[request, 0]) for request in gone)
     assert engine.kv_cache_manager.stats().used == (0,)
 
 
-def test_a_caller_s_function_that_raises_ends_its_request_alone() -> None:
+def test_an_exception_in_a_callers_function_ends_only_its_request() -> None:
     def allowed(text: Sequence[int]) -> list[int]:
         raise RuntimeError("no")
 

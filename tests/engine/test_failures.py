@@ -1,4 +1,4 @@
-"""What goes wrong in one place stays there: exceptions, Ctrl-C, threads, finalisers, packed weights in training."""
+"""Errors stay local: exceptions, Ctrl-C, threads, finalizers, packed weights in training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(heads: str = "gqa", tokenizer: object = None) -> LLM:
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["model", "sampler"])
-def test_a_step_that_raises_ends_its_rows_and_nothing_else(
+def test_an_exception_in_a_step_ends_only_its_sequences(
     monkeypatch: pytest.MonkeyPatch, failure: type[BaseException], where: str
 ) -> None:
     llm = make()
@@ -53,7 +53,7 @@ def test_a_step_that_raises_ends_its_rows_and_nothing_else(
     assert llm.engine.idle and not llm._client._chunk_queues
 
 
-def test_a_neighbour_of_a_failed_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_requests_of_a_failed_step_get_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make()
     stream = llm.stream([4, 5, 6], temperature=0, max_tokens=30)
     next(stream)
@@ -69,7 +69,7 @@ def test_a_neighbour_of_a_failed_step_is_told(monkeypatch: pytest.MonkeyPatch) -
         list(stream)
 
 
-def test_a_token_that_the_tokenizer_does_not_know_fails_its_own_sample() -> None:
+def test_a_token_unknown_to_the_tokenizer_fails_its_sample() -> None:
     tokenizer = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
     llm = make(tokenizer=tokenizer)
     unknown = tokenizer.vocab_size + 1
@@ -77,12 +77,12 @@ def test_a_token_that_the_tokenizer_does_not_know_fails_its_own_sample() -> None
     known = dict.fromkeys(range(tokenizer.vocab_size, VOCAB), -1000.0)
     alone = llm.generate("abc", **OPTIONS, logit_bias=known)
     stream = llm.stream("abc", **OPTIONS, logit_bias=known)
-    pieces = [next(stream)]
+    chunks = [next(stream)]
     with pytest.raises(EngineError, match=str(unknown)):
         llm.generate("xyz", **OPTIONS, logit_bias={unknown: 1000.0})
-    pieces += list(stream)
-    assert "".join(piece.text for piece in pieces) == alone.text
-    assert tuple(piece.token_id for piece in pieces if piece.token_id is not None) == alone.tokens
+    chunks += list(stream)
+    assert "".join(chunk.text for chunk in chunks) == alone.text
+    assert tuple(chunk.token_id for chunk in chunks if chunk.token_id is not None) == alone.tokens
     llm.engine.scheduler.check()
 
 
@@ -106,7 +106,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_does_not_lock(monkeypatch: p
     assert done and llm.engine.idle
 
 
-def test_a_trace_beside_a_generating_thread_sees_its_own_text_only() -> None:
+def test_a_trace_during_generation_has_only_its_text() -> None:
     llm = make()
     expected = llm.trace([5, 6, 7, 8], layers=[0, 1])
     thread = threading.Thread(target=lambda: llm.generate([1, 2, 3], temperature=0, max_tokens=60))
@@ -118,7 +118,7 @@ def test_a_trace_beside_a_generating_thread_sees_its_own_text_only() -> None:
     thread.join()
 
 
-def test_a_refused_request_leaves_nothing_behind() -> None:
+def test_a_rejected_request_leaves_nothing() -> None:
     llm = make(tokenizer=train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"]))
     for options in (
         {"stop": "ab"},
@@ -143,38 +143,38 @@ def test_tensors_and_arrays_are_token_ids() -> None:
     assert [done.tokens for done in llm.generate(torch.tensor([[1, 2, 3]]).numpy(), **OPTIONS)] == [expected]
 
 
-def test_a_stop_token_is_no_text_and_min_tokens_holds_for_stop_strings() -> None:
+def test_a_stop_token_is_not_part_of_the_text() -> None:
     letters = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
     llm = LLM(build(replace(model_config(), vocab_size=letters.vocab_size)), letters, CACHE)
-    whole = llm.generate("abc", temperature=0, max_tokens=20, ignore_eos=True)
-    middle = whole.tokens[4]
-    first = whole.tokens.index(middle)
+    full_text = llm.generate("abc", temperature=0, max_tokens=20, ignore_eos=True)
+    middle = full_text.tokens[4]
+    first = full_text.tokens.index(middle)
     stopped = llm.generate("abc", temperature=0, max_tokens=20, stop_token_ids=(middle,), ignore_eos=True)
-    assert stopped.tokens == whole.tokens[: first + 1] and stopped.finish_reason == "stop"
-    assert stopped.text == letters.decode(whole.tokens[:first])
-    text = llm.generate("abc", temperature=0, max_tokens=20, min_tokens=9, stop=(whole.text[0],), ignore_eos=True)
+    assert stopped.tokens == full_text.tokens[: first + 1] and stopped.finish_reason == "stop"
+    assert stopped.text == letters.decode(full_text.tokens[:first])
+    text = llm.generate("abc", temperature=0, max_tokens=20, min_tokens=9, stop=(full_text.text[0],), ignore_eos=True)
     assert len(text.tokens) >= 10 or text.finish_reason == "length"
 
 
-def test_a_stop_string_is_matched_after_min_tokens_and_not_in_them() -> None:
+def test_a_stop_string_is_matched_after_min_tokens() -> None:
     letters = train_tokenizer("char", ["abc"])
     stream = OutputTextStream(letters, SamplingParams(min_tokens=3, stop=("c",)))
-    pieces = [stream.push(token) for token in letters.encode("abcbc")]
-    assert pieces == [("a", False), ("b", False), ("c", False), ("b", False), ("", True)]
+    chunks = [stream.push(token) for token in letters.encode("abcbc")]
+    assert chunks == [("a", False), ("b", False), ("c", False), ("b", False), ("", True)]
 
 
-def test_closing_while_another_thread_waits_is_an_error_there_and_not_a_hang() -> None:
+def test_closing_is_an_error_in_a_waiting_thread() -> None:
     llm = make()
     errors: list[KvadError] = []
 
-    def work() -> None:
+    def span() -> None:
         try:
             for _ in range(50):
                 llm.generate([1, 2, 3], temperature=0, max_tokens=60)
         except KvadError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=span)
     thread.start()
     llm.close()
     thread.join(timeout=60)
@@ -185,8 +185,8 @@ def test_closing_while_another_thread_waits_is_an_error_there_and_not_a_hang() -
 
 
 @pytest.mark.parametrize("heads", ["gqa", "mha"])
-def test_a_model_that_serves_can_go_on_training(heads: str) -> None:
-    """The engine packs weights; gradients reach every parameter all the same, and a new bias is heard."""
+def test_a_served_model_can_be_trained(heads: str) -> None:
+    """The engine packs weights, but every parameter has a gradient, and a new bias has an effect."""
     llm = make(heads)
     model = llm.model
     every = torch.arange(6)

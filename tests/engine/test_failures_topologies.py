@@ -1,4 +1,4 @@
-"""Trouble where encoders, beams and a checkpoint's defaults meet: mixed steps, full pools, options that say nothing."""
+"""Combinations of encoders, beams and checkpoint defaults: mixed steps, full pools, options without effect."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, Strea
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.errors import CheckpointError, ConfigError, RequestError
 from kvad.llm import LLM
+from tests.support.driver import run_engine, tokens_of
 from tests.support.random_models import build, encoder_config, model_config, pair_config
 
 CACHE = CacheConfig(dtype="float64", max_num_seqs=4, max_seq_len=96, block_size=4, max_source_len=64)
@@ -30,25 +31,20 @@ def pair(generation: GenerationConfig = GENERATION) -> LLM:
     return LLM(build(pair_config()), None, CACHE, generation=generation)
 
 
-def test_a_source_that_is_kept_and_one_that_is_answered_wait_together() -> None:
+def test_cached_and_returned_encoder_outputs_run_in_separate_steps() -> None:
     llm = pair()
     engine, options = llm.engine, SamplingParams(max_tokens=5, temperature=0)
     one = engine.add_request([1], options, encoder_token_ids=[3, 4, 5])
     engine.add_encoder_request([4, 5, 6], "mean")
     two = engine.add_request([1], options, encoder_token_ids=[6, 5])
-    tokens: dict[int, list[int]] = {one: [], two: []}
-    while not engine.idle:
-        for piece in engine.step():
-            if piece.token_id is not None:
-                tokens[piece.request].append(piece.token_id)
-        engine.scheduler.check()
-    assert tokens[one] == list(pair().generate([3, 4, 5], options).tokens)
-    assert tokens[two] == list(pair().generate([6, 5], options).tokens)
+    chunks = run_engine(engine)
+    assert tokens_of(chunks[one]) == list(pair().generate([3, 4, 5], options).tokens)
+    assert tokens_of(chunks[two]) == list(pair().generate([6, 5], options).tokens)
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_beams_with_nothing_to_search_end_at_once(n: int) -> None:
-    """max_tokens 0, or a prompt that is as long as rows may be."""
+def test_beams_without_tokens_to_generate_end_at_once(n: int) -> None:
+    """max_tokens is 0, or the prompt has the maximum length."""
     for llm, prompt, most in ((decoder(), [1, 2], 0), (decoder(), [1] * 96, None)):
         done = llm.generate(prompt, num_beams=3, n=n, max_tokens=most)
         assert [(each.token_ids, each.finish_reason) for each in done.choices] == [((), "length")] * n
@@ -66,19 +62,19 @@ def scheduler(rows: int, blocks: int) -> Scheduler:
 
 def advance(found: Scheduler, candidates: dict[int, tuple[tuple[int, float], ...]]) -> list[StreamChunk]:
     """One step; ``candidates``: of the beams with that last token, three of them elsewhere."""
-    plan = found.schedule()
-    assert plan is not None
+    output = found.schedule()
+    assert output is not None
     every = tuple((token, -float(token)) for token in (3, 4, 5))
     results = [
-        SequenceOutput(token_id=9, candidates=candidates.get(work.sequence.token_ids[-1], every))
-        for work in plan.scheduled
+        SequenceOutput(token_id=9, candidates=candidates.get(span.sequence.token_ids[-1], every))
+        for span in output.scheduled
     ]
-    events = found.update_from_output(plan, results)
+    events = found.update_from_output(output, results)
     found.check()
     return events
 
 
-def test_a_search_goes_on_when_its_first_beam_was_given_up_and_it_was_preempted() -> None:
+def test_a_preempted_search_continues_without_its_first_beam() -> None:
     found = scheduler(rows=4, blocks=24)
     found.add_request(0, [7, 7], SamplingParams(num_beams=2, temperature=0, max_tokens=6))
     advance(found, {})
@@ -93,8 +89,8 @@ def test_a_search_goes_on_when_its_first_beam_was_given_up_and_it_was_preempted(
     assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
 
 
-def test_two_searches_that_were_preempted_do_not_wait_for_each_other() -> None:
-    """Each has its first beam seated again and waits for its second, which has no room: the younger gives way."""
+def test_two_preempted_searches_do_not_deadlock() -> None:
+    """Each has room for its first beam only, so the younger search is preempted again."""
     found = scheduler(rows=4, blocks=6)
     for request in (0, 1):
         found.add_request(request, [7, 7, 7, request], SamplingParams(num_beams=2, temperature=0, max_tokens=8))
@@ -111,7 +107,7 @@ def test_two_searches_that_were_preempted_do_not_wait_for_each_other() -> None:
     assert sorted(event.request for event in events if event.finish_reason) == [0, 1] and found.idle
 
 
-def test_where_too_few_beams_end_the_living_stand_in_with_their_last_token() -> None:
+def test_live_beams_fill_up_missing_hypotheses() -> None:
     """patience 0.25 of 4 beams: the first ending ends the search, before any beam has been forked."""
     stops = tuple(range(0, 60, 3))
     done = pair().generate(
@@ -137,29 +133,29 @@ def test_targets_of_one_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert one.logprobs[1:] == pytest.approx(other.logprobs[1:])
 
 
-def test_what_is_asked_for_wins_over_the_checkpoint() -> None:
+def test_given_options_precede_the_checkpoint_s() -> None:
     llm = pair(replace(GENERATION, sampling={"min_tokens": 10, "temperature": 0.0}))
     assert len(llm.generate([3, 4], max_tokens=3).tokens) <= 3
     with pytest.raises(RequestError, match="min_tokens: must be at most max_tokens"):
         llm.generate([3, 4], max_tokens=3, min_tokens=10)
 
 
-def test_what_the_checkpoint_says_of_a_search_is_for_searches_only() -> None:
+def test_the_checkpoint_s_beam_options_apply_to_searches_only() -> None:
     llm = pair(replace(GENERATION, sampling={"length_penalty": 2.0, "temperature": 0.0}))
     assert len(llm.generate([3, 4], max_tokens=3).tokens) <= 3
-    said, asked, other = (
+    outputs, expected, other = (
         llm.generate([3, 4], max_tokens=3, num_beams=2, **more).choices[0].cumulative_logprob
         for more in ({}, {"length_penalty": 2.0}, {"length_penalty": 1.0})
     )
-    assert said == asked != other
+    assert outputs == expected != other
 
 
-def test_an_empty_prefix_is_none() -> None:
+def test_an_empty_target_prefix_is_ignored() -> None:
     llm = pair(replace(GENERATION, forced_bos_token_id=9))
     assert llm.generate([3, 4], target_prefix="", max_tokens=3, temperature=0).tokens[0] == 9
 
 
-def test_what_would_not_be_heard_is_refused() -> None:
+def test_options_without_effect_are_rejected() -> None:
     with pytest.raises(RequestError, match="length_penalty: requires num_beams above 1"):
         decoder().generate([1], max_tokens=2, length_penalty=2.0)
     with pytest.raises(RequestError, match="early_stopping: requires num_beams above 1"):
@@ -177,12 +173,12 @@ def test_what_would_not_be_heard_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["8", None, 1.5, True])
-def test_a_cache_of_no_whole_number_is_refused(value: object) -> None:
+def test_a_fractional_cache_size_is_rejected(value: object) -> None:
     with pytest.raises(ConfigError, match="max_num_seqs: must be int"):
         CacheConfig(max_num_seqs=value, max_seq_len=8)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("said", [{"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"bad_words_ids": 5.5}])
-def test_a_generation_config_of_other_things_than_ids_is_refused(said: dict[str, object]) -> None:
-    with pytest.raises(CheckpointError, match=f"{next(iter(said))}: must be token ids"):
-        read_generation_config({}, said)
+@pytest.mark.parametrize("fields", [{"eos_token_id": "x"}, {"eos_token_id": [[1]]}, {"bad_words_ids": 5.5}])
+def test_a_generation_config_without_ids_is_rejected(fields: dict[str, object]) -> None:
+    with pytest.raises(CheckpointError, match=f"{next(iter(fields))}: must be token ids"):
+        read_generation_config({}, fields)

@@ -1,11 +1,11 @@
-"""A session goes on as if it had never stopped: in its own engine, in another one, in another layout."""
+"""A restored session has equal output: in its engine, in another one, in another layout."""
 
 import math
 from functools import cache
 
 import pytest
 
-from kvad.cache.device import slot_copy
+from kvad.cache.device import KVCache
 from kvad.cache.manager import portable_layout
 from kvad.cache.sessions import state as state_module
 from kvad.engine.scheduling.request import SamplingParams
@@ -18,7 +18,7 @@ FIRST, THEN = 12, 26  # tokens of the first turn, and of the second
 EXACT = 1e-10
 
 # name: (model, cache)
-KEPT = {
+CACHES = {
     **{f"full {each}": (model_config(each), {}) for each in ("learned", "sinusoidal", "rope", "alibi", "t5")},
     "full partial": (model_config("rope-partial"), {}),
     "the model's own window": (model_config("rope", heads="window-mix", layers=3), {}),
@@ -76,34 +76,36 @@ def source_of(config):
     )
 
 
-def stays(name):
-    """Whether this can be kept in one block per row."""
+def fits_in_one_block(name):
+    """Return True if a contiguous cache supports this configuration."""
     return not any(word in name for word in BLOCKWISE)
 
 
 @cache
-def whole(name):
-    """What is said without a stop: (tokens, log-probabilities)."""
-    config, fields = KEPT[name]
+def uninterrupted(name):
+    """Return tokens and log-probabilities of an uninterrupted run."""
+    config, fields = CACHES[name]
     most = FIRST + THEN + (60 if fields.get("endless") else 0)
     _, tokens, scores = run(engine(config, **fields), PROMPT, most, encoder_token_ids=source_of(config))
     return tokens, scores
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_what_is_restored_goes_on_as_if_it_had_not_stopped(name, tmp_path):
-    config, fields = KEPT[name]
+@pytest.mark.parametrize("name", CACHES)
+def test_a_restored_session_continues_with_equal_output(name, tmp_path):
+    config, fields = CACHES[name]
     source = source_of(config)
-    tokens, scores = whole(name)
+    tokens, scores = uninterrupted(name)
     first = engine(config, **fields)
-    said, state = left(first, PROMPT, FIRST, encoder_token_ids=source)
-    assert said == tokens[:FIRST] and state.length == len(PROMPT) + FIRST - 1
+    outputs, state = left(first, PROMPT, FIRST, encoder_token_ids=source)
+    assert outputs == tokens[:FIRST] and state.length == len(PROMPT) + FIRST - 1
     save(first, state, tmp_path / "a")
-    ways = {way: more for way, more in WAYS.items() if not more or stays(name)}
+    ways = {way: more for way, more in WAYS.items() if not more or fits_in_one_block(name)}
     for way, more in ways.items():
         other = engine(config, **{**fields, **more})
         loaded = load(other, tmp_path / "a").state
-        request, then, found = run(other, PROMPT + said, len(tokens) - FIRST, encoder_token_ids=source, resume=loaded)
+        request, then, found = run(
+            other, PROMPT + outputs, len(tokens) - FIRST, encoder_token_ids=source, resume=loaded
+        )
         usage = other.metrics(request)
         assert (usage.num_cached_tokens, usage.resume_miss_reason) == (state.length, ""), way
         assert then == tokens[FIRST:], way
@@ -112,74 +114,77 @@ def test_what_is_restored_goes_on_as_if_it_had_not_stopped(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["sinks", "the model's own window", "rotate on read, sinks"])
 @pytest.mark.parametrize("there", WAYS)
-def test_every_layout_takes_from_every_other(name, there):
-    config, fields = KEPT[name]
-    tokens, scores = whole(name)
-    said, state = left(engine(config, **{**fields, **WAYS[there]}), PROMPT, FIRST)
+def test_every_layout_restores_from_every_other(name, there):
+    config, fields = CACHES[name]
+    tokens, scores = uninterrupted(name)
+    outputs, state = left(engine(config, **{**fields, **WAYS[there]}), PROMPT, FIRST)
     for here in WAYS.values():
         other = engine(config, **{**fields, **here})
-        request, then, found = run(other, PROMPT + said, 12, resume=moved(state, other))
+        request, then, found = run(other, PROMPT + outputs, 12, resume=moved(state, other))
         assert other.metrics(request).num_cached_tokens == state.length
         assert then == tokens[FIRST : FIRST + 12] and worst(found, scores[FIRST : FIRST + 12]) <= EXACT
 
 
-def test_turn_after_turn(tmp_path):
-    """Kept, resumed, kept ... in ten engines of changing layouts."""
+def test_every_turn_reuses_the_last_state(tmp_path):
+    """States are saved and restored in ten engines of changing layouts."""
     for name in ("sinks", "heavy-hitters", "tiered", "translating"):
-        config, fields = KEPT[name]
+        config, fields = CACHES[name]
         source = source_of(config)
-        tokens, _ = whole(name)
-        said, loaded = [], None
+        tokens, _ = uninterrupted(name)
+        outputs, loaded = [], None
         for turn in range(10):
-            more = list(WAYS.values())[turn % len(WAYS)] if stays(name) else {}
-            made = engine(config, **{**fields, **more})
+            more = list(WAYS.values())[turn % len(WAYS)] if fits_in_one_block(name) else {}
+            llm_engine = engine(config, **{**fields, **more})
             if turn:
-                loaded = load(made, tmp_path / "a").state
-            came, state = left(made, PROMPT + said, 3, encoder_token_ids=source, resume=loaded)
-            said += came
-            save(made, state, tmp_path / "a")
-        assert said == tokens[:30], name
+                loaded = load(llm_engine, tmp_path / "a").state
+            new_tokens, state = left(llm_engine, PROMPT + outputs, 3, encoder_token_ids=source, resume=loaded)
+            outputs += new_tokens
+            save(llm_engine, state, tmp_path / "a")
+        assert outputs == tokens[:30], name
 
 
-# ---------------------------------------------------------------- a part of it
+# ---------------------------------------------------------------- a part of a state
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_of_a_prompt_that_differs_what_agrees_is_used(way):
-    made = engine(model_config("rope"), **WAYS[way])
-    said, state = left(made, PROMPT, FIRST)
+def test_the_common_prefix_of_a_state_is_used(way):
+    llm_engine = engine(model_config("rope"), **WAYS[way])
+    outputs, state = left(llm_engine, PROMPT, FIRST)
     for agreed in (1, 7, 16, len(PROMPT), state.length - 1, state.length):
-        made.kv_cache_manager.reset_prefix_cache()
-        prompt = [*(PROMPT + said)[:agreed], 66, 5, 6]
-        request, then, found = run(made, prompt, 5, resume=state)
-        assert made.metrics(request).num_cached_tokens == agreed and not made.metrics(request).resume_miss_reason
+        llm_engine.kv_cache_manager.reset_prefix_cache()
+        prompt = [*(PROMPT + outputs)[:agreed], 66, 5, 6]
+        request, then, found = run(llm_engine, prompt, 5, resume=state)
+        assert (
+            llm_engine.metrics(request).num_cached_tokens == agreed
+            and not llm_engine.metrics(request).resume_miss_reason
+        )
         _, right, scores = run(engine(model_config("rope"), dirty=False), prompt, 5)
         assert then == right and worst(found, scores) <= EXACT
 
 
 def test_one_token_is_left_to_compute():
-    made = engine(model_config("rope"))
-    _, state = left(made, PROMPT, FIRST)
-    made.kv_cache_manager.reset_prefix_cache()
-    request, _, _ = run(made, PROMPT, 3, resume=state)
-    assert made.metrics(request).num_cached_tokens == len(PROMPT) - 1
-    request, _, _ = run(made, PROMPT[:1], 3, resume=state)
-    assert (made.metrics(request).num_cached_tokens, made.metrics(request).resume_miss_reason) == (0, "")
+    llm_engine = engine(model_config("rope"))
+    _, state = left(llm_engine, PROMPT, FIRST)
+    llm_engine.kv_cache_manager.reset_prefix_cache()
+    request, _, _ = run(llm_engine, PROMPT, 3, resume=state)
+    assert llm_engine.metrics(request).num_cached_tokens == len(PROMPT) - 1
+    request, _, _ = run(llm_engine, PROMPT[:1], 3, resume=state)
+    assert (llm_engine.metrics(request).num_cached_tokens, llm_engine.metrics(request).resume_miss_reason) == (0, "")
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["window", "sinks", "block-window"])
-def test_a_window_serves_what_it_still_holds(name, way):
-    config, fields = KEPT[name]
+def test_a_windowed_state_is_used_while_it_holds_the_window(name, way):
+    config, fields = CACHES[name]
     fields = {**fields, **WAYS[way]}
-    made = engine(config, **fields)
-    said, state = left(made, PROMPT, FIRST)
+    llm_engine = engine(config, **fields)
+    outputs, state = left(llm_engine, PROMPT, FIRST)
     served = set()
     for agreed in range(1, state.length + 1, 3):
-        made.kv_cache_manager.reset_prefix_cache()
-        prompt = [*(PROMPT + said)[:agreed], 66, 5]
-        request, then, found = run(made, prompt, 3, resume=state)
-        usage = made.metrics(request)
+        llm_engine.kv_cache_manager.reset_prefix_cache()
+        prompt = [*(PROMPT + outputs)[:agreed], 66, 5]
+        request, then, found = run(llm_engine, prompt, 3, resume=state)
+        usage = llm_engine.metrics(request)
         assert usage.num_cached_tokens in (0, agreed) and bool(usage.resume_miss_reason) == (
             usage.num_cached_tokens == 0
         )
@@ -191,196 +196,198 @@ def test_a_window_serves_what_it_still_holds(name, way):
 
 
 @pytest.mark.parametrize("name", ["heavy-hitters", "tiered"])
-def test_what_is_lossy_goes_on_whole_or_not_at_all(name):
-    config, fields = KEPT[name]
-    made = engine(config, **fields)
-    said, state = left(made, PROMPT, FIRST)
-    prompt = [*PROMPT, *said[:4], 66]
-    request, then, found = run(made, prompt, 4, resume=state)
-    assert made.metrics(request).num_cached_tokens == 0
-    assert made.metrics(request).resume_miss_reason.startswith(f"tokens: equal for 33 of {state.length}, and")
+def test_a_lossy_state_is_used_whole_or_not_at_all(name):
+    config, fields = CACHES[name]
+    llm_engine = engine(config, **fields)
+    outputs, state = left(llm_engine, PROMPT, FIRST)
+    prompt = [*PROMPT, *outputs[:4], 66]
+    request, then, found = run(llm_engine, prompt, 4, resume=state)
+    assert llm_engine.metrics(request).num_cached_tokens == 0
+    assert llm_engine.metrics(request).resume_miss_reason.startswith(f"tokens: equal for 33 of {state.length}, and")
     _, right, scores = run(engine(config, dirty=False, **fields), prompt, 4)
     assert then == right and worst(found, scores) <= EXACT
 
 
-def test_of_restored_blocks_others_find_the_prefix():
+def test_restored_blocks_are_published():
     config = model_config("rope")
     first = engine(config)
-    said, state = left(first, PROMPT, FIRST)
+    outputs, state = left(first, PROMPT, FIRST)
     other = engine(config)
     taken = moved(state, other)
-    run(other, PROMPT + said, 3, resume=taken)
+    run(other, PROMPT + outputs, 3, resume=taken)
     request, then, _ = run(other, [*PROMPT, 5, 6], 4)
     assert other.metrics(request).num_cached_tokens == 28  # seven blocks of four
     assert then == run(engine(config, dirty=False), [*PROMPT, 5, 6], 4)[1]
-    request, _, _ = run(other, PROMPT + said, 3, resume=taken)
+    request, _, _ = run(other, PROMPT + outputs, 3, resume=taken)
     assert other.metrics(request).num_cached_tokens == 40  # what is there is not copied in again
     assert not other.kv_cache.swapped
 
 
 @pytest.mark.parametrize("name", ["window", "sinks"])
-def test_blocks_with_holes_are_nobody_elses(name):
-    """A window taken into larger blocks leaves slots empty that a shorter row would look into."""
-    config, fields = KEPT[name]
-    said, state = left(engine(config, **fields, layout="contiguous"), PROMPT, FIRST)
+def test_blocks_with_empty_slots_are_not_published(name):
+    """A window restored to larger blocks leaves empty slots, which a truncated sequence would read."""
+    config, fields = CACHES[name]
+    outputs, state = left(engine(config, **fields, layout="contiguous"), PROMPT, FIRST)
     other = engine(config, **{**fields, "block_size": 16})
-    _, more, _ = run(other, PROMPT + said, 20, resume=moved(state, other))
-    every = PROMPT + said + more
+    _, more, _ = run(other, PROMPT + outputs, 20, resume=moved(state, other))
+    every = PROMPT + outputs + more
     for cut in range(16, len(every), 5):
         _, then, found = run(other, [*every[:cut], 66], 3)
         _, right, scores = run(engine(config, dirty=False, **fields), [*every[:cut], 66], 3)
         assert then == right and worst(found, scores) <= EXACT, cut
 
 
-# ---------------------------------------------------------------- beside others
+# ---------------------------------------------------------------- a small pool
 
 
 @pytest.mark.parametrize("name", ["full rope", "sinks", "heavy-hitters", "tiered", "translating"])
-def test_beside_others_in_a_pool_that_is_too_small(name):
-    """Rows preempt one another; whoever resumed says what it would say alone."""
-    config, fields = KEPT[name]
+def test_states_are_restored_in_a_pool_that_is_too_small(name):
+    """Sequences preempt one another; a resumed one equals its solo run."""
+    config, fields = CACHES[name]
     source = source_of(config)
-    tokens, _ = whole(name)
+    tokens, _ = uninterrupted(name)
     fields = {**fields, "max_num_seqs": 3}
     if name in ("full rope", "translating"):
         fields["num_blocks"] = 34
-    made = engine(config, **fields)
-    said, state = left(made, PROMPT, FIRST, encoder_token_ids=source)
-    made.kv_cache_manager.reset_prefix_cache()
+    llm_engine = engine(config, **fields)
+    outputs, state = left(llm_engine, PROMPT, FIRST, encoder_token_ids=source)
+    llm_engine.kv_cache_manager.reset_prefix_cache()
     sampling = SamplingParams(max_tokens=THEN, temperature=0, ignore_eos=True)
-    asked = [
-        made.add_request(PROMPT + said, sampling, encoder_token_ids=source, resume=state, keep_state=True)
+    requests = [
+        llm_engine.add_request(PROMPT + outputs, sampling, encoder_token_ids=source, resume=state, keep_state=True)
         for _ in range(4)
     ]
-    came = {request: [] for request in asked}
-    while not made.idle:
-        for piece in made.step():
-            assert piece.error is None
-            if piece.token_id is not None:
-                came[piece.request].append(piece.token_id)
-        made.scheduler.check()
-        fill_unowned(made, math.nan)
-    assert all(each == tokens[FIRST : FIRST + THEN] for each in came.values())
-    assert {made.pop_state(request).length for request in asked} == {len(PROMPT) + FIRST + THEN - 1}
-    assert "num_blocks" not in fields or made.scheduler.stats().preemptions > 0
-    assert not [each for each in made.kv_cache.swapped.values() if not isinstance(each, list)]
+    new_tokens = {request: [] for request in requests}
+    while not llm_engine.idle:
+        for chunk in llm_engine.step():
+            assert chunk.error is None
+            if chunk.token_id is not None:
+                new_tokens[chunk.request].append(chunk.token_id)
+        llm_engine.scheduler.check()
+        fill_unowned(llm_engine, math.nan)
+    assert all(each == tokens[FIRST : FIRST + THEN] for each in new_tokens.values())
+    assert {llm_engine.pop_state(request).length for request in requests} == {len(PROMPT) + FIRST + THEN - 1}
+    assert "num_blocks" not in fields or llm_engine.scheduler.stats().preemptions > 0
+    assert not [each for each in llm_engine.kv_cache.swapped.values() if not isinstance(each, list)]
 
 
-def test_seeded_sampling_goes_on_with_the_same_numbers():
+def test_seeded_sampling_continues_after_a_restore():
     config = model_config("rope")
 
-    def sampled(made, prompt, most, **options):
+    def sampled(llm_engine, prompt, most, **options):
         sampling = SamplingParams(max_tokens=most, temperature=1.5, seed=11, ignore_eos=True)
-        request = made.add_request(prompt, sampling, **options)
+        request = llm_engine.add_request(prompt, sampling, **options)
         out = []
-        while not made.idle:
-            out += [piece.token_id for piece in made.step() if piece.token_id is not None]
+        while not llm_engine.idle:
+            out += [chunk.token_id for chunk in llm_engine.step() if chunk.token_id is not None]
         return request, out
 
     _, tokens = sampled(engine(config), PROMPT, 30)
-    made = engine(config)
-    request, said = sampled(made, PROMPT, 9, keep_state=True)
-    state = made.pop_state(request)
-    made.kv_cache_manager.reset_prefix_cache()
-    _, then = sampled(made, PROMPT + said, 21, resume=state)
-    assert said + then == tokens
+    llm_engine = engine(config)
+    request, outputs = sampled(llm_engine, PROMPT, 9, keep_state=True)
+    state = llm_engine.pop_state(request)
+    llm_engine.kv_cache_manager.reset_prefix_cache()
+    _, then = sampled(llm_engine, PROMPT + outputs, 21, resume=state)
+    assert outputs + then == tokens
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- rejected states
 
 
-def test_what_cannot_be_kept_or_resumed():
-    made, other = engine(model_config("rope")), engine(model_config("rope"))
-    _, state = left(made, PROMPT, 3)
+def test_unsupported_states_are_rejected():
+    llm_engine, other = engine(model_config("rope")), engine(model_config("rope"))
+    _, state = left(llm_engine, PROMPT, 3)
     for sampling in (SamplingParams(n=2, max_tokens=3), SamplingParams(num_beams=2, max_tokens=3, temperature=0)):
         for options in ({"keep_state": True}, {"resume": state}):
             with pytest.raises(RequestError, match="one sequence, got 2"):
-                made.add_request(PROMPT, sampling, **options)
+                llm_engine.add_request(PROMPT, sampling, **options)
     with pytest.raises(RequestError, match="another engine"):
         other.add_request(PROMPT, SamplingParams(), resume=state)
-    request, _, _ = run(made, PROMPT, 3)
+    request, _, _ = run(llm_engine, PROMPT, 3)
     with pytest.raises(RequestError, match=f"request {request}"):
-        made.pop_state(request)
-    request = made.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0), keep_state=True)
-    made.step()
-    made.abort_request(request)
+        llm_engine.pop_state(request)
+    request = llm_engine.add_request(PROMPT, SamplingParams(max_tokens=20, temperature=0), keep_state=True)
+    llm_engine.step()
+    llm_engine.abort_request(request)
     with pytest.raises(RequestError, match="has no state"):
-        made.pop_state(request)
+        llm_engine.pop_state(request)
     with pytest.raises(RequestError, match="must have at most"):
-        made.add_request(PROMPT * 9, SamplingParams(), resume=state)
-    assert not made.kv_cache.swapped and made.idle
+        llm_engine.add_request(PROMPT * 9, SamplingParams(), resume=state)
+    assert not llm_engine.kv_cache.swapped and llm_engine.idle
 
 
-def test_misses_say_why():
+def test_an_unused_state_has_a_reason():
     config = model_config("rope-dynamic")
-    made = engine(config)
-    said, state = left(made, PROMPT, 3)
-    request, _, _ = run(made, PROMPT + said, 60, resume=state)
-    assert (made.metrics(request).num_cached_tokens, made.metrics(request).resume_miss_reason[:13]) == (
+    llm_engine = engine(config)
+    outputs, state = left(llm_engine, PROMPT, 3)
+    request, _, _ = run(llm_engine, PROMPT + outputs, 60, resume=state)
+    assert (llm_engine.metrics(request).num_cached_tokens, llm_engine.metrics(request).resume_miss_reason[:13]) == (
         0,
         "rope_regime: ",
     )
-    made = engine(model_config("rope"))
-    said, state = left(made, PROMPT, 3)
-    request, _, _ = run(made, PROMPT + said, 3, resume=state, cache_salt="b")
-    assert made.metrics(request).resume_miss_reason == "cache_salt: b here, none in the state"
-    request, _, _ = run(made, [66, *PROMPT], 3, resume=state)
-    assert made.metrics(request).resume_miss_reason == "tokens: the first token differs"
-    request = made.add_request(PROMPT + said, SamplingParams(max_tokens=1, prompt_logprobs=0), resume=state)
-    assert made.metrics(request).resume_miss_reason.startswith("prompt_logprobs")
+    llm_engine = engine(model_config("rope"))
+    outputs, state = left(llm_engine, PROMPT, 3)
+    request, _, _ = run(llm_engine, PROMPT + outputs, 3, resume=state, cache_salt="b")
+    assert llm_engine.metrics(request).resume_miss_reason == "cache_salt: b here, none in the state"
+    request, _, _ = run(llm_engine, [66, *PROMPT], 3, resume=state)
+    assert llm_engine.metrics(request).resume_miss_reason == "tokens: the first token differs"
+    request = llm_engine.add_request(PROMPT + outputs, SamplingParams(max_tokens=1, prompt_logprobs=0), resume=state)
+    assert llm_engine.metrics(request).resume_miss_reason.startswith("prompt_logprobs")
     translating = engine(pair_config("rope"))
-    said, state = left(translating, PROMPT[:4], 3, encoder_token_ids=SOURCE)
-    request, then, _ = run(translating, PROMPT[:4] + said, 3, resume=state, encoder_token_ids=SOURCE[1:])
+    outputs, state = left(translating, PROMPT[:4], 3, encoder_token_ids=SOURCE)
+    request, then, _ = run(translating, PROMPT[:4] + outputs, 3, resume=state, encoder_token_ids=SOURCE[1:])
     assert translating.metrics(request).resume_miss_reason == "encoder input: it differs from the state's"
-    assert then == run(engine(pair_config("rope"), dirty=False), PROMPT[:4] + said, 3, encoder_token_ids=SOURCE[1:])[1]
+    assert (
+        then == run(engine(pair_config("rope"), dirty=False), PROMPT[:4] + outputs, 3, encoder_token_ids=SOURCE[1:])[1]
+    )
 
 
 # ---------------------------------------------------------------- broken on purpose
 
 
-def same(made, prompt, state, tokens, scores):
-    _, then, found = run(made, prompt, THEN, resume=state)
+def same(llm_engine, prompt, state, tokens, scores):
+    _, then, found = run(llm_engine, prompt, THEN, resume=state)
     assert tokens is None or then == tokens[FIRST : FIRST + THEN]
     assert scores is None or worst(found, scores[FIRST : FIRST + THEN]) <= EXACT
 
 
-def test_a_gap_that_is_forgotten_is_heard(monkeypatch):
-    config, fields = KEPT["sinks"]
-    tokens, _ = whole("sinks")
-    made = engine(config, **fields)
-    said, state = left(made, PROMPT, FIRST)
+def test_a_wrong_gap_changes_the_output(monkeypatch):
+    config, fields = CACHES["sinks"]
+    tokens, _ = uninterrupted("sinks")
+    llm_engine = engine(config, **fields)
+    outputs, state = left(llm_engine, PROMPT, FIRST)
     real = portable_layout.fit_layout
     monkeypatch.setattr(
         state_module.manager.portable_layout, "fit_layout", lambda *args: real(*args)._replace(num_skipped_blocks=0)
     )
-    made.kv_cache_manager.reset_prefix_cache()
+    llm_engine.kv_cache_manager.reset_prefix_cache()
     with pytest.raises((AssertionError, IndexError)):
-        same(made, PROMPT + said, state, tokens, None)
+        same(llm_engine, PROMPT + outputs, state, tokens, None)
 
 
 @pytest.mark.parametrize("kind", ["keys", "head_metadata", "positions", "weights"])
-def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
+def test_a_missing_array_changes_the_output(kind, monkeypatch):
     name = {"head_metadata": "heavy-hitters, rotate on read", "weights": "tiered, sinks"}.get(kind, "sinks")
-    config, fields = KEPT[name]
-    _, scores = whole(name)
-    made = engine(config, **fields)
-    said, state = left(made, PROMPT, FIRST)
-    made.kv_cache_manager.reset_prefix_cache()
-    spoil(made)  # blocks that are filled whole are not cleared first
-    real = slot_copy._arrays
-    monkeypatch.setattr(slot_copy, "_arrays", lambda *given: (each for each in real(*given) if kind not in each[0]))
+    config, fields = CACHES[name]
+    _, scores = uninterrupted(name)
+    llm_engine = engine(config, **fields)
+    outputs, state = left(llm_engine, PROMPT, FIRST)
+    llm_engine.kv_cache_manager.reset_prefix_cache()
+    spoil(llm_engine)  # blocks that are filled whole are not cleared first
+    real = KVCache.iter_arrays
+    monkeypatch.setattr(KVCache, "iter_arrays", lambda *given: (each for each in real(*given) if kind not in each.name))
     with pytest.raises(AssertionError):
-        same(made, PROMPT + said, state, None, scores)
+        same(llm_engine, PROMPT + outputs, state, None, scores)
 
 
-def test_keys_of_a_new_engine_are_turned_back_before_they_are_summed_up(monkeypatch):
-    """A row that descends before its first step: nobody has told the new memory how its keys are rotated."""
-    config, fields = KEPT["tiered, sinks"]
+def test_keys_are_rotated_back_before_they_are_summarized(monkeypatch):
+    """A sequence is demoted before its first step, so the new cache has not seen its rotary frequencies."""
+    config, fields = CACHES["tiered, sinks"]
     first = engine(config, **fields)
-    said, state = left(first, PROMPT[:28], 13)  # 40 tokens: it descends next
+    outputs, state = left(first, PROMPT[:28], 13)  # 40 tokens: it descends next
     assert state.length == 40 and state.rotaries
-    _, _, scores = run(engine(config, **fields), PROMPT[:28] + said, 20)
+    _, _, scores = run(engine(config, **fields), PROMPT[:28] + outputs, 20)
     for rotaries, fine in ((state.rotaries, True), ({}, False)):
         other = engine(config, dirty=False, **fields)
-        _, _, found = run(other, PROMPT[:28] + said, 20, resume=moved(state, other, rotaries=rotaries))
+        _, _, found = run(other, PROMPT[:28] + outputs, 20, resume=moved(state, other, rotaries=rotaries))
         assert (worst(found, scores) <= EXACT) == fine

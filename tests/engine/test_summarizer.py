@@ -1,4 +1,4 @@
-"""A cache that is given a compressor: streams are still their own, and what it says is what it was trained to say."""
+"""Caches with a summarizer: sequences equal their solo runs, and the logits are those of training."""
 
 import random
 
@@ -10,7 +10,6 @@ from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import group_bytes
 from kvad.config.model import attention_specs
 from kvad.engine import Engine, EngineConfig
-from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError
 from kvad.model.no_cache import NoCache
 from kvad.model.summarizer import Summarizer
@@ -44,86 +43,93 @@ def text(length, seed=0):
 STREAMS = [Stream(text(40), [text(20, 1)]), Stream(text(3, 2), [text(50, 3)]), Stream(text(25, 4), [text(9, 5)])]
 
 
-def compressor_of(model, seed=0, ratio=4):
+def summarizer_of(model, seed=0, ratio=4):
     return randomized(Summarizer(attention_specs(model.config), ratio, hidden=4), seed)
 
 
 def difference(one, other):
     pairs = [(one.logits[key], other.logits[key]) for key in one.logits]
-    return max(apart(a[at], b[at]) for a, b in pairs for at in a)
+    return max(max_difference(a[at], b[at]) for a, b in pairs for at in a)
 
 
-def apart(one, other):
+def max_difference(one, other):
     worst = float((one - other).abs().max())
     return worst if worst == worst else float("inf")
 
 
 @pytest.mark.parametrize("position", ["rope", "alibi", "none"])
-def test_an_untrained_one_changes_nothing_and_a_trained_one_does(position):
+def test_only_a_trained_summarizer_changes_the_logits(position):
     model = build(model_config(position))
     means = drive(model, cache_of(), STREAMS)
     untrained = drive(model, cache_of(), STREAMS, summarizer=Summarizer(attention_specs(model.config), 4))
     assert difference(means, untrained) == 0
-    assert difference(means, drive(model, cache_of(), STREAMS, summarizer=compressor_of(model))) > 1e-3
+    assert difference(means, drive(model, cache_of(), STREAMS, summarizer=summarizer_of(model))) > 1e-3
 
 
-def alone(model, cache, compressor, streams=STREAMS):
-    """max |dlogit| between streams in company and each alone, in chunks of another size."""
-    run = drive(model, cache, streams, summarizer=compressor)
+def compare_with_solo_runs(model, cache, summarizer, streams=STREAMS):
+    """Return max |dlogit| between sequences in a batch and their solo runs in other chunks, and the run."""
+    run = drive(model, cache, streams, summarizer=summarizer)
     largest = 0.0
     for number, stream in enumerate(streams):
-        alone = cache_of(max_num_seqs=1, prefill_chunk_size=3, policy=cache.policy, rope_at=cache.rope_at)
-        solo = drive(model, alone, [stream],
-                     summarizer=compressor)  # fmt: skip
+        solo_cache = cache_of(max_num_seqs=1, prefill_chunk_size=3, policy=cache.policy, rope_at=cache.rope_at)
+        solo = drive(model, solo_cache, [stream], summarizer=summarizer)
         for at, logits in solo.logits[0, 0].items():
-            largest = max(largest, apart(logits, run.logits[number, 0][at]))
+            largest = max(largest, max_difference(logits, run.logits[number, 0][at]))
     return largest, run
 
 
-@pytest.mark.parametrize("rotate", ["write", "read"])
 @pytest.mark.parametrize(
-    ("position", "heads"),
-    [("rope", "gqa"), ("alibi", "mha"), ("t5", "mqa"), ("learned", "value-dim"), ("rope", "softcap")],
+    ("position", "heads", "rope_at"),
+    [
+        ("rope", "gqa", "write"),
+        ("rope", "gqa", "read"),
+        ("rope", "softcap", "read"),
+        ("alibi", "mha", "write"),
+        ("t5", "mqa", "read"),
+        ("learned", "value-dim", "write"),
+    ],
 )
-def test_a_stream_with_a_compressor_is_its_own(position, heads, rotate):
+def test_a_sequence_with_summaries_equals_its_solo_run(position, heads, rope_at):
     model = build(model_config(position, "pre", heads))
-    largest, _ = alone(model, cache_of(rope_at=rotate), compressor_of(model))
+    largest, _ = compare_with_solo_runs(model, cache_of(rope_at=rope_at), summarizer_of(model))
     assert largest <= EXACT
 
 
-PARKED = "0: full; " + POLICY
+SWAP_POLICY = "0: full; " + POLICY
 
 
-def parked():
+def swapped():
     model = build(model_config())
     streams = [Stream(text(30), [text(20, 1)]), Stream(text(3, 2), [text(40, 3)]), Stream(text(40, 4), [text(20, 5)])]
-    largest, run = alone(model, cache_of(policy=PARKED, max_num_seqs=3, num_blocks=23), compressor_of(model), streams)
+    largest, run = compare_with_solo_runs(
+        model, cache_of(policy=SWAP_POLICY, max_num_seqs=3, num_blocks=23), summarizer_of(model), streams
+    )
     assert run.preemptions > 0
     return largest
 
 
-def test_a_parked_row_keeps_the_weights_of_its_summaries():
-    assert parked() <= EXACT
+def test_a_swapped_sequence_keeps_the_weights_of_its_summaries():
+    assert swapped() <= EXACT
 
 
-def test_without_them_the_test_above_objects(monkeypatch):
-    whole = KVCache.iter_arrays
+def test_missing_weights_are_detected(monkeypatch):
+    iter_arrays = KVCache.iter_arrays
     monkeypatch.setattr(
         KVCache,
         "iter_arrays",
-        lambda self, blocks: (each for each in whole(self, blocks) if ".weights." not in each.name),
+        lambda self, blocks: (each for each in iter_arrays(self, blocks) if ".weights." not in each.name),
     )
-    assert not parked() <= EXACT
+    assert not swapped() <= EXACT
 
 
-# ---------------------------------------------------------------- what training asks is what the cache does
+# ---------------------------------------------------------------- training and cache agree
 
 
 class _Student:
-    """A memory whose layers answer as the objective's student does, from ``records`` of one row."""
+    """Cache whose layers compute what the objective computes, from ``records`` of one sequence."""
 
-    def __init__(self, config, compressor, options):
-        self.config, self.layers, self.options = config, compressor.by_layer(), options
+    def __init__(self, config, summarizer, options):
+        self.config, self.layers, self.options = config, summarizer.by_layer(), options
 
     def open(self, step):
         recorder, rows = _Recorder(NoCache(self.config), self.layers), _Rows(step, self.options)
@@ -143,52 +149,50 @@ class _StudentView:
 
 @pytest.mark.parametrize("position", [p for p in POSITIONS if p not in ("rope-dynamic", "rope-longrope")])
 @pytest.mark.parametrize("sinks", [0, 8])
-def test_the_student_is_the_cache(position, sinks):
-    """Two layers deep: the objective's arithmetic and a real cache's say the same, up to RoPE's angles in float32."""
+def test_the_training_view_equals_the_cache(position, sinks):
+    """Objective and cache give equal logits in two layers, up to RoPE's angles in float32."""
     model = build(model_config(position))
-    compressor, tokens = compressor_of(model), text(60)
+    summarizer, tokens = summarizer_of(model), text(60)
     options = SummarizerConfig(ratio=4, recent=8, interval=8, num_sinks=sinks)
     cache = cache_of(max_num_seqs=1, policy=POLICY[:-1] + f", num_sinks={sinks})")
-    run = drive(model, cache, [Stream(tokens[:1], [tokens[1:]])], summarizer=compressor)
+    run = drive(model, cache, [Stream(tokens[:1], [tokens[1:]])], summarizer=summarizer)
     with torch.no_grad():
         step = fresh_step(tokens)
-        right = model.logits(model(step, _Student(model.config, compressor, options)), step.logit_indices)
+        right = model.logits(model(step, _Student(model.config, summarizer, options)), step.logit_indices)
     tolerance = 1e-5 if position.startswith("rope") else EXACT
-    assert max(apart(logits, right[at]) for at, logits in run.logits[0, 0].items()) <= tolerance
+    assert max(max_difference(logits, right[at]) for at, logits in run.logits[0, 0].items()) <= tolerance
 
 
-# ---------------------------------------------------------------- refusals, roots, bytes
+# ---------------------------------------------------------------- options, roots, bytes
 
 
 @pytest.mark.parametrize(
-    ("policy", "ratio", "says"),
+    ("policy", "ratio", "message"),
     [
         ("full", 4, "the cache's policy has no summaries"),
         ("tiered(8, interval=8)", 4, "the cache's policy has no summaries"),
         (POLICY, 2, r"must have the policy's ratio 4, got 2"),
     ],
 )
-def test_what_does_not_fit_is_refused(policy, ratio, says):
+def test_an_unsuitable_summarizer_is_rejected(policy, ratio, message):
     model = build(model_config())
-    with pytest.raises(ConfigError, match=says):
-        Engine(model, cache_of(policy=policy), EngineConfig(summarizer=compressor_of(model, ratio=ratio)))
+    with pytest.raises(ConfigError, match=message):
+        Engine(model, cache_of(policy=policy), EngineConfig(summarizer=summarizer_of(model, ratio=ratio)))
 
 
-def test_another_models_is_refused():
+def test_another_model_s_summarizer_is_rejected():
     with pytest.raises(ConfigError, match="does not match layer 0 of this model"):
         Engine(
-            build(model_config()), cache_of(), EngineConfig(summarizer=compressor_of(build(model_config(heads="mqa"))))
+            build(model_config()), cache_of(), EngineConfig(summarizer=summarizer_of(build(model_config(heads="mqa"))))
         )
     with pytest.raises(ConfigError, match="does not match layer 2 of this model"):
-        Engine(build(model_config(layers=3)), cache_of(), EngineConfig(summarizer=compressor_of(build(model_config()))))
+        Engine(build(model_config(layers=3)), cache_of(), EngineConfig(summarizer=summarizer_of(build(model_config()))))
 
 
-def test_a_prefix_of_one_compressor_is_none_of_another():
+def test_caches_with_another_summarizer_share_no_prefix():
     model = build(model_config())
-    made = [None, compressor_of(model), compressor_of(model, seed=1)]
-    roots = {
-        Engine(model, cache_of(), EngineConfig(summarizer=one))._root([1, 2], SamplingParams(), "") for one in made
-    }
+    summarizers = [None, summarizer_of(model), summarizer_of(model, seed=1)]
+    roots = {Engine(model, cache_of(), EngineConfig(summarizer=one))._root("", "") for one in summarizers}
     assert len(roots) == 3
 
 

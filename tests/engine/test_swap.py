@@ -1,7 +1,7 @@
-"""Rows that give way in a real engine: swapped to memory or disk and back, to the last bit of float64.
+"""Preemption in a real engine: sequences are swapped to memory or disk and back, bit for bit in float64.
 
-What a row says never depends on how it gave way; a disk that fails or lies costs an exact row time and a lossy one its
-end, with an error that says why, and its neighbours nothing.  Freed blocks are filled with NaN.
+The output never depends on the kind of preemption. If a disk fails or changes data, an exact sequence is recomputed, a
+lossy one ends with an error that names the reason, and others are not affected. Freed blocks are filled with NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS = {
 }
 
 
-class Forced(SwapCostModel):
+class FixedChoice(SwapCostModel):
     def __init__(self, swap: bool) -> None:
         super().__init__()
         self.swaps = swap
@@ -79,7 +79,7 @@ def run_of(kind: str, way: str, folder: Path) -> tuple[Run, float]:
     ram = {"computed": None, "memory": 1 << 30, "disk": 0}[way]
     model, cache = setting(kind, swap_space=ram)
     options = {"swap_dir": folder} if way == "disk" else {}
-    run = drive(model, cache, STREAMS, cost_model=Forced(way != "computed"), **options)
+    run = drive(model, cache, STREAMS, cost_model=FixedChoice(way != "computed"), **options)
     largest = 0.0
     for number, stream in enumerate(STREAMS):
         alone = drive(model, setting(kind, max_num_seqs=1)[1], [stream])
@@ -89,47 +89,47 @@ def run_of(kind: str, way: str, folder: Path) -> tuple[Run, float]:
 
 @pytest.mark.parametrize("way", ["computed", "memory", "disk"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "contiguous"])
-def test_a_row_that_gives_way_says_what_it_says_alone(kind: str, way: str, tmp_path: Path) -> None:
+def test_a_preempted_sequence_equals_its_solo_run(kind: str, way: str, tmp_path: Path) -> None:
     run, largest = run_of(kind, way, tmp_path)
-    told = run.swaps
+    chunks = run.swaps
     assert run.preemptions > 0 and largest <= EXACT
     if way == "computed" and kind not in ("heavy-hitters", "tiered", "packed"):
-        assert told.recomputed == run.preemptions and not told.to_ram
+        assert chunks.recomputed == run.preemptions and not chunks.to_ram
     else:
-        assert told.to_disk == (run.preemptions if way == "disk" else 0) and told.recomputed == 0
-        assert told.to_ram + told.to_disk == run.preemptions
-    assert (told.swap_space.read > 0) == (way == "disk") and told.num_lost == 0
+        assert chunks.to_disk == (run.preemptions if way == "disk" else 0) and chunks.recomputed == 0
+        assert chunks.to_ram + chunks.to_disk == run.preemptions
+    assert (chunks.swap_space.read > 0) == (way == "disk") and chunks.num_lost == 0
     assert not list_temp_paths(tmp_path)
 
 
 def tokens_of(
     engine: Engine, prompts: list[list[int]], new: int = 20, preempt: tuple[int, ...] = ()
 ) -> dict[int, tuple[list[int], str | None]]:
-    """Greedy tokens of each prompt, or the error that ended it.  ``preempt``: steps that the latest gives way after."""
+    """Return greedy tokens or the error of each prompt; after the steps ``preempt`` the latest request is preempted."""
     numbers = [engine.add_request(prompt, SamplingParams(max_tokens=new, temperature=0)) for prompt in prompts]
-    said: dict[int, tuple[list[int], str | None]] = {number: ([], None) for number in numbers}
+    outputs: dict[int, tuple[list[int], str | None]] = {number: ([], None) for number in numbers}
     step = 0
     while not engine.idle:
-        for piece in engine.step():
-            if piece.token_id is not None:
-                said[piece.request][0].append(piece.token_id)
-            if piece.error is not None:
-                said[piece.request] = said[piece.request][0], piece.error
+        for chunk in engine.step():
+            if chunk.token_id is not None:
+                outputs[chunk.request][0].append(chunk.token_id)
+            if chunk.error is not None:
+                outputs[chunk.request] = outputs[chunk.request][0], chunk.error
         engine.scheduler.check()
         fill_unowned(engine, math.nan)
         step += 1
         if step in preempt and engine.scheduler._running:
             engine.scheduler._preempt(engine.scheduler._running[-1])
     assert engine.preemption.swap_space is not None and not len(engine.preemption.swap_space)
-    return {at: said[number] for at, number in enumerate(numbers)}
+    return {at: outputs[number] for at, number in enumerate(numbers)}
 
 
 PROMPTS = [text(30), text(9, 2), text(40, 4)]
 OFTEN = tuple(range(3, 60, 3))
 
 
-class Slow(FileSystem):
-    """So that others run while a row is away, and rows are written before they are wanted again."""
+class SlowDisk(FileSystem):
+    """A slow disk: others run while a sequence is swapped, and copies are written before they are read."""
 
     def read(self, file: int, into: bytes | bytearray | memoryview, offset: int) -> int:
         time.sleep(0.0005)
@@ -137,24 +137,24 @@ class Slow(FileSystem):
 
 
 @pytest.mark.parametrize("kind", ["full", "windows", "contiguous", "heavy-hitters", "tiered", "packed"])
-def test_rows_that_give_way_again_and_again(kind: str, tmp_path: Path) -> None:
+def test_repeatedly_preempted_sequences_equal_solo_runs(kind: str, tmp_path: Path) -> None:
     model, cache = setting(kind, swap_space=0)
-    engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=Forced(True), fs=Slow()))
-    said = tokens_of(engine, PROMPTS, preempt=OFTEN)
+    engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=FixedChoice(True), fs=SlowDisk()))
+    outputs = tokens_of(engine, PROMPTS, preempt=OFTEN)
     assert engine.preemption.stats().to_disk > 5
     engine.close()
     for number, prompt in enumerate(PROMPTS):
-        assert tokens_of(Engine(model, setting(kind)[1]), [prompt])[0] == said[number]
+        assert tokens_of(Engine(model, setting(kind)[1]), [prompt])[0] == outputs[number]
 
 
-def test_an_encoder_decoder_reads_its_source_again(tmp_path: Path) -> None:
+def test_a_restored_target_reads_its_encoder_input(tmp_path: Path) -> None:
     model = build(pair_config("rope", "pre", "gqa"))
     streams = [
         Stream(text(3, seed), [text(30, seed + 10)], source=[token % 41 for token in text(9 + seed, seed)])
         for seed in range(3)
     ]
     cache = {"max_source_len": 32, "num_blocks": 15, "enable_prefix_caching": False}
-    run = drive(model, cache_of(swap_space=0, **cache), streams, cost_model=Forced(True), swap_dir=tmp_path)
+    run = drive(model, cache_of(swap_space=0, **cache), streams, cost_model=FixedChoice(True), swap_dir=tmp_path)
     assert run.preemptions > 0 and run.swaps.to_disk == run.preemptions
     for number, stream in enumerate(streams):
         alone = drive(model, cache_of(max_source_len=32), [stream])
@@ -165,10 +165,10 @@ def test_an_encoder_decoder_reads_its_source_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_row_takes_the_bytes_that_are_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_bytes_equal_the_counted_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the parking counts without a tensor is what the tensors hold."""
     model, cache = setting(kind, swap_space=1 << 30)
-    engine = Engine(model, cache, EngineConfig(cost_model=Forced(True)))
+    engine = Engine(model, cache, EngineConfig(cost_model=FixedChoice(True)))
     counted: dict[int, int] = {}
     taken: dict[int, int] = {}
     out, keep = HostCopier.copy_out, SwapSpace.store
@@ -178,12 +178,12 @@ def test_a_row_takes_the_bytes_that_are_counted(kind: str, monkeypatch: pytest.M
         taken[key] = sum(each.nbytes for each in copies)
         return copies
 
-    def kept(self: SwapSpace, key: int, nbytes: int, order: tuple[int, int], *, required: bool) -> None:
+    def stored(self: SwapSpace, key: int, nbytes: int, order: tuple[int, int], *, required: bool) -> None:
         counted[key] = nbytes
         keep(self, key, nbytes, order, required=required)
 
     monkeypatch.setattr(HostCopier, "copy_out", copied)
-    monkeypatch.setattr(SwapSpace, "store", kept)
+    monkeypatch.setattr(SwapSpace, "store", stored)
     tokens_of(engine, PROMPTS, preempt=OFTEN)
     assert taken and all(counted[key] == nbytes > 0 for key, nbytes in taken.items())
 
@@ -202,17 +202,17 @@ def test_copies_as_sections(dtype: torch.dtype) -> None:
 
 def lossy_or_not(kind: str, folder: Path, disk: FileSystem) -> tuple[dict[int, tuple[list[int], str | None]], Engine]:
     model, cache = setting(kind, swap_space=0)
-    engine = Engine(model, cache, EngineConfig(swap_dir=folder, cost_model=Forced(True), fs=disk))
-    said = tokens_of(engine, PROMPTS, preempt=OFTEN[::3])
+    engine = Engine(model, cache, EngineConfig(swap_dir=folder, cost_model=FixedChoice(True), fs=disk))
+    outputs = tokens_of(engine, PROMPTS, preempt=OFTEN[::3])
     engine.close()
-    return said, engine
+    return outputs, engine
 
 
-def judged(kind: str, folder: Path, disk: FileSystem, right: dict[int, tuple[list[int], str | None]]) -> int:
+def compare(kind: str, folder: Path, disk: FileSystem, right: dict[int, tuple[list[int], str | None]]) -> int:
     """Rows that ended with an error, after a look at all of them."""
-    said, engine = lossy_or_not(kind, folder, disk)
+    outputs, engine = lossy_or_not(kind, folder, disk)
     ended = 0
-    for number, (tokens, error) in said.items():
+    for number, (tokens, error) in outputs.items():
         if error is None:
             assert tokens == right[number][0]
         else:
@@ -227,7 +227,7 @@ def judged(kind: str, folder: Path, disk: FileSystem, right: dict[int, tuple[lis
 
 @pytest.mark.parametrize("kind", ["full", "tiered"])
 @pytest.mark.parametrize("which", ["read", "write", "open", "create", "replace", "free"])
-def test_whichever_operation_fails(kind: str, which: str, tmp_path: Path) -> None:
+def test_a_failing_disk_operation_never_changes_the_output(kind: str, which: str, tmp_path: Path) -> None:
     """Each of the first ones, a middle one and the last."""
     model, cache = setting(kind)
     right = tokens_of(Engine(model, cache), PROMPTS)
@@ -235,22 +235,22 @@ def test_whichever_operation_fails(kind: str, which: str, tmp_path: Path) -> Non
     lossy_or_not(kind, tmp_path, counting)
     ended = 0
     for k in sorted({0, 1, 2, counting.count // 2, max(0, counting.count - 1)}):
-        ended += judged(kind, tmp_path, FailingDisk(k, which=(which,)), right)
+        ended += compare(kind, tmp_path, FailingDisk(k, which=(which,)), right)
         left = [each.path for each in list_temp_paths(tmp_path)]
         assert not left
     assert not ended or (kind == "tiered" and which in ("read", "open"))
 
 
 @pytest.mark.parametrize("kind", ["full", "tiered"])
-def test_a_disk_that_is_gone_from_some_moment_on(kind: str, tmp_path: Path) -> None:
+def test_a_disk_that_fails_permanently(kind: str, tmp_path: Path) -> None:
     """Rows that cannot be recomputed stay in memory, beyond the bound."""
     model, cache = setting(kind)
     right = tokens_of(Engine(model, cache), PROMPTS)
     for k in (0, 3, 20):
-        judged(kind, tmp_path, FailingDisk(k, which=("create", "write", "replace"), on=True), right)
+        compare(kind, tmp_path, FailingDisk(k, which=("create", "write", "replace"), on=True), right)
 
 
-class Lying(FileSystem):
+class DamagingDisk(FileSystem):
     """Changes each file behind our back."""
 
     def __init__(self, seed: int) -> None:
@@ -264,18 +264,18 @@ class Lying(FileSystem):
 
 @pytest.mark.parametrize("kind", ["full", "tiered"])
 @pytest.mark.parametrize("seed", range(4))
-def test_files_that_are_flipped_or_cut(kind: str, seed: int, tmp_path: Path) -> None:
+def test_damaged_swap_files_are_never_used(kind: str, seed: int, tmp_path: Path) -> None:
     model, cache = setting(kind)
     right = tokens_of(Engine(model, cache), PROMPTS)
-    disk = Lying(seed)
-    ended = judged(kind, tmp_path, disk, right)
+    disk = DamagingDisk(seed)
+    ended = compare(kind, tmp_path, disk, right)
     assert disk.count > 0 and (ended > 0 or kind == "full")
 
 
-def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory on the host: the row that gave way is computed again, the next request is right."""
+def test_a_failing_copy_ends_only_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without host memory the preempted sequence is recomputed, and the next request is right."""
     model, cache = setting("full", swap_space=1 << 30)
-    engine = Engine(model, cache, EngineConfig(cost_model=Forced(True)))
+    engine = Engine(model, cache, EngineConfig(cost_model=FixedChoice(True)))
     right = tokens_of(Engine(model, setting("full")[1]), [PROMPTS[2]])[0]
     out, failed = HostCopier.copy_out, []
 
@@ -287,21 +287,21 @@ def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch:
 
     monkeypatch.setattr(HostCopier, "copy_out", broken)
     numbers = [engine.add_request(prompt, SamplingParams(max_tokens=20, temperature=0)) for prompt in PROMPTS]
-    said: dict[int, list[int]] = {number: [] for number in numbers}
+    outputs: dict[int, list[int]] = {number: [] for number in numbers}
     errors = {}
     while not engine.idle:
         try:
-            pieces = engine.step()
+            chunks = engine.step()
         except MemoryError:
             continue
-        for piece in pieces:
-            if piece.token_id is not None:
-                said[piece.request].append(piece.token_id)
-            if piece.error is not None:
-                errors[piece.request] = piece.error
+        for chunk in chunks:
+            if chunk.token_id is not None:
+                outputs[chunk.request].append(chunk.token_id)
+            if chunk.error is not None:
+                errors[chunk.request] = chunk.error
         fill_unowned(engine, math.nan)
     assert failed and engine.preemption.stats().num_lost == 1
-    assert numbers[2] not in errors and said[numbers[2]] == right[0]
+    assert numbers[2] not in errors and outputs[numbers[2]] == right[0]
     assert all("no memory" in error for error in errors.values()) and errors
 
 
@@ -309,16 +309,18 @@ def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch:
 
 
 @pytest.mark.parametrize("kind", ["full", "tiered"])
-def test_cancelled_on_its_way_out_and_in(kind: str, tmp_path: Path) -> None:
+def test_a_request_can_be_aborted_while_it_is_swapped(kind: str, tmp_path: Path) -> None:
     model, cache = setting(kind, swap_space=0, num_blocks=40)
-    engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=Forced(True), fs=Slow()))
+    engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=FixedChoice(True), fs=SlowDisk()))
     right = tokens_of(Engine(model, setting(kind)[1]), [PROMPTS[0]])[0]
     for wait in range(6):
         keeps = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0))
         goes = engine.add_request(PROMPTS[1], SamplingParams(max_tokens=40, temperature=0))
-        said: list[int] = []
+        outputs: list[int] = []
         for step in range(60):
-            said += [piece.token_id for piece in engine.step() if piece.request == keeps and piece.token_id is not None]
+            outputs += [
+                chunk.token_id for chunk in engine.step() if chunk.request == keeps and chunk.token_id is not None
+            ]
             fill_unowned(engine, math.nan)
             if step == 3:
                 engine.scheduler._preempt(engine.scheduler.sequences(goes)[0])
@@ -326,12 +328,12 @@ def test_cancelled_on_its_way_out_and_in(kind: str, tmp_path: Path) -> None:
                 engine.abort_request(goes)
             if engine.idle:
                 break
-        assert engine.idle and said == right[0]
+        assert engine.idle and outputs == right[0]
     engine.close()
     assert not list_temp_paths(tmp_path)
 
 
-def test_closing_with_rows_that_are_away(tmp_path: Path) -> None:
+def test_closing_with_swapped_sequences(tmp_path: Path) -> None:
     model, cache = setting("tiered", swap_space=0)
     engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path))
     number = engine.add_request(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0))
@@ -349,7 +351,7 @@ def test_closing_with_rows_that_are_away(tmp_path: Path) -> None:
     assert not list_temp_paths(tmp_path) and (thread is None or not thread.is_alive())
 
 
-def test_what_a_prompt_costs_is_measured(tmp_path: Path) -> None:
+def test_the_cost_of_a_prompt_is_measured(tmp_path: Path) -> None:
     model, cache = setting("full", swap_space=1 << 30)
     engine = Engine(model, cache)
     assert engine.preemption.costs.seconds_per_token == 0
@@ -360,7 +362,7 @@ def test_what_a_prompt_costs_is_measured(tmp_path: Path) -> None:
         assert measured.seconds["out"] > 0
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_swap_folder_is_rejected(tmp_path: Path) -> None:
     model, cache = setting("full")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="swap_dir"):
@@ -370,20 +372,20 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     assert REAL_FILE_SYSTEM.free_bytes(tmp_path) > 0
 
 
-def test_blocks_woken_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The first group's.  (Whole blocks could come in any order: attention asks their positions; the last one not.)"""
+def test_blocks_restored_in_another_order_are_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Swap the first group's blocks; full blocks may have any order, because attention uses positions."""
     held = KVCache._swap
 
     def wrong(self: KVCache, moves: object) -> None:
-        wake = tuple((key, (blocks[0][::-1], *blocks[1:])) for key, blocks in moves.swap_in)  # type: ignore[attr-defined]
-        held(self, moves._replace(swap_in=wake))  # type: ignore[attr-defined]
+        swap_in = tuple((key, (blocks[0][::-1], *blocks[1:])) for key, blocks in moves.swap_in)  # type: ignore[attr-defined]
+        held(self, moves._replace(swap_in=swap_in))  # type: ignore[attr-defined]
 
     for kind in ("full", "tiered"):
         model, cache = setting(kind, swap_space=0)
         right = tokens_of(
-            Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=Forced(True))), PROMPTS, preempt=OFTEN
+            Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=FixedChoice(True))), PROMPTS, preempt=OFTEN
         )
         with monkeypatch.context() as broken:
             broken.setattr(KVCache, "_swap", wrong)
-            engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=Forced(True)))
+            engine = Engine(model, cache, EngineConfig(swap_dir=tmp_path, cost_model=FixedChoice(True)))
             assert tokens_of(engine, PROMPTS, preempt=OFTEN) != right

@@ -1,8 +1,7 @@
-"""A stream that is larger than the pool says what it says in memory, whatever the disk does, or ends with why not.
+"""Sequences larger than the pool have the output of a cache that holds everything, or end with a reason.
 
-Exactness is judged in float64 against Fresh.  Under faults the judge is an engine whose cache holds everything: tokens
-are sampled, so that a number that is off shows.  Single disk operations are tested in
-``tests/cache/offload/test_token_offload.py``.
+Logits are compared in float64 with the uncached model. Under faults of the disk, sampled tokens are compared with those
+of an engine without offload. Single disk operations are tested in ``tests/cache/offload/test_token_offload.py``.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError, RequestError
 from kvad.model.transformer import Transformer
 from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
-from tests.engine.scheduling.test_streams import MACHINE
 from tests.support.driver import Stream, drive, worst
 from tests.support.faulty_filesystems import FailingDisk
 from tests.support.random_models import LIMIT, POSITIONS, build, encoder_config, model_config, pair_config
+from tests.support.stream_harness import MACHINE
 
 EXACT = 1e-10
 RAM = {"memory": 1 << 30, "disk": 0, "both": 12_000}
@@ -46,18 +45,18 @@ RAM = {"memory": 1 << 30, "disk": 0, "both": 12_000}
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a row is read in several."""
+    """Read a sequence in several tiles."""
     monkeypatch.setattr(token_offload, "TILE", 5000)
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> Iterator[str]:
-    folder = tmp_path / "spill"
+def offload_dir(tmp_path: Path) -> Iterator[str]:
+    folder = tmp_path / "offload"
     yield str(folder)
     assert not folder.exists() or not list(folder.iterdir()), "files are left"
 
 
-def spilling(where: str, **fields: Any) -> CacheConfig:
+def offload_cache(offload_dir: str, **fields: Any) -> CacheConfig:
     given = {
         "dtype": "float64",
         "block_size": 4,
@@ -66,18 +65,22 @@ def spilling(where: str, **fields: Any) -> CacheConfig:
         "prefill_chunk_size": 8,
         "max_source_len": 20,
     }
-    given |= {"overflow": "offload", "offload_dir": where, "offload_ram": 12_000}
+    given |= {"overflow": "offload", "offload_dir": offload_dir, "offload_ram": 12_000}
     return CacheConfig(**(given | fields))
 
 
+def offload_engine(model: Transformer, offload_dir: str, fs: FileSystem = REAL_FILE_SYSTEM, **fields: Any) -> Engine:
+    return Engine(model, offload_cache(offload_dir, **fields), EngineConfig(max_num_batched_tokens=24, fs=fs))
+
+
 def streams(config: ModelConfig) -> list[Stream]:
-    """Rows that spill, one that does not, two samples; all longer than one tile."""
+    """Return sequences that are offloaded, one that is not, and two samples."""
     rng = random.Random(4)
 
     def ids(count: int) -> list[int]:
         return [rng.randrange(67) for _ in range(count)]
 
-    made = [Stream(ids(50), [ids(40)]), Stream(ids(3), [ids(80)], 2), Stream(ids(40), [ids(20), ids(20)], 3)]
+    made = [Stream(ids(50), [ids(20)]), Stream(ids(3), [ids(60)], 2), Stream(ids(40), [ids(12), ids(12)], 3)]
     made.append(Stream(ids(5), [ids(10)], 5))
     if config.encoder_input is None:
         return made
@@ -93,54 +96,54 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(("name", "ram"), [*((name, "both") for name in CONFIGS), ("rope", "memory"), ("rope", "disk")])
-def test_streams_larger_than_the_pool_are_exact(name: str, ram: str, where: str) -> None:
-    model, cache = build(CONFIGS[name]), spilling(where, offload_ram=RAM[ram])
-    every = streams(model.config)
-    run = drive(model, cache, every, budget=24)
-    assert worst(model, every, run) <= EXACT
+def test_streams_larger_than_the_pool_are_exact(name: str, ram: str, offload_dir: str) -> None:
+    model, cache = build(CONFIGS[name]), offload_cache(offload_dir, offload_ram=RAM[ram])
+    all_streams = streams(model.config)
+    run = drive(model, cache, all_streams, budget=24)
+    assert worst(model, all_streams, run) <= EXACT
     assert run.widest == 3 and run.mixed
 
 
 @pytest.mark.parametrize("rotate", ["write", "read"])
 @pytest.mark.parametrize("blocks", [8, 12])
-def test_preempted_rows_are_computed_again(rotate: str, blocks: int, where: str) -> None:
+def test_preempted_sequences_are_recomputed(rotate: str, blocks: int, offload_dir: str) -> None:
     model = build(model_config("rope-partial"))
-    cache = spilling(where, rope_at=rotate, num_blocks=blocks, max_num_seqs=4)
-    every = streams(model.config)
-    run = drive(model, cache, every, budget=24)
-    assert worst(model, every, run) <= EXACT and run.preemptions > 0
+    cache = offload_cache(offload_dir, rope_at=rotate, num_blocks=blocks, max_num_seqs=4)
+    all_streams = streams(model.config)
+    run = drive(model, cache, all_streams, budget=24)
+    assert worst(model, all_streams, run) <= EXACT and run.preemptions > 0
 
 
 @pytest.mark.parametrize(
     "formats", [("int8", "int8"), ("int4", "int8"), ("bfloat16", "bfloat16"), ("fp8-e4m3", "int4")]
 )
-def test_formats_are_spilled_as_they_are(formats: tuple[str, str], where: str) -> None:
-    """As the judge whose keys and values go through them."""
+def test_quantized_tokens_are_offloaded_unchanged(formats: tuple[str, str], offload_dir: str) -> None:
+    """Compare with a reference whose keys and values are quantized too."""
     model, (keys, values) = build(model_config("rope")), formats
-    cache = spilling(where, key_dtype=keys, value_dtype=values)
-    every = streams(model.config)
-    assert worst(model, every, drive(model, cache, every, budget=24), formats=formats) <= EXACT
+    cache = offload_cache(offload_dir, key_dtype=keys, value_dtype=values)
+    all_streams = streams(model.config)
+    assert worst(model, all_streams, drive(model, cache, all_streams, budget=24), formats=formats) <= EXACT
 
 
-def test_layers_spill_beside_others(where: str) -> None:
+def test_some_layers_are_offloaded(offload_dir: str) -> None:
     model = build(model_config("rope", layers=4))
     for policy in (
         "0: full; offload(16, interval=8)",
         "0: window(9); 1: quest(90); offload(16, interval=8)",
         "0: offload(8, interval=4); offload(16, interval=8)",
     ):
-        cache = spilling(where, overflow="preempt", max_seq_len=96, policy=policy, offload_ram=3000)
-        every = streams(model.config)
-        assert worst(model, every, drive(model, cache, every, budget=24), cache=cache) <= EXACT
+        cache = offload_cache(offload_dir, overflow="preempt", max_seq_len=96, policy=policy, offload_ram=3000)
+        all_streams = streams(model.config)
+        assert worst(model, all_streams, drive(model, cache, all_streams, budget=24), cache=cache) <= EXACT
 
 
-# ---------------------------------------------------------------- what the oracle objects to
+# ---------------------------------------------------------------- bugs
 
 
 @pytest.mark.parametrize(
     "breaks", ["a tile left out", "tiles of another layer", "read too early", "zeros for what is lost"]
 )
-def test_broken_on_purpose_it_is_heard(breaks: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_changes_the_logits(breaks: str, offload_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real_take, real_write, real_split = _ReadAhead.take, OffloadFile.write, OffloadReader._tiles
     if breaks == "a tile left out":
         monkeypatch.setattr(OffloadReader, "_tiles", lambda *given: list(real_split(*given))[1:])
@@ -159,15 +162,18 @@ def test_broken_on_purpose_it_is_heard(breaks: str, where: str, monkeypatch: pyt
         monkeypatch.setattr(_ReadAhead, "done", lambda self: self._in_flight.popleft())
     else:
         monkeypatch.setattr(OffloadFile, "_read", lambda self, layer, first, into: into.fill(0) or {})
-    model, every = build(model_config()), streams(model_config())
-    assert worst(model, every, drive(model, spilling(where, offload_ram=0), every, budget=24)) > 1e-3
+    model, all_streams = build(model_config()), streams(model_config())
+    assert (
+        worst(model, all_streams, drive(model, offload_cache(offload_dir, offload_ram=0), all_streams, budget=24))
+        > 1e-3
+    )
 
 
-# ---------------------------------------------------------------- engines, by their tokens
+# ---------------------------------------------------------------- tokens, with a disk that fails
 
-ASKED = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
+SAMPLING = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
 PROMPTS = [[3 * i % 67 for i in range(50)], [5, 6, 7], [(i * i) % 67 for i in range(61)]]
-Said = dict[tuple[int, int], tuple[list[int], str | None, str | None]]
+Results = dict[tuple[int, int], tuple[list[int], str | None, str | None]]
 
 
 @pytest.fixture(scope="module")
@@ -176,137 +182,135 @@ def model() -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def right(model: Transformer) -> Said:
+def expected(model: Transformer) -> Results:
     cache = CacheConfig(dtype="float64", block_size=4, max_num_seqs=3, max_seq_len=LIMIT, prefill_chunk_size=8)
-    return talk(Engine(model, cache, EngineConfig(max_num_batched_tokens=24)))
+    return generate(Engine(model, cache, EngineConfig(max_num_batched_tokens=24)))
 
 
-def talk(engine: Engine, between: Callable[[Engine, int], None] = lambda *_: None, most: int = 3000) -> Said:
-    """Every prompt's tokens, how it ended, and why; ``between`` two steps something happens."""
-    said: Said = {}
+def generate(
+    engine: Engine, between: Callable[[Engine, int], None] = lambda *_: None, max_steps: int = 3000
+) -> Results:
+    """Return the tokens, finish reason and error of every prompt; ``between`` is called before each step."""
+    results: Results = {}
     for prompt in PROMPTS:
-        said[engine.add_request(prompt, ASKED), 0] = [], None, None
+        results[engine.add_request(prompt, SAMPLING), 0] = [], None, None
     step = 0
     while not engine.idle:
         between(engine, step)
-        for piece in engine.step():
-            tokens, *_ = said[piece.request, piece.sample_index]
-            tokens += [piece.token_id] if piece.token_id is not None else []
-            said[piece.request, piece.sample_index] = tokens, piece.finish_reason, piece.error
+        for chunk in engine.step():
+            tokens, *_ = results[chunk.request, chunk.sample_index]
+            tokens += [chunk.token_id] if chunk.token_id is not None else []
+            results[chunk.request, chunk.sample_index] = tokens, chunk.finish_reason, chunk.error
         engine.scheduler.check()
         step += 1
-        assert step < most, "it does not end"
+        assert step < max_steps, "the engine does not become idle"
     engine.close()
-    return said
+    return results
 
 
-def right_or_told(said: Said, right: Said) -> int:
-    """Tokens are right as far as they go; what did not come to its end says why.  -> how many did not."""
+def check_results(results: Results, expected: Results) -> int:
+    """Compare tokens up to their end; return the number of sequences that ended with an error."""
     ended = 0
-    for key, (tokens, finish, error) in said.items():
-        whole = right[key][0]
+    for key, (tokens, finish, error) in results.items():
+        expected_tokens = expected[key][0]
         if finish == "error":
             assert error is not None and error.startswith(f"the offloaded tokens of request {key[0]} cannot be read: ")
-            assert tokens == whole[: len(tokens)]
+            assert tokens == expected_tokens[: len(tokens)]
             ended += 1
         else:
-            assert (tokens, finish, error) == right[key]
+            assert (tokens, finish, error) == expected[key]
     return ended
 
 
-def spills(engine: Engine) -> list[OffloadFile]:
+def offload_files(engine: Engine) -> list[OffloadFile]:
     assert engine.kv_cache.offload_reader is not None
     return list(engine.kv_cache.offload_reader.offload_files.values())
 
 
 @pytest.mark.parametrize("ram", RAM)
-def test_tokens_are_those_of_a_cache_that_holds_everything(
-    model: Transformer, right: Said, ram: str, where: str
+def test_tokens_equal_those_of_a_cache_that_holds_everything(
+    model: Transformer, expected: Results, ram: str, offload_dir: str
 ) -> None:
-    engine = Engine(model, spilling(where, offload_ram=RAM[ram]), EngineConfig(max_num_batched_tokens=24))
-    assert talk(engine) == right
+    engine = offload_engine(model, offload_dir, offload_ram=RAM[ram])
+    assert generate(engine) == expected
     assert engine.kv_cache.offload_reader is not None
     stats = engine.kv_cache.offload_reader.stats()
     assert stats.written and (stats.from_ram > 0) == (ram != "disk") and (stats.from_disk > 0) == (ram != "memory")
     assert (stats.folder is None) == (ram == "memory") and stats.failed == 0
 
 
-def test_beams_fork_what_is_spilled(model: Transformer, where: str) -> None:
-    asked = SamplingParams(max_tokens=40, num_beams=3, n=3, temperature=0.0)
-    said = []
+def test_beams_share_offloaded_tokens(model: Transformer, offload_dir: str) -> None:
+    sampling = SamplingParams(max_tokens=40, num_beams=3, n=3, temperature=0.0)
+    results = []
     for cache in (
         CacheConfig(dtype="float64", block_size=4, max_num_seqs=3, max_seq_len=LIMIT, prefill_chunk_size=8),
-        spilling(where, offload_ram=0),
+        offload_cache(offload_dir, offload_ram=0),
     ):
         engine = Engine(model, cache, EngineConfig(max_num_batched_tokens=24))
-        engine.add_request(PROMPTS[0], asked)
-        said.append([piece for _ in range(400) for piece in engine.step()])
+        engine.add_request(PROMPTS[0], sampling)
+        results.append([chunk for _ in range(400) for chunk in engine.step()])
         assert engine.idle
         engine.close()
-    tokens = [[(piece.sample_index, piece.token_id, piece.finish_reason) for piece in pieces] for pieces in said]
+    tokens = [[(chunk.sample_index, chunk.token_id, chunk.finish_reason) for chunk in chunks] for chunks in results]
     assert tokens[0] == tokens[1] and len(tokens[0]) > 100
-    totals = [[piece.cumulative_logprob for piece in pieces if piece.cumulative_logprob is not None] for pieces in said]
+    totals = [
+        [chunk.cumulative_logprob for chunk in chunks if chunk.cumulative_logprob is not None] for chunks in results
+    ]
     assert totals[0] == pytest.approx(totals[1], abs=1e-9)
 
 
-@pytest.mark.parametrize("which", [("write_at",), ("read",)])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize(("which", "code"), [(("write_at",), errno.ENOSPC), (("read",), errno.EIO)])
 def test_the_kth_operation_fails_for_every_k(
-    model: Transformer, right: Said, which: tuple[str, ...], code: int, where: str
+    model: Transformer, expected: Results, which: tuple[str, ...], code: int, offload_dir: str
 ) -> None:
-    """One that fails costs the row's computing again, and nothing else."""
+    """After a failed operation the sequence is recomputed, with the same output."""
     counting = FailingDisk(which=which)
-    talk(Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24, fs=counting)))
+    generate(offload_engine(model, offload_dir, counting))
     assert counting.count > 20
     rng = random.Random(len(which[0]) + code)
     for k in sorted({0, 1, 2, counting.count - 1, *rng.sample(range(counting.count), 3)}):
         disk = FailingDisk(k, which=which, code=code)
-        assert talk(Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24, fs=disk))) == right
+        assert generate(offload_engine(model, offload_dir, disk)) == expected
         assert disk.failed == 1
 
 
 @pytest.mark.long(minutes=15)
 @pytest.mark.parametrize("which", [("write_at",), ("read",)])
 def test_the_kth_operation_fails_for_every_single_k(
-    model: Transformer, right: Said, which: tuple[str, ...], where: str
+    model: Transformer, expected: Results, which: tuple[str, ...], offload_dir: str
 ) -> None:
     counting = FailingDisk(which=which)
-    talk(Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24, fs=counting)))
+    generate(offload_engine(model, offload_dir, counting))
     for k in range(counting.count):
-        assert (
-            talk(
-                Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24, fs=FailingDisk(k, which=which)))
-            )
-            == right
-        )
+        assert generate(offload_engine(model, offload_dir, FailingDisk(k, which=which))) == expected
 
 
 @pytest.mark.parametrize("which", [("write_at",), ("read",)])
 @pytest.mark.parametrize("ram", ["disk", "both"])
-def test_a_disk_that_is_gone_for_good(
-    model: Transformer, right: Said, which: tuple[str, ...], ram: str, where: str
+def test_a_disk_that_fails_permanently(
+    model: Transformer, expected: Results, which: tuple[str, ...], ram: str, offload_dir: str
 ) -> None:
-    """What does not fit into memory ends with the reason; a row that spills little, or nothing, says all it has to."""
-    for k in (0, 5, 20):
+    """Sequences that do not fit into memory end with the reason; the short one is not affected."""
+    for k in (0, 20):
         disk = FailingDisk(k, which=which, code=errno.ENOSPC, on=True)
-        said = talk(
-            Engine(model, spilling(where, offload_ram=RAM[ram]), EngineConfig(max_num_batched_tokens=24, fs=disk))
-        )
-        assert right_or_told(said, right) in (1, 2) and disk.failed
-        assert said[1, 0] == right[1, 0], "the short one goes on"
+        results = generate(offload_engine(model, offload_dir, disk, offload_ram=RAM[ram]))
+        assert check_results(results, expected) in (1, 2) and disk.failed
+        assert results[1, 0] == expected[1, 0], "the short one continues"
 
 
-def test_with_room_in_memory_nothing_needs_the_disk(model: Transformer, right: Said, where: str) -> None:
-    """All memory is given out when the disk fails; by the time rows come back others have left."""
-    cache = spilling(where, offload_ram=40_000)
+def test_with_room_in_memory_no_sequence_needs_the_disk(
+    model: Transformer, expected: Results, offload_dir: str
+) -> None:
+    """The memory is full when the disk fails, but it is free again when sequences are recomputed."""
+    cache = offload_cache(offload_dir, offload_ram=40_000)
     disk = FailingDisk(3, which=("write_at",), on=True)
-    said = talk(Engine(model, cache, EngineConfig(max_num_batched_tokens=24, fs=disk)))
-    assert disk.failed and right_or_told(said, right) < 2
+    results = generate(Engine(model, cache, EngineConfig(max_num_batched_tokens=24, fs=disk)))
+    assert disk.failed and check_results(results, expected) < 2
 
 
 def damage(kind: str, at: int, engine: Engine) -> None:
-    for spool in spills(engine):
-        for path in spool.paths:
+    for offload_file in offload_files(engine):
+        for path in offload_file.paths:
             if at < path.stat().st_size:
                 if kind == "cut":
                     os.truncate(path, at)
@@ -320,11 +324,13 @@ def damage(kind: str, at: int, engine: Engine) -> None:
 
 @pytest.mark.parametrize("kind", ["flip", "cut"])
 @pytest.mark.parametrize("times", ["once", "always"])
-def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: str, times: str, where: str) -> None:
-    """At places 64 bytes apart over the whole of the files, at steps of all ages."""
-    engine = Engine(model, spilling(where, offload_ram=0), EngineConfig(max_num_batched_tokens=24))
+def test_damage_between_steps_is_detected(
+    model: Transformer, expected: Results, kind: str, times: str, offload_dir: str
+) -> None:
+    """Damage random places of the files, at random steps."""
+    engine = offload_engine(model, offload_dir, offload_ram=0)
     sizes: list[int] = []
-    talk(engine, lambda engine, step: sizes.append(spills(engine)[0].paths[0].stat().st_size))
+    generate(engine, lambda engine, step: sizes.append(offload_files(engine)[0].paths[0].stat().st_size))
     found, rng = 0, random.Random(7)
     places = range(0, max(sizes), 64)
     for at in rng.sample(places, 5):
@@ -335,68 +341,66 @@ def test_damage_between_steps_is_found(model: Transformer, right: Said, kind: st
             if step == when or (times == "always" and step > when):
                 damage(kind, at, engine)
 
-        engine = Engine(model, spilling(where, offload_ram=0), EngineConfig(max_num_batched_tokens=24))
-        ended = right_or_told(talk(engine, between), right)
+        engine = offload_engine(model, offload_dir, offload_ram=0)
+        ended = check_results(generate(engine, between), expected)
         assert times == "always" or not ended
         found += engine.kv_cache.offload_reader is not None and engine.kv_cache.offload_reader.stats().failed > 0
-    assert found > 2, "nothing of it was read"
+    assert found > 2, "no damaged byte was read"
 
 
 @pytest.mark.long(minutes=15)
 @pytest.mark.parametrize("kind", ["flip", "cut"])
-def test_damage_at_every_sixty_four_bytes(model: Transformer, right: Said, kind: str, where: str) -> None:
+def test_damage_at_every_sixty_four_bytes(model: Transformer, expected: Results, kind: str, offload_dir: str) -> None:
     for at in range(0, 20_000, 64):
-        engine = Engine(model, spilling(where, offload_ram=0), EngineConfig(max_num_batched_tokens=24))
-        assert not right_or_told(talk(engine, lambda e, step, at=at: step == 30 and damage(kind, at, e)), right)
+        engine = offload_engine(model, offload_dir, offload_ram=0)
+        assert not check_results(generate(engine, lambda e, step, at=at: step == 30 and damage(kind, at, e)), expected)
 
 
-def test_what_is_damaged_without_checksums_is_heard(
-    model: Transformer, right: Said, where: str, monkeypatch: pytest.MonkeyPatch
+def test_without_checksums_damage_changes_the_tokens(
+    model: Transformer, expected: Results, offload_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Proof that the tests above would notice."""
+    """The comparison above detects wrong tokens."""
     monkeypatch.setattr("kvad.cache.offload.token_offload.zlib.crc32", lambda data: 0)
-    engine = Engine(model, spilling(where, offload_ram=0), EngineConfig(max_num_batched_tokens=24))
-    said = talk(engine, lambda engine, step: [damage("flip", at, engine) for at in range(7, 20_000, 8) if step == 20])
+    engine = offload_engine(model, offload_dir, offload_ram=0)
+    results = generate(
+        engine, lambda engine, step: [damage("flip", at, engine) for at in range(7, 20_000, 8) if step == 20]
+    )
     with pytest.raises(AssertionError):
-        right_or_told(said, right)
+        check_results(results, expected)
 
 
-# ---------------------------------------------------------------- what is not there, and what stays
+# ---------------------------------------------------------------- folders and options
 
 
-def test_a_killed_process_leaves_nothing_that_the_next_start_does_not_sweep(where: str) -> None:
+def test_the_next_start_removes_files_of_a_killed_process(offload_dir: str) -> None:
     script = (
         "import os, signal, sys\n"
         "from tests.engine.test_token_offload import *\n"
-        "cache = spilling(sys.argv[1], offload_ram=0)\n"
+        "cache = offload_cache(sys.argv[1], offload_ram=0)\n"
         "engine = Engine(build(model_config('rope')), cache, EngineConfig(max_num_batched_tokens=24))\n"
-        "talk(engine, lambda e, step: os.kill(os.getpid(), signal.SIGKILL) if step == 30 else None)\n"
+        "generate(engine, lambda e, step: os.kill(os.getpid(), signal.SIGKILL) if step == 30 else None)\n"
     )
-    assert subprocess.run([sys.executable, "-c", script, where], check=False).returncode == -9
-    left = list(Path(where).iterdir())
+    assert subprocess.run([sys.executable, "-c", script, offload_dir], check=False).returncode == -9
+    left = list(Path(offload_dir).iterdir())
     assert left and any(path.stat().st_size for path in left)
-    engine = Engine(build(model_config("rope")), spilling(where, offload_ram=0))
-    assert not set(left) & set(Path(where).iterdir())
+    engine = Engine(build(model_config("rope")), offload_cache(offload_dir, offload_ram=0))
+    assert not set(left) & set(Path(offload_dir).iterdir())
     engine.close()
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(model: Transformer, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_rejected_at_the_start(model: Transformer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ConfigError, match=r"offload_dir: cannot write to .*file: .* \(Give another folder: --offload-dir\.\)"
     ):
-        Engine(model, spilling(str(tmp_path / "file"), offload_ram=0))
-    engine = Engine(model, spilling(str(tmp_path / "file"), offload_ram=1 << 30))  # it needs none
+        Engine(model, offload_cache(str(tmp_path / "file"), offload_ram=0))
+    engine = Engine(model, offload_cache(str(tmp_path / "file"), offload_ram=1 << 30))  # it needs no file
     engine.close()
 
 
-def laid_out(config: ModelConfig, cache: CacheConfig) -> None:
-    build_groups(attention_specs(config), resolve_for_model(config, cache))
-
-
-def test_what_cannot_spill_is_refused_with_the_reason() -> None:
+def test_unsupported_options_are_rejected() -> None:
     config = model_config("rope")
-    for fields, said in (
+    for fields, message in (
         ({"max_seq_len": LIMIT}, "max_seq_len must be below the model's limit of 96 tokens"),
         ({"layout": "contiguous"}, "tokens are offloaded in whole blocks (Use cache.layout='paged')"),
         ({"max_seq_len": 7}, "max_seq_len 7 is less than two blocks of 4"),
@@ -404,45 +408,45 @@ def test_what_cannot_spill_is_refused_with_the_reason() -> None:
         ({"key_dtype": "int8-channel", "dtype": "float32"}, "packs whole blocks once"),
     ):
         with pytest.raises(ConfigError) as error:
-            laid_out(config, spilling("", **fields))
-        assert said in str(error.value)
+            build_groups(attention_specs(config), resolve_for_model(config, offload_cache("", **fields)))
+        assert message in str(error.value)
     with pytest.raises(ConfigError, match=r"recent must be a multiple of the block size 4, got 6 \(Use recent=8\)"):
-        build_groups(attention_specs(config), spilling("", overflow="preempt", policy="offload(6, interval=8)"))
+        build_groups(attention_specs(config), offload_cache("", overflow="preempt", policy="offload(6, interval=8)"))
     with pytest.raises(ConfigError, match=r"offload\(8, .*\) and key-norm\(8, .*\) cannot be combined"):
         build_groups(
             attention_specs(config),
-            spilling("", overflow="preempt", policy="0: key-norm(8, interval=4); offload(8, interval=8)"),
+            offload_cache("", overflow="preempt", policy="0: key-norm(8, interval=4); offload(8, interval=8)"),
         )
     with pytest.raises(ConfigError, match="an encoder has no cache"):
-        resolve_for_model(encoder_config(), spilling(""))
+        resolve_for_model(encoder_config(), offload_cache(""))
 
 
-def test_a_request_may_end_where_the_pool_does(model: Transformer, where: str) -> None:
-    engine = Engine(model, spilling(where))
-    asked = replace(ASKED, max_tokens=None, overflow="stop")
-    engine.add_request(PROMPTS[1], asked)
-    pieces = [piece for _ in range(200) for piece in engine.step()]
-    assert sum(piece.token_id is not None for piece in pieces) == 29 and pieces[-1].limit == "cache"
+def test_a_request_may_stop_at_the_cache_s_limit(model: Transformer, offload_dir: str) -> None:
+    engine = Engine(model, offload_cache(offload_dir))
+    sampling = replace(SAMPLING, max_tokens=None, overflow="stop")
+    engine.add_request(PROMPTS[1], sampling)
+    chunks = [chunk for _ in range(200) for chunk in engine.step()]
+    assert sum(chunk.token_id is not None for chunk in chunks) == 29 and chunks[-1].limit == "cache"
     engine.close()
     plain = Engine(model, CacheConfig(dtype="float64", max_num_seqs=1, max_seq_len=32))
     with pytest.raises(RequestError, match="must be configured when the cache is created"):
-        plain.add_request([1], replace(ASKED, overflow="offload"))
+        plain.add_request([1], replace(SAMPLING, overflow="offload"))
 
 
-def test_a_row_that_spills_shares_no_prefix(model: Transformer, right: Said, where: str) -> None:
-    engine = Engine(model, spilling(where), EngineConfig(max_num_batched_tokens=24))
+def test_offloaded_sequences_share_no_prefix(model: Transformer, expected: Results, offload_dir: str) -> None:
+    engine = offload_engine(model, offload_dir)
     for _ in range(2):
-        request = engine.add_request(PROMPTS[0], ASKED)
-        tokens = [piece.token_id for _ in range(80) for piece in engine.step()]
-        assert tokens == right[0, 0][0] and engine.metrics(request).num_cached_tokens == 0
+        request = engine.add_request(PROMPTS[0], SAMPLING)
+        tokens = [chunk.token_id for _ in range(80) for chunk in engine.step()]
+        assert tokens == expected[0, 0][0] and engine.metrics(request).num_cached_tokens == 0
     engine.close()
 
 
-# ---------------------------------------------------------------- all of it at once
+# ---------------------------------------------------------------- random operations
 
 
-class Unreliable(FileSystem):
-    """Fails, or changes a bit of what it reads, when it is told to."""
+class UnreliableDisk(FileSystem):
+    """Fails, or changes a bit that it reads, the given number of times."""
 
     def __init__(self) -> None:
         self.fail_writes = self.fail_reads = self.flips = 0
@@ -464,26 +468,26 @@ class Unreliable(FileSystem):
         return got
 
 
-class SpillMachine(RuleBasedStateMachine):
-    """Requests come, are cancelled and preempted while the disk fails: what they say is what they say alone."""
+class OffloadMachine(RuleBasedStateMachine):
+    """Requests arrive, are aborted and preempted while the disk fails; tokens equal those of solo runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model, self.solos = build(model_config("rope")), dict[tuple[int, int], list[int]]()
         self.prompts: dict[int, tuple[int, int]] = {}
-        self.said: dict[tuple[int, int], list[int]] = {}
-        self.disk = Unreliable()
+        self.results: dict[tuple[int, int], list[int]] = {}
+        self.disk = UnreliableDisk()
 
     @initialize(ram=st.sampled_from(sorted(RAM.values())), blocks=st.sampled_from([8, 10, 24]))
     def start(self, ram: int, blocks: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        cache = spilling(self.folder.name, offload_ram=ram, num_blocks=blocks)
+        cache = offload_cache(self.folder.name, offload_ram=ram, num_blocks=blocks)
         self.engine = Engine(self.model, cache, EngineConfig(max_num_batched_tokens=20, fs=self.disk))
 
-    def alone(self, stem: int, length: int) -> list[int]:
+    def solo_tokens(self, stem: int, length: int) -> list[int]:
         if (stem, length) not in self.solos:
             engine = Engine(self.model, CacheConfig(dtype="float64", block_size=4, max_num_seqs=1, max_seq_len=LIMIT))
-            engine.add_request(self.prompt(stem, length), ASKED)
+            engine.add_request(self.prompt(stem, length), SAMPLING)
             self.solos[stem, length] = [p.token_id for _ in range(60) for p in engine.step() if p.token_id is not None]
         return self.solos[stem, length]
 
@@ -493,22 +497,22 @@ class SpillMachine(RuleBasedStateMachine):
     @rule(stem=st.integers(0, 1), length=st.sampled_from([2, 30, 45, 64]))
     def submit(self, stem: int, length: int) -> None:
         if len(self.prompts) < 6:
-            self.prompts[self.engine.add_request(self.prompt(stem, length), ASKED)] = stem, length
+            self.prompts[self.engine.add_request(self.prompt(stem, length), SAMPLING)] = stem, length
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            for piece in self.engine.step():
-                if piece.request not in self.prompts:
+            for chunk in self.engine.step():
+                if chunk.request not in self.prompts:
                     continue
-                said = self.said.setdefault((piece.request, 0), [])
-                said += [piece.token_id] if piece.token_id is not None else []
-                whole = self.alone(*self.prompts[piece.request])
-                assert said == whole[: len(said)]
-                if piece.finish_reason == "error":
-                    assert piece.error is not None and "cannot be read" in piece.error
-                elif piece.finish_reason is not None:
-                    assert said == whole
+                results = self.results.setdefault((chunk.request, 0), [])
+                results += [chunk.token_id] if chunk.token_id is not None else []
+                expected_tokens = self.solo_tokens(*self.prompts[chunk.request])
+                assert results == expected_tokens[: len(results)]
+                if chunk.finish_reason == "error":
+                    assert chunk.error is not None and "cannot be read" in chunk.error
+                elif chunk.finish_reason is not None:
+                    assert results == expected_tokens
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
@@ -523,11 +527,11 @@ class SpillMachine(RuleBasedStateMachine):
         self.engine.scheduler._preempt(data.draw(st.sampled_from(self.engine.scheduler._running)))
 
     @rule(kind=st.sampled_from(["fail_writes", "fail_reads", "flips"]), times=st.integers(1, 3))
-    def trouble(self, kind: str, times: int) -> None:
+    def break_disk(self, kind: str, times: int) -> None:
         setattr(self.disk, kind, times)
 
     @invariant()
-    def law(self) -> None:
+    def is_consistent(self) -> None:
         if hasattr(self, "engine"):
             self.engine.scheduler.check()
 
@@ -539,16 +543,16 @@ class SpillMachine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
-class TestSpillMachine(SpillMachine.TestCase):  # type: ignore[name-defined, misc]
+class TestOffloadMachine(OffloadMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(MACHINE, max_examples=12, stateful_step_count=25)
 
 
 @pytest.mark.long(minutes=20)
-class TestSpillMachineLong(SpillMachine.TestCase):  # type: ignore[name-defined, misc]
+class TestOffloadMachineLong(OffloadMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(MACHINE, max_examples=400, stateful_step_count=50, derandomize=False)
 
 
-def test_the_real_disk_is_what_an_engine_has(model: Transformer, where: str) -> None:
-    engine = Engine(model, spilling(where, offload_ram=0))
-    assert all(spool.fs is REAL_FILE_SYSTEM for spool in spills(engine))
+def test_the_default_file_system_is_the_real_one(model: Transformer, offload_dir: str) -> None:
+    engine = Engine(model, offload_cache(offload_dir, offload_ram=0))
+    assert all(file.fs is REAL_FILE_SYSTEM for file in offload_files(engine))
     engine.close()

@@ -15,7 +15,7 @@ PIECES = [str(token) for token in TOKENS]
 
 @pytest.mark.parametrize("heads", ["mha", "gqa", "window", "sinks", "value-dim"])
 @pytest.mark.parametrize("position", ["rope", "alibi", "t5", "learned"])
-def test_cached_and_uncached_show_the_same(position: str, heads: str) -> None:
+def test_cached_and_uncached_traces_are_equal(position: str, heads: str) -> None:
     model = build(model_config(position, heads=heads))
     fresh = trace_forward(model, TOKENS, PIECES, layers=[0, 1])
     cached = trace_forward(model, TOKENS, PIECES, layers=[0, 1], cached=True)
@@ -29,7 +29,7 @@ def test_cached_and_uncached_show_the_same(position: str, heads: str) -> None:
             assert held.all() or (name in "kv" and heads == "window"), name
 
 
-def test_the_parts_fit_together() -> None:
+def test_the_parts_of_a_trace_are_consistent() -> None:
     """scores = scale q.k, weights = softmax(scores), head outputs = weights v, and the logits are the model's."""
     model = build(model_config("rope", heads="gqa"))
     shown = trace_forward(model, TOKENS, PIECES, layers=[1])

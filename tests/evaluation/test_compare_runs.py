@@ -1,4 +1,4 @@
-"""Runs held against each other: what differs, what came of them, where an evaluation lies on an axis, what is said."""
+"""Comparison of runs: differences, summaries, curves, warnings."""
 
 import json
 import tomllib
@@ -7,6 +7,7 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.errors import DataError
+from kvad.evaluation import compare_runs
 from kvad.evaluation.compare_runs import (
     comparison_warnings,
     loss_panels,
@@ -14,14 +15,14 @@ from kvad.evaluation.compare_runs import (
     read_run,
     read_runs,
     run_differences,
-    smooth_curve,
 )
+from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.config.toml import format_run_file
 
 
-def written(folder, *, lr=0.1, steps=20, kind="next-token", vocab="byte", end=True, model=None, saved=True):
-    """A run's folder, as far as comparing reads it."""
+def write_run(folder, *, lr=0.1, steps=20, kind="next-token", vocab="byte", end=True, model=None, saved=True):
+    """Write the files of a run that comparing reads."""
     lines = [{"kind": "run", "parameters": 7, "precision": "fp32", "device": "cpu", "threads": 1}]
     for step in range(2, steps + 1, 2):
         numbers = {"loss": 4 / step, "lr": lr, "grad_norm": 1.0, "tokens": 10 * step, "elapsed": step / 2}
@@ -39,14 +40,12 @@ def written(folder, *, lr=0.1, steps=20, kind="next-token", vocab="byte", end=Tr
     saved = folder / "checkpoints" / f"step-{steps:08d}"
     (saved / "training").mkdir(parents=True)
     (saved / "training" / "state.json").write_text(json.dumps({**state, "data_fingerprint": "d"}))
-    from kvad.text.tokenizer import train_tokenizer
-
     train_tokenizer(vocab, ["ada bob"]).save(saved)
     return folder
 
 
-def test_what_differs_and_what_came_of_it(tmp_path):
-    paths = [written(tmp_path / "a" / "run"), written(tmp_path / "b" / "run", lr=0.2, steps=10, end=False)]
+def test_differences_and_summaries(tmp_path):
+    paths = [write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run", lr=0.2, steps=10, end=False)]
     runs = read_runs(paths)
     assert [run.name for run in runs] == ["a/run", "b/run"]
     assert run_differences(runs) == {"optim.lr": [0.1, 0.2]} and comparison_warnings(runs) == []
@@ -56,27 +55,27 @@ def test_what_differs_and_what_came_of_it(tmp_path):
     assert first.finished and not second.finished and second.validation == second.best == 2.0
 
 
-def test_smoothing_begins_without_a_bias():
-    assert smooth_curve([3.0, 3.0, 3.0], 0.9) == pytest.approx([3, 3, 3])
-    assert smooth_curve([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.5 * 1 * 0.5 + 0.5 * 2) / 0.75])
-    assert smooth_curve([1.0, 2.0], 0.0) == [1.0, 2.0]
+def test_smoothing_is_unbiased_at_the_start():
+    assert compare_runs.smooth_curve([3.0, 3.0, 3.0], 0.9) == pytest.approx([3, 3, 3])
+    assert compare_runs.smooth_curve([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.5 * 1 * 0.5 + 0.5 * 2) / 0.75])
+    assert compare_runs.smooth_curve([1.0, 2.0], 0.0) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("x", "first"), [("steps", 5.0), ("tokens", 50.0), ("seconds", 2.5)])
-def test_an_evaluation_lies_between_the_steps_that_were_logged(tmp_path, x, first):
-    loss, rate, norm = loss_panels([read_run(written(tmp_path / "run"))], x)
+def test_evaluations_are_placed_between_logged_steps(tmp_path, x, first):
+    loss, rate, norm = loss_panels([read_run(write_run(tmp_path / "run"))], x)
     held = next(one for one in loss.series if one.name == "validation")
     assert held.x[0] == pytest.approx(first) and list(held.y) == [5.0, 2.0, 12.0]
     assert len(rate.series[0].x) == len(norm.series[0].y) == 10
 
 
-def test_what_cannot_be_compared_is_said(tmp_path):
-    one = written(tmp_path / "one")
-    runs = read_runs([one, written(tmp_path / "two", vocab="char"), written(tmp_path / "three", kind="masked-lm")])
-    said = comparison_warnings(runs)
-    assert len(said) == 2 and "tokenizers differ" in said[0] and "NOT comparable" in said[0]
-    assert "objectives differ" in said[1]
-    bare = written(tmp_path / "bare")
+def test_warnings_for_incomparable_runs(tmp_path):
+    one = write_run(tmp_path / "one")
+    runs = read_runs([one, write_run(tmp_path / "two", vocab="char"), write_run(tmp_path / "three", kind="masked-lm")])
+    warnings = comparison_warnings(runs)
+    assert len(warnings) == 2 and "tokenizers differ" in warnings[0] and "NOT comparable" in warnings[0]
+    assert "objectives differ" in warnings[1]
+    bare = write_run(tmp_path / "bare")
     (bare / "checkpoints" / "step-00000020" / "training" / "state.json").unlink()
     (bare / "run.toml").unlink()
     assert "no checkpoint of bare yet" in comparison_warnings(read_runs([one, bare]))[0]
@@ -94,9 +93,9 @@ LEARNED = {
 }
 
 
-def test_what_one_model_lacks_is_named(tmp_path):
-    one = written(tmp_path / "one", model=ROTARY)
-    other = written(tmp_path / "other", model={**ROTARY, "set": LEARNED})
+def test_fields_of_only_one_model_differ(tmp_path):
+    one = write_run(tmp_path / "one", model=ROTARY)
+    other = write_run(tmp_path / "other", model={**ROTARY, "set": LEARNED})
     found = run_differences(read_runs([one, other]))
     assert found["model.decoder.layer_types.L.attention.position.kind"] == ["rope", None]
     assert found["model.embedding.position.kind"] == [None, "learned"]
@@ -107,29 +106,31 @@ def test_what_one_model_lacks_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_the_same_model_in_another_spelling_is_no_difference(tmp_path, saved):
-    one = written(tmp_path / "one", model={**ROTARY, "set": LEARNED})
+def test_equal_models_written_differently_do_not_differ(tmp_path, saved):
+    one = write_run(tmp_path / "one", model={**ROTARY, "set": LEARNED})
     again = RunConfig.from_dict(tomllib.loads((one / "run.toml").read_text()))  # with "null", which state.json has not
-    rerun = written(tmp_path / "again", model=again.model, saved=saved)
-    spelt = {
+    again_run = write_run(tmp_path / "again", model=again.model, saved=saved)
+    rewritten = {
         **ROTARY,
         "set": {**LEARNED, "decoder.layer_pattern": "LL", "decoder.layer_types.L.attention.num_kv_heads": 2},
     }
-    assert run_differences(read_runs([one, rerun, written(tmp_path / "spelt", model=spelt)])) == {}
+    assert run_differences(read_runs([one, again_run, write_run(tmp_path / "rewritten", model=rewritten)])) == {}
 
 
-def test_models_of_presets_differ_by_what_they_are(tmp_path):
-    tiny, small = (written(tmp_path / name, model={"preset": name}) for name in ("tiny", "small"))
+def test_presets_differ_by_their_fields(tmp_path):
+    tiny, small = (write_run(tmp_path / name, model={"preset": name}) for name in ("tiny", "small"))
     found = run_differences(read_runs([tiny, small]))
     assert (found["model.preset"], found["model.hidden_size"]) == (["tiny", "small"], [128, 256])
-    begun = written(tmp_path / "begun", model={"init": "runs/x"})
-    rotary = written(tmp_path / "rotary", model={"width": 32, "set": {"decoder.layer_types.L.attention.window": None}})
+    begun = write_run(tmp_path / "begun", model={"init": "runs/x"})
+    rotary = write_run(
+        tmp_path / "rotary", model={"width": 32, "set": {"decoder.layer_types.L.attention.window": None}}
+    )
     found = run_differences(read_runs([begun, rotary]))  # of a checkpoint: what was written
     assert found["model.init"] == ["runs/x", None]
     assert found["model.set.decoder.layer_types.L.attention.window"] == [None, "null"]
 
 
-def test_what_is_no_run(tmp_path):
+def test_other_folders_are_refused(tmp_path):
     with pytest.raises(DataError, match="is no folder"):
         read_run(tmp_path / "none")
     with pytest.raises(DataError, match=r"is no run: it has no metrics\.jsonl"):
@@ -137,15 +138,15 @@ def test_what_is_no_run(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')
     with pytest.raises(DataError, match="has logged no step yet"):
         read_run(tmp_path)
-    one = written(tmp_path / "one")
+    one = write_run(tmp_path / "one")
     with pytest.raises(DataError, match="is named twice"):
         read_runs([one, tmp_path / "." / "one"])
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    written(tmp_path / "one")
-    written(tmp_path / "two", lr=0.2)
+    write_run(tmp_path / "one")
+    write_run(tmp_path / "two", lr=0.2)
     assert main(["compare", "one", "two", "--x", "tokens"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].split() == ["one", "two"] and out[1].split() == ["optim.lr", "0.1", "0.2"]
@@ -162,8 +163,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert main(["compare", "one", "three"]) == 2 and "three is no folder" in capsys.readouterr().err
 
 
-def test_a_run_s_own_curves(tmp_path):
-    run = written(tmp_path / "run")
+def test_curves_of_one_run(tmp_path):
+    run = write_run(tmp_path / "run")
     assert [path.name for path in plot_run(run)] == ["loss.png", "loss.svg", "curves.png", "curves.svg"]
     svg = (run / "curves.svg").read_text()
     assert all(word in svg for word in ("training, smoothed", "validation", "learning rate", "gradient norm"))

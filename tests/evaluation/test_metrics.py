@@ -1,4 +1,4 @@
-"""The numbers of an evaluation against numbers worked by hand, and BLEU against sacrebleu called by hand."""
+"""Metrics compared with numbers by hand, and BLEU with sacrebleu."""
 
 import math
 
@@ -6,11 +6,10 @@ import pytest
 import sacrebleu
 from sacrebleu.metrics import BLEU, CHRF
 
-from kvad.evaluation.bleu import BleuOptions, compute_bleu
-from kvad.evaluation.metrics import ExactMatch, Likelihood, count_exact_matches, score_labels
+from kvad.evaluation.metrics import BleuOptions, ExactMatch, Likelihood, compute_bleu, count_exact_matches, score_labels
 
 GOLD = list("NNNVVDD..X")
-SAID = list("NNVVNDD.DY")
+PREDICTED = list("NNVVNDD.DY")
 
 
 def test_perplexities_and_bits_by_hand():
@@ -24,10 +23,10 @@ def test_perplexities_and_bits_by_hand():
 
 
 def test_f1_by_hand():
-    found = score_labels(GOLD, SAID)
+    found = score_labels(GOLD, PREDICTED)
     each = {one.label: one for one in found.by_label}
     assert found.accuracy == 0.6 and (found.count, found.hits) == (10, 6)
-    # N: gold 3, said 3, both 2.  V: 2, 2, 1.  D: 2, 3, 2.  '.': 2, 1, 1.  X is never said, Y is never right.
+    # N: gold 3, predicted 3, both 2.  V: 2, 2, 1.  D: 2, 3, 2.  '.': 2, 1, 1.  X is never predicted, Y never right.
     assert {name: one.f1 for name, one in each.items()} == pytest.approx(
         {"N": 2 / 3, "V": 1 / 2, "D": 4 / 5, ".": 2 / 3, "X": 0.0, "Y": 0.0}
     )
@@ -47,7 +46,7 @@ REFERENCES = ["The dog does not bark.", "A man in a red coat!", "Two well-known 
 
 
 @pytest.mark.parametrize("lower", [False, True])
-def test_bleu_and_chrf_are_those_of_sacrebleu(lower):
+def test_bleu_and_chrf_equal_sacrebleu(lower):
     found = compute_bleu(TEXTS, REFERENCES, BleuOptions(lowercase=lower))
     by_hand = sacrebleu.corpus_bleu(TEXTS, [REFERENCES], lowercase=lower)
     assert found.bleu == by_hand.score > 0 and list(found.precisions) == by_hand.precisions
@@ -56,7 +55,7 @@ def test_bleu_and_chrf_are_those_of_sacrebleu(lower):
     assert f"version:{sacrebleu.__version__}" in found.bleu_signature
 
 
-def test_tokenised_bleu_is_of_words_at_spaces():
+def test_bleu_of_tokenized_texts():
     found = compute_bleu(TEXTS, REFERENCES, BleuOptions("spaces"))
     plain = BLEU(tokenize="none", force=True)
     assert found.bleu == plain.corpus_score(TEXTS, [REFERENCES]).score and "|tok:none|" in found.bleu_signature

@@ -1,4 +1,4 @@
-"""Hidden tokens, cut spans and an assistant's turns, asked again: the same every time, and training's own loss."""
+"""Evaluation of masked tokens, corrupted spans and assistant turns: reproducible, and equal to training's loss."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,7 @@ from kvad.model.no_cache import NoCache
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import ObjectiveConfig
 from kvad.train.loop.run import train_model
-from kvad.train.setup.dataset_factory import special_tokens_for
+from kvad.train.setup.objective_factory import SPECIAL_TOKENS
 from kvad.train.sources.pairs import PairPaths
 from tests.support.random_models import build
 from tests.train.conftest import Listener
@@ -23,39 +23,34 @@ TEXTS = ["ada bob cleo dan eve finn gus hana ivo jo kim lea " * 3, "ada bob", ""
 
 
 def tokenizer_for(kind):
-    return train_tokenizer("byte", [], specials=special_tokens_for(kind))
+    return train_tokenizer("byte", [], specials=SPECIAL_TOKENS.get(kind))
 
 
 def model_for(kind, tokenizer):
     return build(configured(kind).resolve(tokenizer.vocab_size))
 
 
-def test_hidden_tokens_are_the_same_every_time_and_what_stood_there_is_right():
+def test_masked_tokens_are_reproducible_and_their_targets_right():
     tokenizer = tokenizer_for("masked-lm")
     once, again = (list(masked_batches(tokenizer, TEXTS, 32, 0.15)) for _ in range(2))
     assert all(torch.equal(a.model_input.token_ids, b.model_input.token_ids) for a, b in zip(once, again, strict=True))
     ids = [token for text in TEXTS[:2] for token in tokenizer.add_special_tokens(tokenizer.encode(text))]
-    width = once[0].model_input.sub_batches[0].num_new_tokens
-    read = [
-        once[0].model_input.token_ids[row * width : (row + 1) * width].tolist()
-        for row in range(once[0].model_input.sub_batches[0].num_seqs)
-    ]
-    place, special = 0, set(tokenizer.special_tokens.names().values())
-    changed = dict(zip(once[0].model_input.logit_indices.tolist(), once[0].targets.tolist(), strict=True))
-    for number, row in enumerate(read):
-        size = int((once[0].model_input.document_ids.view(-1, width)[number] >= 0).sum())
-        for column in range(size):
-            right = ids[place]
-            at = number * width + column
-            assert changed.get(at, right) == right and (row[column] == right or at in changed)
-            place += 1
-    assert place == len(ids) and not special & set(changed.values())
+    model_input = once[0].model_input
+    width = model_input.sub_batches[0].num_new_tokens
+    rows, documents = model_input.token_ids.view(-1, width).tolist(), model_input.document_ids.view(-1, width)
+    targets = dict(zip(model_input.logit_indices.tolist(), once[0].targets.tolist(), strict=True))
+    index, special = 0, set(tokenizer.special_tokens.names().values())
+    for number, row in enumerate(rows):
+        for column in range(int((documents[number] >= 0).sum())):
+            at, true = number * width + column, ids[index]
+            assert targets.get(at, true) == true and (row[column] == true or at in targets)
+            index += 1
+    assert index == len(ids) and not special & set(targets.values())
     free = sum(token not in special for token in ids)
-    assert 0.1 < len(changed) / free < 0.25
+    assert 0.1 < len(targets) / free < 0.25
 
 
-def test_the_numbers_are_those_of_the_logits():
-    """Of one row, by hand; and rows side by side change nothing but the last bits."""
+def test_loss_and_accuracy_equal_those_of_the_logits():
     tokenizer = tokenizer_for("masked-lm")
     model = model_for("masked-lm", tokenizer).double()
     (batch,) = masked_batches(tokenizer, TEXTS[1:2], 32, 0.5)
@@ -69,19 +64,17 @@ def test_the_numbers_are_those_of_the_logits():
     assert whole.targets == sum(len(each.targets) for each in every)
 
 
-def test_spans_are_put_back_together():
+def test_targets_of_span_corruption():
     tokenizer = tokenizer_for("span-corruption")
     first = tokenizer.special_tokens.names()["<extra_id_0>"]
     (batch,) = span_batches(tokenizer, TEXTS[:1], 48, ObjectiveConfig(kind="span-corruption"))
-    assert (batch.targets == first).sum() == batch.model_input.sub_batches[0].num_seqs, (
-        "every piece begins with the first sentinel"
-    )
+    num_rows = batch.model_input.sub_batches[0].num_seqs
+    assert (batch.targets == first).sum() == num_rows, "every row begins with the first sentinel"
     model = model_for("span-corruption", tokenizer).double()
     assert evaluate_objective(model, [batch]).targets == len(batch.targets)
 
 
-def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
-    """The loss of a file held out, as training measures it."""
+def test_chat_loss_equals_that_of_training(files, tmp_path):  # noqa: F811
     listener, out, dev = Listener(), tmp_path / "run", tmp_path / "dev.jsonl"
     dev.write_text("".join((files / "chat").read_text().splitlines(keepends=True)[:9]))
     config = configured("chat")
@@ -93,19 +86,21 @@ def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
     assert counts == [9, 0] and found.loss == pytest.approx(listener.evals[-1].val_loss, rel=1e-6)
     assert found.targets == listener.evals[-1].val_tokens
     code, text, err = kvad("eval", out, dev, "--task", "chat", "--json")
-    assert code == 0 and json.loads(text)["loss"] == pytest.approx(found.loss, rel=1e-6), err
+    line = json.loads(text)
+    assert code == 0 and line["loss"] == pytest.approx(found.loss, rel=1e-6), err
+    assert (line["conversations"], line["left_out"]) == (9, 0)
     code, text, _ = kvad("eval", out, dev, "--task", "chat", "--window", 40)
     assert code == 0 and "longer than that omitted" in text and "after everything before them" in text
-    for more, says in (
+    for more, message in (
         (["--use-cache"], "runs without an engine"),
         (["--word-perplexity"], "--word-perplexity does not apply to --task chat"),
     ):
         code, _, err = kvad("eval", out, dev, "--task", "chat", *more)
-        assert code == 2 and says in err
+        assert code == 2 and message in err
 
 
 @pytest.mark.parametrize("kind", ["masked-lm", "span-corruption"])
-def test_the_command(kind, files, tmp_path):  # noqa: F811
+def test_command(kind, files, tmp_path):  # noqa: F811
     config = configured(kind)
     train_model(replace(config, train=replace(config.train, steps=1)), [files / kind], tmp_path / "run")
     task = [] if kind == "masked-lm" else ["--task", kind]

@@ -1,4 +1,4 @@
-"""What kvad eval measures: perplexity against a loop over transformers, caches against none, lengths beyond limits."""
+"""Text evaluation: perplexity compared with transformers, cached with uncached scores, rows beyond the limit."""
 
 import math
 from dataclasses import replace
@@ -13,16 +13,8 @@ from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.loader import load_model
 from kvad.engine.engine import Engine
 from kvad.errors import DataError, NumericalError, RequestError, UsageError
-from kvad.evaluation.extrapolation import extrapolate, join_texts
-from kvad.evaluation.text import (
-    EvalDocument,
-    EvalWindow,
-    WindowOptions,
-    build_pair_row,
-    evaluate_pairs,
-    evaluate_text,
-    sliding_windows,
-)
+from kvad.evaluation import text as text_eval
+from kvad.evaluation.text import EvalDocument, EvalWindow, WindowOptions, evaluate_text, extrapolate, sliding_windows
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.loop.run import train_model
@@ -44,25 +36,25 @@ def document(tokens):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """Theirs in float64, and ours of the same folder."""
+    """Return a Hugging Face model in float64, and the same checkpoint in kvad."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=2, initializer_range=0.4
     )
-    theirs = transformers.GPT2LMHeadModel(config).double().eval()
+    hf_model = transformers.GPT2LMHeadModel(config).double().eval()
     folder = tmp_path_factory.mktemp("gpt2")
-    theirs.save_pretrained(folder)
-    return theirs, load_model(folder, "float64")[0]
+    hf_model.save_pretrained(folder)
+    return hf_model, load_model(folder, "float64")[0]
 
 
-def their_nats(model, inputs, targets):
-    """Summed, of targets that are not -100: their loss itself is rounded to float32."""
+def hf_nats(model, inputs, targets):
+    """Sum over targets that are not -100; the loss of transformers is rounded to float32."""
     with torch.no_grad():
         logits = model(inputs.unsqueeze(0)).logits[0, :-1]
     return float(torch.nn.functional.cross_entropy(logits, targets[1:], reduction="sum", ignore_index=-100))
 
 
-def their_loop(model, tokens, window, stride):
+def hf_loop(model, tokens, window, stride):
     """Hugging Face's "perplexity of fixed-length models": (summed nats, how many were scored), -100 being unscored."""
     nats, count, known = 0.0, 0, 0
     for start in range(0, len(tokens), stride):
@@ -72,7 +64,7 @@ def their_loop(model, tokens, window, stride):
         targets[: -(stop - known)] = -100
         scored = int((targets[1:] != -100).sum())
         if scored:
-            nats += their_nats(model, inputs, targets)
+            nats += hf_nats(model, inputs, targets)
         count, known = count + scored, stop
         if stop == len(tokens):
             break
@@ -80,30 +72,30 @@ def their_loop(model, tokens, window, stride):
 
 
 @pytest.mark.parametrize(("window", "stride"), [(32, 32), (32, 16), (24, 1), (7, 5)])
-def test_perplexity_is_that_of_a_loop_over_transformers(gpt2, window, stride):
-    theirs, ours = gpt2
+def test_perplexity_equals_a_loop_over_transformers(gpt2, window, stride):
+    hf_model, model = gpt2
     tokens = ids(75 if stride > 1 else 36)
-    nats, count = their_loop(theirs, tokens, window, stride)
-    found = evaluate_text(UncachedScorer(ours), [document(tokens)], WindowOptions(window, stride))
+    nats, count = hf_loop(hf_model, tokens, window, stride)
+    found = evaluate_text(UncachedScorer(model), [document(tokens)], WindowOptions(window, stride))
     assert found.scored == count and found.nats == pytest.approx(nats, rel=1e-10)
     assert found.perplexity == pytest.approx(math.exp(nats / count), rel=1e-9)
 
 
-def test_the_loop_sees_another_model(gpt2):
-    theirs, ours = gpt2
+def test_another_stride_differs_from_the_loop(gpt2):
+    hf_model, model = gpt2
     tokens = ids(75)
-    changed = evaluate_text(UncachedScorer(ours), [document(tokens)], WindowOptions(32, 15))
-    assert changed.nats != pytest.approx(their_loop(theirs, tokens, 32, 16)[0], rel=1e-6)
+    changed = evaluate_text(UncachedScorer(model), [document(tokens)], WindowOptions(32, 15))
+    assert changed.nats != pytest.approx(hf_loop(hf_model, tokens, 32, 16)[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("opening", ["start", "window"])
 def test_an_opening_token_is_read_and_never_scored(gpt2, opening):
-    theirs, ours = gpt2
+    hf_model, model = gpt2
     tokens, bos = ids(40), torch.tensor([3])
-    found = evaluate_text(UncachedScorer(ours), [document(tokens)], WindowOptions(16, 8, opening), 3)
+    found = evaluate_text(UncachedScorer(model), [document(tokens)], WindowOptions(16, 8, opening), 3)
     assert found.scored == found.tokens == 40
     if opening == "start":
-        nats, _ = their_loop(theirs, torch.cat([bos, tokens]), 16, 8)
+        nats, _ = hf_loop(hf_model, torch.cat([bos, tokens]), 16, 8)
     else:
         nats = 0.0
         for window in sliding_windows(40, 15, 8):
@@ -111,14 +103,14 @@ def test_an_opening_token_is_read_and_never_scored(gpt2, opening):
             inputs = torch.cat([bos, tokens[window.start : window.stop]])
             targets = inputs.clone()
             targets[: known - window.start + 1] = -100
-            nats += their_nats(theirs, inputs, targets)
+            nats += hf_nats(hf_model, inputs, targets)
     assert found.nats == pytest.approx(nats, rel=1e-10)
 
 
 # ---------------------------------------------------------------- windows
 
 
-def test_windows_as_the_docstring_has_them():
+def test_sliding_windows():
     assert list(sliding_windows(7, 4, 2)) == [EvalWindow(0, 4, 1), EvalWindow(2, 6, 4), EvalWindow(4, 7, 6)]
     assert list(sliding_windows(8, 4, 4)) == [EvalWindow(0, 4, 1), EvalWindow(4, 8, 5)]
     for tokens in range(1, 30):
@@ -129,15 +121,15 @@ def test_windows_as_the_docstring_has_them():
 
 
 @pytest.mark.parametrize(
-    ("window", "stride", "opening", "says"),
+    ("window", "stride", "opening", "message"),
     [(1, 1, "none", "--window 1"), (8, 9, "none", "--stride 9"), (8, 0, "none", "--stride 0"), (8, 8, "window", "BOS")],
 )
-def test_windows_that_cannot_be(window, stride, opening, says):
-    with pytest.raises(UsageError, match=says):
+def test_invalid_windows_are_refused(window, stride, opening, message):
+    with pytest.raises(UsageError, match=message):
         WindowOptions(window, stride, opening)
 
 
-def test_documents_do_not_see_each_other_and_some_windows_stand_for_all():
+def test_documents_are_separate_and_windows_can_be_sampled():
     model = build(model_config())
     first, second = document(ids(50, 1)), document(ids(41, 2))
     alone = [evaluate_text(UncachedScorer(model), [one], WindowOptions(16, 8)) for one in (first, second)]
@@ -152,7 +144,7 @@ def test_documents_do_not_see_each_other_and_some_windows_stand_for_all():
         evaluate_text(UncachedScorer(model), [first], WindowOptions(16, 8, "start"))
 
 
-def test_training_s_validation_loss_is_a_window_of_one_more_token(tmp_path, run_config):  # noqa: F811
+def test_loss_equals_the_validation_loss_of_training(tmp_path, run_config):  # noqa: F811
     (tmp_path / "one.txt").write_text("".join(f"{number} and {number + 1}. " for number in range(200)))
     held = []
 
@@ -182,24 +174,17 @@ def test_nan_is_an_error():
 
 
 @pytest.mark.parametrize("topology", ["rope-dynamic", "pair"])
-def test_a_cache_says_what_the_model_says(topology):
+def test_cached_scores_equal_uncached_scores(topology):
     model = build(pair_config() if topology == "pair" else model_config(topology))
-    sources = [None] * 6 if topology != "pair" else [ids(n, n, 40) for n in (5, 5, 9, 1, 5, 30)]
     lengths = (80, 80, LIMIT, 1, 2, 31)
+    sources = [ids(n, n, 40) if topology == "pair" else None for n in (5, 5, 9, 1, 5, 30)]
     rows = [ScoredRow(ids(n, n), source) for n, source in zip(lengths, sources, strict=True)]
     true = UncachedScorer(model).score(rows)
-    cache = CacheConfig(
-        max_num_seqs=3,
-        max_seq_len=LIMIT,
-        dtype="float64",
-        prefill_chunk_size=16,
-        max_source_len=SOURCE_LIMIT,
-        num_blocks=8,
-        swap_space=0,
-    )
+    sizes = {"max_num_seqs": 3, "max_seq_len": LIMIT, "max_source_len": SOURCE_LIMIT, "num_blocks": 8}
+    cache = CacheConfig(dtype="float64", prefill_chunk_size=16, swap_space=0, **sizes)
     engine = Engine(model, cache)
     have = CachedScorer(engine).score(rows)
-    assert engine.scheduler.stats().preemptions  # what is computed again is not scored again
+    assert engine.scheduler.stats().preemptions  # recomputed tokens are not scored twice
     assert [len(one.nats) for one in have] == [n - 1 for n in lengths]
     for a, b in zip(true, have, strict=True):
         assert torch.allclose(a.nats, b.nats, rtol=0, atol=1e-10) and bool((a.correct == b.correct).all())
@@ -208,53 +193,47 @@ def test_a_cache_says_what_the_model_says(topology):
     engine.close()
 
 
-def test_a_cache_that_drops_has_a_price():
+def test_window_cache_changes_the_loss():
     model = build(model_config(), dtype=torch.float32)
     texts, how = [document(ids(120))], WindowOptions(64, 32)
     full = evaluate_text(UncachedScorer(model), texts, how)
-    prices = {}
+    scores = {}
     for policy in ("full", "window(8)"):
-        engine = Engine(
-            model, CacheConfig(max_num_seqs=2, max_seq_len=64, prefill_chunk_size=16, policy=policy, block_size=4)
-        )
-        prices[policy] = evaluate_text(CachedScorer(engine), texts, how)
+        sizes = {"max_num_seqs": 2, "max_seq_len": 64, "prefill_chunk_size": 16, "block_size": 4}
+        engine = Engine(model, CacheConfig(policy=policy, **sizes))
+        scores[policy] = evaluate_text(CachedScorer(engine), texts, how)
         engine.close()
-    assert prices["full"].loss == pytest.approx(full.loss, rel=1e-5) and prices["full"].scored == full.scored
-    assert prices["window(8)"].loss != pytest.approx(full.loss, rel=1e-3)
+    assert scores["full"].loss == pytest.approx(full.loss, rel=1e-5) and scores["full"].scored == full.scored
+    assert scores["window(8)"].loss != pytest.approx(full.loss, rel=1e-3)
 
 
 # ---------------------------------------------------------------- pairs
 
 
-def make_pairs():
-    config = pair_config()
+def pair_llm():
     tokenizer = train_tokenizer("char", ["abcdefgh "], specials=("bos", "eos", "pad", "unk"))
-    said = GenerationConfig(
-        decoder_start_token_id=tokenizer.special_tokens.bos,
-        eos_token_ids=(tokenizer.special_tokens.eos,),
-        source_eos_token_id=tokenizer.special_tokens.eos,
+    special = tokenizer.special_tokens
+    generation = GenerationConfig(
+        decoder_start_token_id=special.bos, eos_token_ids=(special.eos,), source_eos_token_id=special.eos
     )
     cache = CacheConfig(max_num_seqs=2, max_seq_len=LIMIT, dtype="float64", max_source_len=SOURCE_LIMIT)
-    return LLM(build(config), tokenizer, cache, generation=said)
+    return LLM(build(pair_config()), tokenizer, cache, generation=generation)
 
 
-def test_targets_are_scored_behind_their_sources_and_with_their_ends():
+def test_targets_are_scored_with_source_and_end_token():
     pairs = [("abc", "cba"), ("a", "b h"), ("hgf ed", "gf")]
-    with make_pairs() as llm:
-        found = evaluate_pairs(llm, UncachedScorer(llm.model), pairs)
+    with pair_llm() as llm:
+        found = text_eval.evaluate_pairs(llm, UncachedScorer(llm.model), pairs)
         nats, hits = 0.0, 0
         for source, target in pairs:
-            tokens = [
-                llm.generation.decoder_start_token_id,
-                *llm.tokenizer.encode(target),
-                *llm.generation.eos_token_ids,
-            ]
+            start, ends = llm.generation.decoder_start_token_id, llm.generation.eos_token_ids
+            tokens = [start, *llm.tokenizer.encode(target), *ends]
             logits = llm.logits(tokens, source).double().log_softmax(-1)[:-1]
             wanted = torch.tensor(tokens[1:])
             nats -= float(logits.gather(-1, wanted.unsqueeze(-1)).sum())
             hits += int((logits.argmax(-1) == wanted).sum())
         with pytest.raises(RequestError, match="a target has 97 tokens"):
-            build_pair_row(llm, "a", "b" * 96)
+            text_eval.build_pair_row(llm, "a", "b" * 96)
     assert found.scored == found.tokens == 3 + 3 + 2 + 3 and found.nats == pytest.approx(nats) and found.hits == hits
     assert (found.words, found.lines) == (4, 3)
 
@@ -263,7 +242,7 @@ def test_targets_are_scored_behind_their_sources_and_with_their_ends():
 
 
 @pytest.mark.parametrize("position", ["rope", "alibi", "t5", "sinusoidal", "none", "rope-dynamic"])
-def test_rows_go_on_beyond_the_limit(position):
+def test_rows_beyond_the_limit(position):
     model, trained = build(model_config(position)), LIMIT // 2
     text = ids(5 * LIMIT)
     curve = extrapolate(model, [text], trained, multiples=(1, 4), most=2 * trained)
@@ -280,12 +259,12 @@ def test_rows_go_on_beyond_the_limit(position):
         assert point.whole == pytest.approx(float(nats.mean()))
 
 
-def test_a_window_that_reaches_the_limit_binds_longer_rows():
+def test_window_of_the_limit_applies_to_longer_rows():
     model = build(replace(model_config(heads="window"), max_seq_len=7))  # two layers of 7 tokens
     one, other = ids(40), ids(40)
     other[:20] = ids(20, 9)
     near, far = (UncachedScorer(model, 40).score([ScoredRow(tokens)])[0].nats[-6:] for tokens in (one, other))
-    assert torch.allclose(near, far, rtol=0, atol=1e-12)  # nobody sees 20 tokens back
+    assert torch.allclose(near, far, rtol=0, atol=1e-12)  # no query reads 20 tokens back
 
 
 def test_learned_positions_end_at_their_table():
@@ -298,10 +277,10 @@ def test_learned_positions_end_at_their_table():
         extrapolate(model, [ids(3 * LIMIT)], LIMIT, multiples=(2, 4))
 
 
-def test_texts_too_short_for_a_curve():
+def test_short_texts_are_refused():
     model = build(model_config())
     with pytest.raises(DataError, match="longest text has 40 tokens"):
         extrapolate(model, [ids(40)], 32, multiples=(1, 2))
     with pytest.raises(UsageError, match="above 0"):
         extrapolate(model, [ids(40)], 32, multiples=(0,))
-    assert join_texts([ids(2), ids(3)], 7).tolist() == [7, *ids(2).tolist(), 7, *ids(3).tolist()]
+    assert text_eval.join_texts([ids(2), ids(3)], 7).tolist() == [7, *ids(2).tolist(), 7, *ids(3).tolist()]

@@ -4,8 +4,7 @@ Every input is computed alone, without padding, by eager attention in float32.
 """
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,9 +47,7 @@ def forward(case: Case, model: Any, given: dict[str, np.ndarray], hidden: bool) 
 
 def runs(case: Case, model: Any, hidden: bool) -> dict[str, np.ndarray]:
     """Run the long input and the shorter ones, each alone."""
-    lengths = {"long_factor": (case.length, case.target)} | {
-        f"ragged{i}": (n, n // 2 + 2) for i, n in enumerate(RAGGED)
-    }
+    lengths = {"long": (case.length, case.target)} | {f"ragged{i}": (n, n // 2 + 2) for i, n in enumerate(RAGGED)}
     generated = {}
     for name, (length, target) in lengths.items():
         given = inputs(case, name, length, target)
@@ -99,31 +96,22 @@ def greedy(case: Case, model: Any, needed: dict[str, Any]) -> tuple[dict[str, An
     """
     options = {**needed, "do_sample": False, "num_beams": 1, "max_new_tokens": NEW}
     length = 21 if case.kind == "encdec" else PROMPT
-    best: tuple[int, np.ndarray, Answer] | None = None
-    for attempt in range(ATTEMPTS):
-        prompt = weights.integers(f"greedy{attempt}", length, 5, 95, case.recipe.seed)
-        answer = generate(model, prompt, {**options, "use_cache": False})
-        variety = len(set(answer.sequence[-NEW:].tolist()))
-        if answer.margin > MARGIN and (best is None or variety > best[0]):
-            best = variety, prompt, answer
-    if best is None:
-        raise AssertionError("no prompt whose greedy answer is clear")
-    _, prompt, uncached = best
+    prompts = [weights.integers(f"greedy{attempt}", length, 5, 95, case.recipe.seed) for attempt in range(ATTEMPTS)]
+    answers = [(prompt, generate(model, prompt, {**options, "use_cache": False})) for prompt in prompts]
+    clear = [(prompt, answer) for prompt, answer in answers if answer.margin > MARGIN]
+    if not clear:
+        raise AssertionError("no prompt whose greedy output is clear")
+    prompt, uncached = max(clear, key=lambda pair: len(set(pair[1].sequence[-NEW:].tolist())))
     cached = generate(model, prompt, options)
     same = bool(np.allclose(cached.logits, uncached.logits, atol=1e-4))
     arrays = {"greedy/input_ids": prompt, "greedy/sequence": cached.sequence, "greedy/logits": cached.logits}
     if not same:
         arrays |= {"greedy/sequence_uncached": uncached.sequence, "greedy/logits_uncached": uncached.logits}
-    summary = {
-        **options,
-        "eos_token_id": None,
-        "margin": round(min(cached.margin, uncached.margin), 4),
-        "cache_agrees": same,
-    }
-    return summary, arrays
+    margin = round(min(cached.margin, uncached.margin), 4)
+    return {**options, "eos_token_id": None, "margin": margin, "cache_agrees": same}, arrays
 
 
-def undress(model: Any) -> dict[str, Any]:
+def clear_generation_config(model: Any) -> dict[str, Any]:
     """Remove the model's generation config: forced ends, banned words and default lengths.
 
     Returns the settings that are still needed: the padding, and the decoder's start token.
@@ -136,19 +124,12 @@ def undress(model: Any) -> dict[str, Any]:
     return {"pad_token_id": own.pad_token_id or 0, "decoder_start_token_id": start}
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Generated tokens of one prompt.
+class Answer(NamedTuple):
+    """Generated tokens of one prompt."""
 
-    Args:
-        sequence: [L] with the prompt, or the decoder's start.
-        logits: [12, V] of the new tokens.
-        margin: Smallest difference of logits between the best token and the next.
-    """
-
-    sequence: np.ndarray
-    logits: np.ndarray
-    margin: float
+    sequence: np.ndarray  # [L], with the prompt, or the decoder's start
+    logits: np.ndarray  # [12, V], of the new tokens
+    margin: float  # smallest difference of logits between the best token and the next
 
 
 def generate(model: Any, prompt: np.ndarray, options: dict[str, Any]) -> Answer:
@@ -163,7 +144,7 @@ def generate(model: Any, prompt: np.ndarray, options: dict[str, Any]) -> Answer:
 def beams(model: Any, needed: dict[str, Any], prompt: np.ndarray) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Return all four hypotheses of two searches, in which some end before others.
 
-    The end token is chosen so: it is the fourth token of the best hypothesis of an endless search.
+    The end token is the fourth token of the best hypothesis of a search without end token.
     """
     ids = torch.from_numpy(prompt)[None]
 
@@ -177,9 +158,6 @@ def beams(model: Any, needed: dict[str, Any], prompt: np.ndarray) -> tuple[list[
     arrays = {}
     for i, options in enumerate(generated):
         got = search(options)
-        arrays |= {
-            f"beams{i}/input_ids": prompt,
-            f"beams{i}/sequences": got.sequences.numpy(),
-            f"beams{i}/scores": got.sequences_scores.numpy(),
-        }
+        values = {"input_ids": prompt, "sequences": got.sequences.numpy(), "scores": got.sequences_scores.numpy()}
+        arrays |= {f"beams{i}/{key}": value for key, value in values.items()}
     return generated, arrays

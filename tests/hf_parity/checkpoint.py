@@ -23,10 +23,14 @@ def names(oracle: str, goldens: Path = GOLDENS) -> list[str]:
     return list(index["cases"])
 
 
+def meta(oracle: str, name: str, goldens: Path = GOLDENS) -> dict[str, Any]:
+    """Return a case's description: config, tensors, options of its outputs."""
+    return dict(json.loads((goldens / oracle / f"{name}.json").read_text()))
+
+
 def load(oracle: str, name: str, goldens: Path = GOLDENS) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    meta = json.loads((goldens / oracle / f"{name}.json").read_text())
     with np.load(goldens / oracle / f"{name}.npz", allow_pickle=False) as stored:
-        return meta, {key: stored[key] for key in stored.files}
+        return meta(oracle, name, goldens), {key: stored[key] for key in stored.files}
 
 
 def made(meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -58,12 +58,10 @@ def changed(goldens: Path, new_goldens: Path, tolerance: float) -> list[str]:
         names = [checkpoint.names(oracle, folder) for folder in (goldens, new_goldens)]
         lines += [f"{oracle}/{name}: in one of them only" for name in sorted(set(names[0]) ^ set(names[1]))]
         for name in sorted(set(names[0]) & set(names[1])):
-            (meta, one), (other_meta, other) = (
-                checkpoint.load(oracle, name, folder) for folder in (goldens, new_goldens)
-            )
-            result = [
-                key for key in sorted(one.keys() | other.keys()) if not _same(one.get(key), other.get(key), tolerance)
-            ]
+            pairs = [checkpoint.load(oracle, name, folder) for folder in (goldens, new_goldens)]
+            (meta, one), (other_meta, other) = pairs
+            keys = sorted(one.keys() | other.keys())
+            result = [key for key in keys if not _same(one.get(key), other.get(key), tolerance)]
             result += ["metadata"] if meta != other_meta else []
             lines += [f"{oracle}/{name}: {', '.join(result)}"] if result else []
     return lines

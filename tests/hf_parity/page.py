@@ -15,10 +15,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 from kvad.checkpoint import families
@@ -26,7 +28,6 @@ from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import FAMILIES, UNSUPPORTED
 from kvad.config.layers import (
     AlibiConfig,
-    AttentionConfig,
     LearnedPositionsConfig,
     RopeConfig,
     SinusoidalPositionsConfig,
@@ -39,25 +40,25 @@ from tests.hf_parity import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "reference" / "models.md", ROOT / "docs" / "reference" / "models.json"
-FILES = ("tests/checkpoint/test_families.py", "tests/checkpoint/test_generation_config.py")
+FILES = ("tests/checkpoint/test_families.py", "tests/checkpoint/test_family_outputs.py")
 CHECKS = {  # a test of each case -> what it checks
-    "test_outputs_are_theirs": "outputs",
-    "test_written_back_it_is_the_same_checkpoint": "written",
-    "test_the_greedy_answer_is_theirs": "greedy",
-    "test_the_four_best_of_a_search_are_theirs": "beams",
-    "test_what_no_model_of_ours_has_is_refused_by_name": "refused",
+    "test_outputs_equal_the_reference": "outputs",
+    "test_tensors_and_config_are_written_back": "written",
+    "test_greedy_tokens_equal_the_reference": "greedy",
+    "test_four_best_beams_equal_the_reference": "beams",
+    "test_unsupported_options_are_refused": "refused",
 }
-TOPOLOGIES = {"decoder": "decoder", "encoder": "encoder", "encoder-decoder": "encoder-decoder"}
+TOPOLOGIES = ("decoder", "encoder", "encoder-decoder")
 POSITIONS = ("learned", "sinusoidal", "T5 bias", "ALiBi", "RoPE", "none")
 AGAIN = "scripts/models --run"
 
-Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # case -> oracle -> check -> {"outcome", "largest", "says"}
+Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # case, oracle, check, then outcome, largest, message
 
 
 # ---------------------------------------------------------------- test results
 
 
-def ask(arguments: list[str]) -> Results:
+def run_tests(arguments: list[str]) -> Results:
     """Run the tests, and read their report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "results.xml"
@@ -80,7 +81,7 @@ def parse(report: str) -> Results:
         entry: dict[str, Any] = {"outcome": "passed"}
         for kind in ("failure", "error", "skipped"):
             if (element := test.find(kind)) is not None:
-                entry = {"outcome": kind, "says": str(element.get("message")).splitlines()[0]}
+                entry = {"outcome": kind, "message": str(element.get("message")).splitlines()[0]}
         for test_results in test.iter("property"):
             if test_results.get("name") == "largest" and entry["outcome"] == "passed":
                 entry["largest"] = float(str(test_results.get("value")))
@@ -92,11 +93,8 @@ def stored(results: Results) -> str:
     """Format the results, one line per case and version."""
     cases = []
     for case, each in sorted(results.items()):
-        lines = [
-            f"    {json.dumps(oracle)}: {json.dumps(test_results, sort_keys=True)}"
-            for oracle, test_results in each.items()
-        ]
-        cases.append(f"  {json.dumps(case)}: {{\n" + ",\n".join(lines) + "\n  }")
+        lines = [f'    "{oracle}": {json.dumps(checks, sort_keys=True)}' for oracle, checks in each.items()]
+        cases.append(f'  "{case}": {{\n' + ",\n".join(lines) + "\n  }")
     return "{\n" + ",\n".join(cases) + "\n}\n"
 
 
@@ -109,8 +107,9 @@ class Family:
 
     model_type: str
     classes: dict[str, None] = field(default_factory=dict)  # an ordered set
-    cases: dict[str, dict[str, str]] = field(default_factory=dict)  # oracle -> case -> output
+    cases: dict[str, list[str]] = field(default_factory=dict)  # by oracle
     configs: list[ModelConfig] = field(default_factory=list)
+    options: dict[tuple[str, str, str], None] = field(default_factory=dict)  # refused: name, supported values, reason
 
     @property
     def kinds(self) -> list[str]:
@@ -122,50 +121,48 @@ def gather() -> dict[str, Family]:
     collected = {model_type: Family(model_type) for model_type in FAMILIES}
     for oracle in checkpoint.ORACLES:
         for case in checkpoint.names(oracle):
-            meta = json.loads((checkpoint.GOLDENS / oracle / f"{case}.json").read_text("utf-8"))
-            family = collected.get(meta["config"]["model_type"])
-            if family is None:
-                continue
+            meta = checkpoint.meta(oracle, case)
+            family = collected[meta["config"]["model_type"]]
             family.classes[meta["model"]] = None
-            family.cases.setdefault(oracle, {})[case] = meta["output"]
-            config = _read(meta["config"])
+            family.cases.setdefault(oracle, []).append(case)
+            config = _read(family, meta["config"])
             if config is not None:
                 family.configs.append(config)
 
     def sort_key(each: Family) -> tuple[int, str]:
-        return (list(TOPOLOGIES).index(each.kinds[-1]) if each.kinds else len(TOPOLOGIES), each.model_type)
+        return (TOPOLOGIES.index(each.kinds[-1]) if each.kinds else len(TOPOLOGIES), each.model_type)
 
     return {each.model_type: each for each in sorted(collected.values(), key=sort_key)}
 
 
-def _read(content: Mapping[str, Any]) -> ModelConfig | None:
+def _read(family: Family, content: Mapping[str, Any]) -> ModelConfig | None:
+    """Read a config, and add the options that the family checks to ``family.options``."""
+    require_one_of = HFConfigReader.require_one_of
+
+    def recording(reader: HFConfigReader, name: str, *allowed: Any, reason: str = "") -> None:
+        caller = sys._getframe(1)
+        values, is_literal = _describe_call(caller.f_code.co_filename, caller.f_lineno)
+        family.options[f"`{name}`", values, reason if is_literal else ""] = None
+        require_one_of(reader, name, *allowed, reason=reason)
+
     fields = HFConfigReader(content, "config.json")
-    try:
-        return families.find_family(fields.model_type).read(fields)
-    except KvadError:
-        return None  # a case that is refused
+    with mock.patch.object(HFConfigReader, "require_one_of", recording):
+        try:
+            return families.find_family(fields.model_type).read(fields)
+        except KvadError:
+            return None  # a case that is refused
 
 
 def positions(config: ModelConfig) -> list[str]:
     """Return the model's ``POSITIONS``; "none" if some layers have none."""
-    collected: set[str] = set()
-    absolute = config.embedding.position
-    if isinstance(absolute, LearnedPositionsConfig):
-        collected.add("learned")
-    if isinstance(absolute, SinusoidalPositionsConfig):
-        collected.add("sinusoidal")
-    names = {RopeConfig: "RoPE", AlibiConfig: "ALiBi", T5BiasConfig: "T5 bias"}
-    for attention in _attentions(config):
-        if attention.position is not None:
-            collected.add(names.get(type(attention.position), "custom"))
-        elif absolute is None:
-            collected.add("none")
+    names = {LearnedPositionsConfig: "learned", SinusoidalPositionsConfig: "sinusoidal"}
+    names |= {RopeConfig: "RoPE", AlibiConfig: "ALiBi", T5BiasConfig: "T5 bias", type(None): "none"}
+    absolute = names.get(type(config.embedding.position), "custom")
+    layers = [layer for stack in _stacks(config) for layer in stack.layer_types.values()]
+    collected = {absolute, *(names.get(type(layer.attention.position), "custom") for layer in layers)}
+    if absolute != "none" or all(layer.attention.position is not None for layer in layers):
+        collected.discard("none")
     return [name for name in POSITIONS if name in collected]
-
-
-def _attentions(config: ModelConfig) -> Iterator[AttentionConfig]:
-    for stack in _stacks(config):
-        yield from (layer.attention for layer in stack.layer_types.values())
 
 
 def _stacks(config: ModelConfig) -> list[StackConfig]:
@@ -182,7 +179,7 @@ def norms(config: ModelConfig) -> list[str]:
 def page(results: Results) -> str:
     collected = gather()
     parts = [
-        HEAD.format(again=AGAIN, versions=_versions()),
+        HEAD.format(again=AGAIN, versions=" and ".join(index["transformers"] for index in _indices())),
         "## Positions, topologies, norms\n",
         MATRIX,
         *_matrix(collected),
@@ -195,7 +192,7 @@ def page(results: Results) -> str:
         DISAGREEMENTS,
         "## Refused models and options\n",
         REFUSALS,
-        *_refused(),
+        *_refused(collected),
     ]
     return "\n".join(parts)
 
@@ -237,11 +234,8 @@ REFUSALS = """An unknown `model_type` is refused; the hint is the most similar k
 """
 
 
-def _versions() -> str:
-    test_results = [
-        json.loads((checkpoint.GOLDENS / one / "index.json").read_text("utf-8")) for one in checkpoint.ORACLES
-    ]
-    return " and ".join(each["transformers"] for each in test_results)
+def _indices() -> list[dict[str, Any]]:
+    return [json.loads((checkpoint.GOLDENS / one / "index.json").read_text("utf-8")) for one in checkpoint.ORACLES]
 
 
 def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -253,58 +247,44 @@ def _matrix(collected: Mapping[str, Family]) -> list[str]:
     cells: dict[tuple[str, str, str], dict[str, None]] = {}
     for family in collected.values():
         for config in family.configs:
-            sort_key = "post" if "post" in norms(config) else "pre"
             other = [name for name in norms(config) if name not in ("pre", "post")]
-            shown = f"`{family.model_type}`" + (f" *({', '.join(other)})*" if other else "")
-            for position in positions(config):
-                if position == "none" and len(positions(config)) > 1:
-                    continue
-                cells.setdefault((position, config.kind, "other" if other else sort_key), {})[shown] = None
-    columns = [
-        (kind, sort_key)
-        for kind in TOPOLOGIES
-        for sort_key in ("pre", "post", "other")
-        if any((position, kind, sort_key) in cells for position in POSITIONS)
-    ]
-    head = ["", *(f"{kind}, {sort_key}" for kind, sort_key in columns)]
+            column = "other" if other else "post" if "post" in norms(config) else "pre"
+            label = f"`{family.model_type}`" + (f" *({', '.join(other)})*" if other else "")
+            for position in [name for name in positions(config) if name != "none"] or ["none"]:
+                cells.setdefault((position, config.kind, column), {})[label] = None
+    columns = [(kind, column) for kind in TOPOLOGIES for column in ("pre", "post", "other")]
+    columns = [column for column in columns if column in {key[1:] for key in cells}]
     rows = [
         [position, *(", ".join(cells.get((position, *column), {})) or "-" for column in columns)]
         for position in POSITIONS
-        if any((position, *column) in cells for column in columns)
+        if position in {key[0] for key in cells}
     ]
-    return _rows(head, rows)
+    return _rows(["", *map(", ".join, columns)], rows)
 
 
 def _table(collected: Mapping[str, Family], results: Results) -> list[str]:
     head = ["family", "classes", "topology", "positions", "norms", *checkpoint.ORACLES, "file", "greedy", "beams"]
     rows = []
     for family in collected.values():
-        where = dict.fromkeys(" + ".join(positions(config)) for config in family.configs)
-        places = dict.fromkeys(name for config in family.configs for name in norms(config))
-        rows.append(
-            [
-                f"`{family.model_type}`",
-                ", ".join(f"`{name}`" for name in family.classes) or "-",
-                ", ".join(family.kinds) or "-",
-                "; ".join(where) or "-",
-                ", ".join(places) or "-",
-                *(_outputs(family, oracle, results) for oracle in checkpoint.ORACLES),
-                *(_check(family, check, results) for check in ("written", "greedy", "beams")),
-            ]
-        )
+        columns = [
+            ", ".join(f"`{name}`" for name in family.classes),
+            ", ".join(family.kinds),
+            "; ".join(dict.fromkeys(" + ".join(positions(config)) for config in family.configs)),
+            ", ".join(dict.fromkeys(name for config in family.configs for name in norms(config))),
+        ]
+        outputs = [_outputs(family, oracle, results) for oracle in checkpoint.ORACLES]
+        checks = [_check(family, check, results) for check in ("written", "greedy", "beams")]
+        rows.append([f"`{family.model_type}`", *(column or "-" for column in columns), *outputs, *checks])
     return _rows(head, rows)
 
 
 def _outputs(family: Family, oracle: str, results: Results) -> str:
     """Return the cell of one oracle: the largest difference, or what failed."""
-    cases = family.cases.get(oracle, {})
-    if not cases:
+    if oracle not in family.cases:
         return "no reference"
-    test_results = [results.get(case, {}).get(oracle, {}) for case in cases]
-    entries = [each["outputs"] for each in test_results if "outputs" in each]
-    wrong = [entry for entry in entries if entry["outcome"] in ("failure", "error")]
-    if wrong:
-        return f"**{len(wrong)} of {len(entries)} fail**"
+    entries = [each["outputs"] for each in _results(family, results, oracle) if "outputs" in each]
+    if failures := _failures(entries):
+        return failures
     differences = [entry["largest"] for entry in entries if "largest" in entry]
     if not differences:
         return "differs, see below" if entries else "not run"
@@ -314,70 +294,71 @@ def _outputs(family: Family, oracle: str, results: Results) -> str:
 
 def _check(family: Family, check: str, results: Results) -> str:
     """Return the cell of a check over both oracles."""
-    pairs = [(oracle, case) for oracle, cases in family.cases.items() for case in cases]
-    test_results = [results.get(case, {}).get(oracle, {}) for oracle, case in pairs]
-    entries = [each[check] for each in test_results if check in each]
+    all_results = _results(family, results, *family.cases)
+    entries = [each[check] for each in all_results if check in each]
     passed = sum(entry["outcome"] == "passed" for entry in entries)
-    wrong = sum(entry["outcome"] in ("failure", "error") for entry in entries)
-    if wrong:
-        return f"**{wrong} of {len(entries)} fail**"
-    num_read = sum("refused" not in each for each in test_results)
-    return "-" if not passed else "yes" if passed == num_read else f"{passed} of {num_read}"
+    num_read = sum("refused" not in each for each in all_results)
+    return _failures(entries) or ("-" if not passed else "yes" if passed == num_read else f"{passed} of {num_read}")
+
+
+def _results(family: Family, results: Results, *oracles: str) -> list[dict[str, dict[str, Any]]]:
+    return [results.get(case, {}).get(oracle, {}) for oracle in oracles for case in family.cases[oracle]]
+
+
+def _failures(entries: list[dict[str, Any]]) -> str:
+    failures = sum(entry["outcome"] in ("failure", "error") for entry in entries)
+    return f"**{failures} of {len(entries)} fail**" if failures else ""
 
 
 def _missing_results(results: Results) -> list[str]:
-    lines = []
-    for oracle in checkpoint.ORACLES:
-        index = json.loads((checkpoint.GOLDENS / oracle / "index.json").read_text("utf-8"))
-        lines += [f"- `{case}`: {why}." for case, why in index["skipped"].items()]
+    lines = [f"- `{case}`: {reason}." for index in _indices() for case, reason in index["skipped"].items()]
     for case, each in sorted(results.items()):
         for oracle, checks in each.items():
             for check, entry in checks.items():
                 if check == "refused":
                     lines.append(f"- `{case}` of {oracle}: refused by name, as expected ({entry['outcome']}).")
                 elif entry["outcome"] == "skipped":
-                    lines.append(
-                        f"- `{case}` of {oracle}, {check}: kvad differs; `{entry['says']}` tests the difference."
-                    )
+                    difference = f"kvad differs; `{entry['message']}` tests the difference."
+                    lines.append(f"- `{case}` of {oracle}, {check}: {difference}")
     return [*dict.fromkeys(lines), ""]
 
 
-def _refused() -> list[str]:
-    lines = [f"- `{model_type}`: {why}." for model_type, why in sorted(UNSUPPORTED.items())]
-    rows = []
-    for path in sorted((ROOT / "kvad" / "checkpoint" / "families").glob("*.py")):
-        rows += [[f"`{path.stem}`", *cells] for cells in _refusals(path.read_text("utf-8"))]
-    test_results = (
-        "These options of configs are refused by name. Names with an underscore are files that families share."
+def _refused(collected: Mapping[str, Family]) -> list[str]:
+    """Return the unsupported types, and a row for each option that the families refuse while they read their cases."""
+    families_by_option: dict[tuple[str, str, str], list[str]] = {}
+    for family in sorted(collected.values(), key=lambda each: each.model_type):
+        for option in family.options:
+            families_by_option.setdefault(option, []).append(f"`{family.model_type}`")
+    rows = [[*option, ", ".join(names)] for option, names in sorted(families_by_option.items())]
+    return [
+        *(f"- `{model_type}`: {reason}." for model_type, reason in sorted(UNSUPPORTED.items())),
+        "\nThese options of configs are refused by name.\n",
+        *_rows(["option", "supported values", "reason", "families"], rows),
+    ]
+
+
+@cache
+def _describe_call(path: str, line: int) -> tuple[str, bool]:
+    """Return the values that ``require_one_of``, called in a line, accepts, and whether its reason is a literal."""
+    calls = [node for node in ast.walk(ast.parse(Path(path).read_text("utf-8"))) if isinstance(node, ast.Call)]
+    call = next(
+        node
+        for node in calls
+        if isinstance(node.func, ast.Attribute)
+        and node.func.attr == "require_one_of"
+        and node.lineno <= line <= (node.end_lineno or 0)
     )
-    return [*lines, "", test_results, "", *_rows(["file", "option", "supported values", "reason"], rows)]
-
-
-def _refusals(source: str) -> Iterator[list[str]]:
-    """Yield each ``fields.require_one_of(NAME, *allowed, reason=...)`` of a file with a literal name, in order."""
-    seen = set()
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    for call in sorted(calls, key=lambda node: node.lineno):
-        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "require_one_of" and call.args):
-            continue
-        name, *allowed = call.args
-        if not isinstance(name, ast.Constant) or name.value in seen:
-            continue
-        seen.add(name.value)
-        why = next((keyword.value for keyword in call.keywords if keyword.arg == "reason"), None)
-        shown = why.value if isinstance(why, ast.Constant) else ""
-        values = ", ".join(f"`{ast.unparse(value)}`" for value in allowed) or "absent"
-        yield [f"`{name.value}`", values.replace("|", "\\|"), str(shown)]
+    values = ", ".join(f"`{ast.unparse(value)}`" for value in call.args[1:]) or "absent"
+    return values.replace("|", "\\|"), not any(isinstance(word.value, ast.JoinedStr) for word in call.keywords)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--run", action="store_true", help="run the tests first; further arguments are passed to pytest"
-    )
+    help_text = "run the tests first; further arguments are passed to pytest"
+    parser.add_argument("--run", action="store_true", help=help_text)
     options, further = parser.parse_known_args()
     if options.run:
-        RESULTS.write_text(stored(ask(further)), encoding="utf-8")
+        RESULTS.write_text(stored(run_tests(further)), encoding="utf-8")
     PAGE.write_text(page(json.loads(RESULTS.read_text("utf-8"))), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}: {len(FAMILIES)} families")
     return 0

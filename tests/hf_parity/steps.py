@@ -22,7 +22,6 @@ from kvad.checkpoint.folder import list_steps
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.hf_layout import choose_layout
 from kvad.checkpoint.loader import load_model
-from kvad.checkpoint.native import save_step
 from kvad.config.model import ModelConfig
 from kvad.config.serialization import to_dict
 from kvad.llm import LLM
@@ -31,7 +30,8 @@ from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.loop.run import train_model
 from kvad.verify.replay import run_uncached, run_whole_sequence
-from tests.support.random_models import randomise
+from tests.support.random_models import build
+from tests.support.run_steps import save_step
 from tests.support.trained_models import T5, configs
 
 CLASSES = {
@@ -83,18 +83,14 @@ def make(name: str, folder: Path) -> Path:
 
 
 def save_encoder(config: ModelConfig, run: Path) -> Path:
-    torch.manual_seed(1)
-    model, generator = Transformer(config), torch.Generator().manual_seed(2)
-    for name, parameter in model.named_parameters():
-        randomise(name, parameter, generator)
+    model = build(config, seed=2, dtype=torch.float32)
     tokenizer = train_tokenizer("bpe", WORDS, vocab_size=290)
     return save_step(run, 1, config, model.state_dict(), tokenizer, layout=choose_layout(config, GenerationConfig()))
 
 
 @torch.inference_mode()
-def kvad_logits(step: Path) -> Tensor:
+def logits_of(model: Transformer) -> Tensor:
     """Return the logits [T, V] of the uncached model."""
-    model, _ = load_model(step)
     if model.config.kind == "encoder":
         read = run_whole_sequence(model, IDS)
         return model.logits(model.encode(read), read.logit_indices)
@@ -103,6 +99,7 @@ def kvad_logits(step: Path) -> Tensor:
 
 @torch.inference_mode()
 def reference_logits(step: Path, kind: str) -> Tensor:
+    """Return the same logits, computed by the class that transformers chooses for a folder."""
     import transformers
 
     model = getattr(transformers, AUTO[kind]).from_pretrained(step).eval()
@@ -118,23 +115,23 @@ def check(name: str, folder: Path) -> float:
     import transformers
 
     step = make(name, folder)
-    kind = load_model(step)[1].config.kind
-    expected, largest = reference_logits(step, kind), kvad_logits(step)
-    torch.testing.assert_close(largest, expected, **TOLERANCE)
+    model = load_model(step)[0]
+    kind = model.config.kind
+    expected, logits = reference_logits(step, kind), logits_of(model)
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
     config = transformers.AutoConfig.from_pretrained(step)
     assert config.architectures == [CLASSES[name]], config.architectures
     tokenizer = transformers.AutoTokenizer.from_pretrained(step)
     with LLM.load(step, max_num_seqs=1) as llm:
-        read = tokenizer(TEXT, return_tensors="pt")
-        assert read["input_ids"][0].tolist() == llm.encode(TEXT), "they tokenize otherwise"
+        inputs = tokenizer(TEXT, return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == llm.encode(TEXT)
         if kind != "encoder":
-            answer = list(llm.generate(TEXT, max_tokens=8, temperature=0).tokens)
-            model = getattr(transformers, AUTO[kind]).from_pretrained(step).eval()
-            reference_tokens = {"attention_mask": read["attention_mask"], "do_sample": False, "max_new_tokens": 8}
-            kvad_tokens = model.generate(read["input_ids"], **reference_tokens)[0].tolist()
-            start = len(read["input_ids"][0]) if kind == "decoder" else 1
-            assert kvad_tokens[start:] == answer, f"they answer {kvad_tokens[start:]}, kvad {answer}"
-    return float((expected - largest).abs().max())
+            reference = getattr(transformers, AUTO[kind]).from_pretrained(step).eval()
+            options = {"attention_mask": inputs["attention_mask"], "do_sample": False, "max_new_tokens": 8}
+            tokens = reference.generate(inputs["input_ids"], **options)[0].tolist()
+            start = len(inputs["input_ids"][0]) if kind == "decoder" else 1
+            assert tokens[start:] == list(llm.generate(TEXT, max_tokens=8, temperature=0).tokens)
+    return float((expected - logits).abs().max())
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ def test_transformers_loads_trained_models(name: str, tmp_path: Path) -> None:
 
 
 def test_changed_weight_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = steps.kvad_logits
-    monkeypatch.setattr(steps, "kvad_logits", lambda step: real(step) * 1.001)
+    logits_of = steps.logits_of
+    monkeypatch.setattr(steps, "logits_of", lambda model: logits_of(model) * 1.001)
     with pytest.raises(AssertionError, match="not close"):
         steps.check("llama", tmp_path)

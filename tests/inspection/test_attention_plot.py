@@ -28,9 +28,11 @@ def uniform(size):
 )
 def test_shades_follow_the_square_root(weight, char):
     assert shade(weight) == char
+    shades = [shade(i / 100) for i in range(101)]
+    assert shades == sorted(shades, key=SHADES.index)
 
 
-def test_what_is_not_a_number_is_seen():
+def test_nan_is_visible():
     assert shade(math.nan) == shade(math.inf) == "?"
     assert "??" in attention_to_text(("a",), AttentionMap(0, 0, [[math.nan]]))
     wide = [0.0] * 200
@@ -38,7 +40,7 @@ def test_what_is_not_a_number_is_seen():
     assert "?" in attention_to_text(["x"] * 200, AttentionMap(0, 0, [wide] * 200), width=80)
 
 
-def test_a_small_map():
+def test_text_of_a_small_map():
     assert attention_to_text(PIECES, MAP, width=80).splitlines() == [
         "layer 2, head 5: rows are queries, columns keys",
         " " * 17 + "0",
@@ -50,12 +52,12 @@ def test_a_small_map():
     ]
 
 
-def test_the_ruler_counts_keys_by_tens():
+def test_ruler_counts_keys_by_tens():
     lines = attention_to_text(["x"] * 25, uniform(25), width=80).splitlines()
     assert lines[1] == " " * 18 + "0" + " " * 19 + "10" + " " * 18 + "20"
 
 
-def test_a_narrow_terminal_joins_keys_and_says_so():
+def test_narrow_terminal_joins_keys():
     size = 200
     shown = attention_to_text(["x"] * size, uniform(size), width=80)
     assert "a cell is 4 keys and shows the largest weight among them" in shown
@@ -78,11 +80,11 @@ def test_long_and_wide_tokens_keep_the_columns():
     assert lines[2].endswith(" ░░░░██") and lines[3].endswith(" ▒▒▒▒▒▒▒▒")
 
 
-def test_a_single_token():
+def test_single_token():
     assert "0 x              ██" in attention_to_text(("x",), AttentionMap(0, 0, [[1.0]]))
 
 
-def drawn(pieces, maps):
+def draw(pieces, maps):
     """Return the SVG tree, its texts and the pixels [rows, columns, 4] of its first map, from the top."""
     target = io.BytesIO()
     assert draw_attention(pieces, maps, [target]) == []
@@ -92,8 +94,8 @@ def drawn(pieces, maps):
     return root, texts, imread(io.BytesIO(base64.b64decode(image.partition(",")[2])))[::-1]
 
 
-def test_svg_is_xml_with_a_shade_per_weight():
-    _, texts, pixels = drawn(PIECES, [MAP])
+def test_svg_has_a_shade_per_weight():
+    _, texts, pixels = draw(PIECES, [MAP])
     assert "layer 2, head 5" in texts and [texts.count(piece) for piece in PIECES] == [2] * 4
     edge = len(pixels) // 4
     centers = [(2 * index + 1) * edge // 2 for index in range(4)]
@@ -103,15 +105,15 @@ def test_svg_is_xml_with_a_shade_per_weight():
     assert weights == sorted(weights, reverse=True) and weights[0] == 1.0
 
 
-def test_svg_places_maps_side_by_side():
-    (one, *_), (six, texts, _) = drawn(PIECES, [MAP]), drawn(PIECES, [MAP] * 6)
+def test_svg_has_four_maps_in_a_row():
+    (one, *_), (six, texts, _) = draw(PIECES, [MAP]), draw(PIECES, [MAP] * 6)
     sizes = [[float(root.get(name).removesuffix("pt")) for name in ("width", "height")] for root in (one, six)]
     assert sizes[1] == pytest.approx([4 * sizes[0][0], 2 * sizes[0][1]])
     assert texts.count("layer 2, head 5") == 6
 
 
-def test_svg_has_any_token_and_nan_is_red():
-    _, texts, pixels = drawn(
+def test_svg_escapes_tokens_and_nan_is_red():
+    _, texts, pixels = draw(
         ("<b>&", "\"'", "\x00\x1b", "\udc80"), [AttentionMap(0, 0, [[math.nan, 0.5, 0.5, 0.5]] * 4)]
     )
     assert "<b>&" in texts and "\N{REPLACEMENT CHARACTER}" in texts
@@ -124,7 +126,3 @@ def test_json():
     assert found["tokens"] == [1, 2, 3, 4] and found["pieces"] == list(PIECES)
     assert found["attention"][1] == {"layer": 2, "head": 5, "weights": [list(row) for row in WEIGHTS]}
     assert attention_to_json((1,), ("a",), [AttentionMap(0, 0, [[math.nan]])])["attention"][0]["weights"] == [[None]]
-
-
-def test_shades_grow():
-    assert [shade(i / 100) for i in range(101)] == sorted((shade(i / 100) for i in range(101)), key=SHADES.index)

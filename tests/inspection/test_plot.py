@@ -1,4 +1,4 @@
-"""Series become figures, the same bytes for the same numbers; what cannot be drawn is named."""
+"""Figures from series: equal bytes for equal numbers, and errors."""
 
 import json
 import subprocess
@@ -17,10 +17,10 @@ CURVES = [
     PlotSeries("uncached", [64, 128, 256], [0.5, 2, 8]),
 ]
 BENCH = [
-    {"memory": "paged", "tokens": 64, "seconds": 0.1, "note": "x"},
-    {"memory": "fresh", "tokens": 128, "seconds": 2.0},
-    {"memory": "fresh", "tokens": 64, "seconds": 0.5},
-    {"memory": "paged", "tokens": 128, "seconds": 0.2},
+    {"cache": "paged", "tokens": 64, "seconds": 0.1, "note": "x"},
+    {"cache": "fresh", "tokens": 128, "seconds": 2.0},
+    {"cache": "fresh", "tokens": 64, "seconds": 0.5},
+    {"cache": "paged", "tokens": 128, "seconds": 0.2},
     {"machine": "two cores"},
 ]
 
@@ -35,7 +35,7 @@ def metrics(tmp_path):
     return path
 
 
-def test_png_svg_and_pdf_hold_the_curves(tmp_path):
+def test_png_svg_and_pdf(tmp_path):
     out = [tmp_path / "deep" / f"a{ending}" for ending in (".png", ".svg", ".pdf")]
     labels = {"title": "time", "x_label": "tokens", "y_label": "seconds"}
     assert draw_series(CURVES, out, log_x=True, log_y=True, **labels) == out
@@ -45,7 +45,7 @@ def test_png_svg_and_pdf_hold_the_curves(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
-def test_the_same_numbers_are_the_same_bytes(tmp_path, ending):
+def test_equal_numbers_give_equal_bytes(tmp_path, ending):
     paths = [tmp_path / f"{name}{ending}" for name in "abc"]
     draw_series(CURVES, paths[:1])
     draw_series(CURVES, paths[1:2])
@@ -54,7 +54,7 @@ def test_the_same_numbers_are_the_same_bytes(tmp_path, ending):
     assert first == second != other
 
 
-def test_a_loss_curve_is_small_and_names_its_last_loss(metrics, tmp_path):
+def test_loss_figure_is_small_and_has_the_last_loss(metrics, tmp_path):
     out = [tmp_path / "loss.png", tmp_path / "loss.svg"]
     assert draw_loss(metrics, out) == out
     assert all(0 < path.stat().st_size < 100_000 for path in out)
@@ -63,27 +63,27 @@ def test_a_loss_curve_is_small_and_names_its_last_loss(metrics, tmp_path):
     assert draw_loss(tmp_path / "nothing.jsonl", out) == []
 
 
-def test_series_by_a_key_are_sorted_and_pass_over_other_lines():
-    found = build_series(BENCH, "tokens", ["seconds"], by="memory")
+def test_series_are_sorted_and_skip_other_lines():
+    found = build_series(BENCH, "tokens", ["seconds"], by="cache")
     assert [(s.name, s.x, s.y) for s in found] == [("paged", [64, 128], [0.1, 0.2]), ("fresh", [64, 128], [0.5, 2.0])]
     both = build_series([{"x": 1, "a": 2, "b": 3}], "x", ["a", "b"], name="run")
     assert [s.name for s in both] == ["run a", "run b"]
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "by", "says"),
+    ("x", "y", "by", "message"),
     [
         ("token", ["seconds"], None, r"no line has a number under 'token' \(did you mean 'tokens'"),
         ("tokens", ["note"], None, r"no line has a number under 'note'"),
-        ("tokens", ["seconds"], "memoryy", r"no line has 'memoryy' \(did you mean 'memory'"),
+        ("tokens", ["seconds"], "cachee", r"no line has 'cachee' \(did you mean 'cache'"),
     ],
 )
-def test_a_key_that_is_not_there_is_named(x, y, by, says):
-    with pytest.raises(UsageError, match=says):
+def test_unknown_key_is_refused(x, y, by, message):
+    with pytest.raises(UsageError, match=message):
         build_series(BENCH, x, y, by=by)
 
 
-def test_what_cannot_be_drawn(tmp_path, monkeypatch):
+def test_impossible_figures_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"a.gif: figures end in .png, .svg, .pdf"):
         draw_series(CURVES, [tmp_path / "a.gif"])
     with pytest.raises(DataError, match="nothing to draw"):
@@ -93,7 +93,7 @@ def test_what_cannot_be_drawn(tmp_path, monkeypatch):
         draw_series(CURVES, [tmp_path / "file" / "a.png"])
 
 
-def test_lines_that_are_none(tmp_path):
+def test_invalid_lines(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n[1]\n{"a": 2')
     assert read_jsonl(path) == [{"a": 1}]
@@ -104,26 +104,14 @@ def test_lines_that_are_none(tmp_path):
         read_jsonl(tmp_path / "none.jsonl")
 
 
-def test_the_command(metrics, tmp_path, capsys):
+def test_command(metrics, tmp_path, capsys):
     assert main(["plot", str(metrics)]) == 0
     assert capsys.readouterr().out.split() == [str(metrics.with_suffix(".png")), str(metrics.with_suffix(".svg"))]
     bench = tmp_path / "bench.jsonl"
     bench.write_text("".join(json.dumps(line) + "\n" for line in BENCH))
     out = tmp_path / "bench.svg"
-    arguments = [
-        "plot",
-        str(bench),
-        "--x",
-        "tokens",
-        "--y",
-        "seconds",
-        "--group-by",
-        "memory",
-        "--log-x",
-        "-o",
-        str(out),
-    ]
-    assert main(arguments) == 0 and "fresh" in out.read_text()
+    options = ["--x", "tokens", "--y", "seconds", "--group-by", "cache", "--log-x", "-o", str(out)]
+    assert main(["plot", str(bench), *options]) == 0 and "fresh" in out.read_text()
     assert main(["plot", str(bench)]) == 2
     assert "contains no training steps" in capsys.readouterr().err
     two = ["plot", str(metrics), str(metrics), "--y", "loss", "--y", "val_loss", "-o", str(out)]
@@ -139,19 +127,19 @@ def test_the_command(metrics, tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("options", [[], ["--y", "loss"]])
-def test_a_file_of_another_kind_is_one_clear_line(tmp_path, capsys, name, content, why, options):
+def test_other_files_are_refused(tmp_path, capsys, name, content, why, options):
     path = tmp_path / name
     path.write_bytes(content)
     assert main(["plot", str(path), *options]) == 2
-    seen = capsys.readouterr()
-    error, hint = seen.err.splitlines()
+    output = capsys.readouterr()
+    error, hint = output.err.splitlines()
     assert error == f"kvad: error: {path} is not a JSON-lines file of metrics: {why}"
-    assert "metrics.jsonl" in hint and not seen.out and "codec" not in seen.err
+    assert "metrics.jsonl" in hint and not output.out and "codec" not in output.err
     assert [one.name for one in tmp_path.iterdir()] == [name]
 
 
 def test_matplotlib_is_imported_only_to_draw():
     program = "import sys, kvad.inspection.plot, kvad.cli.commands.runs; "
     program += "print({'matplotlib', 'torch', 'numpy'} & set(sys.modules))"
-    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ran.stdout.strip() == "set()", ran.stderr
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "set()", result.stderr

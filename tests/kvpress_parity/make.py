@@ -1,4 +1,6 @@
-"""Write kept.json: the tokens that kvpress keeps. Run it where kvpress is installed; it imports nothing of kvad.
+"""Write golden_files/kvpress.json: the tokens that kvpress retains.
+
+Run it where kvpress is installed; it imports nothing of kvad.
 
     pip install kvpress==0.5.5;  python tests/kvpress_parity/make.py
 
@@ -24,7 +26,7 @@ PRESSES = {
 }
 
 
-def kept(press: object, seed: int) -> list[list[int]]:
+def retained(press: object, seed: int) -> list[list[int]]:
     config = SimpleNamespace(num_attention_heads=tensors.HEADS, num_key_value_heads=tensors.KV_HEADS)
     module = SimpleNamespace(config=config, head_dim=tensors.DIM)
     keys = tensors.keys(seed)
@@ -35,7 +37,7 @@ def kept(press: object, seed: int) -> list[list[int]]:
 
 
 values_of_tokens = {
-    f"{name}/{ratio}/{seed}": kept(press(ratio), seed)
+    f"{name}/{ratio}/{seed}": retained(press(ratio), seed)
     for name, press in PRESSES.items()
     for ratio in RATIOS
     for seed in SEEDS

@@ -55,7 +55,7 @@ class Double(TorchFunctionMode):
 class Case(NamedTuple):
     reference_model: Any
     config: ModelConfig
-    names: Mapping[str, str]  # name of our module -> name of theirs; {i} is the layer
+    names: Mapping[str, str]  # name of our module -> name in transformers; {i} is the layer
     prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state
     atol: float = 1e-10
     unused: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ def ids(rows: int = 2, length: int = LENGTH) -> Tensor:
 
 
 @torch.no_grad()
-def ours(model: Transformer, tokens: Tensor, kernel: Kernel) -> Tensor:
+def run_kvad(model: Transformer, tokens: Tensor, kernel: Kernel) -> Tensor:
     rows, length = tokens.shape
     flat = tokens.flatten()
     step = ModelInput(
@@ -586,20 +586,20 @@ def test_logits_equal_transformers(name: str) -> None:
     expected = reference(case, tokens)
     assert expected.dtype == torch.float64 and float(expected.std()) > 0.1
     for kernel in ("reference", "sdpa"):
-        torch.testing.assert_close(ours(own_model, tokens, kernel), expected, rtol=0, atol=case.atol)  # type: ignore[arg-type]
+        torch.testing.assert_close(run_kvad(own_model, tokens, kernel), expected, rtol=0, atol=case.atol)  # type: ignore[arg-type]
     check_every_weight_matters(own_model, tokens)
 
 
 def check_every_weight_matters(model: Transformer, tokens: Tensor) -> None:
     """Check that the logits depend on every weight, so that the comparison covers all of them."""
-    right = ours(model, tokens, "sdpa")
+    right = run_kvad(model, tokens, "sdpa")
     for name, parameter in model.named_parameters():
         if name.endswith("k.bias"):
             continue  # q.b adds the same number to all keys without rotation; the softmax cancels it
         unused_weights = parameter.detach().clone()
         with torch.no_grad():
             parameter.zero_()
-        assert float((ours(model, tokens, "sdpa") - right).abs().max()) > 1e-3, name
+        assert float((run_kvad(model, tokens, "sdpa") - right).abs().max()) > 1e-3, name
         with torch.no_grad():
             parameter.copy_(unused_weights)
 
@@ -611,7 +611,7 @@ def test_logits_in_float32() -> None:
     own_model = carry_over(case).float()
     with torch.no_grad():
         expected = case.reference_model(ids(), use_cache=False).logits
-    torch.testing.assert_close(ours(own_model, ids(), "auto"), expected, rtol=1.3e-6, atol=1e-5)
+    torch.testing.assert_close(run_kvad(own_model, ids(), "auto"), expected, rtol=1.3e-6, atol=1e-5)
 
 
 WRONG: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
@@ -634,7 +634,7 @@ def test_wrong_config_is_detected(fault: str) -> None:
     case = CASES["gemma2"]()
     data = override(case.config.to_dict(), WRONG[fault](case.config))
     wrong = carry_over(case._replace(config=ModelConfig.from_dict(data)))
-    assert float((ours(wrong, ids(), "sdpa") - reference(case, ids())).abs().max()) > 1e-4
+    assert float((run_kvad(wrong, ids(), "sdpa") - reference(case, ids())).abs().max()) > 1e-4
 
 
 # ---------------------------------------------------------------- parts without a whole model

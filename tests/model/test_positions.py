@@ -38,7 +38,7 @@ from kvad.model.positions import (
 )
 from kvad.model.transformer import Transformer
 from kvad.model_input import AlibiSlopes, ModelInput, RelativeBuckets, SubBatch
-from kvad.ops.attention import position_bias, t5_bucket
+from kvad.ops.position_bias import position_bias, t5_bucket
 from tests.support.random_models import VOCAB, build, model_config
 
 # ---------------------------------------------------------------- rope, frequencies and factors

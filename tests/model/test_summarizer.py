@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvad.cache.device.demotion import mean_summary
+from kvad.cache.device.eviction import mean_summary
 from kvad.config.model import attention_specs
 from kvad.errors import ConfigError
 from kvad.model.summarizer import LayerSummarizer, Summarizer

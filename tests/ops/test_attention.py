@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvad.model_input import AlibiSlopes, AttentionParams, AttentionPattern, RelativeBuckets, TokenPositions
 from kvad.ops import attention
-from kvad.ops.attention import AttentionMask, Kernel, dot_product_attention, position_bias, t5_bucket
+from kvad.ops.attention import AttentionMask, Kernel, dot_product_attention
 from kvad.ops.merge import AttentionPart, merge_attention
+from kvad.ops.position_bias import position_bias, t5_bucket
 from tests.support.covering_array import Case, pairwise
 
 KERNELS = get_args(Kernel)
@@ -507,6 +508,11 @@ class Parts(NamedTuple):
         return x.unflatten(1, (self.problem.k.shape[1], -1)).sum(2)
 
 
+def ones(problem: Problem) -> Tensor:
+    """Count every query once, [R, L]."""
+    return torch.ones(problem.q.shape[:2])
+
+
 def in_parts(case: Case, dtype: torch.dtype = torch.float64) -> Parts:
     problem, own = make_problem(case, dtype=dtype), case.get("own", "shared")
     draw = torch.Generator().manual_seed(5)
@@ -529,7 +535,7 @@ def test_parts_share_one_softmax(case: Case) -> None:
         :, -parts.problem.q.shape[1] :
     ]
     for splits in (SPLITS, SPLITS[::-1], ((0, SLOTS),)):
-        output = merge_attention(parts.split(splits), parts.problem.score, kernel=kernel, mass=True, count=count)
+        output = merge_attention(parts.split(splits), parts.problem.score, kernel=kernel, count=count)
         torch.testing.assert_close(output.out, out, rtol=0, atol=1e-12)
         if output.lse is not None:
             torch.testing.assert_close(output.lse, lse, rtol=0, atol=1e-12)
@@ -548,7 +554,7 @@ def test_parts_share_one_softmax(case: Case) -> None:
 @pytest.mark.parametrize("heads", SHAPES)
 def test_parts_in_every_dtype(heads: str, own: str, dtype: torch.dtype) -> None:
     parts = in_parts({"heads": heads, "own": own, "logits": "alibi"}, dtype)
-    output = merge_attention(parts.split(), parts.problem.score, mass=True)
+    output = merge_attention(parts.split(), parts.problem.score, count=ones(parts.problem))
     assert output.out.dtype == dtype and output.mass is not None and output.mass[0].dtype == torch.float32
     out, _, weights = parts.plain()
     torch.testing.assert_close(output.out.double(), out, rtol=0, atol=ROUNDING[dtype])
@@ -569,14 +575,14 @@ def test_one_part_equals_attention(case: Case, kernel: Kernel) -> None:
 @pytest.mark.parametrize("case", pairwise({k: v for k, v in PART_AXES.items() if k != "fused"}), ids=case_id)
 def test_masked_slots_of_a_part_do_not_matter(case: Case, where: str, kernel: Kernel) -> None:
     parts = in_parts(case)
-    clean = merge_attention(parts.split(), parts.problem.score, kernel=kernel, mass=True)
+    clean = merge_attention(parts.split(), parts.problem.score, kernel=kernel, count=ones(parts.problem))
     hidden = parts.keys < 0
     hidden = hidden[:, None] if hidden.dim() == 2 else hidden
     assert bool(hidden.any())
     (parts.problem.k if where == "k" else parts.problem.v).masked_fill_(hidden[..., None], math.nan)
     if parts.weight is not None:
         parts.weight.masked_fill_(hidden if parts.weight.dim() == 3 else hidden.all(1), math.nan)
-    dirty = merge_attention(parts.split(), parts.problem.score, kernel=kernel, mass=True)
+    dirty = merge_attention(parts.split(), parts.problem.score, kernel=kernel, count=ones(parts.problem))
     torch.testing.assert_close(dirty.out, clean.out, rtol=0, atol=1e-12)
     torch.testing.assert_close(dirty.mass, clean.mass, rtol=0, atol=1e-12)
 
@@ -591,7 +597,7 @@ def test_queries_without_visible_keys_in_parts(logits: str, kernel: Kernel) -> N
         *(torch.full_like(x, math.nan) for x in problem[1:3]),
         AttentionMask(problem.queries, TokenPositions(torch.full((2, SLOTS), -1)), problem.pattern),
     )
-    single = merge_attention([blind, blind], problem.score, kernel=kernel, mass=True)
+    single = merge_attention([blind, blind], problem.score, kernel=kernel, count=ones(problem))
     assert bool((single.out == 0).all()) and single.mass is not None and not any(bool(m.any()) for m in single.mass)
     whole = problem.compute(kernel)
     for parts in ([blind, seeing], [seeing, blind], [blind, seeing, blind]):
@@ -600,11 +606,11 @@ def test_queries_without_visible_keys_in_parts(logits: str, kernel: Kernel) -> N
 
 def test_mass_sums_to_the_number_of_counted_queries() -> None:
     parts = in_parts({"heads": "gqa", "own": "per-head-weighted"})
-    output = merge_attention(parts.split(), parts.problem.score, mass=True)
+    output = merge_attention(parts.split(), parts.problem.score, count=ones(parts.problem))
     assert output.mass is not None
     num_seeing = (parts.plain()[2].sum(-1) > 0.5).double().sum(2)  # [R, H]: a query without visible keys adds nothing
     torch.testing.assert_close(torch.cat(output.mass, -1).sum(-1), parts.group(num_seeing.unsqueeze(-1)).squeeze(-1))
-    zeros = merge_attention(parts.split(), parts.problem.score, mass=True, count=torch.zeros(ROWS, 6))
+    zeros = merge_attention(parts.split(), parts.problem.score, count=torch.zeros(ROWS, 6))
     assert zeros.mass is not None and not any(bool(m.any()) for m in zeros.mass)
 
 
@@ -612,11 +618,9 @@ def test_uncounted_queries_do_not_matter() -> None:
     parts = in_parts({})
     count = torch.ones(ROWS, 6)
     count[1, 3] = 0
-    clean = merge_attention(parts.split(), parts.problem.score, mass=True, count=count)
+    clean = merge_attention(parts.split(), parts.problem.score, count=count)
     parts.problem.q[1, 3] = math.nan
-    torch.testing.assert_close(
-        merge_attention(parts.split(), parts.problem.score, mass=True, count=count).mass, clean.mass
-    )
+    torch.testing.assert_close(merge_attention(parts.split(), parts.problem.score, count=count).mass, clean.mass)
 
 
 def test_parts_are_created_one_at_a_time() -> None:
@@ -658,11 +662,16 @@ class RecreatedParts:
 
 def test_mass_reads_parts_twice() -> None:
     parts = in_parts({})
-    listed = merge_attention(parts.split(), parts.problem.score, mass=True)
+    listed = merge_attention(parts.split(), parts.problem.score, count=ones(parts.problem))
     again = RecreatedParts(parts.split())
-    torch.testing.assert_close(merge_attention(again, parts.problem.score, mass=True).mass, listed.mass, rtol=0, atol=0)
     torch.testing.assert_close(
-        merge_attention(iter(parts.split()), parts.problem.score, mass=True).mass, listed.mass, rtol=0, atol=0
+        merge_attention(again, parts.problem.score, count=ones(parts.problem)).mass, listed.mass, rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        merge_attention(iter(parts.split()), parts.problem.score, count=ones(parts.problem)).mass,
+        listed.mass,
+        rtol=0,
+        atol=0,
     )
     assert again.times == 2 and merge_attention(again, parts.problem.score).mass is None and again.times == 3
 
@@ -686,7 +695,7 @@ def test_parts_of_long_steps_allocate_no_full_matrix(
         for split in (slice(0, 160), slice(160, 320))
     ]
     with Largest() as largest, torch.no_grad():
-        output = merge_attention(parts, problem.score, kernel=kernel, mass=True)
+        output = merge_attention(parts, problem.score, kernel=kernel, count=ones(problem))
     assert largest.elements <= 1 << 15, f"{largest.created_by} made {largest.elements} elements"
     torch.testing.assert_close(output.out, problem.compute("reference"), rtol=0, atol=1e-5)
 

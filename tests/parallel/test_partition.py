@@ -23,7 +23,6 @@ from kvad.model.transformer import Transformer
 from kvad.model_input import BlockOps, EvictOp, MergeOp, ModelInput, Rotary, SlotMapping, SubBatch
 from kvad.parallel.distributed_cache import ShardedKVCache, leader_cache_factory
 from kvad.parallel.mesh import Mesh, check_model_fits_mesh, kv_head_range, layer_range, query_head_range
-from kvad.parallel.messages import Message, receive, send
 from kvad.parallel.partition import (
     block_bytes,
     local_layers,
@@ -33,7 +32,7 @@ from kvad.parallel.partition import (
     split_shards,
     weight_shards,
 )
-from kvad.parallel.process_groups import ProcessGroups
+from kvad.parallel.process_groups import Message, ProcessGroups, receive, send
 from kvad.parallel.tensor_parallel import shard_model
 from tests.support.mesh_cases import EXPERTS, mixed, pair, per_layer_biases, roomy, shaped, with_mlp
 from tests.support.random_models import build
@@ -70,9 +69,9 @@ def test_heads_and_layers_are_partitioned() -> None:
 def test_a_stage_renumbers_its_layers_and_their_cross_attention() -> None:
     config = pair()
     state = build_groups(attention_specs(config), roomy(max_source_len=24))
-    assert local_layers(state, 2, Mesh(1, 2, 1)) == {1: 0, 3: 1}
-    assert [group.layers for group in shard_groups(state, 2, Mesh(2, 2, 3))] == [(0,), (1,)]
-    assert [group.spec.num_kv_heads for group in shard_groups(state, 2, Mesh(2, 2, 3))] == [2, 4]
+    assert local_layers(state, Mesh(1, 2, 1)) == {1: 0, 3: 1}
+    assert [group.layers for group in shard_groups(state, Mesh(2, 2, 3))] == [(0,), (1,)]
+    assert [group.spec.num_kv_heads for group in shard_groups(state, Mesh(2, 2, 3))] == [2, 4]
 
 
 @pytest.mark.parametrize("text", ["", "2", "2x", "0x1", "2x0", "-1x2", "2x1x1", "axb"])
@@ -126,9 +125,7 @@ def test_a_rank_allocates_the_planned_bytes(config: ModelConfig, mesh: Mesh) -> 
         ranks = plan_ranks(plan_memory(config, cache, weights_dtype="float64"), mesh)
         for each in mesh.all_ranks():
             links = ProcessGroups(each)
-            memory = ShardedKVCache(
-                build_groups(attention_specs(config), cache), process_groups=links, layers=config.decoder.num_layers
-            )
+            memory = ShardedKVCache(build_groups(attention_specs(config), cache), process_groups=links)
             assert memory.payload_bytes() == ranks[each.rank].payload
             assert memory.scale_bytes() == ranks[each.rank].scales
             assert memory.metadata_bytes() == ranks[each.rank].metadata
@@ -182,16 +179,15 @@ def random_state(config: ModelConfig, cache: CacheConfig) -> dict[str, Tensor]:
 def test_block_bytes_are_summed_over_all_ranks(name: str, mesh: Mesh) -> None:
     config = shaped(kv_heads=2)
     assert config.decoder is not None
-    layers = config.decoder.num_layers
-    if mesh.pipeline_parallel > layers:
+    if mesh.pipeline_parallel > config.decoder.num_layers:
         return
     state = build_groups(attention_specs(config), roomy(**vars_of(CACHES[name])))
     merged = [0] * len(state)
     for each in mesh.all_ranks():
-        memory = KVCache(shard_groups(state, layers, each))
+        memory = KVCache(shard_groups(state, each))
         for block_ids in memory.iter_arrays([(2,)] * len(state)):
             merged[int(block_ids.name.partition(".")[0])] += block_ids.array[block_ids.blocks].nbytes
-    assert block_bytes(state, layers, mesh) == merged
+    assert block_bytes(state, mesh) == merged
     assert mesh.size > 1 or merged == KVCache(state).block_bytes()
 
 
@@ -200,17 +196,16 @@ def test_block_bytes_are_summed_over_all_ranks(name: str, mesh: Mesh) -> None:
 def test_a_split_and_merged_state_is_unchanged(name: str, mesh: Mesh) -> None:
     for config in (mixed(), shaped(kv_heads=2), pair()):
         assert config.decoder is not None
-        layers = config.decoder.num_layers
-        if mesh.pipeline_parallel > layers:
+        if mesh.pipeline_parallel > config.decoder.num_layers:
             continue
         cache = roomy(**{**vars_of(CACHES[name]), "max_source_len": 24})
         state, whole = build_groups(attention_specs(config), cache), random_state(config, cache)
-        parts = [split_shards(whole, state, layers, each) for each in mesh.all_ranks()]
+        parts = [split_shards(whole, state, each) for each in mesh.all_ranks()]
         for each, part in zip(mesh.all_ranks(), parts, strict=True):
-            memory = KVCache(shard_groups(state, layers, each))
+            memory = KVCache(shard_groups(state, each))
             expected = {x.name: x.array[x.blocks].shape for x in memory.iter_arrays([(2, 3, 4, 5)] * len(state))}
             assert {key: x.shape for key, x in part.items()} == expected and list(part) == list(expected)
-        again = merge_shards(parts, state, layers, mesh)
+        again = merge_shards(parts, state, mesh)
         assert list(again) == list(whole)
         assert all(again[key].equal(whole[key]) for key in whole)
 
@@ -243,19 +238,19 @@ def _lose(parts: list[dict[str, Tensor]]) -> None:
 def test_incomplete_shards_are_refused(damage: Callable[[list[dict[str, Tensor]]], None], message_part: str) -> None:
     config, mesh = shaped(), Mesh(2)
     state = build_groups(attention_specs(config), roomy())
-    parts = [split_shards(random_state(config, roomy()), state, 2, each) for each in mesh.all_ranks()]
+    parts = [split_shards(random_state(config, roomy()), state, each) for each in mesh.all_ranks()]
     damage(parts)
     with pytest.raises(CacheError, match=message_part):
-        merge_shards(parts, state, 2, mesh)
+        merge_shards(parts, state, mesh)
 
 
 @pytest.mark.parametrize("name", ["9.positions", "0.7.keys.0", "x.0.keys.0", "0.y.keys.0"])
 def test_a_state_of_another_cache_is_refused(name: str) -> None:
     state = build_groups(attention_specs(shaped()), roomy())
     with pytest.raises(CacheError, match=name):
-        split_shards({name: torch.zeros(1, 4, 4, 8)}, state, 2, Mesh(2))
+        split_shards({name: torch.zeros(1, 4, 4, 8)}, state, Mesh(2))
     with pytest.raises(CacheError, match="3 kv heads, the cache has 4"):
-        split_shards({"0.0.keys.0": torch.zeros(1, 3, 4, 8)}, state, 2, Mesh(2))
+        split_shards({"0.0.keys.0": torch.zeros(1, 3, 4, 8)}, state, Mesh(2))
 
 
 # ---------------------------------------------------------------- messages between ranks

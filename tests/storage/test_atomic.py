@@ -155,14 +155,14 @@ def test_old_folder_survives_a_kill_between_renames(tmp_path):
     assert content(tmp_path / "x") == {"one"} and find_interrupted(tmp_path / "x") is None
 
 
-def test_discard_renames_once(tmp_path, monkeypatch):
+def test_removed_folder_is_never_partially_visible(tmp_path, monkeypatch):
     put(tmp_path / "x", "one")
     monkeypatch.setattr(atomic.shutil, "rmtree", lambda *_, **__: None)  # killed before anything was deleted
     remove_folder(tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
-def test_single_file(tmp_path):
+def test_failed_write_of_a_file_keeps_the_old_one(tmp_path):
     write_bytes(tmp_path / "deep" / "f", b"one")
     for at in (2, 3):  # the flush, the rename; 1 is the mkdir
         with pytest.MonkeyPatch.context() as patch:

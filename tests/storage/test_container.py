@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from kvad.errors import StorageError
-from kvad.storage.container import Section, open_container, read_header, write_container
-from kvad.storage.fingerprint import CacheFingerprint
-from tests.support.faulty_filesystems import FailingDisk, ForgetfulDisk
+from kvad.storage.container import CacheFingerprint, Section, open_container, read_header, write_container
+from tests.support.faulty_filesystems import FailingDisk, PowerCutDisk
 
 IDENTITY = {"model": "m", "keys": "float32"}
 
@@ -144,7 +143,7 @@ def test_file_is_whole_or_refused_after_a_power_cut(tmp_path, durable):
         path = tmp_path / f"{seed}"
         path.mkdir()
         write(path / "a")
-        disk = ForgetfulDisk(seed)
+        disk = PowerCutDisk(seed)
         write(path / "a", seed=seed, durable=durable, fs=disk)
         disk.power_cut()
         try:

@@ -1,7 +1,7 @@
 """Model-based test of one engine under random operations, compared with solo runs.
 
 A *talk* is a sampled text that grows from turn to turn. It is submitted, cancelled, preempted (swapped to RAM or
-disk, or recomputed, at random), uses prefixes from the pool, RAM and disk, is kept as a state, resumed, saved, and
+disk, or recomputed, at random), uses prefixes from the pool, RAM and disk, is retained as a state, resumed, saved, and
 restored from its file: in the same engine, or in another one with other blocks, another layout, or token offload.
 Blocks without an owner are filled with NaN after every step.
 
@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.sessions.file import load_session, save_session
-from kvad.cache.sessions.state import SequenceState
+from kvad.cache.sessions.state import SequenceState, load_session, save_session
 from kvad.config.model import ModelConfig
 from kvad.engine import Engine, EngineConfig
 from kvad.engine.execution.model_runner import ModelRunner
@@ -165,13 +164,13 @@ class ActiveRequest:
 
 
 @dataclass
-class World:
-    """An engine and its operations. ``did`` counts each operation and its effects."""
+class OperationHarness:
+    """An engine and its operations. ``counts`` counts each operation and its effects."""
 
     name: str
     rng: random.Random
     folder: Path
-    did: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     live: dict[int, ActiveRequest] = field(default_factory=dict)
     states: list[tuple[Talk, SequenceState]] = field(default_factory=list)
     files: list[tuple[Talk, Path]] = field(default_factory=list)
@@ -185,7 +184,7 @@ class World:
         if self.engine_index >= 0:
             self.count_engine_stats()
             self.engine.close()
-            self.did["engine replaced"] += 1
+            self.counts["engine replaced"] += 1
         self.live.clear()
         self.states.clear()
         self.engine_index = (self.engine_index + 1) % len(self.setup.engines)
@@ -220,7 +219,7 @@ class World:
     def submit(self, talk: Talk, *, keep: bool) -> None:
         if len(self.live) < 5:
             self.begin(talk, prompt(talk), keep=keep and not self.uses_offload)
-            self.did["submitted"] += 1
+            self.counts["submitted"] += 1
 
     def resume(self, which: int) -> None:
         """Start the next turn from a state that this engine returned."""
@@ -231,13 +230,13 @@ class World:
     def save(self, which: int) -> None:
         if self.states:
             talk, state = self.states[which % len(self.states)]
-            path = self.folder / f"{self.did['saved'] % 6}.session"
+            path = self.folder / f"{self.counts['saved'] % 6}.session"
             self.files = [each for each in self.files if each[1] != path]
             save_session(
                 path, state, self.engine.cache_fingerprint(state.regime, cache_salt=state.salt), state.tokens, {}
             )
             self.files.append((talk, path))
-            self.did["saved"] += 1
+            self.counts["saved"] += 1
 
     def restore(self, which: int) -> None:
         """Start the next turn from a file, perhaps written by an engine with another layout or block size."""
@@ -255,7 +254,7 @@ class World:
         except StorageError as error:
             if not self.uses_offload or "does not belong to this model and cache: policy" not in str(error):
                 raise
-            self.did["refused by offload"] += 1
+            self.counts["refused by offload"] += 1
             return
         self.follow(talk, state, "restored")
 
@@ -269,7 +268,7 @@ class World:
             if not self.uses_offload:
                 raise
             return
-        self.did[kind] += 1
+        self.counts[kind] += 1
         usage = self.engine.metrics(request)
         assert not usage.resume_miss_reason, usage.resume_miss_reason
 
@@ -298,7 +297,7 @@ class World:
         self.engine.scheduler.check()
 
     def end(self, request: int, live: ActiveRequest) -> None:
-        self.did["ended"] += 1
+        self.counts["ended"] += 1
         assert len(live.tokens) == live.num_given_tokens + TURN
         del self.live[request]
         if live.keep:
@@ -310,18 +309,18 @@ class World:
             request = sorted(self.live)[which % len(self.live)]
             self.engine.abort_request(request)
             del self.live[request]
-            self.did["cancelled"] += 1
+            self.counts["cancelled"] += 1
 
     def preempt(self, which: int) -> None:
         if self.live:
             request = sorted(self.live)[which % len(self.live)]
-            self.did["preempted"] += self.engine.scheduler.preempt(request)
+            self.counts["preempted"] += self.engine.scheduler.preempt(request)
 
     def evict_prefixes(self) -> None:
         """Evict the pool's prefixes with an unrelated sequence; prefixes of talks are then only in RAM or on disk."""
         if self.setup.config.encoder_input is None and not self.uses_offload and not self.live:
             self.engine.add_request([(7 * at + 5) % VOCAB for at in range(40)], SamplingParams(max_tokens=1))
-            self.did["prefixes evicted"] += 1
+            self.counts["prefixes evicted"] += 1
 
     # ------------------------------------------------------------ comparison
 
@@ -334,23 +333,23 @@ class World:
         difference = float((expected - logits).abs().max().nan_to_num(nan=torch.inf))
         if not difference <= EXACT:
             raise Mismatch(f"talk {live.talk}: logits at {at} differ by {difference:.1e} from the solo run")
-        self.did["compared"] += 1
+        self.counts["compared"] += 1
 
     def count_engine_stats(self) -> None:
-        """Add the engine's own statistics to ``did``."""
+        """Add the engine's own statistics to ``counts``."""
         swap_stats, block_store, offload = (
             self.engine.preemption.stats(),
             self.engine.kv_cache_manager.prefix_offload,
             self.engine.kv_cache.offload_reader,
         )
-        self.did["swapped to RAM"] += swap_stats.to_ram
-        self.did["swapped to disk"] += swap_stats.to_disk
-        self.did["recomputed"] += swap_stats.recomputed
+        self.counts["swapped to RAM"] += swap_stats.to_ram
+        self.counts["swapped to disk"] += swap_stats.to_disk
+        self.counts["recomputed"] += swap_stats.recomputed
         if block_store is not None:
-            self.did["prefix from RAM"] += block_store.hits.tokens["ram"]
-            self.did["prefix from disk"] += block_store.hits.tokens["disk"]
+            self.counts["prefix from RAM"] += block_store.hits.tokens["ram"]
+            self.counts["prefix from disk"] += block_store.hits.tokens["disk"]
         if offload is not None:
-            self.did["offloaded"] += offload.stats().written
+            self.counts["offloaded"] += offload.stats().written
 
     def drain(self) -> None:
         """Step until the engine is idle."""
@@ -372,29 +371,29 @@ def talks() -> Sequence[Talk]:
     return [(stem, length) for stem in range(STEMS) for length in LENGTHS]
 
 
-def wander(world: World, num_operations: int) -> World:
+def run_operations(harness: OperationHarness, num_operations: int) -> OperationHarness:
     """Apply N random operations, then run to the end."""
-    rng = world.rng
+    rng = harness.rng
     for _ in range(num_operations):
         draw, which = rng.random(), rng.randrange(60)
         if draw < 0.14:
-            world.submit(rng.choice(talks()), keep=rng.random() < 0.7)
+            harness.submit(rng.choice(talks()), keep=rng.random() < 0.7)
         elif draw < 0.20:
-            world.resume(which)
+            harness.resume(which)
         elif draw < 0.24:
-            world.save(which)
+            harness.save(which)
         elif draw < 0.29:
-            world.restore(which)
+            harness.restore(which)
         elif draw < 0.31:
-            world.cancel(which)
+            harness.cancel(which)
         elif draw < 0.39:
-            world.preempt(which)
+            harness.preempt(which)
         elif draw < 0.40:
-            world.evict_prefixes()
+            harness.evict_prefixes()
         elif draw < 0.406:
-            world.replace_engine()
+            harness.replace_engine()
         else:
-            world.step()
-    world.drain()
-    world.close()
-    return world
+            harness.step()
+    harness.drain()
+    harness.close()
+    return harness

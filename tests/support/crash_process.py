@@ -1,7 +1,7 @@
-"""Child processes that die by SIGKILL at a chosen operation, to test what a crash leaves on disk.
+"""Child processes that are killed with SIGKILL at a chosen operation, to test what a crash leaves on disk.
 
 Run in a separate process that has imported torch but computed nothing with it, so that a fork is safe. Operations are
-flushes, renames, new folders, and calls of ``Death.tick``.
+flushes, renames, new folders, and calls of ``Killer.tick``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Death:
+class Killer:
     """Counts operations and kills this process at the ``at``-th one (0: never)."""
 
     def __init__(self, at: int) -> None:
@@ -35,12 +35,12 @@ class Death:
         return operation
 
 
-def live(work: Callable[[Death], None], at: int, within: float | None = None) -> bool:
+def finishes(work: Callable[[Killer], None], at: int, within: float | None = None) -> bool:
     """Run ``work`` in a child process that is killed at an operation or after a time.
 
     Args:
         work: Function to run.
-        at: Operation at which the child dies.
+        at: Number of the operation at which the child is killed, from 1; 0: never.
         within: Seconds after which the child is killed.
 
     Returns:
@@ -50,7 +50,7 @@ def live(work: Callable[[Death], None], at: int, within: float | None = None) ->
     if pid == 0:
         code = 1
         try:
-            work(Death(at))
+            work(Killer(at))
             code = 0
         finally:
             os._exit(code)
@@ -59,7 +59,7 @@ def live(work: Callable[[Death], None], at: int, within: float | None = None) ->
         os.kill(pid, signal.SIGKILL)  # no effect if the child has exited and is not yet reaped
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL, f"died of signal {os.WTERMSIG(status)}"
+        assert os.WTERMSIG(status) == signal.SIGKILL, f"ended by signal {os.WTERMSIG(status)}"
         return False
     assert os.WEXITSTATUS(status) == 0, "the child failed: see above"
     return True

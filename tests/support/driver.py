@@ -8,6 +8,7 @@ step, so reading an unwritten slot shows up as NaN.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from kvad.cache.config import CacheConfig
 from kvad.config.model import attention_specs
 from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.preemption import PreemptionStats
-from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, StreamChunk
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import RESERVED_BLOCKS, ModelInput, SubBatch
@@ -127,6 +128,25 @@ def drive(
 
 def _rows(sub_batches: Sequence[SubBatch]) -> int:
     return sum(each.num_seqs for each in sub_batches)
+
+
+def run_engine(engine: Engine, *, poison: bool = False, max_seconds: float = 120.0) -> dict[int, list[StreamChunk]]:
+    """Step until the engine is idle; return the chunks of each request. ``poison`` fills blocks without an owner."""
+    chunks: dict[int, list[StreamChunk]] = {}
+    deadline = time.monotonic() + max_seconds
+    while not engine.idle:
+        assert time.monotonic() < deadline, "the engine does not become idle"
+        for chunk in engine.step():
+            chunks.setdefault(chunk.request, []).append(chunk)
+        if poison:
+            engine.flush_offload()
+            fill_unowned(engine, math.nan)
+        engine.scheduler.check()
+    return chunks
+
+
+def tokens_of(chunks: Sequence[StreamChunk], sample: int = 0) -> list[int]:
+    return [chunk.token_id for chunk in chunks if chunk.sample_index == sample and chunk.token_id is not None]
 
 
 def fill_unowned(engine: Engine, value: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.sessions.file import load_session, save_session
+from kvad.cache.sessions.state import load_session, save_session
 from kvad.engine.engine import Engine
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.model_input import RESERVED_BLOCKS

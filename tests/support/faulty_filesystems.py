@@ -8,23 +8,12 @@ from pathlib import Path
 from kvad.storage.filesystem import FileSystem
 
 OPERATIONS = (
-    "create",
-    "open",
-    "write",
-    "write_at",
-    "read",
-    "size",
-    "sync",
-    "close",
-    "replace",
-    "sync_dir",
-    "remove",
-    "free_bytes",
+    *("create", "open", "write", "write_at", "read", "size", "sync", "close", "replace", "sync_dir", "remove"),
+    *("free_bytes", "make_dir", "list_files", "touch", "lock"),
 )
-OPERATIONS += ("make_dir", "list_files", "touch", "lock")
 
 
-class _Watched(FileSystem):
+class WatchedFileSystem(FileSystem):
     """Calls ``before`` ahead of every operation."""
 
     def before(self, name, *args):
@@ -41,10 +30,10 @@ def _watch(name):
 
 
 for _name in OPERATIONS:
-    setattr(_Watched, _name, _watch(_name))
+    setattr(WatchedFileSystem, _name, _watch(_name))
 
 
-class FailingDisk(_Watched):
+class FailingDisk(WatchedFileSystem):
     """The k-th operation of the kinds ``which`` raises ``code``; a failing write has written half.
 
     Args:
@@ -75,7 +64,7 @@ class FailingDisk(_Watched):
         raise OSError(self.code, os.strerror(self.code))
 
 
-class ForgetfulDisk(_Watched):
+class PowerCutDisk(WatchedFileSystem):
     """Tracks what was flushed.
 
     ``power_cut`` leaves a state that a real file system may leave: any part of a file written since its last

@@ -21,53 +21,15 @@ from kvad import LLM
 from kvad.cli.main import main
 
 PROMPT = "ada bob cleo "
-TINY = [
-    "--tokenizer",
-    "byte",
-    "--seq-len",
-    "32",
-    "--batch-size",
-    "2",
-    "--steps",
-    "2",
-    "--precision",
-    "fp32",
-    "--seed",
-    "3",
-    "--save-interval",
-    "2",
-    "--eval-interval",
-    "2",
-    "--set",
-    "model.hidden_size=16",
-    "--set",
-    "decoder.num_layers=1",
-    "--set",
-    "decoder.layer_types.L.mlp.intermediate_size=16",
-]
-HEADS = [
-    "--set",
-    "decoder.layer_types.L.attention.num_heads=2",
-    "--set",
-    "decoder.layer_types.L.attention.num_kv_heads=1",
-]
-TUNE = [
-    "--seq-len",
-    "32",
-    "--batch-size",
-    "2",
-    "--steps",
-    "2",
-    "--precision",
-    "fp32",
-    "--seed",
-    "3",
-    "--save-interval",
-    "2",
-    "--eval-interval",
-    "2",
-]
-SUMMARIES = ["--set", "summarizer.ratio=4", "--set", "summarizer.recent=8", "--set", "summarizer.interval=8"]
+TUNE = "--seq-len 32 --batch-size 2 --steps 2 --precision fp32 --seed 3 --save-interval 2 --eval-interval 2"
+_LAYER = "decoder.layer_types.L"
+TINY = (
+    f"{TUNE} --tokenizer byte --set model.hidden_size=16 --set decoder.num_layers=1"
+    f" --set {_LAYER}.mlp.intermediate_size=16 --set {_LAYER}.attention.num_heads=2"
+)
+SUMMARIES = (
+    f"{TUNE} --objective summarizer --set summarizer.ratio=4 --set summarizer.recent=8 --set summarizer.interval=8"
+)
 
 
 def run(*arguments: object) -> str:
@@ -97,40 +59,16 @@ def write(folder: Path) -> None:
     rng = random.Random(5)
     text.write_text("".join(f"{rng.choice(names)} {rng.choice(names)}\n" for _ in range(120)), encoding="utf-8")
     hf, native = folder / "run-hf", folder / "run-native"
-    run("train", text, "--preset", "tiny", *TINY, *HEADS, "--out", hf)
-    run(
-        "train",
-        text,
-        "--preset",
-        "shakespeare-char",
-        *TINY,
-        "--steps",
-        4,
-        "--set",
-        "train.keep_best=false",
-        "--set",
-        "decoder.layer_types.L.attention.num_heads=2",
-        "--out",
-        native,
-    )
+    run("train", text, "--preset", "tiny", *TINY.split(), "--set", f"{_LAYER}.attention.num_kv_heads=1", "--out", hf)
+    longer = ("--steps", 4, "--set", "train.keep_best=false")
+    run("train", text, "--preset", "shakespeare-char", *TINY.split(), *longer, "--out", native)
     shutil.rmtree(native / "checkpoints" / "step-00000004")  # resumed by the test
-    run("train", text, "--init", hf, "--lora-rank", 2, *TUNE, "--out", folder / "adapter")
-    run("train", text, "--objective", "summarizer", "--init", hf, *TUNE, *SUMMARIES, "--out", folder / "summarizer")
+    run("train", text, "--init", hf, "--lora-rank", 2, *TUNE.split(), "--out", folder / "adapter")
+    run("train", text, "--init", hf, *SUMMARIES.split(), "--out", folder / "summarizer")
     run("data", "prepare", text, "--tokenizer", "byte", "--out", folder / "prepared")
     run("session", "save", hf, "notes", "--prompt", PROMPT, "--session-dir", folder / "sessions")
-    run(
-        "prefix",
-        "add",
-        hf,
-        "--prompt",
-        PROMPT,
-        "--name",
-        "names",
-        "--prefix-cache-dir",
-        folder / "prefix-cache",
-        "--block-size",
-        4,
-    )
+    prefix = ("--prompt", PROMPT, "--name", "names", "--prefix-cache-dir", folder / "prefix-cache")
+    run("prefix", "add", hf, *prefix, "--block-size", 4)
     expected = {"run-hf": scores(hf), "run-native": scores(native), "adapter": scores(hf, adapter=folder / "adapter")}
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n", encoding="utf-8")
     for leftover in [*folder.rglob("*.png"), *folder.rglob("*.svg")]:

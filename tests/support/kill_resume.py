@@ -1,14 +1,13 @@
 """Training killed with SIGKILL at random operations and resumed; every number must equal the uninterrupted run.
 
-    OMP_NUM_THREADS=1 python tests/support/kill_resume.py SETUP KILLS SEED FOLDER [uncopied]   one JSON object on
-    stdout
+    OMP_NUM_THREADS=1 python tests/support/kill_resume.py SETUP KILLS SEED FOLDER [uncopied]   one JSON object on stdout
 
-A parent process that has imported torch forks each child, so that a kill costs a fraction of a second. A child dies
-at its n-th operation (a flush, a rename, a new folder, a half-written tensor file, the start of a micro-batch) or
-after a random time; saves run while training continues, so each may be interrupted by the other. After each kill the
-newest and the best checkpoint must be whole. A finished run is compared, file by file, with one that was never
-killed; then another run begins, until KILLS children have died. "uncopied" disables the copy that makes a concurrent
-save consistent, to show that the comparison fails.
+A parent process that has imported torch forks each child, so that a kill costs a fraction of a second. A child is
+killed at its n-th operation (a flush, a rename, a new folder, a half-written tensor file, the start of a micro-batch)
+or after a random time; saves run while training continues, so each may be interrupted by the other. After each kill
+the newest and the best checkpoint must be complete. A finished run is compared, file by file, with one that was never
+killed; then another run begins, until KILLS children were killed. "uncopied" disables the copy that makes a
+concurrent save consistent, to show that the comparison fails.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ import torch._dynamo  # noqa: F401  imported by the optimizer in a second; here 
 from kvad.checkpoint import adapter, native, summarizer
 from kvad.checkpoint.folder import TRAINING, check_file, list_steps, read_json, read_manifest
 from kvad.train.config.run import RunConfig
-from kvad.train.loop import checkpointer
+from kvad.train.loop import async_checkpointer
 from kvad.train.loop import run as loop
 from kvad.train.monitoring.metrics import read_metrics
-from kvad.train.objectives import cross_entropy, scheduled_sampling, summary_distillation
+from kvad.train.objectives import cross_entropy, summary_distillation
 from kvad.train.sources.pairs import PairPaths
-from tests.support import crash_process as mortal
+from tests.support.crash_process import Killer, finishes
 
 STEPS = 24
 SMALL = {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
@@ -88,7 +87,7 @@ class Run:
         content = json.loads(text)
         content["train"] = {**TRAIN, "precision": "fp32", **content.get("train", {})}
         self.config = RunConfig.from_dict(content)
-        self.based = "BASE" in json.dumps(SETUPS[setup])
+        self.has_base = "BASE" in json.dumps(SETUPS[setup])
         self.corpus: Any = [folder / "corpus"]
         if setup == "pairs":
             self.corpus = PairPaths(((folder / "pairs.tsv",),), ())
@@ -101,39 +100,39 @@ class Run:
         words = ["".join(random.choices("abcd", k=1 + number % 6)) for number in range(120)]
         (self.folder / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
 
-    def make_base(self) -> None:
+    def train_base(self) -> None:
         content = {"model": DECODER, **BYTES, "train": {"steps": 2, "batch_size": 2, "precision": "fp32"}}
         loop.train_model(RunConfig.from_dict(content), self.corpus, self.folder / "base")
 
-    def go(self, out: Path, death: mortal.Death) -> None:
+    def run_child(self, out: Path, killer: Killer) -> None:
         """Run one child: from the newest checkpoint, or from the beginning."""
-        ticking(death)
+        count_more_operations(killer)
         if self.uncopied and out.name == "parts":
-            checkpointer.AsyncCheckpointer._copied = lambda self, moment: moment  # type: ignore[method-assign]
+            async_checkpointer.AsyncCheckpointer._copy = lambda self, group, tensors: tensors  # type: ignore[method-assign]
         if list_steps(out):
             loop.resume_model(out)
         else:
             loop.train_model(self.config, self.corpus, out)
 
 
-def ticking(death: mortal.Death) -> None:
+def count_more_operations(killer: Killer) -> None:
     """Count micro-batches and halves of tensor files as operations too."""
     for owner in (
         cross_entropy.CrossEntropyObjective,
-        scheduled_sampling.ScheduledSamplingObjective,
+        cross_entropy.ScheduledSamplingObjective,
         summary_distillation.SummaryDistillation,
     ):
-        owner.accumulate_gradients = death.counted(owner.accumulate_gradients)  # type: ignore[method-assign]
+        owner.accumulate_gradients = killer.counted(owner.accumulate_gradients)  # type: ignore[method-assign]
     real = native.save_tensors
 
-    def torn(folder: Path, path: Path, *rest: Any) -> None:
+    def save_in_halves(folder: Path, path: Path, *rest: Any) -> None:
         real(folder, path, *rest)
         os.truncate(path, path.stat().st_size // 2)
-        death.tick()
+        killer.tick()
         real(folder, path, *rest)
 
     for module in (native, adapter, summarizer):
-        module.save_tensors = torn  # type: ignore[attr-defined]
+        module.save_tensors = save_in_halves  # type: ignore[attr-defined]
 
 
 def manifest(path: Path) -> dict[str, Any]:
@@ -175,36 +174,36 @@ def main(setup: str, kills: int, seed: int, folder: Path, uncopied: bool = False
     run, began = Run(setup, folder, uncopied), time.monotonic()
     random.seed(seed)
     run.write_corpus()
-    if run.based:
-        assert mortal.live(lambda death: run.make_base(), 0)
+    if run.has_base:
+        assert finishes(lambda killer: run.train_base(), 0)
     first = time.monotonic()
-    assert mortal.live(lambda death: run.go(folder / "whole", death), 0)
+    assert finishes(lambda killer: run.run_child(folder / "whole", killer), 0)
     whole, took = summary(folder / "whole"), time.monotonic() - first
     assert [step for step, *_ in whole["losses"]] == list(range(1, STEPS + 1))
-    died, runs, steps, out = 0, 0, list[int](), folder / "parts"
-    while died < kills:
+    num_kills, runs, steps, out = 0, 0, list[int](), folder / "parts"
+    while num_kills < kills:
         shutil.rmtree(out, ignore_errors=True)
         before, ended = 0, False
         while not ended:
-            if died >= kills:
+            if num_kills >= kills:
                 at, within = 0, None  # the last child is not killed
             elif random.random() < 0.5:
                 at, within = random.randint(1, 120), None
             else:
                 at, within = 0, random.uniform(0.1, 0.9) * took
-            ended = mortal.live(lambda death: run.go(out, death), at, within)
-            died += not ended
+            ended = finishes(lambda killer: run.run_child(out, killer), at, within)
+            num_kills += not ended
             if list_steps(out):
                 newest = list_steps(out)[-1]
                 manifest(newest)
                 now = progress(newest)["step"]
-                assert now >= before, "a death lost a checkpoint that was there"
+                assert now >= before, "a checkpoint was lost"
                 before, steps = now, [*steps, now]
                 if (out / "best").is_symlink():
                     manifest(locate_best(out))
         runs += 1
-        assert json.dumps(summary(out)) == json.dumps(whole), f"{setup}: run {runs}, {died} deaths"
-    report = {"setup": setup, "seed": seed, "kills": died, "runs": runs, "reached": len(set(steps))}
+        assert json.dumps(summary(out)) == json.dumps(whole), f"{setup}: run {runs}, {num_kills} kills"
+    report = {"setup": setup, "seed": seed, "kills": num_kills, "runs": runs, "reached": len(set(steps))}
     print(json.dumps({**report, "seconds": round(time.monotonic() - began, 1)}))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.eviction_policies import TOVA
+from kvad.cache.policy import TOVA
 from kvad.config import EncoderInputConfig
 from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
@@ -35,10 +35,8 @@ HEADS = 8
 def shaped(position: str = "rope", kv_heads: int = 4, layers: int = 2, **mixer: Any) -> ModelConfig:
     """Eight query heads; widths of 40 and 41, which two ranks share evenly or not."""
     config = model_config(position, "post" if position == "learned" else "pre", "gqa", layers)
-    assert config.decoder is not None
-    layer = config.decoder.layer_types["L"]
     fields = {"num_heads": HEADS, "num_kv_heads": kv_heads, "qkv_bias": True, "out_bias": True, **mixer}
-    return with_layer(config, replace(layer, attention=replace(layer.attention, **fields)))
+    return with_attention(config, **fields)
 
 
 def with_layer(config: ModelConfig, layer: cfg.LayerConfig, **stack: Any) -> ModelConfig:
@@ -46,6 +44,12 @@ def with_layer(config: ModelConfig, layer: cfg.LayerConfig, **stack: Any) -> Mod
     return replace(
         config, decoder=replace(config.decoder, **{"layer_types": {**config.decoder.layer_types, "L": layer}, **stack})
     )
+
+
+def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
+    assert config.decoder is not None
+    layer = config.decoder.layer_types["L"]
+    return with_layer(config, replace(layer, attention=replace(layer.attention, **changes)))
 
 
 def with_mlp(config: ModelConfig, mlp: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig) -> ModelConfig:
@@ -92,11 +96,7 @@ class DistanceBias(nn.Module):
 
 
 def custom_positions() -> ModelConfig:
-    config = shaped("none")
-    assert config.decoder is not None
-    layer = config.decoder.layer_types["L"]
-    position = cfg.CustomPositionsConfig("tests.support.mesh_cases:DistanceBias")
-    return with_layer(config, replace(layer, attention=replace(layer.attention, position=position)))
+    return with_attention(shaped("none"), position=cfg.CustomPositionsConfig("tests.support.mesh_cases:DistanceBias"))
 
 
 def encoder() -> ModelConfig:
@@ -121,146 +121,107 @@ def streams(seed: int, source: bool = False, longest: int = 18) -> list[Stream]:
         Stream(shared + ids(5), [ids(7)], arrives=9),
     ]
     if source:
-        stream_list = [replace_source(stream, ids(5 + 6 * at, 40)) for at, stream in enumerate(stream_list)]
+        stream_list = [replace(stream, source=ids(5 + 6 * at, 40)) for at, stream in enumerate(stream_list)]
     return stream_list
-
-
-def replace_source(stream: Stream, source: list[int]) -> Stream:
-    return Stream(stream.prompt, stream.continuations, stream.arrives, source)
 
 
 def tight(**changes: Any) -> CacheConfig:
     """Blocks for about two of four sequences: sequences are preempted and prefixes evicted."""
-    fields = {
-        "block_size": 4,
-        "max_num_seqs": 4,
-        "max_seq_len": 44,
-        "prefill_chunk_size": 5,
-        "num_blocks": 17,
-        "dtype": "float64",
-    }
-    return CacheConfig(**{**fields, **changes})  # type: ignore[arg-type]
+    lengths = {"max_num_seqs": 4, "max_seq_len": 44, "prefill_chunk_size": 5}
+    return CacheConfig(**{"block_size": 4, "num_blocks": 17, "dtype": "float64", **lengths, **changes})  # type: ignore[arg-type]
 
 
 def roomy(**fields: Any) -> CacheConfig:
     return tight(**{"num_blocks": None, **fields})
 
 
-# Cases that resemble others run with the long tests.
-LONG = {
-    "alibi mha 1x2",
-    "stores 1x2",
-    "contiguous 2x1",
-    "encoder 1x2",
-    "tiered 1x2",
-    "tiered 2x1",
-    "int8/int4 1x2",
-    "learned 1x2",
-    "key-norm replicated 2x1",
-    "norms of all heads 4x1",
-    "norms of each head 2x1",
-    "pair t5 1x2",
-    "quest 2x1",
-    "read 2x1",
-    "rope 1x4",
-    "session by rank 4x1",
-    "session of a pair 4x1",
-    "session of bounds 4x1",
-    "sinks 2x1",
-    "tova 1x2",
-    "tova int8 2x2",
-    "values 2x1",
-    "windows 2x1",
-}
-
-
 def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **fields: Any) -> Case:
+    """Build a case; those that resemble others are ``long`` and run with the long tests."""
     rows = streams(len(name), config.encoder_input is not None)
-    full_name = f"{name} {mesh}"
-    return Case(full_name, mesh, config, cache, rows, long=full_name in LONG, **fields)
+    return Case(f"{name} {mesh}", mesh, config, cache, rows, **fields)
 
 
 TIERED = "tiered(8, quantized=8, interval=4, num_sinks=4, summaries=8, ratio=2)"
+LEVELS = "tiered(8, quantized=8, interval=4, summaries=8, ratio=2)"
 EXPERTS = cfg.MoEConfig(24, 4, 2, bias=True, router_bias=True)
 
 
 def cases_on_two_ranks() -> list[Case]:
-    all_cases = [case("rope gqa", mesh, shaped(), tight(), texts=True) for mesh in ("2x1", "1x2")]
-    all_cases += [
+    return [
+        *(case("rope gqa", mesh, shaped(), tight(), texts=True) for mesh in ("2x1", "1x2")),
         case("alibi", "2x1", shaped("alibi"), tight()),
-        case("alibi mha", "1x2", shaped("alibi", 8), tight()),
+        case("alibi mha", "1x2", shaped("alibi", 8), tight(), long=True),
         case("t5", "2x1", shaped("t5"), tight()),
         case("t5 of layers", "2x1", per_layer_biases(), tight()),
         case("learned mha", "2x1", shaped("learned", 8), tight()),
         case("replicated", "2x1", shaped(kv_heads=1), tight()),
-        case("norms of each head", "2x1", shaped(qk_norm="each"), tight()),
+        case("norms of each head", "2x1", shaped(qk_norm="each"), tight(), long=True),
         case("norms of all heads", "2x1", shaped(qk_norm="full"), tight()),
         case("norms of all heads, replicated", "2x1", shaped("rope", 1, qk_norm="full"), tight()),
         case("sinks and softcap", "2x1", shaped(sink_logits=True, logit_softcap=3.0), tight()),
-        case("values", "2x1", shaped(value_dim=6, clip_qkv=2.0), tight()),
+        case("values", "2x1", shaped(value_dim=6, clip_qkv=2.0), tight(), long=True),
         case("experts", "2x1", with_mlp(shaped(), EXPERTS), tight()),
         case("odd widths", "2x1", with_mlp(shaped(), cfg.GatedMLPConfig(41, bias=True)), tight()),
         case("windows", "1x2", mixed(), tight()),
-        case("windows", "2x1", mixed("alibi"), tight()),
+        case("windows", "2x1", mixed("alibi"), tight(), long=True),
         case("copied", "2x1", shaped(), roomy(enable_prefix_caching=False)),
         case(
             "contiguous",
             "2x1",
             mixed(),
             CacheConfig(layout="contiguous", max_num_seqs=4, max_seq_len=44, prefill_chunk_size=5, dtype="float64"),
+            long=True,
         ),
         case("pair", "2x1", pair(), tight(max_source_len=24), texts=True),
-        case("pair t5", "1x2", pair("t5"), tight(max_source_len=24)),
-        case("sinks", "2x1", shaped(), roomy(policy="sinks(3, 9)")),
+        case("pair t5", "1x2", pair("t5"), tight(max_source_len=24), long=True),
+        case("sinks", "2x1", shaped(), roomy(policy="sinks(3, 9)"), long=True),
         case("endless", "1x2", shaped(), roomy(policy="sinks(3, 9)", endless=True, max_seq_len=20)),
         case("heavy", "2x1", shaped(), roomy(policy="0: full; heavy-hitters(8, interval=4)", num_blocks=13)),
         case("tova", "2x1", shaped(), roomy(policy="tova(8, interval=4)")),
-        case("tova", "1x2", shaped("alibi"), roomy(policy="tova(8, interval=4)")),
+        case("tova", "1x2", shaped("alibi"), roomy(policy="tova(8, interval=4)"), long=True),
         case("random", "2x1", shaped(), roomy(policy="random(8, interval=4)")),
         case("random", "1x2", shaped(), roomy(policy="random(8, interval=4)")),
-        case("key-norm replicated", "2x1", shaped(kv_heads=1), roomy(policy="key-norm(8, interval=4)")),
-        case("quest", "2x1", shaped(), tight(policy="quest(12)", rope_at="write")),
+        case("key-norm replicated", "2x1", shaped(kv_heads=1), roomy(policy="key-norm(8, interval=4)"), long=True),
+        case("quest", "2x1", shaped(), tight(policy="quest(12)", rope_at="write"), long=True),
         case("int8", "2x1", shaped(), tight(dtype="int8")),
-        case("int8/int4", "1x2", shaped(), tight(key_dtype="int8", value_dtype="int4")),
+        case("int8/int4", "1x2", shaped(), tight(key_dtype="int8", value_dtype="int4"), long=True),
         case("channels", "2x1", shaped(), roomy(key_dtype="int8-channel", residual_length=8)),
-        case("tiered", "2x1", shaped(), roomy(policy=TIERED)),
-        case("tiered", "1x2", shaped(), roomy(policy=TIERED)),
+        case("tiered", "2x1", shaped(), roomy(policy=TIERED), long=True),
+        case("tiered", "1x2", shaped(), roomy(policy=TIERED), long=True),
         case("learned", "2x1", shaped(), roomy(policy=TIERED), learned=True),
-        case("learned", "1x2", shaped(), roomy(policy=TIERED), learned=True),
+        case("learned", "1x2", shaped(), roomy(policy=TIERED), learned=True, long=True),
         case("deserted", "2x1", shaped(), roomy(), run=run_lost_rank),
         case("own positions", "2x1", custom_positions(), tight()),
         case("encoder", "2x1", encoder(), roomy(), run=run_encoder),
-        case("encoder", "1x2", encoder(), roomy(), run=run_encoder),
+        case("encoder", "1x2", encoder(), roomy(), run=run_encoder, long=True),
         case("source alone", "2x1", pair(), tight(max_source_len=64), run=run_encoder),
-        case("read", "2x1", shaped(), tight(rope_at="read")),
+        case("read", "2x1", shaped(), tight(rope_at="read"), long=True),
         case("stores", "2x1", mixed(), tight(), run=run_storage),
-        case("stores", "1x2", shaped(kv_heads=1), tight(key_dtype="int8", value_dtype="int4"), run=run_storage),
+        case(
+            "stores", "1x2", shaped(kv_heads=1), tight(key_dtype="int8", value_dtype="int4"), run=run_storage, long=True
+        ),
     ]
-    return all_cases
 
 
 def per_layer_biases() -> ModelConfig:
     """T5 biases with one table per layer (UMT5)."""
     config = shaped("t5")
     assert config.decoder is not None
-    layer = config.decoder.layer_types["L"]
-    assert isinstance(layer.attention.position, cfg.T5BiasConfig)
-    return with_layer(
-        config,
-        replace(layer, attention=replace(layer.attention, position=replace(layer.attention.position, shared=False))),
-    )
+    position = config.decoder.layer_types["L"].attention.position
+    assert isinstance(position, cfg.T5BiasConfig)
+    return with_attention(config, position=replace(position, shared=False))
 
 
 def cases_on_four_ranks() -> list[Case]:
     return [
         case("rope", "2x2", shaped(), tight(), texts=True),
         case("alibi", "4x1", shaped("alibi"), tight()),
-        case("rope", "1x4", mixed(), tight()),
+        case("rope", "1x4", mixed(), tight(), long=True),
         case("replicated", "4x1", shaped(kv_heads=2), tight()),
         case("pair alibi", "2x2", pair("alibi"), tight(max_source_len=24)),
-        case("tova int8", "2x2", shaped(), roomy(policy="tova(8, interval=4)", dtype="int8")),
-        case("tiered", "4x1", shaped(), roomy(policy="tiered(8, quantized=8, interval=4, summaries=8, ratio=2)")),
-        case("norms of all heads", "4x1", shaped("rope", 2, qk_norm="full"), tight()),
+        case("tova int8", "2x2", shaped(), roomy(policy="tova(8, interval=4)", dtype="int8"), long=True),
+        case("tiered", "4x1", shaped(), roomy(policy=LEVELS)),
+        case("norms of all heads", "4x1", shaped("rope", 2, qk_norm="full"), tight(), long=True),
         *swap_cases(),
         *session_cases(),
     ]
@@ -268,11 +229,10 @@ def cases_on_four_ranks() -> list[Case]:
 
 def swap_cases() -> list[Case]:
     """Swapped sequences whose state is more than keys and values: scores, demoted blocks, summaries."""
-    levels = "tiered(8, quantized=8, interval=4, summaries=8, ratio=2)"
     return [
         case("swap by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, interval=4)"), run=run_swap),
-        case("swap in levels", "2x1", shaped(kv_heads=2), alone(levels), run=run_swap),
-        case("swap on replicas", "4x1", shaped(kv_heads=2), alone(levels, dtype="int8"), run=run_swap),
+        case("swap in levels", "2x1", shaped(kv_heads=2), alone(LEVELS), run=run_swap),
+        case("swap on replicas", "4x1", shaped(kv_heads=2), alone(LEVELS, dtype="int8"), run=run_swap),
     ]
 
 
@@ -281,13 +241,23 @@ def session_cases() -> list[Case]:
     return [
         case("session", "4x1", mixed(), roomy(), run=run_session),
         case(
-            "session by rank", "4x1", shaped(), roomy(policy="0: full; heavy-hitters(8, interval=4)"), run=run_session
+            "session by rank",
+            "4x1",
+            shaped(),
+            roomy(policy="0: full; heavy-hitters(8, interval=4)"),
+            run=run_session,
+            long=True,
         ),
         case("session in levels", "4x1", shaped(layers=4), roomy(policy=TIERED, dtype="int8"), run=run_session),
         case(
-            "session of bounds", "4x1", shaped(kv_heads=4), roomy(policy="quest(12)", rope_at="write"), run=run_session
+            "session of bounds",
+            "4x1",
+            shaped(kv_heads=4),
+            roomy(policy="quest(12)", rope_at="write"),
+            run=run_session,
+            long=True,
         ),
-        case("session of a pair", "4x1", pair(), roomy(max_source_len=24), run=run_session),
+        case("session of a pair", "4x1", pair(), roomy(max_source_len=24), run=run_session, long=True),
     ]
 
 

@@ -18,11 +18,20 @@ from kvad.model.transformer import Transformer
 from kvad.model_input import BlockOps, ModelInput, SlotMapping, SubBatch
 from kvad.parallel.distributed_cache import LeaderKVCache, build_follower_cache, leader_cache_factory, run_follower
 from kvad.parallel.mesh import Mesh
-from kvad.parallel.process_groups import connect_groups
-from tests.support.mesh_worker import TIMEOUT, Case, Result, build_shard
+from tests.support.mesh_worker import Case, Result, build_shard, connect
 from tests.support.random_models import build
 
 MESHES = ("1x1", "1x2", "2x2", "4x1")
+
+
+class ForeignState:
+    """The state of a sequence of another mesh, to be swapped in."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state = state
+
+    def restore(self, kv_cache: KVCache, blocks: Sequence[Sequence[int]]) -> None:
+        kv_cache.write_blocks(blocks, self.state)
 
 
 class SoloSequence:
@@ -94,9 +103,7 @@ def run_swap(case: Case, rank: int, store: Store) -> Result | None:
         mesh = Mesh.parse(name)
         if rank >= mesh.size:
             continue
-        groups = connect_groups(
-            mesh.with_rank(rank), dist.PrefixStore(f"swap in {name}", store), timeout=TIMEOUT, idle=TIMEOUT
-        )
+        groups = connect(mesh, rank, dist.PrefixStore(f"swap in {name}", store))
         model = build_shard(case, groups)
         if rank:
             run_follower(model, build_follower_cache(model, case.cache, groups))
@@ -122,10 +129,10 @@ def run_swap(case: Case, rank: int, store: Store) -> Result | None:
 def _swap_out(
     case: Case, mesh: Mesh, rank: int, store: Store, tokens: Sequence[int]
 ) -> tuple[SwappedSequence, dict[str, Tensor], dict[str, Tensor]] | None:
-    """Return the swapped sequence, its state read before the swap, and its state read from the swap space."""
+    """Return the swapped sequence, its state read before the swap, and its state after it was swapped in again."""
     if rank >= mesh.size:
         return None
-    groups = connect_groups(mesh.with_rank(rank), dist.PrefixStore("swap out", store), timeout=TIMEOUT, idle=TIMEOUT)
+    groups = connect(mesh, rank, dist.PrefixStore("swap out", store))
     model = build_shard(case, groups)
     if rank:
         run_follower(model, build_follower_cache(model, case.cache, groups))
@@ -137,7 +144,9 @@ def _swap_out(
     state_now = kv_cache.read_blocks(blocks)
     swapped, nothing = sequence.manager.swap_out(0), ((),) * len(kv_cache.groups)
     kv_cache.apply(BlockOps(nothing, nothing, swap_out=((swapped.key, blocks),)))
-    state_swapped = kv_cache.read_swapped(swapped.key)
+    kv_cache.apply(BlockOps(tuple(tuple(ids) for ids in blocks), nothing))
+    kv_cache.apply(BlockOps(nothing, nothing, swap_in=((swapped.key, blocks),)))
+    state_swapped = kv_cache.read_blocks(blocks)
     kv_cache.release()
     return swapped, state_now, state_swapped
 
@@ -149,12 +158,9 @@ def _leader_cache(case: Case, model: Transformer, groups: object) -> LeaderKVCac
 def _swap_in(
     sequence: SoloSequence, swapped: SwappedSequence, state: dict[str, Tensor], tokens: Sequence[int]
 ) -> list[Tensor]:
-    """Swap in on the mesh's cache, or on one process's cache that gets the whole state."""
+    """Swap in on the mesh's cache, or on one process's cache."""
     assert sequence.manager.swap_in(0, swapped)
-    if isinstance(sequence.kv_cache, LeaderKVCache):
-        sequence.kv_cache.store_swapped(swapped.key, state)
-    else:
-        sequence.kv_cache.swapped[swapped.key] = list(state.values())
+    sequence.kv_cache.swapped[swapped.key] = ForeignState(state)
     return sequence.compute(tokens)
 
 

@@ -16,16 +16,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from kvad.cache.config import CacheConfig
-from kvad.cache.sessions.file import load_session, save_session
-from kvad.cache.sessions.state import SequenceState
+from kvad.cache.sessions.state import SequenceState, load_session, save_session
 from kvad.engine import Engine, EngineConfig
 from kvad.errors import ConfigError
 from kvad.model.fingerprint import weights_fingerprint
 from kvad.parallel.distributed_cache import build_follower_cache, leader_cache_factory, run_follower
 from kvad.parallel.mesh import Mesh
-from kvad.parallel.process_groups import connect_groups
 from tests.support.engine_sessions import run, worst
-from tests.support.mesh_worker import TIMEOUT, Case, Result, build_shard
+from tests.support.mesh_worker import Case, Result, build_shard, connect
 from tests.support.random_models import build
 
 HOPS = ("2x1", "1x1", "1x2", "4x1", "2x1", "1x1")
@@ -42,31 +40,21 @@ def run_session(case: Case, rank: int, store: Store) -> Result | None:
         _, tokens, scores = run(
             Engine(model_of_one, case.cache), prompt, TOKENS_PER_HOP * len(HOPS), encoder_token_ids=source
         )
-        result: Result = {
-            "difference": {},
-            "tokens": True,
-            "cached": True,
-            "without_keys": 0.0,
-            "fingerprint_required": False,
-        }
+        result: Result = {"difference": {}, "tokens": True, "cached": True}
+        result |= {"without_keys": 0.0, "fingerprint_required": False}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.session"
         for hop, name in enumerate(HOPS):
             mesh, cache = Mesh.parse(name), _cache(case, hop)
             if rank >= mesh.size:
                 continue
-            groups = connect_groups(
-                mesh.with_rank(rank), dist.PrefixStore(f"{hop}", store), timeout=TIMEOUT, idle=TIMEOUT
-            )
+            groups = connect(mesh, rank, dist.PrefixStore(f"{hop}", store))
             model = build_shard(case, groups)
             if rank:
                 run_follower(model, build_follower_cache(model, cache, groups))
                 continue
-            engine = Engine(
-                model,
-                cache,
-                EngineConfig(cache_factory=leader_cache_factory(model, groups), weights_fingerprint=weights),
-            )
+            factory = leader_cache_factory(model, groups)
+            engine = Engine(model, cache, EngineConfig(cache_factory=factory, weights_fingerprint=weights))
             previous = tokens[: TOKENS_PER_HOP * hop]
             if hop == len(HOPS) - 1:
                 zeroed = _without_keys(_load(engine, path))

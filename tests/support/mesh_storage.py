@@ -19,8 +19,7 @@ from kvad.errors import ConfigError
 from kvad.model.fingerprint import weights_fingerprint
 from kvad.parallel.distributed_cache import build_follower_cache, leader_cache_factory, run_follower
 from kvad.parallel.mesh import Mesh
-from kvad.parallel.process_groups import connect_groups
-from tests.support.mesh_worker import TIMEOUT, Case, Result, build_shard, greedy
+from tests.support.mesh_worker import Case, Result, build_shard, connect, greedy
 from tests.support.random_models import build
 
 SPACE = 1 << 22
@@ -35,9 +34,7 @@ class AlwaysSwap(SwapCostModel):
 
 def run_storage(case: Case, rank: int, store: Store) -> Result | None:
     """Compare texts of engines on the mesh with one process that writes blocks for the mesh and reads its blocks."""
-    groups = connect_groups(
-        Mesh.parse(case.mesh).with_rank(rank), dist.PrefixStore("storage", store), timeout=TIMEOUT, idle=TIMEOUT
-    )
+    groups = connect(Mesh.parse(case.mesh), rank, dist.PrefixStore("storage", store))
     model = build_shard(case, groups)
     if rank:
         for _ in range(5):  # two engines are refused after their KVCache was built

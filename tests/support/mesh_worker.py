@@ -37,8 +37,7 @@ from kvad.parallel.distributed_cache import (
     run_follower,
 )
 from kvad.parallel.mesh import Mesh
-from kvad.parallel.messages import receive
-from kvad.parallel.process_groups import ProcessGroups, connect_groups
+from kvad.parallel.process_groups import ProcessGroups, connect_groups, receive
 from kvad.parallel.tensor_parallel import shard_model
 from tests.support.driver import Stream, drive
 from tests.support.random_models import build
@@ -64,6 +63,10 @@ class Case:
     long: bool = False  # run with the long tests only
     learned: bool = False  # summaries by a summarizer with random weights
     texts: bool = False  # also compare texts of real engines, with one cancelled request
+
+
+def connect(mesh: Mesh, rank: int, store: Store) -> ProcessGroups:
+    return connect_groups(mesh.with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
 
 
 def build_shard(case: Case, groups: ProcessGroups, seed: int = 0) -> Transformer:
@@ -144,7 +147,7 @@ def random_summarizer(case: Case) -> Summarizer:
 
 def run_encoder(case: Case, rank: int, store: Store) -> Result | None:
     """Compare an encoder's outputs (hidden states or its head's) without a cache."""
-    groups = connect_groups(Mesh.parse(case.mesh).with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
+    groups = connect(Mesh.parse(case.mesh), rank, store)
     model = build_shard(case, groups)
     if rank:
         run_follower(model, build_follower_cache(model, case.cache, groups))
@@ -167,7 +170,7 @@ def run_encoder(case: Case, rank: int, store: Store) -> Result | None:
 
 def run_lost_rank(case: Case, rank: int, store: Store) -> Result | None:
     """Let rank 1 exit after one step: rank 0 reports it and ends the sequences of its step."""
-    groups = connect_groups(Mesh.parse(case.mesh).with_rank(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
+    groups = connect(Mesh.parse(case.mesh), rank, store)
     model = build_shard(case, groups)
     if rank:
         receive(groups.broadcast_from_first_rank)
@@ -218,7 +221,7 @@ def run_rank(folder: Path, rank: int, size: int, cases: Sequence[Case]) -> None:
             if case.run is not None:
                 result = case.run(case, rank, case_store)
             else:
-                result = compare(case, connect_groups(mesh.with_rank(rank), case_store, timeout=TIMEOUT, idle=TIMEOUT))
+                result = compare(case, connect(mesh, rank, case_store))
         except BaseException:
             result = {"error": traceback.format_exc()}
         if result is not None:

@@ -69,7 +69,7 @@ class Result(NamedTuple):
 # Files and tests that several entries name.
 MANAGER = "kvad/cache/manager/kv_cache_manager.py"
 ALLOCATION = "kvad/cache/manager/allocation.py"
-MAPPING = "kvad/cache/manager/block_mapping.py"
+MAPPING = "kvad/cache/manager/sequence_blocks.py"
 POOL = "kvad/cache/manager/block_pool.py"
 DEVICE = "kvad/cache/device/kv_cache.py"
 EVICTION = "kvad/cache/device/eviction.py"
@@ -77,6 +77,7 @@ DISK = "kvad/cache/offload/disk_store.py"
 PATTERN = "kvad/model_input.py"
 QUANTIZE = "kvad/ops/quantize.py"
 ATTENTION = "kvad/ops/attention.py"
+POSITION_BIAS = "kvad/ops/position_bias.py"
 SAMPLER = "kvad/engine/execution/sampler.py"
 SCHEDULER = "kvad/engine/scheduling/scheduler.py"
 ENGINE = "kvad/engine/engine.py"
@@ -86,13 +87,12 @@ FAMILIES = "kvad/checkpoint/families/"
 COLLATE = "kvad/train/data/collate.py"
 OPTIMIZER = "kvad/train/optim/optimizer.py"
 SCHEDULES = "kvad/train/optim/schedules.py"
-AVERAGING = "kvad/train/optim/weight_averaging.py"
 
 T_MANAGER = ("tests/cache/manager/test_kv_cache_manager.py",)
 T_POOL = ("tests/cache/manager/test_block_pool.py",)
 T_DEVICE = ("tests/cache/device/test_kv_cache.py",)
-T_EVICTION = ("tests/cache/device/test_eviction.py",)
-T_POLICIES = ("tests/cache/test_eviction_policies.py", "tests/cache/test_policies_by_hand.py")
+T_EVICTION = ("tests/cache/manager/test_allocation.py",)
+T_POLICIES = ("tests/cache/test_policy.py", "tests/cache/test_policies_by_hand.py")
 T_DISK = ("tests/cache/offload/test_disk_store.py",)
 T_ORDER = ("tests/cache/offload/test_eviction_order.py",)
 T_SWAP = ("tests/cache/offload/test_swap_space.py",)
@@ -187,7 +187,7 @@ CACHE_MUTATIONS = (
     ),
     Mutation(
         "hit-without-comparing-tokens",
-        POOL,
+        "kvad/cache/manager/prefix_index.py",
         "if node is None or node.parent is not parent or node.tokens != tokens:",
         "if node is None:",
         T_POOL,
@@ -231,13 +231,13 @@ CACHE_MUTATIONS = (
         'array("q", node.tokens).tolist()[:rest]',
         'array("q", node.tokens).tolist()',
         T_MANAGER,
-        "rewind",
+        "truncation",
     ),
     Mutation(
         "ring-slot-off-by-one",
         MAPPING,
-        "ring_offset(blocks[0], size, self.pattern.num_sinks, position)",
-        "ring_offset(blocks[0], size, self.pattern.num_sinks, position + 1)",
+        "ring_offset(group_blocks.blocks[0], size, self.pattern.num_sinks, position)",
+        "ring_offset(group_blocks.blocks[0], size, self.pattern.num_sinks, position + 1)",
         T_MANAGER,
     ),
     Mutation(
@@ -274,18 +274,18 @@ CACHE_MUTATIONS = (
         "next_eviction - positions <= policy.observed_queries",
         "next_eviction - positions < policy.observed_queries",
         T_POLICIES,
-        "first_cut and snapkv",
+        "first_eviction and snapkv",
     ),
     Mutation(
         "average-attention-off-by-one",
-        "kvad/cache/eviction_policies.py",
+        "kvad/cache/policy.py",
         "context.attention_mass / (context.length - context.positions)",
         "context.attention_mass / (context.length - context.positions + 1)",
         T_POLICIES,
     ),
     Mutation(
         "shared-summaries-written",
-        "kvad/cache/manager/demotion.py",
+        ALLOCATION,
         "refs[level_blocks.blocks[-1]] > 1",
         "refs[level_blocks.blocks[-1]] > 2",
         T_EVICTION,
@@ -315,17 +315,17 @@ CACHE_MUTATIONS = (
     Mutation("fp8-not-clamped", QUANTIZE, "x.clamp(-max_value, max_value) + (x - x)", "x + (x - x)", T_QUANTIZE),
     Mutation(
         "swap-in-without-eviction-length",
-        "kvad/cache/manager/swapped.py",
-        "group.num_skipped_blocks, group.num_evicted_tokens, group.last_eviction_length = counters",
-        "group.num_skipped_blocks, group.num_evicted_tokens, _ = counters",
-        (*T_EVICTION, "tests/engine/scheduling/test_policy_streams.py"),
-        "woken or every_stream_equals",
+        "kvad/cache/manager/sequence_blocks.py",
+        "replace(group, blocks=list(group.blocks))",
+        "replace(group, blocks=list(group.blocks), last_eviction_length=0)",
+        (*T_EVICTION, "tests/engine/scheduling/test_streams.py"),
+        "swapped or every_stream_equals",
     ),
     Mutation(
         "swap-in-without-skipped-blocks",
-        "kvad/cache/manager/swapped.py",
-        "group.num_skipped_blocks, group.num_evicted_tokens, group.last_eviction_length = counters",
-        "_, group.num_evicted_tokens, group.last_eviction_length = counters",
+        "kvad/cache/manager/sequence_blocks.py",
+        "replace(group, blocks=list(group.blocks))",
+        "replace(group, blocks=list(group.blocks), num_skipped_blocks=0)",
         T_EVICTION,
     ),
     Mutation(
@@ -356,8 +356,8 @@ CACHE_MUTATIONS = (
     Mutation(
         "disk-limit-exceeded",
         DISK,
-        "while self._stats.bytes + size > self.max_bytes:",
-        "while self._stats.bytes > self.max_bytes:",
+        "while self._order.sizes.total + size > self.max_bytes:",
+        "while self._order.sizes.total > self.max_bytes:",
         T_DISK,
     ),
     Mutation(
@@ -373,7 +373,7 @@ CACHE_MUTATIONS = (
         "if block is None or block.name != name or not block.has(groups):",
         "if block is None or not block.has(groups):",
         ("tests/engine/test_block_store.py",),
-        "eight_bits or proof",
+        "8_bit or another_prefix",
     ),
     Mutation(
         "encoder-blocks-written-twice",
@@ -397,7 +397,7 @@ CACHE_MUTATIONS = (
         "clear.append(tuple(block for sequence in sequences for block in sequence.blocks[index]))",
         "clear.append(())",
         (*T_SOURCES, "tests/engine/scheduling/test_streams.py"),
-        "source",
+        "source or translating",
     ),
 )
 
@@ -438,22 +438,22 @@ ENGINE_MUTATIONS = (
         "kvad/engine/scheduling/batching.py",
         "self._kv_cache_manager.tokens_until_eviction(seq.seq_index),",
         "self._prefill_chunk_size,",
-        ("tests/engine/scheduling/test_policy_streams.py",),
-        "every_stream",
+        ("tests/engine/scheduling/test_streams.py",),
+        "every_stream and ranked",
     ),
     Mutation(
         "stale-block-table",
-        "kvad/engine/execution/input_buffers.py",
+        "kvad/engine/execution/model_runner.py",
         "table_row[len(blocks) :] = NULL_BLOCK",
         "table_row[len(blocks) + 1 :] = NULL_BLOCK",
-        ("tests/engine/execution/test_input_buffers.py",),
+        ("tests/engine/execution/test_model_runner.py",),
     ),
     Mutation(
         "input-positions-from-zero",
-        "kvad/engine/execution/input_buffers.py",
+        "kvad/engine/execution/model_runner.py",
         "positions.extend(range(scheduled.start, end))",
         "positions.extend(range(end - scheduled.start))",
-        ("tests/engine/execution/test_input_buffers.py",),
+        ("tests/engine/execution/test_model_runner.py",),
     ),
     Mutation(
         "sample-forked-after-its-last-token",
@@ -670,7 +670,7 @@ OPS_MUTATIONS = (
     ),
     Mutation(
         "alibi-factor-ignored",
-        ATTENTION,
+        POSITION_BIAS,
         "return -slopes * bias.factor * ahead.abs()",
         "return -slopes * ahead.abs()",
         ("tests/model/test_positions.py",),
@@ -678,7 +678,7 @@ OPS_MUTATIONS = (
     ),
     Mutation(
         "alibi-slope-of-the-wrong-sign",
-        ATTENTION,
+        POSITION_BIAS,
         "return -slopes * bias.factor * ahead.abs()",
         "return slopes * bias.factor * ahead.abs()",
         ("tests/model/test_positions.py",),
@@ -686,7 +686,7 @@ OPS_MUTATIONS = (
     ),
     Mutation(
         "relative-distance-of-the-wrong-sign",
-        ATTENTION,
+        POSITION_BIAS,
         "distance = (-ahead).clamp(min=0)",
         "distance = ahead.clamp(min=0)",
         ("tests/model/test_positions.py",),
@@ -752,8 +752,8 @@ STORAGE_MUTATIONS = (
     Mutation(
         "untied-head-of-the-file-dropped",
         "kvad/checkpoint/conversion.py",
-        "return replace(config, tie_embeddings=False)",
-        "return config",
+        "config = replace(config, tie_embeddings=False)",
+        "pass",
         ("tests/checkpoint/test_encoder_decoders.py", "tests/checkpoint/test_export.py", *T_FAMILIES),
         "tied or table or head",
     ),
@@ -767,7 +767,7 @@ STORAGE_MUTATIONS = (
     ),
     Mutation(
         "fused-heads-not-permuted",
-        f"{FAMILIES}_decoder.py",
+        f"{FAMILIES}_hf_class.py",
         "if groups is None else conversion.grouped_transform(groups(attention))",
         "if groups is None else conversion.grouped_transform(1)",
         T_FAMILIES,
@@ -783,9 +783,9 @@ STORAGE_MUTATIONS = (
     ),
     Mutation(
         "gate-and-up-exchanged",
-        f"{FAMILIES}llama.py",
-        'gate_up = f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"',
-        'gate_up = f"{kvad_prefix}.mlp.up", f"{kvad_prefix}.mlp.gate"',
+        f"{FAMILIES}_hf_class.py",
+        'gate_up_names = f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"',
+        'gate_up_names = f"{kvad_prefix}.mlp.up", f"{kvad_prefix}.mlp.gate"',
         T_FAMILIES,
         "phi3",
     ),
@@ -799,7 +799,7 @@ STORAGE_MUTATIONS = (
     ),
     Mutation(
         "rope-theta-ignored",
-        f"{FAMILIES}_common.py",
+        f"{FAMILIES}_fields.py",
         'values.number("rope_theta", default=',
         'values.number("theta", default=',
         T_FAMILIES,
@@ -854,21 +854,21 @@ TRAIN_MUTATIONS = (
     ),
     Mutation(
         "documents-not-shifted",
-        "kvad/train/data/document_packer.py",
+        "kvad/train/data/packers.py",
         "return Segment(tokens[:-1], tokens[1:])",
         "return Segment(tokens[:-1], tokens[:-1])",
         T_PACKING,
     ),
     Mutation(
         "targets-of-pairs-not-shifted",
-        "kvad/train/data/text_packer.py",
+        "kvad/train/data/packers.py",
         "return Segment(target[:-1], target[1:], source)",
         "return Segment(target[:-1], target[:-1], source)",
         ("tests/train/data/test_text_packer.py",),
     ),
     Mutation(
         "mask-of-replies-off-by-one",
-        "kvad/train/data/text_packer.py",
+        "kvad/train/data/packers.py",
         "np.where(values[1:], tokens[1:], -1)",
         "np.where(values[:-1], tokens[1:], -1)",
         ("tests/train/sources/test_examples.py", "tests/train/sources/test_chat.py"),
@@ -934,7 +934,7 @@ TRAIN_MUTATIONS = (
     ),
     Mutation(
         "ema-without-bias-correction",
-        AVERAGING,
+        OPTIMIZER,
         "share = (1 - self._decay) / (1 - self._decay**self._steps)",
         "share = 1 - self._decay",
         T_OPTIMIZERS,
@@ -942,7 +942,7 @@ TRAIN_MUTATIONS = (
     ),
     Mutation(
         "average-of-one-copy-more",
-        AVERAGING,
+        OPTIMIZER,
         "len(self._copies) + 1 - self._max_copies",
         "len(self._copies) - self._max_copies",
         T_OPTIMIZERS,
@@ -974,14 +974,14 @@ TRAIN_MUTATIONS = (
     ),
     Mutation(
         "every-row-masked-alike",
-        "kvad/train/data/row_sources.py",
+        "kvad/train/data/packed_dataset.py",
         "return seeded_rng(seed, number, stream)",
         "return seeded_rng(seed, stream)",
         ("tests/train/objectives/test_masked_lm.py",),
     ),
     Mutation(
         "every-epoch-in-the-same-order",
-        "kvad/train/data/row_sources.py",
+        "kvad/train/data/packed_dataset.py",
         "self._order(int(epoch))[inside[in_epoch]]",
         "self._order(0)[inside[in_epoch]]",
         ("tests/train/data",),
@@ -999,7 +999,7 @@ TRAIN_MUTATIONS = (
         "kvad/train/loop/trainer.py",
         "state.val_loss < state.best:",
         "state.val_loss > state.best:",
-        ("tests/train/loop/test_checkpointer.py",),
+        ("tests/train/loop/test_async_checkpointer.py",),
         "best",
     ),
 )

@@ -9,39 +9,31 @@ from pathlib import Path
 
 from kvad.cache.sessions.directory import remove_session_leftovers
 from kvad.storage.filesystem import FileSystem
-from tests.support.crash_process import live
+from tests.support.crash_process import finishes
 from tests.support.engine_sessions import PROMPT, engine, left, load, run, save
+from tests.support.faulty_filesystems import WatchedFileSystem
 from tests.support.random_models import model_config
 
 CONFIG = model_config("rope", heads="mqa", layers=1)
-OPERATIONS = ("create", "open", "write", "read", "size", "sync", "close", "replace", "sync_dir", "remove")
+OPERATIONS = ("create", "open", "read", "size", "sync", "close", "replace", "sync_dir", "remove")
 START, TURNS, PER_TURN = PROMPT[:5], 3, 2
 
 
-class KillingDisk(FileSystem):
+class KillingDisk(WatchedFileSystem):
     """May kill this process before each operation, or in the middle of a write."""
 
     def __init__(self, killer):
         self._killer = killer
 
+    def before(self, name, *args):
+        if name in OPERATIONS:
+            self._killer.tick()
+
     def write(self, file, data):
-        half = memoryview(data).cast("B")[: len(data) // 2] if len(data) else b""
-        FileSystem.write(self, file, half)
+        content = memoryview(data).cast("B") if len(data) else b""
+        FileSystem.write(self, file, content[: len(content) // 2])
         self._killer.tick()
-        FileSystem.write(self, file, memoryview(data).cast("B")[len(half) :] if len(data) else b"")
-
-
-def _killing(name):
-    def operation(self, *args):
-        self._killer.tick()
-        return getattr(FileSystem, name)(self, *args)
-
-    return operation
-
-
-for _name in OPERATIONS:
-    if _name != "write":
-        setattr(KillingDisk, _name, _killing(_name))
+        FileSystem.write(self, file, content[len(content) // 2 :])
 
 
 def continue_session(folder, killer):
@@ -90,9 +82,9 @@ def main(where, first, last):
     folder.mkdir()
     killed, at = 0, first
     while killed < last - first + 1:
-        if live(lambda killer: continue_session(folder, killer), at):
+        if finishes(lambda killer: continue_session(folder, killer), at):
             at = 1  # the child finished before operation ``at``
         else:
             killed, at = killed + 1, at + 1
-        assert live(lambda killer: check_session(folder), 0)
+        assert finishes(lambda killer: check_session(folder), 0)
     print(f"{killed} killed")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from kvad.cache.offload.swap_space import SwapFiles, SwapResult
+from kvad.cache.offload.swap_space import SwapFiles, SwapSpace
 from kvad.storage.container import Section
 from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
 from kvad.storage.io_thread import IoThread, T, run_job
@@ -22,11 +22,27 @@ def as_bytes(sections: Sequence[Section]) -> bytes:
     return bytes(section.data)
 
 
+class LateFuture(Future[T]):
+    """Calls ``before_done`` whenever its state is read."""
+
+    def __init__(self, before_done: Callable[[], None]) -> None:
+        super().__init__()
+        self._before_done = before_done
+
+    def done(self) -> bool:
+        self._before_done()
+        return super().done()
+
+
 class LateWorker(IoThread):
-    """Worker without a thread: the test runs the jobs."""
+    """Worker without a thread: the test runs the jobs, and ``jobs()`` of them whenever a result is requested."""
+
+    def __init__(self, jobs: Callable[[], int]) -> None:
+        super().__init__("late")
+        self.jobs = jobs
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
+        future = LateFuture[T](lambda: self.work(self.jobs()))
         self._jobs.waiting.append((future, job))
         return future
 
@@ -40,20 +56,22 @@ class LateWorker(IoThread):
 
 
 class LateFiles(SwapFiles):
-    """Runs ``jobs()`` jobs at each poll, and in ``wait`` as many as needed."""
+    """Files of a ``LateWorker``."""
 
     def __init__(self, folder: Path, jobs: Callable[[], int], disk: FileSystem = REAL_FILE_SYSTEM) -> None:
-        self.jobs, self.work = jobs, (late := LateWorker("late")).work
-        super().__init__(folder, fs=disk, worker=late)
+        self.late = LateWorker(jobs)
+        self.work = self.late.work
+        super().__init__(folder, fs=disk, worker=self.late)
 
-    def pop_finished(self) -> list[SwapResult]:
-        self.work(self.jobs())
-        return super().pop_finished()
 
-    def wait(self) -> list[SwapResult]:
-        while not any(job.done() for _, job in self._jobs):
-            self.work(1)
-        return super().wait()
+class LateSwapSpace(SwapSpace):
+    """Runs jobs of its LateFiles in ``wait`` until one has a result."""
+
+    def wait(self, swapping_in: Collection[int] = ()) -> None:
+        assert isinstance(self.files, LateFiles)
+        while not any(record.job is not None and record.job.done() for record in self._records.values()):
+            self.files.work(1)
+        super().wait(swapping_in)
 
 
 class UnluckyDisk(FileSystem):

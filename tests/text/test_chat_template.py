@@ -1,8 +1,6 @@
-"""Chat templates: the same text as transformers, character by character; and nothing that a template does lasts."""
+"""Chat templates render the same text as transformers, character by character, and share no state."""
 
 import json
-import subprocess
-import sys
 from datetime import datetime
 
 import pytest
@@ -21,26 +19,6 @@ CHATML = """
 {% endfor -%}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-
-LLAMA2 = """
-{%- if messages[0]['role'] == 'system' %}
-    {%- set talk = messages[1:] %}
-    {%- set rules = '<<SYS>>\\n' + messages[0]['content'].strip() + '\\n<</SYS>>\\n\\n' %}
-{%- else %}
-    {%- set talk = messages %}
-    {%- set rules = '' %}
-{%- endif %}
-{%- for turn in talk %}
-    {%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('user and assistant must take turns: ' ~ turn['role'] ~ ' at ' ~ loop.index0) }}
-    {%- endif %}
-    {%- set said = rules + turn['content'].strip() if loop.first else turn['content'].strip() %}
-    {%- if turn['role'] == 'user' %}
-        {{- bos_token + '[INST] ' + said + ' [/INST]' }}
-    {%- else %}
-        {{- ' ' + said + ' ' + eos_token }}
-    {%- endif %}
-{%- endfor %}"""
 
 LLAMA3 = """
 {{- bos_token }}
@@ -67,55 +45,6 @@ LLAMA3 = """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ header('assistant') }}{% endif %}"""
-
-GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
-{{ raise_exception('System role not supported') }}{% endif %}
-{% for message in messages %}
-{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
-{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
-{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
-
-MISTRAL = """
-{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
-{%- set ns = namespace(index=0) %}
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}
-        {%- set ns.index = ns.index + 1 %}
-        {%- if tools and ns.index == users | length %}
-            {{- '[AVAILABLE_TOOLS] [' }}
-            {%- for tool in tools %}
-                {%- set tool = tool.function %}
-                {{- '{"type": "function", "function": {' }}
-                {%- for key, value in tool.items() if key != 'return' %}
-                    {%- if value is string %}
-                        {{- '"' + key + '": "' + value + '"' }}
-                    {%- else %}
-                        {{- '"%s": %s' | format(key, value | tojson) }}
-                    {%- endif %}
-                    {%- if not loop.last %}{{ ', ' }}{% endif %}
-                {%- endfor %}
-                {{- '}}' }}{{ ', ' if not loop.last else ']' }}
-            {%- endfor %}
-            {{- '[/AVAILABLE_TOOLS]' }}
-        {%- endif %}
-        {{- '[INST] ' + message.content + '[/INST]' }}
-    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
-        {{- '[TOOL_CALLS] [' }}
-        {%- for call in message.tool_calls %}
-            {{- call.function | tojson }}
-            {%- if call.id is not defined or call.id | length != 9 %}
-                {{- raise_exception('Tool call ids have 9 letters') }}
-            {%- endif %}
-            {{- ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last else ']' + eos_token }}
-        {%- endfor %}
-    {%- elif message.role == 'tool' %}
-        {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' + message.tool_call_id }}
-        {{- '"}[/TOOL_RESULTS]' }}
-    {%- else %}
-        {{- ' ' + message.content + eos_token }}
-    {%- endif %}
-{%- endfor %}"""
 
 QWEN = """
 {%- if tools %}
@@ -240,23 +169,13 @@ no tools
 {%- filter upper %} done {{ eos_token }}{% endfilter %}
 {%- if add_generation_prompt %}{{ '\\n<assistant>' }}{% endif %}"""
 
-TEMPLATES = {
-    "chatml": CHATML,
-    "llama2": LLAMA2,
-    "llama3": LLAMA3,
-    "gemma": GEMMA,
-    "mistral": MISTRAL,
-    "qwen": QWEN,
-    "zephyr": ZEPHYR,
-    "masked": MASKED,
-    "kitchen": KITCHEN,
-}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "zephyr": ZEPHYR, "masked": MASKED, "kitchen": KITCHEN}
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 NOW = datetime(2026, 3, 9, 12, 30)
 
 
-def said(*turns):
-    return [{"role": role, "content": content} for role, content in turns]
+def turns(*pairs):
+    return [{"role": role, "content": content} for role, content in pairs]
 
 
 TOOLS = [
@@ -279,36 +198,36 @@ TOOLS = [
     {"type": "function", "function": {"name": "time", "description": "é", "parameters": {"type": "object"}}},
 ]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"town": "Köln"}}}
-TALKS = {
-    "one": said(("user", "Hi & <bye>")),
-    "two": said(("user", " Hi\n"), ("assistant", "\nHello 'you' ")),
-    "three": said(("user", "Hi"), ("assistant", "Hello"), ("user", "Grüß 🙂\r\n\ttab")),
-    "system": said(("system", " Be brief. "), ("user", "Hi"), ("assistant", "Yes."), ("user", "")),
-    "thinking": said(("user", "2+2"), ("assistant", "<think>\nfour\n</think>\n\n4")),
+CHATS = {
+    "one": turns(("user", "Hi & <bye>")),
+    "two": turns(("user", " Hi\n"), ("assistant", "\nHello 'you' ")),
+    "three": turns(("user", "Hi"), ("assistant", "Hello"), ("user", "Grüß 🙂\r\n\ttab")),
+    "system": turns(("system", " Be brief. "), ("user", "Hi"), ("assistant", "Yes."), ("user", "")),
+    "thinking": turns(("user", "2+2"), ("assistant", "<think>\nfour\n</think>\n\n4")),
     "parts": [{"role": "user", "content": [{"type": "text", "text": " a "}, {"type": "text", "text": "b"}]}],
     "tools": [
-        *said(("system", "Use tools."), ("user", "Weather?")),
+        *turns(("system", "Use tools."), ("user", "Weather?")),
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": '{"t": 7}', "tool_call_id": "abcdefghi", "name": "weather"},
         {"role": "tool", "content": "8", "tool_call_id": "abcdefghi", "name": "weather"},
-        *said(("assistant", "7 degrees"), ("user", "Thanks")),
+        *turns(("assistant", "7 degrees"), ("user", "Thanks")),
     ],
-    "odd": said(("skip", "x"), ("User", "a\nb"), ("stop", "y"), ("user", "z")),
-    "assistant": said(("assistant", "I begin"), ("user", "so")),
+    "odd": turns(("skip", "x"), ("User", "a\nb"), ("stop", "y"), ("user", "z")),
+    "assistant": turns(("assistant", "I begin"), ("user", "so")),
 }
-CASES = [(name, talk) for name in TEMPLATES for talk in TALKS]
+CASES = [(name, chat) for name in TEMPLATES for chat in CHATS]
 
 
 def template(name, **settings):
     return ChatTemplate(TEMPLATES.get(name, name), SPECIALS, **settings)
 
 
-# ---------------------------------------------------------------- the judge
+# ---------------------------------------------------------------- the reference
 
 
 @pytest.fixture(scope="module")
-def judge():
-    """``judge(source, messages, **arguments)``: what transformers makes of them, or the error that it raises."""
+def reference():
+    """``reference(source, messages, **arguments)``: what transformers makes of them, or the error that it raises."""
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -331,69 +250,52 @@ def judge():
     return ask
 
 
-def ours(source, messages, *, variables=None, **arguments):
+def render_or_error(source, messages, *, variables=None, **arguments):
     try:
         return template(source).render(messages, now=NOW, variables=variables, **arguments)
     except ChatTemplateError as error:
         return error
 
 
-def agree(judge, name, messages, *, variables=None, generation_prompt=False, continue_final=False, **arguments):
-    theirs = judge(
-        TEMPLATES.get(name, name),
-        messages,
-        add_generation_prompt=generation_prompt,
-        continue_final_message=continue_final,
-        **arguments,
-        **(variables or {}),
-    )
-    mine = ours(
-        name,
-        messages,
-        variables=variables,
-        generation_prompt=generation_prompt,
-        continue_final=continue_final,
-        **arguments,
-    )
-    assert isinstance(theirs, Exception) == isinstance(mine, Exception), (theirs, mine)
-    if not isinstance(theirs, Exception):
-        assert mine.text == theirs
-    return not isinstance(theirs, Exception)
+def agree(reference, name, messages, *, variables=None, generation_prompt=False, continue_final=False, **more):
+    """Compare a template's text, or that it fails, with transformers; return True if it renders."""
+    endings = {"add_generation_prompt": generation_prompt, "continue_final_message": continue_final}
+    expected = reference(TEMPLATES.get(name, name), messages, **endings, **more, **(variables or {}))
+    endings = {"generation_prompt": generation_prompt, "continue_final": continue_final}
+    rendered = render_or_error(name, messages, variables=variables, **endings, **more)
+    assert isinstance(expected, Exception) == isinstance(rendered, Exception), (expected, rendered)
+    assert isinstance(expected, Exception) or rendered.text == expected
+    return not isinstance(expected, Exception)
 
 
-@pytest.mark.parametrize(("name", "talk"), CASES)
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_the_text_is_that_of_transformers(judge, name, talk, tools):
-    for generation_prompt in (False, True):
-        agree(judge, name, TALKS[talk], tools=tools, generation_prompt=generation_prompt)
-    documents = [{"title": "a", "text": "b <c>"}]
-    agree(judge, name, TALKS[talk], tools=tools, documents=documents, variables={"enable_thinking": False})
+@pytest.mark.parametrize(("name", "chat"), CASES)
+def test_text_equals_transformers(reference, name, chat):
+    for tools in (None, TOOLS):
+        for ending in ({}, {"generation_prompt": True}, {"continue_final": True}):
+            agree(reference, name, CHATS[chat], tools=tools, **ending)
+        documents = [{"title": "a", "text": "b <c>"}]
+        agree(reference, name, CHATS[chat], tools=tools, documents=documents, variables={"enable_thinking": False})
 
 
-def test_most_of_these_cases_render(judge):
+def test_most_compared_cases_render(reference):
     """The comparison above would be content with templates that always fail."""
-    rendered = [agree(judge, name, TALKS[talk]) for name, talk in CASES]
+    rendered = [agree(reference, name, CHATS[chat]) for name, chat in CASES]
     assert sum(rendered) > 0.7 * len(CASES)
     assert {name for (name, _), fine in zip(CASES, rendered, strict=True) if fine} == set(TEMPLATES)
-
-
-@pytest.mark.parametrize(("name", "talk"), CASES)
-def test_continuing_the_final_message_equals_transformers(judge, name, talk):
-    agree(judge, name, TALKS[talk], continue_final=True)
 
 
 ROLE = st.sampled_from(["user", "assistant", "system", "tool"])
 WORDS = st.text(st.sampled_from("ab <>&\"'\\\n\t{}%é🙂"), max_size=12) | st.sampled_from(
     ["</think>", "<think>", "</s>"]
 )
-MESSAGE = st.builds(lambda role, content: {"role": role, "content": content}, ROLE, WORDS)
+ANY_MESSAGE = st.builds(lambda role, content: {"role": role, "content": content}, ROLE, WORDS)
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(sorted(TEMPLATES)), messages=st.lists(MESSAGE, min_size=1, max_size=6), data=st.data())
-def test_any_conversation_is_that_of_transformers(judge, name, messages, data):
+@given(name=st.sampled_from(sorted(TEMPLATES)), messages=st.lists(ANY_MESSAGE, min_size=1, max_size=6), data=st.data())
+def test_any_conversation_equals_transformers(reference, name, messages, data):
     ending = data.draw(st.sampled_from([{}, {"generation_prompt": True}, {"continue_final": True}]))
-    agree(judge, name, messages, tools=data.draw(st.sampled_from([None, [], TOOLS])), **ending)
+    agree(reference, name, messages, tools=data.draw(st.sampled_from([None, [], TOOLS])), **ending)
 
 
 EXPRESSIONS = [
@@ -402,40 +304,14 @@ EXPRESSIONS = [
     "{{ {'b': 'é', 'a': 1} | tojson(true, sort_keys=true, separators=(',', ':')) }}",
     "{{ '<a>' | tojson(false, 4) }}{{ [[1], []] | tojson(indent='--') }}",
     "{{ {'a': 1} }}{{ ['a', \"it's\"] }}{{ (1,) }}{{ none }}{{ true }}{{ 1e20 }}{{ 0.1 + 0.2 }}{{ 10 ** 30 }}",
-    "{{ 'a,b,,c'.split(',') }}{{ ' a  b '.split() }}{{ 'a,b,c'.rsplit(',', 1) }}{{ 'a\\nb'.splitlines() }}",
     "{{ 'abc'[::-1] }}{{ 'abc'[1] }}{{ [1, 2, 3][:-1] }}{{ (1, 2)[0] }}{{ 'abc'[9] is defined }}",
-    "{{ 'a'.ljust(5, '.') }}{{ 'a'.zfill(3) }}{{ 'a'.center(5) }}{{ 'a\\tb'.expandtabs(4) }}{{ 'aXa'.swapcase() }}",
-    "{{ 'a-b'.partition('-') }}{{ 'aab'.strip('a') }}{{ 'aab'.rfind('a') }}{{ 'prefix'.removeprefix('pre') }}",
-    "{{ 'aaa'.replace('a', 'b', 2) }}{{ 'aaa' | replace('a', 'b', 2) }}{{ 'ab'.replace('', '-') }}",
     "{{ '{0} {a:>5} {1!r:.3} {b[k]} {{}}'.format(1, 'text', a='x', b={'k': 2}) }}{{ '{a}'.format_map({'a': 1}) }}",
     "{{ '%s %5.2f %-5d| %% %(a)s' | format(a=1) if false else '%s %5.2f %-5d|%r' % ('a', 1.5, 3, 'é') }}",
-    "{{ '%(a)s%%' % {'a': [1]} }}{{ '%*d' % (5, 1) }}{{ '%s' % 'a' }}{{ '%s' | format({'a': 1}) }}",
-    "{{ range(3) | list }}{{ range(10, 0, -3) | list }}{% for i in range(2) %}{{ loop.revindex }}{% endfor %}",
-    "{{ [3, 1, 2] | sort }}{{ ['b', 'A'] | sort(case_sensitive=true) }}{{ {'b': 1, 'a': 2} | dictsort }}",
-    "{{ [1, 2, 3, 4, 5] | batch(2, 0) | list }}{{ [1, 2, 3, 4, 5] | slice(2) | list }}{{ [[1], [2]] | sum(start=[]) }}",
-    "{{ [{'a': 1}, {'a': 2}] | sum('a') }}{{ [1, 2] | sum }}{{ [1, 5, 2] | max }}{{ ['a', 'B'] | min }}",
-    "{{ [{'a': 1, 'b': 2}, {'a': 1, 'b': 3}] | groupby('a') }}",
-    "{{ ['a', 'b'] | map('upper') | join(', ') }}{{ [{'x': 1}, {}] | map(attribute='x', default=0) | list }}",
     "{{ [0, 1, 2] | select | list }}{{ [1, 2, 3] | reject('odd') | list }}{{ [{'a': 0}] | rejectattr('a') | list }}",
-    "{{ 'a b' | title }}{{ 'a' | center(5) }}{{ ' a ' | trim }}{{ '--a' | trim('-') }}{{ 'a b c' | wordcount }}",
-    "{{ 'a\\nb' | indent }}{{ 'a\\nb' | indent('>', true) }}{{ 'a b c d' | truncate(5) }}{{ 'a b c' | wordwrap(3) }}",
-    "{{ '<a href>' | escape }}{{ '<a>' | e | string }}{{ '<a> b' | striptags }}{{ 'a b/c' | urlencode }}",
     "{{ ('<b>' | safe) ~ '<' }}{{ ('<b>{}' | safe).format('<') }}{{ ('%s' | safe) % '<' }}{{ '<' | forceescape }}",
     "{% autoescape true %}{{ '<' }}{{ '<' | safe }}{{ '<' ~ '>' }}{% endautoescape %}{{ '<' }}",
-    "{{ 3.7 | int }}{{ '0x1f' | int(0, 16) }}{{ '1.5' | float }}{{ 'x' | int(7) }}{{ 2.567 | round(2) }}",
-    "{{ 7 | round(-1) }}",
-    "{{ 1000000 | filesizeformat }}{{ -3 | abs }}{{ {'a': 1} | pprint }}{{ {'a': 'b'} | xmlattr }}",
     "{{ missing }}{{ missing | default('d') }}{{ missing is undefined }}{{ (missing | length) }}{{ [] | first }}",
-    (
-        "{{ {'a': 1}.get('b', 2) }}{{ {'a': 1}.items() | list }}{% for k, v in {'a': 1} | items %}{{ k }}{{ v }}"
-        "{% endfor %}"
-    ),
     "{{ {'items': 1}['items'] }}{{ {'a': 1}.keys() | list }}{{ {'a': 1} == {'a': 1.0} }}{{ 'a' in {'a': 1} }}",
-    "{{ 1 in [1] }}",
-    "{{ 1 < 2 < 3 }}{{ 'a' not in 'b' }}{{ not 1 }}{{ 1 and 0 or 'x' }}{{ 7 % 3 }}{{ -7 // 2 }}{{ 7 / 2 }}{{ +1 }}",
-    "{{ 4 is divisibleby 2 }}{{ 'a' is in 'ab' }}{{ 1 is sameas 1 }}{{ 'A' is upper }}{{ {} is mapping }}",
-    "{{ '' is iterable }}",
-    "{% set a, b = 1, [2] %}{{ a }}{{ b }}{% with c = 3 %}{{ c }}{% endwith %}{{ c is defined }}",
     (
         "{% set ns = namespace({'a': 1}, b=2) %}{% for i in [1, 2] %}{% set ns.a = ns.a + i %}{% endfor %}"
         "{{ ns.a }}{{ ns.b }}"
@@ -448,17 +324,10 @@ EXPRESSIONS = [
         "{% for a in [1, 1, 2] %}{{ loop.changed(a) }}{{ loop.cycle('x', 'y') }}{{ loop.previtem }}"
         "{{ loop.nextitem }}{% endfor %}"
     ),
-    "{% for c in 'aé🙂' %}{{ c }}{{ loop.length }}{% endfor %}{% for k in {'a': 1} %}{{ k }}{% else %}none{% endfor %}",
-    "{% for x in [1, 2, 3, 4] | select('even') if x > 2 %}{{ x }}{{ loop.last }}{% endfor %}",
     (
         "{% macro m(a, b='d') %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1) }}"
         "{{ m(1, 2, 3, x=4) }}{{ m.name }}"
     ),
-    (
-        "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.current }}{% set j = joiner(',') %}"
-        "{{ j() }}{{ j() }}"
-    ),
-    "{% block b %}x{% endblock %}{{ self.b() }}{{ dict(a=1, b=[2]) }}{{ dict({'a': 1}) }}",
     (
         "{% set x %}  <{{ 1 }}>  {% endset %}[{{ x }}]{% set y | upper %}a{% endset %}{{ y }}"
         "{% filter replace('a', 'b') %}a{% endfilter %}"
@@ -468,91 +337,64 @@ EXPRESSIONS = [
     "{{ messages | length }}{{ tools }}{{ documents }}{{ add_generation_prompt }}{{ messages[0]['role'] }}",
     "{{ messages }}",
     "{{ 'ǆß'.upper() }}{{ 'ß' | title }}{{ 'İ'.lower() | length }}{{ 'a'.isalpha() }}{{ 'ABC'.casefold() }}",
-    "{{ '½'.isnumeric() }}",
     "{{ {'a': 1} | attr('a') is defined }}{{ 'a' | attr('upper') is callable }}{{ 'x' is filter }}",
-    "{{ 'upper' is filter }}",
     "{{ strftime_now('%Y-%m-%d %H:%M') }}{{ 5 | string ~ 'a' }}{{ [1, [2]] | string }}{{ 'a' * 3 }}{{ [0] * 2 }}",
-    "{{ 2 * (1,) }}",
 ]
 
 
 @pytest.mark.parametrize("source", EXPRESSIONS)
-def test_every_part_of_the_language(judge, source):
-    assert agree(judge, source, TALKS["one"]), ours(source, TALKS["one"])
+def test_values_and_control_structures_equal_transformers(reference, source):
+    assert agree(reference, source, CHATS["one"]), render_or_error(source, CHATS["one"])
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "{{ missing.a }}",
-        "{{ missing() }}",
-        "{{ messages[0].nothing.more }}",
         "{{ 'a' + 1 }}",
         "{{ 'a' | nofilter }}",
-        "{{ 'a' is notest }}",
         "{{ messages.append(1) }}",
         "{{ raise_exception('no') }}",
         "{{ missing | tojson }}",
-        "{{ [1] | sum(start='') }}",
-        "{{ 'a'() }}",
         "{{ ''.__class__.__mro__ }}",
-        "{{ 1 / 0 }}",
-        "{{ ['a', 1] | sort }}",
         "{{ range(10 ** 6) }}",
-        "{% for x in 3 %}{% endfor %}",
         "{% include 'a' %}",
         "{% set messages.a = 1 %}",
     ],
 )
-def test_failures_equal_transformers(judge, source):
-    assert not agree(judge, source, TALKS["one"])
+def test_failures_equal_transformers(reference, source):
+    assert not agree(reference, source, CHATS["one"])
 
 
 @pytest.mark.parametrize(
     "source",
     [MASKED, CHATML, f"{MASKED}{MASKED}", "x{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"],
 )
-@pytest.mark.parametrize("talk", ["one", "two", "system", "thinking", "assistant"])
-def test_masks_are_those_of_transformers(judge, source, talk):
+@pytest.mark.parametrize("chat", ["one", "two", "system", "thinking", "assistant"])
+def test_masks_equal_transformers(reference, source, chat):
     arguments = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenize": True}
-    theirs = judge(source, TALKS[talk], **arguments)["assistant_masks"]
-    rendered = ours(source, TALKS[talk])
+    expected = reference(source, CHATS[chat], **arguments)["assistant_masks"]
+    rendered = render_or_error(source, CHATS[chat])
     if "{% generation %}a" in source:  # blocks within blocks: they count the inner one at the place of the outer one
         assert rendered.generation_marks is None
         return
     mask = [0] * len(rendered.text)
     for start, end in rendered.spans:
         mask[start:end] = [1] * (end - start)
-    assert mask == theirs and rendered.text.isascii()
+    assert mask == expected and rendered.text.isascii()
 
 
-# ---------------------------------------------------------------- goldens: the same without the judge
+# ---------------------------------------------------------------- goldens: the same without the reference
 
 GOLDENS = {
     ("chatml", "three"): (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nGrüß 🙂\r\n"
         "\ttab<|im_end|>\n<|im_start|>assistant\n"
     ),
-    ("llama2", "system"): "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Yes. </s><s>[INST]  [/INST]",
     ("llama3", "parts"): (
         "<s><|start_header_id|>system<|end_header_id|>\n\nYou "
         "help.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
         "ab<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    ),
-    ("gemma", "three"): (
-        "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n<start_of_turn>user\n"
-        "Grüß 🙂\r\n\ttab<end_of_turn>\n<start_of_turn>model\n"
-    ),
-    ("mistral", "tools"): (
-        '<s> Use tools.</s>[INST] Weather?[/INST][TOOL_CALLS] [{"name": "weather", "arguments": {"town": "Köln"}}, '
-        '"id": "abcdefghi"}]</s>[TOOL_RESULTS] {"content": {"t": 7}, "call_id": '
-        '"abcdefghi"}[/TOOL_RESULTS][TOOL_RESULTS] {"content": 8, "call_id": "abcdefghi"}[/TOOL_RESULTS] 7 '
-        'degrees</s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "weather", "description": "tells '
-        'the weather <of> a town\nnow", "parameters": {"type": "object", "properties": {"town": {"type": '
-        '"string"}, "unit": {"enum": ["°C", "°F"]}, "days": {"type": "array", "items": {"type": "object", '
-        '"properties": {"n": {"type": "integer"}}}}}, "required": ["town"]}}}, {"type": "function", "function": '
-        '{"name": "time", "description": "é", "parameters": {"type": "object"}}}][/AVAILABLE_TOOLS][INST] '
-        "Thanks[/INST]"
     ),
     ("qwen", "tools"): (
         '<|im_start|>system\nUse tools.\n\n# Tools\n\n<tools>\n{"type": "function", "function": {"name": '
@@ -569,10 +411,9 @@ GOLDENS = {
         "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\nfour\n</think>\n\n4<|im_end|>\n"
         "<|im_start|>assistant\n"
     ),
-    (
-        "zephyr",
-        "system",
-    ): "<|system|>\n Be brief. </s>\n<|user|>\nHi</s>\n<|assistant|>\nYes.</s>\n<|user|>\n</s>\n<|assistant|>\n",
+    ("zephyr", "system"): (
+        "<|system|>\n Be brief. </s>\n<|user|>\nHi</s>\n<|assistant|>\nYes.</s>\n<|user|>\n</s>\n<|assistant|>\n"
+    ),
     ("masked", "two"): "<|user|>\n Hi\n\n<|assistant|>\n\nHello 'you' </s>\n<|assistant|>\n",
     ("kitchen", "odd"): (
         'Today: 09 Mar 2026\nno tools\n<user>a\n  b</user>\n1 turns, U  |   1|"it\'s" 3 32 3.0 -1 [1, 2.0, None, '
@@ -588,16 +429,16 @@ GOLDENS = {
 }
 
 
-@pytest.mark.parametrize(("name", "talk"), list(GOLDENS))
-def test_goldens(name, talk):
-    tools = TOOLS if talk == "tools" else None
-    assert template(name).render(TALKS[talk], tools=tools, generation_prompt=True, now=NOW).text == GOLDENS[name, talk]
+@pytest.mark.parametrize(("name", "chat"), list(GOLDENS))
+def test_goldens(name, chat):
+    tools = TOOLS if chat == "tools" else None
+    assert template(name).render(CHATS[chat], tools=tools, generation_prompt=True, now=NOW).text == GOLDENS[name, chat]
 
 
 def test_masks_without_transformers():
-    rendered = template("masked").render(TALKS["three"])
+    rendered = template("masked").render(CHATS["three"])
     assert [rendered.text[start:end] for start, end in rendered.spans] == ["Hello</s>"]
-    assert template("chatml").render(TALKS["three"]).spans == ()
+    assert template("chatml").render(CHATS["three"]).spans == ()
 
 
 INNER = "{% macro m() %}{% generation %}a{% endgeneration %}{% endmacro %}"
@@ -614,84 +455,73 @@ INNER = "{% macro m() %}{% generation %}a{% endgeneration %}{% endmacro %}"
         "b{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
     ],
 )
-def test_an_unknown_mask_is_refused_and_the_text_is_not(source):
-    rendered = ours(source, TALKS["one"])
+def test_text_is_rendered_if_its_mask_is_unknown(source):
+    rendered = render_or_error(source, CHATS["one"])
     assert rendered.text in ("baa", "bA", "bab") and rendered.generation_marks is None
     with pytest.raises(ChatTemplateError, match="generation"):
         _ = rendered.spans
 
 
-def test_a_macro_that_is_all_generation_has_a_place(judge):
+def test_macro_of_one_generation_block_has_a_span(reference):
     source = "b{% macro m() %}{% generation %}ac{% endgeneration %}{% endmacro %}{{ m() }}d{{ m() }}"
     arguments = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenize": True}
-    assert judge(source, TALKS["one"], **arguments)["assistant_masks"] == [0, 1, 1, 0, 1, 1]
-    assert ours(source, TALKS["one"]).spans == ((1, 3), (4, 6))
+    assert reference(source, CHATS["one"], **arguments)["assistant_masks"] == [0, 1, 1, 0, 1, 1]
+    assert render_or_error(source, CHATS["one"]).spans == ((1, 3), (4, 6))
 
 
-def test_a_block_that_is_written_twice_has_two_places():
+def test_repeated_generation_block_has_two_spans():
     source = "{% set x %}{% generation %}ab{% endgeneration %}{% endset %}{{ x }}-{{ x }}"
-    assert ours(source, TALKS["one"]).spans == ((0, 2), (3, 5))
+    assert render_or_error(source, CHATS["one"]).spans == ((0, 2), (3, 5))
 
 
 def test_continuing_truncates_the_masks():
-    rendered = template("masked").render(said(("user", "a"), ("assistant", "b c")), continue_final=True)
+    rendered = template("masked").render(turns(("user", "a"), ("assistant", "b c")), continue_final=True)
     assert rendered == RenderedChat("<|user|>\na\n<|assistant|>\nb c", ((25, 28),))
 
 
-# ---------------------------------------------------------------- what a message must be, and what a template may say
+# ---------------------------------------------------------------- invalid arguments and templates
 
-GOOD = {"role": "user", "content": "Hi"}
-
-
-@pytest.mark.parametrize(
-    ("messages", "says"),
-    [
-        ([], "there are no messages"),
-        ("Hi", "messages must be a list, not a text"),
-        (["Hi"], "messages[0] is a text, not an object"),
-        ([GOOD, {"content": "x"}], "messages[1] has no role"),
-        ([GOOD, {"role": 1, "content": "x"}], "messages[1] has a role that is a number"),
-        ([{"role": "user"}], "messages[0] (role 'user') has no content"),
-        ([{"role": "user", "content": 3}], "messages[0]: its content is a number"),
-        ([{"role": "user", "content": ["a"]}], "messages[0]: its content contains an item that is not an object"),
-        ([{"role": "user", "content": "a", "x": {"y": [object()]}}], "messages[0].x.y[0] is a object"),
-        ([{"role": "user", "content": "a", 1: 2}], "messages[0] has the key 1, which is not a text"),
-    ],
-)
-def test_invalid_messages(messages, says):
-    with pytest.raises(ChatTemplateError) as caught:
-        template("chatml").render(messages)
-    assert caught.value.message.startswith(says) and "\n" not in str(caught.value)
+MESSAGE = {"role": "user", "content": "Hi"}
 
 
-def test_cyclic_data():
-    endless = [1]
-    endless.append(endless)
-    with pytest.raises(ChatTemplateError, match="nested more than 200 levels deep"):
-        template("chatml").render([{**GOOD, "x": endless}])
+NESTED = [1]
+NESTED.append(NESTED)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "error"),
     [
+        *(
+            ({"messages": messages}, error)
+            for messages, error in [
+                ([], "there are no messages"),
+                ("Hi", "messages must be a list of objects, not a text"),
+                (["Hi"], "messages[0] is a text, not an object"),
+                ([MESSAGE, {"content": "x"}], "messages[1] has no role"),
+                ([MESSAGE, {"role": 1, "content": "x"}], "messages[1] has a role that is a number"),
+                ([{"role": "user"}], "messages[0] (role 'user') has no content"),
+                ([{**MESSAGE, "content": 3}], "messages[0]: its content is a number"),
+                ([{**MESSAGE, "content": ["a"]}], "messages[0]: its content contains an item that is not an object"),
+                ([{**MESSAGE, "x": {"y": [object()]}}], "messages[0].x.y[0] is a object"),
+                ([{**MESSAGE, "x": NESTED}], "messages[0] is nested more than 200 levels deep"),
+                ([{**MESSAGE, 1: 2}], "messages[0] has the key 1, which is not a text"),
+            ]
+        ),
         ({"tools": {"a": 1}}, "tools must be a list of objects, not an object"),
         ({"tools": [len]}, "tools[0] is a builtin_function_or_method, not an object"),
         ({"documents": ["a"]}, "documents[0] is a text"),
         ({"variables": {"messages": []}}, "the variable 'messages' is a separate argument"),
-        (
-            {"generation_prompt": True, "continue_final": True},
-            "generation_prompt and continue_final cannot be combined",
-        ),
+        ({"generation_prompt": True, "continue_final": True}, "generation_prompt and continue_final cannot be"),
     ],
 )
-def test_invalid_arguments(arguments, says):
+def test_invalid_arguments(arguments, error):
     with pytest.raises(ChatTemplateError) as caught:
-        template("chatml").render([GOOD], **arguments)
-    assert says in caught.value.message
+        template("chatml").render(**{"messages": [MESSAGE], **arguments})
+    assert caught.value.message.startswith(error) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "error"),
     [
         ("a\n{% if %}", "the chat template cannot be read: line 2: Expected an expression"),
         ("{% for a in b %}\n\n{{ a }}", "the chat template cannot be read: line 3: Unexpected end of template"),
@@ -704,30 +534,30 @@ def test_invalid_arguments(arguments, says):
         ("a" * (1 << 17), "has 131,072 characters"),
     ],
 )
-def test_invalid_templates(source, says):
+def test_invalid_templates(source, error):
     with pytest.raises(ChatTemplateError) as caught:
-        template(source).render([GOOD])
-    assert says in caught.value.message
+        template(source).render([MESSAGE])
+    assert error in caught.value.message
     assert isinstance(caught.value, UsageError) and caught.value.__context__ is None
 
 
 def test_the_final_message_must_appear():
     with pytest.raises(ChatTemplateError, match="not in the rendered chat"):
-        template("{{ messages[0].content | upper }}").render([GOOD], continue_final=True)
+        template("{{ messages[0].content | upper }}").render([MESSAGE], continue_final=True)
     with pytest.raises(ChatTemplateError, match="no text to continue"):
         template("chatml").render([{"role": "assistant", "content": [{"type": "image"}]}], continue_final=True)
 
 
 def test_arguments_are_not_modified():
-    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    before = json.dumps(talk)
-    template("llama3").render(talk, continue_final=True)
-    assert json.dumps(talk) == before
+    chat = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    before = json.dumps(chat)
+    template("llama3").render(chat, continue_final=True)
+    assert json.dumps(chat) == before
 
 
-def test_the_default_clock_is_the_wall_clock():
-    assert template("{{ strftime_now('%Y') }}").render([GOOD], now=NOW).text == "2026"
-    assert abs(int(template("{{ strftime_now('%Y') }}").render([GOOD]).text) - datetime.now().year) <= 1
+def test_default_time_is_now():
+    assert template("{{ strftime_now('%Y') }}").render([MESSAGE], now=NOW).text == "2026"
+    assert abs(int(template("{{ strftime_now('%Y') }}").render([MESSAGE]).text) - datetime.now().year) <= 1
 
 
 # ---------------------------------------------------------------- files
@@ -759,9 +589,9 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("files", FOLDERS)
-def test_where_templates_come_from(tmp_path, files):
-    found = ChatTemplate.load(write(tmp_path, FOLDERS[files][0]))
-    assert (found and found.templates) == FOLDERS[files][1]
+def test_template_files_and_their_precedence(tmp_path, files):
+    loaded = ChatTemplate.load(write(tmp_path, FOLDERS[files][0]))
+    assert (loaded and loaded.templates) == FOLDERS[files][1]
 
 
 ADDED = {"content": "<e>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -782,53 +612,53 @@ SPECIAL_FILES = {
 
 
 @pytest.mark.parametrize("files", SPECIAL_FILES)
-def test_special_tokens_are_those_of_transformers(tmp_path, files):
+def test_special_tokens_equal_transformers(tmp_path, files):
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models
 
     write(tmp_path, {"chat_template.jinja": "J", **SPECIAL_FILES[files]})
     Tokenizer(models.BPE(vocab={"<e>": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).special_tokens_map
-    assert ChatTemplate.load(tmp_path).specials == theirs
+    expected = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).special_tokens_map
+    assert ChatTemplate.load(tmp_path).specials == expected
 
 
 def test_special_tokens_without_transformers(tmp_path):
     write(
         tmp_path, {"chat_template.jinja": "{{ bos_token }}|{{ image_token }}|{{ eos_token }}", **SPECIAL_FILES["extra"]}
     )
-    found = ChatTemplate.load(tmp_path)
-    assert found.render([GOOD]).text == "<a>|<i>|"
-    assert found.render([GOOD], variables={"bos_token": "<z>"}).text == "<z>|<i>|"
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded.render([MESSAGE]).text == "<a>|<i>|"
+    assert loaded.render([MESSAGE], variables={"bos_token": "<z>"}).text == "<z>|<i>|"
 
 
-def test_which_template_renders(tmp_path):
+def test_template_is_chosen_by_name_and_tools(tmp_path):
     write(tmp_path, FOLDERS["list"][0])
-    found = ChatTemplate.load(tmp_path)
-    assert found.render([GOOD]).text == "D" and found.render([GOOD], tools=TOOLS).text == "T"
-    assert found.render([GOOD], tools=[]).text == "T"  # as in transformers: tools were given, if none
-    assert ChatTemplate.load(tmp_path, name="rag").render([GOOD], tools=TOOLS).text == "R"
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded.render([MESSAGE]).text == "D" and loaded.render([MESSAGE], tools=TOOLS).text == "T"
+    assert loaded.render([MESSAGE], tools=[]).text == "T"  # as in transformers: tools were given, if none
+    assert ChatTemplate.load(tmp_path, name="rag").render([MESSAGE], tools=TOOLS).text == "R"
     with pytest.raises(ChatTemplateError, match="did you mean 'tool_use'"):
         ChatTemplate.load(tmp_path, name="tool-use")
     with pytest.raises(ChatTemplateError, match="no default"):
-        ChatTemplate({"a": "A", "b": "B"}).render([GOOD])
+        ChatTemplate({"a": "A", "b": "B"}).render([MESSAGE])
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "error"),
     [
         ({"tokenizer_config.json": "{"}, "tokenizer_config.json: not JSON: line 1, column 2"),
-        ({"tokenizer_config.json": "[]"}, "expected an object, found a list"),
+        ({"tokenizer_config.json": "[]"}, "expected a JSON object, found a list"),
         ({"tokenizer_config.json": {"chat_template": 3}}, "neither a text nor a list"),
         ({"tokenizer_config.json": {"chat_template": [{"cache_key": "a"}]}}, "neither a text nor a list"),
     ],
 )
-def test_invalid_files(tmp_path, files, says):
+def test_invalid_files(tmp_path, files, error):
     with pytest.raises(ChatTemplateError) as caught:
         ChatTemplate.load(write(tmp_path, files))
-    assert says in caught.value.message and str(tmp_path) in caught.value.message
+    assert error in caught.value.message and str(tmp_path) in caught.value.message
 
 
-def test_files_that_are_no_text(tmp_path):
+def test_invalid_utf8_and_missing_folders_are_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
     with pytest.raises(ChatTemplateError, match="not UTF-8 at byte 1"):
         ChatTemplate.load(tmp_path)
@@ -846,17 +676,11 @@ def test_limits_are_parameters():
         small.render([{"role": "user", "content": "abcd"}])
 
 
-def test_what_is_large_but_within_the_limits_passes():
-    talk = said(*[("user" if i % 2 == 0 else "assistant", "🙂" * 2000) for i in range(1000)])
-    for name in ("chatml", "llama2", "llama3", "gemma", "zephyr", "qwen"):
-        assert len(template(name, limits=RenderLimits(seconds=30)).render(talk).text) > 2_000_000
+def test_large_conversations_within_the_limits_are_rendered():
+    chat = turns(*[("user" if i % 2 == 0 else "assistant", "🙂" * 2000) for i in range(1000)])
+    for name in ("chatml", "llama3", "zephyr", "qwen"):
+        assert len(template(name, limits=RenderLimits(seconds=30)).render(chat).text) > 2_000_000
     gathered = (
         "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}{% endfor %}{{ ns.t }}"
     )
-    assert len(template(gathered, limits=RenderLimits(seconds=30)).render(talk).text) == 2_000_000
-
-
-def test_no_torch():
-    program = "import sys, kvad.text.chat_template; print('torch' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout == "False\n"
+    assert len(template(gathered, limits=RenderLimits(seconds=30)).render(chat).text) == 2_000_000

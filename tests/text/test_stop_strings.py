@@ -1,7 +1,5 @@
 """Stop strings against their naive definition, however the text is pushed."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +8,7 @@ from kvad.errors import RequestError
 from kvad.text.detokenizer import StopStringMatcher
 
 
-def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
+def naive(text, stops):
     found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
     if not found:
         return text, None
@@ -18,7 +16,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text[:start], stop
 
 
-def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
+def run(pieces, stops):
     matcher = StopStringMatcher(stops)
     emitted, stopped = "", None
     for piece in pieces:
@@ -31,12 +29,12 @@ FEW = st.text(st.sampled_from("ab\n"), max_size=4)
 
 
 @given(pieces=st.lists(FEW, max_size=12), stops=st.lists(FEW.filter(bool), max_size=3))
-def test_naive_definition(pieces: list[str], stops: list[str]) -> None:
+def test_matches_equal_the_definition(pieces, stops):
     assert run(pieces, stops) == naive("".join(pieces), stops)
 
 
 @given(text=st.text(st.sampled_from("ab"), max_size=20), stops=st.lists(FEW.filter(bool), min_size=1, max_size=3))
-def test_only_a_prefix_of_a_stop_is_held(text: str, stops: list[str]) -> None:
+def test_only_a_prefix_of_a_stop_is_held(text, stops):
     matcher = StopStringMatcher(stops)
     emitted = ""
     for end, char in enumerate(text, 1):
@@ -61,30 +59,30 @@ def test_only_a_prefix_of_a_stop_is_held(text: str, stops: list[str]) -> None:
         (["x"], [], ("x", None)),
     ],
 )
-def test_examples(pieces: list[str], stops: list[str], expected: tuple[str, str | None]) -> None:
+def test_examples(pieces, stops, expected):
     assert run(pieces, stops) == expected == naive("".join(pieces), stops)
 
 
-def test_nothing_is_emitted_after_a_stop() -> None:
+def test_nothing_is_emitted_after_a_stop():
     matcher = StopStringMatcher(["b"])
     assert matcher.push("abc") == ("a", "b")
     assert matcher.push("more") == ("", "b")
     assert matcher.flush() == ""
 
 
-def test_text_flows_when_it_cannot_be_a_stop() -> None:
+def test_text_that_cannot_become_a_stop_string_is_emitted():
     matcher = StopStringMatcher(["###"])
     assert [matcher.push(piece)[0] for piece in ("a", "#", "b", "##", "c")] == ["a", "", "#b", "", "##c"]
 
 
-def test_refused() -> None:
+def test_invalid_stop_strings_are_refused():
     with pytest.raises(RequestError, match="empty"):
         StopStringMatcher(["a", ""])
     with pytest.raises(RequestError, match="must be a list"):
         StopStringMatcher("ab")
 
 
-def test_a_matcher_that_drops_text_is_detected() -> None:
+def test_matching_piece_by_piece_gives_another_result():
     """Looking at each piece alone misses a stop across a boundary."""
     pieces, stops = ["a\n", "\nb"], ["\n\n"]
     alone = "".join(naive(piece, stops)[0] for piece in pieces)

@@ -1,20 +1,17 @@
 """A corpus that a model learns in seconds, and runs of a tiny model on it."""
 
-import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kvad.train.config.optim import OptimConfig
-from kvad.train.config.run import RunConfig
 from kvad.train.monitoring.callbacks import Callback
-
-SHAPE = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
+from tests.support.training_runs import tiny_config
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Twelve documents of counting: what comes next is certain most of the time."""
+    """Twelve documents of counting, whose next bytes are mostly certain."""
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(12):
         words = [f"{number + i} is less than {number + i + 1}." for i in range(20 + number)]
@@ -22,42 +19,14 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-def parted(settings):
-    """The tables that settings belong to: [optim] and [train]."""
-    optim = {field.name for field in dataclasses.fields(OptimConfig)} & settings.keys()
-    return {
-        "optim": {name: settings[name] for name in optim},
-        "train": {n: settings[n] for n in settings.keys() - optim},
-    }
-
-
 @pytest.fixture
 def run_config():
-    """``run_config(steps=20, lr=...)``: a tiny byte model; keywords are OptimConfig's and TrainConfig's."""
-
-    def make(*, data=None, tokenizer=None, model=None, **train) -> RunConfig:
-        settings = {
-            "steps": 12,
-            "batch_size": 4,
-            "log_interval": 1,
-            "eval_interval": 5,
-            "save_interval": 5,
-            "precision": "fp32",
-        }
-        return RunConfig.from_dict(
-            {
-                "model": model or {"preset": "tiny", "set": SHAPE},
-                "data": {"seq_len": 32, **(data or {})},
-                "tokenizer": tokenizer or {"kind": "byte"},
-                **parted({**settings, **train}),
-            }
-        )
-
-    return make
+    """``run_config(steps=20, lr=...)``: a tiny byte model that logs every step."""
+    return partial(tiny_config, steps=12, log_interval=1, eval_interval=5, save_interval=5)
 
 
 class Listener(Callback):
-    """Remembers what it was told."""
+    """Records all reports."""
 
     def __init__(self) -> None:
         self.stages, self.steps, self.evals, self.samples, self.saves = [], [], [], [], []

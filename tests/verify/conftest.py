@@ -1,3 +1,25 @@
-"""Fixtures: every tiny configuration, and a checkpoint with two kinds of layers."""
+"""Fixtures: one thread, and a checkpoint of a tiny decoder."""
 
-from tests.support.lab_models import checkpoint, config  # noqa: F401
+import pytest
+import torch
+
+from kvad.checkpoint.native import save_checkpoint
+from kvad.text.simple_tokenizers import ByteTokenizer
+from tests.support.verify_models import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Run with one thread: with such small tensors a second one takes more time than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("verify") / "model", ByteTokenizer()
+    model = tiny_model(vocab=tokenizer.vocab_size)
+    save_checkpoint(folder, model.config, model.state_dict(), tokenizer)
+    return str(folder)

@@ -1,4 +1,4 @@
-"""Every fault is named from evidence: the confusion table, other forms of the same mistakes, and no false alarm."""
+"""Fault injection and diagnosis: every fault is named from evidence, and an intact cache has no finding."""
 
 import dataclasses
 from functools import partial
@@ -8,348 +8,284 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvad import config as cfg
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
-from kvad.config.layers import (
-    AlibiConfig,
-    AttentionConfig,
-    DynamicScalingConfig,
-    EmbeddingConfig,
-    GatedMLPConfig,
-    LayerConfig,
-    LearnedPositionsConfig,
-    NormConfig,
-    PlainMLPConfig,
-    RopeConfig,
-    SinusoidalPositionsConfig,
-    StackConfig,
-    T5BiasConfig,
-)
+from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, PlainMLPConfig, RopeConfig, StackConfig
 from kvad.config.model import ModelConfig
 from kvad.errors import KvadError, UsageError
-from kvad.model.transformer import Transformer
 from kvad.ops.rotary import RotaryCache
-from kvad.verify.cases import MemoryCase
+from kvad.verify import scenario
 from kvad.verify.diagnosis import diagnose
 from kvad.verify.injected_faults import check_fault_name, inject_cache_fault
-from kvad.verify.report import FAULTS, UNKNOWN_FAULT
-from kvad.verify.run import verify
-from kvad.verify.scenario import ScenarioOptions, build_prompts, build_streams, case_cache_config, num_preemptions
+from kvad.verify.report import FAULTS, UNKNOWN_FAULT, MemoryCase
+from tests.support.verify_models import OPTIONS, random_model, run_verify
 
 NAMES = [name for name in FAULTS if name != UNKNOWN_FAULT]
-OPTIONS = ScenarioOptions(num_seqs=3, prefill_chunk_size=8, block_size=4, tokens=8, dtypes=("float64",))
 WINDOWED = LayerConfig(AttentionConfig(4, 2, window=12, logit_softcap=20.0, sink_logits=True), GatedMLPConfig(48))
+GATED, PLAIN = GatedMLPConfig(48), PlainMLPConfig(48)
+PARTIAL = RopeConfig(interleaved=True, partial_rotary_factor=0.5)
 STACKS = {
-    "rope-gqa": {"L": LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(48))},
-    "rope-interleaved-partial": {
-        "L": LayerConfig(
-            AttentionConfig(4, 4, position=RopeConfig(interleaved=True, partial_rotary_factor=0.5)), GatedMLPConfig(48)
-        )
-    },
-    "learned-mha": {"L": LayerConfig(AttentionConfig(4, position=None), PlainMLPConfig(48))},
-    "alibi": {"L": LayerConfig(AttentionConfig(4, position=AlibiConfig()), PlainMLPConfig(48))},
-    "t5": {"L": LayerConfig(AttentionConfig(4, position=T5BiasConfig(), softmax_scale="none"), GatedMLPConfig(48))},
-    "windowed": {"L": LayerConfig(AttentionConfig(4, 2, window=12), GatedMLPConfig(48))},
-    "windowed-and-global": {"L": WINDOWED, "G": LayerConfig(AttentionConfig(4, 2, qk_norm="head"), GatedMLPConfig(48))},
-    "no-positions": {"L": LayerConfig(AttentionConfig(4, 1, position=None), GatedMLPConfig(48))},
+    "rope-gqa": {"L": LayerConfig(AttentionConfig(4, 2), GATED)},
+    "rope-interleaved-partial": {"L": LayerConfig(AttentionConfig(4, 4, position=PARTIAL), GATED)},
+    "learned-mha": {"L": LayerConfig(AttentionConfig(4, position=None), PLAIN)},
+    "alibi": {"L": LayerConfig(AttentionConfig(4, position=cfg.AlibiConfig()), PLAIN)},
+    "t5": {"L": LayerConfig(AttentionConfig(4, position=cfg.T5BiasConfig(), softmax_scale="none"), GATED)},
+    "windowed": {"L": LayerConfig(AttentionConfig(4, 2, window=12), GATED)},
+    "windowed-and-global": {"L": WINDOWED, "G": LayerConfig(AttentionConfig(4, 2, qk_norm="head"), GATED)},
+    "no-positions": {"L": LayerConfig(AttentionConfig(4, 1, position=None), GATED)},
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny tensors: a second thread costs more than it gives."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def loud(config, seed=0):
-    """A model whose every parameter matters: at GPT-2's initialisation attention is nearly uniform."""
-    torch.manual_seed(seed)
-    model = Transformer(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1))
-    return model.eval().requires_grad_(False)
-
-
-def named(name):
+def build(name):
     kinds = STACKS[name]
-    pattern = "LGLG" if len(kinds) > 1 else "L"
-    stack = StackConfig(
-        num_layers=len(pattern) if len(kinds) > 1 else 3,
-        layer_types=kinds,
-        layer_pattern=pattern,
-        norm_position="sandwich" if len(kinds) > 1 else "pre",
-    )
-    position = LearnedPositionsConfig(96) if name == "learned-mha" else None
-    return loud(
-        ModelConfig(hidden_size=32, vocab_size=64, max_seq_len=96, decoder=stack, embedding=EmbeddingConfig(position))
-    )
+    stack = StackConfig(num_layers=3, layer_types=kinds)
+    if len(kinds) > 1:
+        stack = StackConfig(num_layers=4, layer_types=kinds, layer_pattern="LGLG", norm_position="sandwich")
+    embedding = cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(96) if name == "learned-mha" else None)
+    return random_model(ModelConfig(hidden_size=32, vocab_size=64, max_seq_len=96, decoder=stack, embedding=embedding))
 
 
-def meaningless(fault, name):
-    return (fault == "rotation" and not name.startswith(("rope", "windowed"))) or (
-        fault == "position" and name == "no-positions"
-    )
+def is_impossible(fault, name):
+    has_no_rope = not name.startswith(("rope", "windowed"))
+    return (fault == "rotation" and has_no_rope) or (fault == "position" and name == "no-positions")
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 @pytest.mark.parametrize("name", STACKS)
-def test_the_confusion_table_is_diagonal(name, layout):
-    model = named(name)
-    prompts = build_prompts(model.config, OPTIONS, None)
-    options = dataclasses.replace(OPTIONS, layouts=(layout,))
-    found = {}
+def test_every_fault_gets_its_own_name(name, layout):
+    model, names = build(name), {}
     for fault in NAMES:
         try:
-            (memory,) = verify(model, prompts, options, fault=fault).cases
-            assert memory.verdict == "broken"
-            found[fault] = memory.finding.fault if memory.finding else None
+            (case,) = run_verify(model, layouts=(layout,), fault=fault).cases
+            assert case.verdict == "broken"
+            names[fault] = case.finding.fault if case.finding else None
         except UsageError:
-            found[fault] = "meaningless"
-    assert found == {fault: "meaningless" if meaningless(fault, name) else fault for fault in NAMES}
+            names[fault] = "impossible"
+    assert names == {fault: "impossible" if is_impossible(fault, name) else fault for fault in NAMES}
 
 
 # ---------------------------------------------------------------- other forms of the same mistakes
 
 
-class Tampering(KVCache):
-    """A Memory whose step, or whose view's arguments and result, are changed."""
+class ChangedKVCache(KVCache):
+    """A KVCache with changed model input, attention arguments or attention output."""
 
-    step = staticmethod(lambda step, groups: step)
-    arguments = staticmethod(lambda step, layer, q, k, v, score: (q, k, v, score))
-    result = staticmethod(lambda layer, out: out)
+    change_input = staticmethod(lambda model_input, groups: model_input)
+    change_arguments = staticmethod(lambda model_input, q, k, v, params: (q, k, v, params))
+    change_output = staticmethod(lambda layer, out: out)
 
-    def open(self, step):
-        def wrap(layer, view):
-            outer = self
+    def open(self, model_input):
+        cache, views = self, super().open(self.change_input(model_input, self.groups))
 
-            class View:
-                def attend(self, q, k, v, score):
-                    return outer.result(layer, view.attend(*outer.arguments(step, layer, q, k, v, score)))
+        class View:
+            def __init__(self, layer, view):
+                self.layer, self.view = layer, view
 
-            return View()
+            def attend(self, q, k, v, params):
+                changed = cache.change_arguments(model_input, q, k, v, params)
+                return cache.change_output(self.layer, self.view.attend(*changed))
 
-        return [wrap(layer, view) for layer, view in enumerate(super().open(self.step(step, self.groups)))]
-
-
-def turned(by):
-    """Both q and k turned as at position p + by, the column left right."""
-
-    def arguments(step, layer, q, k, v, score):
-        late = step.positions + by * (step.positions >= 8)
-        rotate = partial(RotaryCache(late).rotate, rotary=score.rotary)
-        return rotate(q), rotate(k), v, score._replace(rotary=None)
-
-    return {"arguments": staticmethod(arguments)}
+        return [View(layer, view) for layer, view in enumerate(views)]
 
 
-def keys_turned(how):
-    def arguments(step, layer, q, k, v, score):
-        angles = RotaryCache(step.positions)
-        return angles.rotate(q, score.rotary), how(step, angles, k, score.rotary), v, score._replace(rotary=None)
-
-    return {"arguments": staticmethod(arguments)}
+def arguments(change):
+    return {"change_arguments": staticmethod(change)}
 
 
-def scaled(by):
-    return {
-        "arguments": staticmethod(lambda step, layer, q, k, v, score: (q, k, v, score._replace(scale=score.scale * by)))
-    }
+def rotated_from_position_8(shift):
+    """Rotate q and k as at position p + shift, without changing the cache's positions."""
+
+    def change(model_input, q, k, v, params):
+        positions = model_input.positions + shift * (model_input.positions >= 8)
+        rotate = partial(RotaryCache(positions).rotate, rotary=params.rotary)
+        return rotate(q), rotate(k), v, params._replace(rotary=None)
+
+    return arguments(change)
 
 
-def to_the_bin(step, groups):
-    """Decoded tokens are written to block 1, which nobody reads."""
-    decoding = step.sub_batches and step.positions.shape[0] == sum(lane.num_seqs for lane in step.sub_batches)
-    places = tuple(
-        place._replace(slots=torch.full_like(place.slots, group.block_size) if decoding else place.slots)
-        for place, group in zip(step.slot_mappings, groups, strict=True)
+def rotated_keys(rotate_keys):
+    def change(model_input, q, k, v, params):
+        rope = RotaryCache(model_input.positions)
+        return (
+            rope.rotate(q, params.rotary),
+            rotate_keys(model_input, rope, k, params.rotary),
+            v,
+            params._replace(rotary=None),
+        )
+
+    return arguments(change)
+
+
+def write_to_block_1(model_input, groups):
+    """Write decoded tokens to block 1, which no sequence reads."""
+    decoding = model_input.sub_batches and len(model_input.positions) == sum(
+        s.num_seqs for s in model_input.sub_batches
     )
-    return step._replace(slot_mappings=places)
-
-
-def values_rounded(step, layer, q, k, v, score):
-    return q, k, v.bfloat16().to(v.dtype), score
-
-
-def uncleared(memory):
-    memory.apply = lambda moves: KVCache.apply(memory, moves._replace(clear=((),) * len(moves.clear)))
-    return memory
+    mappings = tuple(
+        mapping._replace(slots=torch.full_like(mapping.slots, group.block_size) if decoding else mapping.slots)
+        for mapping, group in zip(model_input.slot_mappings, groups, strict=True)
+    )
+    return model_input._replace(slot_mappings=mappings)
 
 
 FORMS = {
-    "q and k a position late": ("position", turned(1)),
-    "q and k three positions early": ("position", turned(-3)),
-    "keys turned backwards": ("rotation", keys_turned(lambda s, a, k, r: RotaryCache(-s.positions).rotate(k, r))),
-    "keys turned twice": ("rotation", keys_turned(lambda s, a, k, r: a.rotate(a.rotate(k, r), r))),
+    "q and k a position late": ("position", rotated_from_position_8(1)),
+    "q and k three positions early": ("position", rotated_from_position_8(-3)),
+    "keys rotated backwards": ("rotation", rotated_keys(lambda m, rope, k, r: RotaryCache(-m.positions).rotate(k, r))),
+    "keys rotated twice": ("rotation", rotated_keys(lambda m, rope, k, r: rope.rotate(rope.rotate(k, r), r))),
     "keys in other pairs": (
         "rotation",
-        keys_turned(lambda s, a, k, r: a.rotate(k, r._replace(interleaved=not r.interleaved))),
+        rotated_keys(lambda m, rope, k, r: rope.rotate(k, r._replace(interleaved=not r.interleaved))),
     ),
-    "no scale": ("scale", scaled(8**0.5)),
-    "the newest key is nowhere": ("cursor", {"step": staticmethod(to_the_bin)}),
-    "values rounded": ("dtype", {"arguments": staticmethod(values_rounded)}),
-    "noise": (
-        UNKNOWN_FAULT,
-        {"arguments": staticmethod(lambda s, n, q, k, v, score: (q, k + 0.1 * k.sin(), v, score))},
-    ),
+    "no scale": ("scale", arguments(lambda m, q, k, v, p: (q, k, v, p._replace(scale=p.scale * 8**0.5)))),
+    "newest key not written": ("cursor", {"change_input": staticmethod(write_to_block_1)}),
+    "values rounded": ("dtype", arguments(lambda m, q, k, v, p: (q, k, v.bfloat16().to(v.dtype), p))),
+    "noise": (UNKNOWN_FAULT, arguments(lambda m, q, k, v, p: (q, k + 0.1 * k.sin(), v, p))),
 }
+
+
+def diagnose_changed(methods):
+    changed = type("Changed", (ChangedKVCache,), methods)
+    return diagnose_with(build("rope-gqa"), lambda groups, hook: changed(groups, attention_hook=hook))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_of_a_fault_get_its_name(form):
-    expected, methods = FORMS[form]
-    cls = type("Tampered", (Tampering,), methods)
-    finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, attention_hook=probe))
-    assert finding is not None and finding.fault == expected, finding
+    fault, methods = FORMS[form]
+    finding = diagnose_changed(methods)
+    assert finding is not None and finding.fault == fault, finding
     assert finding.layer == 0 and finding.difference > 0
 
 
-def test_the_first_difference_is_located():
-    """Layer 1's output is changed, and nothing before it."""
-    methods = {"result": staticmethod(lambda layer, out: out * 1.5 if layer == 1 else out)}
-    cls = type("Tampered", (Tampering,), methods)
-    finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, attention_hook=probe))
+def test_first_difference_is_located():
+    """Only the output of layer 1 is changed, so the first difference is the query of layer 2."""
+    finding = diagnose_changed({"change_output": staticmethod(lambda layer, out: out * 1.5 if layer == 1 else out)})
     assert (finding.fault, finding.layer, finding.position, finding.what) == (UNKNOWN_FAULT, 2, 0, "q")
 
 
-def test_a_mask_that_forgets_its_window():
-    model = named("windowed")
+def test_mask_without_its_window():
+    def build_cache(groups, hook):
+        return KVCache([g._replace(spec=g.spec._replace(window=None)) for g in groups], attention_hook=hook)
 
-    def build(placed, probe):
-        seeing = [group._replace(spec=group.spec._replace(window=None)) for group in placed]
-        return KVCache(seeing, attention_hook=probe)
-
-    finding = diagnose_with(model, build)
+    finding = diagnose_with(build("windowed"), build_cache)
     assert finding.fault == "mask" and finding.position >= 12
 
 
-def test_blocks_handed_on_uncleared_are_seen():
-    """A stale key of an earlier row is visible where nothing should be: some fault, never silence."""
-    finding = diagnose_with(
-        named("learned-mha"), lambda placed, probe: uncleared(KVCache(placed, attention_hook=probe))
-    )
+def test_reused_block_that_is_not_cleared():
+    """A stale key of an earlier sequence is visible in an empty slot."""
+
+    def build_cache(groups, hook):
+        cache = KVCache(groups, attention_hook=hook)
+        cache.apply = lambda ops: KVCache.apply(cache, ops._replace(clear=((),) * len(ops.clear)))
+        return cache
+
+    finding = diagnose_with(build("learned-mha"), build_cache)
     assert finding is not None and "no sequence wrote" in finding.evidence
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
-def test_float32_that_stores_less_is_named_in_float32(layout):
-    """A float64 twin would not show it: the diagnosis works in the stored precision too."""
+def test_float32_stored_as_bfloat16_is_named(layout):
+    """The float64 case would not show it: the diagnosis also works in the stored precision."""
 
-    def build(placed, probe):
-        assert all(group.key_format == group.value_format == "float32" for group in placed)
-        narrow = [group._replace(key_format="bfloat16", value_format="bfloat16") for group in placed]
-        return KVCache(narrow, attention_hook=probe)
+    def build_cache(groups, hook):
+        assert all(group.key_format == group.value_format == "float32" for group in groups)
+        narrow = [group._replace(key_format="bfloat16", value_format="bfloat16") for group in groups]
+        return KVCache(narrow, attention_hook=hook)
 
-    finding = diagnose_with(named("rope-gqa"), build, layout=layout, dtype="float32")
+    finding = diagnose_with(build("rope-gqa"), build_cache, layout=layout, dtype="float32")
     assert finding.fault == "dtype" and "bfloat16" in finding.evidence
 
 
-def diagnose_with(model, build, layout="paged", dtype="float64", options=OPTIONS):
-    streams = build_streams(model, build_prompts(model.config, options, None), options)
-    cache = case_cache_config(model.config, streams, options, MemoryCase(layout, dtype))
-    judged = model.double() if dtype == "float64" else model
-    return diagnose(judged, cache, streams, build, squeezes=num_preemptions(options))
+def diagnose_with(model, build_cache, layout="paged", dtype="float64", options=OPTIONS):
+    streams = scenario.build_streams(model, scenario.build_prompts(model.config, options, None), options)
+    cache = scenario.case_cache_config(model.config, streams, options, MemoryCase(layout, dtype))
+    model, squeezes = model.double() if dtype == "float64" else model, scenario.num_preemptions(options)
+    return diagnose(model, cache, streams, build_cache, squeezes=squeezes)
 
 
 # ---------------------------------------------------------------- no false alarm
 
-attention = st.builds(
-    AttentionConfig,
-    num_heads=st.just(4),
-    num_kv_heads=st.sampled_from([1, 2, 4]),
-    value_dim=st.sampled_from([None, 6]),
-    position=st.sampled_from(
-        [
-            RopeConfig(),
-            RopeConfig(interleaved=True, partial_rotary_factor=0.5),
-            RopeConfig(scaling=DynamicScalingConfig(2.0, 16)),
-            AlibiConfig(),
-            T5BiasConfig(8, 16),
-            None,
-        ]
-    ),
-    window=st.sampled_from([None, 1, 5, 12]),
-    qk_norm=st.sampled_from(["none", "head", "full"]),
-    logit_softcap=st.sampled_from([None, 10.0]),
-    sink_logits=st.booleans(),
-    softmax_scale=st.sampled_from(["default", "none", 0.2]),
-)
-layer = st.builds(
+SCALED = RopeConfig(scaling=cfg.DynamicScalingConfig(2.0, 16))
+POSITIONS = [RopeConfig(), PARTIAL, SCALED, cfg.AlibiConfig(), cfg.T5BiasConfig(8, 16), None]
+ABSOLUTE = [None, cfg.LearnedPositionsConfig(64), cfg.SinusoidalPositionsConfig()]
+NORM_POSITIONS = ["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"]
+LAYERS = st.builds(
     LayerConfig,
-    attention=attention,
+    attention=st.builds(
+        AttentionConfig,
+        num_heads=st.just(4),
+        num_kv_heads=st.sampled_from([1, 2, 4]),
+        value_dim=st.sampled_from([None, 6]),
+        position=st.sampled_from(POSITIONS),
+        window=st.sampled_from([None, 1, 5, 12]),
+        qk_norm=st.sampled_from(["none", "head", "full"]),
+        logit_softcap=st.sampled_from([None, 10.0]),
+        sink_logits=st.booleans(),
+        softmax_scale=st.sampled_from(["default", "none", 0.2]),
+    ),
     mlp=st.just(GatedMLPConfig(40)),
-    norm=st.sampled_from([NormConfig(), NormConfig("layer", bias=True)]),
+    norm=st.sampled_from([cfg.NormConfig(), cfg.NormConfig("layer", bias=True)]),
 )
-configs = st.builds(
-    ModelConfig,
-    hidden_size=st.just(32),
-    vocab_size=st.just(48),
-    max_seq_len=st.just(64),
-    decoder=st.builds(
-        StackConfig,
-        num_layers=st.just(3),
-        layer_types=st.fixed_dictionaries({"L": layer, "G": layer}),
-        layer_pattern=st.sampled_from(["LLLG", "LG", "LLG"]),
-        norm_position=st.sampled_from(["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"]),
-    ),
-    embedding=st.builds(
-        EmbeddingConfig, position=st.sampled_from([None, LearnedPositionsConfig(64), SinusoidalPositionsConfig()])
-    ),
+STACK = st.builds(
+    StackConfig,
+    num_layers=st.just(3),
+    layer_types=st.fixed_dictionaries({"L": LAYERS, "G": LAYERS}),
+    layer_pattern=st.sampled_from(["LLLG", "LG", "LLG"]),
+    norm_position=st.sampled_from(NORM_POSITIONS),
 )
+CONFIGS = st.builds(
+    partial(ModelConfig, hidden_size=32, vocab_size=48, max_seq_len=64),
+    decoder=STACK,
+    embedding=st.builds(cfg.EmbeddingConfig, position=st.sampled_from(ABSOLUTE)),
+)
+random_cases = given(CONFIGS, st.sampled_from(["paged", "contiguous"]), st.sampled_from([3, 4, 8]), st.integers(0, 99))
 
 
 @settings(max_examples=15)
-@given(configs, st.sampled_from(["paged", "contiguous"]), st.sampled_from([3, 4, 8]), st.integers(0, 99))
-def test_an_unhurt_memory_is_never_diagnosed(config, layout, block_size, seed):
-    model = loud(config, seed)
-    options = dataclasses.replace(OPTIONS, block_size=block_size, layouts=(layout,), tokens=6)
-    assert diagnose_with(model, partial(inject_cache_fault, None), layout=layout, options=options) is None
-    assert verify(model, build_prompts(config, options, None), options).verdict() == f"exact ({layout} float64)"
+@random_cases
+def test_intact_cache_has_no_finding(config, layout, block_size, seed):
+    model, options = random_model(config, seed), {"block_size": block_size, "layouts": (layout,), "tokens": 6}
+    intact = partial(inject_cache_fault, None)
+    assert diagnose_with(model, intact, layout=layout, options=dataclasses.replace(OPTIONS, **options)) is None
+    assert run_verify(model, **options).verdict() == f"exact ({layout} float64)"
 
 
 @pytest.mark.long(minutes=2)
 @settings(max_examples=60)
-@given(configs, st.sampled_from(["paged", "contiguous"]), st.sampled_from([3, 4, 8]), st.integers(0, 99))
-def test_no_random_model_confuses_two_faults(config, layout, block_size, seed):
-    model = loud(config, seed)
-    options = dataclasses.replace(OPTIONS, block_size=block_size, layouts=(layout,), tokens=6)
+@random_cases
+def test_faults_of_random_models_get_their_names(config, layout, block_size, seed):
+    model = random_model(config, seed)
     for fault in NAMES:
         try:
-            (memory,) = verify(model, build_prompts(config, options, None), options, fault=fault).cases
-        except KvadError:  # meaningless here, or without effect (a window of 1 sees no second key)
+            (case,) = run_verify(model, block_size=block_size, layouts=(layout,), tokens=6, fault=fault).cases
+        except KvadError:  # impossible here, or without effect (a window of 1 sees no second key)
             continue
-        assert memory.finding is not None and memory.finding.fault == fault, memory.finding
+        assert case.finding is not None and case.finding.fault == fault, case.finding
 
 
-# ---------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------- impossible faults
 
 CACHE = CacheConfig(max_num_seqs=2, max_seq_len=32, prefill_chunk_size=8, block_size=4)
 
 
 @pytest.mark.parametrize(
-    ("fault", "name", "cache", "word"),
+    ("fault", "name", "chunk", "message"),
     [
-        ("rotation", "alibi", CACHE, "rotates"),
-        ("position", "no-positions", CACHE, "no positions"),
-        ("mask", "rope-gqa", dataclasses.replace(CACHE, prefill_chunk_size=1), "--prefill-chunk-size 1"),
-        ("mesk", "rope-gqa", CACHE, "did you mean 'mask'"),
+        ("rotation", "alibi", 8, "rotates"),
+        ("position", "no-positions", 8, "no positions"),
+        ("mask", "rope-gqa", 1, "--prefill-chunk-size 1"),
+        ("mesk", "rope-gqa", 8, "did you mean 'mask'"),
     ],
 )
-def test_a_meaningless_fault_is_refused_by_name(fault, name, cache, word):
-    with pytest.raises(UsageError, match=word):
-        check_fault_name(fault, named(name).config, cache)
+def test_impossible_faults_are_refused(fault, name, chunk, message):
+    with pytest.raises(UsageError, match=message):
+        check_fault_name(fault, build(name).config, dataclasses.replace(CACHE, prefill_chunk_size=chunk))
 
 
-def test_layers_of_different_groups_cannot_be_confused():
-    kinds = {"L": WINDOWED, "G": LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(48))}
-    config = ModelConfig(
-        hidden_size=32,
-        vocab_size=64,
-        max_seq_len=96,
-        decoder=StackConfig(num_layers=2, layer_types=kinds, layer_pattern="LG"),
-    )
+def test_layer_fault_needs_layers_that_share_a_group():
+    kinds = {"L": WINDOWED, "G": LayerConfig(AttentionConfig(4, 2), GATED)}
+    decoder = StackConfig(num_layers=2, layer_types=kinds, layer_pattern="LG")
+    config = ModelConfig(hidden_size=32, vocab_size=64, max_seq_len=96, decoder=decoder)
     with pytest.raises(KvadError, match="share a cache group"):
         check_fault_name("layer", config, CACHE)

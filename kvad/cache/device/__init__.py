@@ -8,11 +8,8 @@ from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvad.cache.device import host_copy as host_copy
-    from kvad.cache.device import slot_copy as slot_copy
-    from kvad.cache.device import tensor_bytes as tensor_bytes
     from kvad.cache.device.eviction import EvictionEvent as EvictionEvent
     from kvad.cache.device.kv_cache import KVCache as KVCache
     from kvad.cache.device.offload_reader import OffloadReader as OffloadReader
-    from kvad.cache.device.offload_reader import OffloadStats as OffloadStats
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Host copies of blocks: swapped sequences, and transfers to and from the block store.
+"""Host copies: swapped sequences, transfers to and from the block store, and sequences by slot.
 
 On a GPU, copies are pinned and asynchronous: the device stream orders them before later writes to the blocks and after
 earlier ones, and ``HostCopier.wait`` must precede reading a copy on the host. On a CPU a copy is complete when the
@@ -7,6 +7,19 @@ call returns.
 A transfer to the block store is one byte buffer per block and group: the arrays that ``KVCache.iter_arrays`` names,
 concatenated: positions, then each layer's keys, values, scales and metadata. Formats are not interpreted, so a loaded
 block is equal bit for bit. Both directions copy: no tensor of the pool is shared with a store.
+
+Sequences are copied between caches by slot. An array ``[blocks, K, block_size(, width)]`` is stored head by head. Seen
+as lines ``[K * blocks * block_size(, width)]``, a slot of a head is one line, whatever the block size:
+
+    3 blocks of 4, 2 heads, slots 5 6 9  ->  lines 5 17, 6 18, 9 21  ->  [3, K(, width)]
+
+Copying out is one gather per array without a second copy. Copying in is one copy per run of consecutive slots (in a
+pool with room, the whole sequence; at worst each block), or one scatter if runs are short. Groups without slots (lower
+levels) are copied in whole blocks.
+
+Block bounds (``quest.py``) are not copied: they are recomputed from the keys.
+
+Sections (``container.py``) share the memory of tensors. Numbers are in the machine's byte order.
 """
 
 from __future__ import annotations
@@ -18,18 +31,22 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvad.cache.device.tensor_bytes import section_to_tensor, tensor_to_section
 from kvad.cache.device.tensors import ArrayBlocks
 from kvad.cache.groups import CacheGroup, group_bytes
+from kvad.cache.offload import BlockStore
 from kvad.storage import Buffer, Section
 
+BLOCKS_PER_COPY = 8  # loads of one batch: bounds temporary memory
+MIN_RUN_LENGTH = 64  # mean slots per run from which runs are copied one by one
+BlockIndex = Sequence[Sequence[int]]  # blocks per group
+SlotIndex = Sequence[Tensor | None]  # slots per group
+BlockTransfer = Sequence[tuple[int, BlockIndex]]  # (copy id, blocks per group)
 CopyCallback = Callable[[Literal["out", "in"], int, float], None]
 
 
 class _PendingCopy(NamedTuple):
     """An asynchronous copy with its timing events."""
 
-    direction: Literal["out", "in"]
     nbytes: int
     started: torch.cuda.Event
     ended: torch.cuda.Event
@@ -41,20 +58,27 @@ class HostCopier:
     def __init__(self, device: torch.device) -> None:
         self.on_copied: CopyCallback = lambda *_: None
         self._cuda = device.type == "cuda"
-        self._pending: dict[tuple[str, int], _PendingCopy] = {}
+        self._pending: dict[tuple[Literal["out", "in"], int], _PendingCopy] = {}
 
     def copy_out(self, key: int, selections: Iterable[ArrayBlocks]) -> list[Tensor]:
         """Copy blocks to contiguous host tensors; call ``wait`` before reading them."""
         self._report_finished()
-        started = self._record_time()
-        copies = [self._to_host(selection.array[selection.blocks]) for selection in selections]
+        started = _record_event() if self._cuda else perf_counter()
+        copies = []
+        for selection in selections:
+            blocks = selection.array[selection.blocks]
+            if self._cuda:
+                host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
+                copies.append(host.copy_(blocks, non_blocking=True))
+            else:
+                copies.append(blocks.cpu().contiguous())
         self._finish("out", key, copies, started)
         return copies
 
     def copy_in(self, key: int, selections: Iterable[ArrayBlocks], copies: Sequence[Tensor]) -> None:
         """Copy host tensors into as many blocks."""
         self._report_finished()
-        started = self._record_time()
+        started = _record_event() if self._cuda else perf_counter()
         for selection, copy in zip(selections, copies, strict=True):
             selection.array[selection.blocks] = copy.to(selection.array.device, non_blocking=True)
         self._finish("in", key, copies, started)
@@ -65,33 +89,37 @@ class HostCopier:
         if pending is not None:
             pending.ended.synchronize()
 
-    def _to_host(self, blocks: Tensor) -> Tensor:
-        if not self._cuda:
-            return blocks.cpu().contiguous()
-        host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
-        return host.copy_(blocks, non_blocking=True)
-
-    def _record_time(self) -> float | torch.cuda.Event:
-        if not self._cuda:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _finish(
         self, direction: Literal["out", "in"], key: int, copies: Sequence[Tensor], started: float | torch.cuda.Event
     ) -> None:
-        nbytes, ended = sum(copy.nbytes for copy in copies), self._record_time()
-        if isinstance(started, float) and isinstance(ended, float):
-            self.on_copied(direction, nbytes, ended - started)
-        elif not isinstance(started, float) and not isinstance(ended, float):
-            self._pending[direction, key] = _PendingCopy(direction, nbytes, started, ended)
+        nbytes = sum(copy.nbytes for copy in copies)
+        if isinstance(started, float):
+            self.on_copied(direction, nbytes, perf_counter() - started)
+        else:
+            self._pending[direction, key] = _PendingCopy(nbytes, started, _record_event())
 
     def _report_finished(self) -> None:
         for name, pending in list(self._pending.items()):
             if pending.ended.query():
                 del self._pending[name]
-                self.on_copied(pending.direction, pending.nbytes, pending.started.elapsed_time(pending.ended) / 1e3)
+                self.on_copied(name[0], pending.nbytes, pending.started.elapsed_time(pending.ended) / 1e3)
+
+
+def _record_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous host tensor; writable if the tensor is."""
+    assert tensor.is_contiguous(), "a section must be contiguous"
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(bytearray())
+
+
+def tensor_to_section(name: str, tensor: Tensor) -> Section:
+    """Return a tensor as a section that shares its memory."""
+    return Section(name, f"{tensor.dtype}".removeprefix("torch."), tuple(tensor.shape), as_bytes(tensor))
 
 
 def to_sections(copies: Sequence[Tensor]) -> list[Section]:
@@ -101,21 +129,13 @@ def to_sections(copies: Sequence[Tensor]) -> list[Section]:
 
 def from_sections(sections: Sequence[Section]) -> list[Tensor]:
     """Return the tensors of ``to_sections``; they share the sections' memory."""
-    return [section_to_tensor(section) for section in sorted(sections, key=lambda section: int(section.name))]
-
-
-BLOCKS_PER_COPY = 8  # loads of one batch: bounds temporary memory
-BlockTransfer = Sequence[tuple[int, Sequence[Sequence[int]]]]  # (copy id, blocks per group)
-
-
-class HostStore(Protocol):
-    """The part of a BlockStore that KVCache calls."""
-
-    def put(self, copy_id: int, buffers: Mapping[int, Buffer]) -> None: ...
-
-    def take(self, copy_id: int) -> Mapping[int, Buffer]: ...
-
-    def cancel(self, copy_id: int) -> None: ...
+    tensors = []
+    for section in sorted(sections, key=lambda section: int(section.name)):
+        dtype: torch.dtype = getattr(torch, section.dtype)
+        is_empty = 0 in section.shape
+        flat = torch.empty(0, dtype=dtype) if is_empty else torch.frombuffer(section.data, dtype=dtype)
+        tensors.append(flat.view(section.shape))
+    return tensors
 
 
 class KVCacheLike(Protocol):
@@ -125,16 +145,16 @@ class KVCacheLike(Protocol):
 
     def array_specs(self) -> dict[str, Tensor]: ...
 
-    def read_blocks(self, blocks: Sequence[Sequence[int]]) -> dict[str, Tensor]: ...
+    def read_blocks(self, blocks: BlockIndex) -> dict[str, Tensor]: ...
 
-    def write_blocks(self, blocks: Sequence[Sequence[int]], state: Mapping[str, Tensor]) -> None: ...
+    def write_blocks(self, blocks: BlockIndex, state: Mapping[str, Tensor]) -> None: ...
 
 
 def block_bytes_per_group(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
     return tuple(group_bytes(group).total // group.num_blocks for group in groups)
 
 
-def copy_blocks_out(kv_cache: KVCacheLike, host: HostStore, transfers: BlockTransfer) -> None:
+def copy_blocks_out(kv_cache: KVCacheLike, block_store: BlockStore, transfers: BlockTransfer) -> None:
     """Pass a copy of each block to the block store."""
     if not transfers:
         return
@@ -149,20 +169,20 @@ def copy_blocks_out(kv_cache: KVCacheLike, host: HostStore, transfers: BlockTran
             buffer = torch.cat([part[position] for part in parts])  # Separate memory: blocks are dropped one by one.
             buffers[copy_id][group_index] = buffer.numpy().data
     for copy_id, block_buffers in buffers.items():
-        host.put(copy_id, block_buffers)
+        block_store.put(copy_id, block_buffers)
 
 
-def copy_blocks_in(kv_cache: KVCacheLike, host: HostStore, transfers: BlockTransfer) -> None:
+def copy_blocks_in(kv_cache: KVCacheLike, block_store: BlockStore, transfers: BlockTransfer) -> None:
     """Fill blocks from the block store, BLOCKS_PER_COPY at a time to bound temporary memory."""
     for start in range(0, len(transfers), BLOCKS_PER_COPY):
         batch = transfers[start : start + BLOCKS_PER_COPY]
-        loaded = {copy_id: host.take(copy_id) for copy_id, _ in batch}
+        loaded = {copy_id: block_store.take(copy_id) for copy_id, _ in batch}
         blocks, ids_per_group = _by_group(kv_cache, batch)
         state = {}
         for group_index, copy_ids in enumerate(ids_per_group):
             if not copy_ids:
                 continue
-            buffers, offset = [_bytes(loaded[copy_id][group_index]) for copy_id in copy_ids], 0
+            buffers, offset = [_to_tensor(loaded[copy_id][group_index]) for copy_id in copy_ids], 0
             for name, array in _names(kv_cache, group_index).items():
                 shape = array.shape[1:]
                 size = shape.numel() * array.element_size()
@@ -173,7 +193,7 @@ def copy_blocks_in(kv_cache: KVCacheLike, host: HostStore, transfers: BlockTrans
         kv_cache.write_blocks(blocks, state)
 
 
-def _bytes(buffer: Buffer) -> Tensor:
+def _to_tensor(buffer: Buffer) -> Tensor:
     """Return a uint8 tensor [N]; read-only buffers are copied, because torch warns of them."""
     return torch.frombuffer(bytearray(buffer) if memoryview(buffer).readonly else buffer, dtype=torch.uint8)
 
@@ -191,3 +211,63 @@ def _by_group(kv_cache: KVCacheLike, transfers: BlockTransfer) -> tuple[list[lis
             blocks[group_index].extend(block_ids)
             ids_per_group[group_index].extend([copy_id] * len(block_ids))
     return blocks, ids_per_group
+
+
+class SlotPlan:
+    """Slots [m] of one group as line indices of its arrays."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self._slots = slots
+        self._lines: dict[tuple[int, int], Tensor] = {}
+        self._runs = _slot_runs(slots)
+
+    def filled(self, block_size: int) -> set[int]:
+        """Return the blocks all of whose slots are included."""
+        blocks, counts = (self._slots // block_size).unique(return_counts=True)
+        return set(blocks[counts == block_size].tolist())
+
+    def out(self, array: Tensor) -> Tensor:
+        """Return the slots' values [m, K, ...]; positions [m]."""
+        if array.dim() == 2:
+            return array.view(-1)[self._slots.to(array.device)]
+        heads = array.shape[1]
+        gathered = _plain(_by_row(array)).index_select(0, self._line_index(array))
+        return gathered.view(array.dtype).view(len(self._slots), heads, *array.shape[3:])
+
+    def put(self, array: Tensor, values: Tensor) -> None:
+        """Write values [m, K, ...] into the slots."""
+        if array.dim() == 2:
+            array.view(-1)[self._slots.to(array.device)] = values
+        elif len(self._runs) * MIN_RUN_LENGTH <= len(self._slots):
+            lines = array.transpose(0, 1).view(array.shape[1], array.shape[0] * array.shape[2], *array.shape[3:])
+            for low, start, size in self._runs:
+                lines[:, low : low + size] = values[start : start + size].transpose(0, 1)
+        else:
+            _plain(_by_row(array)).index_copy_(0, self._line_index(array), _plain(values.flatten(0, 1)))
+
+    def _line_index(self, array: Tensor) -> Tensor:
+        """Return the line index of each slot and head, [m * K]."""
+        heads, num_lines = array.shape[1], array.shape[0] * array.shape[2]
+        if (heads, num_lines) not in self._lines:
+            first = torch.arange(0, heads * num_lines, num_lines)
+            self._lines[heads, num_lines] = (self._slots.unsqueeze(1) + first).flatten().to(array.device)
+        return self._lines[heads, num_lines]
+
+
+def _by_row(array: Tensor) -> Tensor:
+    return array.transpose(0, 1).view(array.shape[0] * array.shape[1] * array.shape[2], *array.shape[3:])
+
+
+def _plain(lines: Tensor) -> Tensor:
+    """View one-byte formats as uint8, because torch cannot index all of them."""
+    return lines.view(torch.uint8) if lines.element_size() == 1 else lines
+
+
+def _slot_runs(slots: Tensor) -> list[tuple[int, int, int]]:
+    """Return runs of consecutive slots: first slot, its index among all slots, and length."""
+    if not len(slots):
+        return []
+    starts = [0, *((slots.diff() != 1).nonzero().flatten() + 1).tolist()]
+    lows = slots[starts].tolist()
+    ends = [*starts[1:], len(slots)]
+    return [(low, start, end - start) for low, start, end in zip(lows, starts, ends, strict=True)]

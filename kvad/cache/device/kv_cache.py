@@ -1,4 +1,4 @@
-"""KVCache: the device half of the cache. It stores tensors and makes no decisions.
+"""KVCache: the device half of the cache. It stores tensors; the KVCacheManager makes the decisions.
 
 Each layer has one ``kvad.cache.device.tensors.LayerTensor`` of keys and one of values, in the formats of its
 group; each group has a column of positions, ``[blocks, block_size]`` int64. A slot is visible if its position is >= 0,
@@ -10,8 +10,6 @@ An offloaded level has positions here but no stores: its blocks are in an Offloa
 
 A cross-attention group stores encoder inputs instead of sequences: written once, in a step without decoder tokens, and
 read by every sequence of the same input.
-
-Blocks, sequences and evictions are chosen by the KVCacheManager.
 """
 
 from __future__ import annotations
@@ -24,15 +22,31 @@ import torch
 from torch import Tensor
 
 from kvad import ops
-from kvad.cache.device.demotion import SummarizerFn, mean_summary, merge_layer, merge_positions, quantize_layer
-from kvad.cache.device.eviction import EvictionHook, PerHeadMetadata, evict_layer
-from kvad.cache.device.host_copy import HostCopier, HostStore, block_bytes_per_group, copy_blocks_in, copy_blocks_out
+from kvad.cache.device.eviction import (
+    EvictionHook,
+    PerHeadMetadata,
+    SummarizerFn,
+    evict_layer,
+    mean_summary,
+    merge_layer,
+    merge_positions,
+    quantize_layer,
+)
+from kvad.cache.device.host_copy import (
+    BlockIndex,
+    HostCopier,
+    SlotIndex,
+    SlotPlan,
+    block_bytes_per_group,
+    copy_blocks_in,
+    copy_blocks_out,
+)
 from kvad.cache.device.offload_reader import OffloadReader, OffloadTile
 from kvad.cache.device.quest import BlockKeyBounds
-from kvad.cache.device.slot_copy import BlockIndex, SlotIndex, copy_slots_in, copy_slots_out
-from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, LayerTensor
-from kvad.cache.device.views import CrossAttentionView, ReadPlan, SelfAttentionView, WriteIndex
+from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, LayerTensor, split_slots
+from kvad.cache.device.views import LayerView, ReadPlan, WriteIndex
 from kvad.cache.groups import CacheGroup
+from kvad.cache.offload import BlockStore
 from kvad.cache.policy import UNBOUNDED
 from kvad.model_input import BlockOps, CacheView, EvictOp, MergeOp, ModelInput, Rotary, SlotMapping
 
@@ -75,36 +89,27 @@ class KVCache:
         offload_reader: OffloadReader | None = None,
     ) -> None:
         self.groups = self.all_groups = tuple(groups)  # all_groups: of all ranks
-        self.ranks = 1
+        self.ranks, self.patterns = 1, [group.spec.pattern for group in self.groups]
         self.kernel, self.attention_hook = kernel, attention_hook
         self.eviction_hook: EvictionHook | None = None  # Called for every eviction; the step waits for it.
         self.rope_on_read, self.exact_rope = rope_at == "read", exact_rope
         self.stores: list[dict[int, tuple[LayerTensor, LayerTensor]]] = []  # per group, by layer: keys and values
         self.weights: list[dict[int, LayerTensor]] = []  # per group, by layer: the logits of summaries
         self.positions: list[Tensor] = []
-        offloaded = [group.lower_level is not None and group.lower_level.is_offloaded for group in self.groups]
-        self.offload_reader = (
-            OffloadReader(self.groups, UNBOUNDED) if offload_reader is None and any(offloaded) else offload_reader
-        )
-        for group, is_offloaded in zip(self.groups, offloaded, strict=True):
-            layers, spec = () if is_offloaded else group.layers, group.spec
-            has_weights = group.lower_level is not None and group.lower_level.ratio > 1
+        for group in self.groups:
             allocate = partial(_allocate, group, device)
-            self.stores.append(
-                {
-                    layer: (allocate(group.key_format, spec.head_dim), allocate(group.value_format, spec.value_dim))
-                    for layer in layers
-                }
-            )
-            self.weights.append({layer: allocate(group.weight_format, 1) for layer in layers if has_weights})
+            formats = ((group.key_format, group.spec.head_dim), (group.value_format, group.spec.value_dim))
+            layers = () if group.is_offloaded else group.layers
+            self.stores.append({layer: (allocate(*formats[0]), allocate(*formats[1])) for layer in layers})
+            self.weights.append({layer: allocate(group.weight_format, 1) for layer in layers if group.has_summaries})
             shape = group.num_blocks, group.block_size
             self.positions.append(torch.full(shape, -1, dtype=torch.int64, device=device))
-        token_layers = {  # groups that take tokens or an encoder input
-            layer: pair
-            for group, layers in zip(self.groups, self.stores, strict=True)
-            for layer, pair in layers.items()
-            if group.lower_level is None
-        }
+        if offload_reader is None and any(group.is_offloaded for group in self.groups):
+            offload_reader = OffloadReader(self.groups, UNBOUNDED)
+        self.offload_reader = offload_reader
+        token_layers: dict[int, tuple[LayerTensor, LayerTensor]] = {}  # of groups that take tokens or an encoder input
+        for group, stores in zip(self.groups, self.stores, strict=True):
+            token_layers |= stores if group.lower_level is None else {}
         self.keys = [token_layers[layer][0] for layer in sorted(token_layers)]
         self.values = [token_layers[layer][1] for layer in sorted(token_layers)]
         self.rotaries: dict[int, Rotary] = {}  # by layer, as last used for writing
@@ -118,42 +123,44 @@ class KVCache:
             for layer, group in by_layer
             if group.sparse_read_policy is not None
         }
+        self._arrays: list[dict[int, dict[str, BlockArrays]]] = []  # per group, by layer and kind
+        for stores, weights in zip(self.stores, self.weights, strict=True):
+            others: dict[str, Mapping[int, BlockArrays]] = {
+                "weights": weights,
+                "head_metadata": self.head_metadata,
+                "block_bounds": self.block_bounds,
+            }
+            self._arrays.append({})
+            for layer, (keys, values) in stores.items():  # Metadata are behind the keys that they are computed from.
+                own = {kind: arrays[layer] for kind, arrays in others.items() if layer in arrays}
+                self._arrays[-1][layer] = {"keys": keys, "values": values, **own}
         # Host copies by key; on a GPU valid after copier.wait.
         self.swapped: dict[int, list[Tensor] | RestorableState] = {}
         self.copier = HostCopier(torch.device(device))
-        self.host_store: HostStore | None = None  # receives evicted blocks and provides loaded ones
+        self.host_store: BlockStore | None = None  # receives evicted blocks and provides loaded ones
 
     def tensors(self) -> list[Tensor]:
-        """Return all tensors: keys and values, metadata and weights by layer, positions by group."""
-        stores = [*self._stores(), *self._metadata()]
-        return [*(array for store in stores for array in store.arrays), *self.positions]
+        """Return all tensors: per group positions, then keys, values, metadata and weights by layer."""
+        return [item.array for item in self.iter_arrays([()] * len(self.groups))]
 
     def payload_bytes(self) -> int:
         """Return the bytes of keys and values without scales."""
-        return sum(store.data.nbytes for store in self._stores())
+        return sum(store.data.nbytes for layers in self.stores for pair in layers.values() for store in pair)
 
     def scale_bytes(self) -> int:
         """Return the bytes of scales."""
-        return sum(store.nbytes for store in self._stores()) - self.payload_bytes()
+        stored = sum(store.nbytes for layers in self.stores for pair in layers.values() for store in pair)
+        return stored - self.payload_bytes()
 
     def metadata_bytes(self) -> int:
         """Return the bytes of positions, per-head metadata, block bounds and weights."""
-        return sum(column.nbytes for column in self.positions) + sum(arrays.nbytes for arrays in self._metadata())
-
-    def _metadata(self) -> Iterator[BlockArrays]:
-        yield from self.head_metadata.values()
-        yield from self.block_bounds.values()
-        for layers in self.weights:
-            yield from layers.values()
-
-    def _stores(self) -> Iterator[LayerTensor]:
-        for side in (0, 1):
-            yield from (pair[side] for layers in self.stores for pair in layers.values())
+        return sum(array.nbytes for array in self.tensors()) - self.payload_bytes() - self.scale_bytes()
 
     def release(self) -> None:
         """Free all tensors. The cache cannot be used afterwards."""
         self.keys, self.values, self.positions, self.groups, self.all_groups = [], [], [], (), ()
-        self.head_metadata, self.block_bounds, self.swapped, self.stores, self.weights = {}, {}, {}, [], []
+        self.head_metadata, self.block_bounds, self.swapped = {}, {}, {}
+        self.stores, self.weights, self._arrays = [], [], []
         if self.offload_reader is not None:
             self.offload_reader.close()
 
@@ -173,12 +180,11 @@ class KVCache:
         for group_index, merge_ops in enumerate(block_ops.merge):
             if merge_ops:
                 self._merge(group_index, merge_ops)
-        groups = zip(self.groups, self.positions, block_ops.clear, block_ops.copy, strict=True)
-        for group, positions, clear, copy in groups:
+        for group_index, (clear, copies) in enumerate(zip(block_ops.clear, block_ops.copy, strict=True)):
             if clear:
-                self._clear(group, positions, torch.tensor(clear, device=positions.device))
-            for source, target, num_retained in copy:
-                self._copy(group, positions, source, target, num_retained)
+                self.clear(group_index, clear)
+            for copy in copies:
+                self._copy(group_index, *copy)
 
     def discard(self, block_ops: BlockOps) -> None:
         """Cancel the copies of a failed step, and drop the states that it would have swapped in or dropped."""
@@ -202,18 +208,13 @@ class KVCache:
 
     def iter_arrays(self, blocks: Sequence[Sequence[int]]) -> Iterator[ArrayBlocks]:
         """Yield every raw array of the groups with a sequence's blocks of it; groups beyond ``blocks`` are left out."""
-        groups = zip(self.groups, self.positions, self.stores, self.weights, blocks, strict=False)
-        for group_index, (group, positions, stores, weights, ids) in enumerate(groups):
+        groups = zip(self.positions, self._arrays, blocks, strict=False)
+        for group_index, (positions, layers, ids) in enumerate(groups):
             block_ids = torch.tensor(ids, dtype=torch.int64, device=positions.device)
             yield ArrayBlocks(f"{group_index}.positions", positions, block_ids)
-            for layer, (keys, values) in stores.items():
-                stores_by_kind: dict[str, BlockArrays] = {"keys": keys, "values": values}
-                if group.lower_level is None:
-                    stores_by_kind.update(self._head_metadata(layer))
-                elif layer in weights:
-                    stores_by_kind["weights"] = weights[layer]
-                for kind, store in stores_by_kind.items():
-                    for index, array in enumerate(store.arrays):
+            for layer, arrays_by_kind in layers.items():
+                for kind, arrays in arrays_by_kind.items():
+                    for index, array in enumerate(arrays.arrays):
                         yield ArrayBlocks(f"{group_index}.{layer}.{kind}.{index}", array, block_ids)
 
     def block_bytes(self) -> list[int]:
@@ -230,12 +231,41 @@ class KVCache:
                 item.array[item.blocks] = state[item.name].to(item.array.device)
 
     def copy_out(self, blocks: BlockIndex, slots: SlotIndex) -> dict[str, Tensor]:
-        """Copy a sequence's arrays to the host by slot (``slot_copy.py``), of all ranks."""
-        return copy_slots_out(self, blocks, slots)
+        """Copy a sequence's arrays of all ranks to the host, by slot.
+
+        ``slots`` are those of each group in token order [m] (block * block_size + offset); None copies whole blocks.
+        Returns arrays [m, K, width] and positions [m], or whole blocks [n, ...], by the names of ``iter_arrays``.
+        """
+        plans = [None if group_slots is None else SlotPlan(group_slots) for group_slots in slots]
+        copies = {}
+        for name, array, block_ids in self.iter_arrays(blocks):
+            if ".block_bounds." not in name:
+                plan = plans[int(name.partition(".")[0])]
+                copies[name] = (array[block_ids] if plan is None else plan.out(array)).cpu()
+        return copies
 
     def copy_in(self, blocks: BlockIndex, slots: SlotIndex, arrays: Mapping[str, Tensor]) -> None:
-        """Write the arrays of ``copy_out`` into newly allocated blocks."""
-        copy_slots_in(self, blocks, slots, arrays)
+        """Write the arrays of ``copy_out`` into newly allocated blocks, and compute their bounds."""
+        plans = [None if group_slots is None else SlotPlan(group_slots) for group_slots in slots]
+        for group_index, plan in enumerate(plans):
+            filled = set() if plan is None else plan.filled(self.groups[group_index].block_size)
+            partial_blocks = [block for block in blocks[group_index] if block not in filled]
+            if plan is not None and partial_blocks:
+                self.clear(group_index, partial_blocks)
+        for name, array, block_ids in self.iter_arrays(blocks):
+            if ".block_bounds." not in name:
+                plan, values = plans[int(name.partition(".")[0])], arrays[name].to(array.device)
+                if plan is None:
+                    array[block_ids] = values
+                else:
+                    plan.put(array, values)
+        for group, group_blocks, group_slots in zip(self.groups, blocks, slots, strict=False):
+            if group.sparse_read_policy is None or group_slots is None:
+                continue
+            for bounds in (self.block_bounds[layer] for layer in group.layers):
+                device = bounds.key_min.device
+                bounds.clear(torch.tensor(group_blocks, dtype=torch.int64, device=device))
+                bounds.update(*split_slots(group_slots.to(device), group.block_size))
 
     def array_specs(self) -> dict[str, Tensor]:
         """Return arrays by name, [blocks, ...], to read their shapes and dtypes."""
@@ -255,10 +285,6 @@ class KVCache:
     def failed_rows(self, seqs_per_sub_batch: Sequence[int]) -> dict[int, str]:
         """Return the last step's sequences (over all sub-batches) with unreadable offloaded tokens, and the causes."""
         return {} if self.offload_reader is None else self.offload_reader.failed_rows(seqs_per_sub_batch)
-
-    def _head_metadata(self, layer: int) -> Mapping[str, PerHeadMetadata | BlockKeyBounds]:
-        by_kind = {"head_metadata": self.head_metadata.get(layer), "block_bounds": self.block_bounds.get(layer)}
-        return {kind: arrays for kind, arrays in by_kind.items() if arrays is not None}
 
     def _quantize(self, group_index: int, pairs: Sequence[tuple[int, int]]) -> None:
         level, positions = self.groups[group_index].lower_level, self.positions[group_index]
@@ -293,28 +319,22 @@ class KVCache:
             filled = torch.arange(len(op.target_blocks) * group.block_size, device=positions.device)
             positions[blocks] = filled.masked_fill(filled >= op.num_retained, -1).view(len(op.target_blocks), -1)
 
-    def clear(self, group_index: int, blocks: Sequence[int]) -> None:
+    def clear(self, group_index: int, block_ids: Sequence[int]) -> None:
         """Clear newly allocated blocks of a group that takes tokens or an encoder input."""
         positions = self.positions[group_index]
-        block_ids = torch.tensor(blocks, dtype=torch.int64, device=positions.device)
-        self._clear(self.groups[group_index], positions, block_ids)
-
-    def _clear(self, group: CacheGroup, positions: Tensor, blocks: Tensor) -> None:
+        blocks = torch.tensor(block_ids, dtype=torch.int64, device=positions.device)
         positions.index_fill_(0, blocks, -1)
-        for layer in group.layers:
-            self.keys[layer].clear(blocks)
-            self.values[layer].clear(blocks)
-            for metadata in self._head_metadata(layer).values():
-                metadata.clear(blocks)
+        for arrays_by_kind in self._arrays[group_index].values():
+            for arrays in arrays_by_kind.values():
+                arrays.clear(blocks)
 
-    def _copy(self, group: CacheGroup, positions: Tensor, source: int, target: int, num_retained: int) -> None:
+    def _copy(self, group_index: int, source: int, target: int, num_retained: int) -> None:
+        positions = self.positions[group_index]
         positions[target, :num_retained] = positions[source, :num_retained]
         positions[target, num_retained:] = -1
-        for layer in group.layers:
-            self.keys[layer].copy(source, target)
-            self.values[layer].copy(source, target)
-            for metadata in self._head_metadata(layer).values():
-                metadata.copy(source, target, num_retained)
+        for arrays_by_kind in self._arrays[group_index].values():
+            for arrays in arrays_by_kind.values():
+                arrays.copy(source, target, num_retained)
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
         """Write the new tokens' positions and return one view per layer."""
@@ -329,19 +349,16 @@ class KVCache:
             if group.lower_level is not None:
                 continue
             slot_mapping = model_input.slot_mappings[group_index] if model_input.sub_batches else empty_mapping
-            view_type: type[SelfAttentionView | CrossAttentionView] = SelfAttentionView
             write_index: WriteIndex | None = None
             if not group.spec.is_cross_attention:
                 write_index = WriteIndex(self, group_index, model_input, slot_mapping)
                 for layer in self.head_metadata.keys() & set(group.layers):
                     self.head_metadata[layer].write(write_index.blocks, write_index.offsets, model_input.positions)
-            else:
-                view_type = CrossAttentionView
-                if model_input.encoder_input is not None:
-                    write_index = WriteIndex(self, group_index, model_input.encoder_input, next(encoder_mappings))
+            elif model_input.encoder_input is not None:
+                write_index = WriteIndex(self, group_index, model_input.encoder_input, next(encoder_mappings))
             read_plan = ReadPlan(self, group_index, model_input, slot_mapping, angles, tiles)
             for layer in group.layers:
-                views[layer] = view_type(write_index, read_plan, layer, self.keys[layer], self.values[layer])
+                views[layer] = LayerView(write_index, read_plan, layer, self.keys[layer], self.values[layer])
         return [view for view in views if view is not None]
 
 

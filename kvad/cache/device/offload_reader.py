@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,18 +37,6 @@ from kvad.storage import REAL_FILE_SYSTEM, FileSystem, IoThread
 token_offload = offload.token_offload
 
 MAX_RUNS_IN_PLACE = 8  # runs per sequence and tile that are read in place; more are gathered first
-
-
-@dataclass(frozen=True)
-class OffloadStats:
-    """Statistics of offloaded tokens since the start."""
-
-    written: int  # bytes
-    from_ram: int  # bytes read
-    from_disk: int  # bytes read
-    disk_bytes: int  # size of the files
-    failed: int  # file operations
-    folder: Path | None  # of the files, if any
 
 
 class OffloadTile(NamedTuple):
@@ -84,8 +72,6 @@ class OffloadReader:
         self.plan = token_offload.plan_offload(groups, ram_bytes)
         target_folder = folder or storage.filesystem.user_cache_dir("offload")
         self.folder = target_folder if self.plan.disk_bytes else None
-        if self.folder is not None:
-            _prepare(self.folder, fs)
         self._groups = {group_index: groups[group_index] for group_index in self.plan.shares}
         self._slices = {group_index: token_offload.block_slices(group) for group_index, group in self._groups.items()}
         self._codecs = {
@@ -93,16 +79,26 @@ class OffloadReader:
             for group_index, group in self._groups.items()
         }
         self.offload_files: dict[int, token_offload.OffloadFile] = {}
+        self._stats = token_offload.OffloadStats(folder=self.folder)
         tile_bytes = self.plan.staging_bytes // token_offload.NUM_TILES
         self._staging = [np.empty(tile_bytes, np.uint8) for _ in range(token_offload.NUM_TILES)]
         self._thread = IoThread("kvad-offload")
         self._read_ahead: _ReadAhead | None = None
         try:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                prefix = token_offload.FILE_PREFIX
+                storage.filesystem.remove_temp_files(self.folder, lambda name: name.startswith(prefix), fs)
             for group_index, share in self.plan.shares.items():
-                self.offload_files[group_index] = token_offload.OffloadFile(share, target_folder, str(group_index), fs)
-        except ConfigError:
+                self.offload_files[group_index] = token_offload.OffloadFile(
+                    share, target_folder, str(group_index), fs, self._stats
+                )
+        except OSError as error:
             self.close()
-            raise
+            raise ConfigError(
+                f"cache.offload_dir: cannot write to {target_folder}: {error.strerror or error}",
+                "Give another folder: --offload-dir.",
+            ) from None
 
     def close(self) -> None:
         """Remove the files. Nothing can be read afterwards."""
@@ -112,16 +108,8 @@ class OffloadReader:
         self._staging = []
         self._thread.stop()
 
-    def stats(self) -> OffloadStats:
-        files = self.offload_files.values()
-        return OffloadStats(
-            written=sum(file.written for file in files),
-            from_ram=sum(file.read_ram for file in files),
-            from_disk=sum(file.read_disk for file in files),
-            disk_bytes=sum(file.touched * file.share.layers * file.share.block_bytes for file in files),
-            failed=sum(file.failures for file in files),
-            folder=self.folder,
-        )
+    def stats(self) -> token_offload.OffloadStats:
+        return replace(self._stats)
 
     def write_blocks(
         self,
@@ -136,7 +124,7 @@ class OffloadReader:
         runs = token_offload.split_runs([target - RESERVED_BLOCKS for target in targets], offload_file.share.ram)
         lines = torch.zeros((len(targets), offload_file.share.block_bytes), dtype=torch.uint8)
         for layer, stores in upper.items():
-            raw = [array for store in stores for array in store.take_blocks(sources)]
+            raw = [array[sources] for store in stores for array in store.arrays]
             for array_slice, array in zip(slices, raw, strict=True):
                 flat = array.flatten(1).contiguous().view(torch.uint8)
                 lines[:, array_slice.offset : array_slice.offset + array_slice.nbytes] = flat.cpu()
@@ -206,15 +194,6 @@ class OffloadReader:
         lost = {} if self._read_ahead is None else self._read_ahead.lost
         return {sum(seqs_per_sub_batch[:sub_batch]) + seq: reason for (sub_batch, seq), reason in lost.items()}
 
-    def _job(self, layer: int, group_index: int, tile: OffloadTile, buffer: int) -> dict[int, str]:
-        into = self.staging(buffer, group_index, tile)
-        return self.offload_files[group_index].read(self._groups[group_index].layers.index(layer), tile.runs, into)
-
-    def staging(self, buffer: int, group_index: int, tile: OffloadTile) -> token_offload.BlockBytes:
-        """Return the part of a buffer that a tile fills, [n, block_bytes]."""
-        count, block_bytes = tile.table.rows * tile.table.per_row, self.plan.shares[group_index].block_bytes
-        return self._staging[buffer][: count * block_bytes].reshape(count, block_bytes)
-
     def _stop_reading(self) -> None:
         if self._read_ahead is not None:
             self._read_ahead.stop()
@@ -227,23 +206,27 @@ class _ReadAhead:
     def __init__(self, reader: OffloadReader, jobs: Sequence[tuple[int, int, OffloadTile]]) -> None:
         self.lost: dict[tuple[int, int], str] = {}
         self._reader, self._jobs = reader, deque(jobs)
-        self._in_flight: deque[tuple[int, int, OffloadTile, int, Future[dict[int, str]]]] = deque()
+        # By read: layer, tile, the part of the buffer that it fills [n, block_bytes], buffer, result.
+        self._in_flight: deque[tuple[int, OffloadTile, token_offload.BlockBytes, int, Future[dict[int, str]]]] = deque()
         for buffer in range(token_offload.NUM_TILES):
             self._submit(buffer)
 
     def _submit(self, buffer: int) -> None:
         if self._jobs:
-            layer, group_index, tile = self._jobs.popleft()
-            future = self._reader._thread.submit(partial(self._reader._job, layer, group_index, tile, buffer))
-            self._in_flight.append((layer, group_index, tile, buffer, future))
+            reader, (layer, group_index, tile) = self._reader, self._jobs.popleft()
+            count, block_bytes = tile.table.rows * tile.table.per_row, reader.plan.shares[group_index].block_bytes
+            into = reader._staging[buffer][: count * block_bytes].reshape(count, block_bytes)
+            layer_index = reader._groups[group_index].layers.index(layer)
+            read = partial(reader.offload_files[group_index].read, layer_index, tile.runs, into)
+            self._in_flight.append((layer, tile, into, buffer, reader._thread.submit(read)))
 
     def take(self, layer: int, tile: OffloadTile) -> Tensor:
         """Return the next tile, [n, block_bytes]; it is valid until ``done``."""
-        planned_layer, group_index, next_tile, buffer, future = self._in_flight[0]
+        planned_layer, next_tile, lines, _, future = self._in_flight[0]
         assert planned_layer == layer and next_tile is tile, "tiles must be read in layer order"
         for tile_index, reason in future.result().items():
             self.lost.setdefault((tile.sub_batch, tile_index // tile.table.per_row), reason)
-        return torch.from_numpy(self._reader.staging(buffer, group_index, tile))
+        return torch.from_numpy(lines)
 
     def done(self) -> None:
         """Reuse the buffer of the tile that was taken."""
@@ -257,17 +240,6 @@ class _ReadAhead:
             *_, future = self._in_flight.popleft()
             if not future.cancel():
                 future.exception()
-
-
-def _prepare(folder: Path, fs: FileSystem) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        storage.filesystem.remove_temp_files(folder, lambda name: name.startswith(token_offload.FILE_PREFIX), fs)
-    except OSError as error:
-        raise ConfigError(
-            f"cache.offload_dir: cannot write to {folder}: {error.strerror or error}",
-            "Give another folder: --offload-dir.",
-        ) from None
 
 
 def _arrays(

@@ -32,12 +32,7 @@ class BlockKeyBounds(BlockArrays):
         shape = group.num_blocks, group.spec.num_kv_heads, 1, group.spec.head_dim
         self.key_min = allocate_head_major(*shape, dtype=dtype, fill=torch.inf, device=device)
         self.key_max = allocate_head_major(*shape, dtype=dtype, fill=-torch.inf, device=device)
-        self.arrays = self.key_min, self.key_max
-
-    def clear(self, blocks: Tensor) -> None:
-        """Empty whole blocks."""
-        self.key_min.index_fill_(0, blocks, torch.inf)
-        self.key_max.index_fill_(0, blocks, -torch.inf)
+        self.arrays, self.empty_values = (self.key_min, self.key_max), (torch.inf, -torch.inf)
 
     def copy(self, source: int, target: int, num_retained: int) -> None:
         """Compute the bounds of a copied block from its first slots.

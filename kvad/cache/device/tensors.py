@@ -16,6 +16,7 @@ offset``. Positions are stored elsewhere and decide visibility.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,11 @@ class BlockTable:
         self.slots = min(slots, block_size) if self.per_row == 1 else self.per_row * block_size
         self.flat = blocks.reshape(-1)
         self.ids: list[int] = self.flat.tolist() if self.per_row == 1 else []
-        self.first = _run(self.flat)
+        self.first: int | None = None
+        if self.flat.device.type == "cpu" and len(self.flat):  # On a GPU that would wait for the device.
+            first, last, count = int(self.flat[0]), int(self.flat[-1]), len(self.flat)
+            if last - first == count - 1 and (count <= 2 or bool((self.flat.diff() == 1).all())):
+                self.first = first
         self._row_index: dict[tuple[int, int], Tensor] = {}
 
     def row_index(self, blocks: int, heads: int) -> Tensor:
@@ -61,18 +66,6 @@ class BlockTable:
             first = torch.arange(0, heads * blocks, blocks, device=self.flat.device).view(1, -1, 1)
             self._row_index[blocks, heads] = (self.flat.view(self.rows, 1, self.per_row) + first).reshape(-1)
         return self._row_index[blocks, heads]
-
-
-def _run(flat: Tensor) -> int | None:
-    """Return the first block if all are consecutive, else None.
-
-    Blocks on a GPU are not examined: that would wait for the device.
-    """
-    if flat.device.type != "cpu" or not len(flat):
-        return None
-    first, last = int(flat[0]), int(flat[-1])
-    ascends = last - first == len(flat) - 1 and (len(flat) <= 2 or bool((flat.diff() == 1).all()))
-    return first if ascends else None
 
 
 def split_slots(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -119,11 +112,22 @@ class BlockArrays:
     """Arrays [blocks, ...] of one layer."""
 
     arrays: tuple[Tensor, ...]
+    empty_values: Sequence[float]  # content of an empty slot, per array
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
+
+    def clear(self, blocks: Tensor) -> None:
+        """Empty whole blocks."""
+        for array, value in zip(self.arrays, self.empty_values, strict=False):
+            array.index_fill_(0, blocks, value)
+
+    def copy(self, source: int, target: int, num_retained: int) -> None:
+        """Copy a whole block, of which the first ``num_retained`` slots are visible in ``target``."""
+        for array in self.arrays:
+            array[target] = array[source]
 
 
 class LayerTensor(BlockArrays):
@@ -152,6 +156,7 @@ class LayerTensor(BlockArrays):
             dtype = getattr(torch, array.dtype)
             arrays.append(allocate_head_major(blocks, heads, lines, array.width, dtype=dtype, device=device))
         self.arrays, self.data = tuple(arrays), arrays[0]
+        self.empty_values = [0] * len(arrays)  # Every format decodes zeros as zeros.
 
     def write(self, blocks: Tensor, offsets: Tensor, x: Tensor) -> None:
         """Write x [T, K, D] to slots ``offsets`` [T] of ``blocks`` [T]."""
@@ -184,17 +189,3 @@ class LayerTensor(BlockArrays):
         size = self.data.shape[2]
         raw = [array[blocks, :, offsets if array.shape[2] == size else 0].unsqueeze(2) for array in self.arrays]
         return self._decode(raw, dtype).squeeze(2)
-
-    def clear(self, blocks: Tensor) -> None:
-        """Zero whole blocks; every format decodes zeros as zeros."""
-        for array in self.arrays:
-            array.index_fill_(0, blocks, 0)
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy a whole block; positions decide which slots are visible."""
-        for array in self.arrays:
-            array[target] = array[source]
-
-    def take_blocks(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """Return raw blocks, each [n, K, block_size or 1, width]."""
-        return tuple(array[blocks] for array in self.arrays)

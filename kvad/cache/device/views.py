@@ -1,8 +1,8 @@
 """Cache views: one layer's access to the KVCache in one step.
 
 Masks, tables and indices are computed once per group and step (``ReadPlan``) and shared by its layers
-(``SelfAttentionView``); cross-attention reads the encoder input that was written earlier
-(``CrossAttentionView``). Lower levels and offloaded tokens are further parts of the same softmax.
+(``LayerView``); cross-attention reads the encoder input that was written earlier. Lower levels and offloaded tokens are
+further parts of the same softmax.
 
 Views do not choose blocks and support no gradients.
 """
@@ -31,6 +31,7 @@ class KVCacheState(Protocol):
 
     groups: tuple[CacheGroup, ...]
     positions: list[Tensor]
+    patterns: list[AttentionPattern]
     stores: list[dict[int, tuple[LayerTensor, LayerTensor]]]
     weights: list[dict[int, LayerTensor]]
     head_metadata: dict[int, PerHeadMetadata]
@@ -79,7 +80,7 @@ class ReadPlan:
         self.rotate_keys, self.exact_rope = kv_cache.rope_on_read, kv_cache.exact_rope
         self.angles, self.rotaries = angles, kv_cache.rotaries
         self.head_metadata, self.bounds = kv_cache.head_metadata, kv_cache.block_bounds
-        self.positions = kv_cache.positions[group_index]
+        self.positions, self.is_cross_attention = kv_cache.positions[group_index], group.spec.is_cross_attention
         self.queries = [
             TokenPositions(model_input.positions[span].view(sub_batch.num_seqs, sub_batch.num_new_tokens))
             for sub_batch, span in zip(self.sub_batches, self.spans, strict=True)
@@ -88,18 +89,20 @@ class ReadPlan:
             BlockTable(blocks, group.block_size, sub_batch.num_read_slots)
             for sub_batch, blocks in zip(self.sub_batches, slot_mapping.block_tables, strict=True)
         ]
-        self.masks = _masks(group, self.queries, self.tables, self.positions)
+        self.masks = _masks(kv_cache, group_index, self.queries, self.tables)
         observes = policy is not None and policy.observed_queries > 0
         self.query_counts = [
             count_queries(policy, queries.position) if policy is not None and observes else None
             for queries in self.queries
         ]
-        self.lower: list[_LowerLevel | _OffloadedLevel] = []
-        for level in _levels_below(kv_cache.groups, group_index) if model_input.sub_batches else ():
-            if level in tiles:
-                self.lower.append(_OffloadedLevel(kv_cache, level, self.queries, tiles[level]))
+        self.lower: list[_LowerLevel | _OffloadedLevel] = []  # oldest tokens first
+        for index, lower_group in enumerate(kv_cache.groups if model_input.sub_batches else ()):
+            if lower_group.lower_level is None or lower_group.lower_level.token_group != group_index:
+                continue
+            if index in tiles:
+                self.lower.insert(0, _OffloadedLevel(kv_cache, index, self.queries, tiles[index]))
             else:
-                self.lower.append(_LowerLevel(kv_cache, level, self.queries, model_input.slot_mappings[level]))
+                self.lower.insert(0, _LowerLevel(kv_cache, index, self.queries, model_input.slot_mappings[index]))
 
     def rotated(self, k: Tensor, positions: Tensor, params: AttentionParams, span: slice) -> Tensor:
         """Rotate keys [R, K, S, D] that were stored without rotation."""
@@ -118,32 +121,19 @@ class ReadPlan:
                 part, counts = self._sparse_part(bounds, queries, index, keys, values), None
                 lower_parts: Iterator[ops.merge.AttentionPart] = iter(())
             else:
-                part = self._dense_part(metadata, queries, index, keys, values, params)
+                mask, rotates = self.masks[index], self.rotate_keys and params.rotary is not None
+                if metadata is not None and (rotates or params.bias is not None):  # Otherwise only visibility matters.
+                    mask = ops.attention.AttentionMask(mask.queries, TokenPositions(metadata.read(table)), mask.pattern)
+                k = self.rotated(keys.read(table, q.dtype), mask.keys.position, params, span)
+                part = ops.merge.AttentionPart(queries, k, values.read(table, q.dtype), mask)
                 lower_parts = chain(*(level.parts(self, layer, index, queries, params) for level in self.lower))
-            result = ops.sub_batch.attend_sub_batch(
-                layer, index, part, params, self.kernel, self.attention_hook, span, counts, lower_parts=lower_parts
-            )
+            call = ops.sub_batch.SubBatchCall(layer, index, span, self.kernel, self.attention_hook)
+            result = ops.sub_batch.attend_sub_batch(call, part, params, counts, lower_parts)
             if metadata is not None and counts is not None:
                 assert result.mass is not None
                 metadata.add(table, result.mass[0])
             outputs.append(result.out.flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
-
-    def _dense_part(
-        self,
-        metadata: PerHeadMetadata | None,
-        q: Tensor,
-        index: int,
-        keys: LayerTensor,
-        values: LayerTensor,
-        params: AttentionParams,
-    ) -> ops.merge.AttentionPart:
-        table, mask = self.tables[index], self.masks[index]
-        rotates = self.rotate_keys and params.rotary is not None
-        if metadata is not None and (rotates or params.bias is not None):  # Otherwise only visibility matters.
-            mask = ops.attention.AttentionMask(mask.queries, TokenPositions(metadata.read(table)), mask.pattern)
-        k = self.rotated(keys.read(table, q.dtype), mask.keys.position, params, self.spans[index])
-        return ops.merge.AttentionPart(q, k, values.read(table, q.dtype), mask)
 
     def _sparse_part(
         self, bounds: BlockKeyBounds, q: Tensor, index: int, keys: LayerTensor, values: LayerTensor
@@ -173,10 +163,10 @@ class _LowerLevel:
     def __init__(
         self, kv_cache: KVCacheState, group_index: int, queries: Sequence[TokenPositions], slot_mapping: SlotMapping
     ) -> None:
-        group, size = kv_cache.groups[group_index], kv_cache.groups[group_index].block_size
+        size = kv_cache.groups[group_index].block_size
         self.stores, self.weights = kv_cache.stores[group_index], kv_cache.weights[group_index]
         self.tables = [BlockTable(blocks, size, blocks.shape[1] * size) for blocks in slot_mapping.block_tables]
-        self.masks = _masks(group, queries, self.tables, kv_cache.positions[group_index])
+        self.masks = _masks(kv_cache, group_index, queries, self.tables)
 
     def parts(
         self, read_plan: ReadPlan, layer: int, sub_batch: int, q: Tensor, params: AttentionParams
@@ -201,7 +191,7 @@ class _OffloadedLevel:
     ) -> None:
         assert kv_cache.offload_reader is not None
         self._reader, self._group_index, self._queries = kv_cache.offload_reader, group_index, queries
-        self._pattern, self._tiles = AttentionPattern.from_spec(kv_cache.groups[group_index].spec), tiles
+        self._pattern, self._tiles = kv_cache.patterns[group_index], tiles
 
     def parts(
         self, read_plan: ReadPlan, layer: int, sub_batch: int, q: Tensor, params: AttentionParams
@@ -219,20 +209,13 @@ class _OffloadedLevel:
 
 
 def _masks(
-    group: CacheGroup, queries: Sequence[TokenPositions], tables: Sequence[BlockTable], column: Tensor
+    kv_cache: KVCacheState, group_index: int, queries: Sequence[TokenPositions], tables: Sequence[BlockTable]
 ) -> list[ops.attention.AttentionMask]:
-    """Return one mask per sub-batch; ``column`` has the group's positions [blocks, block_size]."""
-    pattern = AttentionPattern.from_spec(group.spec)
+    column, pattern = kv_cache.positions[group_index], kv_cache.patterns[group_index]
     return [
         ops.attention.AttentionMask(query, TokenPositions(gather_metadata(column, table)), pattern)
         for query, table in zip(queries, tables, strict=True)
     ]
-
-
-def _levels_below(groups: Sequence[CacheGroup], group_index: int) -> list[int]:
-    """Return the lower levels of a group, oldest tokens first."""
-    levels = [(index, group.lower_level) for index, group in enumerate(groups) if group.lower_level is not None]
-    return [index for index, level in reversed(levels) if level.token_group == group_index]
 
 
 class LayerView:
@@ -246,41 +229,27 @@ class LayerView:
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Store keys and values of the encoder input."""
-        assert self._write_index is not None, "the step has no encoder input"
+        assert self._write_index is not None and self._read_plan.is_cross_attention, "the step has no encoder input"
         _check_no_gradients(k, v)
         self._write_index.write(self._keys, self._values, k, v)
 
-
-class SelfAttentionView(LayerView):
-    """View of one self-attention layer: writes the new tokens, then reads."""
-
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
-        """Rotate and write q, k, v and return attention outputs [T, H, Dv]."""
-        assert k is not None and v is not None and self._write_index is not None, "requires keys, values and slots"
-        read_plan = self._read_plan
+        """Return attention outputs [T, H, Dv]. Self-attention first rotates q and k, and writes k and v."""
+        read_plan, write_index = self._read_plan, self._write_index
+        if read_plan.is_cross_attention:
+            assert k is None and v is None, "an encoder input is written once, by write"
+            _check_no_gradients(q)
+            return read_plan.attend(self._layer, q, self._keys, self._values, params)
+        assert k is not None and v is not None and write_index is not None, "requires keys, values and slots"
         _check_no_gradients(q, k, v)
         if params.rotary is not None:
             read_plan.rotaries[self._layer] = params.rotary
             q = read_plan.angles.rotate(q, params.rotary)
             k = k if read_plan.rotate_keys else read_plan.angles.rotate(k, params.rotary)
-        self._write_index.write(self._keys, self._values, k, v)
+        write_index.write(self._keys, self._values, k, v)
         if self._layer in read_plan.bounds:
-            read_plan.bounds[self._layer].update(self._write_index.blocks, self._write_index.offsets)
+            read_plan.bounds[self._layer].update(write_index.blocks, write_index.offsets)
         return read_plan.attend(self._layer, q, self._keys, self._values, params)
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        """Not supported: self-attention writes in ``attend``."""
-        raise AssertionError("self-attention has no encoder input")
-
-
-class CrossAttentionView(LayerView):
-    """View of one cross-attention layer."""
-
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
-        """Return attention outputs [T, H, Dv] over the stored encoder input."""
-        assert k is None and v is None, "an encoder input is written once, by write"
-        _check_no_gradients(q)
-        return self._read_plan.attend(self._layer, q, self._keys, self._values, params)
 
 
 def _check_no_gradients(*tensors: Tensor) -> None:

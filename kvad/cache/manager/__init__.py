@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvad.cache.manager import prefix_offload as prefix_offload
     from kvad.cache.manager.allocation import BlockAllocation as BlockAllocation
     from kvad.cache.manager.allocation import TokenSpan as TokenSpan
-    from kvad.cache.manager.demotion import max_blocks as max_blocks
+    from kvad.cache.manager.allocation import max_blocks as max_blocks
     from kvad.cache.manager.encoder_blocks import EncoderAllocation as EncoderAllocation
     from kvad.cache.manager.kv_cache_manager import KVCacheManager as KVCacheManager
     from kvad.cache.manager.prefix_cache import CacheStats as CacheStats

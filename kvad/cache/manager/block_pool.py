@@ -1,4 +1,4 @@
-"""Block ownership: one ``BlockPool`` per cache group, and the ``PrefixIndex`` of published blocks.
+"""Block ownership: one ``BlockPool`` per cache group.
 
 The invariant, checked by ``BlockPool.check`` after every step of the tests::
 
@@ -8,11 +8,6 @@ The invariant, checked by ``BlockPool.check`` after every step of the tests::
 later sequence may acquire). *Free*: neither. Free and evictable blocks form one list, the free list that is also the
 LRU list: free blocks at the head, then published blocks, the least recently released first. All operations are O(1).
 
-A ``PrefixNode`` is the whole history up to the end of one full block: the tokens of the block and the node before
-it. It is found by a chained digest, ``H(parent's digest + tokens)``, but a digest is never trusted: tokens and parent
-are compared on every hit, and there is at most one node per history, so identity is equality. With a hash of 8 bits
-the cache hits less often, but is never wrong (tests/cache/manager/test_block_pool.py).
-
 After nano-vllm's ``engine/block_manager.py`` and vLLM's ``v1/core/block_pool.py``.
 """
 
@@ -21,63 +16,10 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
-from weakref import WeakValueDictionary
 
 from kvad.cache.groups import CacheGroup
+from kvad.cache.manager.prefix_index import PrefixNode
 from kvad.model_input import RESERVED_BLOCKS
-
-HashFn = Callable[[bytes], bytes]
-
-
-def digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()
-
-
-class PrefixNode:
-    """History that ends with a full block: ``tokens`` of that block as int64 bytes, ``depth`` blocks in all."""
-
-    __slots__ = ("__weakref__", "depth", "digest", "full_digest", "parent", "tokens")
-
-    def __init__(self, digest: bytes, parent: PrefixNode | None, tokens: bytes) -> None:
-        self.digest = digest
-        self.parent = parent
-        self.tokens = tokens
-        self.depth: int = parent.depth + 1 if parent is not None else 0
-        self.full_digest = b""  # computed on demand for block stores (prefix_offload.py)
-
-
-class PrefixIndex:
-    """Weak index of the nodes by digest. A node lives while a block, a longer prefix or a sequence references it."""
-
-    def __init__(self, hash_fn: HashFn = digest) -> None:
-        self._hash = hash_fn
-        self._nodes: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
-
-    def root(self, name: bytes) -> PrefixNode | None:
-        """Return the empty history under ``name`` (weights, adapter, tenant ...), or None on a digest collision."""
-        return self.extend(None, name)
-
-    def find(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
-        """Return the node of ``parent`` + ``tokens``, or None if it is unknown."""
-        return self._lookup(self._key(parent, tokens), parent, tokens)
-
-    def extend(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
-        """Return the node of ``parent`` + ``tokens``, and create it if needed. None on a digest collision."""
-        key = self._key(parent, tokens)
-        if key in self._nodes:
-            return self._lookup(key, parent, tokens)
-        prefix = self._nodes[key] = PrefixNode(key, parent, tokens)
-        return prefix
-
-    def _key(self, parent: PrefixNode | None, tokens: bytes) -> bytes:
-        return self._hash((parent.digest if parent is not None else b"root:") + tokens)
-
-    def _lookup(self, key: bytes, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
-        node = self._nodes.get(key)
-        if node is None or node.parent is not parent or node.tokens != tokens:
-            return None
-        return node
 
 
 class BlockPool:
@@ -223,5 +165,4 @@ class LowestFreeBlockPool(BlockPool):
 
 
 def build_pool(group: CacheGroup) -> BlockPool:
-    is_offloaded = group.lower_level is not None and group.lower_level.is_offloaded
-    return LowestFreeBlockPool(group.num_blocks) if is_offloaded else BlockPool(group.num_blocks)
+    return LowestFreeBlockPool(group.num_blocks) if group.is_offloaded else BlockPool(group.num_blocks)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvad.cache.groups import CacheGroup
-from kvad.cache.manager.block_pool import BlockPool, PrefixIndex, PrefixNode
+from kvad.cache.manager.block_pool import BlockPool
+from kvad.cache.manager.prefix_index import PrefixIndex, PrefixNode
 from kvad.model_input import BlockOps
 
 

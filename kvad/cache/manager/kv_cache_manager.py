@@ -6,7 +6,7 @@ no query can see any more. A group with one block per sequence (contiguous) is a
 
 Under an eviction policy (``policy.EvictionPolicy``) a sequence keeps a number of its slots at certain lengths. They
 are moved to the front, so position p is stored where ``p - num_evicted_tokens`` would be. Only the device knows which
-tokens they are. Under a tiered policy, whole blocks are demoted (``demotion.py``).
+tokens they are. Under a tiered policy, whole blocks are demoted (``allocation.py``).
 
     block size 4, no sinks, 2 skipped, blocks [7, 3]:    positions 8..11 in block 7, 12..15 in block 3 (13: slot 13)
     block size 4, 3 sinks, 2 skipped, blocks [5, 7, 3]:  positions 0..3 in block 5, 12..15 in block 7, 16..19 in block 3
@@ -23,16 +23,14 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvad.cache.groups import CacheGroup
-from kvad.cache.manager.allocation import BlockAllocation, BlockAllocator, TokenSpans
-from kvad.cache.manager.block_mapping import BlockMapping
-from kvad.cache.manager.block_pool import HashFn, PrefixIndex, PrefixNode, build_pool, digest
-from kvad.cache.manager.demotion import LevelDemotion, max_blocks
+from kvad.cache.manager.allocation import BlockAllocation, BlockAllocator, LevelDemotion, TokenSpans, max_blocks
+from kvad.cache.manager.block_pool import build_pool
 from kvad.cache.manager.encoder_blocks import EncoderAllocation, EncoderBlocks, EncoderSequence
-from kvad.cache.manager.portable_layout import GroupLayout, SequenceLayout, describe_layout
+from kvad.cache.manager.portable_layout import GroupLayout, SequenceLayout, blocks_to_import, describe_layout
 from kvad.cache.manager.prefix_cache import CacheStats, PrefixCache
+from kvad.cache.manager.prefix_index import HashFn, PrefixIndex, PrefixNode, digest
 from kvad.cache.manager.prefix_offload import BlockStoreProtocol, PrefetchRequest, PrefixOffload
-from kvad.cache.manager.sequence_blocks import NEVER, SequenceBlocks, SwappedSequence
-from kvad.cache.manager.swapped import SwappedSequences
+from kvad.cache.manager.sequence_blocks import NEVER, BlockMapping, SequenceBlocks, SwappedSequence, SwappedSequences
 from kvad.cache.policy import OffloadPolicy
 from kvad.model_input import BlockOps
 
@@ -88,23 +86,19 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching and can_share
         block_sizes = {mapping.block_size for mapping in self.block_mappings}
         assert not self.prefix_caching or len(block_sizes) == 1, "prefix reuse needs one block size"
-        self._pools, prefix_offload = self.pools[:num_token_groups], None
+        self._pools = self.pools[:num_token_groups]
+        self.prefix_offload: PrefixOffload | None = None  # connection to the block store
         if block_store is not None and self.prefix_caching:
-            prefix_offload = PrefixOffload(block_store, len(self.groups))
+            self.prefix_offload = PrefixOffload(block_store, len(self.groups))
             for index, pool in enumerate(self._pools):
-                pool.on_evict = partial(prefix_offload.on_evicted, index)
+                pool.on_evict = partial(self.prefix_offload.on_evicted, index)
         prefixes = PrefixIndex(hash_fn)
-        self._prefix_cache = PrefixCache(self.block_mappings, self._pools, prefixes, prefix_offload)
-        self._swapped = SwappedSequences(self.pools[:count], num_token_groups)
+        self._prefix_cache = PrefixCache(self.block_mappings, self._pools, prefixes, self.prefix_offload)
+        self._swapped = SwappedSequences(self.pools[:count])
         first_lower_groups = [self.groups[levels[0]] if levels else None for levels in demotion.lower_groups]
         max_lengths = map(BlockMapping.max_length, self.block_mappings, first_lower_groups)
         self.capacity = min(max_lengths, default=sys.maxsize)
         self._encoder = EncoderBlocks(self.groups[count:], self.pools[count:], prefixes, share=self.prefix_caching)
-
-    @property
-    def prefix_offload(self) -> PrefixOffload | None:
-        """Connection to the block store, or None."""
-        return self._prefix_cache.offload
 
     # ------------------------------------------------------------ add, fork, truncate, free
 
@@ -254,10 +248,8 @@ class KVCacheManager:
         Its full blocks are published under ``prefix_root`` after its next step, if prefixes are shared. Layouts are
         per token group, ``lower_levels`` are (blocks, filled slots) per lower group.
         """
-        root = self._root(prefix_root)
-        return self._swapped.import_sequence(
-            token_ids, root, layouts, lower_levels, has_encoder_blocks=has_encoder_blocks
-        )
+        sequence = blocks_to_import(token_ids, self._root(prefix_root), layouts, lower_levels)
+        return self._swapped.add(sequence, has_encoder_blocks=has_encoder_blocks)
 
     def drop_swapped(self, swapped: SwappedSequence) -> None:
         """Drop a swapped sequence that will not return: its copy is deleted with the next BlockOps."""
@@ -358,7 +350,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Unpublish every block (the weights changed). Running and swapped sequences publish no more."""
-        self._swapped.drop_prefixes()
+        self._swapped.epoch += 1
         for pool in self.pools:
             for block in pool.published():
                 pool.unpublish(block)
@@ -419,7 +411,7 @@ class KVCacheManager:
         return True
 
     def needs_blocks(self, seq_index: int, count: int) -> bool:
-        return self._allocator.needs_blocks(seq_index, count)
+        return any(need > 0 for need in self._allocator.block_demand([(seq_index, self.seq_len(seq_index), count)]))
 
     def reset_peak(self) -> None:
         """Restart ``CacheStats.peak`` from the blocks in use now."""

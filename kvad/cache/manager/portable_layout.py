@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvad.cache.groups import CacheGroup
-from kvad.cache.manager.block_mapping import num_sinks
-from kvad.cache.manager.sequence_blocks import GroupBlocks, SequenceBlocks, ring_offset
-from kvad.model_input import AttentionPattern
+from kvad.cache.manager.prefix_index import PrefixNode
+from kvad.cache.manager.sequence_blocks import BlockMapping, GroupBlocks, SequenceBlocks, num_sinks
+from kvad.model_input import NULL_BLOCK
 
 
 class HeldRange(NamedTuple):
@@ -86,6 +86,26 @@ def describe_layout(groups: Sequence[CacheGroup], sequence: SequenceBlocks) -> S
     return SequenceLayout(sequence.length, tuple(layouts), lower_levels, encoder_tokens, encoder_blocks)
 
 
+def blocks_to_import(
+    tokens: Sequence[int],
+    root: PrefixNode | None,
+    layouts: Sequence[GroupLayout],
+    lower_levels: Sequence[tuple[int, int]],
+) -> SequenceBlocks:
+    """Return the record of an imported sequence, whose blocks are not allocated yet; ``root`` is its prefix root."""
+    is_whole = all(layout.whole for layout in layouts)
+    sequence = SequenceBlocks(len(layouts), len(lower_levels), root if is_whole else None)
+    sequence.length = len(tokens)
+    sequence.min_truncate_length = 0 if is_whole else len(tokens)
+    sequence.tail_tokens = list(tokens)
+    for group_blocks, (count, num_skipped, held, _) in zip(sequence.groups, layouts, strict=True):
+        group_blocks.blocks, group_blocks.num_skipped_blocks = [NULL_BLOCK] * count, num_skipped
+        group_blocks.num_evicted_tokens, group_blocks.last_eviction_length = held.num_evicted, held.last_eviction_length
+    for level, (count, num_used_slots) in zip(sequence.lower_levels, lower_levels, strict=True):
+        level.blocks, level.num_used_slots = [NULL_BLOCK] * count, num_used_slots
+    return sequence
+
+
 def is_reusable(group: CacheGroup, held: HeldRange, length: int, new_length: int) -> bool:
     """Return True if the cached state of ``length`` tokens can serve its first ``new_length`` tokens.
 
@@ -95,7 +115,7 @@ def is_reusable(group: CacheGroup, held: HeldRange, length: int, new_length: int
         return True
     if group.eviction_policy is not None or group.demotion_policy is not None:
         return False
-    pattern = AttentionPattern.from_spec(group.spec)
+    pattern = group.spec.pattern
     needed = pattern.first_visible(new_length)
     has_sinks = held.first_position == 0 or held.num_sink_tokens >= min(pattern.num_sinks, new_length)
     return has_sinks and (needed >= new_length or held.first_position <= max(needed, held.num_sink_tokens))
@@ -112,7 +132,7 @@ def fit_layout(group: CacheGroup, held: HeldRange, length: int) -> GroupLayout |
     blocks, stop = -(-sinks // size), -(-length // size)
     first = held.first_position
     if group.demotion_policy is None:
-        first = AttentionPattern.from_spec(group.spec).first_visible(length)
+        first = group.spec.pattern.first_visible(length)
     first = max(first // size, blocks)
     is_complete = held.first_position <= held.num_sink_tokens
     count, num_skipped = min(blocks, stop) + max(0, stop - first), first - blocks
@@ -139,22 +159,9 @@ def held_positions(held: HeldRange, length: int) -> tuple[range, range]:
 
 def held_slots(group: CacheGroup, blocks: Sequence[int], num_skipped: int, held: HeldRange, length: int) -> list[int]:
     """Return the slots of the held positions in that order: block * block_size + offset."""
-    size, sinks = group.block_size, num_sinks(group)
-    is_ranked, is_ring = group.eviction_policy is not None, group.max_blocks_per_seq == 1
-    num_sink_blocks = -(-sinks // size)
-    slots: list[int] = []
+    mapping, group_blocks, slots = BlockMapping(group), GroupBlocks(list(blocks), num_skipped), list[int]()
     for span in held_positions(held, length):
-        position, end = span.start, span.stop
-        while position < end:
-            if is_ring and not is_ranked:
-                offset, stop = ring_offset(blocks[0], size, sinks, position)
-            else:
-                logical = position // size
-                index = logical if is_ranked or logical < num_sink_blocks else logical - num_skipped
-                offset, stop = (blocks[index] - logical) * size, (logical + 1) * size
-            stop = min(stop, end)
-            slots.extend(range(offset + position, offset + stop))
-            position = stop
+        mapping.append_slots(group_blocks, span.start, span.stop, slots)
     return slots
 
 

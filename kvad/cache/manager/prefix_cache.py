@@ -1,6 +1,6 @@
 """Prefix cache: chains of full blocks that are found, acquired, published and invalidated, in pools and block stores.
 
-A chain is a list of ``kvad.cache.manager.block_pool.PrefixNode``, each the history of the previous one plus one
+A chain is a list of ``kvad.cache.manager.prefix_index.PrefixNode``, each the history of the previous one plus one
 block. A sequence starts with the longest chain that every group can serve: a group without a window needs all blocks,
 a group with a window those of the sinks and of the last ``window - 1`` tokens.
 
@@ -17,13 +17,13 @@ No torch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvad.cache.manager.block_mapping import BlockMapping
-from kvad.cache.manager.block_pool import BlockPool, PrefixIndex, PrefixNode
+from kvad.cache.manager.block_pool import BlockPool
+from kvad.cache.manager.prefix_index import PrefixIndex, PrefixNode
 from kvad.cache.manager.prefix_offload import PrefetchRequest, PrefixOffload
-from kvad.cache.manager.sequence_blocks import NEVER, SequenceBlocks, block_index
+from kvad.cache.manager.sequence_blocks import NEVER, BlockMapping, SequenceBlocks, block_index
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,7 @@ class CacheStats:
 
 
 class PrefixCache:
-    """Prefix cache of the groups that take tokens, which have equal block sizes.
-
-    Attributes:
-        offload: The connection to the block store, or None.
-        hits: Admissions that found a cached prefix.
-        misses: Admissions that found none.
-        hit_tokens: Tokens that were not computed because of hits.
-    """
+    """Prefix cache of the groups that take tokens, which have equal block sizes. ``CacheStats`` has its counters."""
 
     def __init__(
         self,
@@ -67,22 +60,26 @@ class PrefixCache:
         self, root: PrefixNode, tokens: Sequence[int], max_tokens: int, prefetched: PrefetchRequest | None = None
     ) -> list[PrefixNode]:
         """Return the longest cached chain of ``tokens`` that every group can serve, at most ``max_tokens`` tokens."""
-        size = self._size
-        stride = size * 8
-        token_bytes = array("q", tokens[: max_tokens - max_tokens % size]).tobytes() if max_tokens > 0 else b""
         unwindowed = [index for index, mapping in enumerate(self._mappings) if mapping.window == NEVER]
         chain: list[PrefixNode] = []
         prefix: PrefixNode | None = root
         prefetched_chain = () if prefetched is None else prefetched.chain
-        for start in range(0, len(token_bytes), stride):
+        for block_tokens in self._full_blocks(tokens, max_tokens):
             if len(chain) < len(prefetched_chain):  # the digest was computed before
                 prefix = prefetched_chain[len(chain)]
             else:
-                prefix = self.prefixes.find(prefix, token_bytes[start : start + stride])
+                prefix = self.prefixes.find(prefix, block_tokens)
             if prefix is None or not all(self._is_available(index, prefix, prefetched) for index in unwindowed):
                 break
             chain.append(prefix)
         return chain[: self._usable_depth(chain, lambda index, prefix: self._is_available(index, prefix, prefetched))]
+
+    def _full_blocks(self, tokens: Sequence[int], max_tokens: int) -> Iterator[bytes]:
+        """Yield the full blocks of the first ``max_tokens`` tokens as int64 bytes."""
+        stride = self._size * 8
+        token_bytes = array("q", tokens[: max(0, max_tokens)]).tobytes()
+        for start in range(0, len(token_bytes) - stride + 1, stride):
+            yield token_bytes[start : start + stride]
 
     def retained_prefix_length(self, sequence: SequenceBlocks) -> int:
         """Return the length of the sequence's prefix that other sequences reference too."""
@@ -101,10 +98,9 @@ class PrefixCache:
 
     def block_keys(self, tokens: Sequence[int], root: bytes) -> list[str]:
         """Return the block store keys of the full blocks of these tokens."""
-        keys, size, prefix = list[str](), self._size, self.prefixes.root(root)
-        for start in range(0, len(tokens) - size + 1, size):
-            if prefix is not None:
-                prefix = self.prefixes.extend(prefix, array("q", tokens[start : start + size]).tobytes())
+        keys, prefix = list[str](), self.prefixes.root(root)
+        for block_tokens in self._full_blocks(tokens, len(tokens)):
+            prefix = None if prefix is None else self.prefixes.extend(prefix, block_tokens)
             if prefix is None:
                 break
             keys.append(prefix.digest.hex())
@@ -119,12 +115,11 @@ class PrefixCache:
         parent = self.prefixes.root(root) if self.offload is not None else None
         if parent is None or self.offload is None or max_tokens < self._size:
             return PrefetchRequest(None)
-        block_store, size, missed = self.offload.block_store, self._size, ""
-        token_bytes = array("q", tokens[: max_tokens - max_tokens % size]).tobytes()
+        block_store, missed = self.offload.block_store, ""
         chain: list[PrefixNode] = []
         stored: set[PrefixNode] = set()
-        for start in range(0, len(token_bytes), size * 8):
-            prefix = self.prefixes.extend(parent, token_bytes[start : start + size * 8])
+        for block_tokens in self._full_blocks(tokens, max_tokens):
+            prefix = self.prefixes.extend(parent, block_tokens)
             if prefix is None:
                 missed = "collision"
                 break
@@ -137,7 +132,7 @@ class PrefixCache:
             chain.append(prefix)
             parent = prefix
         depth = self._usable_depth(chain, lambda index, prefix: prefix in stored or self._is_available(index, prefix))
-        missed = missed or ("unknown" if depth < len(token_bytes) // (size * 8) else "")
+        missed = missed or ("unknown" if depth < max_tokens // self._size else "")
         del chain[depth:]
         missing_groups: dict[PrefixNode, tuple[int, ...]] = {}
         for index, pool in enumerate(self._pools):
@@ -191,21 +186,17 @@ class PrefixCache:
     ) -> None:
         """Acquire the blocks of a chain from the pools first, then allocate blocks for the loaded ones."""
         missing: dict[PrefixNode, dict[int, int]] = {}
-        for from_pool in (True, False):
-            for index, (group_blocks, pool) in enumerate(zip(sequence.groups, self._pools, strict=True)):
-                first, needed = self._needed_blocks(index, chain)
-                if from_pool:
-                    group_blocks.num_skipped_blocks = first - self._mappings[index].num_sink_blocks
-                    blocks = [pool.find(prefix) for prefix in needed]
-                    for block in blocks:
-                        if block is not None:
-                            pool.incref(block)
-                    group_blocks.blocks = [0 if block is None else block for block in blocks]
-                    continue
-                for block_number, prefix in enumerate(needed):
-                    if not group_blocks.blocks[block_number]:
-                        block = group_blocks.blocks[block_number] = pool.allocate()
-                        missing.setdefault(prefix, {})[index] = block
+        for index, (group_blocks, pool) in enumerate(zip(sequence.groups, self._pools, strict=True)):
+            first, needed = self._needed_blocks(index, chain)
+            group_blocks.num_skipped_blocks = first - self._mappings[index].num_sink_blocks
+            published = [pool.find(prefix) for prefix in needed]
+            for block in published:
+                if block is not None:
+                    pool.incref(block)
+            for prefix, block in zip(needed, published, strict=True):
+                if block is None:
+                    block = missing.setdefault(prefix, {})[index] = pool.allocate()
+                group_blocks.blocks.append(block)
         num_sure = next((index for index, prefix in enumerate(chain) if prefix in missing), len(chain))
         sequence.last_block = chain[num_sure - 1] if num_sure else sequence.root
         sequence.tail_tokens = list(tokens[num_sure * self._size : len(chain) * self._size])

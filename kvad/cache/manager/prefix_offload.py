@@ -7,9 +7,7 @@ are equal to those of the requesting sequence: with keys of 8 bits the store hit
 A ``PrefetchRequest`` loads the blocks of a sequence that are in no pool; it is polled. Loaded bytes stay in host
 memory until the sequence is admitted. Only then are blocks allocated and filled, in the same BlockOps as everything
 else (``BlockOps.load``): a request that ends while its blocks are loading leaves nothing behind, and late loads write
-to an unreferenced buffer.
-
-Loaded blocks are published when the sequence commits, like computed ones: its outputs must be finite first. No torch.
+to an unreferenced buffer. No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.groups import CacheGroup
-from kvad.cache.manager.block_pool import PrefixNode
+from kvad.cache.manager.prefix_index import PrefixNode
 from kvad.errors import ConfigError
 from kvad.storage import Buffer
 
@@ -62,12 +60,10 @@ class LoadHandle:
     was_compressed: bool = False  # in RAM
 
     def complete(self, buffers: Mapping[int, Buffer], location: str) -> None:
-        self.buffers, self.location = buffers, location
-        self.done = True
+        self.buffers, self.location, self.done = buffers, location, True
 
     def fail(self, miss_reason: str) -> None:
-        self.buffers, self.miss_reason = None, miss_reason
-        self.done = True
+        self.buffers, self.miss_reason, self.done = None, miss_reason, True
 
 
 class BlockStoreProtocol(Protocol):
@@ -185,13 +181,6 @@ class PrefetchResult(NamedTuple):
     miss_reason: str = ""  # why the chain is not longer; "" if the prompt has no more blocks
 
 
-class PendingLoad(NamedTuple):
-    """Loaded bytes of one block and their target blocks, both by group."""
-
-    buffers: Mapping[int, Buffer]
-    blocks: dict[int, int]
-
-
 class PrefixOffload:
     """Copies to and loads from the block store that the next BlockOps will contain.
 
@@ -201,21 +190,26 @@ class PrefixOffload:
     def __init__(self, block_store: BlockStoreProtocol, num_groups: int) -> None:
         self.block_store, self._num_groups = block_store, num_groups
         self._pending_stores: dict[int, tuple[str, dict[int, int]]] = {}  # copy id -> key, blocks by group
-        # By sequence index: loads that the next BlockOps contain, and the last block of the chain.
-        self._pending_loads: dict[int, tuple[list[PendingLoad], PrefixNode]] = {}
+        # By sequence index: loads that the next BlockOps contain, and the last block of the chain. A load has the bytes
+        # of one block and its target blocks, both by group.
+        self._pending_loads: dict[int, tuple[list[tuple[Mapping[int, Buffer], dict[int, int]]], PrefixNode]] = {}
         self.uncommitted_loads: dict[int, PrefixNode] = {}  # by sequence index: loaded, but not committed
         self.hits = OffloadHits()
         self.results: dict[int, PrefetchResult] | None = None
 
     # ------------------------------------------------------------ out
 
-    def on_published(self, prefix: PrefixNode, blocks: dict[int, int]) -> None:
-        """Store a block that was published in these groups."""
-        self._store(prefix, blocks, evicted=False)
+    def on_published(self, prefix: PrefixNode, blocks: dict[int, int], *, evicted: bool = False) -> None:
+        """Store a block that was published in these groups, or that a pool evicts."""
+        if prefix.parent is None:
+            return
+        copy_id = self.block_store.request_copy(block_key(prefix), tuple(blocks), evicted=evicted)
+        if copy_id is not None:
+            self._pending_stores[copy_id] = prefix.digest.hex(), blocks
 
     def on_evicted(self, index: int, block: int, prefix: PrefixNode) -> None:
         """Store a block that a pool evicts; its contents are unchanged until the next BlockOps."""
-        self._store(prefix, {index: block}, evicted=True)
+        self.on_published(prefix, {index: block}, evicted=True)
 
     def on_invalidated(self, prefix: PrefixNode) -> None:
         """Cancel and delete the copies of a block after a numerical error."""
@@ -233,13 +227,6 @@ class PrefixOffload:
             self.block_store.cancel(copy_id)
         self._pending_stores.clear()
 
-    def _store(self, prefix: PrefixNode, blocks: dict[int, int], *, evicted: bool) -> None:
-        if prefix.parent is None:
-            return
-        copy_id = self.block_store.request_copy(block_key(prefix), tuple(blocks), evicted=evicted)
-        if copy_id is not None:
-            self._pending_stores[copy_id] = prefix.digest.hex(), blocks
-
     # ------------------------------------------------------------ in
 
     def on_acquired(
@@ -256,18 +243,19 @@ class PrefixOffload:
         ``missing`` are the newly allocated blocks, by prefix, then by group; ``num_skipped`` blocks before them are
         needed by no group.
         """
-        loads = []
+        loads, loaded = [], []
         for prefix, blocks in missing.items():
             handle = prefetched.handles[prefix]
             assert handle.buffers is not None, "a block that was not loaded is acquired"
-            loads.append(PendingLoad(handle.buffers, blocks))
+            loads.append((handle.buffers, blocks))
             self.hits.tokens[handle.location] += block_size
+            nbytes = sum(memoryview(handle.buffers[group]).nbytes for group in blocks)
+            location = "packed" if handle.was_compressed else handle.location
+            loaded.append(LoadedBlock(prefix.depth, tuple(blocks), location, nbytes))
         if num_skipped:  # A window does not need these blocks: they count for the location of the first loaded one.
             self.hits.tokens[prefetched.handles[next(iter(missing))].location] += num_skipped * block_size
         self._pending_loads[seq_index] = loads, last_prefix
         if self.results is not None:
-            handles = prefetched.handles
-            loaded = (_loaded_block(prefix, handles[prefix], tuple(blocks)) for prefix, blocks in missing.items())
             self.results[seq_index] = PrefetchResult(tuple(loaded), num_skipped)
 
     def on_admitted(self, seq_index: int, miss_reason: str) -> None:
@@ -305,13 +293,7 @@ class PrefixOffload:
         pending = [load for loads, _ in self._pending_loads.values() for load in loads]
         self.uncommitted_loads |= {seq_index: prefix for seq_index, (_, prefix) in self._pending_loads.items()}
         self._pending_loads.clear()
-        return tuple((self.block_store.stage_load(load.buffers), self._by_group(load.blocks)) for load in pending)
+        return tuple((self.block_store.stage_load(buffers), self._by_group(blocks)) for buffers, blocks in pending)
 
     def _by_group(self, blocks: dict[int, int]) -> tuple[tuple[int, ...], ...]:
         return tuple((blocks[index],) if index in blocks else () for index in range(self._num_groups))
-
-
-def _loaded_block(prefix: PrefixNode, handle: LoadHandle, groups: tuple[int, ...]) -> LoadedBlock:
-    assert handle.buffers is not None
-    nbytes = sum(memoryview(handle.buffers[group]).nbytes for group in groups)
-    return LoadedBlock(prefix.depth, groups, "packed" if handle.was_compressed else handle.location, nbytes)

@@ -17,5 +17,6 @@ if TYPE_CHECKING:
     from kvad.cache.offload.pinned import PinnedPrefix as PinnedPrefix
     from kvad.cache.offload.swap_space import SwapFiles as SwapFiles
     from kvad.cache.offload.swap_space import SwapSpace as SwapSpace
+    from kvad.cache.offload.token_offload import OffloadStats as OffloadStats
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

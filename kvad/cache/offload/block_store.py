@@ -125,13 +125,13 @@ class BlockStore:
             if block is not None:
                 handle.was_compressed = any(group in block.compressed for group in groups)
                 if block.compressed:
-                    self._start_load(self._decompress, block, handle)
+                    self._start_load(handle, block)
                 else:
                     handle.complete(block.raw(groups, self._widths), "ram")
             elif writing is not None and writing[0] == name and all(group in writing[1] for group in groups):
                 handle.complete({group: writing[1][group] for group in groups}, "ram")
             elif self._is_on_disk(name.key):
-                self._start_load(self._read, handle)
+                self._start_load(handle, None)
             else:
                 handle.fail("gone")
         return handle
@@ -277,9 +277,9 @@ class BlockStore:
         """Call a method in a thread, which gets a weak reference: an unclosed store can be garbage collected."""
         thread.submit(partial(_call_if_alive, weakref.WeakMethod(method), *args))
 
-    def _start_load(self, method: Callable[..., None], *args: Any) -> None:
+    def _start_load(self, handle: LoadHandle, block: CachedBlock | None) -> None:
         self._num_pending_loads += 1
-        self._submit(next(self._reader_cycle), method, *args)
+        self._submit(next(self._reader_cycle), self._load, handle, block)
 
     # ------------------------------------------------------------ in the threads
 
@@ -304,18 +304,28 @@ class BlockStore:
             if not self._pending_drops[key]:
                 del self._pending_drops[key]
 
-    def _read(self, handle: LoadHandle) -> None:
-        assert self._disk_store is not None
-        buffers, reason = None, "failed"  # also after a bug or a MemoryError, which IoThread logs
+    def _load(self, handle: LoadHandle, block: CachedBlock | None) -> None:
+        """Decompress a block, or read it from the disk if None."""
+        buffers: Mapping[int, Buffer] | None = None
+        reason = "failed"  # also after a bug or a MemoryError, which IoThread logs
         try:
-            if not handle.done:  # Otherwise it was withdrawn meanwhile.
+            if block is not None:
+                buffers = block.raw(handle.groups, self._widths)
+            elif not handle.done:  # Otherwise it was withdrawn meanwhile.
+                assert self._disk_store is not None
                 buffers = self._disk_store.get(self._disk_key(handle.name.key), partial(self._checked, handle))
         except StorageError as error:
             reason = error.reason
         except OSError:
             pass  # The disk store has counted it.
         finally:
-            self._on_loaded(handle, buffers, "disk", reason)
+            with self._changed:
+                if not handle.done and buffers is not None:
+                    handle.complete(buffers, "disk" if block is None else "ram")
+                elif not handle.done:
+                    handle.fail(reason)
+                self._num_pending_loads -= 1
+                self._changed.notify_all()
 
     def _checked(
         self, handle: LoadHandle, header: storage.container.Header, section: Callable[[str], memoryview]
@@ -331,24 +341,6 @@ class BlockStore:
         if any(header.sections[str(group)].nbytes != self._sizes[group] for group in groups):
             raise StorageError("stored block: another size", reason="mismatch")
         return {group: section(str(group)) for group in groups}
-
-    def _decompress(self, block: CachedBlock, handle: LoadHandle) -> None:
-        buffers = None
-        try:
-            buffers = block.raw(handle.groups, self._widths)
-        finally:
-            self._on_loaded(handle, buffers, "ram", "failed")
-
-    def _on_loaded(self, handle: LoadHandle, buffers: Mapping[int, Buffer] | None, location: str, reason: str) -> None:
-        with self._changed:
-            if not handle.done:
-                if buffers is None:
-                    handle.fail(reason)
-                else:
-                    handle.complete(buffers, location)
-            self._num_pending_loads -= 1
-            if not self._num_pending_loads:
-                self._changed.notify_all()
 
     def _compress(self) -> None:
         assert self._ram_store is not None

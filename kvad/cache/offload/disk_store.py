@@ -42,32 +42,8 @@ HEADER = 1024  # approximate bytes of an entry besides its sections
 LOG = logging.getLogger(__name__)
 
 
-class LRUOrder:
-    """Least-recently-used order of a store of ``limit`` bytes; ``sizes`` has the bytes of the stored entries."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.sizes: OrderedDict[str, int] = OrderedDict()
-
-    def add(self, key: str, size: int) -> None:
-        self.sizes[key] = size
-
-    def touch(self, key: str) -> None:
-        self.sizes.move_to_end(key)
-
-    def remove(self, key: str) -> None:
-        """Remove an entry that was deleted, not evicted."""
-        del self.sizes[key]
-
-    def evict(self, key: str) -> None:
-        self.remove(key)
-
-    def victims(self) -> Iterator[str]:
-        yield from self.sizes
-
-
 class _Queue(OrderedDict[str, int]):
-    """Keys in the order of their last use, with their sizes."""
+    """Keys in the order of their last use, with their sizes; ``total`` is the sum."""
 
     total = 0
 
@@ -79,6 +55,31 @@ class _Queue(OrderedDict[str, int]):
         size = self.pop(key)
         self.total -= size
         return size
+
+
+class LRUOrder:
+    """Least-recently-used order of a store of ``limit`` bytes; ``sizes`` has the bytes of the stored entries."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.sizes = _Queue()
+
+    def add(self, key: str, size: int) -> None:
+        self.sizes.put(key, size)
+
+    def touch(self, key: str) -> None:
+        self.sizes.move_to_end(key)
+
+    def remove(self, key: str) -> None:
+        """Remove an entry that was deleted, not evicted, if it is stored."""
+        if key in self.sizes:
+            self.sizes.drop(key)
+
+    def evict(self, key: str) -> None:
+        self.remove(key)
+
+    def victims(self) -> Iterator[str]:
+        yield from self.sizes
 
 
 class ARCOrder(LRUOrder):
@@ -115,8 +116,9 @@ class ARCOrder(LRUOrder):
         self.often.put(key, self._pop(key))
 
     def remove(self, key: str) -> None:
+        if key in self.sizes:
+            self._pop(key)
         super().remove(key)
-        self._pop(key)
 
     def evict(self, key: str) -> None:
         left = self.left_once if key in self.once else self.left_often
@@ -202,7 +204,7 @@ class DiskBlockStore:
         self.folder, self.max_bytes, self._reserve, self._fs = folder, max_bytes, reserve, fs
         self._order = EVICTION_ORDERS[replacement](max_bytes)
         self._lock = threading.RLock()
-        self._stats = DiskStoreStats(limit=max_bytes)  # ``bytes`` is the sum of the order's sizes
+        self._stats = DiskStoreStats(limit=max_bytes)
         self._misses, self._closed = Counter[str](), False
         fs.make_dir(folder)
         lock_file = fs.lock(folder / LOCK_NAME)
@@ -217,7 +219,7 @@ class DiskBlockStore:
         for file in files:
             key = file.name.removesuffix(FILE_SUFFIX)
             if key != file.name and KEY_PATTERN.fullmatch(key):
-                self._add(key, file.size)
+                self._order.add(key, file.size)
         self._evict(0)
 
     def eviction_order(self) -> tuple[str, ...]:
@@ -264,7 +266,13 @@ class DiskBlockStore:
             with storage.container.open_container(self._path(key), self._fs, whole=True) as entry:
                 result = read(entry.header, entry.read)
         except StorageError as error:
-            self._on_miss(key, error.reason)
+            with self._lock:
+                self._misses[error.reason] += 1
+                if error.reason == "foreign":  # The file stays, and put may replace it.
+                    self._order.remove(key)
+            if error.reason in ("damaged", "missing"):
+                LOG.info("%s: entry %s is %s", self.folder, key, error.reason)
+                self.drop(key)
             raise
         except OSError as error:
             self._on_failed_read(key, error)
@@ -301,7 +309,7 @@ class DiskBlockStore:
             self._on_failure("writing", error)
             return False
         with self._lock:
-            self._add(key, size)
+            self._order.add(key, size)
             self._stats.written_bytes += size
         self._evict(0, keep=key)
         return True
@@ -309,26 +317,18 @@ class DiskBlockStore:
     def drop(self, key: str) -> None:
         """Remove an entry. If the disk refuses, it is ignored until the store is opened again."""
         with self._lock:
-            self._remove_from_index(key)
+            self._order.remove(key)
         self._remove_file(key)
 
     def stats(self) -> DiskStoreStats:
         with self._lock:
             sizes = self._order.sizes
             pinned = sum(key in sizes for key in self._pinned)
-            return replace(self._stats, num_blocks=len(sizes), pinned=pinned, misses=dict(self._misses))
+            misses = dict(self._misses)
+            return replace(self._stats, bytes=sizes.total, num_blocks=len(sizes), pinned=pinned, misses=misses)
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}{FILE_SUFFIX}"
-
-    def _add(self, key: str, size: int) -> None:
-        self._order.add(key, size)
-        self._stats.bytes += size
-
-    def _remove_from_index(self, key: str) -> None:
-        if key in self._order.sizes:
-            self._stats.bytes -= self._order.sizes[key]
-            self._order.remove(key)
 
     def _remove_file(self, key: str) -> bool:
         try:
@@ -353,33 +353,23 @@ class DiskBlockStore:
 
     def _evict(self, size: int, keep: str = "") -> bool:
         """Evict until ``size`` more bytes fit; return False if pinned entries prevent it."""
-        while self._stats.bytes + size > self.max_bytes:
+        while self._order.sizes.total + size > self.max_bytes:
             with self._lock:
                 candidates = (key for key in self._order.victims() if key not in self._pinned and key != keep)
                 victim = next(candidates, None)
                 if victim is None:
                     return False
-                self._stats.bytes -= self._order.sizes[victim]
                 self._order.evict(victim)
                 self._stats.evictions += 1
             if not self._remove_file(victim):
                 return False
         return True
 
-    def _on_miss(self, key: str, reason: str) -> None:
-        with self._lock:
-            self._misses[reason] += 1
-            if reason == "foreign":  # The file stays, and put may replace it.
-                self._remove_from_index(key)
-        if reason in ("damaged", "missing"):
-            LOG.info("%s: entry %s is %s", self.folder, key, reason)
-            self.drop(key)
-
     def _on_failed_read(self, key: str, error: OSError) -> None:
         with self._lock:
             self._misses["failed"] += 1
             self._stats.failures += 1
-            self._remove_from_index(key)  # A failed entry is never tried again.
+            self._order.remove(key)  # A failed entry is never tried again.
             if self._misses["failed"] < MAX_FAILURES or self._closed:
                 return
             self._closed = True

@@ -46,24 +46,21 @@ LOG = logging.getLogger(__name__)
 SwapLocation = Literal["ram", "disk"]
 SwapState = Literal["pending", "in-ram", "writing", "on-disk", "reading", "lost"]
 Order = tuple[int, int]
-_FileJob = Callable[[], tuple[int, Sequence[Section]]]  # returns the bytes, and the sections that it read
 
 
 class SwapResult(NamedTuple):
-    """Result of a write or a read; ``sections`` is the content that was read."""
+    """Result of a write or a read."""
 
-    operation: Literal["write", "read"]
-    key: int
     nbytes: int = 0
+    sections: Sequence[Section] = ()  # the content that was read
     seconds: float = 0.0
-    failure: str | None = None
-    sections: Sequence[Section] = ()
+    failure: str = ""
 
 
 class SwapFiles:
     """Files of one engine's swapped sequences: one container per sequence, for this process only.
 
-    Jobs of a key run in order. Every failure is returned as a ``SwapResult``. The folder is created if missing.
+    Jobs run in order in one thread. A failure is part of the result. The folder is created if missing.
 
     Raises:
         ConfigError: If the folder cannot be written.
@@ -80,49 +77,22 @@ class SwapFiles:
         self.swept = storage.filesystem.remove_temp_files(folder, lambda name: FILE_PREFIX in name, fs)
         self._worker, self._name = IoThread("kvad-swap") if worker is None else worker, os.urandom(8).hex()
         self._paths: dict[int, Path] = {}
-        self._jobs: list[tuple[int, Future[SwapResult]]] = []  # by key: writes and reads whose result was not returned
         weakref.finalize(self, _remove_all, self._worker, fs, self._paths)
 
-    def write(self, key: int, sections: Callable[[], Sequence[Section]]) -> None:
+    def write(self, key: int, sections: Callable[[], Sequence[Section]]) -> Future[SwapResult]:
         """Write a sequence. The thread calls ``sections``; its content must not change until then."""
         path = self._paths[key] = storage.temp_paths.temp_path(self.folder / f"{FILE_PREFIX}{key}", "tmp")
-        self._submit(key, path, "write", partial(_write, self.fs, path, self._metadata(key), sections))
+        return self._worker.submit(partial(_run, self.fs, path, {"sequence": f"{self._name}.{key}"}, sections))
 
-    def read(self, key: int) -> None:
+    def read(self, key: int) -> Future[SwapResult]:
         """Read the sequence that was written under ``key``."""
-        path = self._paths[key]
-        self._submit(key, path, "read", partial(_read, self.fs, path, self._metadata(key)))
-
-    def _metadata(self, key: int) -> dict[str, str]:
-        return {"sequence": f"{self._name}.{key}"}
-
-    def _submit(self, key: int, path: Path, operation: Literal["write", "read"], job: _FileJob) -> None:
-        self._jobs.append((key, self._worker.submit(partial(_run, SwapResult(operation, key), path, job))))
+        return self._worker.submit(partial(_run, self.fs, self._paths[key], {"sequence": f"{self._name}.{key}"}, None))
 
     def remove(self, key: int) -> None:
-        """Cancel the jobs of ``key`` and remove its file, if any."""
+        """Remove the file of ``key``, if any, after the queued jobs."""
         path = self._paths.pop(key, None)
         if path is not None:
-            for job in [job for other, job in self._jobs if other == key]:
-                job.cancel()
-            self._jobs = [entry for entry in self._jobs if entry[0] != key]  # A later write may have the same key.
             self._worker.submit(partial(_remove, self.fs, path))
-
-    @property
-    def pending(self) -> bool:
-        """True if a write or a read has not returned its result."""
-        return bool(self._jobs)
-
-    def pop_finished(self) -> list[SwapResult]:
-        """Return the results since the last call."""
-        finished = [entry for entry in self._jobs if entry[1].done()]
-        self._jobs = [entry for entry in self._jobs if entry not in finished]
-        return [job.result() for _, job in finished]
-
-    def wait(self) -> list[SwapResult]:
-        """Wait for at least one result if any job is pending; return all results."""
-        futures.wait([job for _, job in self._jobs], return_when=futures.FIRST_COMPLETED)
-        return self.pop_finished()
 
     def has_room(self, nbytes: int) -> bool:
         """True if the disk has room for ``nbytes`` and the reserve."""
@@ -132,21 +102,13 @@ class SwapFiles:
             return False
 
     def close(self) -> None:
-        """Stop the thread and remove all files. The running job ends first, queued ones are canceled."""
+        """Stop the thread and remove all files, after the queued jobs."""
         for key in list(self._paths):
             self.remove(key)
         self._worker.stop()
-        self._jobs.clear()
 
 
 # Jobs of the thread; they do not reference the SwapFiles, so that it can be garbage collected.
-
-
-def _write(
-    fs: FileSystem, path: Path, metadata: Mapping[str, str], build_sections: Callable[[], Sequence[Section]]
-) -> tuple[int, Sequence[Section]]:
-    sections = build_sections()
-    return storage.container.write_container(path, CONTAINER_KIND, {}, metadata, sections, durable=False, fs=fs), ()
 
 
 def _read(fs: FileSystem, path: Path, metadata: Mapping[str, str]) -> tuple[int, Sequence[Section]]:
@@ -158,19 +120,26 @@ def _read(fs: FileSystem, path: Path, metadata: Mapping[str, str]) -> tuple[int,
     return sum(info.nbytes for info in infos), sections
 
 
-def _run(result: SwapResult, path: Path, job: _FileJob) -> SwapResult:
-    context = f"{path}: could not be {'written' if result.operation == 'write' else 'read'}"
-    start, failure = time.perf_counter(), None
+def _run(
+    fs: FileSystem, path: Path, metadata: Mapping[str, str], build_sections: Callable[[], Sequence[Section]] | None
+) -> SwapResult:
+    """Write the sections, or read them if None."""
+    start, context = time.perf_counter(), f"{path}: could not be {'read' if build_sections is None else 'written'}"
     try:
-        nbytes, sections = job()
-        result = result._replace(nbytes=nbytes, sections=sections)
+        if build_sections is None:
+            nbytes, sections = _read(fs, path, metadata)
+        else:
+            content, sections = build_sections(), ()
+            nbytes = storage.container.write_container(
+                path, CONTAINER_KIND, {}, metadata, content, durable=False, fs=fs
+            )
+        return SwapResult(nbytes, sections, time.perf_counter() - start)
     except OSError as error:
-        failure = f"{context}: {error.strerror or error}"
+        return SwapResult(failure=f"{context}: {error.strerror or error}")
     except KvadError as error:
-        failure = error.message
+        return SwapResult(failure=error.message)
     except BaseException as error:  # The engine waits for a result in every case.
-        failure = f"{context}: {type(error).__name__}: {error}"
-    return result._replace(seconds=time.perf_counter() - start, failure=failure)
+        return SwapResult(failure=f"{context}: {type(error).__name__}: {error}")
 
 
 def _remove(fs: FileSystem, path: Path) -> None:
@@ -200,7 +169,7 @@ class SwapSpaceStats:
 
 
 @dataclass(slots=True)
-class _SwapRecord:
+class SwapRecord:
     """State of one swapped sequence."""
 
     nbytes: int
@@ -208,14 +177,13 @@ class _SwapRecord:
     required: bool  # cannot be recomputed
     state: SwapState = "pending"
     is_written: bool = False  # Its file is complete.
-    origin: SwapLocation = "ram"  # Where its copy was read from.
+    origin: SwapLocation | None = "ram"  # Where its copy was read from.
     fault: str = ""
+    job: Future[SwapResult] | None = None  # its write or read, until the result is applied
 
 
 class SwapSpace:
-    """Stores the blocks of preempted sequences.
-
-    Invariant: every key is in exactly one state (pending, in-ram, writing, on-disk, reading, lost).
+    """Stores the blocks of preempted sequences. Every key is in exactly one state.
 
     Args:
         copies: Host copies by key, added and removed by KVCache.
@@ -241,7 +209,7 @@ class SwapSpace:
         assert files is None or (to_sections and from_sections), "files require to_sections and from_sections"
         self.copies, self.ram, self.files, self.on_copied, self._clock = copies, ram, files, on_copied, clock
         self._to_sections, self._from_sections = to_sections, from_sections
-        self._records: dict[int, _SwapRecord] = {}
+        self._records: dict[int, SwapRecord] = {}
         self._prefetched = -1  # key of the last ``prefetch``
         self._swapping_in: Collection[int] = ()
         self._refused_at = float("-inf")  # time of the last failed write
@@ -252,10 +220,6 @@ class SwapSpace:
         return len(self._records)
 
     # ------------------------------------------------------------ room
-
-    @property
-    def bounded(self) -> bool:
-        return self.ram is not None
 
     def location_for(self, nbytes: int, *, required: bool = False) -> SwapLocation | None:
         """Return where a sequence would be stored now; None if there is no room.
@@ -298,22 +262,11 @@ class SwapSpace:
 
         A sequence that was canceled before its swap-in was applied is still registered.
         """
-        self._records.setdefault(key, _SwapRecord(nbytes, order, required))
+        self._records.setdefault(key, SwapRecord(nbytes, order, required))
 
-    def state(self, key: int) -> SwapState:
-        """Return the state of a sequence; "in-ram" for a copy that others added to ``copies``."""
-        return self._records[key].state if key in self._records else "in-ram"
-
-    def failure(self, key: int) -> str:
-        return self._records[key].fault
-
-    def nbytes(self, key: int) -> int:
-        """Return the size of a sequence; 0 for a copy that others added."""
-        return self._records[key].nbytes if key in self._records else 0
-
-    def read_from(self, key: int) -> SwapLocation | None:
-        """Return where the copy was read from; None for a copy that others added."""
-        return self._records[key].origin if key in self._records else None
+    def record(self, key: int) -> SwapRecord:
+        """Return the record of a sequence. A copy that others added to ``copies`` is in RAM, without size or origin."""
+        return self._records.get(key, SwapRecord(0, (0, 0), False, "in-ram", origin=None))
 
     def prefetch(self, key: int) -> None:
         """Start reading the sequence that is swapped in next."""
@@ -321,15 +274,17 @@ class SwapSpace:
         record = self._records[key]
         if record.state == "on-disk":
             assert self.files is not None
-            record.state = "reading"
-            self.files.read(key)
+            record.state, record.job = "reading", self.files.read(key)
 
-    def pop(self, key: int) -> _SwapRecord | None:
+    def pop(self, key: int) -> SwapRecord | None:
         """Remove a sequence whose swap-in is in the BlockOps; the device owns its copy."""
         self._changed = True  # There is more room.
-        if key in self._records and self.files is not None:
+        record = self._records.pop(key, None)
+        if record is not None and self.files is not None:
+            if record.job is not None:
+                record.job.cancel()
             self.files.remove(key)
-        return self._records.pop(key, None)
+        return record
 
     def drop(self, key: int) -> None:
         """Drop a sequence and its copy, also one that others added."""
@@ -346,9 +301,7 @@ class SwapSpace:
         sequences may be able to continue.
         """
         self._swapping_in = swapping_in
-        if self.files is not None and self.files.pending:
-            for result in self.files.pop_finished():
-                self._apply_result(result)
+        self._apply_results()
         for key, record in self._records.items():
             if record.state == "pending" and key not in not_copied:
                 record.state, self._changed = "in-ram", True
@@ -362,46 +315,49 @@ class SwapSpace:
     @property
     def pending(self) -> bool:
         """True if a read or a write is in progress."""
-        return self.files is not None and self.files.pending
+        return any(record.job is not None for record in self._records.values())
 
     def wait(self, swapping_in: Collection[int] = ()) -> None:
         """Wait for at least one read or write."""
-        assert self.files is not None
         self._swapping_in = swapping_in
-        for result in self.files.wait():
-            self._apply_result(result)
+        jobs = [record.job for record in self._records.values() if record.job is not None]
+        futures.wait(jobs, return_when=futures.FIRST_COMPLETED)
+        self._apply_results()
 
-    def _apply_result(self, result: SwapResult) -> None:
-        record, stats = self._records.get(result.key), self._stats
-        if record is None:
-            return  # dropped meanwhile
-        self._changed = True
-        if result.failure is not None:
-            self._on_failure(result, record, result.failure)
-            return
+    def _apply_results(self) -> None:
+        for key, record in self._records.items():
+            if record.job is not None and record.job.done():
+                result, record.job, self._changed = record.job.result(), None, True
+                if result.failure:
+                    self._on_failure(key, record, result.failure)
+                else:
+                    self._on_success(key, record, result)
+
+    def _on_success(self, key: int, record: SwapRecord, result: SwapResult) -> None:
+        stats, is_write = self._stats, record.state == "writing"
         record.state = "in-ram"
-        if result.operation == "write":
+        if is_write:
             record.is_written = True
-            self._drop_copy(result.key, record)
+            self._drop_copy(key, record)
             stats.written, stats.written_bytes = stats.written + 1, stats.written_bytes + result.nbytes
         else:
             assert self._from_sections is not None
-            self.copies[result.key] = self._from_sections(result.sections)
+            self.copies[key] = self._from_sections(result.sections)
             record.origin = "disk"
             stats.read, stats.read_bytes = stats.read + 1, stats.read_bytes + result.nbytes
-        self.on_copied(result.operation, result.nbytes, result.seconds)
+        self.on_copied("write" if is_write else "read", result.nbytes, result.seconds)
 
-    def _on_failure(self, result: SwapResult, record: _SwapRecord, failure: str) -> None:
+    def _on_failure(self, key: int, record: SwapRecord, failure: str) -> None:
         self._stats.failed, self._stats.fault = self._stats.failed + 1, failure
         LOG.warning("swapped sequence: %s", failure)
-        if result.operation == "write":
+        if record.state == "writing":
             assert self.files is not None
             self._refused_at = self._clock()
-            self.files.remove(result.key)
-            if record.required or result.key in self._swapping_in:
+            self.files.remove(key)
+            if record.required or key in self._swapping_in:
                 record.state = "in-ram"
                 return
-            del self.copies[result.key]
+            del self.copies[key]
         record.state, record.fault = "lost", failure
 
     def _balance(self) -> None:
@@ -424,10 +380,10 @@ class SwapSpace:
                 ram_bytes -= record.nbytes if self._drop_copy(key, record) else 0
             elif self._can_write():
                 record.state = "writing"
-                self.files.write(key, partial(self._to_sections, key, self.copies[key]))
+                record.job = self.files.write(key, partial(self._to_sections, key, self.copies[key]))
                 ram_bytes -= record.nbytes
 
-    def _drop_copy(self, key: int, record: _SwapRecord) -> bool:
+    def _drop_copy(self, key: int, record: SwapRecord) -> bool:
         """Drop a copy that is also on disk, unless its sequence is swapped in next."""
         if key == self._prefetched or key in self._swapping_in:
             return False
@@ -446,9 +402,10 @@ class SwapSpace:
 
     def close(self) -> None:
         """Stop the file thread and drop every sequence."""
+        for key in list(self._records):
+            self.pop(key)
         if self.files is not None:
             self.files.close()
-        self._records.clear()
 
     def check(self) -> None:
         for key, record in self._records.items():

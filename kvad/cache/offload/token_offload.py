@@ -39,7 +39,6 @@ from numpy.typing import NDArray
 
 from kvad import storage
 from kvad.cache.groups import CacheGroup
-from kvad.errors import ConfigError
 from kvad.storage import REAL_FILE_SYSTEM, FileSystem
 
 ALIGN = 16  # Every array of a line starts at a multiple of this.
@@ -114,7 +113,7 @@ class OffloadLayout:
 
 def plan_offload(groups: Sequence[CacheGroup], ram_budget: int) -> OffloadLayout:
     """Divide RAM for tokens (bytes) among the offloaded levels, in proportion to their maximum sizes."""
-    levels = [(i, group) for i, group in enumerate(groups) if group.lower_level and group.lower_level.is_offloaded]
+    levels = [(i, group) for i, group in enumerate(groups) if group.is_offloaded]
     total_bytes = sum(len(group.layers) * _line_bytes(group) * group.num_usable_blocks for _, group in levels)
     shares = {}
     for group_index, group in levels:
@@ -132,8 +131,19 @@ def _line_bytes(group: CacheGroup) -> int:
 
 
 BlockBytes = NDArray[np.uint8]  # [n, line]
-
 FILE_PREFIX = "offload-"
+
+
+@dataclass
+class OffloadStats:
+    """Statistics of offloaded tokens since the start."""
+
+    written: int = 0  # bytes
+    from_ram: int = 0  # bytes read
+    from_disk: int = 0  # bytes read
+    disk_bytes: int = 0  # size of the files
+    failed: int = 0  # file operations
+    folder: Path | None = None  # of the files, if any
 
 
 class BlockRun(NamedTuple):
@@ -164,14 +174,22 @@ def split_runs(numbers: Sequence[int], split: int) -> list[BlockRun]:
 class OffloadFile:
     """Lines of one offloaded level, in RAM and in one file per layer.
 
+    Several files may update the same ``stats``.
+
     Raises:
-        ConfigError: If the files cannot be created.
+        OSError: If the files cannot be created.
     """
 
-    def __init__(self, share: LevelLayout, folder: Path, name: str, fs: FileSystem = REAL_FILE_SYSTEM) -> None:
-        self.share, self.fs = share, fs
-        self.written = self.read_ram = self.read_disk = self.failures = 0  # bytes, and operations that failed
-        self.touched = 0  # lines of a layer that its file contains
+    def __init__(
+        self,
+        share: LevelLayout,
+        folder: Path,
+        name: str,
+        fs: FileSystem = REAL_FILE_SYSTEM,
+        stats: OffloadStats | None = None,
+    ) -> None:
+        self.share, self.fs, self.stats = share, fs, OffloadStats() if stats is None else stats
+        self._num_lines = 0  # lines of a layer that its file contains
         self._ram = np.empty((share.layers, share.ram, share.block_bytes), np.uint8)
         self._checksums = array("I", bytes(4 * share.layers * share.disk))
         self._unreadable: dict[tuple[int, int], str] = {}
@@ -183,12 +201,9 @@ class OffloadFile:
                 path = storage.temp_paths.temp_path(folder / f"{FILE_PREFIX}{name}.{layer}", "tmp")
                 self._files.append(fs.create(path))
                 paths.append(path)
-        except OSError as error:
+        except OSError:
             self._end()
-            raise ConfigError(
-                f"cache.offload_dir: cannot write to {folder}: {error.strerror or error}",
-                "Give another folder: --offload-dir.",
-            ) from None
+            raise
         self.paths = tuple(paths)
 
     def close(self) -> None:
@@ -199,7 +214,7 @@ class OffloadFile:
         """Write lines [n, line_bytes], contiguous."""
         for tile_index, first, count in runs:
             part = lines[tile_index : tile_index + count]
-            self.written += part.nbytes
+            self.stats.written += part.nbytes
             if first < self.share.ram:
                 self._ram[layer, first : first + count] = part
             else:
@@ -211,8 +226,11 @@ class OffloadFile:
         try:
             self.fs.write_at(self._files[layer], data, at * size)
         except OSError as error:
-            reason, self.failures = f"could not be written: {error.strerror or error}", self.failures + 1
-        self.touched = max(self.touched, at + len(lines))
+            reason = f"could not be written: {error.strerror or error}"
+            self.stats.failed += 1
+        num_new_lines = max(0, at + len(lines) - self._num_lines)
+        self._num_lines += num_new_lines
+        self.stats.disk_bytes += num_new_lines * self.share.layers * size
         for index in range(len(lines)):
             self._checksums[layer * self.share.disk + at + index] = zlib.crc32(data[index * size : (index + 1) * size])
             if reason:
@@ -233,9 +251,9 @@ class OffloadFile:
                 part[:] = 0
             elif first < self.share.ram:
                 part[:] = self._ram[layer, first : first + count]
-                self.read_ram += part.nbytes
+                self.stats.from_ram += part.nbytes
             else:
-                self.read_disk += part.nbytes
+                self.stats.from_disk += part.nbytes
                 for index, reason in self._read(layer, first, part).items():
                     part[index] = 0
                     lost[tile_index + index] = reason
@@ -246,7 +264,7 @@ class OffloadFile:
         _, first, count = run
         if not 0 <= first < self.share.ram:
             return None
-        self.read_ram += count * self.share.block_bytes
+        self.stats.from_ram += count * self.share.block_bytes
         return self._ram[layer, first : first + count]
 
     def _read(self, layer: int, first: int, into: BlockBytes) -> dict[int, str]:
@@ -256,7 +274,7 @@ class OffloadFile:
         try:
             num_read = self.fs.read(self._files[layer], data, at * size)
         except OSError as error:
-            self.failures += 1
+            self.stats.failed += 1
             return {n: lost.get(n, f"could not be read: {error.strerror or error}") for n in range(len(into))}
         for index in range(len(into)):
             begin, end = index * size, (index + 1) * size
@@ -266,7 +284,7 @@ class OffloadFile:
                 lost[index] = "its file is truncated"
             elif zlib.crc32(data[begin:end]) != self._checksums[layer * self.share.disk + at + index]:
                 lost[index] = "its checksum is wrong"
-        self.failures += bool(lost)
+        self.stats.failed += bool(lost)
         return lost
 
 

@@ -1,4 +1,4 @@
-"""A sequence's cache on the host: keys and values in token order, in their stored formats.
+"""A sequence's cache on the host and in a file: keys and values in token order, in their stored formats.
 
 ``capture`` copies it out of a KVCache; ``PendingRestore`` writes it into another one of the same model and
 policy, with other blocks, another layout or on another device. Nothing is decoded, so nothing is rounded: a restored
@@ -7,21 +7,32 @@ positions [m]). Arrays of lower levels are whole blocks, because blocks were qua
 the same block size. Block bounds (``quest.py``) are recomputed.
 
 ``fit_state`` returns why a state cannot be used, or how much of it can.
+
+A session file is a durable container (``container.py``) of kind "session". Sections: "tokens" (of the state), "history"
+(all tokens of the session; it may be longer), "source" (encoder input, if any), "N.layer.kind.number" for the arrays of
+group N, and "rotary.layer". The metadata has the held ranges of the groups and, under "writer", the metadata of the
+caller. Reading is all or nothing: the fingerprint is compared first, then every section is read and verified, and only
+then a state is returned. The pool is not changed until a request resumes from the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvad.cache import manager
+from kvad import storage
+from kvad.cache import device, manager
 from kvad.cache.device import KVCache
 from kvad.cache.groups import CacheGroup
-from kvad.model_input import AttentionPattern, Rotary
+from kvad.cache.sessions.directory import CONTAINER_KIND, not_a_session
+from kvad.errors import StorageError
+from kvad.model_input import Rotary
+from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, ContainerFile, FileSystem, Section
 
 portable_layout = manager.portable_layout
 
@@ -80,7 +91,7 @@ def group_signature(groups: Sequence[CacheGroup], group_index: int) -> dict[str,
         "role": role,
         "layers": list(group.layers),
         "heads": [spec.num_kv_heads, spec.head_dim, spec.value_dim],
-        "sees": str(AttentionPattern.from_spec(spec)),
+        "sees": str(spec.pattern),
         "policy": "" if policy is None else str(policy),
         "formats": [group.key_format, group.value_format],
         "blocks": group.block_size if depends_on_blocks else 0,
@@ -99,42 +110,34 @@ def capture(
 ) -> SequenceState:
     """Copy a sequence's cache to the host. Its blocks may be freed afterwards."""
     groups, nothing = kv_cache.all_groups, portable_layout.HeldRange()
-    parts = [  # held range, filled slots of a lower level, blocks
-        *((held, 0, block_ids) for held, _, block_ids in layout.groups),
-        *((nothing, num_used_slots, block_ids) for num_used_slots, block_ids in layout.lower_levels),
-        *((nothing, 0, block_ids) for block_ids in layout.encoder_blocks),
+    num_source_tokens = len(layout.encoder_tokens or ())
+    parts = [  # held range, skipped blocks, blocks, filled slots of a lower level, length
+        *((*group_layout, 0, layout.length) for group_layout in layout.groups),
+        *((nothing, 0, block_ids, num_used_slots, 0) for num_used_slots, block_ids in layout.lower_levels),
+        *((nothing, 0, block_ids, 0, num_source_tokens) for block_ids in layout.encoder_blocks),
     ]
     group_states = tuple(
         GroupState(group_signature(groups, index), held, num_used_slots, {})
-        for index, (held, num_used_slots, _) in enumerate(parts)
+        for index, (held, _, _, num_used_slots, _) in enumerate(parts)
     )
-    slots = [_held_slots(groups, group_index, layout) for group_index in range(len(parts))]
-    for name, array in kv_cache.copy_out([block_ids for *_, block_ids in parts], slots).items():
+    slots = [
+        _group_slots(group, block_ids, num_skipped, held, length)
+        for group, (held, num_skipped, block_ids, _, length) in zip(groups, parts, strict=False)
+    ]
+    for name, array in kv_cache.copy_out([block_ids for _, _, block_ids, *_ in parts], slots).items():
         group_index, _, kind = name.partition(".")
         group_states[int(group_index)].arrays[kind] = array
     rotaries = kv_cache.summary_rotaries()
     return SequenceState(tuple(tokens), layout.encoder_tokens, regime, salt, group_states, rotaries, engine_id)
 
 
-def _held_slots(
-    groups: Sequence[CacheGroup], group_index: int, layout: portable_layout.SequenceLayout
+def _group_slots(
+    group: CacheGroup, blocks: Sequence[int], num_skipped: int, held: portable_layout.HeldRange, length: int
 ) -> Tensor | None:
     """Return the slots of a group in the order of the state; None for whole blocks."""
-    group = groups[group_index]
     if group.lower_level is not None:
         return None
-    if group.spec.is_cross_attention:
-        block_ids = layout.encoder_blocks[group_index - len(layout.groups) - len(layout.lower_levels)]
-        assert layout.encoder_tokens is not None
-        return _source_slots(group, block_ids, len(layout.encoder_tokens))
-    held_range, num_skipped_blocks, blocks = layout.groups[group_index]
-    slots = portable_layout.held_slots(group, blocks, num_skipped_blocks, held_range, layout.length)
-    return torch.tensor(slots, dtype=torch.int64)
-
-
-def _source_slots(group: CacheGroup, blocks: Sequence[int], length: int) -> Tensor:
-    size, positions = group.block_size, torch.arange(length)
-    return torch.tensor(blocks, dtype=torch.int64)[positions // size] * size + positions % size
+    return torch.tensor(portable_layout.held_slots(group, blocks, num_skipped, held, length), dtype=torch.int64)
 
 
 def common_prefix_length(state: SequenceState, tokens: Sequence[int]) -> int:
@@ -151,9 +154,10 @@ def fit_state(state: SequenceState, groups: Sequence[CacheGroup], length: int) -
         return f"policy: {len(groups)} cache groups here, {len(state.groups)} there"
     layouts, lower_levels = [], []
     for group_index, (group, group_state) in enumerate(zip(groups, state.groups, strict=True)):
-        difference = _differs(group_signature(groups, group_index), group_state.signature)
-        if difference:
-            return difference
+        for name, here in group_signature(groups, group_index).items():
+            if here != (there := group_state.signature.get(name)):
+                name = {"sees": "policy", "blocks": "block size", "role": "policy"}.get(name, name)
+                return f"{name}: {here} here, {there} there"
         if group.lower_level is not None:
             count = len(group_state.arrays["positions"])
             if count > min(group.num_usable_blocks, group.max_blocks_per_seq):
@@ -161,27 +165,14 @@ def fit_state(state: SequenceState, groups: Sequence[CacheGroup], length: int) -
             lower_levels.append((count, group_state.num_used_slots))
         elif not group.spec.is_cross_attention:
             if not portable_layout.is_reusable(group, group_state.held_range, state.length, length):
-                return _too_short(group, state.length, length)
+                policy = group.eviction_policy or group.demotion_policy
+                reason = f"{policy} depends on all tokens" if policy else "the window before them is no longer cached"
+                return f"tokens: equal for {length} of {state.length}, and {reason}"
             layout = portable_layout.fit_layout(group, group_state.held_range, length)
             if layout is None:
                 return f"max_seq_len: {length} tokens there, no room for them here"
             layouts.append(layout)
     return FittedState(length, tuple(layouts), tuple(lower_levels))
-
-
-def _too_short(group: CacheGroup, length: int, num_common: int) -> str:
-    if group.eviction_policy is not None or group.demotion_policy is not None:
-        policy = group.eviction_policy or group.demotion_policy
-        return f"tokens: equal for {num_common} of {length}, and {policy} depends on all tokens"
-    return f"tokens: equal for {num_common} of {length}, and the window before them is no longer cached"
-
-
-def _differs(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    names = {"sees": "policy", "blocks": "block size", "role": "policy"}
-    for name in here:
-        if here[name] != there.get(name):
-            return f"{names.get(name, name)}: {here[name]} here, {there.get(name)} there"
-    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,27 +186,18 @@ class PendingRestore:
     def restore(self, kv_cache: KVCache, blocks: Sequence[Sequence[int]]) -> None:
         """Write the state into ``blocks`` per group; shared encoder blocks are left out."""
         kv_cache.set_summary_rotaries(self.state.rotaries)
-        slots, arrays = [], {}
+        num_source_tokens, slots, arrays = len(self.state.encoder_tokens or ()), [], {}
         for group_index, block_ids in enumerate(blocks):
-            group_slots, picks = self._target_slots(kv_cache.all_groups, group_index, block_ids)
+            num_skipped, held, length, picks = 0, portable_layout.HeldRange(), num_source_tokens, [slice(None)]
+            if group_index < len(self.fitted.layouts):
+                _, num_skipped, held, _ = self.fitted.layouts[group_index]
+                length = self.fitted.length
+                picks = _select_slots(self.state.groups[group_index].held_range, held, length)
+            group_slots = _group_slots(kv_cache.all_groups[group_index], block_ids, num_skipped, held, length)
             slots.append(group_slots)
             for kind, array in self.state.groups[group_index].arrays.items():
                 arrays[f"{group_index}.{kind}"] = array if group_slots is None else _selected(array, picks)
         kv_cache.copy_in(blocks, slots, arrays)
-
-    def _target_slots(
-        self, groups: Sequence[CacheGroup], group_index: int, blocks: Sequence[int]
-    ) -> tuple[Tensor | None, list[slice]]:
-        """Return a group's slots to write and the state's slices for them; None for whole blocks."""
-        group, group_state = groups[group_index], self.state.groups[group_index]
-        if group.lower_level is not None:
-            return None, []
-        if group.spec.is_cross_attention:
-            length = len(self.state.encoder_tokens or ())
-            return _source_slots(group, blocks, length), [slice(0, length)]
-        layout, length = self.fitted.layouts[group_index], self.fitted.length
-        slots = portable_layout.held_slots(group, blocks, layout.num_skipped_blocks, layout.held_range, length)
-        return torch.tensor(slots, dtype=torch.int64), _select_slots(group_state.held_range, layout.held_range, length)
 
 
 def _select_slots(state: portable_layout.HeldRange, held_range: portable_layout.HeldRange, length: int) -> list[slice]:
@@ -251,3 +233,165 @@ def state_shapes(
         else:
             shapes[kind] = (num_slots, *shape[1:2], *shape[3:]) if len(shape) > 2 else (num_slots,), array.dtype
     return shapes
+
+
+@dataclass(frozen=True)
+class LoadedSession:
+    """A session read from a file."""
+
+    state: SequenceState
+    history: tuple[int, ...]  # all tokens of the session
+    metadata: Mapping[str, Any]  # of the writer
+    nbytes: int  # size of the file
+
+
+def save_session(
+    path: Path,
+    state: SequenceState,
+    fingerprint: CacheFingerprint,
+    history: Sequence[int],
+    writer: Mapping[str, Any],
+    fs: FileSystem = REAL_FILE_SYSTEM,
+) -> int:
+    """Write a session atomically and durably, and return its size in bytes; on failure the previous file stays.
+
+    Args:
+        path: File to write.
+        state: State of the sequence.
+        fingerprint: Model and cache of the state.
+        history: All tokens of the session.
+        writer: Metadata of the caller, plain JSON.
+        fs: File system.
+    """
+    sections = [_section("tokens", torch.tensor(state.tokens)), _section("history", torch.tensor(list(history)))]
+    if state.encoder_tokens is not None:
+        sections.append(_section("source", torch.tensor(state.encoder_tokens)))
+    for group_index, group in enumerate(state.groups):
+        sections += [_section(f"{group_index}.{name}", array) for name, array in group.arrays.items()]
+    sections += [_section(f"rotary.{layer}", rotary.inv_freq) for layer, rotary in state.rotaries.items()]
+    metadata = {
+        "length": state.length,
+        "history": len(history),
+        "rope_regime": state.regime,
+        "cache_salt": state.salt,
+        "groups": [
+            {"signature": dict(signature), "held_range": list(held_range), "num_used_slots": num_used_slots}
+            for signature, held_range, num_used_slots, _ in state.groups
+        ],
+        "rotaries": [[layer, rotary.interleaved, rotary.factor] for layer, rotary in state.rotaries.items()],
+        "writer": dict(writer),
+    }
+    return storage.container.write_container(
+        path, CONTAINER_KIND, fingerprint.parts, metadata, sections, durable=True, fs=fs
+    )
+
+
+def load_session(
+    path: Path,
+    fingerprint_for: Callable[[str, str], CacheFingerprint],
+    kv_cache: KVCache,
+    engine_id: object,
+    fs: FileSystem = REAL_FILE_SYSTEM,
+) -> LoadedSession:
+    """Read and verify a session.
+
+    Args:
+        path: File to read.
+        fingerprint_for: Returns the engine's fingerprint for (rotary regime, salt).
+        kv_cache: Cache that must be able to hold the state.
+        engine_id: Engine that the state is compared with.
+        fs: File system.
+
+    Raises:
+        StorageError: If the file is missing, damaged, not a session, or of another model, tokenizer, policy, ...
+        OSError: If the disk fails.
+    """
+    with storage.container.open_container(path, fs) as container:
+        header = container.header
+        if header.kind != CONTAINER_KIND:
+            raise not_a_session(path, header.kind)
+        try:
+            regime, salt = str(header.metadata["rope_regime"]), str(header.metadata["cache_salt"])
+            differences = list(fingerprint_for(regime, salt).differences(header.fingerprint))
+            if differences:
+                raise _mismatch_error(path, "; ".join(differences), header.metadata.get("writer", {}).get("model"))
+            return _read(container, kv_cache, regime, salt, engine_id)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            hint = storage.container.rewrite_hint(path)
+            raise StorageError(f"{path}: not a session of this version ({error!r})", hint, reason="foreign") from None
+
+
+def _read(container: ContainerFile, kv_cache: KVCache, regime: str, salt: str, engine_id: object) -> LoadedSession:
+    metadata, sections = container.header.metadata, container.header.sections
+    descriptions, groups = metadata["groups"], []
+    for group_index, group in enumerate(descriptions):
+        names = [name for name in sections if name.startswith(f"{group_index}.")]
+        held_range = portable_layout.HeldRange(*map(_count, group["held_range"]))
+        arrays = {name.partition(".")[2]: _shaped(container, name) for name in names}
+        groups.append(GroupState(group["signature"], held_range, _count(group["num_used_slots"]), arrays))
+    num_encoder_tokens = None if "source" not in sections else sections["source"].shape[0]
+    source = (0,) * num_encoder_tokens if num_encoder_tokens else None
+    shapes = SequenceState((0,) * _count(metadata["length"]), source, regime, salt, tuple(groups), {})
+    _check(container.path, shapes, kv_cache)
+    for group_index, group_state in enumerate(groups):
+        for name, array in group_state.arrays.items():
+            group_state.arrays[name] = _filled(container, f"{group_index}.{name}", array)
+    tokens, history = _integers(container, "tokens"), _integers(container, "history")
+    if len(tokens) != metadata["length"] or not tokens:
+        raise ValueError("tokens")
+    rotaries = {}
+    for layer, interleaved, factor in metadata["rotaries"]:
+        inv_freq = _filled(container, f"rotary.{layer}", _shaped(container, f"rotary.{layer}"))
+        rotaries[int(layer)] = Rotary(inv_freq, bool(interleaved), float(factor))
+    encoder_tokens = None if num_encoder_tokens is None else _integers(container, "source")
+    state = SequenceState(tokens, encoder_tokens, regime, salt, tuple(groups), rotaries, engine_id)
+    return LoadedSession(state, history, metadata["writer"], container.header.nbytes)
+
+
+def _check(path: Path, state: SequenceState, kv_cache: KVCache) -> None:
+    """Check that the cache could hold the state, before sections are read."""
+    fit = fit_state(state, kv_cache.all_groups, state.length)
+    if isinstance(fit, str):
+        raise _mismatch_error(path, fit)
+    for group_index, group_state in enumerate(state.groups):
+        stored_shapes = {name: (tuple(array.shape), array.dtype) for name, array in group_state.arrays.items()}
+        if stored_shapes != state_shapes(kv_cache, state, group_index):
+            problem = f"{path}: the arrays of group {group_index} do not match its held range"
+            raise StorageError(problem, reason="foreign")
+
+
+def _mismatch_error(path: Path, difference: str, model: object = None) -> StorageError:
+    origin = f": the model was {model}" if model else ""
+    return StorageError(
+        f"{path}: does not belong to this model and cache: {difference}",
+        f"Open it with the model and the cache that wrote it{origin}.",
+        reason="mismatch",
+    )
+
+
+def _section(name: str, array: Tensor) -> Section:
+    return device.host_copy.tensor_to_section(name, array.detach().cpu().contiguous())
+
+
+def _shaped(container: ContainerFile, name: str) -> Tensor:
+    stored = container.header.sections[name]
+    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+
+
+def _filled(container: ContainerFile, name: str, meta: Tensor) -> Tensor:
+    array = torch.empty(meta.shape, dtype=meta.dtype)
+    container.read(name, device.host_copy.as_bytes(array))
+    return array
+
+
+def _integers(container: ContainerFile, name: str) -> tuple[int, ...]:
+    meta = _shaped(container, name)
+    if meta.dtype != torch.int64 or meta.dim() != 1:
+        raise ValueError(name)
+    return tuple(_filled(container, name, meta).tolist())
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value

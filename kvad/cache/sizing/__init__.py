@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from kvad.cache.sizing import activations as activations
     from kvad.cache.sizing import fits as fits
     from kvad.cache.sizing import memory_plan as memory_plan
-    from kvad.cache.sizing.compatibility import check_policy as check_policy
-    from kvad.cache.sizing.compatibility import check_summarizer as check_summarizer
+    from kvad.cache.sizing.fits import available_bytes as available_bytes
+    from kvad.cache.sizing.fits import measure_bandwidth as measure_bandwidth
     from kvad.cache.sizing.fits import require_memory as require_memory
     from kvad.cache.sizing.memory_plan import GroupPlan as GroupPlan
     from kvad.cache.sizing.memory_plan import MemoryPlan as MemoryPlan
+    from kvad.cache.sizing.memory_plan import PoolPlan as PoolPlan
+    from kvad.cache.sizing.memory_plan import check_policy as check_policy
+    from kvad.cache.sizing.memory_plan import check_summarizer as check_summarizer
     from kvad.cache.sizing.memory_plan import plan_memory as plan_memory
-    from kvad.cache.sizing.system_memory import available_bytes as available_bytes
-    from kvad.cache.sizing.system_memory import measure_bandwidth as measure_bandwidth
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

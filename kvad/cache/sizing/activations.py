@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from kvad import config as cfg
 from kvad.cache import offload
@@ -48,13 +47,6 @@ from kvad.config import (
 )
 
 
-class PeakBytes(NamedTuple):
-    """Upper bounds in bytes."""
-
-    scratch: int
-    activations: int
-
-
 def peak_memory(
     config: ModelConfig,
     cache: CacheConfig,
@@ -64,8 +56,8 @@ def peak_memory(
     *,
     hidden: int = 0,
     deterministic: bool = False,
-) -> PeakBytes:
-    """Return the peak of the largest step.
+) -> tuple[int, int]:
+    """Return upper bounds of the scratch and of the activations of the largest step, in bytes.
 
     Args:
         config: Model configuration.
@@ -77,26 +69,20 @@ def peak_memory(
         deterministic: Batch-invariant computation.
     """
     scratch = activations = 0
-    size, span = DTYPE_BYTES[computed], cache.max_seq_len if deterministic else 0
+    size, tiled = DTYPE_BYTES[computed], cache.max_seq_len if deterministic else 0
     if config.decoder is not None:
         tokens = max_decoder_tokens(cache, max_num_batched_tokens, groups)
-        reads = [_with_options(read, hidden, span) for read in _decoder_reads(config.decoder, cache, groups, tokens)]
-        scratch = scratch_bytes(reads, computed)
+        reads = _decoder_reads(config.decoder, cache, groups, tokens, hidden=hidden, tiled=tiled)
+        scratch = scratch_bytes(list(reads), computed)
         tile_values = _tile_values(config, config.decoder, tokens, config.hidden_size) if deterministic else 0
         activations = _decoding(config, config.decoder, cache, tokens, tile_values, size)
     if config.encoder is not None:
         tokens = max_encoder_tokens(config, cache, max_num_batched_tokens)
-        reads = [_with_options(read, hidden, span) for read in _encoder_reads(config, config.encoder, cache, tokens)]
-        scratch = max(scratch, scratch_bytes(reads, computed))
+        reads = _encoder_reads(config, config.encoder, cache, computed, tokens, tiled=tiled)
+        scratch = max(scratch, scratch_bytes(list(reads), computed))
         tile_values = _tile_values(config, config.encoder, tokens, encoder_hidden_size(config)) if deterministic else 0
         activations = max(activations, _encoding(config, config.encoder, cache, tokens, tile_values, size))
-    return PeakBytes(scratch, activations)
-
-
-def _with_options(read: AttentionRead, hidden: int, tiled: int) -> AttentionRead:
-    """Set ``hidden`` and ``tiled`` in a read and its lower levels."""
-    levels = tuple(_with_options(part, hidden, tiled) for part in read.lower_levels)
-    return replace(read, hidden=hidden, tiled=tiled, lower_levels=levels)
+    return scratch, activations
 
 
 def max_decoder_tokens(cache: CacheConfig, max_num_batched_tokens: int, groups: Sequence[CacheGroup]) -> int:
@@ -119,11 +105,8 @@ def max_encoder_tokens(config: ModelConfig, cache: CacheConfig, max_num_batched_
     return min(max(max_num_batched_tokens, longest), cache.max_num_seqs * longest)
 
 
-# ---------------------------------------------------------------- scratch
-
-
 def _decoder_reads(
-    stack: cfg.StackConfig, cache: CacheConfig, groups: Sequence[CacheGroup], tokens: int
+    stack: cfg.StackConfig, cache: CacheConfig, groups: Sequence[CacheGroup], tokens: int, *, hidden: int, tiled: int
 ) -> Iterator[AttentionRead]:
     lower_levels: dict[int, list[AttentionRead]] = {}
     reads: list[tuple[int, AttentionRead]] = []
@@ -137,15 +120,16 @@ def _decoder_reads(
         has_rope = any(isinstance(attention.position, cfg.RopeConfig) for attention in specs.values())
         read = AttentionRead(
             specs,
-            (group.spec.num_kv_heads, group.spec.head_dim, group.spec.value_dim),
+            group,
             tokens,
             rows,
             slots,
             rows * slots,
-            group,
             gathered=not (cache.layout == "contiguous" and rows == 1),
             unrotated=has_rope and cache.rope_at == "read",
             whole=whole,
+            hidden=hidden,
+            tiled=tiled,
         )
         if group.lower_level is not None:
             lower_levels.setdefault(group.lower_level.token_group, []).append(read)
@@ -156,7 +140,7 @@ def _decoder_reads(
 
 
 def _encoder_reads(
-    config: ModelConfig, stack: cfg.StackConfig, cache: CacheConfig, tokens: int
+    config: ModelConfig, stack: cfg.StackConfig, cache: CacheConfig, computed: str, tokens: int, *, tiled: int
 ) -> Iterator[AttentionRead]:
     specs = encoder_attention_specs(config)
     layers_by_pattern: dict[tuple[bool, int | None], list[int]] = {}
@@ -165,8 +149,10 @@ def _encoder_reads(
     for layers in layers_by_pattern.values():
         widest = max((specs[index] for index in layers), key=lambda spec: spec.kv_size)
         by_name = dict(_spec_of_layer(stack, index) for index in layers)
-        shape = (widest.num_kv_heads, widest.head_dim, widest.value_dim)
-        yield AttentionRead(by_name, shape, tokens, cache.max_num_seqs, max_source_tokens(config, cache), tokens)
+        spec = widest._replace(window=None)
+        group = CacheGroup(spec, tuple(layers), 1, 0, 0, key_format=computed, value_format=computed)
+        num_slots = max_source_tokens(config, cache)
+        yield AttentionRead(by_name, group, tokens, cache.max_num_seqs, num_slots, tokens, tiled=tiled)
 
 
 def _spec_of_layer(stack: cfg.StackConfig, index: int) -> tuple[str, cfg.AttentionConfig]:
@@ -183,13 +169,9 @@ def _spec_of_layer(stack: cfg.StackConfig, index: int) -> tuple[str, cfg.Attenti
     return (f"{index}" if is_separate else stack.layer_type(index)), attention
 
 
-# ---------------------------------------------------------------- activations
-
-
 def _decoding(
     config: ModelConfig, stack: cfg.StackConfig, cache: CacheConfig, tokens: int, tile_values: int, size: int
 ) -> int:
-    """Return the activations of a decoder step; ``tile_values`` is for batch invariance."""
     moments = list(_layer_moments(config, stack, config.hidden_size))
     logits = tokens * config.hidden_size * size + cache.max_num_seqs * config.vocab_size * (size + 3 * 4)
     if tile_values:
@@ -200,7 +182,6 @@ def _decoding(
 def _encoding(
     config: ModelConfig, stack: cfg.StackConfig, cache: CacheConfig, tokens: int, tile_values: int, size: int
 ) -> int:
-    """Return the activations of an encoder step."""
     width = encoder_hidden_size(config)
     peak = size * (tokens * max(_layer_moments(config, stack, width)) + tile_values)
     if config.decoder is None:
@@ -257,18 +238,11 @@ def _padded(rows: int) -> int:
 def _layer_moments(config: ModelConfig, stack: cfg.StackConfig, width: int) -> Iterator[int]:
     """Yield the numbers per token at each moment of a layer."""
     for layer in stack.layer_types.values():
-        yield _attention(config, layer.attention, width)
-        yield _mlp(layer, width)
-        if layer.cross_attention is not None:
-            yield _attention(config, layer.cross_attention, width)
-
-
-def _attention(config: ModelConfig, attention: cfg.AttentionConfig, width: int) -> int:
-    heads, kv_heads, dim, value_dim = attention_dims(config, attention)
-    return 4 * width + 4 * (heads + kv_heads) * dim + 2 * kv_heads * value_dim + 3 * heads * value_dim
-
-
-def _mlp(layer: cfg.LayerConfig, width: int) -> int:
-    if isinstance(layer.mlp, cfg.MoEConfig):
-        return 8 * width + 6 * layer.mlp.intermediate_size + 3 * layer.mlp.num_experts
-    return 5 * width + (3 if isinstance(layer.mlp, cfg.PlainMLPConfig) else 4) * layer.mlp.intermediate_size
+        for attention in (layer.attention, layer.cross_attention):
+            if attention is not None:
+                heads, kv_heads, dim, value_dim = attention_dims(config, attention)
+                yield 4 * width + 4 * (heads + kv_heads) * dim + 2 * kv_heads * value_dim + 3 * heads * value_dim
+        if isinstance(layer.mlp, cfg.MoEConfig):
+            yield 8 * width + 6 * layer.mlp.intermediate_size + 3 * layer.mlp.num_experts
+        else:
+            yield 5 * width + (3 if isinstance(layer.mlp, cfg.PlainMLPConfig) else 4) * layer.mlp.intermediate_size

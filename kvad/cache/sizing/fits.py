@@ -1,9 +1,19 @@
-"""Caches that fit into a given memory: the largest sizes of a plan, and an error with what would fit. No torch."""
+"""Caches that fit into a given memory, and the memory of this machine: available bytes and bandwidth. No torch.
+
+Available is what the machine has, or less if control groups limit the process. Linux: ``MemAvailable`` of
+``/proc/meminfo``, and for every memory control group of the process its limit minus its use plus the reclaimable file
+cache. Elsewhere the value of ``sysconf``, or None if unknown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from kvad.cache.config import NUM_SINKS, CacheConfig, resolve_for_model
@@ -11,6 +21,13 @@ from kvad.cache.sizing.memory_plan import MemoryPlan, plan_with
 from kvad.errors import ConfigError, MemoryPlanError, format_count
 
 MAX_PLANNED_SEQS = 4096  # upper bound of the search
+BANDWIDTH_BYTES = 256 << 20  # read to measure the bandwidth; larger than any processor cache
+NUM_COLUMNS = 4096
+# (controllers in /proc/self/cgroup, mount, limit, used, droppable in memory.stat): version 2, version 1
+_GROUPS = (
+    ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 class MemoryFit(NamedTuple):
@@ -129,12 +146,70 @@ def binary_search_max(high: int, holds: Callable[[int], bool]) -> int:
 
     ``holds`` must be true up to a point and false after it.
     """
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
+    return bisect.bisect_left(range(1, high + 1), True, key=lambda n: not holds(n))
 
 
 def _format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes that can be allocated without swapping or an out-of-memory kill; None if unknown.
+
+    ``root`` contains ``proc`` and ``sys``; tests pass another one.
+    """
+    meminfo = [line.split() for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    limits = [*(int(kibibytes) * 1024 for _, kibibytes, *_ in meminfo), *_control_groups(root)]
+    if limits:
+        return max(0, min(limits))
+    for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
+        with suppress(ValueError, OSError, AttributeError):
+            pages = os.sysconf(name)
+            if pages > 0:
+                return pages * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _control_groups(root: Path) -> Iterator[int]:
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for names, mount, limit, used, droppable in _GROUPS:
+            if names in controllers.split(","):
+                folder = root / mount
+                yield from _left(folder, limit, used, droppable)
+                for part in Path(path.lstrip("/")).parts:  # The limits of all parent groups apply.
+                    folder = folder / part
+                    yield from _left(folder, limit, used, droppable)
+
+
+def _left(folder: Path, limit: str, used: str, droppable: str) -> Iterator[int]:
+    with suppress(ValueError, IndexError):  # "max" means no limit; no lines, no such file.
+        max_bytes, used_bytes = int(_lines(folder / limit)[0]), int(_lines(folder / used)[0])
+        cache = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.split()[:1] == [droppable]]
+        yield max_bytes - used_bytes + sum(cache)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+
+
+def measure_bandwidth(seconds: float = 0.3) -> float:
+    """Measure bytes per second, the best of several matrix-vector products: the bound of a decode step.
+
+    Each reads ``BANDWIDTH_BYTES``, or a tenth of the available bytes if that is less, with numpy's number of threads.
+    """
+    import numpy as np
+
+    available = available_bytes()
+    size = BANDWIDTH_BYTES if available is None else min(BANDWIDTH_BYTES, available // 10)
+    matrix = np.ones((max(1, size // (4 * NUM_COLUMNS)), NUM_COLUMNS), dtype=np.float32)
+    vector = np.ones(NUM_COLUMNS, dtype=np.float32)
+    best, first_start = float("inf"), time.perf_counter()
+    while time.perf_counter() - first_start < seconds:
+        start = time.perf_counter()
+        matrix @ vector
+        best = min(best, time.perf_counter() - start)
+    return float(matrix.nbytes / best)

@@ -11,13 +11,14 @@ The plan is computed from the config alone, without torch. Two kinds of numbers 
   decoder or the encoder (``activations.py``, ``scratch.py``). Not counted: the interpreter and torch (about 250 MiB),
   allocator slack, and prompt scoring, which requires logits of all T tokens instead of one per sequence.
 
-An encoder has no pool: nothing is cached between two steps.
+Combinations of a model and a cache that are not supported are refused, with the reason (``check_policy``).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvad import config as config_lib
 from kvad.cache import offload as offload_lib
@@ -26,7 +27,6 @@ from kvad.cache.groups import CacheGroup, GroupBytes, build_groups, group_bytes
 from kvad.cache.manager import check_shareable
 from kvad.cache.policy import TieredPolicy
 from kvad.cache.sizing.activations import peak_memory
-from kvad.cache.sizing.compatibility import check_policy, check_summarizer
 from kvad.config import ModelConfig, attention_specs
 from kvad.errors import ConfigError, suggest
 from kvad.model_input import RESERVED_BLOCKS
@@ -36,67 +36,44 @@ DEFAULT_BATCHED_TOKENS = 2048  # default number of new tokens per step
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Bytes of one cache group, for the requested sequences and (``seq_``) for one sequence at its maximum length.
-
-    ``payload``: keys and values; ``metadata``: positions, per-head data, block bounds and weights; ``reserved``:
-    NULL_BLOCK and PADDING_BLOCK.
-    """
+    """Bytes of one cache group, for the requested sequences and (``seq_``) for one sequence at its maximum length."""
 
     group: CacheGroup
     bytes: GroupBytes  # of the whole pool, reserved blocks included
-
-    def _blocks(self, pool_bytes: int, num_blocks: int) -> int:
-        return pool_bytes // self.group.num_blocks * num_blocks
-
-    @property
-    def reserved(self) -> int:
-        return self._blocks(self.bytes.total, RESERVED_BLOCKS)
-
-    @property
-    def payload(self) -> int:
-        return self._blocks(self.bytes.payload, self.group.num_usable_blocks)
+    payload: int  # keys and values
+    scales: int
+    metadata: int  # positions, per-head data, block bounds and weights
+    reserved: int  # NULL_BLOCK and PADDING_BLOCK
+    seq_payload: int
+    seq_scales: int
+    seq_metadata: int
 
     @property
-    def scales(self) -> int:
-        return self._blocks(self.bytes.scales, self.group.num_usable_blocks)
-
-    @property
-    def metadata(self) -> int:
-        return self._blocks(self.bytes.metadata, self.group.num_usable_blocks)
-
-    @property
-    def seq_payload(self) -> int:
-        return self.bytes.per_token_payload * self.max_slots_per_seq
-
-    @property
-    def seq_scales(self) -> int:
-        return self._blocks(self.bytes.scales, self.group.max_blocks_per_seq)
-
-    @property
-    def seq_metadata(self) -> int:
-        return self._blocks(self.bytes.metadata, self.group.max_blocks_per_seq)
-
-    @property
-    def max_slots_per_seq(self) -> int:
-        return self.group.max_blocks_per_seq * self.group.block_size
+    def total(self) -> int:
+        return self.bytes.total
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Sizes of a model and its cache, in bytes."""
+def _plan_group(group: CacheGroup) -> GroupPlan:
+    pool, num_usable, num_per_seq = group_bytes(group), group.num_usable_blocks, group.max_blocks_per_seq
+    payload, scales, metadata = (size // group.num_blocks for size in (pool.payload, pool.scales, pool.metadata))
+    return GroupPlan(
+        group,
+        pool,
+        payload=payload * num_usable,
+        scales=scales * num_usable,
+        metadata=metadata * num_usable,
+        reserved=(payload + scales + metadata) * RESERVED_BLOCKS,
+        seq_payload=pool.per_token_payload * num_per_seq * group.block_size,
+        seq_scales=scales * num_per_seq,
+        seq_metadata=metadata * num_per_seq,
+    )
 
-    config: ModelConfig
-    cache: CacheConfig  # as requested, before resolve_for_model
-    weights_dtype: str
-    max_num_batched_tokens: int
-    weights: int
-    groups: tuple[GroupPlan, ...]
-    scratch: int
-    activations: int
-    offload: offload_lib.token_offload.OffloadLayout
-    summarizer: int = 0  # parameters of the summarizer, float32 for any weights
-    summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None = None  # None: means
-    deterministic: bool = False  # batch-invariant
+
+@dataclass(frozen=True, kw_only=True)
+class PoolPlan:
+    """Sums over the cache groups of a pool, in bytes."""
+
+    groups: tuple[GroupPlan, ...] | tuple[GroupBytes, ...]  # a GroupBytes includes the reserved blocks in each number
 
     @property
     def payload(self) -> int:
@@ -111,13 +88,31 @@ class MemoryPlan:
         return sum(group.metadata for group in self.groups)
 
     @property
-    def reserved(self) -> int:
-        return sum(group.reserved for group in self.groups)
-
-    @property
     def pool(self) -> int:
         """Bytes that KVCache allocates."""
-        return self.payload + self.scales + self.metadata + self.reserved
+        return sum(group.total for group in self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan(PoolPlan):
+    """Sizes of a model and its cache, in bytes."""
+
+    config: ModelConfig
+    cache: CacheConfig  # as requested, before resolve_for_model
+    weights_dtype: str
+    max_num_batched_tokens: int
+    weights: int
+    groups: tuple[GroupPlan, ...] = ()
+    scratch: int = 0
+    activations: int = 0
+    offload: offload_lib.token_offload.OffloadLayout
+    summarizer: int = 0  # parameters of the summarizer, float32 for any weights
+    summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None = None  # None: means
+    deterministic: bool = False  # batch-invariant
+
+    @property
+    def reserved(self) -> int:
+        return sum(group.reserved for group in self.groups)
 
     @property
     def swapped_seq_bytes(self) -> int:
@@ -129,7 +124,7 @@ class MemoryPlan:
         groups = [plan.group for plan in token_groups]
         if not any(group.eviction_policy or isinstance(group.demotion_policy, TieredPolicy) for group in groups):
             return 0
-        return sum(plan.seq_payload + plan.seq_scales + plan.seq_metadata for plan in token_groups)
+        return sum(plan.bytes.per_seq for plan in token_groups)
 
     @property
     def prefix_cache_host_bytes(self) -> int:
@@ -168,8 +163,17 @@ def plan_memory(
         raise ConfigError(f"max_num_batched_tokens: must be at least 1, got {max_num_batched_tokens}")
     if deterministic and weights_dtype == "float16":
         raise ConfigError("deterministic: not supported in float16", "Use float32 or bfloat16.")
-    weights = config_lib.parameter_shapes.weight_bytes(config, weights_dtype)
-    plan = _plan(config, cache, weights_dtype, max_num_batched_tokens, weights, summarizer_shape, deterministic)
+    without_cache = MemoryPlan(
+        config=config,
+        cache=cache,
+        weights_dtype=weights_dtype,
+        max_num_batched_tokens=max_num_batched_tokens,
+        weights=config_lib.parameter_shapes.weight_bytes(config, weights_dtype),
+        offload=offload_lib.token_offload.OffloadLayout({}),
+        summarizer_shape=summarizer_shape,
+        deterministic=deterministic,
+    )
+    plan = plan_with(without_cache, cache)
     if summarizer_shape is not None:
         check_summarizer(summarizer_shape.ratio, [group_plan.group for group_plan in plan.groups])
     return plan
@@ -177,47 +181,28 @@ def plan_memory(
 
 def plan_with(plan: MemoryPlan, cache: CacheConfig) -> MemoryPlan:
     """Plan the same model with another cache."""
-    options = plan.weights_dtype, plan.max_num_batched_tokens, plan.weights, plan.summarizer_shape, plan.deterministic
-    return _plan(plan.config, cache, *options)
-
-
-def _plan(
-    config: ModelConfig,
-    cache: CacheConfig,
-    weights_dtype: str,
-    max_num_batched_tokens: int,
-    weights: int,
-    summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None,
-    deterministic: bool,
-) -> MemoryPlan:
-    resolved = resolve_for_model(config, cache)
+    config, resolved, deterministic = plan.config, resolve_for_model(plan.config, cache), plan.deterministic
     check_policy(config, resolved, deterministic=deterministic)
     groups = build_groups(attention_specs(config), resolved)
     check_shareable(resolved, groups)
-    has_summaries = any(group.lower_level is not None and group.lower_level.ratio > 1 for group in groups)
-    hidden = summarizer_shape.hidden if summarizer_shape is not None and has_summaries else 0
-    peak = peak_memory(
-        config, resolved, groups, weights_dtype, max_num_batched_tokens, hidden=hidden, deterministic=deterministic
+    hidden = summarizer_bytes = 0
+    if plan.summarizer_shape is not None and any(group.has_summaries for group in groups):
+        hidden = plan.summarizer_shape.hidden
+        shapes = config_lib.parameter_shapes.summarizer_shapes(attention_specs(config), plan.summarizer_shape).values()
+        summarizer_bytes = config_lib.DTYPE_BYTES["float32"] * sum(map(math.prod, shapes))
+    limit = plan.max_num_batched_tokens
+    scratch, activations = peak_memory(
+        config, resolved, groups, plan.weights_dtype, limit, hidden=hidden, deterministic=deterministic
     )
-    return MemoryPlan(
-        config,
-        cache,
-        weights_dtype,
-        max_num_batched_tokens,
-        weights,
-        tuple(GroupPlan(group, group_bytes(group)) for group in groups),
-        peak.scratch,
-        peak.activations,
-        offload_lib.token_offload.plan_offload(groups, resolved.offload_ram),
-        _summarizer_bytes(config, summarizer_shape) if summarizer_shape is not None and has_summaries else 0,
-        summarizer_shape,
-        deterministic,
+    return replace(
+        plan,
+        cache=cache,
+        groups=tuple(map(_plan_group, groups)),
+        scratch=scratch,
+        activations=activations,
+        offload=offload_lib.token_offload.plan_offload(groups, resolved.offload_ram),
+        summarizer=summarizer_bytes,
     )
-
-
-def _summarizer_bytes(config: ModelConfig, summarizer_shape: config_lib.parameter_shapes.SummarizerShape) -> int:
-    shapes = config_lib.parameter_shapes.summarizer_shapes(attention_specs(config), summarizer_shape).values()
-    return config_lib.DTYPE_BYTES["float32"] * sum(map(math.prod, shapes))
 
 
 def decode_step_bytes(plan: MemoryPlan, num_seqs: int, seq_len: int) -> int:
@@ -271,3 +256,89 @@ def _idle_bytes(plan: MemoryPlan, num_seqs: int) -> int:
             num_experts = parameter.shape[0]
             numbers += size // num_experts * max(0, num_experts - num_seqs * parameter.experts_per_token)
     return numbers * config_lib.DTYPE_BYTES[plan.weights_dtype]
+
+
+def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:
+    """Raise ConfigError if the model's positions do not support the cache; the message says what fits."""
+    if config.decoder is None:
+        return
+    if deterministic:
+        _check_deterministic(config, cache)
+    if cache.rope_at == "write":
+        _check_summaries(config, cache)
+    if cache.endless:
+        _check_endless(config, cache)
+
+
+def _check_endless(config: ModelConfig, cache: CacheConfig) -> None:
+    """Check that positions can be renumbered: RoPE and biases depend on distances, which a window bounds."""
+    assert config.decoder is not None
+    added = config.embedding.position
+    if added is not None:
+        raise ConfigError(
+            f"cache.endless: {added.kind} positions are part of every key and value and cannot be renumbered",
+            "Sequences of this model end at max_seq_len: use --overflow stop.",
+        )
+    specs = cache.restrict(attention_specs(config))
+    for num_sinks, window in ((spec.num_sinks, spec.window) for spec in specs if not spec.is_cross_attention):
+        if window is not None and num_sinks + window > config.max_seq_len:
+            raise ConfigError(
+                f"cache.endless: the cache must have at most {config.max_seq_len} tokens, got {num_sinks + window}",
+                f"Keep at most {config.max_seq_len} tokens.",
+            )
+        if window is not None and num_sinks and cache.layout == "paged" and window < cache.block_size:
+            raise ConfigError(
+                f"cache.endless: the window must have at least a block of {cache.block_size} tokens, got {window}",
+                f"Keep at least {cache.block_size}, or use a smaller cache.block_size.",
+            )
+    for layer_type in config.decoder.layer_types.values():
+        position = layer_type.attention.position
+        if isinstance(position, config_lib.CustomPositionsConfig) and any(spec.renumber_positions for spec in specs):
+            raise ConfigError(
+                f"cache.endless: {position.name} does not support renumbered positions", "Use window(n), without sinks."
+            )
+
+
+def _check_deterministic(config: ModelConfig, cache: CacheConfig) -> None:
+    """Refuse policies that move keys or positions: batch-invariant tiles of keys are at fixed positions."""
+    for group in build_groups(attention_specs(config), cache):
+        policy = group.eviction_policy or group.demotion_policy or group.sparse_read_policy
+        if policy is not None or group.spec.renumber_positions:
+            cause = f"the policy {policy}" if policy is not None else "renumbered sinks"
+            if group.demotion_policy is not None and cache.overflow in ("summarize", "offload"):
+                cause = f"overflow={cache.overflow}, which uses {cause}"
+            raise ConfigError(
+                f"deterministic: not supported with {cause}",
+                "Use full, window(n), sinks(k, n) up to the limit, or block-window(n).",
+            )
+
+
+def _check_summaries(config: ModelConfig, cache: CacheConfig) -> None:
+    """Check that stored keys can be rotated back to be merged; sequence-dependent RoPE frequencies prevent that."""
+    for layer in range(config.stack.num_layers):
+        position = config.stack.layer_config(layer).attention.position
+        levels = cache.resolved_policy.for_layer(layer).stateful
+        scaling = position.scaling if isinstance(position, config_lib.RopeConfig) else None
+        is_per_sequence = isinstance(scaling, config_lib.DynamicScalingConfig | config_lib.LongRopeScalingConfig)
+        if scaling is not None and is_per_sequence and isinstance(levels, TieredPolicy) and levels.summaries:
+            raise ConfigError(
+                f"cache.policy: {levels}: {scaling.kind} scaling gives each sequence other frequencies, so stored keys "
+                f"of layer {layer} cannot be rotated back to be summarized",
+                "Store them unrotated: cache.rope_at='read'.",
+            )
+
+
+def check_summarizer(ratio: int, groups: Sequence[CacheGroup]) -> None:
+    """Raise ConfigError if the cache has no summaries of the summarizer's ratio."""
+    levels = [group.lower_level for group in groups if group.lower_level is not None and group.has_summaries]
+    if not levels:
+        raise ConfigError(
+            "summarizer: the cache's policy has no summaries",
+            f'Use --policy "tiered(64, quantized=0, summaries=256, ratio={ratio})".',
+        )
+    for level in levels:
+        if level.ratio != ratio:
+            raise ConfigError(
+                f"summarizer: must have the policy's ratio {level.ratio}, got {ratio}",
+                f"Use ratio={ratio} in the policy, or another summarizer.",
+            )

@@ -32,7 +32,7 @@ and until the end of the step, for each part:
 For an offloaded level (``token_offload.py``) S is that of one tile, and up to three tiles exist at once: two that are
 merged, and the next being decoded. Only positions are stored for all of it.
 
-Batch-invariant attention (``ops/batch_invariant_attention.py``) computes scores for everything it reads, in tiles of
+Batch-invariant attention (``ops/batch_invariant.py``) computes scores for everything it reads, in tiles of
 keys and queries (``_tiled_bytes``), if the smallest tile of products has ``TILE`` rows, as
 ``kvad.ops.batch_invariant`` measured on every machine so far. If it measures a larger tile, an engine uses more.
 
@@ -46,7 +46,6 @@ from dataclasses import dataclass
 
 from kvad import config as cfg
 from kvad.cache.groups import CacheGroup
-from kvad.cache.policy import EvictionPolicy
 from kvad.cache.quantization import get_format
 from kvad.config import DTYPE_BYTES
 
@@ -66,12 +65,11 @@ class AttentionRead:
     """One read of attention layers that share masks, in one step."""
 
     specs: Mapping[str, cfg.AttentionConfig]  # by the name under which biases are shared
-    spec: tuple[int, int, int]  # (K, D, Dv)
+    group: CacheGroup  # of an encoder, which reads the keys of the step: one without blocks, in the compute dtype
     tokens: int  # queries
     rows: int  # sequences
     slots: int  # keys of each sequence
     keys: int  # keys of all sequences
-    group: CacheGroup | None = None  # None: keys of the step itself
     gathered: bool = False  # Blocks are copied out of the group.
     unrotated: bool = False  # RoPE is applied at read time.
     lower_levels: tuple[AttentionRead, ...] = ()
@@ -80,9 +78,14 @@ class AttentionRead:
     tiled: int = 0  # positions of a sequence, if batch-invariant
 
     @property
+    def dims(self) -> tuple[int, int, int]:
+        """K, D and Dv."""
+        return self.group.spec.num_kv_heads, self.group.spec.head_dim, self.group.spec.value_dim
+
+    @property
     def values(self) -> int:
         """Numbers of all keys and values."""
-        kv_heads, dim, value_dim = self.spec
+        kv_heads, dim, value_dim = self.dims
         return self.keys * kv_heads * (dim + value_dim)
 
     @property
@@ -91,35 +94,25 @@ class AttentionRead:
         return max(attention.num_heads for attention in self.specs.values())
 
     @property
-    def eviction(self) -> EvictionPolicy | None:
-        return None if self.group is None else self.group.eviction_policy
-
-    @property
     def per_head(self) -> bool:
         """True if heads have different positions and these affect logits."""
         has_bias = any(not _is_rotary_or_none(attention) for attention in self.specs.values())
-        return self.eviction is not None and (self.unrotated or has_bias)
+        return self.group.eviction_policy is not None and (self.unrotated or has_bias)
 
     @property
     def masks(self) -> int:
         """Masks per pair of query and key."""
-        chooses = self.group is not None and self.group.sparse_read_policy is not None
-        return self.spec[0] if self.per_head or chooses else 1
+        return self.dims[0] if self.per_head or self.group.sparse_read_policy is not None else 1
 
     @property
     def renumbered(self) -> bool:
         """True if sink positions are renumbered."""
-        return self.group is not None and self.group.spec.renumber_positions
+        return self.group.spec.renumber_positions
 
     @property
     def watched(self) -> bool:
         """True if all attention weights are computed because eviction depends on them."""
-        return self.eviction is not None and self.eviction.observed_queries > 0
-
-    @property
-    def weighted(self) -> bool:
-        """True for summaries."""
-        return self.group is not None and self.group.lower_level is not None and self.group.lower_level.ratio > 1
+        return self.group.eviction_policy is not None and self.group.eviction_policy.observed_queries > 0
 
 
 def scratch_bytes(reads: Sequence[AttentionRead], computed: str) -> int:
@@ -149,17 +142,15 @@ def _scratch(read: AttentionRead, computed: str) -> int:
     scratch += sum(MERGE_TILES * part.values * DTYPE_BYTES[computed] for part in parts if part.whole)
     scratch += max(_attention_bytes(part, computed) for part in parts)
     if len(parts) > 1 or read.renumbered:
-        scratch += read.tokens * read.heads * (5 * read.spec[2] + 4) * wide
+        scratch += read.tokens * read.heads * (5 * read.dims[2] + 4) * wide
     if read.renumbered:  # queries rotated back
-        scratch += read.tokens * read.heads * read.spec[1] * (3 * wide + 16)
+        scratch += read.tokens * read.heads * read.dims[1] * (3 * wide + 16)
     return scratch + _block_selection_bytes(read)
 
 
 def _copy_bytes(read: AttentionRead, computed: str) -> int:
     """Return the bytes of gathered, decoded and rotated keys and values."""
-    if read.group is None:
-        return 0
-    kv_heads, dim, value_dim = read.spec
+    kv_heads, dim, value_dim = read.dims
     size = DTYPE_BYTES[computed]
     formats = read.group.key_format, read.group.value_format
     copied = read.keys * kv_heads * slot_bytes(formats, dim, value_dim, read.group.block_size) if read.gathered else 0
@@ -182,10 +173,10 @@ def _decode_bytes(read: AttentionRead, name: str, dim: int, computed: str) -> in
     """Return the bytes of decoding keys or values of ``dim`` numbers and encoding new ones."""
     if name == computed:
         return 0
-    count, size = read.keys * read.spec[0] * dim, DTYPE_BYTES[computed]
+    count, size = read.keys * read.dims[0] * dim, DTYPE_BYTES[computed]
     if get_format(name).kind == "plain":
         return count * size
-    return count * (size + 3 + (4 if size == 2 else 0)) + ENCODE_BYTES * read.tokens * read.spec[0] * dim
+    return count * (size + 3 + (4 if size == 2 else 0)) + ENCODE_BYTES * read.tokens * read.dims[0] * dim
 
 
 def _attention_bytes(read: AttentionRead, computed: str) -> int:
@@ -195,19 +186,19 @@ def _attention_bytes(read: AttentionRead, computed: str) -> int:
     size, row = DTYPE_BYTES[computed], read.rows * read.slots
     masks = read.masks * min(read.tokens * read.slots, max(MASK_BUDGET, row))
     total = 12 * masks * (2 if read.renumbered else 1)
-    forced = read.weighted or read.watched
-    unfused = [each for each in read.specs.values() if forced or _makes_scores(each, read.spec, computed)]
+    forced = read.group.has_summaries or read.watched
+    unfused = [each for each in read.specs.values() if forced or _makes_scores(each, read.dims, computed)]
     if unfused:
         heads = max(attention.num_heads for attention in unfused)
         scores = min(heads * read.tokens * read.slots, max(SCORE_BUDGET, heads * row))
         total += (6 if read.watched else 4) * max(4, size) * scores
-        total += 8 * read.tokens * heads * read.spec[1] if read.watched else 0  # queries, widened
+        total += 8 * read.tokens * heads * read.dims[1] if read.watched else 0  # queries, widened
         total += read.values * 4 if size == 2 else 0
         if any(isinstance(attention.position, cfg.T5BiasConfig) for attention in unfused):
             total += 48 * scores // (1 if read.per_head else min(attention.num_heads for attention in unfused))
         elif read.per_head:
             total += 24 * scores
-    return total + (16 * row * read.spec[0] if read.watched else 0)
+    return total + (16 * row * read.dims[0] if read.watched else 0)
 
 
 def _tiled_bytes(read: AttentionRead, computed: str) -> int:
@@ -219,14 +210,14 @@ def _tiled_bytes(read: AttentionRead, computed: str) -> int:
 
     A block has queries of whole groups, at least ``TILE`` and at most as many as SCORE_BUDGET allows for a tile.
     """
-    kv_heads, dim, value_dim = read.spec
+    kv_heads, dim, value_dim = read.dims
     wide, heads = max(4, DTYPE_BYTES[computed]), read.heads
     min_queries, max_queries = (-(-rows // (heads // kv_heads)) for rows in (TILE, TILES[-1]))
     fitting = SCORE_BUDGET // (heads * read.slots)
     queries = max(read.rows * min_queries, min(read.rows * max_queries, read.tokens + read.rows * min_queries, fitting))
-    has_window = read.group is not None and read.group.spec.window is not None  # Then the first tile is partial.
+    has_window = read.group.spec.window is not None  # Then the first tile is partial.
     slots = spread = KEYS * (-(-read.slots // KEYS) + has_window)
-    if read.group is not None and read.group.spec.num_sinks:
+    if read.group.spec.num_sinks:
         spread = max(slots, KEYS * (-(-read.tiled // KEYS) + 1))
     capped = any(attention.logit_softcap is not None for attention in read.specs.values())
     total = (5 + capped) * wide * heads * queries * slots + 16 * queries * spread + 32 * read.rows * spread
@@ -241,17 +232,17 @@ def _is_rotary_or_none(attention: cfg.AttentionConfig) -> bool:
     return attention.position is None or isinstance(attention.position, cfg.RopeConfig)
 
 
-def _makes_scores(attention: cfg.AttentionConfig, spec: tuple[int, int, int], computed: str) -> bool:
+def _makes_scores(attention: cfg.AttentionConfig, dims: tuple[int, int, int], computed: str) -> bool:
     """True if attention stores a score matrix, unlike the fused kernel without biases."""
-    plain = _is_rotary_or_none(attention) and spec[1] == spec[2]
+    plain = _is_rotary_or_none(attention) and dims[1] == dims[2]
     return not plain or attention.logit_softcap is not None or attention.sink_logits or computed == "float16"
 
 
 def _block_selection_bytes(read: AttentionRead) -> int:
     """Return the bytes of block bounds and of the blocks that each query selects."""
-    if read.group is None or read.group.sparse_read_policy is None:
+    if read.group.sparse_read_policy is None:
         return 0
-    kv_heads, dim, _ = read.spec
+    kv_heads, dim, _ = read.dims
     wide = 8 if read.group.key_format == "float64" else 4
     blocks = read.slots // read.group.block_size
     bounds = 4 * read.rows * blocks * kv_heads * dim * wide
@@ -261,10 +252,7 @@ def _block_selection_bytes(read: AttentionRead) -> int:
 
 def _move_bytes(read: AttentionRead) -> int:
     """Return the bytes of evicting or demoting tokens, of one layer at a time."""
-    group = read.group
-    if group is None:
-        return 0
-    kv_heads, dim, value_dim = read.spec
+    group, (kv_heads, dim, value_dim) = read.group, read.dims
     if group.demotion_policy is not None:
         moving = read.rows * (group.demotion_policy.interval + group.block_size)
         summarized = SUMMARIZER_COPIES * (dim + value_dim + 2 + read.hidden) if read.hidden else 0

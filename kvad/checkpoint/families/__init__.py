@@ -1,8 +1,8 @@
 """Hugging Face families; ``FAMILIES`` maps a ``model_type`` to its file.
 
-Classes that differ only in fields and names are rows of a table (``_decoder.py``, ``bart.py``).  A file is imported
+Classes that differ only in fields and names are rows of a table (``_hf_class.py``, ``fairseq.py``).  A file is imported
 when one of its families is requested, and lists them in ``FAMILIES``.  Custom families are named in an environment
-variable: ``KVAD_FAMILIES=parrot=parrot:FAMILY``.
+variable, ``KVAD_FAMILIES=parrot=parrot:FAMILY,...``, never in a downloaded file.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ __all__ = ["ENV_VARIABLE", "FAMILIES", "UNSUPPORTED", "find_family"]
 ENV_VARIABLE = "KVAD_FAMILIES"
 
 _TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
-    "bart": ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"),
-    "bert": ("bert", "camembert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
-    "distilbert": ("distilbert",),
-    "fairseq": ("biogpt", "opt", "xglm"),
-    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "bert": ("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    "fairseq": (
+        *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"),
+        *("biogpt", "opt", "xglm"),
+    ),
+    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text", "t5gemma"),
     "gpt": ("codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt"),
     "llama": ("granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi", "phi3", "stablelm", "starcoder2"),
-    "modernbert": ("modernbert",),
     "neox": ("bloom", "falcon", "gpt_neox", "mpt"),
-    "rotary_bert": ("nomic_bert", "roformer"),
+    "rotary_bert": ("modernbert", "nomic_bert", "roformer"),
     "t5": ("mt5", "t5", "umt5"),
-    "t5gemma": ("t5gemma",),
     "windowed": ("cohere", "cohere2", "gpt_oss", "qwen2", "qwen3", "smollm3"),
 }
 FAMILIES: dict[str, str] = {model_type: file for file, types in _TYPES.items() for model_type in types}
@@ -47,7 +46,8 @@ def find_family(model_type: str) -> Family:
 
     Raises CheckpointError for any other; the hint is the most similar name, or why it is not supported.
     """
-    custom = _custom_families().get(model_type)
+    entries = [entry.partition("=") for entry in os.environ.get(ENV_VARIABLE, "").split(",") if entry.strip()]
+    custom = {name.strip(): target.strip() for name, _, target in entries}.get(model_type)
     if custom is not None:
         custom_family = config.plugins.load_plugin(custom, ENV_VARIABLE)
         if not isinstance(custom_family, Family):
@@ -60,9 +60,3 @@ def find_family(model_type: str) -> Family:
     module = importlib.import_module(f"kvad.checkpoint.families.{FAMILIES[model_type]}")
     families: tuple[Family, ...] = module.FAMILIES
     return next(family for family in families if model_type in family.types)
-
-
-def _custom_families() -> dict[str, str]:
-    """Parse ``parrot=parrot:FAMILY,...``; code is named by the user, never by a downloaded file."""
-    entries = [entry.partition("=") for entry in os.environ.get(ENV_VARIABLE, "").split(",") if entry.strip()]
-    return {name.strip(): target.strip() for name, _, target in entries}

@@ -10,6 +10,7 @@ The first part of a name is a part of the config: ``attention``, ``mlp`` and ``n
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -17,9 +18,15 @@ from typing import Any, NamedTuple
 
 from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader
-from kvad.checkpoint.families._common import ACTIVATIONS, hf_activation, read_dropout, read_rope, rope_fields
 from kvad.config import ModelConfig, head_dim
 from kvad.errors import CheckpointError
+
+ACTIVATIONS = {  # Hugging Face -> kvad
+    **{name: name for name in ("gelu", "quick_gelu", "relu", "relu2", "silu", "tanh")},
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
+    "gelu_python": "gelu",
+    "swish": "silu",
+}
 
 
 class HFField(NamedTuple):
@@ -31,6 +38,7 @@ class HFField(NamedTuple):
 
 
 FieldTable = Mapping[str, Any]  # kvad's dotted name -> HFField, or a constant
+FieldValues = defaultdict[str, dict[str, Any]]  # part of the config -> values by name
 
 
 def integer(
@@ -52,25 +60,51 @@ def flag(name: str, default: bool = False, values: tuple[Any, Any] = (False, Tru
     return HFField(lambda fields: values[fields.flag(name, default)], lambda value, config: {name: value == values[1]})
 
 
+def sizes(
+    hidden_size: str = "hidden_size",
+    num_layers: str = "num_hidden_layers",
+    num_heads: str = "num_attention_heads",
+    intermediate_size: str = "intermediate_size",
+) -> FieldTable:
+    """Build the sizes of a class by their fields' names."""
+    return {
+        "hidden_size": integer(hidden_size),
+        "vocab_size": integer("vocab_size"),
+        "stack.num_layers": integer(num_layers),
+        "attention.num_heads": integer(num_heads),
+        "mlp.intermediate_size": integer(intermediate_size),
+    }
+
+
 def biases(name: str, default: bool = False) -> FieldTable:
     """Build the flag for biases in attention."""
     return dict.fromkeys(("attention.qkv_bias", "attention.out_bias"), flag(name, default))
 
 
-def layer_norm(name: str) -> FieldTable:
+ALL_BIASES: FieldTable = dict.fromkeys(("attention.qkv_bias", "attention.out_bias", "mlp.bias"), True)
+
+
+def layer_norm(name: str, default: float = 1e-5) -> FieldTable:
     """Build a LayerNorm with bias; ``name`` is the field of its epsilon."""
-    return {"norm.kind": "layer", "norm.eps": number(name, 1e-5), "norm.bias": True}
+    return {"norm.kind": "layer", "norm.eps": number(name, default), "norm.bias": True}
 
 
-def optional_integer(name: str, *, write_none: bool = True) -> HFField:
-    return HFField(
-        lambda fields: fields.integer(name) if name in fields else None,
-        lambda value, config: {name: value} if value is not None or write_none else {},
-    )
+def embedding_norm(name: str, default: float = 1e-5) -> HFField:
+    """Build the norm after the embedding, with the epsilon of the other norms."""
+    return HFField(lambda fields: cfg.NormConfig("layer", fields.number(name, default=default), bias=True))
+
+
+def optional_integer(name: str) -> HFField:
+    return HFField(lambda fields: fields.optional_integer(name), lambda value, config: {name: value})
 
 
 def optional_number(name: str) -> HFField:
-    return HFField(lambda fields: fields.number(name) if name in fields else None, lambda value, config: {name: value})
+    return HFField(lambda fields: fields.optional_number(name), lambda value, config: {name: value})
+
+
+def hf_activation(activation: str) -> str:
+    """Return transformers' name of an activation."""
+    return "gelu_new" if activation == "gelu_tanh" else activation
 
 
 def activation(name: str, default: str) -> HFField:
@@ -79,8 +113,19 @@ def activation(name: str, default: str) -> HFField:
     )
 
 
-def dropout(name: str) -> HFField:
-    return HFField(lambda fields: read_dropout(fields, embedding=name).embedding, lambda value, config: {name: value})
+def dropouts(**names: str) -> FieldTable:
+    """Build dropout probabilities by a class's field names; absent fields are 0."""
+
+    def dropout(name: str) -> HFField:
+        def read(fields: HFConfigReader) -> float:
+            rate = fields.number(name, default=0.0)
+            if not 0 <= rate < 1:
+                raise fields.error(f"{name}: must be in [0, 1), got {rate}")
+            return rate
+
+        return HFField(read, lambda value, config: {name: value})
+
+    return {f"dropout.{kvad_name}": dropout(hf_name) for kvad_name, hf_name in names.items()}
 
 
 def learned_positions(name: str, default: int | None = None, *, offset: int = 0) -> HFField:
@@ -88,14 +133,38 @@ def learned_positions(name: str, default: int | None = None, *, offset: int = 0)
     return HFField(lambda fields: cfg.LearnedPositionsConfig(fields.integer(name, default=default) + offset, offset))
 
 
+def table_size(name: str = "embedding_size", default: int | None = None) -> HFField:
+    """Build the size of an embedding that may be narrower than the model (None: it has the model's size)."""
+
+    def read(fields: HFConfigReader) -> int | None:
+        hidden_size = fields.integer("hidden_size")
+        size = fields.integer(name, default=hidden_size if default is None else default)
+        return None if size == hidden_size else size
+
+    return HFField(read, lambda _, config: {name: cfg.embedding_size(config)})
+
+
+def embedding_scale(size_name: str, default: bool = True) -> HFField:
+    """Build the flag that multiplies embeddings by the root of the model's size, the field ``size_name``."""
+    return HFField(
+        lambda fields: math.sqrt(fields.integer(size_name)) if fields.flag("scale_embedding", default) else 1.0,
+        lambda scale, config: {"scale_embedding": scale != 1.0},
+    )
+
+
 def softmax_scale(read: Callable[[HFConfigReader], Any], write: Callable[[float], Mapping[str, Any]]) -> HFField:
     """Build the scale of attention logits; ``write`` takes it as a number."""
+    return HFField(
+        read, lambda value, config: write({"default": first_head_dim(config) ** -0.5, "none": 1.0}.get(value, value))
+    )
 
-    def write_scale(value: Any, config: ModelConfig) -> Mapping[str, Any]:
-        default = head_dim(config, config.stack.layer_config(0).attention) ** -0.5
-        return write({"default": default, "none": 1.0}.get(value, value))
 
-    return HFField(read, write_scale)
+def first_head_dim(config: ModelConfig) -> int:
+    """Return the head dim of the first layer."""
+    return head_dim(config, config.stack.layer_config(0).attention)
+
+
+# ---------------------------------------------------------------- rotary positions
 
 
 def rope(
@@ -104,6 +173,7 @@ def rope(
     partial: float | None = None,
     interleaved: bool = False,
     scaling_fields: tuple[str, ...] = (),
+    absent: cfg.RopeConfig | None = None,
 ) -> HFField:
     """Build rotary positions.
 
@@ -113,18 +183,20 @@ def rope(
             is refused.
         interleaved: Pairs are neighboring dims.
         scaling_fields: Fields of ``rope_scaling`` that a class accepts, if it refuses all others but ``type``.
+        absent: Positions to write for a model that has none.
     """
 
     def read(fields: HFConfigReader) -> cfg.RopeConfig:
+        options: dict[str, Any] = {"theta": theta, "interleaved": interleaved}
         if partial is None:
-            return read_full_rope(fields, theta=theta, interleaved=interleaved)
+            return read_full_rope(fields, **options)
         max_seq_len = fields.integer("max_position_embeddings")
-        return read_rope(
-            fields, max_seq_len=max_seq_len, theta=theta, partial_rotary_factor=partial, interleaved=interleaved
-        )
+        return read_rope(fields, max_seq_len=max_seq_len, partial_rotary_factor=partial, **options)
 
     def write(position: object, config: ModelConfig) -> dict[str, Any]:
-        content = rope_fields(require_rope(position), partial=partial is not None)
+        layers = (config.stack.layer_config(index) for index in range(config.stack.num_layers))
+        others = (layer.attention.position for layer in layers if layer.attention.position is not None)
+        content = rope_fields(position or next(others, absent), partial=partial is not None)
         scaling = content["rope_scaling"]
         if scaling is not None and scaling_fields:
             accepted = {name: scaling[name] for name in scaling_fields if name in scaling}
@@ -138,9 +210,7 @@ def read_full_rope(fields: HFConfigReader, **changes: Any) -> cfg.RopeConfig:
     """Read rotary positions over the full head.  Raises CheckpointError for part of a head."""
     position = read_rope(fields, max_seq_len=fields.integer("max_position_embeddings"), **changes)
     if position.partial_rotary_factor != 1:
-        raise CheckpointError(
-            f"{fields.where}: partial_rotary_factor {position.partial_rotary_factor} is not supported"
-        )
+        raise fields.error(f"partial_rotary_factor {position.partial_rotary_factor} is not supported")
     return position
 
 
@@ -151,26 +221,132 @@ def require_rope(position: object) -> cfg.RopeConfig:
     return position
 
 
+def read_rope(
+    fields: HFConfigReader, *, max_seq_len: int, layer_type: str | None = None, **changes: Any
+) -> cfg.RopeConfig:
+    """Read the rotary positions of a config in either format.
+
+    transformers 4 has ``rope_theta`` and ``rope_scaling``, 5 has ``rope_parameters``, nested by ``layer_type`` if
+    layers differ.  A file in which both formats disagree is refused.  ``changes`` are fields of ``RopeConfig``
+    that the family decides, or defaults of the class for ``theta`` and ``partial_rotary_factor``.
+    """
+    current, legacy = fields.part("rope_parameters").content, fields.part("rope_scaling").content
+    if layer_type is not None and isinstance(current.get(layer_type), Mapping):
+        current, legacy = current[layer_type], {}
+    if any(isinstance(value, Mapping) for value in current.values()):
+        raise fields.error("rope_parameters by layer type are not supported")
+    if current and legacy and _scaling(fields, current, max_seq_len) != _scaling(fields, legacy, max_seq_len):
+        raise fields.error("rope_parameters and rope_scaling disagree", "Keep one of them.")
+    present = {name: value for name, value in (current or legacy).items() if value is not None}
+    outer = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")}  # of transformers 4
+    values = HFConfigReader({**outer, **present}, fields.where)
+    theta = values.number("rope_theta", default=changes.pop("theta", 10000.0))
+    fraction = values.number("partial_rotary_factor", default=changes.pop("partial_rotary_factor", 1.0))
+    scaling = _scaling(fields, current or legacy, max_seq_len)
+    return cfg.RopeConfig(theta=theta, partial_rotary_factor=fraction, scaling=scaling, **changes)
+
+
+def _scaling(fields: HFConfigReader, current: Mapping[str, Any], max_seq_len: int) -> cfg.RopeScalingConfig | None:
+    values = HFConfigReader(current, f"{fields.where}: rope_scaling")
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return cfg.LinearScalingConfig(values.number("factor"))
+    original = _original_max_seq_len(fields, values, max_seq_len)
+    if kind == "dynamic":
+        reason = "transformers uses max_position_embeddings."
+        values.require_one_of("original_max_position_embeddings", max_seq_len, reason=reason)
+        return cfg.DynamicScalingConfig(values.number("factor"), max_seq_len)
+    if kind == "llama3":
+        low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+        return cfg.Llama3ScalingConfig(values.number("factor"), original, low, high)
+    if kind == "yarn":
+        names = ("attention_factor", "mscale", "mscale_all_dim")
+        attention: Any = {name: values.optional_number(name) for name in names}
+        return cfg.YarnScalingConfig(
+            factor=values.number("factor", default=max_seq_len / original),
+            original_max_seq_len=original,
+            beta_fast=values.number("beta_fast", default=32.0),
+            beta_slow=values.number("beta_slow", default=1.0),
+            truncate=values.flag("truncate", True),
+            **attention,
+        )
+    if kind in ("longrope", "su"):
+        scaling = cfg.LongRopeScalingConfig(
+            short_factor=tuple(map(float, values.get("short_factor", ()))),
+            long_factor=tuple(map(float, values.get("long_factor", ()))),
+            original_max_seq_len=original,
+            factor=values.optional_number("factor"),
+            attention_factor=values.optional_number("attention_factor"),
+        )
+        if scaling.attention_factor is None:
+            reason = "transformers 4 uses max_position_embeddings / original."
+            values.require_one_of("factor", max_seq_len / original, reason=reason)
+        return scaling
+    hint = "Supported: default, linear, dynamic, llama3, yarn, longrope."
+    raise fields.error(f"rope_type {kind!r} is not supported", hint)
+
+
+def _original_max_seq_len(fields: HFConfigReader, values: HFConfigReader, max_seq_len: int) -> int:
+    """Return the length that the model was first trained for; some files have it twice."""
+    name = "original_max_position_embeddings"
+    outer = fields.integer(name, default=values.integer(name, default=max_seq_len))
+    inner = values.integer(name, default=outer)
+    if inner != outer:
+        raise fields.error(f"{name} is {outer}, and {inner} in rope_scaling", "Keep one of them.")
+    return inner
+
+
+def rope_fields(position: object, *, partial: bool = False) -> dict[str, Any]:
+    """Return the inverse of ``read_rope``, in both formats.  Raises CheckpointError for other positions."""
+    position = require_rope(position)
+    scaling = position.scaling
+    values: dict[str, Any] = {}
+    if scaling is not None:
+        options = {name: value for name, value in vars(scaling).items() if value is not None and name != "kind"}
+        original = options.pop("original_max_seq_len", None)
+        lists = {name: list(value) for name, value in options.items() if isinstance(value, tuple)}
+        values = {"rope_type": scaling.kind, **options, **lists}
+        if original is not None and not isinstance(scaling, cfg.DynamicScalingConfig):
+            values["original_max_position_embeddings"] = original
+    fraction = {"partial_rotary_factor": position.partial_rotary_factor} if partial else {}
+    return {
+        "rope_theta": position.theta,
+        "rope_scaling": values or None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": position.theta, **values, **fraction},
+        **fraction,
+    }
+
+
 # ---------------------------------------------------------------- tables
 
 
-def read_table(table: FieldTable, fields: HFConfigReader) -> defaultdict[str, dict[str, Any]]:
+def read_table(table: FieldTable, fields: HFConfigReader) -> FieldValues:
     """Return kvad's values by part and name."""
-    values: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    values: FieldValues = defaultdict(dict)
     for dotted_name, entry in table.items():
         part, _, name = dotted_name.rpartition(".")
         values[part][name] = entry.read(fields) if isinstance(entry, HFField) else entry
     return values
 
 
-def write_table(table: FieldTable, config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a model.
+def write_table(table: FieldTable, config: ModelConfig, stack: cfg.StackConfig | None = None) -> dict[str, Any]:
+    """Return the fields of a model and of one of its stacks (default: ``config.stack``).
 
-    A value that the model lacks is left out, which reading back detects.
+    A value that the model lacks is left out, which reading back detects.  The number of key-value heads is stated, and
+    a scale of attention logits that has a name is named.
     """
-    layer = config.stack.layer_config(0)
-    parts: dict[str, Any] = {"attention": _explicit(config, layer.attention), "mlp": layer.mlp, "norm": layer.norm}
-    parts |= {"stack": config.stack, "embedding": config.embedding, "head": config.head, "dropout": config.dropout}
+    stack = config.stack if stack is None else stack
+    layer = stack.layer_config(0)
+    scale_names: dict[Any, Any] = {1.0: "none", head_dim(config, layer.attention) ** -0.5: "default"}
+    attention = replace(
+        layer.attention,
+        num_kv_heads=layer.attention.num_kv_heads or layer.attention.num_heads,
+        softmax_scale=scale_names.get(layer.attention.softmax_scale, layer.attention.softmax_scale),
+    )
+    parts: dict[str, Any] = {"attention": attention, "mlp": layer.mlp, "norm": layer.norm}
+    parts |= {"stack": stack, "embedding": config.embedding, "head": config.head, "dropout": config.dropout}
     values = {f"{part}.{name}": value for part, fields in parts.items() for name, value in vars(fields).items()}
     values |= vars(config)
     content: dict[str, Any] = {}
@@ -180,11 +356,7 @@ def write_table(table: FieldTable, config: ModelConfig) -> dict[str, Any]:
     return content
 
 
-def _explicit(config: ModelConfig, attention: cfg.AttentionConfig) -> cfg.AttentionConfig:
-    """Return attention whose number of key-value heads is stated, and whose scale is named if it has a name."""
-    scale_names: dict[Any, Any] = {1.0: "none", head_dim(config, attention) ** -0.5: "default"}
-    return replace(
-        attention,
-        num_kv_heads=attention.num_kv_heads or attention.num_heads,
-        softmax_scale=scale_names.get(attention.softmax_scale, attention.softmax_scale),
-    )
+def require_single_layer_type(stack: cfg.StackConfig, model_type: str) -> None:
+    """Raise CheckpointError if the layers of a stack differ."""
+    if len(stack.layer_types) != 1:
+        raise CheckpointError(f"{model_type} has one layer type, this model has {len(stack.layer_types)}")

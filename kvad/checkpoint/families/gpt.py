@@ -3,93 +3,61 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvad import config as cfg
-from kvad.checkpoint.conversion import (
-    STACKED_COLUMNS,
-    TRANSPOSED,
-    HFConfigReader,
-    TensorRule,
-    grouped_transform,
-    prefix_rules,
-    tensor_rule,
-)
+from kvad.checkpoint import conversion
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.checkpoint.families import _fields as hf
-from kvad.checkpoint.families._decoder import (
-    DecoderClass,
-    LayerTypes,
-    decoder_family,
-    fused_qkv,
-    kv_heads,
-    with_attention,
-)
-from kvad.config import ModelConfig, head_dim
+from kvad.checkpoint.families import _hf_class as base
+from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 
 _MASKS = r".*\.attn\.(masked_)?bias"  # buffers of older files
 _TENSORS = {
     "embedding.tokens": "transformer.wte",
     "embedding.positions": "transformer.wpe",
-    "decoder.layers": "transformer.h",
-    "decoder.norm": "transformer.ln_f",
+    "stack.layers": "transformer.h",
+    "stack.norm": "transformer.ln_f",
     "head": "lm_head",
 }
 _NORMS = {"norm1": "ln_1", "norm2": "ln_2"}
-
-
-def _four_times(name: str) -> Callable[[HFConfigReader], int]:
-    return lambda fields: 4 * fields.integer(name)
-
-
 _SIZES: hf.FieldTable = {
     "hidden_size": hf.integer("n_embd"),
     "vocab_size": hf.integer("vocab_size"),
     "tie_embeddings": hf.flag("tie_word_embeddings", True),
     "stack.num_layers": hf.integer("n_layer"),
     "attention.num_heads": hf.integer("n_head"),
-    "mlp.intermediate_size": hf.integer("n_inner", default=_four_times("n_embd")),
+    "mlp.intermediate_size": hf.integer("n_inner", default=lambda fields: 4 * fields.integer("n_embd")),
     "mlp.bias": True,
     **hf.layer_norm("layer_norm_epsilon"),
 }
-_BIASES: hf.FieldTable = {"attention.position": None, "attention.qkv_bias": True, "attention.out_bias": True}
-
-
-def check_decoder(fields: HFConfigReader) -> None:
-    fields.require_one_of(
-        "add_cross_attention", False, reason="A decoder of an encoder-decoder is read with its encoder."
-    )
+_GPT_ATTENTION: hf.FieldTable = {"attention.position": None, **hf.ALL_BIASES}
 
 
 # ---------------------------------------------------------------- GPT and GPT-2
 
 
-def _check_gpt2(fields: HFConfigReader) -> None:
-    check_decoder(fields)
-    fields.require_one_of("reorder_and_upcast_attn", False, True)  # affects rounding only
-
-
 def _gpt2_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
     qkv = tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv")
-    yield tensor_rule(qkv, f"{hf_prefix}.attn.c_attn", STACKED_COLUMNS)
+    yield tensor_rule(qkv, f"{hf_prefix}.attn.c_attn", conversion.STACKED_COLUMNS)
     products = {"attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-    yield from prefix_rules(kvad_prefix, hf_prefix, products, TRANSPOSED)
+    yield from prefix_rules(kvad_prefix, hf_prefix, products, conversion.TRANSPOSED)
 
 
 def _read_gpt2_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
     """Return one layer type, or one for each layer if the logits of layer n are divided by n."""
     layers, is_scaled = fields.integer("n_layer"), fields.flag("scale_attn_weights", True)
+    first = layer if is_scaled else base.with_attention(layer, softmax_scale=1.0)
     if not fields.flag("scale_attn_by_inverse_layer_idx"):
-        return {"L": layer if is_scaled else with_attention(layer, softmax_scale=1.0)}, "L" * layers
+        return {"L": first}, "L" * layers
     if layers > len(string.ascii_letters):
-        raise CheckpointError(f"{fields.where}: scale_attn_by_inverse_layer_idx with {layers} layers is not supported")
+        raise fields.error(f"scale_attn_by_inverse_layer_idx with {layers} layers is not supported")
     scale = (fields.integer("n_embd") // layer.attention.num_heads) ** -0.5 if is_scaled else 1.0
-    scaled_layers = [with_attention(layer, softmax_scale=scale / depth) for depth in range(1, layers + 1)]
-    if is_scaled and layers:
-        scaled_layers[0] = layer
-    pattern = string.ascii_letters[:layers]
-    return dict(zip(pattern, scaled_layers, strict=True)), pattern
+    others = [base.with_attention(layer, softmax_scale=scale / depth) for depth in range(2, layers + 1)]
+    return dict(zip(string.ascii_letters, [first, *others], strict=False)), string.ascii_letters[:layers]
 
 
 def _write_gpt2_layers(config: ModelConfig) -> dict[str, Any]:
@@ -100,23 +68,21 @@ def _write_gpt2_layers(config: ModelConfig) -> dict[str, Any]:
 
 
 # Learned positions, LayerNorm before each half, weights stored as [in, out].
-_GPT2 = DecoderClass(
+_GPT2 = HFClass(
     "gpt2",
     "GPT2LMHeadModel",
     {
         **_SIZES,
-        **_BIASES,
+        **_GPT_ATTENTION,
         "max_seq_len": hf.integer("n_positions", default=1024),
         "mlp.activation": hf.activation("activation_function", "gelu_new"),
         "embedding.position": hf.learned_positions("n_positions", 1024),
-        "dropout.embedding": hf.dropout("embd_pdrop"),
-        "dropout.residual": hf.dropout("resid_pdrop"),
-        "dropout.attention": hf.dropout("attn_pdrop"),
+        **hf.dropouts(embedding="embd_pdrop", residual="resid_pdrop", attention="attn_pdrop"),
     },
     layer=_NORMS,
     tensors=_TENSORS,
     mlp=cfg.PlainMLPConfig,
-    check=_check_gpt2,
+    check=base.check_decoder,
     layer_types=LayerTypes(_read_gpt2_layers, _write_gpt2_layers),
     layer_rules=_gpt2_rules,
     constants={},
@@ -124,7 +90,6 @@ _GPT2 = DecoderClass(
     ignored=(r".*attn\.(masked_)?bias",),
 )
 
-_GPT_ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}  # Hugging Face -> kvad
 # Radford et al. 2018.  LayerNorm after each half, no final norm.  ``gelu`` in its config is the tanh approximation; the
 # MLP is always four times as wide.
 _GPT = _GPT2.variant(
@@ -132,7 +97,7 @@ _GPT = _GPT2.variant(
     "OpenAIGPTLMHeadModel",
     fields={
         **_SIZES,
-        **_BIASES,
+        **_GPT_ATTENTION,
         "hidden_size": hf.integer("n_embd", default=768),
         "vocab_size": hf.integer("vocab_size", default=40478),
         "max_seq_len": hf.integer("n_positions", default=512),
@@ -142,7 +107,9 @@ _GPT = _GPT2.variant(
         "attention.num_heads": hf.integer("n_head", default=12),
         "mlp.intermediate_size": hf.HFField(lambda fields: 4 * fields.integer("n_embd", default=768)),
         "mlp.activation": hf.HFField(
-            lambda fields: fields.choice("afn", _GPT_ACTIVATIONS, "gelu"),
+            lambda fields: fields.choice(
+                "afn", {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}, "gelu"
+            ),
             lambda value, config: {"afn": "gelu" if value == "gelu_tanh" else value},
         ),
         "embedding.position": hf.learned_positions("n_positions", 512),
@@ -150,7 +117,7 @@ _GPT = _GPT2.variant(
     tensors={
         "embedding.tokens": "transformer.tokens_embed",
         "embedding.positions": "transformer.positions_embed",
-        "decoder.layers": "transformer.h",
+        "stack.layers": "transformer.h",
         "head": "lm_head",
     },
     check=None,
@@ -177,9 +144,9 @@ _BIGCODE = _GPT2.variant(
         "mlp.activation": hf.activation("activation_function", "gelu_pytorch_tanh"),
     },
     layer={"attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj", **_NORMS},
-    check=check_decoder,
+    check=base.check_decoder,
     layer_types=None,
-    layer_rules=fused_qkv("attn.c_attn", kv_heads),
+    layer_rules=base.fused_rules("attn.c_attn", groups=base.kv_heads),
     ignored=(_MASKS,),
 )
 
@@ -192,20 +159,17 @@ def _read_neo_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Ma
         pattern = "".join(letters[kind] for layer_types, count in types for kind in list(layer_types) * count)
         layer_pattern = "".join(letters[kind] for kind in fields.get("attention_layers", ())) or pattern
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{fields.where}: attention_types {fields.get('attention_types')!r} is not supported",
-            "Supported: global and local.",
-        ) from error
+        message = f"attention_types {fields.get('attention_types')!r} is not supported"
+        raise fields.error(message, "Supported: global and local.") from error
     if layer_pattern != pattern or len(pattern) != fields.integer("num_layers"):
-        raise CheckpointError(f"{fields.where}: attention_types, attention_layers and num_layers disagree")
-    local = with_attention(layer, window=fields.integer("window_size", default=256))
-    return {"G": layer, "L": local}, pattern
+        raise fields.error("attention_types, attention_layers and num_layers disagree")
+    return {"G": layer, "L": base.with_attention(layer, window=fields.integer("window_size", default=256))}, pattern
 
 
 def _write_neo_layers(config: ModelConfig) -> dict[str, Any]:
     windows = [config.stack.layer_config(index).attention.window for index in range(config.stack.num_layers)]
-    types = ["global" if window is None else "local" for window in windows]
-    window_size = next((window for window in windows if window is not None), 256)
+    types = ["local" if window else "global" for window in windows]
+    window_size = next(filter(None, windows), 256)
     return {"attention_types": [[types, 1]], "attention_layers": types, "window_size": window_size}
 
 
@@ -255,11 +219,6 @@ def _read_gptj_rope(fields: HFConfigReader) -> cfg.RopeConfig:
     return cfg.RopeConfig(partial_rotary_factor=fields.integer("rotary_dim") / dim, interleaved=True)
 
 
-def _write_gptj_rope(position: object, config: ModelConfig) -> dict[str, Any]:
-    dim = head_dim(config, config.stack.layer_config(0).attention)
-    return {"rotary_dim": int(dim * hf.require_rope(position).partial_rotary_factor)}
-
-
 # Wang & Komatsuzaki 2021.  Parallel halves after one norm, no biases in attention, one in the head.  RoPE rotates
 # neighboring pairs of the first ``rotary_dim`` dimensions.
 _GPTJ = _GPT2.variant(
@@ -269,7 +228,12 @@ _GPTJ = _GPT2.variant(
         **_SIZES,
         "max_seq_len": hf.integer("n_positions", default=2048),
         "tie_embeddings": hf.flag("tie_word_embeddings"),
-        "attention.position": hf.HFField(_read_gptj_rope, _write_gptj_rope),
+        "attention.position": hf.HFField(
+            _read_gptj_rope,
+            lambda position, config: {
+                "rotary_dim": int(hf.first_head_dim(config) * hf.require_rope(position).partial_rotary_factor)
+            },
+        ),
         "mlp.activation": hf.activation("activation_function", "gelu_new"),
         "stack.norm_position": "parallel",
         "head.bias": True,
@@ -298,7 +262,7 @@ def _write_codegen_heads(heads: int, config: ModelConfig) -> dict[str, Any]:
 
 def _codegen_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
     qvk = tuple(f"{kvad_prefix}.attention.{part}" for part in "qvk")
-    yield tensor_rule(qvk, f"{hf_prefix}.attn.qkv_proj", grouped_transform(_CORES))
+    yield tensor_rule(qvk, f"{hf_prefix}.attn.qkv_proj", conversion.grouped_transform(_CORES))
 
 
 # Nijkamp et al. 2022.  GPT-J with q, v, k, in this order, fused in four parts of the outputs.

@@ -11,34 +11,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvad import config as cfg
-from kvad.checkpoint import conversion
 from kvad.checkpoint.conversion import HFConfigReader, TensorRule, tensor_rule
 from kvad.checkpoint.families import _fields as hf
-from kvad.checkpoint.families._decoder import (
-    LAYER,
-    QK_NORM,
-    SIZES,
-    STACKED,
-    TENSORS,
-    DecoderClass,
-    decoder_family,
-    fused_qkv,
-    kv_heads,
-)
+from kvad.checkpoint.families import _hf_class as base
+from kvad.checkpoint.families._hf_class import HFClass, decoder_family
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError
 
-_DROPOUT = {"dropout.attention": hf.dropout("attention_dropout")}
+_DROPOUT = hf.dropouts(attention="attention_dropout")
 _WINDOW = {"attention.window": hf.optional_integer("sliding_window")}
 
 
 # ---------------------------------------------------------------- Llama, Mistral, Granite
 
-_LLAMA = DecoderClass(
+_LLAMA = HFClass(
     "llama",
     "LlamaForCausalLM",
     {
-        **SIZES,
+        **base.SIZES,
         **_DROPOUT,
         "attention.position": hf.rope(),
         **hf.biases("attention_bias"),
@@ -51,7 +40,7 @@ _LLAMA = DecoderClass(
 _MISTRAL = _LLAMA.variant(
     "mistral",
     "MistralForCausalLM",
-    fields={**SIZES, **_DROPOUT, **_WINDOW, "attention.position": hf.rope()},
+    fields={**base.SIZES, **_DROPOUT, **_WINDOW, "attention.position": hf.rope()},
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
 )
 
@@ -99,17 +88,17 @@ def _mixtral_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Ite
     for kvad_name, hf_name in {"gate": "w1", "down": "w2", "up": "w3"}.items():
         experts = range(mlp.num_experts)
         names = tuple(f"{hf_prefix}.block_sparse_moe.experts.{expert}.{hf_name}.weight" for expert in experts)
-        yield tensor_rule(f"{kvad_prefix}.mlp.{kvad_name}", names, STACKED)
+        yield tensor_rule(f"{kvad_prefix}.mlp.{kvad_name}", names, base.STACKED)
 
 
 # Jiang et al. 2024.  Mistral with a mixture of experts as MLP, two of eight for each token.  An expert is
 # w2(silu(w1 x) * w3 x), stored as separate tensors: transformers 5 joins them when it reads and splits them when it
 # writes.
-_MIXTRAL = DecoderClass(
+_MIXTRAL = HFClass(
     "mixtral",
     "MixtralForCausalLM",
     {
-        **SIZES,
+        **base.SIZES,
         **_WINDOW,
         "attention.position": hf.rope(theta=1000000.0),
         "mlp.num_experts": hf.integer("num_local_experts"),
@@ -117,7 +106,7 @@ _MIXTRAL = DecoderClass(
         "norm.eps": hf.number("rms_norm_eps", 1e-5),
     },
     layer={
-        **{name: LAYER[name] for name in LAYER if not name.startswith("mlp.")},
+        **{name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")},
         "mlp.router": "block_sparse_moe.gate",
     },
     mlp=cfg.MoEConfig,
@@ -134,18 +123,18 @@ _MIXTRAL = DecoderClass(
 # ---------------------------------------------------------------- OLMo
 
 # Groeneveld et al. 2024.  LayerNorm without weights; may clip q, k and v to [-clip_qkv, clip_qkv].
-_OLMO = DecoderClass(
+_OLMO = HFClass(
     "olmo",
     "OlmoForCausalLM",
     {
-        **{name: SIZES[name] for name in SIZES if name != "norm.eps"},
+        **{name: base.SIZES[name] for name in base.SIZES if name != "norm.eps"},
         "norm.kind": "layer",
         "norm.weight": False,
         "attention.position": hf.rope(scaling_fields=("factor",)),
         **hf.biases("attention_bias"),
         "attention.clip_qkv": hf.optional_number("clip_qkv"),
     },
-    layer={**LAYER, **QK_NORM, "norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
+    layer={**base.LAYER, **base.QK_NORM, "norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
     defaults={"max_position_embeddings": 2048},
 )
 
@@ -169,11 +158,11 @@ def _choose_olmo(config: ModelConfig) -> str:
 # ---------------------------------------------------------------- StarCoder 2, StableLM, Phi
 
 # Lozhkov et al. 2024.  LayerNorm and MLP with biases, grouped keys, a sliding window.
-_STARCODER2 = DecoderClass(
+_STARCODER2 = HFClass(
     "starcoder2",
     "Starcoder2ForCausalLM",
     {
-        **SIZES,
+        **base.SIZES,
         **_WINDOW,
         "tie_embeddings": hf.flag("tie_word_embeddings", True),
         "attention.position": hf.rope(),
@@ -182,7 +171,7 @@ _STARCODER2 = DecoderClass(
         "mlp.bias": hf.flag("use_bias", True),
         **hf.layer_norm("norm_epsilon"),
     },
-    layer={**LAYER, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    layer={**base.LAYER, "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
     mlp=cfg.PlainMLPConfig,
     defaults={"max_position_embeddings": 4096, "num_key_value_heads": 2},
 )
@@ -194,18 +183,18 @@ def _check_head_dim(fields: HFConfigReader) -> None:
 
 def _stablelm_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
     attention = config.stack.layer_config(0).attention
-    for part, heads in (("q", attention.num_heads), ("k", kv_heads(attention))):
+    for part, heads in (("q", attention.num_heads), ("k", base.kv_heads(attention))):
         norms = tuple(f"{hf_prefix}.self_attn.{part}_layernorm.norms.{head}" for head in range(heads))
-        yield tensor_rule(f"{kvad_prefix}.attention.{part}_norm", norms, STACKED)
+        yield tensor_rule(f"{kvad_prefix}.attention.{part}_norm", norms, base.STACKED)
 
 
 # Stability AI 2023, StableLM 2 and 3B.  LayerNorm and partial RoPE.  The halves of a layer are sequential, or in
 # parallel after one norm; q and k are optionally normalized per head, with separate weights.
-_STABLELM = DecoderClass(
+_STABLELM = HFClass(
     "stablelm",
     "StableLmForCausalLM",
     {
-        **SIZES,
+        **base.SIZES,
         "attention.position": hf.rope(partial=0.25),
         "attention.qkv_bias": hf.flag("use_qkv_bias"),
         "attention.qk_norm": hf.flag("qk_layernorm", values=("none", "each")),
@@ -226,11 +215,11 @@ _STABLELM = DecoderClass(
 
 # Gunasekar et al. 2023, Phi-1, 1.5 and 2.  Parallel halves after one norm, partial RoPE by halves, biases everywhere,
 # in the head too; q and k are optionally normalized per head.
-_PHI = DecoderClass(
+_PHI = HFClass(
     "phi",
     "PhiForCausalLM",
     {
-        **SIZES,
+        **base.SIZES,
         "attention.position": hf.rope(partial=0.5),
         "attention.qkv_bias": True,
         "attention.out_bias": True,
@@ -250,7 +239,7 @@ _PHI = DecoderClass(
         "mlp.down": "mlp.fc2",
         "norm1": "input_layernorm",
     },
-    tensors={**TENSORS, "decoder.norm": "model.final_layernorm"},
+    tensors={**base.TENSORS, "stack.norm": "model.final_layernorm"},
     mlp=cfg.PlainMLPConfig,
     defaults={"max_position_embeddings": 2048},
     check=_check_head_dim,
@@ -262,9 +251,7 @@ _PHI3_ROPE = hf.rope(partial=1.0, scaling_fields=("short_factor", "long_factor")
 def _read_phi3_rope(fields: HFConfigReader) -> cfg.RopeConfig:
     position: cfg.RopeConfig = _PHI3_ROPE.read(fields)
     if not isinstance(position.scaling, cfg.LongRopeScalingConfig | None):
-        raise CheckpointError(
-            f"{fields.where}: rope_type {position.scaling.kind!r} is not supported", "Supported: longrope."
-        )
+        raise fields.error(f"rope_type {position.scaling.kind!r} is not supported", "Supported: longrope.")
     return position
 
 
@@ -274,25 +261,19 @@ def _write_phi3_rope(position: Any, config: ModelConfig) -> dict[str, Any]:
     return {**_PHI3_ROPE.write(position, config), "original_max_position_embeddings": original}
 
 
-def _phi3_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
-    yield from fused_qkv("self_attn.qkv_proj")(config, kvad_prefix, hf_prefix)
-    gate_up = f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"
-    yield tensor_rule(gate_up, f"{hf_prefix}.mlp.gate_up_proj", conversion.STACKED)
-
-
 # Abdin et al. 2024, Phi-3, 3.5 and 4-mini.  Fused q, k, v and fused gate, up; LongRoPE.
-_PHI3 = DecoderClass(
+_PHI3 = HFClass(
     "phi3",
     "Phi3ForCausalLM",
     {
-        **SIZES,
+        **base.SIZES,
         **_WINDOW,
         "attention.position": hf.HFField(_read_phi3_rope, _write_phi3_rope),
         "norm.eps": hf.number("rms_norm_eps", 1e-5),
     },
-    layer={name: LAYER[name] for name in ("attention.out", "mlp.down", "norm1", "norm2")},
+    layer={name: base.LAYER[name] for name in ("attention.out", "mlp.down", "norm1", "norm2")},
     defaults={"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
-    layer_rules=_phi3_rules,
+    layer_rules=base.fused_rules("self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
 )
 
 FAMILIES = (

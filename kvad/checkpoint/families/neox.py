@@ -8,8 +8,7 @@ from typing import Any
 from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader, TensorRule, prefix_rules
 from kvad.checkpoint.families import _fields as hf
-from kvad.checkpoint.families._common import read_rope, rope_fields
-from kvad.checkpoint.families._decoder import DecoderClass, decoder_family, fused_qkv, kv_heads
+from kvad.checkpoint.families._hf_class import HFClass, decoder_family, fused_rules, kv_heads
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 
@@ -23,8 +22,8 @@ _LAYER = {
 _TENSORS = {
     "embedding.tokens": "transformer.word_embeddings",
     "embedding.norm": "transformer.word_embeddings_layernorm",
-    "decoder.layers": "transformer.h",
-    "decoder.norm": "transformer.ln_f",
+    "stack.layers": "transformer.h",
+    "stack.norm": "transformer.ln_f",
     "head": "lm_head",
 }
 _COMMON: hf.FieldTable = {
@@ -39,7 +38,7 @@ _COMMON: hf.FieldTable = {
 # BigScience 2022.  ALiBi, a norm after the embedding, q, k, v fused by head.  The MLP is four times as wide as the
 # model.  ``apply_residual_connection_post_layernorm`` adds each half to its normalized input.  No field limits the
 # length: ``seq_length``, which published files have, is the training length.
-_BLOOM = DecoderClass(
+_BLOOM = HFClass(
     "bloom",
     "BloomForCausalLM",
     {
@@ -50,19 +49,15 @@ _BLOOM = DecoderClass(
         "stack.norm_position": hf.flag("apply_residual_connection_post_layernorm", values=("pre", "normed")),
         "attention.num_heads": hf.integer("n_head", "num_attention_heads", default=8),
         "attention.position": cfg.AlibiConfig(),
-        "attention.qkv_bias": True,
-        "attention.out_bias": True,
+        **hf.ALL_BIASES,
         "mlp.intermediate_size": hf.HFField(lambda fields: 4 * fields.integer("n_embed", "hidden_size", default=64)),
         "mlp.activation": "gelu_tanh",
-        "mlp.bias": True,
-        "embedding.norm": hf.HFField(
-            lambda fields: cfg.NormConfig("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True)
-        ),
+        "embedding.norm": hf.embedding_norm("layer_norm_epsilon"),
     },
     layer=_LAYER,
     tensors=_TENSORS,
     mlp=cfg.PlainMLPConfig,
-    layer_rules=fused_qkv("self_attention.query_key_value", kv_heads),
+    layer_rules=fused_rules("self_attention.query_key_value", groups=kv_heads),
     constants={},
     prefix="transformer.",
     ignored=(),
@@ -79,13 +74,13 @@ def _read_neox_rope(fields: HFConfigReader) -> cfg.RopeConfig:
     if "rotary_pct" in fields:
         fields.require_one_of("partial_rotary_factor", fraction, reason=f"rotary_pct is {fraction}.")
     max_seq_len = fields.integer("max_position_embeddings", default=2048)
-    return read_rope(fields, max_seq_len=max_seq_len, theta=theta, partial_rotary_factor=fraction)
+    return hf.read_rope(fields, max_seq_len=max_seq_len, theta=theta, partial_rotary_factor=fraction)
 
 
 def _write_neox_rope(position: object, config: ModelConfig) -> dict[str, Any]:
     rope = hf.require_rope(position)
     names = {"rotary_pct": rope.partial_rotary_factor, "rotary_emb_base": rope.theta}
-    return {**names, **rope_fields(rope, partial=True)}
+    return {**names, **hf.rope_fields(rope, partial=True)}
 
 
 # Black et al. 2022, and Pythia, Biderman et al. 2023.  Partial RoPE by halves, q, k, v fused by head.  The halves of a
@@ -96,15 +91,12 @@ _NEOX = _BLOOM.variant(
     "GPTNeoXForCausalLM",
     fields={
         **_COMMON,
-        "hidden_size": hf.integer("hidden_size"),
+        **hf.sizes(),
         "max_seq_len": hf.integer("max_position_embeddings", default=2048),
         "tie_embeddings": hf.flag("tie_word_embeddings"),
-        "stack.num_layers": hf.integer("num_hidden_layers"),
         "stack.norm_position": hf.flag("use_parallel_residual", True, values=("pre", "parallel_pair")),
-        "attention.num_heads": hf.integer("num_attention_heads"),
         "attention.position": hf.HFField(_read_neox_rope, _write_neox_rope),
         **hf.biases("attention_bias", True),
-        "mlp.intermediate_size": hf.integer("intermediate_size"),
         "mlp.activation": hf.activation("hidden_act", "gelu"),
         "mlp.bias": True,
         "norm.eps": hf.number("layer_norm_eps", 1e-5),
@@ -112,11 +104,11 @@ _NEOX = _BLOOM.variant(
     layer={**_LAYER, "attention.out": "attention.dense"},
     tensors={
         "embedding.tokens": "gpt_neox.embed_in",
-        "decoder.layers": "gpt_neox.layers",
-        "decoder.norm": "gpt_neox.final_layer_norm",
+        "stack.layers": "gpt_neox.layers",
+        "stack.norm": "gpt_neox.final_layer_norm",
         "head": "embed_out",
     },
-    layer_rules=fused_qkv("attention.query_key_value", kv_heads),
+    layer_rules=fused_rules("attention.query_key_value", groups=kv_heads),
     prefix="gpt_neox.",
     ignored=(r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
 )
@@ -170,20 +162,15 @@ def _write_falcon_norms(norm_position: str, config: ModelConfig) -> dict[str, An
     }
 
 
-def _read_falcon_positions(fields: HFConfigReader) -> cfg.AlibiConfig | cfg.RopeConfig:
+def _read_falcon_position(fields: HFConfigReader) -> cfg.AlibiConfig | cfg.RopeConfig:
     if not fields.flag("alibi"):
-        return read_rope(fields, max_seq_len=fields.integer("max_position_embeddings", default=2048))
+        return hf.read_rope(fields, max_seq_len=fields.integer("max_position_embeddings", default=2048))
     dim = fields.integer("n_embed", "hidden_size", default=4544) // fields.integer("num_attention_heads")
     return cfg.AlibiConfig(factor=dim**-0.5, round_to_bfloat16=True)
 
 
-def _write_falcon_positions(position: object, config: ModelConfig) -> dict[str, Any]:
-    fields = rope_fields(position) if isinstance(position, cfg.RopeConfig) else {}
-    return {"alibi": isinstance(position, cfg.AlibiConfig), **fields}
-
-
 def _falcon_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
-    yield from fused_qkv("self_attention.query_key_value", kv_heads)(config, kvad_prefix, hf_prefix)
+    yield from fused_rules("self_attention.query_key_value", groups=kv_heads)(config, kvad_prefix, hf_prefix)
     yield from prefix_rules(kvad_prefix, hf_prefix, _FALCON_NORMS[config.stack.norm_position])
 
 
@@ -207,7 +194,13 @@ _FALCON = _BLOOM.variant(
         "attention.num_kv_heads": hf.HFField(
             _read_falcon_kv_heads, lambda value, config: {"num_kv_heads": value, "multi_query": value == 1}
         ),
-        "attention.position": hf.HFField(_read_falcon_positions, _write_falcon_positions),
+        "attention.position": hf.HFField(
+            _read_falcon_position,
+            lambda position, config: {
+                "alibi": isinstance(position, cfg.AlibiConfig),
+                **(hf.rope_fields(position) if isinstance(position, cfg.RopeConfig) else {}),
+            },
+        ),
         **hf.biases("bias"),
         "mlp.intermediate_size": hf.integer(
             "ffn_hidden_size", default=lambda fields: 4 * fields.integer("n_embed", "hidden_size", default=4544)
@@ -239,11 +232,6 @@ def _check_mpt(fields: HFConfigReader) -> None:
         attention_fields.require_one_of(name, False, reason=reason)
 
 
-def _read_mpt_scale(fields: HFConfigReader) -> float | str:
-    attention_fields = fields.part("attn_config")
-    return attention_fields.number("softmax_scale") if "softmax_scale" in attention_fields else "default"
-
-
 def _write_mpt_attention(clip_qkv: float | None, config: ModelConfig) -> dict[str, Any]:
     scale = config.stack.layer_config(0).attention.softmax_scale
     scale_value = {"default": None, "none": 1.0}.get(str(scale), scale)
@@ -268,7 +256,9 @@ _MPT = _BLOOM.variant(
         "attention.clip_qkv": hf.HFField(
             lambda fields: fields.part("attn_config").number("clip_qkv", default=0.0) or None, _write_mpt_attention
         ),
-        "attention.softmax_scale": hf.HFField(_read_mpt_scale),
+        "attention.softmax_scale": hf.HFField(
+            lambda fields: fields.part("attn_config").optional_number("softmax_scale") or "default"
+        ),
         "mlp.intermediate_size": hf.HFField(lambda fields: 4 * fields.integer("d_model", "hidden_size", default=2048)),
         "norm.kind": "layer",
         "norm.eps": hf.number("layer_norm_epsilon", 1e-5),
@@ -282,12 +272,12 @@ _MPT = _BLOOM.variant(
     },
     tensors={
         "embedding.tokens": "transformer.wte",
-        "decoder.layers": "transformer.blocks",
-        "decoder.norm": "transformer.norm_f",
+        "stack.layers": "transformer.blocks",
+        "stack.norm": "transformer.norm_f",
         "head": "lm_head",
     },
     check=_check_mpt,
-    layer_rules=fused_qkv("attn.Wqkv"),
+    layer_rules=fused_rules("attn.Wqkv"),
     constants={"expansion_ratio": 4, "no_bias": True, "learned_pos_emb": False},
 )
 

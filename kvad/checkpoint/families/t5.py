@@ -18,18 +18,58 @@ places, the outputs of the stacks included.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from kvad import config as cfg
 from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
-from kvad.checkpoint.families._common import ACTIVATIONS, dropout_fields, hf_activation, read_dropout, single_layer_type
-from kvad.config import EncoderInputConfig, ModelConfig, head_dim
+from kvad.checkpoint.families import _fields as hf
+from kvad.checkpoint.families._hf_class import build_layer
+from kvad.config import EncoderInputConfig, ModelConfig
 from kvad.errors import CheckpointError
 
 _ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
-_DROPOUT = dict.fromkeys(("embedding", "residual", "attention", "hidden", "output"), "dropout_rate")
-_GATED = {"relu": "gated-relu", "gelu_tanh": "gated-gelu", "silu": "gated-silu"}
+_FIELDS: hf.FieldTable = {  # of the model
+    "hidden_size": hf.integer("d_model"),
+    "vocab_size": hf.integer("vocab_size"),
+    "max_seq_len": hf.integer("n_positions", default=512),
+    **hf.dropouts(**dict.fromkeys(("embedding", "residual", "attention", "hidden", "output"), "dropout_rate")),
+}
+
+
+def _write_position(position: object, config: ModelConfig) -> dict[str, int]:
+    if not isinstance(position, cfg.T5BiasConfig):
+        raise CheckpointError("t5 cannot express this model: its positions are no bias by buckets of distance")
+    return {
+        "relative_attention_num_buckets": position.num_buckets,
+        "relative_attention_max_distance": position.max_distance,
+    }
+
+
+def _stack_fields(side: str) -> hf.FieldTable:
+    """Return the fields of the encoder or decoder."""
+
+    def read_position(fields: HFConfigReader) -> cfg.T5BiasConfig:
+        return cfg.T5BiasConfig(
+            fields.integer("relative_attention_num_buckets", default=32),
+            fields.integer("relative_attention_max_distance", default=128),
+            bidirectional=side == "encoder",
+            shared=fields.model_type != "umt5",
+        )
+
+    layers = hf.integer("num_decoder_layers", default=lambda fields: fields.integer("num_layers"))
+    return {
+        "stack.num_layers": hf.integer("num_layers") if side == "encoder" else layers,
+        "attention.num_heads": hf.integer("num_heads"),
+        "attention.head_dim": hf.HFField(
+            lambda fields: fields.integer("d_kv"), lambda _, config: {"d_kv": hf.first_head_dim(config)}
+        ),
+        "attention.position": hf.HFField(read_position, _write_position),
+        "attention.causal": side == "decoder",
+        "attention.softmax_scale": "none",
+        "mlp.intermediate_size": hf.integer("d_ff"),
+        "mlp.activation": hf.HFField(_read_activation, lambda value, config: {"dense_act_fn": hf.hf_activation(value)}),
+        "norm.eps": hf.number("layer_norm_epsilon", 1e-6),
+    }
 
 
 # ---------------------------------------------------------------- configs
@@ -38,27 +78,16 @@ _GATED = {"relu": "gated-relu", "gelu_tanh": "gated-gelu", "silu": "gated-silu"}
 def read(fields: HFConfigReader) -> ModelConfig:
     fields.require_one_of("is_decoder", False, reason="Half of an encoder-decoder is another model.")
     fields.require_one_of("tie_encoder_decoder", False, reason="Encoder and decoder have separate weights in kvad.")
-    hidden_size, max_seq_len = fields.integer("d_model"), fields.integer("n_positions", default=512)
-    layers = fields.integer("num_layers")
-    encoder = _layer(fields, bidirectional=True)
-    common: dict[str, Any] = {
-        "hidden_size": hidden_size,
-        "vocab_size": fields.integer("vocab_size"),
-        "max_seq_len": max_seq_len,
-        "encoder": cfg.StackConfig(layers, {"L": encoder}),
-        "dropout": read_dropout(fields, **_DROPOUT),
-    }
+    values = hf.read_table(_FIELDS, fields)
+    common = {**values[""], "dropout": cfg.DropoutConfig(**values["dropout"]), "encoder": _stack(fields, "encoder")}
     if _encoder_only(fields):
         return ModelConfig(**common, head=cfg.PoolingHeadConfig())
-    decoder = _layer(fields, bidirectional=False)
-    cross = replace(encoder.attention, position=None)
+    scale = common["hidden_size"] ** -0.5 if _scaled(fields) else 1.0
     return ModelConfig(
         **common,
-        decoder=cfg.StackConfig(
-            fields.integer("num_decoder_layers", default=layers), {"L": replace(decoder, cross_attention=cross)}
-        ),
-        encoder_input=EncoderInputConfig(max_seq_len, cfg.EmbeddingConfig()),
-        head=cfg.LanguageHeadConfig(logit_scale=hidden_size**-0.5 if _scaled(fields) else 1.0),
+        decoder=_stack(fields, "decoder"),
+        encoder_input=EncoderInputConfig(common["max_seq_len"], cfg.EmbeddingConfig()),
+        head=cfg.LanguageHeadConfig(logit_scale=scale),
         tie_embeddings=_tied(fields),
     )
 
@@ -70,7 +99,7 @@ def _encoder_only(fields: HFConfigReader) -> bool:
     if name == "T5EncoderModel":
         return True
     hint = "Supported: T5ForConditionalGeneration, T5EncoderModel."
-    raise CheckpointError(f"{fields.where}: architectures {fields.architecture!r} is not supported", hint)
+    raise fields.error(f"architectures {fields.architecture!r} is not supported", hint)
 
 
 def _tied(fields: HFConfigReader) -> bool:
@@ -84,79 +113,53 @@ def _scaled(fields: HFConfigReader) -> bool:
     return fields.flag("scale_decoder_outputs", default)
 
 
-def _layer(fields: HFConfigReader, *, bidirectional: bool) -> cfg.LayerConfig:
-    position = cfg.T5BiasConfig(
-        fields.integer("relative_attention_num_buckets", default=32),
-        fields.integer("relative_attention_max_distance", default=128),
-        bidirectional=bidirectional,
-        shared=fields.model_type != "umt5",
-    )
-    attention = cfg.AttentionConfig(
-        fields.integer("num_heads"),
-        head_dim=fields.integer("d_kv"),
-        position=position,
-        causal=not bidirectional,
-        softmax_scale="none",
-    )
-    return cfg.LayerConfig(
-        attention, _mlp(fields), cfg.NormConfig("rms", fields.number("layer_norm_epsilon", default=1e-6))
-    )
+def _stack(fields: HFConfigReader, side: str) -> cfg.StackConfig:
+    values = hf.read_table(_stack_fields(side), fields)
+    is_gated = fields.flag("is_gated_act", bool(_mlp_form(fields)[1]))
+    mlp = cfg.GatedMLPConfig if is_gated else cfg.PlainMLPConfig
+    layer = build_layer(values, mlp, has_cross_attention=side == "decoder")
+    return cfg.StackConfig(layer_types={"L": layer}, **values["stack"])
 
 
-def _mlp(fields: HFConfigReader) -> cfg.PlainMLPConfig | cfg.GatedMLPConfig:
-    """Read the MLP from ``feed_forward_proj``, or the fields that override it."""
+def _mlp_form(fields: HFConfigReader) -> tuple[str, str]:
+    """Return the parts of ``feed_forward_proj``, which other fields may override: relu and "", or gated and gelu."""
     form = str(fields.get("feed_forward_proj", "relu" if fields.model_type == "t5" else "gated-gelu"))
     first, _, last = form.partition("-")
-    derived = "gelu_new" if form == "gated-gelu" else last or first
     if last and first != "gated":
-        raise CheckpointError(
-            f"{fields.where}: feed_forward_proj {form!r} is not supported", "Supported: relu, gated-gelu."
-        )
-    activation = fields.choice("dense_act_fn", ACTIVATIONS, derived)
-    kind = cfg.GatedMLPConfig if fields.flag("is_gated_act", bool(last)) else cfg.PlainMLPConfig
-    return kind(fields.integer("d_ff"), activation)
+        raise fields.error(f"feed_forward_proj {form!r} is not supported", "Supported: relu, gated-gelu.")
+    return first, last
+
+
+def _read_activation(fields: HFConfigReader) -> Any:
+    first, last = _mlp_form(fields)
+    derived = "gelu_new" if (first, last) == ("gated", "gelu") else last or first
+    return fields.choice("dense_act_fn", hf.ACTIVATIONS, derived)
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
     if config.encoder is None:
         raise CheckpointError("t5 cannot express this model: it must have an encoder")
-    layer: cfg.LayerConfig = single_layer_type(config.encoder, "t5")
-    single_layer_type(config, "t5")
-    position, gated = layer.attention.position, isinstance(layer.mlp, cfg.GatedMLPConfig)
-    if not isinstance(position, cfg.T5BiasConfig):
-        raise CheckpointError("t5 cannot express this model: its positions are no bias by buckets of distance")
-    name = "t5" if position.shared else "umt5"
-    stem = name.upper()
-    fields = {
-        "architectures": [f"{stem}ForConditionalGeneration" if config.decoder else f"{stem}EncoderModel"],
-        "model_type": name,
+    for stack in (config.encoder, config.stack):
+        hf.require_single_layer_type(stack, "t5")
+    layer = config.encoder.layer_config(0)
+    is_gated, activation = isinstance(layer.mlp, cfg.GatedMLPConfig), hf.hf_activation(layer.mlp.activation)
+    form = f"gated-{activation}" if is_gated else activation
+    content = {
+        **hf.write_table(_FIELDS, config),
+        **hf.write_table(_stack_fields("encoder"), config, config.encoder),
         "is_encoder_decoder": config.decoder is not None,
-        "vocab_size": config.vocab_size,
-        "n_positions": config.max_seq_len,
-        "d_model": config.hidden_size,
-        "d_kv": head_dim(config, layer.attention),
-        "d_ff": layer.mlp.intermediate_size,
-        "num_layers": config.encoder.num_layers,
-        "num_heads": layer.attention.num_heads,
-        "relative_attention_num_buckets": position.num_buckets,
-        "relative_attention_max_distance": position.max_distance,
-        "layer_norm_epsilon": layer.norm.eps,
-        **_mlp_fields(layer.mlp.activation, gated),
-        **dropout_fields(config, **_DROPOUT),
+        "feed_forward_proj": "gated-gelu" if form == "gated-gelu_new" else form,
+        "is_gated_act": is_gated,
     }
+    name = "t5" if getattr(layer.attention.position, "shared", True) else "umt5"
     if config.decoder is not None and isinstance(config.head, cfg.LanguageHeadConfig):
         scaled = config.head.logit_scale != 1.0
         if name == "umt5" and config.tie_embeddings and not scaled:
             raise CheckpointError("umt5 cannot express this model: its tied head is not scaled")
-        fields |= {"tie_word_embeddings": config.tie_embeddings, "scale_decoder_outputs": scaled}
-        fields["num_decoder_layers"] = config.decoder.num_layers
-    return fields
-
-
-def _mlp_fields(activation: str, gated: bool) -> dict[str, Any]:
-    hf_name = hf_activation(activation)
-    form = _GATED.get(activation, f"gated-{hf_name}") if gated else hf_name
-    return {"feed_forward_proj": form, "dense_act_fn": hf_name, "is_gated_act": gated}
+        content |= {"tie_word_embeddings": config.tie_embeddings, "scale_decoder_outputs": scaled}
+        content["num_decoder_layers"] = config.decoder.num_layers
+    architecture = f"{name.upper()}{'ForConditionalGeneration' if config.decoder else 'EncoderModel'}"
+    return {**content, "architectures": [architecture], "model_type": name}
 
 
 # ---------------------------------------------------------------- tensors
@@ -177,10 +180,8 @@ def rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 def _names(layer: cfg.LayerConfig) -> dict[str, str]:
     last = 1 if layer.cross_attention is None else 2
-    names = {f"attention.{kvad_name}": f"0.SelfAttention.{hf_name}" for kvad_name, hf_name in _ATTENTION.items()}
-    names |= {
-        f"cross_attention.{kvad_name}": f"1.EncDecAttention.{hf_name}" for kvad_name, hf_name in _ATTENTION.items()
-    }
+    names = {f"attention.{part}": f"0.SelfAttention.{hf_part}" for part, hf_part in _ATTENTION.items()}
+    names |= {f"cross_attention.{part}": f"1.EncDecAttention.{hf_part}" for part, hf_part in _ATTENTION.items()}
     names |= {"norm1": "0.layer_norm", "norm_cross": "1.layer_norm", "norm2": f"{last}.layer_norm"}
     up = "wi_1" if isinstance(layer.mlp, cfg.GatedMLPConfig) else "wi"
     names |= {"mlp.gate": f"{last}.DenseReluDense.wi_0", "mlp.up": f"{last}.DenseReluDense.{up}"}

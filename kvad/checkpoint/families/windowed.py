@@ -11,34 +11,20 @@ from torch import Tensor
 from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader, TensorRule, TensorTransform, tensor_rule
 from kvad.checkpoint.families import _fields as hf
-from kvad.checkpoint.families._decoder import (
-    LAYER,
-    QK_NORM,
-    SIZES,
-    DecoderClass,
-    LayerTypes,
-    decoder_family,
-    optional_window_pattern,
-    read_window,
-    window_layers,
-    window_pattern,
-    with_attention,
-    write_layer_types,
-)
+from kvad.checkpoint.families import _hf_class as base
+from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError
 
 # ---------------------------------------------------------------- Qwen
 
 
 def _read_qwen_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
-    pattern = optional_window_pattern(fields, lambda index: index >= fields.integer("max_window_layers"))
-    window = read_window(fields) if "L" in pattern else None
-    return {"G": layer, "L": with_attention(layer, window=window)}, pattern
+    pattern = base.optional_window_pattern(fields, lambda index: index >= fields.integer("max_window_layers"))
+    return {"G": layer, "L": base.with_window(layer, fields)}, pattern
 
 
 def _write_qwen_layers(config: ModelConfig) -> dict[str, Any]:
-    content = write_layer_types(config)
+    content = base.write_layer_types(config)
     windows = [kind == "sliding_attention" for kind in content["layer_types"]]
     first_window = windows.index(True) if any(windows) else config.stack.num_layers
     return {"use_sliding_window": any(windows), "max_window_layers": first_window, **content}
@@ -46,11 +32,11 @@ def _write_qwen_layers(config: ModelConfig) -> dict[str, Any]:
 
 # Yang et al. 2024, Qwen 2 and 2.5.  Llama with biases on q, k, v only.  Layers from ``max_window_layers`` on may have a
 # window.
-_QWEN2 = DecoderClass(
+_QWEN2 = HFClass(
     "qwen2",
     "Qwen2ForCausalLM",
-    {**SIZES, "attention.position": hf.rope(), "attention.qkv_bias": True},
-    layer={**LAYER, **QK_NORM},
+    {**base.SIZES, "attention.position": hf.rope(), "attention.qkv_bias": True},
+    layer={**base.LAYER, **base.QK_NORM},
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 32,
@@ -64,7 +50,7 @@ _QWEN2 = DecoderClass(
 _QWEN3 = _QWEN2.variant(
     "qwen3",
     "Qwen3ForCausalLM",
-    fields={**SIZES, "attention.position": hf.rope(), **hf.biases("attention_bias"), "attention.qk_norm": "head"},
+    fields={**base.SIZES, "attention.position": hf.rope(), **hf.biases("attention_bias"), "attention.qk_norm": "head"},
     defaults={**_QWEN2.defaults, "head_dim": 128},
 )
 
@@ -82,20 +68,17 @@ def _read_smollm3_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tupl
     layers, interval = fields.integer("num_hidden_layers"), fields.integer("no_rope_layer_interval")
     rotated = fields.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
     if not isinstance(rotated, list) or len(rotated) != layers:
-        raise CheckpointError(
-            f"{fields.where}: no_rope_layers {rotated!r} is not supported", f"It must have {layers} values 0 or 1."
-        )
-    letters = optional_window_pattern(fields, lambda index: not rotated[index])
-    layer_types = {"G": layer, "L": with_attention(layer, window=read_window(fields))}
-    layer_types |= {nope: with_attention(layer_types[letter], position=None) for letter, nope in _NOPE.items()}
-    return layer_types, "".join(
-        letter if rope else _NOPE[letter] for letter, rope in zip(letters, rotated, strict=True)
-    )
+        raise fields.error(f"no_rope_layers {rotated!r} is not supported", f"It must have {layers} values 0 or 1.")
+    letters = base.optional_window_pattern(fields, lambda index: not rotated[index])
+    layer_types = {"G": layer, "L": base.with_window(layer, fields)}
+    layer_types |= {nope: base.with_attention(layer_types[letter], position=None) for letter, nope in _NOPE.items()}
+    pattern = (letter if has_rope else _NOPE[letter] for letter, has_rope in zip(letters, rotated, strict=True))
+    return layer_types, "".join(pattern)
 
 
 def _write_smollm3_layers(config: ModelConfig) -> dict[str, Any]:
     layers = [config.stack.layer_config(index) for index in range(config.stack.num_layers)]
-    content = write_layer_types(config)
+    content = base.write_layer_types(config)
     return {
         "no_rope_layers": [int(layer.attention.position is not None) for layer in layers],
         "use_sliding_window": content["sliding_window"] is not None,
@@ -103,23 +86,14 @@ def _write_smollm3_layers(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _first_position(config: ModelConfig) -> object:
-    """Return the positions of the first layer that has some."""
-    positions = (config.stack.layer_config(index).attention.position for index in range(config.stack.num_layers))
-    return next((position for position in positions if position is not None), None)
-
-
-_SMOLLM3_ROPE = hf.rope(theta=2000000.0)
 # Bakouch et al. 2025.  Llama with no positions in every fourth layer (NoPE).
-_SMOLLM3 = DecoderClass(
+_SMOLLM3 = HFClass(
     "smollm3",
     "SmolLM3ForCausalLM",
     {
-        **SIZES,
+        **base.SIZES,
         "tie_embeddings": hf.flag("tie_word_embeddings", True),
-        "attention.position": hf.HFField(
-            _SMOLLM3_ROPE.read, lambda _, config: _SMOLLM3_ROPE.write(_first_position(config), config)
-        ),
+        "attention.position": hf.rope(theta=2000000.0),
         **hf.biases("attention_bias"),
         "mlp.bias": hf.flag("mlp_bias"),
     },
@@ -133,37 +107,27 @@ _SMOLLM3 = DecoderClass(
 
 def _check_cohere(fields: HFConfigReader) -> None:
     if fields.part("rope_parameters").get("rope_theta", fields.get("rope_theta")) is None:
-        raise CheckpointError(
-            f"{fields.where}: rope_theta is missing", "The default is 10000 in transformers 4, 500000 in 5."
-        )
+        raise fields.error("rope_theta is missing", "The default is 10000 in transformers 4, 500000 in 5.")
 
 
 def _check_cohere2(fields: HFConfigReader) -> None:
     fields.require_one_of("use_qk_norm", False, reason="transformers' class ignores it.")
 
 
-def _cohere2_pattern(fields: HFConfigReader) -> str:
-    interval = fields.integer("sliding_window_pattern", default=4)
-    return window_pattern(fields, lambda index: (index + 1) % interval != 0)
-
-
 def _read_cohere2_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
-    local = with_attention(layer, window=read_window(fields))
-    return {"L": local, "G": with_attention(layer, position=None)}, _cohere2_pattern(fields)
+    layer_types = {"L": base.with_window(layer, fields), "G": base.with_attention(layer, position=None)}
+    return layer_types, base.interval_pattern(fields)
 
 
-_COHERE_ROPE = hf.rope(interleaved=True)
 # Cohere 2024, Command R.  Rotary positions on neighboring dimensions (0, 1), (2, 3), ..., LayerNorm without bias,
 # attention and MLP in parallel, logits times ``logit_scale``.  Some normalize q and k, each head with separate weights.
-_COHERE = DecoderClass(
+_COHERE = HFClass(
     "cohere",
     "CohereForCausalLM",
     {
-        **SIZES,
+        **base.SIZES,
         "tie_embeddings": hf.flag("tie_word_embeddings", True),
-        "attention.position": hf.HFField(
-            _COHERE_ROPE.read, lambda _, config: _COHERE_ROPE.write(_first_position(config) or cfg.RopeConfig(), config)
-        ),
+        "attention.position": hf.rope(interleaved=True, absent=cfg.RopeConfig()),
         **hf.biases("attention_bias"),
         "attention.qk_norm": hf.flag("use_qk_norm", values=("none", "each")),
         "norm.kind": "layer",
@@ -171,7 +135,7 @@ _COHERE = DecoderClass(
         "stack.norm_position": "parallel",
         "head.logit_scale": hf.number("logit_scale", 0.0625),
     },
-    layer={**LAYER, **QK_NORM},
+    layer={**base.LAYER, **base.QK_NORM},
     defaults={"max_position_embeddings": 8192},
     check=_check_cohere,
 )
@@ -181,9 +145,9 @@ _COHERE2 = _COHERE.variant(
     "cohere2",
     "Cohere2ForCausalLM",
     fields={name: _COHERE.fields[name] for name in _COHERE.fields if name != "attention.qk_norm"},
-    defaults={"max_position_embeddings": 8192, "sliding_window": 4096},
+    defaults={"max_position_embeddings": 8192, "sliding_window": 4096, "sliding_window_pattern": 4},
     check=_check_cohere2,
-    layer_types=LayerTypes(_read_cohere2_layers, write_layer_types),
+    layer_types=LayerTypes(_read_cohere2_layers, base.write_layer_types),
 )
 
 
@@ -197,14 +161,9 @@ def _choose_cohere(config: ModelConfig) -> str:
 
 
 def _check_gpt_oss(fields: HFConfigReader) -> None:
-    fields.require_one_of(
-        "quantization_config", reason="MXFP4 is not supported. Convert the weights to bfloat16 first."
-    )
     fields.require_one_of("hidden_act", "silu", reason="transformers' class ignores it.")
     if "rope_scaling" not in fields and "rope_parameters" not in fields:
-        raise CheckpointError(
-            f"{fields.where}: rope_scaling is missing", "Null means no scaling in transformers 4, YaRN in 5."
-        )
+        raise fields.error("rope_scaling is missing", "Null means no scaling in transformers 4, YaRN in 5.")
 
 
 def _split_gate_up(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -238,11 +197,11 @@ def _gpt_oss_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Ite
 # OpenAI 2025.  Experts with biases, a sink logit per head, a window in every other layer, unrounded YaRN.  An expert
 # computes (up + 1) * gate * sigmoid(1.702 gate), clipped at 7; gate and up are interleaved in one matrix stored as
 # [in, out].  The hub's MXFP4 files are refused; transformers' ``dequantize`` writes files that kvad reads.
-_GPT_OSS = DecoderClass(
+_GPT_OSS = HFClass(
     "gpt_oss",
     "GptOssForCausalLM",
     {
-        **{name: SIZES[name] for name in SIZES if name != "mlp.activation"},
+        **{name: base.SIZES[name] for name in base.SIZES if name != "mlp.activation"},
         "attention.position": hf.rope(theta=150000.0),
         **hf.biases("attention_bias", True),
         "attention.sink_logits": True,
@@ -256,7 +215,7 @@ _GPT_OSS = DecoderClass(
         "norm.eps": hf.number("rms_norm_eps", 1e-5),
     },
     layer={
-        **{name: LAYER[name] for name in LAYER if not name.startswith("mlp.")},
+        **{name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")},
         "mlp.router": "mlp.router",
         "attention.sink_logits": "self_attn.sinks",
     },
@@ -272,9 +231,7 @@ _GPT_OSS = DecoderClass(
         "swiglu_limit": 7.0,
     },
     check=_check_gpt_oss,
-    layer_types=window_layers(
-        lambda fields: window_pattern(fields, lambda index: index % 2 == 0), requires_window=True
-    ),
+    layer_types=base.window_layers(base.alternating_pattern, requires_window=True),
     layer_rules=_gpt_oss_rules,
     constants={"hidden_act": "silu", "pad_token_id": None},
 )

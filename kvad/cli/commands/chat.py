@@ -1,15 +1,14 @@
 """``kvad chat MODEL``: a conversation in the model's chat template, or one growing text without a template.
 
 A turn begins with the tokens of the previous turn and reuses their cache: from the prefix cache, or, if the policy or
-the layout has none, from the session. A saved chat includes its keys and values. Lines from a pipe work like lines
-from a keyboard.
+the layout has none, from the session. A saved chat includes its keys and values.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,28 +17,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvad import storage
+from kvad import text as text_lib
 from kvad.cache import sessions
+from kvad.cli import parameters
 from kvad.cli.commands.generate import note_empty
 from kvad.cli.fields import command, option
 from kvad.cli.line_batches import open_for_command
 from kvad.cli.output import format_bytes, note, print_error
-from kvad.cli.parameters import (
-    CacheOptions,
-    InterruptFlag,
-    ModelArgument,
-    SamplingOptions,
-    SessionDirOption,
-    load_fields,
-    open_llm,
-)
-from kvad.cli.stats import RunMeter, RunStats, cache_lines, describe_evicted, describe_limit, group_use, stats_lines
+from kvad.cli.stats import RunMeter, RunStats, cache_line, describe_evicted, describe_limit, group_use, stats_lines
 from kvad.errors import DataError, KvadError, RequestError, StorageError, UsageError, format_count, suggest
 from kvad.text import ids_of_text
 
 if TYPE_CHECKING:
-    from kvad import cache
-    from kvad import text as text_lib
-    from kvad.engine import StreamChunk
     from kvad.engine.scheduling import SamplingParams
     from kvad.llm import LLM
     from kvad.text import Tokenizer
@@ -53,18 +42,6 @@ class ChatTurn:
     user_ids: tuple[int, ...]
     reply: str
     reply_ids: tuple[int, ...]
-
-
-def choose_chat_format(folder: Path, tokenizer: Tokenizer, system: str | None) -> PlainChat:
-    """Use the chat template of the model, if any; ``system`` is the system message."""
-    from kvad import text as text_lib
-
-    template = text_lib.chat_template.ChatTemplate.load(folder)
-    if template is not None:
-        return TemplatedChat(template, tokenizer, system)
-    if system is not None:
-        raise UsageError("--system: the model has no chat template", "type the text as the first line")
-    return PlainChat(tokenizer)
 
 
 class PlainChat:
@@ -124,7 +101,9 @@ CHAT_COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
 FILE_FORMAT = 1
 
 
-class _ChatOptions(ModelArgument, SamplingOptions, CacheOptions, SessionDirOption):
+class _ChatOptions(
+    parameters.ModelArgument, parameters.SamplingFlags, parameters.CacheFlags, parameters.SessionDirOption
+):
     system: str | None = option("System message of the chat template")
 
 
@@ -137,14 +116,18 @@ def chat_command(options: _ChatOptions) -> None:
     kvad chat runs/demo --overflow sinks
     kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
-    load, given = load_fields(options), options.sampling_fields()
+    load, given = parameters.load_fields(options), options.sampling_fields()
     handle = open_for_command(options.model, "chat")
     sampling = options.resolve(given, handle, endless=options.endless)
-    with open_llm(handle, load, max_num_seqs=sampling.num_beams) as llm:
+    with parameters.open_llm(handle, load, max_num_seqs=sampling.num_beams) as llm:
         if llm.tokenizer is None:
             raise RequestError("the model has no tokenizer", "kvad generate --ids accepts token ids")
-        dialogue = choose_chat_format(handle.tokenizer_folder, llm.tokenizer, options.system)
-        chat = _Chat(llm, sampling, dialogue, options.session_folder)
+        dialogue, template = PlainChat(llm.tokenizer), text_lib.chat_template.ChatTemplate.load(handle.tokenizer_folder)
+        if template is not None:
+            dialogue = TemplatedChat(template, llm.tokenizer, options.system)
+        elif options.system is not None:
+            raise UsageError("--system: the model has no chat template", "type the text as the first line")
+        chat = _Chat(llm, llm.tokenizer, sampling, dialogue, options.session_folder)
         for line in _lines():
             try:
                 if not chat.handle_line(line):
@@ -158,7 +141,11 @@ def chat_command(options: _ChatOptions) -> None:
 def _lines() -> Iterator[str]:
     """Read lines from the keyboard (with readline, if available) or a pipe. Ctrl-D ends, Ctrl-C drops a line."""
     if not sys.stdin.isatty():
-        yield from _read_piped()
+        for number, raw in enumerate(sys.stdin.buffer, 1):
+            try:
+                yield raw.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise DataError(f"standard input, line {number}: not UTF-8 at byte {error.start}") from None
         return
     with suppress(ImportError):
         import readline  # noqa: F401  # input() edits lines once it is imported
@@ -173,20 +160,13 @@ def _lines() -> Iterator[str]:
             print_error("\n(/quit or Ctrl-D leaves)")
 
 
-def _read_piped() -> Iterator[str]:
-    for number, raw in enumerate(sys.stdin.buffer, 1):
-        try:
-            yield raw.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise DataError(f"standard input, line {number}: not UTF-8 at byte {error.start}") from None
-
-
 class _Chat:
     """The turns of a chat, and the commands that act on them."""
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, dialogue: PlainChat, folder: Path) -> None:
-        assert llm.tokenizer is not None
-        self.llm, self.tokenizer, self.sampling, self.dialogue = llm, llm.tokenizer, sampling, dialogue
+    def __init__(
+        self, llm: LLM, tokenizer: Tokenizer, sampling: SamplingParams, dialogue: PlainChat, folder: Path
+    ) -> None:
+        self.llm, self.tokenizer, self.sampling, self.dialogue = llm, tokenizer, sampling, dialogue
         self.folder, self.session = folder, llm.session()
         self.turns: list[ChatTurn] = []
         self.last: RunStats | None = None
@@ -212,22 +192,15 @@ class _Chat:
             raise UsageError(f"no such command {name}", suggest(name, CHAT_COMMANDS))
         if (name in ("/save", "/load")) != bool(path):
             raise UsageError(f"{name} needs a name or a file" if not path else f"{name} takes nothing after it")
-        if name == "/save":
-            self.save(path)
-        elif name == "/load":
-            self.load(path)
-        elif name == "/undo":
-            self.undo()
+        if path:
+            print_error(self.save(path) if name == "/save" else self.load(path))
         elif name != "/quit":
-            print_error({"/help": self.help, "/stats": self.stats, "/kv": self.kv}[name]())
+            actions = {"/undo": self.undo, "/stats": self.stats, "/kv": self.kv}
+            print_error(f"This chat is in {self.dialogue.name}.\n{HELP}" if name == "/help" else actions[name]())
         return name != "/quit"
 
     def reply(self, line: str) -> None:
-        """Add a line to the chat and print the reply; a turn that fails changes nothing.
-
-        Raises:
-            RequestError: If the text with this line leaves no room for a reply.
-        """
+        """Add a line to the chat and print the reply; a turn that fails changes nothing."""
         typed, ids = self.dialogue.encode_turn(self.turns, line)
         prompt = self.dialogue.prompt(self.turns, typed, ids)
         if self.limit is not None and len(prompt) >= self.limit:
@@ -237,7 +210,9 @@ class _Chat:
             )
         note_empty(self.llm, prompt)
         meter, text, tokens, limit = RunMeter(self.llm), "", list[int](), None
-        with InterruptFlag() as stop, closing(self._stream(prompt)) as chunks:
+        # A beam search cannot continue a session, so it uses the prefix cache only.
+        stream = self.llm.stream if self.sampling.num_beams > 1 else self.session.continue_from
+        with parameters.InterruptFlag() as stop, closing(stream(prompt, self.sampling)) as chunks:
             for chunk in chunks:
                 meter.add(chunk)
                 click.echo(chunk.text, nl=False)
@@ -250,31 +225,17 @@ class _Chat:
         click.echo()
         self.last = meter.stats()
         self.turns.append(ChatTurn(typed, ids, text, ids_of_text(self.tokenizer, text, tokens)))
-        self._report(len(prompt) + len(tokens), limit)
-
-    def _stream(self, prompt: list[int]) -> Generator[StreamChunk, None, None]:
-        """Stream the reply; a beam search cannot continue a session, so it uses the prefix cache only."""
-        searching = self.sampling.num_beams > 1
-        return (
-            self.llm.stream(prompt, self.sampling) if searching else self.session.continue_from(prompt, self.sampling)
-        )
-
-    def _report(self, length: int, limit: cache.config.LengthLimit | None) -> None:
-        """Report a full context, a full pool, an unusable session and evicted tokens."""
+        length = len(prompt) + len(tokens)
         if self.limit is not None and length >= self.limit:
             print_error(f"the context of {format_count(self.limit, 'token')} is full: /undo takes back the last turn")
         elif limit == "pool":
             print_error(f"the reply {describe_limit(self.llm, limit)}")
         if self.session.missed:
             note(f"the cached chat could not be reused: {self.session.missed}")
-        evicted = describe_evicted(self.llm, length)
-        if evicted:
-            note(f"{evicted}")
+        if evicted := describe_evicted(self.llm, length):
+            note(evicted)
 
     # ------------------------------------------------------------ commands
-
-    def help(self) -> str:
-        return f"This chat is in {self.dialogue.name}.\n{HELP}"
 
     def stats(self) -> str:
         return "no reply was generated yet" if self.last is None else "\n".join(stats_lines(self.last))
@@ -284,30 +245,28 @@ class _Chat:
         num_cached = self.last.cached_tokens if self.last is not None else 0
         hits, misses = format_count(cache_stats.hits, "hit"), format_count(cache_stats.misses, "miss", "misses")
         limit = "without a limit" if self.limit is None else f"of at most {self.limit}"
-        return "\n".join(
-            [
-                *(line for _, line in cache_lines(group_use(self.llm))),
-                f"this chat: {format_count(len(self.tokens), 'token')} {limit}",
-                f"the last turn: {num_cached} of its tokens were in the cache",
-                f"prefix cache: {hits}, {misses}, {format_count(cache_stats.hit_tokens, 'token')} reused in total",
-            ]
-        )
+        return "\n".join([
+            *map(cache_line, group_use(self.llm)),
+            f"this chat: {format_count(len(self.tokens), 'token')} {limit}",
+            f"the last turn: {num_cached} of its tokens were in the cache",
+            f"prefix cache: {hits}, {misses}, {format_count(cache_stats.hit_tokens, 'token')} reused in total",
+        ])  # fmt: skip
 
-    def undo(self) -> None:
+    def undo(self) -> str:
         if not self.turns:
             raise UsageError("there is no turn to take back")
         self.turns.pop()
-        left = len(self.turns)
-        print_error(f"{format_count(left, 'turn')} {'is' if left == 1 else 'are'} left")
+        return f"{self._num_turns()} left"
 
-    def save(self, where: str) -> None:
-        """Save the chat as a session, or as JSON with its cache next to it.
+    def _num_turns(self) -> str:
+        return f"{format_count(len(self.turns), 'turn')} {'is' if len(self.turns) == 1 else 'are'}"
+
+    def save(self, where: str) -> str:
+        """Save the chat as a session, or as JSON with its cache next to it; return a message.
 
         Files are written under a temporary name and renamed: if writing fails, an older file is unchanged.
         """
-        from kvad import text as text_lib
-
-        message = f"{format_count(len(self.turns), 'turn')} {'is' if len(self.turns) == 1 else 'are'} in"
+        message = f"{self._num_turns()} in"
         session, path = self._files(where)
         offloads = self.llm.engine.kv_cache_manager.uses_offload
         if path is None and offloads:
@@ -325,7 +284,7 @@ class _Chat:
             raise UsageError("the chat is empty")
         else:
             message += f" {path}" + ("; its cache is not saved, because its tokens are offloaded" if offloads else "")
-        print_error(message)
+        return message
 
     def _content(self) -> dict[str, Any]:
         turns = [{"typed": turn.user_text, "reply": turn.reply} for turn in self.turns]
@@ -338,8 +297,8 @@ class _Chat:
             return sessions.directory.session_path(where, self.folder), None
         return Path(f"{where}{sessions.directory.FILE_SUFFIX}"), Path(where)
 
-    def load(self, where: str) -> None:
-        """Replace this chat with a saved one.
+    def load(self, where: str) -> str:
+        """Replace this chat with a saved one, and return a message.
 
         Texts of another tokenizer are encoded again. A saved cache that does not fit is not used, and reported.
         """
@@ -349,11 +308,15 @@ class _Chat:
         if path is None:
             content = storage.container.read_header(session).metadata.get("writer", {}).get("chat")
         elif where == path.name and not path.exists():
-            raise UsageError(
-                f"there is no session {where} in {self.folder}, and no file {where} here", "kvad session list"
-            )
+            message = f"there is no session {where} in {self.folder}, and no file {where} here"
+            raise UsageError(message, "kvad session list")
         else:
-            content = self._read_json(path)
+            try:
+                content = json.loads(path.read_text("utf-8"))
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}") from None
+            except ValueError:
+                raise UsageError(f"{path} is not JSON") from None
         try:
             turns = self._turns(content)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -367,20 +330,9 @@ class _Chat:
                     raise
                 reason = f"; {error.message}"
         self.turns, self.session = turns, loaded
-        tokens = loaded.tokens or self.tokens
-        print_error(
-            f"{format_count(len(self.turns), 'turn')}, {format_count(len(self.tokens), 'token')} "
-            f"from {path or session}; "
-            f"{loaded.restored:,} of {format_count(len(tokens), 'token')} restored{reason}"
-        )
-
-    def _read_json(self, path: Path) -> Any:
-        try:
-            return json.loads(path.read_text("utf-8"))
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}") from None
-        except ValueError:
-            raise UsageError(f"{path} is not JSON") from None
+        num_turns, length = format_count(len(turns), "turn"), format_count(len(self.tokens), "token")
+        tokens = format_count(len(loaded.tokens or self.tokens), "token")
+        return f"{num_turns}, {length} from {path or session}; {loaded.restored:,} of {tokens} restored{reason}"
 
     def _turns(self, content: Any) -> list[ChatTurn]:
         if content["kvad_chat"] != FILE_FORMAT:

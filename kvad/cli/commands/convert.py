@@ -6,23 +6,24 @@ Output folders are written completely or not at all (``storage``), also after Ct
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
+from kvad import checkpoint
+from kvad import config as config_lib
+from kvad.cache import CacheConfig, sizing
 from kvad.cli.fields import argument, command, option
 from kvad.cli.line_batches import model_capabilities
-from kvad.cli.output import ProgressLine, emit_json, format_bytes, print_result
+from kvad.cli.output import ProgressLine, format_bytes, print_result
 from kvad.cli.parameters import Dtype, JsonOption, ModelArgument
 from kvad.errors import UsageError, format_count, with_article
 
 if TYPE_CHECKING:
     import torch
 
-    from kvad import checkpoint
 
 TOKENS = 1000  # tokens of the cache size in the plan
 
@@ -32,8 +33,6 @@ class _SaveOptions(JsonOption):
     overwrite: bool = option("Replace a checkpoint in the output folder")
 
     def torch_dtype(self) -> torch.dtype | None:
-        from kvad import checkpoint
-
         return None if self.save_dtype is None else checkpoint.native.DTYPES[self.save_dtype]
 
 
@@ -57,15 +56,14 @@ def import_command(options: _ImportOptions) -> None:
     kvad import Helsinki-NLP/opus-mt-de-en runs/opus --save-dtype bfloat16
     kvad import ~/models/llama-3.2-1b
     """
-    from kvad import checkpoint
-    from kvad.checkpoint import open_checkpoint
-
-    source, out = options.source, options.out or _default_out(options.source)
+    source, out = options.source, options.out
+    if out is None and not source.startswith((".", "/", "~")) and not Path(source).is_dir():  # a name on the hub
+        out = Path(source.removeprefix("hf://").partition("@")[0].rpartition("/")[2])
     if out is not None:
         check_output(out, None, options.overwrite)
     offline = True if options.offline else None
     folder = checkpoint.hub.resolve_model_path(source, revision=options.revision, token=options.token, offline=offline)
-    opened = open_checkpoint(folder)
+    opened = checkpoint.open_checkpoint(folder)
     if not isinstance(opened, checkpoint.hf_layout.HFCheckpoint):
         raise UsageError(f"{source} is a kvad checkpoint already", "every command accepts it")
     if out is not None:
@@ -75,15 +73,19 @@ def import_command(options: _ImportOptions) -> None:
         click.echo("\n".join(_page(source, plan)))
     if out is not None:
         with ProgressLine() as progress:
-            update = _byte_progress(progress, plan.bytes)
+            done = 0
+
+            def update(name: str, num_bytes: int) -> None:
+                nonlocal done
+                done += num_bytes
+                progress.update(name if done < plan["bytes"] else "writing", done, plan["bytes"])
+
             checkpoint.export.import_hf(opened, out, dtype=options.torch_dtype(), progress=update)
-    if options.as_json:
-        emit_json({"source": source, "out": out, **dataclasses.asdict(plan)})
-    elif out is not None:
-        click.echo(f"written: {out}\nnext:  kvad doctor {out}")
+        line = f"written: {out}\nnext:  kvad doctor {out}"
     else:
         name = Path(source).expanduser().resolve().name
-        click.echo(f"nothing was written; name a folder for it, as in  kvad import {source} runs/{name}")
+        line = f"nothing was written; name a folder for it, as in  kvad import {source} runs/{name}"
+    print_result(options.as_json, {"source": source, "out": out, **plan}, line)
 
 
 class _ExportOptions(ModelArgument, _SaveOptions):
@@ -104,24 +106,14 @@ def export_command(options: _ExportOptions) -> None:
     kvad export runs/demo demo-hf --format hf
     kvad export runs/demo demo-hf --family llama --save-dtype bfloat16 --overwrite
     """
-    from kvad import checkpoint
-    from kvad.checkpoint import open_checkpoint
-
     out = options.out
     check_output(out, None, options.overwrite)
-    opened = open_checkpoint(options.model)
+    opened = checkpoint.open_checkpoint(options.model)
     check_output(out, opened.path, options.overwrite)
     reader = checkpoint.export.export_hf(opened, out, family=options.family, dtype=options.torch_dtype())
     record = {"model": options.model, "out": out, "format": options.format, "class": reader}
     lines = [f"written: {out}", f"read by: transformers.{reader}.from_pretrained({str(out)!r})"]
     print_result(options.as_json, record, lines)
-
-
-def _default_out(source: str) -> Path | None:
-    """Return ./NAME for a name on the hub; None for a path."""
-    if source.startswith((".", "/", "~")) or Path(source).is_dir():
-        return None
-    return Path(source.removeprefix("hf://").partition("@")[0].rpartition("/")[2])
 
 
 def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
@@ -138,34 +130,9 @@ def check_output(out: Path, source: Path | None, overwrite: bool) -> None:
         raise UsageError(f"{out} exists", "--overwrite replaces it after the new one is complete")
 
 
-# ---------------------------------------------------------------- the plan
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Sizes of an import: the tensors as they will be stored, and the cache of one sequence in the compute dtype."""
-
-    architecture: str
-    origin: str
-    kind: str
-    parameters: int
-    tensors: int
-    stored: str
-    dtype: str
-    bytes: int
-    cache_dtype: str
-    cache_tokens: int
-    cache: int
-    source_tokens: int
-    source_cache: int
-    tokenizer: str | None
-
-
-def _plan(opened: checkpoint.hf_layout.HFCheckpoint, dtype: str | None) -> _Plan:
-    from kvad import config as config_lib
-    from kvad.cache import CacheConfig
-    from kvad.cache.sizing import plan_memory
-
+def _plan(opened: checkpoint.hf_layout.HFCheckpoint, dtype: str | None) -> dict[str, Any]:
+    """Return sizes of the tensors as they will be stored, and of one sequence's cache in the compute dtype."""
+    shapes = config_lib.parameter_shapes
     config, stored = opened.config, str(opened.stored_dtype).removeprefix("torch.")
     chosen = dtype or stored
     if chosen not in get_args(Dtype):
@@ -177,52 +144,35 @@ def _plan(opened: checkpoint.hf_layout.HFCheckpoint, dtype: str | None) -> _Plan
     tokens = min(TOKENS, config.max_seq_len)
     sourced = 0 if source is None else min(TOKENS, source.max_seq_len)
     cache = CacheConfig(max_num_seqs=1, max_seq_len=tokens, block_size=1, dtype=computed, max_source_len=sourced)
-    groups = plan_memory(config, cache, weights_dtype=computed).groups
+    groups = sizing.plan_memory(config, cache, weights_dtype=computed).groups
     sizes = [(group.group.spec.is_cross_attention, group.seq_payload + group.seq_metadata) for group in groups]
-    return _Plan(
-        architecture=opened.fields.architecture,
-        origin=opened.origin,
-        kind=config.kind,
-        parameters=config_lib.parameter_shapes.num_parameters(config),
-        tensors=len(config_lib.parameter_shapes.weight_shapes(config)),
-        stored=stored,
-        dtype=chosen,
-        bytes=config_lib.parameter_shapes.weight_bytes(config, chosen),
-        cache_dtype=computed,
-        cache_tokens=tokens,
-        cache=sum(size for cross, size in sizes if not cross),
-        source_tokens=sourced,
-        source_cache=sum(size for cross, size in sizes if cross),
-        tokenizer=None if tokenizer is None else f"{tokenizer.kind}, {format_count(tokenizer.vocab_size, 'id')}",
+    return {
+        "architecture": opened.fields.architecture, "origin": opened.origin, "kind": config.kind,
+        "parameters": shapes.num_parameters(config), "tensors": len(shapes.weight_shapes(config)),
+        "stored": stored, "dtype": chosen, "bytes": shapes.weight_bytes(config, chosen),
+        "cache_dtype": computed, "cache_tokens": tokens, "cache": sum(size for cross, size in sizes if not cross),
+        "source_tokens": sourced, "source_cache": sum(size for cross, size in sizes if cross),
+        "tokenizer": None if tokenizer is None else f"{tokenizer.kind}, {format_count(tokenizer.vocab_size, 'id')}",
+    }  # fmt: skip
+
+
+def _page(source: str, plan: Mapping[str, Any]) -> list[str]:
+    stored = plan["dtype"] if plan["dtype"] == plan["stored"] else f"{plan['dtype']}, from {plan['stored']}"
+    sizes = (("cache", "cache_tokens", ""), ("source_cache", "source_tokens", " of the source"))
+    cache = " and ".join(
+        f"{format_bytes(plan[size])} per {format_count(plan[tokens], 'token')}{place}"
+        for size, tokens, place in sizes
+        if plan[size]
     )
-
-
-def _page(source: str, plan: _Plan) -> list[str]:
-    name = plan.architecture or "no class named"
-    stored = plan.dtype if plan.dtype == plan.stored else f"{plan.dtype}, from {plan.stored}"
-    cache = [f"{format_bytes(plan.cache)} per {format_count(plan.cache_tokens, 'token')}"] if plan.cache else []
-    if plan.source_cache:
-        cache.append(f"{format_bytes(plan.source_cache)} per {format_count(plan.source_tokens, 'token')} of the source")
-    cache_text = f"{' and '.join(cache)}, in {plan.cache_dtype}" if cache else "none: it reads each text whole"
+    cache = f"{cache}, in {plan['cache_dtype']}" if cache else "none: it reads each text whole"
+    name = plan["architecture"] or "no class named"
     return [
-        f"model       {source}: {name} ({plan.origin}), {with_article(plan.kind)}",
-        f"parameters  {plan.parameters:,} in {format_count(plan.tensors, 'tensor')}",
-        f"weights     {format_bytes(plan.bytes)} in {stored}",
-        f"cache       {cache_text}",
-        f"tokenizer   {plan.tokenizer or 'none: prompts can only be token ids'}",
+        f"model       {source}: {name} ({plan['origin']}), {with_article(plan['kind'])}",
+        f"parameters  {plan['parameters']:,} in {format_count(plan['tensors'], 'tensor')}",
+        f"weights     {format_bytes(plan['bytes'])} in {stored}",
+        f"cache       {cache}",
+        f"tokenizer   {plan['tokenizer'] or 'none: prompts can only be token ids'}",
     ]
-
-
-def _byte_progress(progress: ProgressLine, total: int) -> Callable[[str, int], None]:
-    """Return a function that adds the bytes of a tensor to the line of progress."""
-    done = 0
-
-    def update(name: str, num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        progress.update(name if done < total else "writing", done, total)
-
-    return update
 
 
 class _MergeOptions(_SaveOptions):
@@ -242,18 +192,14 @@ def merge_command(options: _MergeOptions) -> None:
     kvad merge runs/demo runs/adapter --out runs/merged
     kvad merge ./SmolLM2-135M ./its-adapter --out merged --save-dtype bfloat16
     """
-    from kvad import checkpoint
-    from kvad.checkpoint import open_checkpoint
-
     out, adapter = options.out, options.adapter
     check_output(out, None, options.overwrite)
-    opened = checkpoint.adapter.merge_adapter(open_checkpoint(options.base), adapter)
+    opened = checkpoint.adapter.merge_adapter(checkpoint.open_checkpoint(options.base), adapter)
     for source in (opened.base.path, opened.path):
         check_output(out, source, options.overwrite)
     if not opened.factors:
         raise UsageError(f"{adapter} contains no matrices")
-    checkpoint.adapter.write_merged(opened, out, options.torch_dtype())
+    checkpoint.export.write_merged(opened, out, options.torch_dtype())
     record = {"base": options.base, "adapter": adapter, "out": out, "parts": sorted(opened.factors)}
-    next_command = f"kvad {model_capabilities(opened.config)[1][0]} {out}"
-    merged = format_count(len(opened.factors), "part")
-    print_result(options.as_json, record, f"written: {out}, {merged} merged\nnext:  {next_command}")
+    merged, next_command = format_count(len(opened.factors), "part"), model_capabilities(opened.config)[1][0]
+    print_result(options.as_json, record, f"written: {out}, {merged} merged\nnext:  kvad {next_command} {out}")

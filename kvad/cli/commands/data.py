@@ -1,7 +1,4 @@
-"""``kvad data prepare|check|create``: tokenize texts once for many runs, check packing, create training data.
-
-``data create`` writes texts that every machine can generate. No torch but for ``check``.
-"""
+"""``kvad data prepare|check|create``: tokenize texts once for many runs, check packing, create training data."""
 
 from __future__ import annotations
 
@@ -9,26 +6,23 @@ import dataclasses
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal
 
 import click
 
+from kvad import checkpoint, datasets, text
+from kvad import model as model_lib
 from kvad.cli.fields import argument, command, option
-from kvad.cli.output import console, exit_with, format_bytes, note, print_error, print_result
+from kvad.cli.output import console, format_bytes, note, print_error, print_result
 from kvad.cli.parameters import COUNT, JsonOption, PairFiles
 from kvad.cli.run_parameters import PAIRS_HELP, CorpusOptions, merge_options, name_corpus, with_seq_len
-from kvad.errors import DataError, UsageError, format_count
-from kvad.train.config import DataConfig, RunConfig
-
-if TYPE_CHECKING:
-    from kvad.checkpoint import CheckpointHandle
-    from kvad.model import Transformer
-    from kvad.text import Tokenizer
-    from kvad.train import monitoring, setup
-    from kvad.train.setup import CorpusArgument
+from kvad.errors import CheckpointError, DataError, UsageError, format_count
+from kvad.train import loop, monitoring, setup
+from kvad.train.config import DataConfig, RunConfig, read_toml
+from kvad.train.sources import PairPaths
 
 EXAMPLES = ("tag", "classify", "chat")
 
@@ -70,41 +64,39 @@ def prepare_command(options: _PrepareOptions) -> None:
     kvad data prepare --pairs train.de train.en --out data/de-en --vocab-size 10000
     kvad data prepare train.tsv --validation dev.tsv --objective tag --out data/tags
     """
-    from kvad.train import setup
-    from kvad.train.setup import RunData, load_initial
-    from kvad.train.setup import prepare_data as write
-
     out, overwrite = options.out, options.overwrite
     setup.prepared.check_writable_target(out, overwrite)
     setup.preflight.check_writable(out)
     config, texts = _config(options)
-    named = _corpus_argument(config, texts, options)
+    kind, factory, topology = config.objective.kind, setup.objective_factory, _topology(config)
+    if kind == "auto":  # by the model or the options
+        has_pairs = bool(options.pairs or options.held_out) or config.data.format == "pairs"
+        as_pairs = has_pairs or topology == "encoder-decoder"
+        kind = "seq2seq" if as_pairs else "masked-lm" if topology == "encoder" else "next-token"
+    named = setup.resolve_corpus(kind, name_corpus(texts, options.pairs, options.held_out))
     setup.preflight.check_output_folder(out, named, config.data.file_suffixes)
-    config = _resolve_objective(config, named)
+    by_data = "encoder-decoder" if isinstance(named, PairPaths) else "decoder"
+    by_objective = by_data if config.objective.kind == "auto" else factory.OBJECTIVE_TOPOLOGY[config.objective.kind]
+    config = factory.resolve_objective(config, topology or by_objective)
     if options.validation_fraction is not None and config.objective.kind not in EXAMPLES:
         raise UsageError("--validation: a fraction of texts and pairs is set by each run", "omit it")
-    start = load_initial(config)  # its tokens, special tokens and chat template apply
+    start = setup.load_initial(config)  # its tokens, special tokens and chat template apply
     opened = None if start is None else start.opened
     start_time = time.monotonic()
-    with _interruptible(out), _metered() as meter:
-        run_data = RunData(config, named, print_error, start=opened)
+    with _metered(out) as meter:
+        run_data = setup.RunData(config, named, print_error, start=opened)
         corpus = run_data.single_corpus()
         trained = run_data.make_tokenizer() if start is None else start.tokenizer
-        manifest = write(config, corpus, trained, out, overwrite=overwrite, progress=meter, log=print_error)
-    _print_prepared(out, manifest, time.monotonic() - start_time, options.as_json)
-
-
-def _print_prepared(out: Path, manifest: Mapping[str, Any], seconds: float, as_json: bool) -> None:
-    fields = ("kind", "tokens", "documents", "vocab", "largest", "tokenizer", "dtype", "fingerprint")
-    num_shards = len(manifest["shards"])
-    record = {"out": out, "seconds": seconds, "shards": num_shards, **{name: manifest[name] for name in fields}}
+        manifest = setup.prepare_data(
+            config, corpus, trained, out, overwrite=overwrite, progress=meter, log=print_error
+        )
+    seconds, num_shards = time.monotonic() - start_time, len(manifest["shards"])
+    names = ("kind", "tokens", "documents", "vocab", "largest", "tokenizer", "dtype", "fingerprint")
+    record = {"out": out, "seconds": seconds, "shards": num_shards, **{name: manifest[name] for name in names}}
     noun = manifest.get("noun", "pair" if manifest["kind"] == "pairs" else "document")
     texts_in = format_count(manifest["documents"] // (2 if noun == "pair" else 1), noun)
-    line = (
-        f"{out}: {manifest['tokens']:,} tokens in {texts_in}, {format_count(num_shards, 'shard')}, "
-        f"vocabulary {manifest['vocab']:,}, {seconds:.1f} s"
-    )
-    print_result(as_json, record, line)
+    size = f"{manifest['tokens']:,} tokens in {texts_in}, {format_count(num_shards, 'shard')}"
+    print_result(options.as_json, record, f"{out}: {size}, vocabulary {manifest['vocab']:,}, {seconds:.1f} s")
 
 
 class _CheckOptions(JsonOption):
@@ -127,10 +119,6 @@ def check_command(options: _CheckOptions) -> None:
     """
     import torch
 
-    from kvad.checkpoint import open_checkpoint
-    from kvad.train import setup
-    from kvad.train.setup import RunData, load_initial, resolve_corpus
-
     torch.manual_seed(0)
     config, named = _run(options.run, name_corpus(options.texts, options.pairs))
     config = setup.objective_factory.resolve_objective(config, _topology(config) or config.resolve(vocab=1).kind)
@@ -139,42 +127,36 @@ def check_command(options: _CheckOptions) -> None:
     if config.objective.kind not in ("next-token", "seq2seq") and not config.data.isolate_documents:
         raise UsageError("data.isolate_documents is off: masked tokens cannot be checked", "set it to true")
     name = options.model or (str(options.run) if options.run.is_dir() else None)
-    named = resolve_corpus(config.objective.kind, named)
-    start = load_initial(config) if name is None else None
-    weights = None if name is None else open_checkpoint(name)
-    began = weights if start is None else start.opened  # with model.init: its special tokens apply
+    named = setup.resolve_corpus(config.objective.kind, named)
+    start = setup.load_initial(config) if name is None else None
+    weights = None if name is None else checkpoint.open_checkpoint(name)
     template = None if weights is None else weights.tokenizer_folder
-    start_handle = None if config.init is None else began
-    run_data = RunData(config, named, print_error, start=start_handle, template=template)
-    if damaged := run_data.find_corrupt():
-        _print_corrupt(damaged, options.as_json)
+    start_handle = weights if start is None else start.opened
+    start_handle = None if config.init is None else start_handle  # with model.init: its special tokens apply
+    run_data = setup.RunData(config, named, print_error, start=start_handle, template=template)
+    if damaged := run_data.find_corrupt():  # these are not checked further
+        lines = [f"damaged: {path}: run kvad data prepare again" for path in damaged]
+        record = {"ok": False, "problems": [f"{path} is damaged" for path in damaged]}
+        print_result(options.as_json, record, lines, failed=True)
+        return
     if weights is None:
         initial = setup.initialize.new_initial(config, run_data) if start is None else start
         initial = initial.with_head_for(config.objective.kind, run_data.labels)
         tokenizer, checked_model = initial.tokenizer, initial.build()
     else:
-        tokenizer, checked_model = _stored(weights)
+        if weights.tokenizer is None:
+            raise CheckpointError(f"{weights.path} has no tokenizer", "copy its tokenizer.json into the folder")
+        tokenizer, checked_model = weights.tokenizer, model_lib.Transformer(weights.config)
+        checked_model.load_state_dict(dict(weights.weights()))
     with tempfile.TemporaryDirectory() as folder:
         run_data.open(Path(folder) / "data", tokenizer)
-        report = setup.data_check.check_packing(
-            checked_model.to(torch.float64), run_data.data, tokenizer, options.num_rows
-        )
-    problems = report.leaks
-    record = {**dataclasses.asdict(report), "packing": report.packing_stats._asdict()}
-    print_result(options.as_json, {"ok": not problems, "problems": problems, **record}, _check_page(report, problems))
-    if problems:
-        exit_with(1)
+        report = setup.data_check.check_packing(checked_model.double(), run_data.data, tokenizer, options.num_rows)
+    first = {"ok": not report.leaks, "problems": report.leaks}
+    record = {**first, **dataclasses.asdict(report), "packing": report.packing_stats._asdict()}
+    print_result(options.as_json, record, _check_page(report), failed=bool(report.leaks))
 
 
-def _print_corrupt(damaged: Sequence[Path], as_json: bool) -> NoReturn:
-    """Report damaged files; they are not checked further."""
-    problems = [f"{path} is damaged" for path in damaged]
-    lines = [f"damaged: {path}: run kvad data prepare again" for path in damaged]
-    print_result(as_json, {"ok": False, "problems": problems}, lines)
-    exit_with(1)
-
-
-def _check_page(report: setup.data_check.PackingReport, problems: Sequence[str]) -> list[str]:
+def _check_page(report: setup.data_check.PackingReport) -> list[str]:
     rows, documents = format_count(report.rows, "row"), format_count(report.documents, "document")
     lines = [
         f"packing     {report.packing_stats.summary()}",
@@ -195,113 +177,57 @@ def _check_page(report: setup.data_check.PackingReport, problems: Sequence[str])
             f"gradients   packed against one by one: {report.gradient:.3g} of the largest (at most 1e-12); "
             f"losses {report.loss_packed:.6f} and {report.loss_alone:.6f}"
         )
-    return [*lines, *(f"LEAK        {problem}" for problem in problems)] if problems else [*lines, "ok"]
+    return [*lines, *(f"LEAK        {problem}" for problem in report.leaks)] if report.leaks else [*lines, "ok"]
 
 
 @contextmanager
-def _interruptible(out: Path) -> Iterator[None]:
-    """Report on Ctrl-C that nothing was written."""
-    existed = out.exists()
+def _metered(out: Path) -> Iterator[monitoring.console.ProgressMeter]:
+    """Show characters and tokens so far: a live line, or one every ten seconds. Report Ctrl-C."""
+    existed, terminal = out.exists(), console()
     try:
-        yield
+        if terminal.is_terminal:
+            with terminal.status("reading") as status:
+                yield monitoring.console.ProgressMeter(status.update, interval=0.0)
+        else:
+            yield monitoring.console.ProgressMeter(print_error)
     except KeyboardInterrupt:
-        state = f"{out} is unchanged" if existed else f"nothing was written to {out}"
-        note(f"interrupted: {state}")
+        note(f"interrupted: {f'{out} is unchanged' if existed else f'nothing was written to {out}'}")
         raise
-
-
-@contextmanager
-def _metered() -> Iterator[monitoring.console.ProgressMeter]:
-    """Show characters and tokens so far: a live line in a terminal, else a line every ten seconds."""
-    from kvad.train import monitoring
-
-    terminal = console()
-    if not terminal.is_terminal:
-        yield monitoring.console.ProgressMeter(print_error)
-        return
-    with terminal.status("reading") as status:
-        yield monitoring.console.ProgressMeter(status.update, interval=0.0)
 
 
 def _config(options: _PrepareOptions) -> tuple[RunConfig, tuple[Path, ...]]:
     """Read the run file, if it is the first argument, merge the options, and return the remaining texts."""
-    from kvad.train.config import read_toml
-
     texts, tables = options.texts, dict[str, Any]()
     if texts and texts[0].suffix == ".toml":
         tables, texts = read_toml(texts[0]), texts[1:]
     tables = merge_options(tables, options)
     config = with_seq_len(RunConfig.from_dict(tables), tables)
     if config.data.sources:
-        raise UsageError(
-            "data.sources: a mixture cannot be prepared, only one source at a time", "name its paths instead"
-        )
+        message = "data.sources: a mixture cannot be prepared, only one source at a time"
+        raise UsageError(message, "name its paths instead")
     if config.data.order == "stream":
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, order="epochs"))
     return config, texts
 
 
-def _corpus_argument(config: RunConfig, texts: Sequence[Path], options: _PrepareOptions) -> CorpusArgument:
-    """Resolve the named files by the objective, the model or the options."""
-    from kvad.train.setup import resolve_corpus
-
-    kind = config.objective.kind
-    if kind == "auto":
-        topology = _topology(config)
-        has_pairs = bool(options.pairs or options.held_out) or config.data.format == "pairs"
-        as_pairs = has_pairs or topology == "encoder-decoder"
-        kind = "seq2seq" if as_pairs else "masked-lm" if topology == "encoder" else "next-token"
-    return resolve_corpus(kind, options.name_corpus(texts))
-
-
-def _resolve_objective(config: RunConfig, named: CorpusArgument) -> RunConfig:
-    """Set the objective by the model, if one is named, else by the data."""
-    from kvad.train import setup
-    from kvad.train.sources import PairPaths
-
-    kind = config.objective.kind
-    by_data = "encoder-decoder" if isinstance(named, PairPaths) else "decoder"
-    by_objective = by_data if kind == "auto" else setup.objective_factory.OBJECTIVE_TOPOLOGY[kind]
-    topology = _topology(config) or by_objective
-    return setup.objective_factory.resolve_objective(config, topology)
-
-
 def _topology(config: RunConfig) -> str | None:
     """Return the kind of the run file's model; None if it names none."""
-    from kvad.checkpoint import open_checkpoint
-
     if config.init is not None:
-        return open_checkpoint(config.init).config.kind
+        return checkpoint.open_checkpoint(config.init).config.kind
     return config.resolve(vocab=1).kind if config.model else None
 
 
-def _run(run: Path, named: CorpusArgument) -> tuple[RunConfig, CorpusArgument]:
+def _run(run: Path, named: setup.CorpusArgument) -> tuple[RunConfig, setup.CorpusArgument]:
     """Return the configuration and the training data of a run folder or a run file."""
-    from kvad.train.config import read_toml
-    from kvad.train.loop import read_run_config
-    from kvad.train.sources import PairPaths
-
     given = bool(named.files) if isinstance(named, PairPaths) else bool(named)
     if run.is_dir():
-        config, corpus = read_run_config(run)
+        config, corpus = loop.read_run_config(run)
         return config, named if given else corpus
     tables = read_toml(run)
     config = with_seq_len(RunConfig.from_dict(tables), tables)
     if not given and not config.data.sources:
         raise DataError("no data was given", "kvad data check RUN.toml DATA")
     return config, named
-
-
-def _stored(opened: CheckpointHandle) -> tuple[Tokenizer, Transformer]:
-    """Load the tokenizer and the model of a checkpoint."""
-    from kvad.errors import CheckpointError
-    from kvad.model import Transformer
-
-    if opened.tokenizer is None:
-        raise CheckpointError(f"{opened.path} has no tokenizer", "copy its tokenizer.json into the folder")
-    model = Transformer(opened.config)
-    model.load_state_dict(dict(opened.weights()))
-    return opened.tokenizer, model
 
 
 class _CreateOptions(JsonOption):
@@ -337,8 +263,6 @@ def create_lookup(options: _LookupOptions) -> None:
     kvad data create lookup data/lookup
     kvad train data/lookup --config recipes/lookup-cpu.toml --out runs/lookup-cpu
     """
-    from kvad import datasets, text
-
     folder, num_words, max_words = options.folder, options.num_words, options.max_words
     if max_words < datasets.synthetic.MIN_WORDS or num_words < 1:
         raise UsageError(
@@ -362,8 +286,6 @@ def create_python(options: _CreateOptions) -> None:
     kvad data create python data/python
     kvad train data/python/train --config recipes/endless-rope.toml --out runs/endless-rope
     """
-    from kvad import datasets
-
     folder = options.folder
     _check_free(folder)
     sources = datasets.stdlib_sources.find_sources()
@@ -406,8 +328,6 @@ def create_reverse(options: _PairTaskOptions) -> None:
 
 
 def _write_task(name: str, options: _PairTaskOptions) -> None:
-    from kvad import datasets, text
-
     folder, seed = options.folder, options.seed
     _check_free(folder)
     task = datasets.synthetic.SYNTHETIC_TASKS[name]
@@ -419,7 +339,6 @@ def _write_task(name: str, options: _PairTaskOptions) -> None:
 
 
 def _check_free(folder: Path) -> None:
-    """Refuse a folder that is not empty."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file, not a folder", "choose another name")
     if folder.exists() and any(folder.iterdir()):

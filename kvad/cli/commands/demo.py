@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvad import benchmarks, datasets, verify
+from kvad.cli.commands.bench import bench_lines, write_results
+from kvad.cli.commands.train import draw_loss_curve
 from kvad.cli.fields import command, option
 from kvad.cli.output import console, emit_json, exit_with, format_bytes, print_error
-from kvad.cli.parameters import JsonOption
+from kvad.cli.parameters import JsonOption, open_llm
 from kvad.errors import UsageError
+from kvad.train import loop, monitoring
+from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from kvad import benchmarks
-    from kvad import verify as verify_lib
     from kvad.llm import LLM
     from kvad.train.monitoring import TrainingResult
 
@@ -30,6 +34,13 @@ CONTEXT, LIMIT = 256, 4096  # tokens of a training row; max_seq_len of the model
 PRESET = "demo"
 BENCH_LENGTHS = (64, 128, 256, 512)
 PROMPT = "def "
+NEXT_STEPS = """\
+  kvad generate {out} 'class ' --stats          continue your own text
+  kvad chat {out}                               chat with it (/kv shows the cache)
+  kvad verify {out} --inject-fault mask                inject a fault: verify names it
+  kvad plan {out} --max-seq-len 4096 --max-num-seqs 8       estimate the memory
+  kvad inspect {out} --attention 'def f(x):'    show the attention of a head
+  kvad train FILES --out runs/mine              train on your own text"""
 
 
 class _DemoOptions(JsonOption):
@@ -48,33 +59,36 @@ def demo_command(options: _DemoOptions) -> None:
     kvad demo --minutes 0.5 --out runs/quick
     """
     out, seed = options.out, options.seed
-    _check_free(out)
+    if (out / "checkpoints").exists() and not (out / RESULT).exists():
+        hint = "choose another folder: --out runs/mine"
+        raise UsageError(f"{out} contains a run that the demo did not create", hint)
     page = _Page(options.as_json)
     start = time.perf_counter()
     outcome = _train(page, options.minutes, out, seed)
     if outcome.reason == "interrupted":
         page.write(f"stopped; the model of step {outcome.step} is in {out}")
         exit_with(130)
-    from kvad.llm import LLM
-
-    with LLM.load(out, max_num_seqs=4) as llm:
+    with open_llm(out, {}, max_num_seqs=4) as llm:
         completion = _generate(page, llm, seed)
         report = _verify(page, llm)
-        bench = _time(page, llm, options.repeats, out)
-    result = _result(outcome, completion, report, bench, time.perf_counter() - start)
+        page.title("how much time does it save?  (kvad bench cache)")
+        bench = benchmarks.bench_cache(llm, BENCH_LENGTHS, options.repeats)
+    page.write("\n".join(bench_lines(bench)))
+    for path in write_results(bench, out):
+        print_error(f"figure: {path}")
+    speedup = dict(zip(map(str, bench.tokens), bench.speedup, strict=True))
+    result = {
+        "steps": outcome.step, "tokens": outcome.tokens, "train_seconds": outcome.elapsed,
+        "loss": outcome.loss, "val_loss": outcome.val_loss, "completion": completion,
+        "verdict": report.verdict(), "exact": not report.broken, "speedup": speedup, "flatness": bench.flatness,
+        "engine_ms": bench.engine_ms, "model_ms": bench.model_ms, "seconds": time.perf_counter() - start,
+    }  # fmt: skip
     (out / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     page.title("next")
-    page.write(_next_steps(out))
+    page.write(NEXT_STEPS.format(out=out))
     if options.as_json:
         emit_json(result)
-    if report.broken:
-        exit_with(1)
-
-
-def _check_free(out: Path) -> None:
-    """Refuse to overwrite a run that the demo did not create."""
-    if (out / "checkpoints").exists() and not (out / RESULT).exists():
-        raise UsageError(f"{out} contains a run that the demo did not create", "choose another folder: --out runs/mine")
+    exit_with(1 if report.broken else 0)
 
 
 @dataclass
@@ -84,20 +98,13 @@ class _Page:
     to_stderr: bool
 
     def write(self, text: str = "", *, end: str = "\n") -> None:
-        click.echo(text, nl=end == "\n", err=self.to_stderr)
+        click.echo(text + end, nl=False, err=self.to_stderr)
 
     def title(self, text: str) -> None:
-        self.write()
-        self.write(click.style(f"— {text} —", bold=True))
+        self.write(f"\n{click.style(f'— {text} —', bold=True)}")
 
 
 def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
-    from kvad import datasets
-    from kvad.cli.commands.train import draw_loss_curve
-    from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig
-    from kvad.train.loop import train_model
-    from kvad.train.monitoring import make_progress
-
     sources = datasets.stdlib_sources.find_sources()
     page.title("train")
     page.write(
@@ -111,11 +118,8 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULT).write_text("{}\n", encoding="utf-8")  # marks the folder as the demo's
-    progress = make_progress(console())
-    try:
-        outcome = train_model(config, sources.files, out, overwrite=True, callbacks=[progress])
-    finally:
-        progress.close()
+    with closing(monitoring.make_progress(console())) as progress:
+        outcome = loop.train_model(config, sources.files, out, overwrite=True, callbacks=[progress])
     page.write(
         f"{outcome.step} steps, {outcome.tokens:,} tokens in {outcome.elapsed:.0f} s: loss {outcome.loss:.3f}, "
         f"validation loss {outcome.val_loss:.3f}"
@@ -142,12 +146,10 @@ def _generate(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
     return {"prompt": PROMPT, "text": text, "tokens": tokens, "seconds": seconds}
 
 
-def _verify(page: _Page, llm: LLM) -> verify_lib.report.VerifyReport:
-    from kvad.verify import ScenarioOptions, build_prompts, verify
-
+def _verify(page: _Page, llm: LLM) -> verify.report.VerifyReport:
     page.title("does the cache change the output?  (kvad verify)")
-    options = ScenarioOptions()
-    report = verify(llm.model, build_prompts(llm.model.config, options, llm.tokenizer), options)
+    options = verify.ScenarioOptions()
+    report = verify.verify(llm.model, verify.build_prompts(llm.model.config, options, llm.tokenizer), options)
     for case in report.cases:
         page.write(
             f"{case.layout + ' ' + case.dtype:<22} max |dlogit| {case.max_dlogit:.1e}  "
@@ -155,52 +157,3 @@ def _verify(page: _Page, llm: LLM) -> verify_lib.report.VerifyReport:
         )
     page.write(f"verdict: {report.verdict()}")
     return report
-
-
-def _time(page: _Page, llm: LLM, repeats: int, out: Path) -> benchmarks.cache_speed.BenchResult:
-    from kvad.benchmarks import bench_cache
-    from kvad.cli.commands.bench import bench_lines, write_results
-
-    page.title("how much time does it save?  (kvad bench cache)")
-    result = bench_cache(llm, BENCH_LENGTHS, repeats)
-    page.write("\n".join(bench_lines(result)))
-    for path in write_results(result, out):
-        print_error(f"figure: {path}")
-    return result
-
-
-def _result(
-    outcome: TrainingResult,
-    completion: dict[str, Any],
-    report: verify_lib.report.VerifyReport,
-    bench: benchmarks.cache_speed.BenchResult,
-    seconds: float,
-) -> dict[str, Any]:
-    return {
-        "steps": outcome.step,
-        "tokens": outcome.tokens,
-        "train_seconds": outcome.elapsed,
-        "loss": outcome.loss,
-        "val_loss": outcome.val_loss,
-        "completion": completion,
-        "verdict": report.verdict(),
-        "exact": not report.broken,
-        "speedup": dict(zip(map(str, bench.tokens), bench.speedup, strict=True)),
-        "flatness": bench.flatness,
-        "engine_ms": bench.engine_ms,
-        "model_ms": bench.model_ms,
-        "seconds": seconds,
-    }
-
-
-def _next_steps(out: Path) -> str:
-    return "\n".join(
-        [
-            f"  kvad generate {out} 'class ' --stats          continue your own text",
-            f"  kvad chat {out}                               chat with it (/kv shows the cache)",
-            f"  kvad verify {out} --inject-fault mask                inject a fault: verify names it",
-            f"  kvad plan {out} --max-seq-len 4096 --max-num-seqs 8       estimate the memory",
-            f"  kvad inspect {out} --attention 'def f(x):'    show the attention of a head",
-            "  kvad train FILES --out runs/mine              train on your own text",
-        ]
-    )

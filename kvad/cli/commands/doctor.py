@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
+from kvad import inspection
 from kvad.cache import sessions
 from kvad.cli.fields import argument, command, option
 from kvad.cli.output import emit_json, exit_with
 from kvad.cli.parameters import JsonOption
 from kvad.errors import UsageError
-
-if TYPE_CHECKING:
-    from kvad import inspection
 
 OK_STATES = ("whole", "writing")
 ADVICE = {
@@ -51,61 +49,48 @@ def doctor_command(options: _DoctorOptions) -> None:
     kvad doctor ~/.cache/kvad/prefix-cache --fix
     kvad doctor ~/.local/share/kvad/sessions --fix
     """
-    model, fix, remove_damaged, as_json = options.model, options.fix, options.remove_damaged, options.as_json
+    folder, fix, remove_damaged = options.model, options.fix, options.remove_damaged
+    is_session_dir = sessions.directory.is_session_dir(folder)
     if remove_damaged and not fix:
         raise click.UsageError("--remove-damaged needs --fix.")
-    if sessions.directory.is_session_dir(model):
-        _check_sessions(model, (*("leftover",) * fix, *("damaged",) * remove_damaged), as_json)
-        return
-    if remove_damaged:
-        raise click.UsageError(f"--remove-damaged needs a session folder, got {model}.")
-    findings = []
-    for finding in _check_folder(model, fix):
-        findings.append(finding)
-        if not as_json:
-            todo = f"; {finding.advice}" if finding.advice else ""
-            click.echo(f"{'ok' if finding.ok else 'problem':<8}{finding.check:<11}{finding.message}{todo}")
-    healthy = all(finding.ok for finding in findings)
-    if as_json:
-        emit_json({"model": model, "healthy": healthy, "findings": findings})
-    exit_with(0 if healthy else 1)
-
-
-def _check_folder(folder: Path, fix: bool) -> Iterator[inspection.doctor.CheckResult]:
-    """Run the checks for the kind of folder; --fix does not apply to a checkpoint."""
-    from kvad import inspection
-
-    if inspection.doctor.is_cache_dir(folder):
-        yield from inspection.doctor.check_cache_dir(folder, fix=fix)
-        return
-    if fix:
+    if remove_damaged and not is_session_dir:
+        raise click.UsageError(f"--remove-damaged needs a session folder, got {folder}.")
+    if is_session_dir:
+        checks = _check_sessions(folder, (*("leftover",) * fix, *("damaged",) * remove_damaged))
+    elif inspection.doctor.is_cache_dir(folder):
+        checks = map(_text_and_record, inspection.doctor.check_cache_dir(folder, fix=fix))
+    elif fix:
         raise UsageError(
             f"--fix: {folder} is neither a session folder nor a prefix cache", "copy or download a checkpoint again"
         )
-    yield from inspection.doctor.check_checkpoint(folder)
+    else:
+        checks = map(_text_and_record, inspection.doctor.check_checkpoint(folder))
+    findings = []
+    for text, finding in checks:
+        findings.append(finding)
+        if not options.as_json:
+            advice = f"; {finding['advice']}" if finding["advice"] else ""
+            click.echo(f"{'ok' if finding['ok'] else 'problem':<8}{text}{advice}")
+    healthy = all(finding["ok"] for finding in findings)
+    if options.as_json:
+        emit_json({"folder" if is_session_dir else "model": folder, "healthy": healthy, "findings": findings})
+    exit_with(0 if healthy else 1)
 
 
-def _check_sessions(folder: Path, removable: tuple[str, ...], as_json: bool) -> None:
-    findings, healthy = [], True
+def _text_and_record(finding: inspection.doctor.CheckResult) -> tuple[str, dict[str, Any]]:
+    return f"{finding.check:<11}{finding.message}", finding._asdict()
+
+
+def _check_sessions(folder: Path, removable: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Check the files of a session folder and remove those in a removable state."""
     for file in sessions.directory.inspect_session(folder):
         removed = file.state in removable
         if removed:
             file.path.unlink(missing_ok=True)
-        is_ok = removed or file.state in OK_STATES
-        healthy &= is_ok
+        if file.header is None:
+            message = file.problem.removeprefix(f"{file.path}: ")
+        else:
+            message = f"a {file.header.kind} of {file.header.nbytes:,} bytes"
+        record = {"file": file.path.name, "state": file.state, "ok": removed or file.state in OK_STATES}
         advice = "removed" if removed else ADVICE.get(file.state, "")
-        findings.append(
-            {"file": file.path.name, "state": file.state, "ok": is_ok, "message": _describe(file), "advice": advice}
-        )
-        if not as_json:
-            end = f"; {advice}" if advice else ""
-            click.echo(f"{'ok' if is_ok else 'problem':<8}{file.state:<11}{file.path.name}: {_describe(file)}{end}")
-    if as_json:
-        emit_json({"folder": folder, "healthy": healthy, "findings": findings})
-    exit_with(0 if healthy else 1)
-
-
-def _describe(file: sessions.directory.SessionFile) -> str:
-    if file.header is None:
-        return file.problem.removeprefix(f"{file.path}: ")
-    return f"a {file.header.kind} of {file.header.nbytes:,} bytes"
+        yield f"{file.state:<11}{file.path.name}: {message}", {**record, "message": message, "advice": advice}

@@ -6,26 +6,18 @@ each under its label: the first unfinished sample is streamed, the text of later
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import click
 
+from kvad import checkpoint, engine
+from kvad.cli import parameters
 from kvad.cli.fields import argument, command, option
 from kvad.cli.output import emit_json, exit_with, note, print_error
-from kvad.cli.parameters import (
-    CacheOptions,
-    InterruptFlag,
-    JsonOption,
-    ModelArgument,
-    SamplingOptions,
-    load_fields,
-    open_llm,
-    parse_token_ids,
-    read_text_or_stdin,
-)
 from kvad.cli.stats import RunMeter, describe_limit, stats_lines
 
 if TYPE_CHECKING:
@@ -35,9 +27,12 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
 
 PromptArgument = str | list[int]
+SampleKey = tuple[int, int]  # (prompt, sample)
 
 
-class _GenerateOptions(ModelArgument, SamplingOptions, CacheOptions, JsonOption):
+class _GenerateOptions(
+    parameters.ModelArgument, parameters.SamplingFlags, parameters.CacheFlags, parameters.JsonOption
+):
     prompt: tuple[str, ...] = argument("[PROMPT]...|-")
     n: int | None = option("Samples of each prompt, which share its cache [default: 1]")
     logprobs: int | None = option("Print log-probabilities of the output, with N alternatives")
@@ -48,8 +43,8 @@ class _GenerateOptions(ModelArgument, SamplingOptions, CacheOptions, JsonOption)
     stream: bool = option("Print tokens as they are generated, or all at the end", True)
 
     def read_prompts(self) -> list[PromptArgument]:
-        texts = [read_text_or_stdin(text) for text in self.prompt] or [""]
-        return [parse_token_ids(text, "--ids") if self.ids else text for text in texts]
+        texts = [parameters.read_text_or_stdin(text) for text in self.prompt] or [""]
+        return [parameters.parse_token_ids(text, "--ids") if self.ids else text for text in texts]
 
 
 @command("generate", _GenerateOptions)
@@ -68,22 +63,27 @@ def generate_command(options: _GenerateOptions) -> None:
     """
     if options.echo and options.as_json:
         raise click.UsageError("--echo and --json exclude each other: the JSON contains the prompts.")
-    load, given, prompts = load_fields(options), options.sampling_fields(), options.read_prompts()
-    from kvad.checkpoint import open_checkpoint
-
-    handle = open_checkpoint(options.model)
+    load, given, prompts = parameters.load_fields(options), options.sampling_fields(), options.read_prompts()
+    handle = checkpoint.open_checkpoint(options.model)
     sampling = options.resolve(given, handle, endless=options.endless)
     num_samples = len(prompts) * max(sampling.n, sampling.num_beams)
     max_num_seqs = max(min(8, num_samples), sampling.num_beams)
-    with open_llm(handle, load, max_num_seqs=max_num_seqs) as llm, InterruptFlag() as stop:
-        answers = [_Answer.create(llm, prompt, sampling.n) for prompt in prompts]
-        printer = _Printer(llm, answers, echo=options.echo)
-        meter = RunMeter(llm)
-        try:
-            _collect(llm, answers, sampling, meter, printer if options.stream and not options.as_json else None, stop)
-        finally:
-            if options.stream and not options.as_json:
-                printer.close()
+    with parameters.open_llm(handle, load, max_num_seqs=max_num_seqs) as llm, parameters.InterruptFlag() as stop:
+        answers = [_Answer(prompt, llm.encode(prompt), [_Sample() for _ in range(sampling.n)]) for prompt in prompts]
+        for prompt in prompts:
+            note_empty(llm, prompt)
+        printer, meter = _Printer(llm, answers, echo=options.echo), RunMeter(llm)
+        is_live = options.stream and not options.as_json
+        stream = _stream_all(llm, [answer.prompt_token_ids for answer in answers], sampling)
+        with closing(stream) as chunks, closing(printer) if is_live else nullcontext():
+            for index, chunk in chunks:
+                meter.add(chunk)
+                answers[index].num_cached_tokens = meter.metrics[chunk.request].num_cached_tokens
+                text = answers[index].add(llm, chunk)
+                if is_live:
+                    printer.push((index, chunk.sample_index), text, ended=chunk.finish_reason is not None)
+                if stop.requested:
+                    break
         stats = meter.stats() if options.stats else None
         if options.as_json:
             completions = [answer.record() for answer in answers]
@@ -102,9 +102,7 @@ def generate_command(options: _GenerateOptions) -> None:
 
 
 def note_empty(llm: LLM, prompt: PromptArgument) -> None:
-    """Report on stderr that an empty prompt starts with the opening token."""
     if not prompt:
-        assert llm.tokenizer is not None
         note(f"the prompt is empty: generating from the opening token {_token_text(llm, llm.encode(prompt)[0])}")
 
 
@@ -121,9 +119,9 @@ class _ScoredToken:
 
     @staticmethod
     def create(llm: LLM, score: TokenLogprob) -> _ScoredToken:
-        texts = tuple(_token_text(llm, token) for token, _ in score.top_logprobs)
+        text, top = _token_text(llm, score.token_id), tuple(score.top_logprobs)
         return _ScoredToken(
-            _token_text(llm, score.token_id), score.token_id, score.logprob, tuple(score.top_logprobs), texts
+            text, score.token_id, score.logprob, top, tuple(_token_text(llm, token) for token, _ in top)
         )
 
     def line(self) -> str:
@@ -151,12 +149,6 @@ class _Answer:
     prompt_logprobs: list[_ScoredToken] = field(default_factory=list)
     num_cached_tokens: int = 0
 
-    @staticmethod
-    def create(llm: LLM, prompt: PromptArgument, n: int) -> _Answer:
-        tokens = llm.encode(prompt)
-        note_empty(llm, prompt)
-        return _Answer(prompt, tokens, [_Sample() for _ in range(n)])
-
     def add(self, llm: LLM, chunk: StreamChunk) -> str:
         """Add a chunk and return its text (token ids if the model has no tokenizer)."""
         sample = self.choices[chunk.sample_index]
@@ -174,53 +166,26 @@ class _Answer:
 
     def record(self) -> dict[str, object]:
         """Return the answer for JSON, with the field names of ``kvad.engine.Completion``."""
-        from kvad import engine
-
         num_tokens = sum(len(sample.token_ids) for sample in self.choices)
-        return {
-            "prompt": self.prompt,
-            "prompt_token_ids": self.prompt_token_ids,
-            "prompt_logprobs": self.prompt_logprobs,
-            "choices": self.choices,
-            "usage": engine.output.CompletionUsage(len(self.prompt_token_ids), num_tokens, self.num_cached_tokens),
-        }
-
-
-def _collect(
-    llm: LLM,
-    answers: Sequence[_Answer],
-    sampling: SamplingParams,
-    meter: RunMeter,
-    printer: _Printer | None,
-    stop: InterruptFlag,
-) -> None:
-    with closing(_stream_all(llm, [answer.prompt_token_ids for answer in answers], sampling)) as chunks:
-        for index, chunk in chunks:
-            meter.add(chunk)
-            answers[index].num_cached_tokens = meter.usage(chunk.request).num_cached_tokens
-            text = answers[index].add(llm, chunk)
-            if printer is not None:
-                printer.push((index, chunk.sample_index), text, ended=chunk.finish_reason is not None)
-            if stop.requested:
-                return
+        usage = engine.output.CompletionUsage(len(self.prompt_token_ids), num_tokens, self.num_cached_tokens)
+        names = ("prompt", "prompt_token_ids", "prompt_logprobs", "choices")
+        return {**{name: getattr(self, name) for name in names}, "usage": usage}
 
 
 def _stream_all(
     llm: LLM, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> Generator[tuple[int, StreamChunk], None, None]:
     """Yield (prompt index, chunk) of all prompts in turn, so that they share the steps of the engine."""
-    streams = {index: llm.stream(tokens, sampling) for index, tokens in enumerate(prompts)}
-    try:
+    with ExitStack() as closers:
+        streams = {index: llm.stream(tokens, sampling) for index, tokens in enumerate(prompts)}
+        for stream in streams.values():
+            closers.callback(stream.close)
         while streams:
             for index, stream in list(streams.items()):
-                chunk = next(stream, None)
-                if chunk is None:
+                if (chunk := next(stream, None)) is None:
                     del streams[index]
                 else:
                     yield index, chunk
-    finally:
-        for stream in streams.values():
-            stream.close()
 
 
 def _token_text(llm: LLM, token: int) -> str:
@@ -228,8 +193,6 @@ def _token_text(llm: LLM, token: int) -> str:
 
 
 # ---------------------------------------------------------------- output
-
-SampleKey = tuple[int, int]  # (prompt, sample)
 
 
 class _Printer:
@@ -239,7 +202,7 @@ class _Printer:
         self._llm, self._answers, self._echo = llm, answers, echo
         self._order = [(number, i) for number, answer in enumerate(answers) for i in range(len(answer.choices))]
         self._labeled = len(self._order) > 1
-        self._buffers: dict[SampleKey, str] = dict.fromkeys(self._order, "")
+        self._buffers: defaultdict[SampleKey, str] = defaultdict(str)
         self._ended: set[SampleKey] = set()
         self._open = False
 
@@ -258,9 +221,8 @@ class _Printer:
         """Print the buffered text of the first sample; return True if the sample is complete."""
         if not self._open:
             self._print_header(key)
-        if self._buffers[key]:
-            click.echo(self._buffers[key], nl=False)
-            self._buffers[key] = ""
+        if text := self._buffers.pop(key, ""):
+            click.echo(text, nl=False)
         if key in self._ended:
             click.echo()
             self._open = False
@@ -273,15 +235,14 @@ class _Printer:
             sample = f", sample {key[1] + 1}" if len(answer.choices) > 1 else ""
             click.echo(f"==> prompt {key[0] + 1}{sample}: {answer.prompt!r} <==")
         if self._echo:
-            tokenizer = self._llm.tokenizer
-            tokens = answer.prompt_token_ids
+            tokenizer, tokens = self._llm.tokenizer, answer.prompt_token_ids
             decoded = "".join(f"{token} " for token in tokens) if tokenizer is None else tokenizer.decode(tokens)
             click.echo(answer.prompt if isinstance(answer.prompt, str) else decoded, nl=False)
 
     def close(self) -> None:
         """Print the buffered text of unfinished samples."""
         for key in list(self._order):
-            if self._open or self._buffers[key]:
+            if self._open or self._buffers.get(key):
                 self._ended.add(key)
                 self._show(key)
         self._order = []
@@ -301,6 +262,5 @@ def _print_limits(llm: LLM, answers: Sequence[_Answer]) -> None:
     several = len(answers) > 1 or any(len(answer.choices) > 1 for answer in answers)
     for number, answer in enumerate(answers, 1):
         for i, sample in enumerate(answer.choices, 1):
-            message = describe_limit(llm, sample.limit)
-            if message:
+            if message := describe_limit(llm, sample.limit):
                 note(f"{f'prompt {number}, sample {i}: ' if several else ''}{message}")

@@ -1,8 +1,6 @@
-"""``kvad inspect MODEL``: contents of a checkpoint from its headers; ``--tree`` draws the architecture.
+"""``kvad inspect MODEL``: contents of a checkpoint from its headers, the architecture, attention, and the cache.
 
-``--attention`` draws the attention of any layer and head for a text. ``--cache`` runs prompts and shows the state of
-every token in the cache, as text, as ``--json`` (schema in kv-cache/inspect.md) or as one ``--html`` page. Its cache
-options are those of ``kvad generate``; a session is read and never written.
+The cache is shown token by token: as text, JSON (schema in kv-cache/inspect.md) or HTML. A session is never written.
 """
 
 from __future__ import annotations
@@ -12,34 +10,20 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 from click.core import ParameterSource
 
+from kvad import checkpoint, engine, inspection, planning
 from kvad.cache import sessions
+from kvad.cli import parameters
+from kvad.cli.commands.plan import memory_lines, request_lines
 from kvad.cli.commands.session import read_session_header, with_saved_options
 from kvad.cli.fields import command, flag_of, given_fields, is_given, option
-from kvad.cli.output import emit_json, exit_with, format_bytes, json_line, note, print_result
-from kvad.cli.parameters import (
-    OUTPUT_FILE,
-    CacheOptions,
-    JsonOption,
-    ModelArgument,
-    SessionDirOption,
-    load_fields,
-    open_llm,
-    parse_token_ids,
-    read_text,
-    read_text_or_stdin,
-)
+from kvad.cli.output import format_bytes, format_table, json_line, note, print_result
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError, UsageError, format_count
-
-if TYPE_CHECKING:
-    from kvad import inspection
-    from kvad.checkpoint import CheckpointHandle
-    from kvad.inspection import TraceReport
 
 MAX_TOKENS = 32
 MAX_SEQS = 8
@@ -50,7 +34,7 @@ DRAWINGS = {  # drawing -> its formats, the default first
 SUFFIXES = {".svg": "svg", ".png": "png", ".json": "json", ".mmd": "mermaid"}
 
 
-class _TraceOptions(CacheOptions, SessionDirOption):
+class _TraceOptions(parameters.CacheFlags, parameters.SessionDirOption):
     section = "Trace of the cache, with --cache"
     prompt: tuple[str, ...] = option("Prompt; - reads standard input", common=True)
     file: tuple[Path, ...] = option("File with a prompt", metavar="FILE", common=True)
@@ -61,10 +45,10 @@ class _TraceOptions(CacheOptions, SessionDirOption):
     seed: int | None = option("Seed of the samples [default: 0]", short="-s", common=True)
     session: str | None = option("Session that the prompts continue; it is not changed", metavar="NAME", common=True)
     trace_token: tuple[int, ...] = option("Print the events of this token", metavar="I", common=True)
-    html: Path | None = option("Write an HTML page to FILE", kind=OUTPUT_FILE, common=True)
+    html: Path | None = option("Write an HTML page to FILE", kind=parameters.OUTPUT_FILE, common=True)
 
 
-class _InspectOptions(ModelArgument, _TraceOptions, JsonOption):
+class _InspectOptions(parameters.ModelArgument, _TraceOptions, parameters.JsonOption):
     tensors: bool = option("List every tensor: dtype, shape, bytes")
     check: bool = option("Read every file and compare its sha256 with the manifest")
     tree: bool = option("Draw the architecture, also of a config or a known model")
@@ -78,7 +62,7 @@ class _InspectOptions(ModelArgument, _TraceOptions, JsonOption):
     format: Literal["terminal", "svg", "png", "json", "text", "mermaid"] | None = option(
         "Format of the drawing [default: text or terminal]"
     )
-    out: Path | None = option("File of the drawing [default: stdout]", short="-o", kind=OUTPUT_FILE)
+    out: Path | None = option("File of the drawing [default: stdout]", short="-o", kind=parameters.OUTPUT_FILE)
     cache: bool = option("Run prompts and show the state of their tokens in the cache")
 
     def reject(self, names: Iterable[str], reason: str) -> None:
@@ -115,20 +99,26 @@ def inspect_command(options: _InspectOptions) -> None:
         options.reject(("layer", "head", "target", "use_cache"), "needs --attention TEXT.")
     if not options.tree and options.attention is None:
         options.reject(("format", "out"), "needs --tree or --attention TEXT.")
-        _show(options)
+        summary = inspection.checkpoint.summarize_checkpoint(options.model, check=options.check)
+        record, page = inspection.checkpoint.summary_to_json(summary), _page(summary, options.tensors)
+        print_result(options.as_json, record, page, failed=bool(summary.problems))
         return
     drawn, out = "tree" if options.tree else "attention", options.out
     options.reject(("tensors", "check"), f"and --{drawn} exclude each other.")
     form = _format(drawn, options)
     if form == "png" and out is None:
         raise UsageError("a PNG needs a file", "name it: --out heads.png")
-    drawing = _tree(options.model, form, out) if options.attention is None else _draw(options, form)
-    if drawing is None:
-        return
+    drawing = _tree(options.model, form, out) if options.attention is None else _draw(options, options.attention, form)
+    if drawing is not None:
+        _write(drawing.rstrip("\n"), out)
+
+
+def _write(text: str, out: Path | None) -> None:
+    """Print a text without its final newline, or write it to a file."""
     if out is None:
-        click.echo(drawing, nl=not drawing.endswith("\n"))
+        click.echo(text)
     else:
-        out.write_text(drawing.rstrip("\n") + "\n", encoding="utf-8")
+        out.write_text(text + "\n", encoding="utf-8")
 
 
 def _indices(name: str, values: tuple[str, ...], default: list[int]) -> list[int] | None:
@@ -144,9 +134,6 @@ def _indices(name: str, values: tuple[str, ...], default: list[int]) -> list[int
 
 
 def _trace_cache(options: _InspectOptions) -> None:
-    """Run the prompts and print or write the trace."""
-    from kvad.inspection import trace_to_html, trace_to_json, trace_to_text
-
     layers, heads = _indices("layer", options.layer, []) or None, _indices("head", options.head, []) or None
     _check_trace(options)
     report = _trace(options)
@@ -155,21 +142,15 @@ def _trace_cache(options: _InspectOptions) -> None:
         if bad := [index for index in chosen or () if index >= count]:
             raise RequestError(f"--{name} {bad[0]} is not one of 0..{count - 1}")
     if options.html is not None:
-        options.html.write_text(trace_to_html(report), encoding="utf-8")
+        options.html.write_text(inspection.trace_to_html(report), encoding="utf-8")
         note(f"{options.html}: open it in a browser")
     out = options.out
-    if options.as_json and out is None:
-        emit_json(trace_to_json(report))
-        return
-    width = 100 if out is not None else shutil.get_terminal_size((100, 24)).columns
-    if out is not None and (options.as_json or out.suffix == ".json"):
-        text = json_line(trace_to_json(report))
+    if options.as_json or (out is not None and out.suffix == ".json"):
+        text = json_line(inspection.trace_to_json(report))
     else:
-        text = trace_to_text(report, width=width, layers=layers, heads=heads, tokens=options.trace_token)
-    if out is None:
-        click.echo(text)
-    else:
-        out.write_text(text + "\n", encoding="utf-8")
+        width = 100 if out is not None else shutil.get_terminal_size((100, 24)).columns
+        text = inspection.trace_to_text(report, width=width, layers=layers, heads=heads, tokens=options.trace_token)
+    _write(text, out)
 
 
 def _check_trace(options: _InspectOptions) -> None:
@@ -188,41 +169,36 @@ def _check_trace(options: _InspectOptions) -> None:
         raise UsageError(f"--trace-token {bad[0]}: must be at least 0")
 
 
-def _trace(options: _InspectOptions) -> TraceReport:
-    from kvad.checkpoint import open_checkpoint
-    from kvad.inspection import trace_requests
-
+def _trace(options: _InspectOptions) -> inspection.TraceReport:
     session, path, history = options.session, None, list[int]()
     if session is not None:
         path, header = read_session_header(session, options)
         options = with_saved_options(options, header)
         history = sessions.directory.read_tokens(path, header.metadata["history"])
-    load = load_fields(options)
-    opened = open_checkpoint(options.model)
+    load = parameters.load_fields(options)
+    opened = checkpoint.open_checkpoint(options.model)
     prompts = _prompts(opened, options, history)
     max_tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens
     longest = max(map(len, prompts)) + max(max_tokens, 1)
     load.setdefault("max_seq_len", min(opened.config.max_seq_len, longest))
-    with open_llm(opened, load, max_num_seqs=min(MAX_SEQS, len(prompts) * (options.n or 1))) as llm:
+    with parameters.open_llm(opened, load, max_num_seqs=min(MAX_SEQS, len(prompts) * (options.n or 1))) as llm:
         given = given_fields(options, SamplingParams)
         sampling = llm.sampling_params(**{"temperature": 0.0, "n": 1, **given, "max_tokens": max_tokens})
         tokenizer = llm.tokenizer
         piece: Callable[[int], str] = str if tokenizer is None else tokenizer.token_text
         state = None if path is None else llm.session(path).state
-        return trace_requests(
+        return inspection.trace_requests(
             llm.engine, prompts, sampling, model=str(options.model), piece=piece, resume=state, session=session or ""
         )
 
 
-def _prompts(opened: CheckpointHandle, options: _InspectOptions, history: Sequence[int]) -> list[list[int]]:
+def _prompts(opened: checkpoint.CheckpointHandle, options: _InspectOptions, history: Sequence[int]) -> list[list[int]]:
     """Encode the prompts; ``history`` is the tokens of the session that they continue."""
-    from kvad.engine import PromptEncoder
-
     if opened.config.kind != "decoder":
         raise RequestError(f"--cache needs a decoder, got an {opened.config.kind}", "use a decoder")
-    encoder = PromptEncoder(opened.config, opened.tokenizer, opened.generation)
-    texts = [*map(read_text_or_stdin, options.prompt), *map(read_text, options.file)]
-    prompts = [parse_token_ids(text, "--ids") if options.ids else text for text in texts]
+    encoder = engine.PromptEncoder(opened.config, opened.tokenizer, opened.generation)
+    texts = [*map(parameters.read_text_or_stdin, options.prompt), *map(parameters.read_text, options.file)]
+    prompts = [parameters.parse_token_ids(text, "--ids") if options.ids else text for text in texts]
     if history:
         encoded = [[*history, *encoder.encode_continuation(prompt)] for prompt in prompts or [""]]
     else:
@@ -260,64 +236,45 @@ def _format(drawn: str, options: _InspectOptions) -> str:
 
 def _tree(model: Path, form: str, out: Path | None) -> str | None:
     """Return the tree as text, or None if a figure was written."""
-    from kvad import inspection
-    from kvad.planning import read_target
-
-    target = read_target(str(model))
-    stored = "float32" if target.stored_dtype == "float16" else target.stored_dtype
-    root = inspection.model_tree.build_model_tree(
-        target.config, Path(target.name).name or target.name, dtype=stored or "float32"
-    )
+    target, trees = planning.read_target(str(model)), inspection.model_tree
+    stored = "float32" if target.stored_dtype in (None, "float16") else target.stored_dtype
+    root = trees.build_model_tree(target.config, Path(target.name).name or target.name, dtype=stored)
     if form == "svg":
-        inspection.plot.draw_boxes(inspection.model_tree.tree_to_boxes(root), [out or sys.stdout.buffer])
+        inspection.plot.draw_boxes(trees.tree_to_boxes(root), [out or sys.stdout.buffer])
         return None
     if form == "json":
-        return json_line(inspection.model_tree.tree_to_json(root))
-    to_text = inspection.model_tree.tree_to_mermaid if form == "mermaid" else inspection.model_tree.tree_to_text
-    return to_text(root)
+        return json_line(trees.tree_to_json(root))
+    return trees.tree_to_mermaid(root) if form == "mermaid" else trees.tree_to_text(root)
 
 
-def _draw(options: _InspectOptions, form: str) -> str | None:
-    """Return the attention as text, or None if a figure was written."""
-    from kvad import inspection
-
-    assert options.attention is not None
+def _draw(options: _InspectOptions, text: str, form: str) -> str | None:
+    """Return the attention of ``text`` as text, or None if a figure was written."""
     layers, heads = _indices("layer", options.layer, [0]), _indices("head", options.head, [0])
-    target = {} if options.target is None else {"target": options.target}
+    target, plot = {} if options.target is None else {"target": options.target}, inspection.attention_plot
     summary = inspection.checkpoint.attention_maps(
-        options.model, options.attention, layers=layers, heads=heads, cached=options.use_cache, **target
+        options.model, text, layers=layers, heads=heads, cached=options.use_cache, **target
     )
     if form in ("png", "svg"):
-        file = options.out or sys.stdout.buffer
-        inspection.plot.draw_attention(summary.pieces, summary.maps, [file])
+        inspection.plot.draw_attention(summary.pieces, summary.maps, [options.out or sys.stdout.buffer])
         return None
     if form == "json":
-        record = inspection.attention_plot.attention_to_json(summary.tokens, summary.pieces, summary.maps)
-        return json_line(record)
+        return json_line(plot.attention_to_json(summary.tokens, summary.pieces, summary.maps))
     width = 100 if options.out is not None else shutil.get_terminal_size().columns
-    return "\n\n".join(inspection.attention_plot.attention_to_text(summary.pieces, one, width) for one in summary.maps)
+    return "\n\n".join(plot.attention_to_text(summary.pieces, one, width) for one in summary.maps)
 
 
 # ---------------------------------------------------------------- contents
 
 
-def _show(options: _InspectOptions) -> None:
-    from kvad import inspection
-
-    summary = inspection.checkpoint.summarize_checkpoint(options.model, check=options.check)
-    print_result(options.as_json, inspection.checkpoint.summary_to_json(summary), _page(summary, options.tensors))
-    if summary.problems:
-        exit_with(1)
-
-
 def _page(summary: inspection.checkpoint.CheckpointSummary, tensors: bool) -> list[str]:
-    from kvad import inspection
-    from kvad.cli.commands.plan import memory_lines, request_lines
-
     dtypes = sorted({tensor.dtype for tensor in summary.tensors})
     size = sum(tensor.bytes for tensor in summary.tensors)
     count = f"{format_count(summary.num_parameters, 'parameter')} in {format_count(len(summary.tensors), 'tensor')}"
     origin = "" if summary.origin is None else f"Hugging Face's {summary.origin}, "
+    info, tokenizer = summary.tokenizer, "none; prompts can only be token ids"
+    if info is not None:
+        specials = ", ".join(f"{name} = {number}" for name, number in info.specials.items()) or "no specials"
+        tokenizer = f"{info.kind}, {format_count(info.vocab, 'token')}; {specials}"
     lines = [
         f"{summary.path}: {origin}{count}, {', '.join(dtypes)}, {format_bytes(size)}",
         *(f"problem: {problem}" for problem in summary.problems),
@@ -335,41 +292,23 @@ def _page(summary: inspection.checkpoint.CheckpointSummary, tensors: bool) -> li
         f"memory of {request_lines(summary.plan)} (kvad plan estimates other sizes)",
         *(f"  {line}".rstrip() for line in memory_lines(summary.plan)),
         "",
-        _manifest_line(summary),
-        _tokenizer_line(summary),
-        *_training_lines(summary),
+        f"manifest: {_manifest(summary)}",
+        f"tokenizer: {tokenizer}",
     ]
-    return lines + (["", "tensors", *_tensor_lines(summary)] if tensors else [])
-
-
-def _manifest_line(summary: inspection.checkpoint.CheckpointSummary) -> str:
-    if summary.files is None and summary.origin is not None:
-        return "manifest: a Hugging Face folder has none; kvad doctor reads every file"
-    if summary.files is None:
-        return "manifest: none; the files cannot be compared with what was saved"
-    checked = "every sha256 agrees" if summary.checked else "--check compares their sha256"
-    return f"manifest: {format_count(summary.files, 'file')}; {checked}"
-
-
-def _tokenizer_line(summary: inspection.checkpoint.CheckpointSummary) -> str:
-    info = summary.tokenizer
-    if info is None:
-        return "tokenizer: none; prompts can only be token ids"
-    specials = ", ".join(f"{name} = {number}" for name, number in info.specials.items()) or "no specials"
-    return f"tokenizer: {info.kind}, {format_count(info.vocab, 'token')}; {specials}"
-
-
-def _training_lines(summary: inspection.checkpoint.CheckpointSummary) -> list[str]:
-    from kvad import inspection
-
     if summary.training is None:
-        return ["training: not recorded in the checkpoint"]
-    return ["training", *(f"  {line}" for line in inspection.checkpoint.outline_values(summary.training))]
+        lines.append("training: not recorded in the checkpoint")
+    else:
+        lines += ["training", *(f"  {line}" for line in inspection.checkpoint.outline_values(summary.training))]
+    if tensors:
+        rows = [(each.name, each.dtype, str(each.shape), f"{each.bytes:,}") for each in summary.tensors]
+        lines += ["", "tensors", *(f"  {line}" for line in format_table(rows, left=(0, 1)))]
+    return lines
 
 
-def _tensor_lines(summary: inspection.checkpoint.CheckpointSummary) -> list[str]:
-    longest = max((len(tensor.name) for tensor in summary.tensors), default=0)
-    return [
-        f"  {tensor.name:<{longest}}  {tensor.dtype:<9}{tensor.shape!s:>18}{tensor.bytes:>16,}"
-        for tensor in summary.tensors
-    ]
+def _manifest(summary: inspection.checkpoint.CheckpointSummary) -> str:
+    if summary.files is None and summary.origin is not None:
+        return "a Hugging Face folder has none; kvad doctor reads every file"
+    if summary.files is None:
+        return "none; the files cannot be compared with what was saved"
+    checked = "every sha256 agrees" if summary.checked else "--check compares their sha256"
+    return f"{format_count(summary.files, 'file')}; {checked}"

@@ -6,7 +6,7 @@ lists exact bytes first, then each cache group, speed and what fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,36 +14,28 @@ from typing import Any, Literal
 import click
 
 from kvad import cache as cache_lib
-from kvad import config as cfg
+from kvad import checkpoint, parallel, planning
 from kvad import config as config_lib
-from kvad import planning
-from kvad.cache import CacheConfig, resolve_for_model, sizing
+from kvad.cache import resolve_for_model, sizing
 from kvad.cache.sizing import MemoryPlan
+from kvad.cli import parameters
 from kvad.cli.fields import argument, command, flag_of, option
-from kvad.cli.output import format_bytes, format_table, print_result
-from kvad.cli.parameters import (
-    INTEGERS,
-    NUMBERS,
-    POSITIVE_SIZE,
-    EndlessOption,
-    JsonOption,
-    PolicyOptions,
-    PrefixCacheOptions,
-    cache_fields,
-)
-from kvad.config import ModelConfig, attention_specs
+from kvad.cli.output import format_bytes, format_records, format_table, print_result
+from kvad.config import attention_specs
 from kvad.errors import UsageError, format_count, suggest
 from kvad.planning import PlanReport
 
 
-class _PlanOptions(PolicyOptions, EndlessOption, PrefixCacheOptions, JsonOption):
+class _PlanOptions(
+    parameters.PolicyOptions, parameters.EndlessOption, parameters.PrefixCacheOptions, parameters.JsonOption
+):
     target: str | None = argument("CONFIG|MODEL|NAME")
     list_models: bool = option("List the models known by name")
     max_seq_len: tuple[int, ...] | None = option(
-        "Maximum tokens of a sequence [default: the model's limit]", short="-c", kind=INTEGERS
+        "Maximum tokens of a sequence [default: the model's limit]", short="-c", kind=parameters.INTEGERS
     )
     max_source_len: int | None = option("Maximum tokens of the encoder input [default: the encoder's limit]")
-    max_num_seqs: tuple[int, ...] | None = option("Number of sequences [default: 8]", kind=INTEGERS)
+    max_num_seqs: tuple[int, ...] | None = option("Number of sequences [default: 8]", kind=parameters.INTEGERS)
     cache_dtype: str | None = option("Format of keys and values [default: --dtype]", metavar="FORMAT")
     cache_key_dtype: str | None = option("Format of the keys [default: --cache-dtype]", metavar="FORMAT")
     cache_value_dtype: str | None = option("Format of the values [default: --cache-dtype]", metavar="FORMAT")
@@ -57,10 +49,10 @@ class _PlanOptions(PolicyOptions, EndlessOption, PrefixCacheOptions, JsonOption)
     max_num_batched_tokens: int = option("Maximum new tokens of all sequences per step", 2048)
     fit_memory: int | None = option(
         "List configurations that fit into this memory; --max-seq-len and --max-num-seqs may have several values",
-        kind=POSITIVE_SIZE,
+        kind=parameters.POSITIVE_SIZE,
     )
     compression_ratios: tuple[float, ...] = option(
-        "With --fit-memory: fractions of a sequence to evict, such as 0.5,0.75", (0.75,), kind=NUMBERS
+        "With --fit-memory: fractions of a sequence to evict, such as 0.5,0.75", (0.75,), kind=parameters.NUMBERS
     )
     quality_results: Path | None = option(
         "With --fit-memory: folder of kvad bench cache-quality --out with quality measurements [default: packaged]"
@@ -89,21 +81,18 @@ def plan_command(options: _PlanOptions) -> None:
     kvad plan gpt2 --max-seq-len 256 --overflow offload --offload-ram 64MiB --swap-space 256MiB
     kvad plan llama-3-8b --dtype bfloat16 --max-seq-len 8192 --max-num-seqs 8 --mesh 4x1
     """
-    from kvad import checkpoint
-    from kvad.cache.sizing import available_bytes, measure_bandwidth
-    from kvad.parallel import Mesh
-    from kvad.planning import build_report, plan_target, read_target, report_to_json
-
     if options.list_models:
-        _list_known_models(options.as_json)
+        count = config_lib.parameter_shapes.num_parameters
+        sizes = {name: count(build()) for name, build in planning.KNOWN_MODELS.items()}
+        lines = [f"{name:<17}{n:>18,} parameters  {format_bytes(4 * n):>12} in float32" for name, n in sizes.items()]
+        print_result(options.as_json, sizes, lines)
         return
     if options.target is None:
         raise click.UsageError("Missing argument 'CONFIG|MODEL|NAME'; --list-models lists the known names.")
-    fields = _check_options(options)
-    ranks = None if options.mesh is None else Mesh.parse(options.mesh)
-    plan_input = read_target(options.target)
-    summarizer = options.summarizer
-    planned = plan_target(
+    fields, summarizer, bandwidth = _check_options(options), options.summarizer, options.bandwidth
+    mesh = None if options.mesh is None else parallel.Mesh.parse(options.mesh)
+    plan_input = planning.read_target(options.target)
+    planned = planning.plan_target(
         plan_input,
         context=None if options.max_seq_len is None else max(options.max_seq_len),
         source_context=options.max_source_len,
@@ -117,44 +106,37 @@ def plan_command(options: _PlanOptions) -> None:
         max_num_seqs=max(options.max_num_seqs or (8,)),
         **fields,
     )
-    bandwidth = options.bandwidth
-    report = build_report(
+    report = planning.build_report(
         plan_input.name,
         planned,
-        available=available_bytes(),
-        bandwidth=measure_bandwidth() if bandwidth is None else bandwidth * 1e9,
+        available=sizing.available_bytes(),
+        bandwidth=sizing.measure_bandwidth() if bandwidth is None else bandwidth * 1e9,
         measured=bandwidth is None,
         fit=options.fit_memory,
         table=_fit_table(planned, options),
-        mesh=ranks,
+        mesh=mesh,
     )
-    print_result(options.as_json, report_to_json(report), plan_text(report))
+    print_result(options.as_json, planning.report_to_json(report), _page(report))
 
 
 def _check_options(options: _PlanOptions) -> dict[str, Any]:
     """Check the options that do not depend on the model; return the fields of CacheConfig but sizes and formats."""
     if options.bandwidth is not None and not options.bandwidth > 0:
         raise click.BadParameter("must be above 0", param_hint="--bandwidth")
-    _check_dtypes(options, ("dtype",), config_lib.DTYPE_BYTES)
-    formats = ("cache_dtype", "cache_key_dtype", "cache_value_dtype")
-    _check_dtypes(options, formats, cache_lib.quantization.FORMATS)
+    formats = cache_lib.quantization.FORMATS
+    names = ("cache_dtype", "cache_key_dtype", "cache_value_dtype")
+    known_names: dict[str, Iterable[str]] = {"dtype": config_lib.DTYPE_BYTES, **dict.fromkeys(names, formats)}
+    for name, known in known_names.items():
+        dtype = getattr(options, name)  # checked here, where the error can name the flag
+        is_custom = ":" in (dtype or "") and known is formats
+        if dtype is not None and dtype not in known and not is_custom:
+            raise UsageError(f"{flag_of(name)}: unknown dtype {dtype!r}", suggest(dtype, known))
     if options.mesh is not None and options.fit_memory is not None:
         raise UsageError("--fit-memory and --mesh exclude each other", "give one of them")
     if options.fit_memory is None and max(len(options.max_seq_len or ()), len(options.max_num_seqs or ())) > 1:
-        raise UsageError(
-            "several values of --max-seq-len or --max-num-seqs need --fit-memory",
-            "add the memory, as in --fit-memory 8GiB",
-        )
-    return cache_fields(replace(options, max_seq_len=None, max_num_seqs=None, max_source_len=None))
-
-
-def _check_dtypes(options: _PlanOptions, names: Iterable[str], known: Iterable[str]) -> None:
-    """Check the dtypes here, where the error can name the flag."""
-    for name in names:
-        dtype = getattr(options, name)
-        is_custom = ":" in (dtype or "") and known is cache_lib.quantization.FORMATS
-        if dtype is not None and dtype not in known and not is_custom:
-            raise UsageError(f"{flag_of(name)}: unknown dtype {dtype!r}", suggest(dtype, known))
+        message = "several values of --max-seq-len or --max-num-seqs need --fit-memory"
+        raise UsageError(message, "add the memory, as in --fit-memory 8GiB")
+    return parameters.cache_fields(replace(options, max_seq_len=None, max_num_seqs=None, max_source_len=None))
 
 
 def _fit_table(planned: MemoryPlan, options: _PlanOptions) -> planning.fit.FitTable | None:
@@ -180,21 +162,13 @@ def _fit_table(planned: MemoryPlan, options: _PlanOptions) -> planning.fit.FitTa
     )
 
 
-def _list_known_models(as_json: bool) -> None:
-    from kvad.planning import KNOWN_MODELS
-
-    sizes = {name: config_lib.parameter_shapes.num_parameters(build()) for name, build in KNOWN_MODELS.items()}
-    lines = [f"{name:<17}{n:>18,} parameters  {format_bytes(4 * n):>12} in float32" for name, n in sizes.items()]
-    print_result(as_json, sizes, lines)
-
-
-def plan_text(report: PlanReport) -> str:
-    """Format the whole page, without a final newline."""
-    plan = report.plan
-    model = (
-        f"{report.name}: {config_lib.parameter_shapes.num_parameters(plan.config):,} parameters, {_layers(plan.config)}"
-    )
-    lines = [f"{model}; {request_lines(plan)}", "", *memory_lines(plan)]
+def _page(report: PlanReport) -> list[str]:
+    plan, config = report.plan, report.plan.config
+    num_parameters = config_lib.parameter_shapes.num_parameters(config)
+    layers = format_count(config.stack.num_layers, "layer") + (" of an encoder" if config.decoder is None else "")
+    if config.encoder is not None and config.decoder is not None:
+        layers = f"{config.encoder.num_layers} + {config.decoder.num_layers} layers"
+    lines = [f"{report.name}: {num_parameters:,} parameters, {layers}; {request_lines(plan)}", "", *memory_lines(plan)]
     if report.ranks:
         lines += ["", *_rank_lines(report)]
     if report.speeds:
@@ -202,15 +176,7 @@ def plan_text(report: PlanReport) -> str:
     if report.available is not None and not report.ranks:
         verdict = "it fits" if plan.total <= report.available else "it does not fit"
         lines += ["", f"available here: {format_bytes(report.available)}: {verdict}"]
-    if report.fit is not None:
-        lines += ["", *_fit_lines(report)]
-    return "\n".join(lines)
-
-
-def _layers(config: ModelConfig) -> str:
-    if config.encoder is not None and config.decoder is not None:
-        return f"{config.encoder.num_layers} + {config.decoder.num_layers} layers"
-    return format_count(config.stack.num_layers, "layer") + (" of an encoder" if config.decoder is None else "")
+    return [*lines, "", *_fit_lines(report, report.fit)] if report.fit is not None else lines
 
 
 def request_lines(plan: MemoryPlan) -> str:
@@ -228,11 +194,17 @@ def request_lines(plan: MemoryPlan) -> str:
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """Format the table of bytes, and the bytes of each cache group per token and per sequence."""
-    gathered = "gathered keys and values of one layer, masks" if plan.groups else "masks of one layer"
+    keys, values = cache_lib.quantization.split_format_name(plan.cache.format_name)
+    formats = f"{keys} keys and values" if keys == values else f"{keys} keys and {values} values"
+    scratch = "gathered keys and values of one layer, masks" if plan.groups else "masks of one layer"
+    stacks = [stack for stack in (plan.config.encoder, plan.config.decoder) if stack is not None]
+    positions = [layer.attention.position for stack in stacks for layer in stack.layer_types.values()]
+    has_bias = any(isinstance(each, (config_lib.AlibiConfig, config_lib.T5BiasConfig)) for each in positions)
+    scratch += (", tiles" if plan.deterministic else "") + (", scores" if has_bias else "")
     parts = "payload, scales and metadata" if plan.scales else "payload and metadata"
-    cache = [
-        ("cache payload", plan.payload, f"{_format_formats(plan.cache)} of the sequences, exact"),
-        *_if_any("cache scales", plan.scales, "scales and zeros of the sequences, exact"),
+    cache: list[tuple[str, int | None, str]] = [
+        ("cache payload", plan.payload, f"{formats} of the sequences, exact"),
+        ("cache scales", plan.scales or None, "scales and zeros of the sequences, exact"),
         ("cache metadata", plan.metadata, f"{_metadata(plan)} of the sequences, exact"),
         ("cache reserved", plan.reserved, f"{parts} of 2 more blocks per group, exact"),
     ]
@@ -241,51 +213,37 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         ("offloaded", plan.offload.ram_bytes, "older tokens in host memory, exact"),
         ("staging", staging, "two tiles of them, and checksums of the tokens on disk, exact"),
     ]
-    table = [
+    prefix_note = "at most, in host memory: evicted blocks and blocks to write"
+    table: list[tuple[str, int | None, str]] = [  # a line without a size is omitted
         ("weights", plan.weights, f"{plan.weights_dtype}, exact"),
-        *_if_any("summarizer", plan.summarizer, "float32, exact"),
+        ("summarizer", plan.summarizer or None, "float32, exact"),
         *(cache if plan.groups else [("cache", 0, "none: an encoder has no cache")]),
         *(offloaded if plan.offload.shares else []),
-        ("scratch", plan.scratch, f"at most: {gathered}{', tiles' if plan.deterministic else ''}{_scores(plan)}"),
+        ("scratch", plan.scratch, f"at most: {scratch}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
-        *_if_any("swap space", plan.cache.swap_space, "host memory for preempted sequences, as requested"),
-        *_if_any(
-            "prefix cache", plan.prefix_cache_host_bytes, "at most, in host memory: evicted blocks and blocks to write"
-        ),
+        ("swap space", plan.cache.swap_space or None, "host memory for preempted sequences, as requested"),
+        ("prefix cache", plan.prefix_cache_host_bytes or None, prefix_note),
         ("total", plan.total, "without the interpreter and torch"),
-        *_if_any("on disk", plan.offload.disk_bytes, "in addition: with all sequences at full length"),
-        *_if_any("swapped seq", plan.swapped_seq_bytes, "at most, in host memory, for each preempted sequence"),
+        ("on disk", plan.offload.disk_bytes or None, "in addition: with all sequences at full length"),
+        ("swapped seq", plan.swapped_seq_bytes or None, "at most, in host memory, for each preempted sequence"),
     ]
-    lines = [f"{name:<15}{size:>21,}  {format_bytes(size):>11}   {note}" for name, size, note in table]
+    lines = [
+        f"{name:<15}{size:>21,}  {format_bytes(size):>11}   {note}" for name, size, note in table if size is not None
+    ]
     for index in range(len(plan.groups)):
         lines += ["", *_group_lines(plan, index)]
     return lines
 
 
-def _if_any(name: str, size: int | None, text: str) -> list[tuple[str, int, str]]:
-    return [(name, size, text)] if size else []
-
-
-def _scores(plan: MemoryPlan) -> str:
-    stacks = [stack for stack in (plan.config.encoder, plan.config.decoder) if stack is not None]
-    positions = [layer.attention.position for stack in stacks for layer in stack.layer_types.values()]
-    return (
-        ", scores" if any(isinstance(position, (cfg.AlibiConfig, cfg.T5BiasConfig)) for position in positions) else ""
-    )
-
-
 def _step(plan: MemoryPlan) -> str:
     cache, config = plan.cache, plan.config
-    read = f"{sizing.activations.max_encoder_tokens(config, cache, plan.max_num_batched_tokens):,}"
+    num_tokens = sizing.activations.max_encoder_tokens(config, cache, plan.max_num_batched_tokens)
     if config.decoder is None:
-        num_tokens = sizing.activations.max_encoder_tokens(config, cache, plan.max_num_batched_tokens)
         return f"a step of {format_count(num_tokens, 'token')} of texts"
-    tokens = format_count(
-        sizing.activations.max_decoder_tokens(cache, plan.max_num_batched_tokens, [each.group for each in plan.groups]),
-        "new token",
-    )
-    logits = f"{tokens}, {format_count(cache.max_num_seqs, 'sequence')} of logits"
-    return f"a step of {logits}" if config.encoder is None else f"{logits}; or {read} of source"
+    groups = [each.group for each in plan.groups]
+    num_new = sizing.activations.max_decoder_tokens(cache, plan.max_num_batched_tokens, groups)
+    logits = f"{format_count(num_new, 'new token')}, {format_count(cache.max_num_seqs, 'sequence')} of logits"
+    return f"a step of {logits}" if config.encoder is None else f"{logits}; or {num_tokens:,} of source"
 
 
 def _group_lines(plan: MemoryPlan, index: int) -> list[str]:
@@ -324,22 +282,18 @@ def _metadata(plan: MemoryPlan) -> str:
     return ", ".join(parts)
 
 
-def _format_formats(cache: CacheConfig) -> str:
-    keys, values = cache_lib.quantization.split_format_name(cache.format_name)
-    return f"{keys} keys and values" if keys == values else f"{keys} keys and {values} values"
-
-
 def _rank_lines(report: PlanReport) -> list[str]:
     """Format the bytes of each rank of a mesh; the pool includes reserved blocks."""
-    first, plan = report.ranks[0].mesh, report.plan
-    rows = [("rank", "tensor", "stage", "layers", "weights", "pool", "both", "")]
-    for rank in report.ranks:
-        layers = planning.layer_names(tuple(rank.layers))
-        sizes = (f"{rank.weights:,}", f"{rank.pool:,}", f"{rank.total:,}", format_bytes(rank.total))
-        rows.append((str(rank.mesh.rank), str(rank.mesh.tensor_rank), str(rank.mesh.stage), layers, *sizes))
+    plan = report.plan
+    columns: dict[str, str | Callable[[parallel.RankPlan], str]] = {
+        "rank": "{0.mesh.rank}", "tensor": "{0.mesh.tensor_rank}", "stage": "{0.mesh.stage}",
+        "layers": lambda rank: planning.layer_names(tuple(rank.layers)),
+        "weights": "{.weights:,}", "pool": "{.pool:,}", "both": "{.total:,}",
+        "": lambda rank: format_bytes(rank.total),
+    }  # fmt: skip
     return [
-        f"a mesh of {first}, exact:",
-        *(f"  {line}" for line in format_table(rows, left=())),
+        f"a mesh of {report.ranks[0].mesh}, exact:",
+        *(f"  {line}" for line in format_records(report.ranks, columns)),
         f"and on each rank, at most, {plan.scratch + plan.activations:,} for a step: as for the whole model",
     ]
 
@@ -357,27 +311,25 @@ def _speed_lines(report: PlanReport) -> list[str]:
     return lines
 
 
-def _fit_lines(report: PlanReport) -> list[str]:
-    assert report.fit is not None
-    cache, config = report.plan.cache, report.plan.config
-    table = report.table
+def _fit_lines(report: PlanReport, memory: int) -> list[str]:
+    table, config = report.table, report.plan.config
     if not report.fits and not (table and table.rows):
-        return [
-            f"in {format_bytes(report.fit)} not even one sequence of one block fits",
-            *_weights_too_large(report, report.fit),
-        ]
-    sources = (
-        "" if config.encoder_input is None else f", encoder inputs of {format_count(cache.max_source_len, 'token')}"
-    )
-    first = f"in {format_bytes(report.fit)}, weights and activations included{sources}:"
+        message = f"in {format_bytes(memory)} not even one sequence of one block fits"
+        return [message, *_weights_too_large(report, memory)]
+    length = format_count(report.plan.cache.max_source_len, "token")
+    sources = "" if config.encoder_input is None else f", encoder inputs of {length}"
+    first = f"in {format_bytes(memory)}, weights and activations included{sources}:"
     if table is None:
         rows = [("seqs", "tokens each", "takes")]
         rows += [(f"{fit.num_seqs:,}", f"{fit.max_seq_len:,}", format_bytes(fit.bytes)) for fit in report.fits]
         return [first, *(f"  {line}" for line in format_table(rows, left=()))]
-    columns = ("seqs", "tokens each", "takes", "stored", "policy", "quality")
+    columns: dict[str, str | Callable[[planning.fit.FitRow], str]] = {
+        "seqs": "{.num_seqs:,}", "tokens each": "{.context:,}", "takes": lambda row: format_bytes(row.bytes),
+        "stored": "{.cache_format}", "policy": "{.policy}", "quality": _quality,
+    }  # fmt: skip
     return [
         first,
-        *(f"  {line}" for line in format_table([columns, *map(_format_fit_row, table.rows)], left=(3, 4, 5))),
+        *(f"  {line}" for line in format_records(table.rows, columns, left=(3, 4, 5))),
         *(["  no such configuration fits"] if not table.rows else []),
         *(f"not for this model: {reason}" for reason in table.refused),
         *table.sources,
@@ -385,13 +337,7 @@ def _fit_lines(report: PlanReport) -> list[str]:
     ]
 
 
-def _format_fit_row(row: planning.fit.FitRow) -> tuple[str, ...]:
-    size = format_bytes(row.bytes)
-    return f"{row.num_seqs:,}", f"{row.context:,}", size, row.cache_format, row.policy, _quality(row)
-
-
 def _quality(row: planning.fit.FitRow) -> str:
-    """Format the measured quality of a configuration."""
     if row.is_lossless:
         return "lossless"
     parts = [] if row.perplexity is None else [f"perplexity x{row.perplexity.perplexity_ratio:,.3f}"]
@@ -412,7 +358,5 @@ def _weights_too_large(report: PlanReport, fit: int) -> list[str]:
     if weights <= fit:
         return [*lines, f"  in {dtype} they take {format_bytes(weights)}: --dtype {dtype}"]
     missing = weights - fit
-    return [
-        *lines,
-        f"  and in {dtype} still {format_bytes(missing)} more: a smaller model would (kvad plan --list-models)",
-    ]
+    still = f"  and in {dtype} still {format_bytes(missing)} more"
+    return [*lines, f"{still}: a smaller model would (kvad plan --list-models)"]

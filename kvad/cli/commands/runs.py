@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import click
 
+from kvad import evaluation, inspection
 from kvad.cli.fields import Options, argument, command, option
-from kvad.cli.output import draw_figures, format_bytes, format_table, print_result
+from kvad.cli.output import draw_figures, format_bytes, format_optional, format_table, print_result
 from kvad.cli.parameters import JsonOption
 from kvad.errors import UsageError
-
-if TYPE_CHECKING:
-    from kvad import evaluation
 
 MAX_COLUMN = 28  # columns of a value in the table
 FIGURE_HELP = "File for the figure: PNG, SVG or PDF"
@@ -49,8 +46,6 @@ def compare_command(options: _CompareOptions) -> None:
     kvad compare runs/a runs/b
     kvad compare runs/lr-* --x tokens -o lr.svg
     """
-    from kvad import evaluation
-
     if len(options.runs) < 2:
         raise UsageError("compare needs at least two runs", "the curves of one run are in its folder")
     records = evaluation.compare_runs.read_runs(options.runs)
@@ -66,21 +61,12 @@ def compare_command(options: _CompareOptions) -> None:
         for run, summary in zip(records, summaries, strict=True)
     ]
     record = {"runs": runs, "differences": different, "cautions": warnings, "figures": figures}
-    lines = [*_table(records, summaries, different), *(f"note: {line}" for line in warnings), *map(str, figures)]
-    print_result(options.as_json, record, lines)
-
-
-def _table(
-    runs: Sequence[evaluation.compare_runs.RunRecord],
-    summaries: Sequence[evaluation.compare_runs.RunSummary],
-    different: dict[str, list[Any]],
-) -> list[str]:
-    """Format a table with a column per run: different settings, then results."""
-    settings = [("", *(run.name for run in runs))]
+    settings = [("", *(run.name for run in records))]  # a column per run
     settings += [(key, *map(_short, values)) for key, values in different.items()]
     results = [(name, *map(format_cell, summaries)) for name, format_cell in RESULT_ROWS]
-    lines = format_table([*settings, *results], left=(0,))
-    return [*lines[: len(settings)], "-" * max(map(len, lines)), *lines[len(settings) :]]
+    table = format_table([*settings, *results], left=(0,))
+    table.insert(len(settings), "-" * max(map(len, table)))
+    print_result(options.as_json, record, [*table, *(f"note: {line}" for line in warnings), *map(str, figures)])
 
 
 def _short(value: object) -> str:
@@ -88,24 +74,16 @@ def _short(value: object) -> str:
     return text if len(text) <= MAX_COLUMN else "..." + text[3 - MAX_COLUMN :]
 
 
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
-def _best(summary: evaluation.compare_runs.RunSummary) -> str:
-    return "-" if summary.best is None else f"{summary.best:.4f} (step {summary.best_step:,})"
-
-
 RESULT_ROWS = (
     ("parameters", lambda s: f"{s.parameters:,}"),
     ("steps", lambda s: f"{s.steps:,}" + ("" if s.finished else " so far" if s.failed is None else ", failed")),
     ("tokens", lambda s: f"{s.tokens:,}"),
-    ("loss, smoothed", lambda s: _loss(s.loss)),
-    ("validation", lambda s: _loss(s.validation)),
-    ("best validation", _best),
+    ("loss, smoothed", lambda s: format_optional(s.loss, ".4f")),
+    ("validation", lambda s: format_optional(s.validation, ".4f")),
+    ("best validation", lambda s: "-" if s.best is None else f"{s.best:.4f} (step {s.best_step:,})"),
     ("seconds", lambda s: f"{s.seconds:,.0f}"),
     ("tokens/s", lambda s: f"{s.tokens_per_second:,.0f}"),
-    ("MFU", lambda s: "-" if s.mfu is None else f"{s.mfu:.1%}"),
+    ("MFU", lambda s: format_optional(s.mfu, ".1%")),
     ("memory, at most", lambda s: "-" if s.memory_peak is None else format_bytes(s.memory_peak)),
     ("computed by", lambda s: f"{s.precision} {s.device}, {s.threads} thr."),
 )
@@ -133,8 +111,6 @@ def plot_command(options: _PlotOptions) -> None:
     kvad plot a/metrics.jsonl b/metrics.jsonl --y val_loss -o compare.svg
     kvad plot bench.jsonl --x tokens --y seconds --group-by curve --log-x -o bench.png
     """
-    from kvad import inspection
-
     files, x, y, title = options.files, options.x, options.y, options.title
     targets = list(options.out) or [files[0].with_suffix(".png"), files[0].with_suffix(".svg")]
     if not y and (x != "step" or options.group_by or options.log_x or options.log_y):

@@ -14,34 +14,35 @@ from typing import Any, TypeVar
 import click
 
 from kvad import cache as cache_lib
-from kvad import storage
+from kvad import checkpoint, engine, storage
 from kvad.cache import offload, sessions
 from kvad.cache.offload import DiskBlockStore, PinnedPrefix
 from kvad.cli.fields import Options, argument, command, option
-from kvad.cli.output import emit_json, exit_with, format_bytes, note, print_error, print_result
+from kvad.cli.output import emit_json, exit_with, format_bytes, format_table, note, print_error, print_result
 from kvad.cli.parameters import (
-    CacheOptions,
+    CacheFlags,
     InterruptFlag,
     JsonOption,
     ModelArgument,
     PromptOptions,
-    SamplingOptions,
+    SamplingFlags,
     SessionDirOption,
     load_fields,
+    load_tokenizer_of,
     open_llm,
-    tokenizer_folder,
 )
 from kvad.errors import RequestError, SaveError, StorageError, UsageError, format_count
 
-CacheOptionsT = TypeVar("CacheOptionsT", bound=CacheOptions)
+CacheFlagsT = TypeVar("CacheFlagsT", bound=CacheFlags)
 MAX_SHOWN_TOKENS = 32  # tokens shown from the end of a session
+MAX_SIZE = 1 << 62  # bytes of a prefix cache: removing a prefix must not evict blocks
 
 
 class _NameArgument(Options):
     name: str = argument("NAME")
 
 
-class _TurnOptions(_NameArgument, ModelArgument, PromptOptions, CacheOptions, SessionDirOption, JsonOption):
+class _TurnOptions(_NameArgument, ModelArgument, PromptOptions, CacheFlags, SessionDirOption, JsonOption):
     source: str | None = option("Encoder input of an encoder-decoder, with the first text", common=True)
 
 
@@ -49,7 +50,7 @@ class _SaveOptions(_TurnOptions):
     overwrite: bool = option("Replace a session of this name")
 
 
-class _ContinueOptions(_TurnOptions, SamplingOptions):
+class _ContinueOptions(_TurnOptions, SamplingFlags):
     no_save: bool = option("Do not change the saved session")
 
 
@@ -91,13 +92,17 @@ def session_save(options: _SaveOptions) -> None:
     if path.exists() and not options.overwrite:
         raise UsageError(f"session {name} exists", "--overwrite replaces it; kvad session continue adds to it")
     load = load_fields(options)
-    _prepare(path)
+    try:  # before the computation
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sessions.directory.remove_session_leftovers(path.parent)
+        sessions.directory.check_overwritable(path)
+    except OSError as error:
+        raise SaveError(f"{path}: {error.strerror}", "choose another folder with --session-dir FOLDER") from None
     with open_llm(options.model, load, max_num_seqs=1) as llm:
         session = llm.session()
         session.path, session.name = path, name
         session.append(text, encoder_input=options.source)
-        nbytes = session.save()
-        tokens = len(session.tokens)
+        nbytes, tokens = session.save(), len(session.tokens)
     line = f"{name}: {format_count(tokens, 'token')}, {format_bytes(nbytes)} in {path}"
     print_result(options.as_json, {"session": name, "path": path, "tokens": tokens, "bytes": nbytes}, line)
 
@@ -109,12 +114,10 @@ def session_continue(options: _ContinueOptions) -> None:
     \b
     kvad session continue runs/demo notes --prompt "In short: " --max-tokens 64 --temperature 0
     """
-    from kvad.checkpoint import open_checkpoint
-
     given, text = options.sampling_fields(), options.read_prompt()
     path, header = read_session_header(options.name, options)
     load = load_fields(with_saved_options(options, header))
-    handle = open_checkpoint(options.model)
+    handle = checkpoint.open_checkpoint(options.model)
     sampling = options.resolve(given, handle)
     with open_llm(handle, load, max_num_seqs=1) as llm:
         session = llm.session(path)
@@ -130,22 +133,13 @@ def session_continue(options: _ContinueOptions) -> None:
                     click.echo(chunk.text if llm.tokenizer is not None else f"{chunk.token_id} ", nl=False)
                 if stop.requested:
                     break
-        result = {
-            "session": options.name,
-            "path": path,
-            "model": options.model,
-            "restored": session.reused,
-            "before": before,
-            "missed": session.missed,
-            "text": generated,
-            "finish_reason": finish_reason,
-            "tokens": len(session.tokens),
-            "bytes": None if options.no_save else session.save(),
-        }
+        result = {"session": options.name, "path": path, "model": options.model, "restored": session.reused}
+        result |= {"before": before, "missed": session.missed, "text": generated, "finish_reason": finish_reason}
+        result |= {"tokens": len(session.tokens), "bytes": None if options.no_save else session.save()}
     print_result(options.as_json, result, "")
     if not options.as_json:
-        missed = f" ({result['missed']})" if result["missed"] else ""
-        note(f"{result['restored']:,} of {format_count(before, 'token')} restored{missed}")
+        missed = f" ({session.missed})" if session.missed else ""
+        note(f"{session.reused:,} of {format_count(before, 'token')} restored{missed}")
     exit_with(130 if stop.requested else 0)
 
 
@@ -159,23 +153,19 @@ def session_list(options: _ListOptions) -> None:
     """
     folder = options.session_folder
     sessions.directory.remove_session_leftovers(folder)
-    records = [
-        {"name": file.path.stem, "state": file.state}
-        | (_summary(file.header) if file.header else {"message": file.problem})
-        for file in sessions.directory.list_sessions(folder)
-    ]
-    if options.as_json:
-        emit_json({"folder": folder, "sessions": records})
-        return
-    if not records:
+    records, rows = [], []
+    for file in sessions.directory.list_sessions(folder):
+        summary = _summary(file.header) if file.header else {"message": file.problem}
+        records.append({"name": file.path.stem, "state": file.state, **summary})
+        row = f"{file.state}: {summary.get('message')}"
+        if file.state == "whole":
+            size = format_bytes(int(summary["bytes"]))
+            row = f"{summary['tokens']:>9,} tokens  {size:>10}  {summary['saved']}  {summary['model']}"
+        rows.append((file.path.stem, row))
+    if not rows and not options.as_json:
         note(f"no session in {folder}")
-    width = max((len(record["name"]) for record in records), default=0)
-    for record in records:
-        line = f"{record['state']}: {record.get('message')}"
-        if record["state"] == "whole":
-            size = format_bytes(int(record["bytes"]))
-            line = f"{record['tokens']:>9,} tokens  {size:>10}  {record['saved']}  {record['model']}"
-        click.echo(f"{record['name']:<{width}}  {line}")
+    else:
+        print_result(options.as_json, {"folder": folder, "sessions": records}, format_table(rows) if rows else [])
 
 
 @command("show", _ShowOptions, session_group)
@@ -192,26 +182,21 @@ def session_show(options: _ShowOptions) -> None:
     path, header = read_session_header(name, options)
     result: dict[str, Any] = {"name": name, "path": path, **_summary(header), "fingerprint": dict(header.fingerprint)}
     if model is not None:
-        from kvad.text import load_tokenizer
-
-        tokenizer = load_tokenizer(model if model.is_file() else tokenizer_folder(model))
+        tokenizer = load_tokenizer_of(model)
         if tokenizer.fingerprint() != header.fingerprint["tokenizer"]:
             raise StorageError(
                 f"session {name}: it was saved with another tokenizer than that of {model}", reason="mismatch"
             )
         result["end"] = tokenizer.decode(sessions.directory.read_tokens(path, MAX_SHOWN_TOKENS), skip_specials=False)
-    if options.as_json:
-        emit_json(result)
-        return
-    cache, fingerprint = result.pop("cache"), result.pop("fingerprint")
-    result["cache"] = ", ".join(f"{key} {value}" for key, value in cache.items() if value not in (None, False))
-    result["bytes"] = f"{result['bytes']:,}"
+    cache, fingerprint = result["cache"], result["fingerprint"]
+    shown = {key: value for key, value in result.items() if key not in ("cache", "fingerprint")}
+    shown["cache"] = ", ".join(f"{key} {value}" for key, value in cache.items() if value not in (None, False))
+    shown["bytes"] = f"{result['bytes']:,}"
     parts = [f"{key} {value}" for key, value in fingerprint.items() if value and key != "policy"]
-    result["belongs to"] = ", ".join(parts)
+    shown["belongs to"] = ", ".join(parts)
     if model is not None:
-        result["end"] = repr(result["end"])
-    for key, value in result.items():
-        click.echo(f"{key:<10}  {value}")
+        shown["end"] = repr(result["end"])
+    print_result(options.as_json, result, (f"{key:<10}  {value}" for key, value in shown.items()))
 
 
 @command("rm", _RemoveOptions, session_group)
@@ -259,7 +244,7 @@ def _missing_session(path: Path) -> UsageError:
     return UsageError(f"there is no session {path.stem} in {path.parent}", "kvad session list has their names")
 
 
-def with_saved_options(options: CacheOptionsT, header: storage.container.Header) -> CacheOptionsT:
+def with_saved_options(options: CacheFlagsT, header: storage.container.Header) -> CacheFlagsT:
     """Fill cache options that are not given with those that the session was saved with."""
     cache = header.metadata.get("writer", {}).get("cache", {})
     saved: dict[str, Any] = {}
@@ -275,16 +260,6 @@ def with_saved_options(options: CacheOptionsT, header: storage.container.Header)
     if cache.get("overflow") in cache_lib.config.CONTINUING_MODES and options.max_seq_len is None:
         saved["max_seq_len"] = cache.get("max_seq_len")  # the kept tokens depend on it
     return dataclasses.replace(options, **saved)
-
-
-def _prepare(path: Path) -> None:
-    """Check before the computation that the folder is writable and no foreign file would be overwritten."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sessions.directory.remove_session_leftovers(path.parent)
-        sessions.directory.check_overwritable(path)
-    except OSError as error:
-        raise SaveError(f"{path}: {error.strerror}", "choose another folder with --session-dir FOLDER") from None
 
 
 def _summary(header: storage.container.Header) -> dict[str, Any]:
@@ -303,8 +278,6 @@ def _summary(header: storage.container.Header) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- prefixes
 
-MAX_SIZE = 1 << 62  # bytes: removing a prefix must not evict blocks
-
 
 class _PrefixDirOption(JsonOption):
     prefix_cache_dir: Path | None = option(
@@ -313,24 +286,19 @@ class _PrefixDirOption(JsonOption):
 
     @property
     def folder(self) -> Path:
-        folder = self.prefix_cache_dir or _default_prefix_dir()
+        folder = self.prefix_cache_dir or storage.filesystem.user_cache_dir("prefix-cache")
         if not folder.is_dir():
-            raise UsageError(
-                f"{folder} is not a folder", "give the folder of the prefix cache with --prefix-cache-dir FOLDER"
-            )
+            hint = "give the folder of the prefix cache with --prefix-cache-dir FOLDER"
+            raise UsageError(f"{folder} is not a folder", hint)
         return folder
 
 
 class _NamedPrefixOptions(_NameArgument, _PrefixDirOption):
-    """Options of ``kvad prefix show`` and ``kvad prefix rm``."""
+    pass
 
 
-class _PrefixAddOptions(ModelArgument, PromptOptions, CacheOptions, JsonOption):
+class _PrefixAddOptions(ModelArgument, PromptOptions, CacheFlags, JsonOption):
     name: str = option("Name of the prefix", dataclasses.MISSING, metavar="NAME")
-
-
-def _default_prefix_dir() -> Path:
-    return storage.filesystem.user_cache_dir("prefix-cache")
 
 
 @click.group()
@@ -358,18 +326,16 @@ def prefix_add(options: _PrefixAddOptions) -> None:
     if options.prompt is None and options.file is None:
         raise click.UsageError("give the text with --prompt or --file")
     text = options.read_prompt()
-    options = dataclasses.replace(options, prefix_cache_dir=options.prefix_cache_dir or str(_default_prefix_dir()))
-    load = load_fields(options)
-    from kvad.engine import pin_prefix
-
+    folder = options.prefix_cache_dir or str(storage.filesystem.user_cache_dir("prefix-cache"))
+    load = load_fields(dataclasses.replace(options, prefix_cache_dir=folder))
     with open_llm(options.model, load, max_num_seqs=1) as llm:
         if llm.model.config.kind == "encoder-decoder":
             raise RequestError(
                 "the cache of an encoder-decoder depends on its source: it has no prefix for many requests",
                 "kvad session save saves one text with its source",
             )
-        prefix = pin_prefix(llm.engine, llm.encode(text), options.name, text)
-    summary = _prefix_summary(Path(load["prefix_cache_dir"]), prefix)
+        prefix = engine.pin_prefix(llm.engine, llm.encode(text), options.name, text)
+    summary = _prefix_summary(Path(folder), prefix)
     print_result(options.as_json, summary, _line(summary))
 
 
@@ -414,13 +380,13 @@ def prefix_rm(options: _NamedPrefixOptions) -> None:
     others = {key for other in offload.pinned.read_pinned_prefixes(folder) if other.name != name for key in other.keys}
     keys = [key for key in prefix.keys if key not in others]
     offload.pinned.remove_pinned_prefix(folder, name)
+    reason, removed = "", 0
     try:
         store = DiskBlockStore(folder, MAX_SIZE)
     except BlockingIOError:
         reason = "another process uses the folder: the blocks are evicted when it needs space"
-        removed = 0
     else:
-        reason, removed = "", sum(key in store for key in keys)
+        removed = sum(key in store for key in keys)
         for key in keys:
             store.drop(key)
         store.release()
@@ -431,19 +397,12 @@ def prefix_rm(options: _NamedPrefixOptions) -> None:
 
 def _prefix_summary(folder: Path, prefix: PinnedPrefix) -> dict[str, Any]:
     sizes = [path.stat().st_size for key in prefix.keys if (path := folder / f"{key}.kv").exists()]
-    return {
-        "name": prefix.name,
-        "tokens": prefix.tokens,
-        "num_blocks": len(prefix.keys),
-        "missing": len(prefix.keys) - len(sizes),
-        "bytes": sum(sizes),
-        "text": prefix.text,
-        "prefix_cache_dir": folder,
-    }
+    counts = {"num_blocks": len(prefix.keys), "missing": len(prefix.keys) - len(sizes), "bytes": sum(sizes)}
+    first = {"name": prefix.name, "tokens": prefix.tokens}
+    return {**first, **counts, "text": prefix.text, "prefix_cache_dir": folder}
 
 
 def _line(summary: dict[str, Any]) -> str:
     missing = f", {summary['missing']} of them missing" if summary["missing"] else ""
-    size = format_bytes(summary["bytes"])
-    blocks = format_count(summary["num_blocks"], "block")
+    size, blocks = format_bytes(summary["bytes"]), format_count(summary["num_blocks"], "block")
     return f"{summary['name']:<10} {format_count(summary['tokens'], 'token')} in {blocks}{missing}, {size}"

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from kvad import text as text_lib
+from kvad.cli import parameters
 from kvad.cli.fields import argument, command, option
-from kvad.cli.output import emit_json
-from kvad.cli.parameters import JsonOption, ModelArgument, parse_token_ids, read_stdin, read_text, tokenizer_folder
-from kvad.errors import DataError, UsageError, format_count
-
-if TYPE_CHECKING:
-    from kvad.text import Tokenizer
+from kvad.cli.output import emit_json, format_table, print_result
+from kvad.errors import ChatTemplateError, DataError, UsageError, format_count
 
 
-class _TokenizeOptions(JsonOption):
+class _TokenizeOptions(parameters.JsonOption):
     source: Path = argument("MODEL_OR_TOKENIZER")
     text: str | None = argument("[TEXT|-]")
     ids: bool = option("Print only the ids, on one line")
@@ -35,52 +32,29 @@ def tokenize_command(options: _TokenizeOptions) -> None:
     kvad tokenize runs/demo --ids < file.py
     kvad tokenize runs/demo --decode "12 7 99"
     """
-    from kvad.text import load_tokenizer
-
     if options.ids and options.decode:
         raise click.UsageError("--ids and --decode exclude each other.")
-    tokenizer = load_tokenizer(options.source if options.source.is_file() else tokenizer_folder(options.source))
-    text = read_stdin() if options.text is None or options.text == "-" else options.text
-    tokens = parse_token_ids(text, "--decode") if options.decode else tokenizer.encode(text)
+    tokenizer = parameters.load_tokenizer_of(options.source)
+    text = parameters.read_text_or_stdin("-" if options.text is None else options.text)
+    tokens = parameters.parse_token_ids(text, "--decode") if options.decode else tokenizer.encode(text)
     decoded = tokenizer.decode(tokens, skip_specials=False) if options.decode else text
-    if options.as_json:
-        emit_json(_token_json(tokenizer, decoded, tokens))
-    elif options.decode:
-        click.echo(decoded)
-    elif options.ids:
-        click.echo(" ".join(map(str, tokens)))
-    else:
-        _token_table(tokenizer, decoded, tokens)
+    if not options.as_json and (options.decode or options.ids):
+        click.echo(decoded if options.decode else " ".join(map(str, tokens)))
+        return
+    size, pieces = len(decoded.encode("utf-8")), [tokenizer.token_text(token) for token in tokens]
+    per_token, bytes_of = size / len(tokens) if tokens else None, [tokenizer.token_bytes(token) for token in tokens]
+    record = {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "text": decoded, "ids": tokens}
+    record |= {"pieces": pieces, "bytes": list(map(list, bytes_of)), "num_tokens": len(tokens)}
+    record |= {"num_characters": len(decoded), "num_bytes": size, "bytes_per_token": per_token}
+    rows = [("index", "id", "piece", "bytes")]
+    for index, (token, piece, raw) in enumerate(zip(tokens, pieces, bytes_of, strict=True)):
+        rows.append((str(index), str(token), piece, raw.hex(" ")))
+    each = "" if per_token is None else f", {per_token:.2f} bytes per token"
+    total = f"{len(tokens)} tokens, {len(set(tokens))} different; {len(decoded)} characters, {size} bytes{each}"
+    print_result(options.as_json, record, [*format_table(rows, left=(2, 3)), total])
 
 
-def _token_table(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> None:
-    pieces = [tokenizer.token_text(token) for token in tokens]
-    width = max(map(len, pieces), default=5)
-    click.echo(f"{'index':>6} {'id':>7}  {'piece':<{width}}  bytes")
-    for index, (token, piece) in enumerate(zip(tokens, pieces, strict=True)):
-        click.echo(f"{index:>6} {token:>7}  {piece:<{width}}  {tokenizer.token_bytes(token).hex(' ')}")
-    size = len(text.encode("utf-8"))
-    each = f", {size / len(tokens):.2f} bytes per token" if tokens else ""
-    click.echo(f"{len(tokens)} tokens, {len(set(tokens))} different; {len(text)} characters, {size} bytes{each}")
-
-
-def _token_json(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> object:
-    size = len(text.encode("utf-8"))
-    return {
-        "kind": tokenizer.kind,
-        "vocab_size": tokenizer.vocab_size,
-        "text": text,
-        "ids": list(tokens),
-        "pieces": [tokenizer.token_text(token) for token in tokens],
-        "bytes": [list(tokenizer.token_bytes(token)) for token in tokens],
-        "num_tokens": len(tokens),
-        "num_characters": len(text),
-        "num_bytes": size,
-        "bytes_per_token": size / len(tokens) if tokens else None,
-    }
-
-
-class _TemplateOptions(ModelArgument, JsonOption):
+class _TemplateOptions(parameters.ModelArgument, parameters.JsonOption):
     message: tuple[str, ...] = option("Message", short="-m", metavar="ROLE=TEXT")
     file: Path | None = option(
         "File with messages, as JSON or JSON lines; `-` reads standard input", short="-f", metavar="FILE"
@@ -103,11 +77,7 @@ def chat_template_command(options: _TemplateOptions) -> None:
     kvad chat-template MODEL -m user=Hi --set enable_thinking=false
     kvad chat-template MODEL -f talk.jsonl --no-generation-prompt --json | jq .spans
     """
-    from kvad import text as text_lib
-    from kvad.errors import ChatTemplateError
-    from kvad.text import load_tokenizer
-
-    folder = tokenizer_folder(options.model)
+    folder = parameters.tokenizer_folder(options.model)
     messages, tools = _conversation(options.file) if options.file is not None else ([], None)
     messages = [*messages, *map(_message, options.message)]
     if not messages:
@@ -124,14 +94,21 @@ def chat_template_command(options: _TemplateOptions) -> None:
         continue_final=options.continue_final_message,
         variables=dict(map(_setting, options.set)),
     )
-    tokenizer = load_tokenizer(folder) if options.tokens else None
-    ids = tokenizer.encode(rendered.text, specials=True) if tokenizer is not None else []
-    if options.as_json:
-        name, spans = template.choose(tools=tools is not None), rendered.generation_marks
-        tokens = {} if tokenizer is None else _prompt_json(tokenizer, ids)
-        emit_json({"template": name, "text": rendered.text, "spans": spans, **tokens})
-    elif tokenizer is not None:
-        _prompt_table(tokenizer, ids)
+    name = template.choose(tools=tools is not None)
+    record: dict[str, Any] = {"template": name, "text": rendered.text, "spans": rendered.generation_marks}
+    if options.tokens:
+        tokenizer = text_lib.load_tokenizer(folder)
+        ids, names = tokenizer.encode(rendered.text, specials=True), tokenizer.special_tokens.names()
+        special = {token: name for name, token in names.items()}  # special tokens are shown by name
+        pieces = [special[token] if token in special else tokenizer.token_text(token) for token in ids]
+        rows = [("index", "id", " piece")]
+        for index, (token, piece) in enumerate(zip(ids, pieces, strict=True)):
+            rows.append((str(index), str(token), f"{'*' if token in special else ' '}{piece}"))
+        total = f"{format_count(len(ids), 'token')}, {sum(token in special for token in ids)} of them special (*)"
+        record |= {"ids": ids, "pieces": pieces, "num_tokens": len(ids)}
+        print_result(options.as_json, record, [*format_table(rows, left=(2,)), total])
+    elif options.as_json:
+        emit_json(record)
     else:
         click.echo(rendered.text, nl=sys.stdout.isatty())  # a file or a pipe gets exactly the prompt
 
@@ -154,12 +131,9 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-# ---------------------------------------------------------------- files
-
-
 def _read(path: Path, flag: str) -> str:
     try:
-        return read_text(path)
+        return parameters.read_text(path)
     except DataError as error:
         raise DataError(f"{flag}: {error.message}") from None
 
@@ -176,47 +150,17 @@ def _conversation(file: Path) -> tuple[list[Any], Any]:
     """Read messages and tools from a JSON list, an object with both, or JSON lines of messages."""
     text = _read(file, "--file")
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if len(lines) > 1 and _is_json(lines[0][1]):
-        content: Any = [_parse(line, file, number) for number, line in lines]
-    else:
-        content = _parse(text, file)
-    if isinstance(content, dict) and "messages" in content:
-        content, tools = content["messages"], content.get("tools")
-    else:
-        content, tools = [content] if isinstance(content, dict) else content, None
+    try:
+        are_objects = len(lines) > 1 and isinstance(json.loads(lines[0][1]), dict)
+    except ValueError:
+        are_objects = False
+    content: Any = [_parse(line, file, number) for number, line in lines] if are_objects else _parse(text, file)
+    tools = None
+    if isinstance(content, dict):
+        content, tools = (content["messages"], content.get("tools")) if "messages" in content else ([content], None)
     if not isinstance(content, list):
         raise DataError(f"{file} contains no messages", 'write a JSON list of {"role": ..., "content": ...}')
     if content and all(isinstance(item, dict) and "messages" in item for item in content):
-        raise DataError(
-            f"{file} contains {format_count(len(content), 'conversation')}", "kvad chat-template renders one at a time"
-        )
+        conversations = format_count(len(content), "conversation")
+        raise DataError(f"{file} contains {conversations}", "kvad chat-template renders one at a time")
     return content, tools
-
-
-def _is_json(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-# ---------------------------------------------------------------- tokens
-
-
-def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; special tokens by name."""
-    names = {token: name for name, token in tokenizer.special_tokens.names().items()}
-    return [names[token] if token in names else tokenizer.token_text(token) for token in ids]
-
-
-def _prompt_table(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
-    special = set(tokenizer.special_tokens.names().values())
-    click.echo(f"{'index':>6} {'id':>7}  piece")
-    for index, (token, piece) in enumerate(zip(ids, _pieces(tokenizer, ids), strict=True)):
-        click.echo(f"{index:>6} {token:>7} {'*' if token in special else ' '}{piece}")
-    marked = sum(token in special for token in ids)
-    click.echo(f"{format_count(len(ids), 'token')}, {marked} of them special (*)")
-
-
-def _prompt_json(tokenizer: Tokenizer, ids: Sequence[int]) -> dict[str, Any]:
-    return {"ids": list(ids), "pieces": _pieces(tokenizer, ids), "num_tokens": len(ids)}

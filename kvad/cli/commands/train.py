@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
+from kvad import checkpoint, evaluation
+from kvad.cache import sizing
+from kvad.cli import output
 from kvad.cli.fields import argument, command, option
-from kvad.cli.output import console, draw_figures, emit_json, exit_with, format_bytes, print_error, print_result
+from kvad.cli.line_batches import model_capabilities
 from kvad.cli.parameters import COUNT, JsonOption
-from kvad.cli.run_parameters import CorpusOptions, merge_options, set_key, with_seq_len
+from kvad.cli.run_parameters import CorpusOptions, merge_options, name_corpus, set_key, with_seq_len
 from kvad.errors import UsageError, format_count
-from kvad.train.config import OptimConfig, RunConfig, TrainConfig
-
-if TYPE_CHECKING:
-    from kvad.train.loop import DataParallelGroup, TrainingPlan
-    from kvad.train.monitoring import Callback, TrainingResult
-    from kvad.train.setup import CorpusArgument
+from kvad.train import loop, monitoring, setup
+from kvad.train.config import OptimConfig, RunConfig, SummarizerConfig, TrainConfig, apply_overrides, read_toml
 
 
 class _TrainOptions(CorpusOptions, JsonOption):
@@ -92,201 +92,145 @@ def train_command(options: _TrainOptions) -> None:
     kvad train more/ --init ./SmolLM2-135M --lora-rank 8 --set lora.target_modules=all --out runs/adapter
     kvad train corpus/ --objective summarizer --init runs/mine --set ratio=8 --out runs/summaries
     """
-    from kvad.train.config import read_toml
-    from kvad.train.loop import read_run_config
-
     out, run_file, corpus = options.out, options.config, options.corpus
-    _check_options(options)
+    if options.resume and options.overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    if options.dry_run and options.resume:
+        raise UsageError("--dry-run and --resume exclude each other", "omit one of them")
+    if out is None and not options.dry_run:
+        raise click.UsageError("Missing option '--out'.")
     if corpus and corpus[0].suffix == ".toml":
         if run_file is not None:
             raise UsageError(f"{corpus[0]} and --config {run_file}: only one run file is allowed")
         run_file, corpus = corpus[0], corpus[1:]
-    stored = read_run_config(out)[0] if options.resume and out is not None else None
+    stored = loop.read_run_config(out)[0] if options.resume and out is not None else None
     tables = read_toml(run_file) if run_file is not None else {} if stored is None else stored.to_dict()
     tables = _with_options(tables, options)
     config = RunConfig.from_dict(tables)
-    data_parallel = None if options.dry_run else _data_parallel(config)
-    config, named = with_seq_len(config, tables, stored), options.name_corpus(corpus)
-    if data_parallel is None:
-        show_plan(config, named, out, overwrite=options.overwrite, as_json=options.as_json)
+    is_distributed = os.environ.get("WORLD_SIZE", "1") != "1"  # set by torchrun
+    if is_distributed and (options.dry_run or config.objective.kind == "summarizer"):
+        message = "--dry-run plans a single process" if options.dry_run else "a summarizer is trained by one process"
+        raise UsageError(message, "run it without torchrun")
+    data_parallel = None if options.dry_run else loop.init_data_parallel(os.environ, config.train)
+    config, named = with_seq_len(config, tables, stored), name_corpus(corpus, options.pairs, options.held_out)
+    if data_parallel is None or out is None:
+        _show_plan(config, named, out, options)
     else:
-        assert out is not None
         _train(config, named, out, data_parallel, options)
 
 
-def _check_options(options: _TrainOptions) -> None:
-    if options.resume and options.overwrite:
-        raise UsageError("--resume and --overwrite exclude each other")
-    if options.dry_run and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError("--dry-run plans a single process", "run it without torchrun")
-    if options.dry_run and options.resume:
-        raise UsageError("--dry-run and --resume exclude each other", "omit one of them")
-    if options.out is None and not options.dry_run:
-        raise click.UsageError("Missing option '--out'.")
-
-
 def _train(
-    config: RunConfig, named: CorpusArgument, out: Path, data_parallel: DataParallelGroup, options: _TrainOptions
-) -> None:
-    from kvad.train.monitoring import make_progress
-
-    progress = make_progress(console())
-    try:
-        callbacks = [progress, *_callbacks(config)]
-        outcome = _run_training(config, named, out, callbacks, data_parallel, options)
-    finally:
-        progress.close()
-    if data_parallel.is_main:
-        _print_result(outcome, config, out, draw_loss_curve(out), options.as_json)
-    if outcome.reason == "interrupted":
-        exit_with(130)
-
-
-def _callbacks(config: RunConfig) -> list[Callback]:
-    if not config.callbacks.requested:
-        return []
-    from kvad.evaluation import build_callbacks  # imports the engine, which plain runs do not need
-
-    return build_callbacks(config.callbacks)
-
-
-def _data_parallel(config: RunConfig) -> DataParallelGroup:
-    """Initialize the processes that torchrun started; a summarizer is trained by one process."""
-    from kvad.train.loop import init_data_parallel
-
-    if config.objective.kind == "summarizer" and os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError("a summarizer is trained by one process", "run it without torchrun")
-    return init_data_parallel(os.environ, config.train)
-
-
-def _run_training(
     config: RunConfig,
-    named: CorpusArgument,
+    named: setup.CorpusArgument,
     out: Path,
-    callbacks: Sequence[Callback],
-    data_parallel: DataParallelGroup,
+    data_parallel: loop.DataParallelGroup,
     options: _TrainOptions,
-) -> TrainingResult:
-    from kvad.cache.sizing import available_bytes
-    from kvad.train.config import SummarizerConfig
-    from kvad.train.loop import RunOptions, resume_model, train_model
-
-    if config.objective.kind != "summarizer" and config.summarizer != SummarizerConfig():
-        raise UsageError("[summarizer] is for --objective summarizer", "--init MODEL without it continues a checkpoint")
-    run_options = RunOptions(
-        available=available_bytes(), callbacks=callbacks, measure_peak=True, data_parallel=data_parallel
-    )
-    if options.resume:
-        return resume_model(out, config=config, corpus=named, **run_options)
-    return train_model(config, named, out, overwrite=options.overwrite, **run_options)
+) -> None:
+    with closing(monitoring.make_progress(output.console())) as progress:
+        is_evaluated = config.callbacks.requested  # its callbacks import the engine, which plain runs do not need
+        callbacks = [progress, *(evaluation.build_callbacks(config.callbacks) if is_evaluated else [])]
+        if config.objective.kind != "summarizer" and config.summarizer != SummarizerConfig():
+            hint = "--init MODEL without it continues a checkpoint"
+            raise UsageError("[summarizer] is for --objective summarizer", hint)
+        run_options = loop.RunOptions(
+            available=sizing.available_bytes(), callbacks=callbacks, measure_peak=True, data_parallel=data_parallel
+        )
+        if options.resume:
+            outcome = loop.resume_model(out, config=config, corpus=named, **run_options)
+        else:
+            outcome = loop.train_model(config, named, out, overwrite=options.overwrite, **run_options)
+    if data_parallel.is_main:
+        _print_result(outcome, config, out, options.as_json)
+    if outcome.reason == "interrupted":
+        output.exit_with(130)
 
 
 def _with_options(tables: Mapping[str, Any], options: _TrainOptions) -> dict[str, Any]:
-    """Merge the given options and --set into the tables of a run file."""
-    from kvad.train.config import apply_overrides
-
+    """Merge the given options and --set into the tables; a summarizer run's key without a table is [summarizer]'s."""
     merged = merge_options(tables, options)
-    is_summarizer = _kind(merged) == "summarizer"
+    objective = merged.get("objective", {})
+    is_summarizer = isinstance(objective, dict) and objective.get("kind") == "summarizer"
     if options.init is not None:
         set_key(merged, "summarizer.model" if is_summarizer else "model.init", options.init)
-    return apply_overrides(merged, _assignments(options.set, is_summarizer=is_summarizer))
-
-
-def _kind(tables: Mapping[str, Any]) -> object:
-    objective = tables.get("objective", {})
-    return objective.get("kind") if isinstance(objective, dict) else None
-
-
-def _assignments(assignments: Iterable[str], *, is_summarizer: bool) -> Iterator[tuple[str, str]]:
-    """Parse --set KEY=VALUE; for a summarizer run, a key without a table belongs to [summarizer]."""
-    for assignment in assignments:
+    assignments = []
+    for assignment in options.set:
         key, equals, value = assignment.partition("=")
         if not equals or not key:
             raise UsageError(f"--set {assignment!r} is not KEY=VALUE", "write it like --set optim.lr=1e-3")
-        yield f"summarizer.{key}" if is_summarizer and "." not in key else key, value
+        assignments.append((f"summarizer.{key}" if is_summarizer and "." not in key else key, value))
+    return apply_overrides(merged, assignments)
 
 
 def draw_loss_curve(out: Path) -> list[Path]:
     """Draw the curves of the run; none if matplotlib is not installed or nothing was logged."""
-    from kvad import evaluation
-
-    return draw_figures(lambda: evaluation.compare_runs.plot_run(out), "curves")
+    return output.draw_figures(lambda: evaluation.compare_runs.plot_run(out), "curves")
 
 
-def _next_command(outcome: TrainingResult, config: RunConfig) -> str:
-    """Return the command that runs the trained model."""
-    from kvad.checkpoint import open_checkpoint
-
-    kind = config.resolve(vocab=1).kind if config.init is None else open_checkpoint(outcome.checkpoint).config.kind
-    by_objective = {"masked-lm": "fill-mask", "tag": "tag", "classify": "classify", "chat": "chat"}
-    default = {"encoder-decoder": "translate", "encoder": "fill-mask"}.get(kind, "generate")
-    return by_objective.get(config.objective.kind, default)
-
-
-def _print_result(outcome: TrainingResult, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
+def _print_result(outcome: monitoring.TrainingResult, config: RunConfig, out: Path, as_json: bool) -> None:
+    figures = draw_loss_curve(out)
     if as_json:
-        emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
+        output.emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
     results = {"loss": outcome.loss, "validation": outcome.val_loss}
     losses = ", ".join(f"{name} {value:.4f}" for name, value in results.items() if value is not None)
     steps, tokens = format_count(outcome.step, "step"), format_count(outcome.tokens, "token")
-    print_error(f"{steps}, {tokens} in {outcome.elapsed:.0f} s: {losses}")
+    output.print_error(f"{steps}, {tokens} in {outcome.elapsed:.0f} s: {losses}")
     if config.train.keep_best and outcome.best is not None and outcome.best_step not in (None, outcome.step):
-        print_error(f"best:  {out / 'best'}, validation {outcome.best:.4f} at step {outcome.best_step:,}")
+        output.print_error(f"best:  {out / 'best'}, validation {outcome.best:.4f} at step {outcome.best_step:,}")
     if outcome.reason == "interrupted":
-        print_error(f"stopped and saved. Resume with:  kvad train --resume --out {out}")
+        output.print_error(f"stopped and saved. Resume with:  kvad train --resume --out {out}")
     elif config.objective.kind == "summarizer":
         summarizer = config.summarizer
         recent, ratio, interval = summarizer.recent, summarizer.ratio, summarizer.interval
         policy = f"tiered({recent}, quantized=0, summaries=N, ratio={ratio}, interval={interval})"
-        print_error(f'next:  kvad generate {summarizer.model} --summarizer {out} --policy "{policy}"')
+        output.print_error(f'next:  kvad generate {summarizer.model} --summarizer {out} --policy "{policy}"')
     else:
-        print_error(f"next:  kvad {_next_command(outcome, config)} {out}")
+        trained = checkpoint.open_checkpoint(outcome.checkpoint).config
+        name = "chat" if config.objective.kind == "chat" else model_capabilities(trained)[1][0]
+        output.print_error(f"next:  kvad {name} {out}")
 
 
-def show_plan(config: RunConfig, named: CorpusArgument, out: Path | None, *, overwrite: bool, as_json: bool) -> None:
+def _show_plan(config: RunConfig, named: setup.CorpusArgument, out: Path | None, options: _TrainOptions) -> None:
     """Print the plan; exit code 1 if the run would not fit into memory."""
-    from kvad.cache.sizing import available_bytes
-    from kvad.train import setup
-    from kvad.train.loop import plan_training
-
     if out is not None:
-        setup.preflight.check_run_folder(config, named, out, overwrite)
-    plan = plan_training(config, named, available_bytes(), print_error)
-    totals = {"tokens": plan.tokens, "flops": plan.flops, "bytes": plan.bytes}
-    record = {**dataclasses.asdict(plan), **totals, "config": config.to_dict()}
-    print_result(as_json, record, training_plan_text(plan))
-    if plan.fits is not None and plan.fits < plan.batch:
-        exit_with(1)
+        setup.preflight.check_run_folder(config, named, out, options.overwrite)
+    plan = loop.plan_training(config, named, sizing.available_bytes(), output.print_error)
+    record = output.with_properties(plan, "tokens", "flops", "bytes") | {"config": config.to_dict()}
+    does_not_fit = plan.fits is not None and plan.fits < plan.batch
+    output.print_result(options.as_json, record, training_plan_text(plan), failed=does_not_fit)
 
 
-def training_plan_text(plan: TrainingPlan) -> list[str]:
+def training_plan_text(plan: loop.TrainingPlan) -> list[str]:
     """Format the plan, one line per topic."""
+    share = "all trained" if plan.trained == plan.parameters else f"{plan.trained:,} of them trained"
+    held_out = f"{plan.validation_tokens:,} for validation"
+    corpus = f"number of training tokens unknown: a stream is not counted; {held_out}"
+    if plan.train_tokens is not None:
+        corpus = f"{format_count(plan.train_tokens, 'token')} to train on, {held_out}"
+    rows = ("" if plan.accumulate == 1 else f"{plan.accumulate} x ") + format_count(plan.batch, "row")
+    flops = "FLOPs not counted" if plan.step_flops is None else f"{_flops(plan.step_flops)} forward and backward"
+    num_checkpoints, size = plan.num_checkpoints + 1, output.format_bytes((plan.num_checkpoints + 1) * plan.checkpoint)
     lines = {
-        "model": _model(plan),
+        "model": f"{plan.kind}, objective {plan.objective}: {format_count(plan.parameters, 'parameter')}, {share}",
         "memory": _memory(plan),
-        "corpus": _corpus(plan),
-        "step": _step(plan),
+        "corpus": corpus,
+        "step": f"{rows} of {format_count(plan.context, 'token')}, {plan.tokens_per_step:,} of them targets; {flops}",
         "run": _run_settings(plan),
         "measured": _measured(plan),
         "time": _time(plan),
-        "disk": f"{format_bytes(plan.checkpoint)} a checkpoint (and the tokenizer); "
-        f"up to {plan.num_checkpoints + 1} of them, "
-        f"{format_bytes((plan.num_checkpoints + 1) * plan.checkpoint)}, while one is written",
+        "disk": f"{output.format_bytes(plan.checkpoint)} a checkpoint (and the tokenizer); "
+        f"up to {num_checkpoints} of them, {size}, while one is written",
     }
     return [f"{name:<10}{text}" for name, text in lines.items()]
 
 
-def _model(plan: TrainingPlan) -> str:
-    share = "all trained" if plan.trained == plan.parameters else f"{plan.trained:,} of them trained"
-    return f"{plan.kind}, objective {plan.objective}: {format_count(plan.parameters, 'parameter')}, {share}"
-
-
-def _memory(plan: TrainingPlan) -> str:
+def _memory(plan: loop.TrainingPlan) -> str:
     if plan.memory is None:
         return "not planned for a summarizer"
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.memory.items())
-    available = "available memory unknown" if plan.available is None else f"{format_bytes(plan.available)} available"
-    text = f"at least {format_bytes(plan.bytes or 0)} ({parts}); {available}"
+    parts = ", ".join(f"{name} {output.format_bytes(size)}" for name, size in plan.memory.items())
+    available = (
+        "available memory unknown" if plan.available is None else f"{output.format_bytes(plan.available)} available"
+    )
+    text = f"at least {output.format_bytes(plan.bytes or 0)} ({parts}); {available}"
     if plan.device != "cpu":
         text += f" on the host; {plan.device} memory is not planned"
     if plan.fits is None or plan.fits >= plan.batch:
@@ -297,22 +241,7 @@ def _memory(plan: TrainingPlan) -> str:
     return f"{text}: DOES NOT FIT; --batch-size {plan.fits} fits, {more}"
 
 
-def _corpus(plan: TrainingPlan) -> str:
-    held_out = f"{plan.validation_tokens:,} for validation"
-    if plan.train_tokens is None:
-        return f"number of training tokens unknown: a stream is not counted; {held_out}"
-    return f"{format_count(plan.train_tokens, 'token')} to train on, {held_out}"
-
-
-def _step(plan: TrainingPlan) -> str:
-    rows = format_count(plan.batch, "row")
-    if plan.accumulate > 1:
-        rows = f"{plan.accumulate} x {rows}"
-    flops = "FLOPs not counted" if plan.step_flops is None else f"{_flops(plan.step_flops)} forward and backward"
-    return f"{rows} of {format_count(plan.context, 'token')}, {plan.tokens_per_step:,} of them targets; {flops}"
-
-
-def _run_settings(plan: TrainingPlan) -> str:
+def _run_settings(plan: loop.TrainingPlan) -> str:
     if plan.steps is None:
         return f"{plan.minutes:g} minutes; number of steps unknown, because nothing was measured"
     clock = "" if plan.minutes is None else f" (in {plan.minutes:g} minutes)"
@@ -321,7 +250,7 @@ def _run_settings(plan: TrainingPlan) -> str:
     return f"{format_count(plan.steps, 'step')}{clock}, {format_count(plan.tokens or 0, 'token')}, {epochs}{flops}"
 
 
-def _measured(plan: TrainingPlan) -> str:
+def _measured(plan: loop.TrainingPlan) -> str:
     where = f"{plan.precision} on {plan.device}, {format_count(plan.threads, 'thread')}"
     product = f"a matrix product {_flops(plan.gemm_flops)}/s ({where})"
     trial = plan.trial
@@ -329,20 +258,16 @@ def _measured(plan: TrainingPlan) -> str:
         return f"{product}; no step measured, because it would not fit"
     rows = "a micro-batch" if trial.rows == plan.batch else f"{format_count(trial.rows, 'row')} of the {plan.batch}"
     share = "" if trial.utilization is None else f", {trial.utilization:.1%} MFU"
-    return (
-        f"{product}; {rows} of the first step in {_seconds(trial.seconds)}{share}; an update {_seconds(trial.update)}"
-    )
+    seconds, update = _seconds(trial.seconds), _seconds(trial.update)
+    return f"{product}; {rows} of the first step in {seconds}{share}; an update {update}"
 
 
-def _time(plan: TrainingPlan) -> str:
+def _time(plan: loop.TrainingPlan) -> str:
     if plan.seconds is None or plan.step_seconds is None or plan.eval_seconds is None:
         return "unknown, because nothing was measured"
-    speed = f"{plan.tokens_per_step / plan.step_seconds:,.0f} tokens/s"
-    share = plan.eval_seconds / plan.seconds
-    return (
-        f"{plan.seconds / 3600:.2f} hours ({_seconds(plan.step_seconds)} a step, {speed}), evaluations {share:.0%} of "
-        "it; saves and samples not counted"
-    )
+    step = f"{_seconds(plan.step_seconds)} a step, {plan.tokens_per_step / plan.step_seconds:,.0f} tokens/s"
+    evaluations = f"evaluations {plan.eval_seconds / plan.seconds:.0%} of it"
+    return f"{plan.seconds / 3600:.2f} hours ({step}), {evaluations}; saves and samples not counted"
 
 
 def _seconds(seconds: float) -> str:

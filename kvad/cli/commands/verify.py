@@ -4,62 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from kvad import cache, verify
+from kvad import benchmarks, cache, verify
+from kvad import checkpoint as checkpoint_lib
+from kvad.cache import sizing
+from kvad.cli.commands.bench import opening_tokens
 from kvad.cli.fields import Parsed, command, flag_of, option
-from kvad.cli.output import console, exit_with, format_table, note, print_result
+from kvad.cli.output import console, exit_with, format_records, format_table, note, print_result
 from kvad.cli.parameters import JsonOption, ModelArgument
+from kvad.config import ModelConfig
 from kvad.errors import RequestError, UsageError, format_count, suggest
-
-if TYPE_CHECKING:
-    from kvad import benchmarks
-    from kvad.config import ModelConfig
-    from kvad.text import Tokenizer
-    from kvad.verify import ScenarioOptions
+from kvad.text import Tokenizer
 
 MAX_ROWS = 64  # a longer list has prompts of a single token
 FAULT_NAMES = tuple(name for name in verify.report.FAULTS if name != verify.report.UNKNOWN_FAULT)
 ROUND_TRIP_NAMES = ("swap", "swap-disk", "prefix-ram", "prefix-disk", "session", "offload", "offload-disk")
-ROUND_TRIP_COLUMNS = ("cache", "round trip", "max |dlogit|", "moved", "verdict")
+COLUMNS = {
+    "cache": "{.name}", "max |dlogit|": "{.max_dlogit:.2e}", "tolerance": "{.tolerance:.2e}",
+    "in float64": "{.structure:.2e}", "KL mean": "{.kl_mean:.2e}", "KL max": "{.kl_max:.2e}",
+    "greedy": "{0.agree}/{0.compared}", "verdict": "{.verdict}",
+}  # fmt: skip
 LOSS_COLUMNS = ("loss of", "KL mean", "KL max", "greedy", "perplexity", "reference", "ratio", "recall")
-HEADINGS = ("cache", "max |dlogit|", "tolerance", "in float64", "KL mean", "KL max", "greedy", "verdict")
+ROUND_TRIP_COLUMNS = {
+    "cache": "{.memory}", "round trip": "{.round_trip}", "max |dlogit|": "{.max_dlogit:.2e}",
+    "moved": "{0.moved:,} {0.unit}", "verdict": "{.verdict}",
+}  # fmt: skip
+COUNT_WORDS = {  # count -> its noun and more words
+    "rows": ("sequence", ""), "steps": ("step", ""), "tokens": ("token", " computed"),
+    "chunks": ("partial prompt chunk", ""), "mixed": ("step", " of prefill and decode together"),
+    "preemptions": ("preemption", ""), "recomputed": ("token", " recomputed"),
+    "hit_tokens": ("token", " from prefix hits"), "forks": ("forked sample", ""),
+}  # fmt: skip
 
 
-def _names(known: Sequence[str]) -> Parsed:
-    """Create the type of a list of names; the error for an unknown name suggests the nearest."""
+def _names(known: Sequence[str], *, are_formats: bool = False) -> Parsed:
+    """Create the type of a list of names, or of cache formats such as ``int8/int4`` or ``package.module:Class``."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
         for name in names:
-            _check_known(name, known)
+            for part in cache.quantization.split_format_name(name) if are_formats else (name,):
+                if are_formats and ":" in part:
+                    cache.quantization.get_format(part, "--cache-dtype")
+                elif part not in known:
+                    raise UsageError(f"{part!r} is not known", suggest(part, known))
         return tuple(name for name in known if name != "all") if "all" in names else names
 
-    return Parsed("NAME,...", parse, is_list=True)
-
-
-def _parse_formats(text: str) -> tuple[str, ...]:
-    """Parse cache formats, such as ``float32,int8/int4``, or package.module:Class."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        for part in cache.quantization.split_format_name(name):
-            if ":" in part:
-                cache.quantization.get_format(part, "--cache-dtype")
-            else:
-                _check_known(part, tuple(cache.quantization.FORMATS))
-    return names
-
-
-def _check_known(name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise UsageError(f"{name!r} is not known", suggest(name, known))
+    return Parsed("FORMAT,..." if are_formats else "NAME,...", parse, is_list=True)
 
 
 class _VerifyOptions(ModelArgument, JsonOption):
     layout: tuple[str, ...] = option("Cache layouts", ("paged", "contiguous"), kind=_names(("paged", "contiguous")))
     cache_dtype: tuple[str, ...] = option(
         "Cache formats; int8/int4 stores keys as int8 and values as int4; package.module:Class is a custom format",
-        ("float32", "bfloat16", "float16", "float64"), kind=Parsed("FORMAT,...", _parse_formats, is_list=True),
+        ("float32", "bfloat16", "float16", "float64"), kind=_names(tuple(cache.quantization.FORMATS), are_formats=True),
     )  # fmt: skip
     policy: tuple[str, ...] = option(
         "Policy, such as sinks(4,60), snapkv (sized for the prompts) or all [default: full]", metavar="NAME"
@@ -102,40 +101,28 @@ def verify_command(options: _VerifyOptions) -> None:
     kvad verify runs/demo --round-trip all --cache-dtype float32,int8
     kvad verify runs/demo --layout paged --cache-dtype int8 --round-trip session,prefix-disk --policy sinks
     """
-    _check_options(options)
+    fault, num_prompts, prompts = options.inject_fault, options.num_prompts, options.prompt
+    if fault is not None and fault not in FAULT_NAMES:
+        raise UsageError(f"--inject-fault: unknown fault {fault!r}", suggest(fault, FAULT_NAMES))
+    if prompts and num_prompts is not None and num_prompts != len(prompts):
+        hint = "leave --num-prompts out: every --prompt is a sequence"
+        raise UsageError(f"--num-prompts {num_prompts}, but {len(prompts)} prompts", hint)
+    for name in ("num_prompts", "prefill_chunk_size", "block_size", "max_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{flag_of(name)}: must be at least 1, got {value}")
     try:
         report = _verify(options)
     except KeyboardInterrupt:
         note("interrupted before every configuration was verified: no verdict")
         exit_with(130)
-    print_result(options.as_json, {"model": options.model, **report.to_dict()}, _page(report))
-    if report.broken:
-        exit_with(1)
-
-
-def _check_options(options: _VerifyOptions) -> None:
-    fault, num_prompts, prompts = options.inject_fault, options.num_prompts, options.prompt
-    if fault is not None and fault not in FAULT_NAMES:
-        raise UsageError(f"--inject-fault: unknown fault {fault!r}", suggest(fault, FAULT_NAMES))
-    if prompts and num_prompts is not None and num_prompts != len(prompts):
-        raise UsageError(
-            f"--num-prompts {num_prompts}, but {len(prompts)} prompts",
-            "leave --num-prompts out: every --prompt is a sequence",
-        )
-    for name in ("num_prompts", "prefill_chunk_size", "block_size", "max_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{flag_of(name)}: must be at least 1, got {value}")
+    print_result(options.as_json, {"model": options.model, **report.to_dict()}, _page(report), failed=report.broken)
 
 
 def _verify(options: _VerifyOptions) -> verify.report.VerifyReport:
-    from kvad import checkpoint as checkpoint_lib
-    from kvad.verify import ScenarioOptions, default_sizes, parse_policies
-    from kvad.verify import verify as run_verify
-
     model, checkpoint = checkpoint_lib.loader.load_model(options.model, verify="tensors")
-    max_tokens, block_size = default_sizes(model.config, options.max_tokens, options.block_size)
-    scenario = ScenarioOptions(
+    max_tokens, block_size = verify.default_sizes(model.config, options.max_tokens, options.block_size)
+    scenario = verify.ScenarioOptions(
         layouts=options.layout,
         dtypes=options.cache_dtype,
         num_seqs=options.num_prompts or len(options.prompt) or 5,
@@ -148,54 +135,41 @@ def _verify(options: _VerifyOptions) -> verify.report.VerifyReport:
         endless=options.endless,
         round_trips=options.round_trip or (),
     )
-    prompts = _prompts(model.config, scenario, checkpoint.tokenizer, options.prompt)
+    tokenizer, language = checkpoint.tokenizer, None
+    prompts = _prompts(model.config, scenario, tokenizer, options.prompt)
     longest = max(map(len, prompts)) + max_tokens
-    scenario = replace(scenario, policies=parse_policies(options.policy, longest, block_size))
+    scenario = replace(scenario, policies=verify.parse_policies(options.policy, longest, block_size))
     _check_room(model.config, scenario, prompts)
+    if tokenizer is not None:  # the lookup language if the tokenizer has it, else the built-in text
+        texts, opening = [verify.scenario.TEXT], opening_tokens(tokenizer)
+        language = benchmarks.needle_tasks.choose_language("auto", tokenizer, lambda: texts, opening)
     with console().status("verifying") as status:
-        return run_verify(
+        return verify.verify(
             model,
             prompts,
             scenario,
             fault=options.inject_fault,
-            language=_language(checkpoint.tokenizer),
+            language=language,
             progress=lambda label: status.update(f"verifying: {label}"),
         )
 
 
 def _prompts(
-    config: ModelConfig, options: ScenarioOptions, tokenizer: Tokenizer | None, texts: tuple[str, ...]
+    config: ModelConfig, options: verify.ScenarioOptions, tokenizer: Tokenizer | None, texts: tuple[str, ...]
 ) -> list[list[int]]:
     """Build the prompts; MemoryPlanError is raised first if so many would not fit."""
-    from kvad.verify import build_prompts
-
     if not texts:
-        prompts = build_prompts(config, replace(options, num_seqs=min(options.num_seqs, MAX_ROWS)), tokenizer)
+        prompts = verify.build_prompts(config, replace(options, num_seqs=min(options.num_seqs, MAX_ROWS)), tokenizer)
     elif tokenizer is None:
         raise RequestError("the model has no tokenizer", "omit --prompt: random tokens are used")
     else:
         prompts = [tokenizer.encode(text) for text in texts]
     _check_room(config, options, prompts)
-    return prompts if len(prompts) == options.num_seqs else build_prompts(config, options, tokenizer)
+    return prompts if len(prompts) == options.num_seqs else verify.build_prompts(config, options, tokenizer)
 
 
-def _check_room(config: ModelConfig, options: ScenarioOptions, prompts: Sequence[Sequence[int]]) -> None:
-    from kvad.cache.sizing import available_bytes
-    from kvad.verify import require_verify_memory
-
-    require_verify_memory(config, [len(prompt) for prompt in prompts], options, available_bytes())
-
-
-def _language(tokenizer: Tokenizer | None) -> benchmarks.needle_tasks.HaystackLanguage | None:
-    """Choose the text of needle tasks: the lookup language if the tokenizer has it, else the built-in text."""
-    from kvad import benchmarks, verify
-
-    if tokenizer is None:
-        return None
-    specials = tokenizer.special_tokens
-    first = specials.separator if specials.separator is not None else specials.bos
-    opening = [] if first is None else [first]
-    return benchmarks.needle_tasks.choose_language("auto", tokenizer, lambda: [verify.scenario.TEXT], opening)
+def _check_room(config: ModelConfig, options: verify.ScenarioOptions, prompts: Sequence[Sequence[int]]) -> None:
+    verify.require_verify_memory(config, [len(prompt) for prompt in prompts], options, sizing.available_bytes())
 
 
 # ---------------------------------------------------------------- the page
@@ -212,24 +186,21 @@ def _page(report: verify.report.VerifyReport) -> list[str]:
         lines.append(f"injected   {report.injected}: {verify.report.FAULTS[report.injected].what}")
     for layout in dict.fromkeys(case.layout for case in report.cases):
         counts = next(case.scenario_counts for case in report.cases if case.layout == layout)
-        lines.append(f"{layout:11}{_format_counts(counts)}")
+        words = (format_count(counts[name], noun) + rest for name, (noun, rest) in COUNT_WORDS.items())
+        lines.append(f"{layout:11}{', '.join(words)}")
     lines += [f"note       {text}" for text in report.notes]
     lines += _skipped([(each.reason, each.memory) for each in report.skipped])
-    lines += ["", *format_table([HEADINGS, *map(_cells, report.cases)]), ""]
-    if lossy := [case for case in report.cases if case.loss is not None]:
-        lines += [*format_table([LOSS_COLUMNS, *map(_loss_row, lossy)]), ""]
+    lines += ["", *format_records(report.cases, COLUMNS, left=(0, -1)), ""]
+    if losses := [(case.name, case.loss) for case in report.cases if case.loss is not None]:
+        lines += [*format_table([LOSS_COLUMNS, *(_loss_row(name, loss) for name, loss in losses)]), ""]
     if report.round_trips:
-        rows = [_round_trip_row(each) for each in report.round_trips if each.max_dlogit is not None]
+        measured = [each for each in report.round_trips if each.max_dlogit is not None]
         names = [(each.reason, f"{each.memory}, round trip {each.round_trip}") for each in report.round_trips]
-        lines += [*format_table([ROUND_TRIP_COLUMNS, *rows]), *_skipped(names), ""]
+        lines += [*format_records(measured, ROUND_TRIP_COLUMNS, left=(0, -1)), *_skipped(names), ""]
     for case in report.cases:
         if case.first_divergence is not None and (case.policy == "full" or case.verdict != "lossy by design"):
             lines.append(_divergence(case, case.first_divergence))  # else the table of losses has it
     return [*lines, *_findings(report), f"verdict: {report.verdict()}"]
-
-
-def _round_trip_row(each: verify.report.RoundTripResult) -> tuple[str, ...]:
-    return (each.memory, each.round_trip, f"{each.max_dlogit:.2e}", f"{each.moved:,} {each.unit}", each.verdict)
 
 
 def _skipped(cases: Sequence[tuple[str, str]]) -> list[str]:
@@ -242,48 +213,16 @@ def _skipped(cases: Sequence[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _loss_row(case: verify.report.CaseReport) -> tuple[str, ...]:
-    loss = case.loss
-    assert loss is not None
-    text = (
-        ("-", "-", "-")
-        if not loss.tokens
-        else (f"{loss.perplexity:.4g}", f"{loss.reference_perplexity:.4g}", f"{loss.ratio:.3f}")
-    )
+def _loss_row(name: str, loss: verify.report.LossReport) -> tuple[str, ...]:
+    perplexity = ("-", "-", "-")
+    if loss.tokens:
+        perplexity = (f"{loss.perplexity:.4g}", f"{loss.reference_perplexity:.4g}", f"{loss.ratio:.3f}")
     recall = "-" if loss.recall is None else f"{loss.recall.recall:.2f} of {loss.recall.full:.2f}"
-    return (case.name, f"{loss.kl_mean:.2e}", f"{loss.kl_max:.2e}", f"{loss.agree}/{loss.compared}", *text, recall)
-
-
-def _format_counts(counts: dict[str, int]) -> str:
-    words = {
-        "rows": ("sequence", ""),
-        "steps": ("step", ""),
-        "tokens": ("token", " computed"),
-        "chunks": ("partial prompt chunk", ""),
-        "mixed": ("step", " of prefill and decode together"),
-        "preemptions": ("preemption", ""),
-        "recomputed": ("token", " recomputed"),
-        "hit_tokens": ("token", " from prefix hits"),
-        "forks": ("forked sample", ""),
-    }
-    return ", ".join(format_count(counts[name], noun) + rest for name, (noun, rest) in words.items())
-
-
-def _cells(case: verify.report.CaseReport) -> tuple[str, ...]:
-    return (
-        case.name,
-        f"{case.max_dlogit:.2e}",
-        f"{case.tolerance:.2e}",
-        f"{case.structure:.2e}",
-        f"{case.kl_mean:.2e}",
-        f"{case.kl_max:.2e}",
-        f"{case.agree}/{case.compared}",
-        case.verdict,
-    )
+    greedy = f"{loss.agree}/{loss.compared}"
+    return (name, f"{loss.kl_mean:.2e}", f"{loss.kl_max:.2e}", greedy, *perplexity, recall)
 
 
 def _divergence(case: verify.report.CaseReport, first: verify.report.TokenDivergence) -> str:
-    """Describe the first greedy token that differs."""
     many = case.compared - case.agree
     sample = f" (sample {first.sample})" if first.sample else ""
     return (

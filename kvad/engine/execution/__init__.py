@@ -1,4 +1,4 @@
-"""Input buffers, ModelRunner and sampler."""
+"""ModelRunner and sampler."""
 
 from __future__ import annotations
 

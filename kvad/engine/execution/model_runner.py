@@ -1,23 +1,192 @@
-"""Model runner: apply block operations, fill input buffers and run the model.
+"""Model runner: apply block operations, fill input buffers and run the model, eagerly.
 
-The model receives tensors only; ``ModelRunner.tensors`` lists all that outlive a step. It runs eagerly.
+The model receives tensors only; ``ModelRunner.tensors`` lists all that outlive a step. Those of the input are at the
+same addresses whenever a batch shape recurs. A ``BatchShape`` is everything about a step except the numbers in its
+tensors: sub-batches, number of logits, table widths. All integers are in one host buffer, which goes to an accelerator
+in one copy; the tensors of each shape are created once, as views. A captured graph needs this, and an eager step saves
+a dozen small allocations.
+
+    sub-batch (2 sequences x 1 token), one group, tables 3 wide:
+    tokens 2 | positions 2 | logit indices 2 | slots 2 | table 2 x 3
+
+A ModelInput of ``InputBuffers.fill`` is valid until the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvad import config as cfg
 from kvad import model as model_lib
 from kvad.engine import scheduling
-from kvad.engine.execution.input_buffers import InputBuffers
 from kvad.engine.scheduling import SchedulerOutput
 from kvad.model import Transformer
-from kvad.model_input import BlockOps, CacheProtocol, ModelInput, SlotMapping
+from kvad.model_input import NULL_BLOCK, BlockOps, CacheProtocol, ModelInput, SlotMapping, SubBatch
+
+ALIGNED = 8  # integers, 64 bytes
+MIN_CAPACITY = 1 << 12  # integers
+MAX_SHAPES = 256  # cached; all are rebuilt when the limit is exceeded
+
+
+class BatchShape(NamedTuple):
+    """Shape of a step."""
+
+    sub_batches: tuple[SubBatch, ...]
+    num_logits: int
+    widths: tuple[tuple[int, ...], ...]  # per cache group and sub-batch: blocks of its longest sequence
+    cross_sub_batches: tuple[SubBatch, ...] | None = None  # used by cross-attention groups, which come last
+    num_token_groups: int = 0  # the first groups, which store tokens
+    num_cached_groups: int = 0  # the groups before those of cross-attention
+
+    @staticmethod
+    def from_output(output: SchedulerOutput) -> BatchShape:
+        sub_batches, cross_sub_batches, allocation = output.sub_batches, output.cross_sub_batches, output.allocation
+        widths = tuple(_widths(sub_batches, tables) for tables in allocation.block_tables)
+        num_logits = sum(len(scheduled.logit_offsets) for scheduled in output.scheduled)
+        num_token_groups = len(allocation.slots)
+        num_cached_groups = num_token_groups + allocation.num_lower_levels
+        return BatchShape(sub_batches, num_logits, widths, cross_sub_batches, num_token_groups, num_cached_groups)
+
+    def group_sub_batches(self, group: int) -> tuple[SubBatch, ...]:
+        if group < self.num_cached_groups or self.cross_sub_batches is None:
+            return self.sub_batches
+        return self.cross_sub_batches
+
+
+class _ShapeBuffers(NamedTuple):
+    """Tensors of one shape, and their host arrays in the order of ``_sizes``."""
+
+    model_input: ModelInput
+    arrays: list[NDArray[np.int64]]
+    strides: list[list[int]]  # per group and sub-batch: sequences per row of the table
+    num_used: int
+
+
+class InputBuffers:
+    """Buffers for all shapes; ``max_model_len`` is the model's limit if its rotary regime depends on lengths."""
+
+    def __init__(self, device: torch.device, *, max_model_len: int | None) -> None:
+        self.device, self._max_model_len = device, max_model_len
+        self._shapes: dict[BatchShape, _ShapeBuffers] = {}
+        self._allocate(MIN_CAPACITY)
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that a step's tensors are views of."""
+        return [self._device_buffer]
+
+    def fill(self, output: SchedulerOutput) -> ModelInput:
+        """Write the step's integers to the tensors of its shape."""
+        buffers = self._buffers_for(BatchShape.from_output(output))
+        tokens: list[int] = []
+        positions: list[int] = []
+        max_seq_lens: list[int] = []
+        logit_indices: list[int] = []
+        for scheduled in output.scheduled:
+            end = scheduled.start + scheduled.num_tokens
+            logit_indices.extend(len(tokens) + offset for offset in scheduled.logit_offsets)
+            tokens.extend(scheduled.sequence.token_ids[scheduled.start : end])
+            positions.extend(range(scheduled.start, end))
+            if self._max_model_len is not None:
+                max_seq_lens.extend([min(scheduled.sequence.max_len, self._max_model_len)] * scheduled.num_tokens)
+        arrays, allocation = iter(buffers.arrays), output.allocation
+        for values in (tokens, positions, logit_indices, *([max_seq_lens] if self._max_model_len is not None else [])):
+            next(arrays)[:] = values
+        for group, tables in enumerate(allocation.block_tables):
+            if group < len(allocation.slots):
+                next(arrays)[:] = allocation.slots[group]
+            _write_tables(arrays, buffers.strides[group], tables)
+        # The host waits for every step's logits, so the device buffer is no longer in use.
+        if self._device_buffer is not self._host_buffer:
+            self._device_buffer[: buffers.num_used].copy_(self._host_buffer[: buffers.num_used], non_blocking=True)
+        return buffers.model_input
+
+    def _buffers_for(self, shape: BatchShape) -> _ShapeBuffers:
+        buffers = self._shapes.get(shape)
+        if buffers is None:
+            sizes = _sizes(shape, self._max_model_len is not None)
+            num_integers = sum(map(_aligned, map(math.prod, sizes)))
+            if num_integers > len(self._host_buffer):
+                self._allocate(1 << (num_integers - 1).bit_length())
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            buffers = self._shapes[shape] = self._views(shape, sizes)
+        return buffers
+
+    def _allocate(self, integers: int) -> None:
+        self._shapes.clear()
+        self._host_buffer = torch.zeros(integers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._device_buffer = (
+            self._host_buffer if self.device.type == "cpu" else torch.zeros_like(self._host_buffer, device=self.device)
+        )
+
+    def _views(self, shape: BatchShape, sizes: Sequence[tuple[int, ...]]) -> _ShapeBuffers:
+        arrays, views, offset = [], [], 0
+        for dims in sizes:
+            size = math.prod(dims)
+            arrays.append(self._host_buffer[offset : offset + size].view(dims).numpy())
+            views.append(self._device_buffer[offset : offset + size].view(dims))
+            offset += _aligned(size)
+        tensors = iter(views)
+        tokens, positions, logit_indices = next(tensors), next(tensors), next(tensors)
+        limits = next(tensors) if self._max_model_len is not None else None
+        slot_mappings, strides = [], []
+        for group, widths in enumerate(shape.widths):
+            slots = next(tensors) if group < shape.num_token_groups else None
+            tables = tuple(next(tensors) for _ in widths)
+            cross_sub_batches = None if group < shape.num_cached_groups else shape.cross_sub_batches
+            slot_mappings.append(SlotMapping(slots, tables, cross_sub_batches))
+            pairs = zip(shape.sub_batches, shape.group_sub_batches(group), strict=True)
+            strides.append([sub_batch.num_seqs // group_batch.num_seqs for sub_batch, group_batch in pairs])
+        model_input = ModelInput(
+            tokens, positions, shape.sub_batches, logit_indices, max_seq_lens=limits, slot_mappings=tuple(slot_mappings)
+        )
+        return _ShapeBuffers(model_input, arrays, strides, offset)
+
+
+def _sizes(shape: BatchShape, with_limits: bool) -> list[tuple[int, ...]]:
+    """Return the shapes of tokens, positions, logit indices, limits, slots and tables."""
+    tokens = sum(sub_batch.num_seqs * sub_batch.num_new_tokens for sub_batch in shape.sub_batches)
+    sizes: list[tuple[int, ...]] = [(tokens,), (tokens,), (shape.num_logits,)]
+    if with_limits:
+        sizes.append((tokens,))
+    for group, widths in enumerate(shape.widths):
+        if group < shape.num_token_groups:
+            sizes.append((tokens,))
+        sizes.extend(
+            (sub_batch.num_seqs, width) for sub_batch, width in zip(shape.group_sub_batches(group), widths, strict=True)
+        )
+    return sizes
+
+
+def _aligned(integers: int) -> int:
+    return -(-integers // ALIGNED) * ALIGNED
+
+
+def _widths(sub_batches: Sequence[SubBatch], tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    widths, start = [], 0
+    for sub_batch in sub_batches:
+        widths.append(max(map(len, tables[start : start + sub_batch.num_seqs])))
+        start += sub_batch.num_seqs
+    return tuple(widths)
+
+
+def _write_tables(arrays: Iterator[NDArray[np.int64]], strides: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+    """Write the blocks of every ``stride``-th sequence, padded with NULL_BLOCK."""
+    start = 0
+    for stride in strides:
+        table = next(arrays)
+        stop = start + len(table) * stride
+        for blocks, table_row in zip(tables[start:stop:stride], table, strict=True):
+            table_row[: len(blocks)] = blocks
+            table_row[len(blocks) :] = NULL_BLOCK
+        start = stop
 
 
 class ManagedCache(CacheProtocol, Protocol):
@@ -42,13 +211,7 @@ class ModelRunner:
 
     def rope_regime(self, max_len: int) -> str:
         """Return the rotary regime of a sequence of up to ``max_len`` tokens; others share no blocks with it."""
-        layer_types = self.model.config.stack.layer_types
-        ropes = [
-            layer.attention.position
-            for layer in layer_types.values()
-            if isinstance(layer.attention.position, cfg.RopeConfig)
-        ]
-        return ",".join(str(model_lib.positions.rope_regime(rope, max_len)) for rope in ropes)
+        return ",".join(str(model_lib.positions.rope_regime(rope, max_len)) for rope in _ropes(self.model.config.stack))
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step uses and that outlives it: inputs, cache and weights."""
@@ -94,36 +257,30 @@ class ModelRunner:
     def encoder_outputs(
         self, hidden: Tensor, model_input: ModelInput, encoder_batch: scheduling.sequence.EncoderBatch
     ) -> list[Tensor]:
-        """Return the requested output of each sequence: the head's, or pooled hidden states."""
+        """Return the requested output of each sequence: the head's (an encoder-decoder has none), or hidden states."""
         inputs = [seq.request.encoder_input for seq in encoder_batch.sequences]
         kinds, lengths = [x.output for x in inputs if x is not None], [len(x.tokens) for x in inputs if x is not None]
         outputs: dict[str, Sequence[Tensor]] = {}
         for kind in set(kinds):
-            if kind == "head":
-                outputs[kind] = self._head(hidden, model_input, lengths)
-            else:
+            if kind != "head":
                 outputs[kind] = model_lib.heads.pool_hidden(hidden, model_input.sub_batches, kind).unbind(0)
+            elif self.model.decoder is not None:
+                outputs[kind] = hidden.split(lengths)
+            elif self.model.config.pools_sequence:
+                outputs[kind] = self.model.pooled_outputs(hidden, model_input).unbind(0)
+            else:
+                logits = self.model.logits(hidden, torch.arange(len(hidden), device=hidden.device))
+                outputs[kind] = logits.split(lengths)
         return [outputs[kind][index] for index, kind in enumerate(kinds)]
-
-    def _head(self, hidden: Tensor, model_input: ModelInput, lengths: list[int]) -> Sequence[Tensor]:
-        """Return the head's output per sequence; hidden states for an encoder-decoder."""
-        parts: tuple[Tensor, ...]
-        if self.model.decoder is not None:
-            parts = hidden.split(lengths)
-        elif self.model.config.pools_sequence:
-            parts = self.model.pooled_outputs(hidden, model_input).unbind(0)
-        else:
-            parts = self.model.logits(hidden, torch.arange(len(hidden), device=hidden.device)).split(lengths)
-        return parts
 
     def _integers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-def _depends_on_length(stack: cfg.StackConfig) -> bool:
-    """True if a rotary regime of the stack depends on the sequence's maximum length."""
+def _ropes(stack: cfg.StackConfig) -> list[cfg.RopeConfig]:
     positions = [layer.attention.position for layer in stack.layer_types.values()]
-    return any(
-        isinstance(position, cfg.RopeConfig) and model_lib.positions.depends_on_length(position)
-        for position in positions
-    )
+    return [position for position in positions if isinstance(position, cfg.RopeConfig)]
+
+
+def _depends_on_length(stack: cfg.StackConfig) -> bool:
+    return any(map(model_lib.positions.depends_on_length, _ropes(stack)))

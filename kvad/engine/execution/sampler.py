@@ -19,15 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvad.engine.scheduling import (
-    SamplingParams,
-    ScheduledSequence,
-    SchedulerOutput,
-    SequenceOutput,
-    TokenLogprob,
-    TokenSequence,
-    num_candidates,
-)
+from kvad.engine import scheduling
+from kvad.engine.scheduling import ScheduledSequence, SchedulerOutput, SequenceOutput, TokenLogprob, TokenSequence
 
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -51,9 +44,7 @@ def philox(counter: Words, key: Words) -> Words:
 
 def uniform(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per (seed, sample, position), with 53 random bits."""
-    seed = np.array(seeds, dtype=np.uint64)
-    position = np.array(positions, dtype=np.uint64)
-    sample = np.array(samples, dtype=np.uint64)
+    seed, sample, position = (np.array(values, dtype=np.uint64) for values in (seeds, samples, positions))
     counter = np.stack((position & LOW, position >> WORD, sample, np.zeros_like(sample)))
     words = philox(counter, np.stack((seed & LOW, seed >> WORD)))
     bits = ((words[0] << WORD) | words[1]) >> np.uint64(11)
@@ -129,22 +120,22 @@ def sample_tokens(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[Se
         tokens[drawn] = _draw(scores[drawn], [sequences[i] for i in drawn])
     chosen = tokens.tolist()
     has_allowed = (scores.amax(dim=-1) > -math.inf).tolist()
-    logprobs = _requested_logprobs(raw, sequences, chosen)
+    requested = [(i, seq.sampling_params.logprobs) for i, seq in enumerate(sequences)]
+    counts = {i: count for i, count in requested if count is not None}
+    scored = _score(raw[list(counts)], [chosen[i] for i in counts], list(counts.values())) if counts else []
+    logprobs = dict(zip(counts, scored, strict=True))
     results = []
     for i, seq in enumerate(sequences):
         is_beam = seq.sampling_params.num_beams > 1
+        candidates: tuple[tuple[int, float], ...] = ()
+        if is_beam:
+            count = min(scheduling.num_candidates(seq.sampling_params, len(seq.stop_tokens)), scores.shape[-1])
+            values, ids = scores[i].topk(count)
+            candidates = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         error = None if has_allowed[i] or is_beam else NO_ALLOWED_TOKEN
-        candidates = _candidates(scores[i], seq) if is_beam else ()
         error = error if is_finite[i] else NONFINITE_ERROR
         results.append(SequenceOutput(chosen[i], logprobs.get(i), error=error, candidates=candidates))
     return results
-
-
-def _candidates(scores: Tensor, beam: TokenSequence) -> tuple[tuple[int, float], ...]:
-    """Return the best continuations under scores [V], as many as the search considers."""
-    count = min(num_candidates(beam.sampling_params, len(beam.stop_tokens)), len(scores))
-    values, tokens = scores.topk(count)
-    return tuple(zip(tokens.tolist(), values.tolist(), strict=True))
 
 
 def gather_logprobs(logits: Tensor, targets: Sequence[int], top_logprobs: int) -> list[TokenLogprob] | None:
@@ -153,17 +144,6 @@ def gather_logprobs(logits: Tensor, targets: Sequence[int], top_logprobs: int) -
     if not bool(torch.isfinite(raw).all()):
         return None
     return _score(raw, targets, [top_logprobs] * len(targets))
-
-
-def _requested_logprobs(raw: Tensor, sequences: Sequence[TokenSequence], chosen: list[int]) -> dict[int, TokenLogprob]:
-    """Return the log-probabilities of chosen tokens by index, where they were requested."""
-    counts = {
-        i: seq.sampling_params.logprobs for i, seq in enumerate(sequences) if seq.sampling_params.logprobs is not None
-    }
-    if not counts:
-        return {}
-    scores = _score(raw[list(counts)], [chosen[i] for i in counts], list(counts.values()))
-    return dict(zip(counts, scores, strict=True))
 
 
 def _score(raw: Tensor, targets: Sequence[int], num_alternatives: Sequence[int]) -> list[TokenLogprob]:
@@ -186,9 +166,6 @@ def _draw(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     return torch.searchsorted(cumulated, threshold, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)
 
 
-# ---------------------------------------------------------------- sampler steps
-
-
 def apply_bans(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Ban end tokens before ``min_tokens``, ends of bad words, and repeated n-grams."""
     banned = [(i, token) for i, seq in enumerate(sequences) for token in _banned(seq) if token < scores.shape[-1]]
@@ -207,28 +184,23 @@ def _banned(seq: TokenSequence) -> set[int]:
         prefix = word[:-1]
         if not prefix or tuple(tokens[-len(prefix) :]) == tuple(prefix):
             banned.add(word[-1])
-    if params.no_repeat_ngram_size:
-        banned |= _repeated(tokens, params.no_repeat_ngram_size)
+    if n := params.no_repeat_ngram_size:  # tokens that would repeat an n-gram (Paulus et al. 2018, sec. 2.5)
+        last, starts = tokens[len(tokens) + 1 - n :], range(len(tokens) + 1 - n)
+        banned |= {tokens[start + n - 1] for start in starts if tokens[start : start + n - 1] == last}
     return banned
-
-
-def _repeated(tokens: Sequence[int], n: int) -> set[int]:
-    """Return tokens that would repeat an n-gram (Paulus et al. 2018, sec. 2.5)."""
-    last = tokens[len(tokens) + 1 - n :]
-    starts = range(len(tokens) + 1 - n)
-    return {tokens[start + n - 1] for start in starts if tokens[start : start + n - 1] == last}
 
 
 def apply_forced_tokens(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Keep only allowed tokens, and the forced first or last token."""
-    if not any(_forces_tokens(seq.sampling_params) for seq in sequences):
+    all_params = [seq.sampling_params for seq in sequences]
+    options = ((p.allowed_tokens_fn, p.forced_bos_token_id, p.forced_eos_token_id) for p in all_params)
+    if all(option is None for values in options for option in values):
         return scores
     scores = scores.clone()
     for i, seq in enumerate(sequences):
         params, num_tokens = seq.sampling_params, len(seq.token_ids)
         if params.allowed_tokens_fn is not None:
-            allowed = params.allowed_tokens_fn(tuple(seq.token_ids))
-            ids = [token for token in allowed if 0 <= token < scores.shape[-1]]
+            ids = [t for t in params.allowed_tokens_fn(tuple(seq.token_ids)) if 0 <= t < scores.shape[-1]]
             _keep_only(scores[i], ids, scores[i, ids])
         forced_token = params.forced_bos_token_id if num_tokens == seq.num_prompt_tokens else None
         if params.forced_eos_token_id is not None and num_tokens + 1 == seq.max_len:
@@ -236,11 +208,6 @@ def apply_forced_tokens(scores: Tensor, sequences: Sequence[TokenSequence]) -> T
         if forced_token is not None:
             _keep_only(scores[i], [forced_token], 0.0)
     return scores
-
-
-def _forces_tokens(params: SamplingParams) -> bool:
-    options = params.allowed_tokens_fn, params.forced_bos_token_id, params.forced_eos_token_id
-    return any(option is not None for option in options)
 
 
 def _keep_only(scores: Tensor, ids: list[int], values: Tensor | float) -> None:
@@ -265,7 +232,9 @@ def apply_penalties(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tenso
     Repetition (Keskar et al. 2019, sec. 4.1): positive logits are divided, negative ones multiplied, for tokens of
     prompt and output. Presence and frequency are subtracted, for output tokens.
     """
-    penalized = [i for i, seq in enumerate(sequences) if _has_penalty(seq.sampling_params)]
+    all_params = [seq.sampling_params for seq in sequences]
+    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in all_params]
+    penalized = [i for i, values in enumerate(penalties) if values != (1.0, 0.0, 0.0)]
     if not penalized:
         return scores
     scores = scores.clone()
@@ -277,10 +246,6 @@ def apply_penalties(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tenso
         output, counts = tokens[sequences[i].num_prompt_tokens :].unique(return_counts=True)
         scores[i, output] -= params.presence_penalty + params.frequency_penalty * counts.to(scores.dtype)
     return scores
-
-
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
 def apply_temperature(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
@@ -296,9 +261,8 @@ def apply_temperature(scores: Tensor, sequences: Sequence[TokenSequence]) -> Ten
 
 def apply_top_k(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Keep the k best tokens and ties with the k-th (Fan et al. 2018)."""
-    vocab_size = scores.shape[-1]
     ks = [0 if seq.sampling_params.greedy else seq.sampling_params.top_k for seq in sequences]
-    ks = [k if 0 < k < vocab_size else 0 for k in ks]
+    ks = [k if 0 < k < scores.shape[-1] else 0 for k in ks]
     if not any(ks):
         return scores
     best = scores.topk(max(ks), dim=-1).values

@@ -2,7 +2,7 @@
 
 Invariants: a sequence is *waiting* (no index, no blocks), *running* (an index), or neither (it has ended, or is a beam
 without tokens, with or without a reserved index); the lowest free index is assigned first; both lists are in order of
-arrival. Integers only, no torch.
+arrival.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from kvad.cache.manager import KVCacheManager
 from kvad.engine.scheduling.beam_search import BeamCandidate
 from kvad.engine.scheduling.preemption import PreemptionManager
 from kvad.engine.scheduling.sequence import DONE, IDLE, RUNNING, WAITING, Request, TokenSequence
 
+_priority = attrgetter("priority")
 MAX_PREFETCHES = 2  # sequences that load from the block store at once, besides the oldest (their bytes are in RAM)
 
 
@@ -29,8 +31,6 @@ class AdmissionQueue:
         self.waiting: list[TokenSequence] = []
         self._num_frees_when_blocked = -1  # at the last failed admission; retried when blocks are freed
 
-    # ------------------------------------------------------------ admit
-
     def admit(self, *, with_encoder_input: bool) -> Iterator[TokenSequence]:
         """Yield waiting sequences as they are admitted, in order, until one does not fit.
 
@@ -43,7 +43,8 @@ class AdmissionQueue:
         for seq in list(self.waiting):
             if not self.free_indices:
                 return
-            if (seq.request.encoder_input is not None) != with_encoder_input or not self.is_admissible(seq):
+            has_encoder_input = seq.request.encoder_input is not None
+            if has_encoder_input != with_encoder_input or not self.is_ready(seq) or not self._is_prefetched(seq):
                 continue
             if not self.try_admit(seq, new_seqs):
                 self.block()
@@ -61,12 +62,7 @@ class AdmissionQueue:
         self._num_frees_when_blocked = -1
 
     def enqueue(self, seq: TokenSequence) -> None:
-        """Insert a sequence into the waiting list by priority."""
         insort(self.waiting, seq, key=_priority)
-
-    def is_admissible(self, seq: TokenSequence) -> bool:
-        """True if a waiting sequence could run with an index."""
-        return self.is_ready(seq) and self._is_prefetched(seq)
 
     def is_ready(self, seq: TokenSequence) -> bool:
         """True unless sample 0 must first compute the prompt that samples 1 .. n-1 share."""
@@ -100,7 +96,9 @@ class AdmissionQueue:
         Returns:
             False, without changes, if its tokens do not fit next to the running and ``new_seqs`` ones.
         """
-        idle_beams, others = self._idle_beams(seq), [*self.running, *new_seqs]
+        # These beams get an index together with the first admitted one, to be forked later.
+        idle_beams = [beam for beam in seq.request.sequences if beam.state == IDLE and beam.seq_index < 0]
+        others = [*self.running, *new_seqs]
         if len(self.free_indices) <= len(idle_beams) or not self.preemption.ready(seq):
             return False
         if others and not self.preemption.can_always_swap(seq, others):
@@ -133,7 +131,6 @@ class AdmissionQueue:
         return True
 
     def start(self, seq: TokenSequence, now: float) -> None:
-        """Mark an admitted sequence as running from time ``now``."""
         seq.state = RUNNING
         insort(self.running, seq, key=_priority)
         metrics = seq.request.metrics
@@ -170,11 +167,6 @@ class AdmissionQueue:
         seq.encoder_ready = is_cached is True
         return is_cached is not None
 
-    def _idle_beams(self, seq: TokenSequence) -> list[TokenSequence]:
-        """Return beams that get an index together with the first admitted beam, to be forked later."""
-        seqs = seq.request.sequences if seq.request.beams is not None else []
-        return [beam for beam in seqs if beam.state == IDLE and beam.seq_index < 0]
-
     def continue_beams(self, request: Request, children: Sequence[BeamCandidate]) -> None:
         """Fork beams with several children and free those with none; append the children's tokens.
 
@@ -207,8 +199,6 @@ class AdmissionQueue:
         insort(self.running, beam, key=_priority)
         return beam
 
-    # ------------------------------------------------------------ release
-
     def release(
         self, seq: TokenSequence, *, has_index: bool = True, publish: bool = True, is_freed: bool = False
     ) -> None:
@@ -229,8 +219,7 @@ class AdmissionQueue:
 
     def check(self, seqs: Sequence[TokenSequence]) -> None:
         """Assert that each of ``seqs`` (all sequences) is in one place and that the indices add up."""
-        beams = [seq for seq in seqs if seq.state == IDLE]
-        idle_beams = [seq.seq_index for seq in beams if seq.seq_index >= 0]
+        idle_beams = [seq.seq_index for seq in seqs if seq.state == IDLE and seq.seq_index >= 0]
         assert len(self.running) + len(idle_beams) + len(self.free_indices) == self.max_num_seqs, "indices leak"
         indices = sorted([seq.seq_index for seq in self.running] + idle_beams + self.free_indices)
         assert indices == list(range(self.max_num_seqs)), "an index is used twice"
@@ -255,7 +244,3 @@ def _max_hit_tokens(seq: TokenSequence) -> int | None:
     """Return the longest allowed prefix hit if prompt log-probabilities are requested."""
     needs_scores = seq.wants_prompt_logprobs and seq.num_scored_tokens < seq.num_prompt_tokens - 1
     return seq.num_scored_tokens if needs_scores else None
-
-
-def _priority(seq: TokenSequence) -> tuple[int, int]:
-    return seq.priority

@@ -58,7 +58,7 @@ class BatchBuilder:
 
     def sort(self, items: list[BatchItem]) -> list[BatchItem]:
         """Sort by sub-batch, and within it by index, or by request so that sequences of one source are adjacent."""
-        return sorted(items, key=_request_order if self._reads_encoder else None)
+        return sorted(items, key=(lambda item: (item[0] >> 16, item[1].priority)) if self._reads_encoder else None)
 
     def _sort_key(self, seq: TokenSequence, num_new_tokens: int) -> int:
         """Return a sort key: (new tokens, read bucket, index). Buckets are units times powers of two."""
@@ -90,16 +90,10 @@ class BatchBuilder:
             if group.max_blocks_per_seq > 1:
                 slots = max(map(len, tables[begin:stop])) * group.block_size
             else:  # a sequence's only block is read up to its last written slot
-                max_length = max(
-                    seq.num_computed_tokens + num_new_tokens for _, seq, num_new_tokens in items[begin:stop]
-                )
-                slots = min(group.block_size, -(-max_length // MIN_READ_BUCKET) * MIN_READ_BUCKET)
+                length = max(seq.num_computed_tokens + num_new_tokens for _, seq, num_new_tokens in items[begin:stop])
+                slots = min(group.block_size, -(-length // MIN_READ_BUCKET) * MIN_READ_BUCKET)
             num_read_slots = max(num_read_slots, slots)
         return num_read_slots
-
-
-def _request_order(item: BatchItem) -> tuple[int, tuple[int, int]]:
-    return item[0] >> 16, item[1].priority
 
 
 def _group_by_source(items: list[BatchItem], sub_batches: Sequence[SubBatch]) -> tuple[SubBatch, ...]:

@@ -72,10 +72,7 @@ class BeamSearch:
         ]
         all_candidates.sort(key=lambda child: (-child.score, child.parent, child.token))
         best = all_candidates[: num_candidates(params, len(self.stop_tokens))]
-        accepts_hypotheses = self._improvable and not (
-            params.early_stopping is True and len(self.finished) >= self._num_hypotheses_to_end
-        )
-        for child in best[: params.num_beams] if accepts_hypotheses else ():
+        for child in best[: params.num_beams] if self._improvable and not self._ends_early() else ():
             if last or child.token in self.stop_tokens:
                 tokens = (*sequences[child.parent][self.num_prompt_tokens :], child.token)
                 reason: FinishReason = "stop" if child.token in self.stop_tokens else "length"
@@ -108,9 +105,10 @@ class BeamSearch:
         if len(self.finished) >= params.num_beams:
             worst = min(hypothesis.score for hypothesis in self.finished)
             self._improvable = self._improvable and self.scores[0] / self._penalty(max_output_len) > worst
-        return not self._improvable or (
-            params.early_stopping is True and len(self.finished) >= self._num_hypotheses_to_end
-        )
+        return not self._improvable or self._ends_early()
+
+    def _ends_early(self) -> bool:
+        return self.sampling_params.early_stopping is True and len(self.finished) >= self._num_hypotheses_to_end
 
     def _penalty(self, length: int) -> float:
         params = self.sampling_params
@@ -124,9 +122,9 @@ def hypothesis_chunks(
     """Return the tokens of the best hypotheses; the last chunk of each has its score."""
     chunks: list[StreamChunk] = []
     for sample, hypothesis in enumerate(hypotheses):
-        chunks.extend(StreamChunk(request_id, sample, token) for token in hypothesis.tokens[:-1])
-        last = StreamChunk(request_id, sample, hypothesis.tokens[-1] if hypothesis.tokens else None)
+        *tokens, last = hypothesis.tokens or (None,)
+        chunks.extend(StreamChunk(request_id, sample, token) for token in tokens)
+        last_chunk = StreamChunk(request_id, sample, last, finish_reason=hypothesis.finish)
         limited_by = limit if hypothesis.finish == "length" else None
-        last = last._replace(finish_reason=hypothesis.finish, cumulative_logprob=hypothesis.score, limit=limited_by)
-        chunks.append(last)
+        chunks.append(last_chunk._replace(cumulative_logprob=hypothesis.score, limit=limited_by))
     return chunks

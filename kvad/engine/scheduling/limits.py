@@ -38,13 +38,11 @@ class LengthLimits:
     def from_config(model: int, cache: CacheConfig) -> LengthLimits:
         """Build the limits from the model's maximum length and a resolved cache configuration."""
         limited_by: cache_lib.config.LengthLimit = "cache" if cache.max_seq_len < model else "model"
-        overflow_policy: str = cache.overflow if cache.overflow in cache_lib.config.CONTINUING_MODES else ""
-        if not overflow_policy and cache.endless:
-            overflow_policy = cache.resolved_policy.name
+        policy: str = cache.overflow if cache.overflow in cache_lib.config.CONTINUING_MODES else ""
+        if not policy and cache.endless:
+            policy = cache.resolved_policy.name
         overflow_max_len = ENDLESS if cache.endless else model if cache.exceeds_max_seq_len else None
-        return LengthLimits(
-            min(model, cache.max_seq_len), limited_by, cache.overflow, overflow_max_len, overflow_policy
-        )
+        return LengthLimits(min(model, cache.max_seq_len), limited_by, cache.overflow, overflow_max_len, policy)
 
     @property
     def endless(self) -> bool:
@@ -89,7 +87,14 @@ class LengthLimits:
             raise RequestError(f"prompt: must have at most {max_len} tokens, got {length}", "Shorten it.")
         requested = sampling_params.max_tokens
         if self.overflow_mode(sampling_params) == "reject" and max_len < ENDLESS:
-            self._check_rejected(length, requested, max_len, limited_by)
+            limit_text = f"{LIMIT_NAMES[limited_by]}, {max_len} tokens"
+            hint = f"Set max_tokens to at most {max_len - length}."
+            if requested is None:
+                message = f"overflow=reject: without max_tokens the request could exceed {limit_text}"
+                raise RequestError(message, hint)
+            if length + requested > max_len:
+                message = f"overflow=reject: {length} prompt tokens and max_tokens {requested} exceed {limit_text}"
+                raise RequestError(message, hint)
         limit = max_len if requested is None else min(max_len, length + requested)
         if requested is None and limit > max(length, max_cached_tokens + 1):  # the last token is sampled, never stored
             limit, limited_by = max(length, max_cached_tokens + 1), "pool"
@@ -101,17 +106,6 @@ class LengthLimits:
                 "Request fewer tokens, or give the cache more blocks.",
             )
         return limit, "max_tokens" if requested is not None and length + requested <= max_len else limited_by
-
-    def _check_rejected(
-        self, length: int, requested: int | None, max_len: int, limited_by: cache_lib.config.LengthLimit
-    ) -> None:
-        limit = f"{LIMIT_NAMES[limited_by]}, {max_len} tokens"
-        hint = f"Set max_tokens to at most {max_len - length}."
-        if requested is None:
-            raise RequestError(f"overflow=reject: without max_tokens the request could exceed {limit}", hint)
-        if length + requested > max_len:
-            message = f"overflow=reject: {length} prompt tokens and max_tokens {requested} exceed {limit}"
-            raise RequestError(message, hint)
 
 
 class BlockReservations:
@@ -160,7 +154,7 @@ def check_beams(sampling_params: SamplingParams, limit: int, manager: KVCacheMan
         )
 
 
-def check_encoder_tokens(tokens: Sequence[int], max_len: int | None) -> None:
+def check_encoder_input(tokens: Sequence[int], max_len: int | None) -> None:
     """Raise RequestError for an empty encoder input, or one that exceeds the cache's limit, if any."""
     if not tokens:
         raise RequestError("encoder input: must have at least 1 token, got 0")

@@ -19,7 +19,7 @@ Integers and measured seconds only; no torch.
 from __future__ import annotations
 
 import logging
-import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
@@ -35,6 +35,7 @@ INITIAL_SECONDS_PER_BYTE: Mapping[CopyDirection, float] = {"out": 5e-10, "in": 5
 GUESS_WEIGHT_BYTES = 1 << 20  # bytes; weight of the initial estimate
 SMOOTHING = 0.75  # weight of older measurements when a new one is added
 DECAY_FACTOR = 0.9  # weight of measured copies after copying was too expensive
+LOG = logging.getLogger(__name__)
 
 
 class _Rate(NamedTuple):
@@ -43,37 +44,28 @@ class _Rate(NamedTuple):
     num_units: float = 0.0
     seconds: float = 0.0
 
-    def add(self, num_units: float, seconds: float) -> _Rate:
-        return _Rate(SMOOTHING * self.num_units + num_units, SMOOTHING * self.seconds + seconds)
-
 
 class SwapCostModel:
-    """Measured costs of computing and copying; ``clock`` returns seconds."""
+    """Measured costs of computing and copying."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self._seconds_per_token = _Rate()
-        self._byte_rates: dict[CopyDirection, _Rate] = {direction: _Rate() for direction in get_args(CopyDirection)}
+    def __init__(self) -> None:
+        self._rates: dict[CopyDirection | Literal["compute"], _Rate] = defaultdict(_Rate)
 
-    def record_compute(self, tokens: int, seconds: float) -> None:
-        """Record a step that computed prompt tokens."""
-        if tokens > 0 and seconds >= 0:
-            self._seconds_per_token = self._seconds_per_token.add(tokens, seconds)
-
-    def record_copy(self, direction: CopyDirection, nbytes: int, seconds: float) -> None:
-        """Record a copy."""
-        if nbytes > 0 and seconds >= 0:
-            self._byte_rates[direction] = self._byte_rates[direction].add(nbytes, seconds)
+    def record(self, kind: CopyDirection | Literal["compute"], num_units: int, seconds: float) -> None:
+        """Record a copy of N bytes, or a step that computed N prompt tokens."""
+        if num_units > 0 and seconds >= 0:
+            rate = self._rates[kind]
+            self._rates[kind] = _Rate(SMOOTHING * rate.num_units + num_units, SMOOTHING * rate.seconds + seconds)
 
     @property
     def seconds_per_token(self) -> float:
         """Seconds per token; 0 before the first prompt."""
-        rate = self._seconds_per_token
+        rate = self._rates["compute"]
         return rate.seconds / rate.num_units if rate.num_units else 0.0
 
     def seconds_per_byte(self, direction: CopyDirection) -> float:
         """Return seconds per byte, measured and estimated."""
-        rate, guess_seconds = self._byte_rates[direction], GUESS_WEIGHT_BYTES * INITIAL_SECONDS_PER_BYTE[direction]
+        rate, guess_seconds = self._rates[direction], GUESS_WEIGHT_BYTES * INITIAL_SECONDS_PER_BYTE[direction]
         return (rate.seconds + guess_seconds) / (rate.num_units + GUESS_WEIGHT_BYTES)
 
     def swap_seconds(self, nbytes: int, *, disk: bool = False, back: bool = False) -> float:
@@ -89,20 +81,14 @@ class SwapCostModel:
 
     def decay(self) -> None:
         """Reduce the weight of measured copies after copying was too expensive."""
-        self._byte_rates = {
-            direction: _Rate(DECAY_FACTOR * rate.num_units, DECAY_FACTOR * rate.seconds)
-            for direction, rate in self._byte_rates.items()
-        }
+        for direction in get_args(CopyDirection):
+            rate = self._rates[direction]
+            self._rates[direction] = _Rate(DECAY_FACTOR * rate.num_units, DECAY_FACTOR * rate.seconds)
 
     def measured(self) -> dict[str, float]:
         """Return current microseconds per token and nanoseconds per byte and direction."""
-        return {
-            "token_us": 1e6 * self.seconds_per_token,
-            **{f"{direction}_ns": 1e9 * self.seconds_per_byte(direction) for direction in self._byte_rates},
-        }
-
-
-LOG = logging.getLogger(__name__)
+        bytes_ns = {f"{direction}_ns": 1e9 * self.seconds_per_byte(direction) for direction in get_args(CopyDirection)}
+        return {"token_us": 1e6 * self.seconds_per_token, **bytes_ns}
 
 
 @dataclass
@@ -152,8 +138,7 @@ class PreemptionManager:
     ) -> None:
         self._kv_cache_manager, self.swap_space = kv_cache_manager, swap_space
         self.costs = SwapCostModel() if costs is None else costs
-        num_groups = len(kv_cache_manager.token_groups) + len(kv_cache_manager.lower_groups)
-        self._groups = kv_cache_manager.groups[:num_groups]
+        self._groups = [group for group in kv_cache_manager.groups if not group.spec.is_cross_attention]
         if block_bytes is None:
             block_bytes = [group_bytes(group).total // group.num_blocks for group in self._groups]
         self._block_bytes = block_bytes[: len(self._groups)]
@@ -164,23 +149,20 @@ class PreemptionManager:
             swap_space.on_copied = self.on_copied
 
     def on_copied(self, direction: CopyDirection, nbytes: int, seconds: float) -> None:
-        """Record a finished copy."""
         self._stats.seconds[direction] = self._stats.seconds.get(direction, 0.0) + seconds
-        self.costs.record_copy(direction, nbytes, seconds)
-
-    # ------------------------------------------------------------ preempting
+        self.costs.record(direction, nbytes, seconds)
 
     def preempt(self, seq: TokenSequence) -> None:
         """Swap a running sequence out, or let it be recomputed (``swapped`` None)."""
         stats = self._kv_cache_manager.stats()
-        action = self._swap_out(seq) if seq.swapped is not None or self._should_swap(seq) else self._recompute(seq)
+        if seq.swapped is not None or self._should_swap(seq):
+            action = self._swap_out(seq)
+        else:
+            self._stats.recomputed += 1
+            self._stats.recomputed_tokens += seq.num_computed_tokens
+            self._notify(seq, PreemptionRecord("again"))
+            action = f"its {seq.num_computed_tokens} tokens will be recomputed"
         log_full_pool(f"a sequence is preempted, {action}", seq, stats)
-
-    def _recompute(self, seq: TokenSequence) -> str:
-        self._stats.recomputed += 1
-        self._stats.recomputed_tokens += seq.num_computed_tokens
-        self._notify(seq, PreemptionRecord("again"))
-        return f"its {seq.num_computed_tokens} tokens will be recomputed"
 
     def _swap_out(self, seq: TokenSequence) -> str:
         is_new, nbytes, required = seq.swapped is None, self.nbytes(seq), self._kv_cache_manager.lossy
@@ -221,8 +203,6 @@ class PreemptionManager:
         num_blocks = self._kv_cache_manager.num_blocks(seq.seq_index)
         return sum(count * size for count, size in zip(num_blocks, self._block_bytes, strict=True))
 
-    # ------------------------------------------------------------ restoring
-
     def poll(self) -> bool:
         """Process finished I/O; True if waiting sequences may be affected."""
         return self.swap_space is not None and self.swap_space.poll(
@@ -231,7 +211,7 @@ class PreemptionManager:
 
     def prefetch(self, seq: TokenSequence) -> None:
         """Start loading the copy of the sequence that is admitted next."""
-        if self.swap_space is None or seq.swapped is None or self.swap_space.state(seq.swapped.key) != "on-disk":
+        if self.swap_space is None or seq.swapped is None or self.swap_space.record(seq.swapped.key).state != "on-disk":
             return
         if self._is_cached_by_now(seq):
             self.forget(seq)
@@ -244,27 +224,26 @@ class PreemptionManager:
         if self.swap_space is None or seq.swapped is None:
             return True
         self.prefetch(seq)
-        return seq.swapped is None or self.swap_space.state(seq.swapped.key) in ("pending", "in-ram", "writing")
+        return seq.swapped is None or self.swap_space.record(seq.swapped.key).state in ("pending", "in-ram", "writing")
 
     def _is_cached_by_now(self, seq: TokenSequence) -> bool:
         """True if recomputing from the prefix cache is cheaper than reading the copy."""
         if self._kv_cache_manager.lossy or seq.swapped is None:
             return False
         num_cached = self._kv_cache_manager.cached_prefix_length(seq.token_ids, seq.request.prefix_root)
-        nbytes = 0 if self.swap_space is None else self.swap_space.nbytes(seq.swapped.key)
+        nbytes = 0 if self.swap_space is None else self.swap_space.record(seq.swapped.key).nbytes
         num_left = max(0, seq.swapped.length - num_cached)
         return num_cached > 0 and not self.costs.swap_is_cheaper(nbytes, num_left, disk=True, back=True)
 
     def on_restored(self, seq: TokenSequence) -> None:
         """Release the copy; its swap-in operations are part of the step."""
         if self.swap_space is not None and seq.swapped is not None:
-            key = seq.swapped.key
-            self._notify(seq, PreemptionRecord("back", self.swap_space.read_from(key), self.swap_space.nbytes(key)))
-            self.swap_space.pop(key)
+            record = self.swap_space.record(seq.swapped.key)
+            self._notify(seq, PreemptionRecord("back", record.origin, record.nbytes))
+            self.swap_space.pop(seq.swapped.key)
         seq.swapped = None
 
     def forget(self, seq: TokenSequence) -> None:
-        """Drop the sequence's copy."""
         if seq.swapped is not None:
             self._kv_cache_manager.drop_swapped(seq.swapped)
             if self.swap_space is not None:
@@ -275,9 +254,10 @@ class PreemptionManager:
         """Return lossy sequences whose copy was lost, with reasons; exact ones are recomputed."""
         failed_seqs = []
         for seq in seqs:
-            if self.swap_space is None or seq.swapped is None or self.swap_space.state(seq.swapped.key) != "lost":
+            record = None if self.swap_space is None or seq.swapped is None else self.swap_space.record(seq.swapped.key)
+            if record is None or record.state != "lost":
                 continue
-            reason = self.swap_space.failure(seq.swapped.key)
+            reason = record.fault
             self._stats.num_lost += 1
             self.forget(seq)
             self._notify(seq, PreemptionRecord("lost", reason=reason))
@@ -307,26 +287,24 @@ class PreemptionManager:
         assert self.swap_space is not None
         self.swap_space.wait(self._kv_cache_manager.pending_swap_ins)
 
-    # ------------------------------------------------------------ room
-
     def can_always_swap(self, seq: TokenSequence, others: Sequence[TokenSequence]) -> bool:
         """True if all preemptible sequences could be swapped at their longest, including ``seq``."""
-        if not self._kv_cache_manager.lossy or self.swap_space is None or not self.swap_space.bounded:
+        if not self._kv_cache_manager.lossy or self.swap_space is None or self.swap_space.ram is None:
             return True
         seqs = sorted([*others, seq], key=lambda other: (other.overflow not in ("reject", "stop"), other.priority))
         num_left = [group.num_usable_blocks for group in self._groups]
         fits, num_swap_bytes = True, 0
         for index, other in enumerate(seqs):
-            num_needed = [max_blocks(group, self._kv_cache_manager.groups, _max_len(other)) for group in self._groups]
+            max_len = max(len(other.token_ids), other.max_len - 1)
+            num_needed = [max_blocks(group, self._kv_cache_manager.groups, max_len) for group in self._groups]
             num_left = [available - count for available, count in zip(num_left, num_needed, strict=True)]
             fits = fits and all(available >= 0 for available in num_left)
             if not fits and (index or other.overflow in ("reject", "stop")):
                 num_swap_bytes += sum(count * size for count, size in zip(num_needed, self._block_bytes, strict=True))
-        own_bytes = 0 if seq.swapped is None else self.swap_space.nbytes(seq.swapped.key)
+        own_bytes = 0 if seq.swapped is None else self.swap_space.record(seq.swapped.key).nbytes
         return self.swap_space.has_room(max(0, num_swap_bytes - own_bytes))
 
     def stats(self) -> PreemptionStats:
-        """Return a copy of the statistics."""
         swap_space = offload.swap_space.SwapSpaceStats() if self.swap_space is None else self.swap_space.stats()
         seconds, costs = dict(self._stats.seconds), self.costs.measured()
         return replace(self._stats, seconds=seconds, swap_space=swap_space, costs=costs)
@@ -334,10 +312,6 @@ class PreemptionManager:
     def close(self) -> None:
         if self.swap_space is not None:
             self.swap_space.close()
-
-
-def _max_len(seq: TokenSequence) -> int:
-    return max(len(seq.token_ids), seq.max_len - 1)
 
 
 def choose_victim(

@@ -73,7 +73,19 @@ class SamplingParams:
     overflow: cache.config.OverflowMode | None = None  # one of cache.config.OVERFLOW_MODES; None: the engine's
 
     def __post_init__(self) -> None:
-        _check(self)
+        if self.early_stopping not in (True, False, "never"):
+            raise RequestError(f"early_stopping: must be true, false or 'never', got {self.early_stopping!r}")
+        cfg.check_fields(self, error=RequestError)
+        if any(not text for text in self.stop):
+            raise RequestError("stop: must not contain an empty string")
+        if any(not word for word in self.bad_words_ids):
+            raise RequestError("bad_words_ids: must not contain an empty sequence")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens: must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        function = self.allowed_tokens_fn
+        if function is not None and not callable(function):
+            raise RequestError(f"allowed_tokens_fn: must be a function of the tokens so far, got {function!r}")
+        _check_beams(self)
 
     @property
     def greedy(self) -> bool:
@@ -122,22 +134,6 @@ class SamplingOptions(TypedDict, total=False):
     early_stopping: bool | Literal["never"]
     patience: float
     overflow: cache.config.OverflowMode | None
-
-
-def _check(params: SamplingParams) -> None:
-    if params.early_stopping not in (True, False, "never"):
-        raise RequestError(f"early_stopping: must be true, false or 'never', got {params.early_stopping!r}")
-    cfg.check_fields(params, error=RequestError)
-    if any(not text for text in params.stop):
-        raise RequestError("stop: must not contain an empty string")
-    if any(not word for word in params.bad_words_ids):
-        raise RequestError("bad_words_ids: must not contain an empty sequence")
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise RequestError(f"min_tokens: must be at most max_tokens ({params.max_tokens}), got {params.min_tokens}")
-    function = params.allowed_tokens_fn
-    if function is not None and not callable(function):
-        raise RequestError(f"allowed_tokens_fn: must be a function of the tokens so far, got {function!r}")
-    _check_beams(params)
 
 
 def _check_beams(params: SamplingParams) -> None:

@@ -8,12 +8,9 @@ The encoder's input is encoded whole in a separate step before the rest of its s
 Invariants: the oldest sequence advances or ends, so every request ends; the tokens of a sequence do not depend on its
 neighbors; a sequence is in exactly one of *waiting* (no index, no blocks), *running* (an index) and *done*.
 
-The beams of a search are sequences that advance together: each waits until all have candidates, then some are forked
-(blocks are shared and copied on write) and some are freed. They are preempted together.
-
-When a pool is full, the youngest running sequence is preempted (``preemption.py``): it waits at its old place in the
-queue and is recomputed or swapped in. One with overflow mode "stop" ends instead if it is the one that cannot grow; one
-with "reject" is never preempted, because its blocks were reserved on arrival (``limits.py``).
+The beams of a search are sequences that advance and are preempted together. When a pool is full, the youngest running
+sequence is preempted (``preemption.py``) and waits at its old place in the queue. One with overflow mode "reject" is
+never preempted, because its blocks were reserved on arrival (``limits.py``).
 """
 
 from __future__ import annotations
@@ -27,13 +24,7 @@ from kvad.cache.manager import BlockAllocation, KVCacheManager, SwappedSequence
 from kvad.engine.scheduling.admission import AdmissionQueue
 from kvad.engine.scheduling.batching import BatchBuilder, BatchItem, next_encoder_batch, schedule_span
 from kvad.engine.scheduling.beam_search import BeamSearch, hypothesis_chunks
-from kvad.engine.scheduling.limits import (
-    BlockReservations,
-    LengthLimits,
-    check_beams,
-    check_encoder_tokens,
-    check_sizes,
-)
+from kvad.engine.scheduling.limits import BlockReservations, LengthLimits, check_beams, check_encoder_input, check_sizes
 from kvad.engine.scheduling.preemption import PreemptionManager, choose_victim, log_full_pool, stops_when_full
 from kvad.engine.scheduling.request import EncoderInput, FinishReason, SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.scheduling.sequence import (
@@ -94,8 +85,6 @@ class Scheduler:
         self._finished_states: list[FinishedState] = []
         self._arrivals = self._preemptions = self._steps = self._tokens = 0
 
-    # ------------------------------------------------------------ requests
-
     def add_request(
         self,
         request_id: int,
@@ -127,7 +116,7 @@ class Scheduler:
         encoder_only = encoder_input is not None and not prompt
         overflow, limit, limited_by = self.limits.overflow, 0, None
         if encoder_input is not None:
-            check_encoder_tokens(encoder_input.tokens, None if encoder_only else self.kv_cache_manager.max_source_len)
+            check_encoder_input(encoder_input.tokens, None if encoder_only else self.kv_cache_manager.max_source_len)
         if not encoder_only:
             overflow = self.limits.overflow_mode(sampling_params)
             limit, limited_by = self.limits.resolve(len(prompt), sampling_params, self.kv_cache_manager.capacity)
@@ -197,8 +186,6 @@ class Scheduler:
         request = self._requests.get(request_id)
         return tuple(request.sequences) if request is not None else ()
 
-    # ------------------------------------------------------------ scheduling
-
     def schedule(self) -> SchedulerOutput | None:
         """Build the next step, with blocks allocated, or return None if nothing can run or all wait for blocks to load.
 
@@ -210,7 +197,8 @@ class Scheduler:
             self._poll_swaps()
         while True:
             if can_admit and self._waiting:
-                self._admit_with_encoder_input()
+                for seq in self._admission.admit(with_encoder_input=True):
+                    self._admission.start(seq, self._clock())  # an uncached input is encoded next
             encoder_seqs = [seq for seq in self._running if not seq.encoder_ready]
             if encoder_seqs:
                 return self._schedule_encoder(encoder_seqs)
@@ -238,11 +226,6 @@ class Scheduler:
         if self.preemption.has_swapped and self._waiting:
             seq = next((seq for seq in self._waiting if self._admission.is_ready(seq)), self._waiting[0])
             self.preemption.prefetch(seq)
-
-    def _admit_with_encoder_input(self) -> None:
-        """Admit and start waiting sequences with encoder input; uncached inputs are encoded next."""
-        for seq in self._admission.admit(with_encoder_input=True):
-            self._admission.start(seq, self._clock())
 
     def _admit(self, num_tokens_left: int) -> list[BatchItem]:
         """Admit waiting sequences while indices, tokens and blocks last; they are not running yet."""
@@ -298,9 +281,9 @@ class Scheduler:
             self._preempt(seq)
             return
         log_full_pool("a sequence is ended", seq, self.kv_cache_manager.stats())
-        beams = seq.request.beams is not None
-        ended = self._end_beams(seq.request, limit="pool") if beams else [self._end(seq, "length", limit="pool")]
-        self._pending_chunks += ended
+        is_beam = seq.request.beams is not None
+        chunks = self._end_beams(seq.request, limit="pool") if is_beam else [self._end(seq, "length", limit="pool")]
+        self._pending_chunks += chunks
 
     def _preempt(self, seq: TokenSequence) -> None:
         seqs = [seq] if seq.request.beams is None else [beam for beam in seq.request.sequences if beam.state == RUNNING]
@@ -481,17 +464,13 @@ class Scheduler:
         seq.prefetch = None  # late loads write to an unreferenced buffer
         seq.state = DONE
         if all(sibling.state == DONE for sibling in seq.request.sequences):
-            self._end_request(seq.request)
+            seq.request.metrics.finished = self._clock()
+            if seq.request.reserved_blocks is not None:
+                self._reservations.release(seq.request.reserved_blocks)
+            self._ended[seq.request_id] = self._requests.pop(seq.request_id).metrics
+            if len(self._ended) > MAX_FINISHED_METRICS:
+                del self._ended[next(iter(self._ended))]
         return StreamChunk(seq.request_id, seq.sample_index, finish_reason=reason, error=error, limit=limit)
-
-    def _end_request(self, request: Request) -> None:
-        request.metrics.finished = self._clock()
-        if request.reserved_blocks is not None:
-            self._reservations.release(request.reserved_blocks)
-        del self._requests[request.id]
-        self._ended[request.id] = request.metrics
-        if len(self._ended) > MAX_FINISHED_METRICS:
-            del self._ended[next(iter(self._ended))]
 
     def check(self) -> None:
         """Assert that every sequence is in one place, and the invariants of indices and blocks."""

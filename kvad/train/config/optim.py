@@ -7,7 +7,7 @@ run names the numbers that it used; a key without meaning for the chosen one is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kvad import config as cfg
@@ -51,7 +51,7 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "wsd", "inverse-sqrt", "plateau", "constant", "relative"] = "cosine"
     momentum: cfg.Fraction | None = None  # muon
     muon_lr: cfg.PositiveFloat | None = None  # highest rate of muon's matrices; None: lr
-    decay_rate: cfg.PositiveFloat | None = None  # adafactor (`optim/adafactor.py`)
+    decay_rate: cfg.PositiveFloat | None = None  # adafactor (`optim/optimizer.py`)
     clip_threshold: cfg.PositiveFloat | None = None  # adafactor
     scale_parameter: bool | None = None  # adafactor
     # wsd: last share of the run, in which the rate falls
@@ -112,8 +112,3 @@ def _check_combinations(config: OptimConfig) -> None:
         )
     if config.average_interval is not None and not config.average_last:
         raise ConfigError("optim.average_interval: has no meaning without optim.average_last", "Give both.")
-
-
-assert {f.name for f in fields(OptimConfig)} >= {
-    key for t in (OPTIMIZERS, SCHEDULES) for own in t.values() for key in own
-}

@@ -29,14 +29,10 @@ def _bert(vocab: int, context: int, *, width: int, layers: int, heads: int, hidd
     norm = cfg.NormConfig("layer", 1e-12, bias=True)
     mixer = cfg.AttentionConfig(heads, position=None, causal=False, qkv_bias=True, out_bias=True)
     layer = cfg.LayerConfig(mixer, cfg.PlainMLPConfig(hidden, "gelu", bias=True), norm)
-    return ModelConfig(
-        hidden_size=width,
-        vocab_size=vocab,
-        max_seq_len=context,
-        encoder=cfg.StackConfig(layers, {"L": layer}, norm_position="post", final_norm=False),
-        embedding=cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(context), norm=norm, num_token_types=2),
-        head=cfg.LanguageHeadConfig(bias=True, transform=cfg.HeadTransformConfig("gelu", norm=norm)),
-    )
+    encoder = cfg.StackConfig(layers, {"L": layer}, norm_position="post", final_norm=False)
+    embedding = cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(context), norm=norm, num_token_types=2)
+    head = cfg.LanguageHeadConfig(bias=True, transform=cfg.HeadTransformConfig("gelu", norm=norm))
+    return ModelConfig(width, vocab, context, encoder=encoder, embedding=embedding, head=head)
 
 
 def _t5(vocab: int, context: int, *, width: int, layers: int, heads: int, hidden: int) -> ModelConfig:
@@ -48,40 +44,30 @@ def _t5(vocab: int, context: int, *, width: int, layers: int, heads: int, hidden
     self_attention = cfg.AttentionConfig(heads, position=cfg.T5BiasConfig(), softmax_scale="none")
     bidirectional_attention = replace(self_attention, causal=False, position=cfg.T5BiasConfig(bidirectional=True))
     cross_attention = replace(bidirectional_attention, position=None)
-    return ModelConfig(
-        hidden_size=width,
-        vocab_size=vocab,
-        max_seq_len=context,
-        encoder=cfg.StackConfig(layers, {"L": cfg.LayerConfig(bidirectional_attention, mlp, norm)}),
-        decoder=cfg.StackConfig(layers, {"L": cfg.LayerConfig(self_attention, mlp, norm, cross_attention)}),
-        encoder_input=EncoderInputConfig(context),
-        head=cfg.LanguageHeadConfig(logit_scale=width**-0.5),
-    )
+    encoder = cfg.StackConfig(layers, {"L": cfg.LayerConfig(bidirectional_attention, mlp, norm)})
+    decoder = cfg.StackConfig(layers, {"L": cfg.LayerConfig(self_attention, mlp, norm, cross_attention)})
+    encoder_input, head = EncoderInputConfig(context), cfg.LanguageHeadConfig(logit_scale=width**-0.5)
+    return ModelConfig(width, vocab, context, decoder, encoder, encoder_input=encoder_input, head=head)
 
 
 def _decoder(
     vocab: int, context: int, *, width: int, layers: int, heads: int, kv_heads: int, hidden: int
 ) -> ModelConfig:
     layer = cfg.LayerConfig(cfg.AttentionConfig(heads, kv_heads), cfg.GatedMLPConfig(hidden))
-    decoder = cfg.StackConfig(layers, {"L": layer})
-    return ModelConfig(hidden_size=width, vocab_size=vocab, max_seq_len=context, decoder=decoder)
+    return ModelConfig(width, vocab, context, cfg.StackConfig(layers, {"L": layer}))
 
 
 def _shakespeare(vocab: int, context: int) -> ModelConfig:
-    layer = cfg.LayerConfig(
-        cfg.AttentionConfig(4), cfg.PlainMLPConfig(512, "gelu"), cfg.NormConfig("layer", bias=False)
-    )
-    return ModelConfig(hidden_size=128, vocab_size=vocab, max_seq_len=context, decoder=cfg.StackConfig(4, {"L": layer}))
+    mlp, norm = cfg.PlainMLPConfig(512, "gelu"), cfg.NormConfig("layer", bias=False)
+    layer = cfg.LayerConfig(cfg.AttentionConfig(4), mlp, norm)
+    return ModelConfig(128, vocab, context, cfg.StackConfig(4, {"L": layer}))
 
 
 def _gpt2(vocab: int, context: int) -> ModelConfig:
     attention = cfg.AttentionConfig(12, position=None, qkv_bias=True, out_bias=True)
-    layer = cfg.LayerConfig(
-        attention, cfg.PlainMLPConfig(3072, "gelu_tanh", bias=True), cfg.NormConfig("layer", bias=True)
-    )
-    embed = cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(context))
-    decoder = cfg.StackConfig(12, {"L": layer})
-    return ModelConfig(hidden_size=768, vocab_size=vocab, max_seq_len=context, decoder=decoder, embedding=embed)
+    mlp, norm = cfg.PlainMLPConfig(3072, "gelu_tanh", bias=True), cfg.NormConfig("layer", bias=True)
+    decoder = cfg.StackConfig(12, {"L": cfg.LayerConfig(attention, mlp, norm)})
+    return ModelConfig(768, vocab, context, decoder, embedding=cfg.EmbeddingConfig(cfg.LearnedPositionsConfig(context)))
 
 
 def _transformer(
@@ -102,16 +88,10 @@ def _transformer(
     def stack(layer: cfg.LayerConfig) -> cfg.StackConfig:
         return cfg.StackConfig(layers, {"L": layer}, norm_position="post", final_norm=False)
 
-    return ModelConfig(
-        hidden_size=width,
-        vocab_size=vocab,
-        max_seq_len=context,
-        encoder=stack(cfg.LayerConfig(bidirectional_attention, mlp, norm)),
-        decoder=stack(cfg.LayerConfig(self_attention, mlp, norm, cross_attention=bidirectional_attention)),
-        embedding=embed,
-        encoder_input=EncoderInputConfig(max_seq_len=context, embedding=embed),
-        head=cfg.LanguageHeadConfig(bias=marian),
-    )
+    encoder = stack(cfg.LayerConfig(bidirectional_attention, mlp, norm))
+    decoder = stack(cfg.LayerConfig(self_attention, mlp, norm, cross_attention=bidirectional_attention))
+    encoder_input, head = EncoderInputConfig(context, embed), cfg.LanguageHeadConfig(bias=marian)
+    return ModelConfig(width, vocab, context, decoder, encoder, embed, encoder_input, head)
 
 
 MODEL_PRESETS: dict[str, Callable[[int, int], ModelConfig]] = {

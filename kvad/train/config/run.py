@@ -4,8 +4,8 @@ A run file has these tables::
 
     [model]       a complete ModelConfig, or preset = "small" and overrides; vocab_size and max_seq_len may be left out.
                   Or init = "MODEL" alone: a checkpoint to continue from, with its tokenizer
-    [data]        seq_len, file_suffixes, document_unit, ...                     DataConfig (data.py)
-    [tokenizer]   kind, path, vocab_size, ...                                    TokenizerConfig (data.py)
+    [data]        seq_len, file_suffixes, document_unit, ...                     DataConfig
+    [tokenizer]   kind, path, vocab_size, ...                                    TokenizerConfig
     [objective]   kind and its options                                           ObjectiveConfig
     [optim]       name, lr, schedule, weight_decay, max_grad_norm, ...           OptimConfig (optim.py)
     [train]       steps, minutes, batch_size, precision, save_interval, ...      TrainConfig
@@ -31,9 +31,63 @@ from typing import Annotated, Any, Literal
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError, suggest
-from kvad.train.config.data import DataConfig, TokenizerConfig
 from kvad.train.config.optim import OptimConfig
 from kvad.train.config.presets import MODEL_PRESETS
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Source of a mixture."""
+
+    paths: tuple[str, ...]  # files, folders, or one folder of `kvad data prepare`
+    weight: cfg.PositiveFloat = 1.0  # share of the rows, in any unit
+
+    def __post_init__(self) -> None:
+        cfg.check_fields(self, "data.sources")
+        if not self.paths:
+            raise ConfigError("data.sources.paths: must not be empty", "Name at least one file or folder.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Texts of a run and how they become rows.
+
+    ``order``: ``epochs`` cuts the corpus into rows, each used once per epoch, at a new offset every epoch; ``windows``
+    starts every row at random (as nanoGPT does); ``sequential`` reads the corpus in order and shuffles
+    ``shuffle_buffer`` rows at a time; ``stream`` does so without writing tokens to disk first (``data/streaming.py``).
+    """
+
+    seq_len: cfg.PositiveInt = 256  # tokens of a training row
+    file_suffixes: tuple[str, ...] = ()  # files to read of a folder; () for all text files
+    document_unit: Literal["files", "lines"] = "files"  # a document per file or per non-empty line
+    encoding_errors: Literal["strict", "replace"] = "strict"  # for bytes that are not UTF-8
+    validation_fraction: cfg.OpenFraction = 0.1  # of the tokens
+    order: Literal["epochs", "windows", "sequential", "stream"] = "epochs"
+    # `data/packing.py`; auto: documents are split, pairs use first-fit
+    packing: Literal["auto", "split", "first-fit", "best-fit"] = "auto"
+    reset_positions: bool = True  # positions restart in every document (`data/collate.py`)
+    isolate_documents: bool = True  # documents do not attend to each other
+    format: Literal["auto", "text", "lines", "jsonl", "pairs"] = "auto"  # `sources/formats.py`; auto: by file name
+    text_field: str = "text"  # of JSON lines
+    source_field: str = "source"  # of JSON lines with pairs
+    target_field: str = "target"
+    shuffle_buffer: cfg.PositiveInt = 1024  # rows
+    sources: tuple[SourceConfig, ...] = ()  # a mixture, instead of named texts
+
+    def __post_init__(self) -> None:
+        cfg.check_fields(self, "data")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Tokenizer to load from ``path``, or to train on the corpus."""
+
+    kind: Literal["bpe", "byte", "char", "word"] = "bpe"
+    path: str | None = None
+    vocab_size: int = 4096
+    min_frequency: int = 1
+    lowercase: bool = False
+    special_tokens: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +139,7 @@ class LoraConfig:
     def target_names(self) -> tuple[str, ...]:
         """Target modules as a tuple."""
         names = self.target_modules.split(",") if isinstance(self.target_modules, str) else self.target_modules
-        return tuple(name.strip() for name in names if name.strip())
+        return tuple(filter(None, map(str.strip, names)))
 
     @property
     def scale(self) -> float:
@@ -140,7 +194,7 @@ class TrainConfig:
     log_interval: cfg.PositiveInt = 10  # steps
     keep_checkpoints: cfg.PositiveInt = 2  # number of newest checkpoints to keep
     keep_best: bool = True  # also keep the one with the lowest validation loss, saved when it is found
-    async_save: bool = True  # write a copy in the background (`loop/checkpointer.py`)
+    async_save: bool = True  # write a copy in the background (`loop/async_checkpointer.py`)
     activation_checkpointing: bool = False  # recompute activations in the backward pass
     compile: bool = False  # torch.compile in training steps
     tensorboard: bool = False  # also write event files
@@ -161,10 +215,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CallbacksConfig:
-    """Callbacks at every evaluation, on a copy of the weights; they change no number of the run.
-
-    They are built by ``kvad.evaluation.training_callbacks``.
-    """
+    """Callbacks at every evaluation, on a copy of the weights (``kvad.evaluation.training_callbacks``)."""
 
     check_cache: bool = False  # compare the cached with the uncached model
     prompts: tuple[str, ...] = ()  # texts to continue (encoder-decoder: to answer)
@@ -186,16 +237,6 @@ class CallbacksConfig:
         return tuple(name for name in ("check_cache", "prompts", "bleu_samples") if getattr(self, name))
 
 
-TABLE_CLASSES: Mapping[str, type[Any]] = {
-    "data": DataConfig,
-    "tokenizer": TokenizerConfig,
-    "objective": ObjectiveConfig,
-    "optim": OptimConfig,
-    "train": TrainConfig,
-    "callbacks": CallbacksConfig,
-    "summarizer": SummarizerConfig,
-}
-TABLES = ("model", *TABLE_CLASSES, "lora")
 MODEL_KEYS = tuple(part.name for part in fields(ModelConfig))
 # Keys that may change on resume, because no number of the run depends on them.
 RESUMABLE_KEYS = (
@@ -207,10 +248,7 @@ RESUMABLE_KEYS = (
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Configuration of a training run.
-
-    ``model`` is the table as written; ``resolve`` makes a ModelConfig of it.
-    """
+    """Configuration of a training run; ``resolve`` makes a ModelConfig of the table ``model``."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
@@ -250,12 +288,7 @@ class RunConfig:
                 raise ConfigError(f"unknown table [{name}]", suggest(name, TABLES))
             if not isinstance(table, Mapping):
                 raise ConfigError(f"{name}: must be a table, got {table!r}")
-        tables = {
-            name: cfg.serialization.from_dict(table_class, content.get(name, {}), name)
-            for name, table_class in TABLE_CLASSES.items()
-        }
-        lora = cfg.serialization.from_dict(LoraConfig, content["lora"], "lora") if "lora" in content else None
-        return RunConfig(dict(content.get("model", {})), **tables, lora=lora)
+        return cfg.serialization.from_dict(RunConfig, content)
 
     @staticmethod
     def load(path: Path) -> RunConfig:
@@ -265,13 +298,14 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return tables for ``from_dict``, without [lora] if there is none."""
         content: dict[str, Any] = cfg.serialization.to_dict(self)
-        return content if self.lora is not None else {name: content[name] for name in content if name != "lora"}
+        if self.lora is None:
+            del content["lora"]
+        return content
 
     def resolve(self, vocab: int) -> ModelConfig:
         """Return the model config for a vocabulary size, from preset and overrides.
 
-        Raises:
-            ConfigError: If the run continues from a checkpoint, which has its own config, or a key is not valid.
+        Raises ConfigError if the run continues from a checkpoint, which has its own config, or a key is not valid.
         """
         if self.init is not None:
             raise ConfigError(f"model.init: the config is that of {self.init}")
@@ -280,19 +314,16 @@ class RunConfig:
         dotted = table.pop("set", {})
         if name is not None and name not in MODEL_PRESETS:
             raise ConfigError(f"model.preset: unknown preset {name!r}", suggest(str(name), MODEL_PRESETS))
-        base = (
-            {"embedding": {}}
-            if name is None
-            else cfg.serialization.to_dict(MODEL_PRESETS[name](vocab, self.data.seq_len))
-        )
+        base = {"embedding": {}} if name is None else MODEL_PRESETS[name](vocab, self.data.seq_len).to_dict()
         merged = cfg.serialization.override(_merge(base, table), dotted)
         _require_at_least(merged, "vocab_size", vocab, "the tokenizer's vocabulary")
-        _require_at_least(merged, "max_seq_len", self.data.seq_len, "data.seq_len")
-        if isinstance(merged.get("encoder_input"), dict):
-            _require_at_least(
-                merged["encoder_input"], "max_seq_len", self.data.seq_len, "data.seq_len", "encoder_input."
-            )
+        for where, part in (("", merged), ("encoder_input.", merged.get("encoder_input"))):
+            if isinstance(part, dict):
+                _require_at_least(part, "max_seq_len", self.data.seq_len, "data.seq_len", where)
         return ModelConfig.from_dict(merged)
+
+
+TABLES = tuple(part.name for part in fields(RunConfig))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -311,10 +342,7 @@ def apply_overrides(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]
     """Return a run file's tables with pairs such as ``("optim.lr", "1e-3")`` applied.
 
     A key begins with its table's name, else it belongs to the model (``decoder.num_layers``). Values are JSON if they
-    parse, else text; wrong types are refused when the tables are read.
-
-    Raises:
-        ConfigError: If a key begins with neither a table nor a model key.
+    parse, else text; wrong types are refused when the tables are read, other keys here.
     """
     tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in content.items()}
     for key, text in pairs:
@@ -340,10 +368,7 @@ def apply_overrides(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]
 
 
 def config_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> list[str]:
-    """Return dotted keys whose values differ, such as ``"train.lr: 0.001 there, 0.01 here"``.
-
-    RESUMABLE_KEYS are ignored.
-    """
+    """Return keys with other values but RESUMABLE_KEYS, such as ``"train.lr: 0.001 there, 0.01 here"``."""
     differences: list[str] = []
     for key in sorted({*stored, *wanted}):
         dotted = f"{where}{key}"

@@ -1,14 +1,12 @@
 """Run configurations as TOML text that reads back as the same run.
 
 Every key has the value that the run used, defaults included; tables without meaning for the run are left out. TOML has
-no null: in [model] it is the text "null", elsewhere the key is left out, which means null there. Standard library only;
-it is read by ``tomllib``.
+no null: in [model] it is the text "null", elsewhere the key is left out, which means null there. Standard library only.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,28 +16,21 @@ from kvad.train.config.run import RunConfig
 
 RUN_FILE = "run.toml"
 HEAD = "# Configuration of this run."
-
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def format_run_file(config: RunConfig, corpus: Any = None) -> str:
     """Format a run's configuration as TOML; ``corpus`` is added as a comment."""
     tables = config.to_dict()
-    is_summarizer = config.objective.kind == "summarizer"
-    unused = {
-        "summarizer": not is_summarizer,
-        "model": is_summarizer,
-        "tokenizer": is_summarizer or config.init is not None,
-    }
-    used = {
-        name: _nulls(table) if name == "model" else _drop_none(table)
-        for name, table in tables.items()
-        if not unused.get(name, False) or (name == "tokenizer" and config.tokenizer.path is not None)
-    }
-    head = f"{HEAD}  Repeat:  kvad train run.toml CORPUS --out FOLDER\n"
-    if corpus is not None:
-        head += f"# CORPUS: {json.dumps(corpus)}\n"
-    return head + "\n" + dumps(used)
+    unused = {"model", "tokenizer"} if config.objective.kind == "summarizer" else {"summarizer"}
+    if config.tokenizer.path is not None:
+        unused.discard("tokenizer")
+    elif config.init is not None:
+        unused.add("tokenizer")
+    nulls = {"model": "null"}
+    used = {name: _without_nulls(tables[name], nulls.get(name)) for name in tables if name not in unused}
+    corpus_line = "" if corpus is None else f"# CORPUS: {json.dumps(corpus)}\n"
+    return f"{HEAD}  Repeat:  kvad train run.toml CORPUS --out FOLDER\n{corpus_line}\n{dumps(used)}"
 
 
 def is_run_file(path: Path) -> bool:
@@ -50,28 +41,18 @@ def is_run_file(path: Path) -> bool:
         return False
 
 
-def _drop_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _drop_none(value) if isinstance(value, Mapping) else value
-        for key, value in table.items()
-        if value is not None
-    }
-
-
-def _nulls(value: Any) -> Any:
+def _without_nulls(value: Any, replacement: str | None = None) -> Any:
+    """Replace nulls, or leave their keys out if there is no replacement."""
     if isinstance(value, Mapping):
-        return {key: _nulls(inner) for key, inner in value.items()}
+        values = {key: _without_nulls(inner, replacement) for key, inner in value.items()}
+        return {key: inner for key, inner in values.items() if inner is not None}
     if isinstance(value, list | tuple):
-        return [_nulls(inner) for inner in value]
-    return "null" if value is None else value
+        return [_without_nulls(inner, replacement) for inner in value]
+    return replacement if value is None else value
 
 
 def dumps(content: Mapping[str, Any]) -> str:
-    """Format text, numbers, booleans, lists and tables as TOML for ``tomllib``.
-
-    Raises:
-        ValueError: For null, half a surrogate pair and other types.
-    """
+    """Format tables as TOML for ``tomllib``; raise ValueError for null, half a surrogate pair and other types."""
     text = "\n".join(_table(content, ())).strip("\n")
     return text + "\n" if text else ""
 
@@ -97,10 +78,8 @@ def _value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return _text(value)
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else str(value)
+    if isinstance(value, int | float):
+        return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, Mapping):

@@ -81,11 +81,7 @@ class CollateConfig:
 
 
 def collate_rows(rows: Sequence[PackedRow], shape: CollateConfig) -> Batch:
-    """Build one batch of the rows, as wide as the fullest of them.
-
-    Raises:
-        DataError: If a token id is outside the vocabulary.
-    """
+    """Build one batch, as wide as the fullest row; raise DataError if a token id is outside the vocabulary."""
     model_input = _side([[segment.tokens for segment in row] for row in rows], shape)
     targets = _padded([[segment.targets for segment in row] for row in rows], -1)
     _check(targets, shape)
@@ -104,10 +100,7 @@ def collate_rows(rows: Sequence[PackedRow], shape: CollateConfig) -> Batch:
 
 
 def split_segments(rows: Sequence[PackedRow], shape: CollateConfig) -> Iterator[Batch]:
-    """Yield every segment of isolated rows as a batch: same tokens, positions and targets.
-
-    Segments without a target are skipped.
-    """
+    """Yield every segment of isolated rows that has a target as a batch: same tokens, positions and targets."""
     for row in rows:
         low = source_low = 0
         for segment in row:

@@ -22,7 +22,7 @@ from anywhere in it if the pieces do.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -132,9 +132,8 @@ def _fit(lengths: Ints, context: int, fit: PackingMethod) -> list[list[tuple[int
 
 
 def _best_fit_crop(lengths: Ints, context: int) -> list[list[tuple[int, int]]]:
-    left: list[tuple[int, int]] = []  # (length, -piece): ties take the earlier piece first
-    for piece, length in enumerate(lengths.tolist()):
-        insort(left, (length, -piece))
+    # (length, -piece): ties take the earlier piece first
+    left = sorted((length, -piece) for piece, length in enumerate(lengths.tolist()))
     rows: list[list[tuple[int, int]]] = []
     while left:
         room, row = context, list[tuple[int, int]]()

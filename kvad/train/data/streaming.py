@@ -25,11 +25,11 @@ from kvad.text import Tokenizer
 from kvad.train import sources as sources_lib
 from kvad.train.config import RunConfig
 from kvad.train.data.collate import PackedRow, Segment, cut_row
-from kvad.train.data.packed_dataset import Packer
+from kvad.train.data.packed_dataset import Packer, PackingStats, mix_rows, seeded_rng, source_seeds
+from kvad.train.data.packers import packing_method
 from kvad.train.data.packing import PackingMethod, pack_documents, pack_whole_texts
-from kvad.train.data.row_sources import PackingStats, mix_rows, seeded_rng, source_seeds
-from kvad.train.data.text_packer import packing_method
 from kvad.train.data.token_store import Ints, TokenStore, encode_pieces
+from kvad.train.sources import Corpus
 
 _HELD, _EPOCH, _BLOCK = 3, 4, 5  # streams of random numbers
 
@@ -75,21 +75,16 @@ class Cursor(NamedTuple):
 Pieces = Iterator[tuple[Ints, bool, bool]]  # tokens, begins a text, ends a text
 
 
-def stream_texts(
-    texts: sources_lib.documents.DocumentCorpus | sources_lib.pairs.PairCorpus, tokenizer: Tokenizer
-) -> StreamItems:
+def stream_texts(texts: Corpus, tokenizer: Tokenizer) -> StreamItems:
     """Return the items of texts encoded on the fly; raises DataError if a text cannot be read."""
 
     def pieces(skip: int) -> Pieces:
         for piece in encode_pieces(texts, tokenizer, skip=skip):
             yield np.array(piece.ids, np.int64), piece.opens, piece.closes
 
-    if isinstance(texts, sources_lib.pairs.PairCorpus):
-        return lambda index: _pair_items(pieces(2 * index), index)
     texts.framer(tokenizer)
-    separator = tokenizer.special_tokens.separator
-    assert separator is not None
-    return lambda index: _document_items(pieces(index), index, separator)
+    is_pairs = isinstance(texts, sources_lib.pairs.PairCorpus)
+    return _items(pieces, None if is_pairs else tokenizer.special_tokens.separator)
 
 
 def stream_store(store: TokenStore, first: int, last: int, *, pairs: bool) -> StreamItems:
@@ -103,9 +98,13 @@ def stream_store(store: TokenStore, first: int, last: int, *, pairs: bool) -> St
         for number in range(skip, len(edges) - 1):
             yield store.take(np.arange(edges[number], edges[number + 1])), is_text[number], is_text[number + 1]
 
-    if pairs:
+    return _items(pieces, None if pairs else int(store.take(offsets[:1])[0]))
+
+
+def _items(pieces: Callable[[int], Pieces], separator: int | None) -> StreamItems:
+    """Return pairs, or with a separator documents, of the pieces from an index on."""
+    if separator is None:
         return lambda index: _pair_items(pieces(2 * index), index)
-    separator = int(store.take(offsets[:1])[0])
     return lambda index: _document_items(pieces(index), index, separator)
 
 
@@ -132,17 +131,11 @@ class ShuffleBuffer:
     """Endless rows of the training items, shuffled one block at a time."""
 
     def __init__(
-        self,
-        items: StreamItems,
-        context: int,
-        fit: PackingMethod | None,
-        shuffle: int,
-        held_out_fraction: float,
-        seed: int,
+        self, items: StreamItems, context: int, fit: PackingMethod | None, shuffle: int, held_out: float, seed: int
     ) -> None:
-        """Read blocks of ``shuffle`` rows; ``fit`` None is packing "split"."""
+        """Read blocks of ``shuffle`` rows; ``held_out``: share of the items, ``fit`` None: packing "split"."""
         self._items, self._context, self._fit, self._seed = items, context, fit, seed
-        self._tokens, self._held_out_fraction = shuffle * context, held_out_fraction
+        self._tokens, self._held_out_fraction = shuffle * context, held_out
         self._known_cursors = [Cursor()]
         self._blocks: Iterator[tuple[Cursor, list[PackedRow]]] = iter(())
         self._at, self._rows = Cursor(row=-1), list[PackedRow]()
@@ -169,10 +162,7 @@ class ShuffleBuffer:
         self._at, self._rows = Cursor(row=-1), []
 
     def is_held_out(self, index: int) -> bool:
-        """Return True if an item is held out, equally for a store and a stream.
-
-        Uses splitmix64 (Steele et al. 2014) of seed and index.
-        """
+        """Return True if an item is held out, by splitmix64 (Steele et al. 2014) of seed and index."""
         mask = (1 << 64) - 1
         x = (self._seed * 0xD1342543DE82EF95 + (index + 1) * 0x9E3779B97F4A7C15 + _HELD) & mask
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
@@ -202,10 +192,7 @@ class ShuffleBuffer:
         return self._rows[number - self._at.row]
 
     def _split_items(self, index: int, *, held_out: bool) -> Iterator[StreamItem]:
-        """Yield held-out or training items.
-
-        If the next piece of a document is in the other split, the item has no next token.
-        """
+        """Yield held-out or training items, without a next token if that is in the other split."""
         for item in self._items(index):
             if self.is_held_out(item.item_index) != held_out or not len(item.tokens):
                 continue
@@ -265,13 +252,9 @@ class ShuffleBuffer:
             layout = pack_whole_texts(order, sizes[order], self._context, self._fit)
         else:
             layout = pack_documents(lengths, self._context, self._fit, random)
-        return [
-            [items[item].part(begin, end) for item, begin, end in layout.pieces(row)] for row in range(layout.num_rows)
-        ]
+        return [[items[item].part(*span) for item, *span in layout.pieces(row)] for row in range(layout.num_rows)]
 
-    def _measure(
-        self, rows: Sequence[PackedRow], items: Sequence[StreamItem], left: Sequence[StreamItem]
-    ) -> PackingStats:
+    def _measure(self, rows: list[PackedRow], items: list[StreamItem], left: list[StreamItem]) -> PackingStats:
         num_used = sum(map(_num_tokens, rows))
         num_cropped = _num_tokens(items) - _num_tokens(left) - num_used
         sides = 1 if items[0].encoder_tokens is None else 2
@@ -285,10 +268,9 @@ def _num_tokens(parts: Sequence[StreamItem] | PackedRow) -> int:
 def _rows_from_items(
     items: Sequence[StreamItem], first: int, context: int, *, whole: bool
 ) -> tuple[list[PackedRow], list[StreamItem]]:
-    """Cut consecutive items into a row of ``first`` tokens and rows of ``context``; ``whole``: the last takes the rest.
+    """Cut items into a row of ``first`` tokens and rows of ``context``; return the rows and the remaining items.
 
-    Returns:
-        The rows and the remaining items.
+    ``whole``: a last row takes the rest.
     """
     if not items:
         return [], []
@@ -315,12 +297,7 @@ def _rows_from_items(
 
 
 class StreamPacker(Packer):
-    """Texts of one or several sources in their order.
-
-    Raises:
-        DataError: If a source has no held-out text.
-        ConfigError: If the packing is not possible.
-    """
+    """Texts of one or several sources in their order; raises DataError if a source has no held-out text."""
 
     train_tokens = 0  # unknown
 

@@ -27,7 +27,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ import numpy.typing as npt
 from kvad import storage
 from kvad.text import Tokenizer
 from kvad.train import sources as sources_lib
+from kvad.train.sources import Corpus
 
 MANIFEST, OFFSETS = "manifest.json", "offsets.bin"
 FORMAT = 2  # version of the manifest
@@ -47,9 +48,7 @@ BATCH_CHARS = 1 << 22  # characters of documents encoded together
 SCAN_CHUNK = 1 << 20  # tokens scanned together
 
 Ints = npt.NDArray[np.int64]
-AnyCorpus = (
-    sources_lib.documents.DocumentCorpus | sources_lib.pairs.PairCorpus | sources_lib.examples.ExampleCorpus[Any]
-)
+Progress = sources_lib.documents.Progress
 _TextBatch = list[tuple[int, sources_lib.formats.TextPiece]]  # pieces and the indices of their texts
 
 
@@ -59,6 +58,7 @@ class EncodedPiece(NamedTuple):
     ids: list[int]
     opens: bool  # the piece begins its text
     closes: bool  # the piece ends its text
+    columns: Mapping[str, list[int]]  # a value per token for each column
 
 
 class OutOfVocabulary(NamedTuple):
@@ -141,30 +141,25 @@ class TokenStore:
 
 def open_store(
     folder: Path,
-    corpus: AnyCorpus,
+    corpus: Corpus,
     tokenizer: Tokenizer,
     *,
     accept: Callable[[TokenStore], object] = lambda store: None,
-    progress: sources_lib.documents.Progress = lambda chars, tokens: None,
+    progress: Progress = lambda chars, tokens: None,
 ) -> tuple[TokenStore, bool]:
-    """Open the corpus's tokens in ``folder``, writing them first if needed.
+    """Open the corpus's tokens in ``folder``, writing them first if needed; return True if they existed already.
 
-    Args:
-        folder: The store's folder.
-        corpus: The texts.
-        tokenizer: Encodes them.
-        accept: Checks the store before it appears as ``folder``; if it raises, nothing is left.
-        progress: Receives numbers of characters and tokens.
-
-    Returns:
-        The store, and True if it existed already.
+    ``accept`` checks the store before it appears as ``folder``; if it raises, nothing is left.
 
     Raises:
         DataError: If texts cannot be read.
         SaveError: If the disk refuses; an old store stays complete.
     """
-    manifest = _read_manifest(folder)
-    if _is_complete(folder, manifest) and manifest["fingerprint"] == store_fingerprint(corpus, tokenizer):
+    manifest = read_manifest(folder)
+    is_complete = False
+    with suppress(OSError, ValueError, KeyError, TypeError):  # of a damaged manifest
+        is_complete = "fingerprint" in manifest and not any(find_incomplete_files(folder, manifest))
+    if is_complete and manifest["fingerprint"] == store_fingerprint(corpus, tokenizer):
         store = TokenStore(folder, manifest)
         accept(store)
         return store, True
@@ -177,10 +172,10 @@ def open_store(
 
 def is_prepared(path: Path) -> bool:
     """Return True for a folder written by ``kvad data prepare`` of any version."""
-    return "prepared" in _read_manifest(path)
+    return "prepared" in read_manifest(path)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the folder's manifest, or {} if it has none that can be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -190,23 +185,16 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_store(
-    folder: Path,
-    corpus: AnyCorpus,
-    tokenizer: Tokenizer,
-    more: dict[str, Any] | None = None,
-    *,
-    progress: sources_lib.documents.Progress,
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, more: dict[str, Any] | None = None, *, progress: Progress
 ) -> dict[str, Any]:
     """Write the corpus as tokens into an empty folder; return its manifest, with ``more`` added."""
-    more = dict(more or {})
+    more, pieces = dict(more or {}), encode_pieces(corpus, tokenizer, progress)
     if isinstance(corpus, sources_lib.examples.ExampleCorpus):
-        texts = _write_columns(folder, corpus.columns, corpus.encoded(tokenizer, progress))
-        pieces: Iterator[EncodedPiece] = (EncodedPiece(ids, True, True) for ids in texts)
         more["columns"] = dict(corpus.columns)
-    else:
-        pieces = encode_pieces(corpus, tokenizer, progress)
+        pieces = (EncodedPiece(ids, True, True, values) for ids, values in corpus.encoded(tokenizer, progress))
     vocab = max(part.vocab_size for part in (tokenizer, tokenizer.source_tokenizer) if part is not None)
-    counts = _write(folder, pieces, _dtype(vocab))
+    dtype = "uint16" if vocab <= 1 << 16 else "uint32"
+    counts = _write(folder, pieces, dtype, more.get("columns", {}))
     if "columns" in more:
         more["column_hashes"] = {f"{name}.bin": _digest(folder / f"{name}.bin") for name in more["columns"]}
     identity = {"format": FORMAT, "fingerprint": store_fingerprint(corpus, tokenizer)}
@@ -215,28 +203,22 @@ def write_store(
     return manifest
 
 
-def _write_columns(
-    folder: Path, columns: Mapping[str, str], texts: Iterable[sources_lib.examples.EncodedColumns]
-) -> Iterator[list[int]]:
-    """Write the columns of texts and yield the ids of each text."""
-    with ExitStack() as stack:
-        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in columns}
-        for ids, values in texts:
-            for name, kind in columns.items():
-                assert len(values[name]) == len(ids), f"a value of {name} for every token"
-                files[name].write(np.asarray(values[name], np.dtype(kind).newbyteorder("<")).tobytes())
-            yield ids
+def find_incomplete_files(folder: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[Path, int, int]]:
+    """Yield files of another size than the manifest's, with size in bytes (-1: missing) and expected size.
 
-
-def expected_sizes(manifest: Mapping[str, Any]) -> dict[str, int]:
-    """Return the size in bytes of every file of a complete store."""
-    size = np.dtype(manifest["dtype"]).itemsize
+    Raises:
+        KeyError, TypeError: If the manifest is damaged.
+    """
+    token_size = np.dtype(manifest["dtype"]).itemsize
+    expected = {shard["file"]: shard["tokens"] * token_size for shard in manifest["shards"]}
     columns = manifest.get("columns", {}).items()
-    return {
-        **{shard["file"]: shard["tokens"] * size for shard in manifest["shards"]},
-        **{f"{name}.bin": np.dtype(kind).itemsize * manifest["tokens"] for name, kind in columns},
-        OFFSETS: 8 * (manifest["documents"] + 1),
-    }
+    expected |= {f"{name}.bin": np.dtype(kind).itemsize * manifest["tokens"] for name, kind in columns}
+    expected[OFFSETS] = 8 * (manifest["documents"] + 1)
+    for name, size in expected.items():
+        path = folder / name
+        size_on_disk = path.stat().st_size if path.is_file() else -1
+        if size_on_disk != size:
+            yield path, size_on_disk, size
 
 
 def find_corrupt_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
@@ -258,7 +240,7 @@ def _has_digest(path: Path, digest: str) -> bool:
         return False
 
 
-def store_fingerprint(corpus: AnyCorpus, tokenizer: Tokenizer) -> str:
+def store_fingerprint(corpus: Corpus, tokenizer: Tokenizer) -> str:
     """Return the sha256 (hex) of everything that determines the tokens."""
     return hashlib.sha256(json.dumps(_settings(corpus, tokenizer), sort_keys=True).encode()).hexdigest()
 
@@ -270,42 +252,27 @@ def combined_fingerprint(fingerprints: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(fingerprints)).encode()).hexdigest()
 
 
-def find_changed_sources(folder: Path, corpus: AnyCorpus) -> list[str]:
+def find_changed_sources(folder: Path, corpus: Corpus) -> list[str]:
     """Return names of files changed, added or removed since the store was written."""
     try:
-        before = {source["name"]: source["sha256"] for source in _read_manifest(folder)["sources"]}
+        before = {source["name"]: source["sha256"] for source in read_manifest(folder)["sources"]}
     except (KeyError, TypeError):
         return []
     now = {source.name: source.sha256 for source in corpus.sources}
     return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
-def _settings(corpus: AnyCorpus, tokenizer: Tokenizer) -> dict[str, Any]:
+def _settings(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"tokenizer": tokenizer.fingerprint(), **corpus.settings()}
-
-
-def _dtype(vocab: int) -> str:
-    return "uint16" if vocab <= 1 << 16 else "uint32"
 
 
 def is_store(folder: Path) -> bool:
     """Return True for a token store of any corpus."""
-    return {"fingerprint", "shards"} <= _read_manifest(folder).keys()
-
-
-def _is_complete(folder: Path, manifest: dict[str, Any]) -> bool:
-    try:
-        sizes = expected_sizes(manifest).items()
-        return "fingerprint" in manifest and all((folder / name).stat().st_size == size for name, size in sizes)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return {"fingerprint", "shards"} <= read_manifest(folder).keys()
 
 
 def encode_pieces(
-    corpus: AnyCorpus,
-    tokenizer: Tokenizer,
-    progress: sources_lib.documents.Progress = lambda chars, tokens: None,
-    skip: int = 0,
+    corpus: Corpus, tokenizer: Tokenizer, progress: Progress = lambda chars, tokens: None, skip: int = 0
 ) -> Iterator[EncodedPiece]:
     """Yield every piece's framed ids, except the first ``skip`` pieces, which are not encoded.
 
@@ -313,7 +280,8 @@ def encode_pieces(
     """
     frame = corpus.framer(tokenizer)
     chars = tokens = 0
-    with ThreadPoolExecutor(1) as pool:
+    pool = ThreadPoolExecutor(1)
+    try:
         running: tuple[_TextBatch, Future[list[list[int]]]] | None = None
         for batch in chain(_batches(corpus.pieces(), skip), (None,)):
             started = None if batch is None else (batch, pool.submit(_encode, tokenizer, batch))
@@ -323,8 +291,12 @@ def encode_pieces(
                 tokens += sum(map(len, encoded))
                 progress(chars, tokens)
                 for (number, piece), ids in zip(pieces, encoded, strict=True):
-                    yield EncodedPiece(frame(number, ids) if piece.opens else ids, piece.opens, piece.closes)
+                    yield EncodedPiece(frame(number, ids) if piece.opens else ids, piece.opens, piece.closes, {})
             running = started
+    finally:
+        # No wait for the thread: a garbage collection may close an unread generator inside Thread.start, where a join
+        # waits forever.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _encode(tokenizer: Tokenizer, batch: _TextBatch) -> list[list[int]]:
@@ -382,28 +354,23 @@ class _Shards:
             self._file = None
 
 
-def _write(folder: Path, pieces: Iterable[EncodedPiece], dtype: str) -> dict[str, Any]:
-    """Write shards and offsets; return their manifest entries."""
+def _write(folder: Path, pieces: Iterable[EncodedPiece], dtype: str, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Write shards, columns and offsets; return their manifest entries."""
     offsets, cuts, count = [0], list[int](), 0
-    shards = _Shards(folder, dtype)
-    try:
+    with ExitStack() as stack:
+        shards = stack.enter_context(closing(_Shards(folder, dtype)))
+        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in columns}
         for piece in pieces:
             if not piece.opens:
                 cuts.append(count)
             shards.add(piece.ids)
+            for name, kind in columns.items():
+                assert len(piece.columns[name]) == len(piece.ids), f"a value of {name} for every token"
+                files[name].write(np.asarray(piece.columns[name], np.dtype(kind).newbyteorder("<")).tobytes())
             count += len(piece.ids)
             if piece.closes:
                 offsets.append(count)
-    finally:
-        shards.close()
     content = np.asarray(offsets, "<u8").tobytes()
     (folder / OFFSETS).write_bytes(content)
-    return {
-        "dtype": dtype,
-        "tokens": count,
-        "documents": len(offsets) - 1,
-        "largest": shards.largest,
-        "shards": shards.written,
-        "offsets": hashlib.sha256(content).hexdigest(),
-        "cuts": cuts,
-    }
+    counts = {"dtype": dtype, "tokens": count, "documents": len(offsets) - 1, "largest": shards.largest}
+    return {**counts, "shards": shards.written, "offsets": hashlib.sha256(content).hexdigest(), "cuts": cuts}

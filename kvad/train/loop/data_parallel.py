@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,6 @@ from kvad.train.config import TrainConfig
 
 REDUCE_BUCKET_ELEMENTS = 1 << 22  # gradient elements reduced in one call
 TORCHRUN_HINT = "torchrun --nproc-per-node {} -m kvad train ..."
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,6 @@ class DataParallelGroup:
     def is_main(self) -> bool:
         """True if this rank reports, evaluates for all, and saves."""
         return self.rank == 0
-
-    # ------------------------------------------------------------ checks
 
     def check_divisible(self, train: TrainConfig) -> None:
         """Raise ConfigError if the micro-batches cannot be shared evenly."""
@@ -85,21 +81,8 @@ class DataParallelGroup:
                 f"step {step}: the weights of the ranks differ", "Run all ranks on one machine with the same versions."
             )
 
-    # ------------------------------------------------------------ a step
-
-    def local_batches(self, batches: Sequence[T]) -> Sequence[T]:
-        """Return the micro-batches of a step that this rank learns from."""
-        return batches if self.size == 1 else batches[self.rank :: self.size]
-
-    def global_index(self, local_index: int) -> int:
-        """Return the index within the step of this rank's ``local_index``-th micro-batch."""
-        return self.rank + local_index * self.size
-
     def all_reduce_gradients(self, model: nn.Module, summed: float) -> float:
-        """Sum each gradient over the ranks and return the sum of ``summed``.
-
-        A gradient stays None if no rank has one.
-        """
+        """Sum each gradient over the ranks, None if no rank has one; return the sum of ``summed``."""
         if self.size == 1:
             return summed
         learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -120,8 +103,6 @@ class DataParallelGroup:
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
         return float(total)
-
-    # ------------------------------------------------------------ shared decisions
 
     def any_rank(self, flag: bool) -> bool:
         """Return True if ``flag`` is true on any rank."""
@@ -146,8 +127,6 @@ class DataParallelGroup:
         if self.is_main:
             self.any_rank(False)
 
-    # ------------------------------------------------------------ gathering
-
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return ``x`` of every rank, ordered by rank; shapes must agree."""
         if self.group is None:
@@ -159,8 +138,6 @@ class DataParallelGroup:
 
     def all_gather_text(self, text: str) -> list[str]:
         """Return the texts of all ranks, ordered by rank."""
-        if self.size == 1:
-            return [text]
         content = text.encode()
         lengths = [int(length) for length in self.all_gather(torch.tensor([len(content)]))]
         padded = torch.tensor([*content, *bytes(max(lengths) + 1 - len(content))], dtype=torch.uint8)
@@ -168,20 +145,14 @@ class DataParallelGroup:
         return [bytes(row[:length].tolist()).decode() for row, length in gathered]
 
     def random_state(self, device: str) -> dict[str, Tensor]:
-        """Return all ranks' random number states as checkpoint tensors.
-
-        Their names are ``rng``, ``rng.1``, ... and, for GPUs, ``rng_device``, ``rng_device.1``, ...
-        """
-        states = {"rng": torch.get_rng_state()}
-        if torch.device(device).type == "cuda":
-            states["rng_device"] = torch.cuda.get_rng_state(device)
-        return {_rank_key(name, rank): x for name, own in states.items() for rank, x in enumerate(self.all_gather(own))}
+        """Return all ranks' states as checkpoint tensors: ``rng``, ``rng.1``, ..., of GPUs ``rng_device``, ...."""
+        states = random_state(device).items()
+        return {_rank_key(name, rank): x for name, own in states for rank, x in enumerate(self.all_gather(own))}
 
     def restore_random(self, tensors: Mapping[str, Tensor], device: str) -> None:
         """Restore this rank's random number state."""
-        torch.set_rng_state(tensors[_rank_key("rng", self.rank)])
-        if "rng_device" in tensors:
-            torch.cuda.set_rng_state(tensors[_rank_key("rng_device", self.rank)], device)
+        names = [name for name in ("rng", "rng_device") if name in tensors]
+        restore_random_state({name: tensors[_rank_key(name, self.rank)] for name in names}, device)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Return the sum over all ranks, bit-equal on each of them."""
@@ -255,6 +226,21 @@ def _number(environment: Mapping[str, str], name: str, default: int | None) -> i
     if text is None or not text.isdecimal():
         raise UsageError(f"{name}: must be a number, got {text!r}", TORCHRUN_HINT.format(2))
     return int(text)
+
+
+def random_state(device: str) -> dict[str, Tensor]:
+    """Return a copy of the random number state of the CPU and, if ``device`` is a GPU, of that GPU."""
+    state = {"rng": torch.get_rng_state()}
+    if torch.device(device).type == "cuda":
+        state["rng_device"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Tensor], device: str) -> None:
+    """Restore what ``random_state`` returned."""
+    torch.set_rng_state(state["rng"])
+    if "rng_device" in state:
+        torch.cuda.set_rng_state(state["rng_device"], device)
 
 
 def _rank_key(name: str, rank: int) -> str:

@@ -115,6 +115,8 @@ def plan_training(
 def _plan(run: TrainingRun) -> TrainingPlan:
     config, data, train, model = run.config, run.run_data.data, run.config.train, run.initial.model_config
     parameters, trained = run.initial.parameters
+    saved_alone = trained if config.lora is not None or run.is_summarizer else None  # of adapters and summarizers
+    stored = setup.memory_estimate.MemoryEstimate(model, config, parameters, saved_alone)
     memory, fits = run.memory, None
     if memory is not None and run.available is not None and torch.device(train.device).type == "cpu":
         fits = memory.largest_batch(run.available)
@@ -158,7 +160,7 @@ def _plan(run: TrainingRun) -> TrainingPlan:
         step_seconds=seconds,
         seconds=None if steps is None or seconds is None or eval_seconds is None else steps * seconds + eval_seconds,
         eval_seconds=eval_seconds,
-        checkpoint=_checkpoint_bytes(run),
+        checkpoint=stored.saved,
         num_checkpoints=train.keep_checkpoints + train.keep_best,
         device=train.device,
         precision=run.precision,
@@ -175,22 +177,8 @@ def _steps(config: RunConfig, seconds: float | None, evaluation: float | None) -
     return by_clock if train.last_step is None else min(by_clock, train.last_step)
 
 
-def _checkpoint_bytes(run: TrainingRun) -> int:
-    """Return the bytes of a checkpoint: of adapters and summarizers, only the trained part."""
-    parameters, trained = run.initial.parameters
-    is_frozen = run.config.lora is not None or run.is_summarizer
-    estimate = setup.memory_estimate.MemoryEstimate
-    return estimate(run.initial.model_config, run.config, parameters, trained if is_frozen else None).saved
-
-
-# ---------------------------------------------------------------- the trial
-
-
 def _trial(run: TrainingRun, throughput: monitoring.throughput.ThroughputMeter) -> TrialTiming:
-    """Time real rows: one first, then as many as should take TRIAL_SECONDS.
-
-    Returns the fastest of several repetitions if they are short.
-    """
+    """Time real rows: one, then as many as should take TRIAL_SECONDS; the fastest of several short trials counts."""
     run.build()
     run.module.train()
     device, objective, optimization = run.config.train.device, run.objective, run.optimization

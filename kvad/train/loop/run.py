@@ -10,9 +10,6 @@ or the corpus is a ``kvad.train.sources.pairs.PairPaths``. Other objectives: ``s
 A run folder holds ``checkpoints/step-N/`` (each a complete checkpoint), ``data/`` (the tokens), ``metrics.jsonl`` and
 ``run.toml`` (its configuration). ``LLM.load("runs/x")`` works at any snapshot after the first save. Runs that cannot
 work are refused before anything is written, and folders made for them are removed.
-
-A summarizer is trained for a trained model (``[summarizer]`` of the run file). Its checkpoints hold only the summarizer
-(``checkpoint/summarizer.py``); its tokens come from the model's own tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -36,10 +34,9 @@ from kvad.model import Transformer
 from kvad.train import config as config_lib
 from kvad.train import monitoring, objectives, optim, setup
 from kvad.train.config import RunConfig
-from kvad.train.loop.acceleration import apply_acceleration
-from kvad.train.loop.checkpointer import AsyncCheckpointer, checkpoint_status
+from kvad.train.loop.async_checkpointer import AsyncCheckpointer, checkpoint_status
 from kvad.train.loop.data_parallel import SINGLE_PROCESS, DataParallelGroup
-from kvad.train.loop.trainer import Trainer, TrainerState
+from kvad.train.loop.trainer import Trainer, TrainerState, apply_acceleration
 from kvad.train.monitoring import Callback, TrainingContext, TrainingResult
 from kvad.train.objectives import Autocast, Objective
 from kvad.train.optim import OptimizersContainer
@@ -61,15 +58,10 @@ class RunOptions(TypedDict, total=False):
 def train_model(
     config: RunConfig, corpus: CorpusArgument, out: Path, *, overwrite: bool = False, **options: Unpack[RunOptions]
 ) -> TrainingResult:
-    """Train a new model, continue from a checkpoint (``config.init``), or train a summarizer.
+    """Train a new model, continue from a checkpoint (``config.init``), or train a summarizer, in the folder ``out``.
 
-    Args:
-        corpus: Texts or pairs.
-        out: The run folder.
-        overwrite: Replace a run in ``out`` at the first save.
-
-    Raises:
-        KvadError: Before anything is written; SaveError if a checkpoint cannot be written.
+    ``overwrite``: replace a run in ``out`` at the first save. Raises KvadError before anything is written; SaveError if
+    a checkpoint cannot be written.
     """
     return TrainingRun(config, corpus, out, **options).train(overwrite)
 
@@ -77,28 +69,21 @@ def train_model(
 def resume_model(
     out: Path, *, config: RunConfig | None = None, corpus: CorpusArgument = (), **options: Unpack[RunOptions]
 ) -> TrainingResult:
-    """Continue from a run's newest checkpoint, bit for bit if steps limit it (``trainer.py``).
+    """Continue from the newest checkpoint of the run in ``out``, bit for bit if steps limit it (``trainer.py``).
 
-    Args:
-        out: The run folder.
-        config: None for the run's own; else equal but for how often it logs, evaluates and saves.
-        corpus: () for the run's own; else equal to it.
+    A given ``config`` may differ from the run's in how often it logs, evaluates and saves; a given ``corpus`` must be
+    equal to the run's.
 
     Raises:
         ConfigError: Names what differs.
         CheckpointError: If there is no run, or a model that it needs has changed.
-        MemoryPlanError: As ``train_model``.
     """
     stored, paths = read_run_config(out)
     return TrainingRun(config or stored, corpus or paths, out, **options).resume(stored)
 
 
 def read_run_config(out: Path) -> tuple[RunConfig, CorpusArgument]:
-    """Return configuration and corpus of a run that can resume.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """Return configuration and corpus of a run that can resume; CheckpointError if there is none."""
     setup.preflight.check_has_checkpoint(out)
     newest = (checkpoint.folder.list_steps(out) or [out])[-1]
     is_summarizer = (newest / checkpoint.folder.SUMMARIZER_FILE).is_file()
@@ -143,7 +128,8 @@ class TrainingRun:
     replaces_run: bool = False  # the first save replaces another run
 
     def __post_init__(self) -> None:
-        self.config = setup.initialize.resolve_paths(self.config)
+        if self.config.init is not None and (folder := Path(self.config.init).expanduser()).is_dir():
+            self.config = replace(self.config, model={"init": str(folder.resolve())})
 
     @property
     def is_summarizer(self) -> bool:
@@ -190,8 +176,6 @@ class TrainingRun:
         self.build()
         return self.fit(TrainerState(**state.state["trainer_state"]), state)
 
-    # ------------------------------------------------------------ stages
-
     def _check_options(self) -> None:
         config, group = self.config, self.data_parallel
         setup.preflight.check_device(config.train)
@@ -204,7 +188,7 @@ class TrainingRun:
     def open_initial(self) -> None:
         """Open the initial model and the texts of a new run; make its tokenizer and its model's config."""
         initial: setup.initialize.InitialModule | None = (
-            setup.initialize_summarizer.load_initial_summarizer if self.is_summarizer else load_initial
+            setup.initialize.load_initial_summarizer if self.is_summarizer else load_initial
         )(self.config)
         # Fail before a tokenizer is trained for an invalid model.
         kind = self.config.resolve(vocab=1).kind if initial is None else initial.model_config.kind
@@ -218,7 +202,8 @@ class TrainingRun:
         if self.is_summarizer or stored.lora is not None:  # before the frozen model is opened
             _check_resumable(stored.to_dict(), self.config.to_dict())
         if self.is_summarizer:
-            self.initial = setup.initialize_summarizer.resume_summarizer(self.config, self.out)
+            stored_summarizer = checkpoint.summarizer.open_summarizer(self.out)
+            self.initial = replace(setup.initialize.load_initial_summarizer(self.config), stored=stored_summarizer)
         else:
             self.initial = setup.initialize.resume_initial(self.config, self.out, record)
         self.config = setup.objective_factory.resolve_objective(self.config, self.initial.model_config.kind)
@@ -268,33 +253,24 @@ class TrainingRun:
         elif not group.is_main:
             torch.manual_seed(train.seed + group.rank)  # each rank draws its own dropout
         metrics = monitoring.metrics.MetricsFile(self.out / METRICS, train.log_interval)
+        sampler = throughput = None
         if group.is_main:
-            self._add_sinks(metrics)
-        self._introduce()  # callbacks may refuse the model, so before the run file is written
-        if group.is_main:
+            self.callbacks = [metrics, *self.callbacks]
+            if train.tensorboard:
+                self.callbacks.insert(1, monitoring.metrics.TensorBoardCallback(self.out, train.log_interval))
+            if isinstance(self.module, Transformer):
+                tokenizer, data = self.initial.tokenizer, self.run_data.data
+                generation = self.run_data.generation(tokenizer)
+                # Callbacks may refuse the model, so before the run file is written.
+                self._notify("on_model", TrainingContext(self.module, tokenizer, generation, data, self._notify))
+                sampler = self.run_data.sampler(self.module, tokenizer)
+                throughput = self._throughput(self.module) if self.measure_peak else None
             run_file = config_lib.toml.format_run_file(self.config, setup.corpora.corpus_to_json(self.corpus))
             storage.atomic.write_bytes(self.out / config_lib.toml.RUN_FILE, run_file.encode())
-        checkpointer = AsyncCheckpointer(
-            lambda: self._snapshot(state),
-            self._write,
-            async_save=train.async_save and group.is_main,
-            has_checkpoint=stored is not None,
-        )
-        trainer = Trainer(
-            self.module,
-            self.objective,
-            self.optimization,
-            self.run_data.data,
-            train,
-            state,
-            checkpointer,
-            self._sampler(),
-            self.callbacks,
-            self.clock,
-            self._throughput(),
-            self.run_data.describe_rows,
-            group,
-        )
+        is_async, snapshot = train.async_save and group.is_main, partial(self._snapshot, state)
+        checkpointer = AsyncCheckpointer(snapshot, self._write, async_save=is_async, has_checkpoint=stored is not None)
+        parts = (self.module, self.objective, self.optimization, self.run_data.data, train, state, checkpointer)
+        trainer = Trainer(*parts, sampler, self.callbacks, self.clock, throughput, self.run_data.describe_rows, group)
 
         def out_of_memory() -> MemoryPlanError:
             where, status = f"in step {state.step + 1}", checkpoint_status(checkpointer.has_checkpoint)
@@ -313,32 +289,9 @@ class TrainingRun:
         for callback in self.callbacks:
             getattr(callback, method)(report)
 
-    # ------------------------------------------------------------ parts of fit
-
-    def _add_sinks(self, metrics: monitoring.metrics.MetricsFile) -> None:
-        """Add the metrics file and TensorBoard to the callbacks."""
-        sinks: list[Callback] = [metrics]
-        if self.config.train.tensorboard:
-            sinks.append(monitoring.tensorboard.TensorBoardCallback(self.out, self.config.train.log_interval))
-        self.callbacks = [*sinks, *self.callbacks]
-
-    def _introduce(self) -> None:
-        """Pass the model to all callbacks."""
-        if isinstance(self.module, Transformer):
-            tokenizer, data = self.initial.tokenizer, self.run_data.data
-            generation = self.run_data.generation(tokenizer)
-            self._notify("on_model", TrainingContext(self.module, tokenizer, generation, data, self._notify))
-
-    def _sampler(self) -> Callable[[], tuple[monitoring.callbacks.TextSample, ...]] | None:
-        if not self.data_parallel.is_main or not isinstance(self.module, Transformer):
-            return None
-        return self.run_data.sampler(self.module, self.initial.tokenizer)
-
-    def _throughput(self) -> monitoring.throughput.ThroughputMeter | None:
-        if not (self.measure_peak and self.data_parallel.is_main and isinstance(self.module, Transformer)):
-            return None
+    def _throughput(self, model: Transformer) -> monitoring.throughput.ThroughputMeter:
         peak = monitoring.throughput.measure_gemm_peak(self.config.train.device, self.precision)
-        return monitoring.throughput.ThroughputMeter(self.module.config, peak, self.config.lora is not None)
+        return monitoring.throughput.ThroughputMeter(model.config, peak, self.config.lora is not None)
 
     def _snapshot(self, state: TrainerState) -> checkpoint.handle.CheckpointSnapshot:
         group, train = self.data_parallel, self.config.train
@@ -369,8 +322,7 @@ class TrainingRun:
         """Write a checkpoint, which is rank 0's task, and return its folder."""
         if not self.data_parallel.is_main:
             return checkpoint.folder.step_folder(self.out, snapshot.step)
-        keep, fresh = self.config.train.keep_checkpoints, self.replaces_run
-        path = self.writer.save(self.out, snapshot, keep=keep, fresh=fresh)
+        path = self.writer.save(self.out, snapshot, keep=self.config.train.keep_checkpoints, fresh=self.replaces_run)
         self.replaces_run = False
         return path
 
@@ -388,7 +340,7 @@ def _check_same(stored: RunConfig, wanted: RunConfig, initial: setup.initialize.
         there["model"] = {} if same else initial.model_config.to_dict()
         here["model"] = {} if same else model.to_dict()
         if (path := wanted.tokenizer.path) is not None:
-            if setup.dataset_factory.load_tokenizer_from(path).fingerprint() != initial.tokenizer.fingerprint():
+            if setup.corpora.load_tokenizer_from(path).fingerprint() != initial.tokenizer.fingerprint():
                 raise ConfigError(f"tokenizer.path: must be the tokenizer of this run, got {path}")
             there["tokenizer"] = here["tokenizer"]
     _check_resumable(there, here)

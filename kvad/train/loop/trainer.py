@@ -13,22 +13,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from kvad import model as model_lib
 from kvad import ops
-from kvad.errors import DataError, NumericalError
+from kvad.errors import ConfigError, DataError, NumericalError
+from kvad.model import Transformer
 from kvad.train import monitoring, objectives
 from kvad.train.config import TrainConfig
 from kvad.train.data import Batch, PackedDataset
-from kvad.train.loop.checkpointer import AsyncCheckpointer, checkpoint_status
-from kvad.train.loop.data_parallel import SINGLE_PROCESS, DataParallelGroup
-from kvad.train.loop.divergence import DivergenceDetector
-from kvad.train.loop.nonfinite import NonFiniteReport, RandomState, locate_nonfinite
+from kvad.train.loop.async_checkpointer import AsyncCheckpointer, checkpoint_status
+from kvad.train.loop.data_parallel import SINGLE_PROCESS, DataParallelGroup, random_state, restore_random_state
+from kvad.train.loop.failures import DivergenceDetector, NonFiniteReport, locate_nonfinite
 from kvad.train.monitoring import Callback, TrainingResult
 from kvad.train.objectives import Objective
 from kvad.train.optim import OptimizersContainer
@@ -46,22 +47,12 @@ class TrainerState:
     val_step: int | None = None  # step of the evaluation that gave val_loss
     best: float | None = None
     best_step: int | None = None  # step of the lowest val_loss
-    trend: list[float] = field(default_factory=list)  # state of the DivergenceDetector
+    trend: list[float] = field(default_factory=list)  # fields of the DivergenceDetector
 
 
 @dataclass
 class Trainer:
-    """Trains ``model`` until the last step, the time limit or a signal.
-
-    Args:
-        model: Module to train.
-        checkpointer: Saves the model and ``state``.
-        sample_fn: Returns the model's outputs for a few examples, called after every evaluation.
-        clock: Returns seconds.
-        throughput: Counts a step's FLOPs.
-        describe_rows: Returns the texts of rows, which are numbered from the run's first row.
-        data_parallel: The processes that train the same model.
-    """
+    """Trains ``model`` until the last step, the time limit or a signal."""
 
     model: nn.Module
     objective: Objective
@@ -69,18 +60,18 @@ class Trainer:
     data: PackedDataset
     config: TrainConfig
     state: TrainerState
-    checkpointer: AsyncCheckpointer
-    sample_fn: Callable[[], tuple[monitoring.callbacks.TextSample, ...]] | None = None
+    checkpointer: AsyncCheckpointer  # saves the model and `state`
+    sample_fn: Callable[[], tuple[monitoring.callbacks.TextSample, ...]] | None = None  # called after evaluations
     callbacks: Sequence[Callback] = ()
-    clock: Callable[[], float] = time.monotonic
-    throughput: monitoring.throughput.ThroughputMeter | None = None
-    describe_rows: Callable[[range], str] = lambda rows: ""
-    data_parallel: DataParallelGroup = SINGLE_PROCESS
+    clock: Callable[[], float] = time.monotonic  # returns seconds
+    throughput: monitoring.throughput.ThroughputMeter | None = None  # counts a step's FLOPs
+    describe_rows: Callable[[range], str] = lambda rows: ""  # names the texts of rows, numbered from the run's first
+    data_parallel: DataParallelGroup = SINGLE_PROCESS  # the processes that train the same model
 
     def __post_init__(self) -> None:
         self.precision = objectives.cross_entropy.resolve_precision(self.config.precision, self.config.device)
-        self.speed, self.flops = monitoring.metrics.SpeedMeter(), 0
-        self.trend, self.clock = DivergenceDetector(self.state.trend), self.data_parallel.clock(self.clock)
+        self.speed, self.flops = monitoring.throughput.SpeedMeter(), 0
+        self.trend, self.clock = DivergenceDetector(*self.state.trend), self.data_parallel.clock(self.clock)
         self.checkpoint = Path()  # newest checkpoint reported by this run
 
     def fit(self) -> TrainingResult:
@@ -92,7 +83,9 @@ class Trainer:
                 checkpoint = self._run(stop, began)
             except NumericalError as error:
                 self.checkpointer.close()  # the save in flight may become the first checkpoint
-                raise NumericalError(error.message, self._failure_hint(error.hint)) from error
+                advice = "train with a lower learning rate" + ("" if self.precision == "fp32" else " or in fp32")
+                status = checkpoint_status(self.checkpointer.has_checkpoint)
+                raise NumericalError(error.message, f"{status}; {error.hint or advice}") from error
             finally:
                 self.checkpointer.close()
         outcome = self._outcome(checkpoint)
@@ -110,7 +103,11 @@ class Trainer:
             self.speed.add(tokens, self.clock() - before, self.flops)
             state.elapsed = self.clock() - began
             self._notify("on_step", self._step_report(lr, norm))
-            self._check_divergence(lr, norm)
+            assert state.loss is not None
+            warning = self.trend.update(state.step, state.loss, norm, lr)
+            state.trend = list(astuple(self.trend))
+            if warning is not None:
+                self._notify("on_warning", monitoring.callbacks.WarningReport(state.step, warning))
             if state.step % config.eval_interval == 0 or self._is_over():
                 self._evaluate()  # before the save, so that a resumed run does not repeat it
             if state.step % config.save_interval == 0 or (config.keep_best and state.best_step == state.step):
@@ -130,10 +127,10 @@ class Trainer:
     def _step(self) -> tuple[float, float, int]:
         """Run one optimizer step; return learning rate, gradient norm before clipping, number of targets."""
         state = self.state
-        random = RandomState(self.config.device)
+        random = random_state(self.config.device)
         batches = self._batches()
         total = sum(len(batch.targets) for batch in batches)
-        local = self.data_parallel.local_batches(batches)
+        local = batches[self.data_parallel.rank :: self.data_parallel.size]
         self.flops = 0 if self.throughput is None else self.throughput.count_flops(local)
         self.model.train()
         lr = self.optimization.begin_step(state.step, state.elapsed)
@@ -142,7 +139,7 @@ class Trainer:
         summed = self.data_parallel.all_reduce_gradients(self.model, summed)
         norm = self.optimization.clip_grad_norm()
         if not math.isfinite(summed) or not self.optimization.can_continue(norm):
-            random.restore()
+            restore_random_state(random, self.config.device)
             report = locate_nonfinite(self.model, self.objective, local, scaled)
             reports = self.data_parallel.all_gather_text("" if report is None else self._describe(report, batches))
             no_cause = "repeated, all values are finite: check this machine for hardware errors"
@@ -151,11 +148,6 @@ class Trainer:
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
-
-    def _failure_hint(self, hint: str) -> str:
-        """Build the hint for a run stopped by non-finite values; ``hint`` replaces the general advice."""
-        lower = "train with a lower learning rate" + ("" if self.precision == "fp32" else " or in fp32")
-        return f"{checkpoint_status(self.checkpointer.has_checkpoint)}; {hint or lower}"
 
     def _batches(self) -> list[Batch]:
         """Return the next step's micro-batches; DataErrors name the step and its texts."""
@@ -168,21 +160,12 @@ class Trainer:
             where = f"step {self.state.step + 1}{f', of {sources}' if sources else ''}"
             raise DataError(f"{where}: {error.message}", error.hint) from error
 
-    def _check_divergence(self, lr: float, norm: float) -> None:
-        """Report a warning if the run diverges."""
-        state = self.state
-        assert state.loss is not None
-        warning = self.trend.update(state.step, state.loss, norm, lr)
-        state.trend = self.trend.state
-        if warning is not None:
-            self._notify("on_warning", monitoring.callbacks.WarningReport(state.step, warning))
-
     def _describe(self, report: NonFiniteReport, batches: Sequence[Batch]) -> str:
         """Describe the first non-finite value of a step."""
         if report.batch is None:
             return f"not finite: {report.tensor_name}"
         counts = [batch.model_input.sub_batches[0].num_seqs for batch in batches]
-        index = self.data_parallel.global_index(report.batch)
+        index = self.data_parallel.rank + report.batch * self.data_parallel.size
         first = self.state.step * sum(counts) + sum(counts[:index])
         rows = range(first, first + counts[index])
         text = f"first non-finite value: {report.tensor_name}, of micro-batch {index + 1} of {len(batches)}"
@@ -246,19 +229,9 @@ class Trainer:
         state = self.state
         assert state.loss is not None
         speed, memory = self.speed, monitoring.throughput.memory_usage(self.config.device)
-        return monitoring.callbacks.StepReport(
-            step=state.step,
-            loss=state.loss,
-            lr=lr,
-            grad_norm=norm,
-            tokens=state.tokens,
-            elapsed=state.elapsed,
-            tokens_per_second=speed.tokens_per_second,
-            eta=self._eta(),
-            mfu=None if self.throughput is None else speed.flops_per_second / self.throughput.peak,
-            memory=memory.current,
-            memory_peak=memory.peak,
-        )
+        mfu = None if self.throughput is None else speed.flops_per_second / self.throughput.peak
+        progress = (state.tokens, state.elapsed, speed.tokens_per_second, self._eta())
+        return monitoring.callbacks.StepReport(state.step, state.loss, lr, norm, *progress, mfu, *memory)
 
     def _eta(self) -> float | None:
         config, state = self.config, self.state
@@ -277,10 +250,7 @@ class Trainer:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Yield an event set by SIGINT or SIGTERM; a second SIGINT interrupts at once.
-
-    In threads other than the main thread no handler is installed.
-    """
+    """Yield an event set by SIGINT or SIGTERM (in the main thread); a second SIGINT interrupts at once."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -297,3 +267,40 @@ def _stop_signals() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def apply_acceleration(model: Transformer, train: TrainConfig) -> None:
+    """Apply activation checkpointing and torch.compile to a model's training steps; ConfigError without a compiler.
+
+    Neither changes what a model stores or computes. Only the parts between two attention calls are compiled, because
+    each of them is one graph: norms, projections of queries, keys and values, and MLPs. Attention itself already has
+    fused kernels (``ops/attention.py``). Evaluations and samples, whose rows have any length, are not compiled.
+    """
+    for stack in (model.encoder, model.decoder):
+        if stack is not None:
+            stack.checkpoint_activations = train.activation_checkpointing
+    if not train.compile:
+        return
+    reason = ops.compile.compile_error(train.device)
+    if reason is not None:
+        raise ConfigError(f"train.compile: torch cannot compile for {train.device}: {reason}", "Leave it out.")
+    for module in model.modules():
+        if isinstance(module, (model_lib.layers.Norm, model_lib.layers.PlainMLP, model_lib.layers.GatedMLP)):
+            _compile(module, "forward")
+        elif isinstance(module, model_lib.attention.Attention):
+            _compile(module, "project")
+
+
+def _compile(module: nn.Module, name: str) -> None:
+    plain: Callable[..., Any] = getattr(module, name)
+    setattr(module, name, _InTraining(module, plain, ops.compile.lazy_compile(plain)))
+
+
+class _InTraining:
+    """Method that runs compiled while its module is in training mode."""
+
+    def __init__(self, module: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any]) -> None:
+        self._module, self._plain, self._fast = module, plain, fast
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._fast if self._module.training else self._plain)(*arguments)

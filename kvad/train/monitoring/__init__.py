@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from kvad.train.monitoring import callbacks as callbacks
     from kvad.train.monitoring import console as console
     from kvad.train.monitoring import metrics as metrics
-    from kvad.train.monitoring import tensorboard as tensorboard
     from kvad.train.monitoring import throughput as throughput
     from kvad.train.monitoring.callbacks import Callback as Callback
     from kvad.train.monitoring.callbacks import TrainingContext as TrainingContext

@@ -4,10 +4,6 @@ Plain lines, if stderr is not a terminal:
 
 step 1,240/2,000  loss 1.713  val 1.902  lr 4.1e-04  grad_norm 0.83  23,400 tokens/s  0:31 left
 
-Before training, while texts are encoded:
-
-12.6 M characters, 3,271,044 tokens, 402,188 a second
-
 The dashboard is redrawn in place and removed when training ends:
 
      ━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━   step 1,240/2,000   0:31 left

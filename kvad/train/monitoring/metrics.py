@@ -1,9 +1,13 @@
-"""Metrics of a run: a JSONL file that survives kills, and a smoothed estimate of speed.
+"""Metrics of a run: a JSONL file that survives kills, and TensorBoard event files.
 
-One JSON object per line; ``kind`` is ``run`` (the run and its machine), ``step``, ``eval``, ``samples`` (outputs for a
-few held-out sources), ``callback`` (numbers of a callback), ``warning``, ``end``, or ``failed`` (the error that ended
-it and its step; a kill writes nothing). After a resume the file equals that of an uninterrupted run, because lines of
-steps that will be repeated are dropped first; only the step at which a run was stopped keeps its extra line.
+The JSONL file has one object per line; ``kind`` is ``run`` (the run and its machine), ``step``, ``eval``, ``samples``
+(outputs for a few held-out sources), ``callback`` (numbers of a callback), ``warning``, ``end``, or ``failed`` (the
+error that ended it and its step; a kill writes nothing). After a resume the file equals that of an uninterrupted run,
+because lines of steps that will be repeated are dropped first; only the step at which a run was stopped keeps its
+extra line.
+
+The event files, in ``RUN/tensorboard`` (``train.tensorboard``), hold the same for the same steps, and need the
+``tensorboard`` extra. A resumed run purges steps that it repeats; a new run in the same folder removes older files.
 """
 
 from __future__ import annotations
@@ -11,14 +15,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from kvad import storage
 from kvad.errors import KvadError, SaveError
 from kvad.train.monitoring import callbacks
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -41,6 +49,7 @@ class LoggedSteps(callbacks.Callback):
     def __init__(self, log_interval: int) -> None:
         self._log_interval = log_interval
         self._pending: callbacks.StepReport | None = None  # the newest step, until it is logged
+        self._step = 0  # last step
 
     def log(self, report: callbacks.StepReport) -> None:
         """Log a step; called once for each selected step, in order."""
@@ -53,7 +62,7 @@ class LoggedSteps(callbacks.Callback):
             self.log(report)
 
     def on_step(self, report: callbacks.StepReport) -> None:
-        self._pending = report
+        self._pending, self._step = report, report.step
         if report.step == 1 or report.step % self._log_interval == 0:
             self.catch_up()
 
@@ -71,7 +80,6 @@ class MetricsFile(LoggedSteps):
         super().__init__(log_interval)
         self.path = path
         self._file: TextIO | None = None
-        self._step = 0  # last step
 
     def on_start(self, report: callbacks.StartReport) -> None:
         lines = [line for line in read_metrics(self.path) if _step(line) <= report.step] if report.step else []
@@ -79,10 +87,6 @@ class MetricsFile(LoggedSteps):
             lines = [{"kind": "run", **dataclasses.asdict(report)}]
         storage.atomic.write_bytes(self.path, _lines(lines).encode())
         self._file, self._step = self.path.open("a", encoding="utf-8"), report.step
-
-    def on_step(self, report: callbacks.StepReport) -> None:
-        self._step = report.step
-        super().on_step(report)
 
     def log(self, report: callbacks.StepReport) -> None:
         self._write("step", dataclasses.asdict(report))
@@ -142,27 +146,53 @@ def _lines(contents: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(content, ensure_ascii=False) + "\n" for content in contents)
 
 
-class SpeedMeter:
-    """Tokens and FLOPs per second and seconds per step, over about the last dozen steps."""
+class TensorBoardCallback(LoggedSteps):
+    """Writes steps and evaluations of the run in ``out``."""
 
-    def __init__(self, decay: float = 0.92) -> None:
-        self._decay, self._weight = decay, 0.0
-        self._tokens = self._seconds = self._flops = 0.0
+    def __init__(self, out: Path, log_interval: int) -> None:
+        super().__init__(log_interval)
+        self._folder = out / "tensorboard"
+        self._writer: SummaryWriter | None = None
 
-    def add(self, tokens: int, seconds: float, flops: int = 0) -> None:
-        self._weight = self._weight * self._decay + 1
-        self._tokens = self._tokens * self._decay + tokens
-        self._flops = self._flops * self._decay + flops
-        self._seconds = self._seconds * self._decay + seconds
+    def on_start(self, report: callbacks.StartReport) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+        if not report.step:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._writer = SummaryWriter(str(self._folder), purge_step=report.step + 1 if report.step else None)
 
-    @property
-    def flops_per_second(self) -> float:
-        return self._flops / self._seconds if self._seconds > 0 else 0.0
+    def log(self, report: callbacks.StepReport) -> None:
+        scalars = {"loss/training": report.loss, "learning rate": report.lr, "gradient norm": report.grad_norm}
+        memory = None if report.memory is None else report.memory / 2**20
+        more = {"tokens per second": report.tokens_per_second, "utilization": report.mfu, "memory (MiB)": memory}
+        self._scalars({**scalars, **more}, report.step)
 
-    @property
-    def seconds_per_step(self) -> float:
-        return self._seconds / self._weight if self._weight else 0.0
+    def on_eval(self, report: callbacks.EvalReport) -> None:
+        super().on_eval(report)
+        self._scalars({"loss/validation": report.val_loss, "accuracy": report.accuracy}, report.step)
+
+    def on_samples(self, report: callbacks.SamplesReport) -> None:
+        assert self._writer is not None
+        for number, sample in enumerate(report.samples):
+            parts = (("<", sample.source), ("=", sample.target), (">", sample.text))
+            lines = [f"    {mark} {line}" for mark, text in parts for line in text.splitlines()]
+            self._writer.add_text(f"samples/{number}", "\n".join(lines), report.step)
+
+    def on_callback_report(self, report: callbacks.CallbackReport) -> None:
+        numbers = {name: value for name, value in report.values.items() if isinstance(value, int | float)}
+        self._scalars({f"{report.name}/{name}": value for name, value in numbers.items()}, report.step)
+
+    def on_end(self, outcome: callbacks.TrainingResult) -> None:
+        super().on_end(outcome)
+        self.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
+        assert self._writer is not None, "on_start comes first"
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)

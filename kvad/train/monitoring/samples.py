@@ -26,9 +26,8 @@ def greedy_decode(
     device, no_cache = next(model.parameters()).device, NoCache(model.config)
     while live and max_tokens > 0:
         rows = [[generation.decoder_start_token_id, *outputs[row]] for row in live]
-        model_input = _model_input(rows, device)._replace(
-            encoder_input=_model_input([sources[row] for row in live], device)
-        )
+        encoder_input = _model_input([sources[row] for row in live], device)
+        model_input = _model_input(rows, device)._replace(encoder_input=encoder_input)
         logits = model.logits(model(model_input, no_cache), model_input.logit_indices)
         logits[:, list(generation.suppress_tokens)] = -torch.inf
         chosen = dict(zip(live, logits.argmax(dim=-1).tolist(), strict=True))

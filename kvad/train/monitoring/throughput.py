@@ -1,4 +1,4 @@
-"""Utilization of a machine: model FLOPs over a measured matrix product, and memory.
+"""Speed of a run, utilization of a machine (model FLOPs over a measured matrix product), and memory.
 
 **Model FLOP utilization** (MFU) is PaLM's (Chowdhery et al. 2022, appendix B), with products counted from shapes
 (``kvad/config/flops.py``): rows as stored, attention as its full rectangle, padding included, recomputation excluded.
@@ -34,14 +34,38 @@ class ThroughputMeter:
 
     def count_flops(self, batches: Sequence[Batch]) -> int:
         """Return the FLOPs of forward and backward passes, from integers only (no device wait)."""
-        return sum(self._batch_flops(batch) for batch in batches)
+        flops = 0
+        for model_input, targets in ((batch.model_input, len(batch.targets)) for batch in batches):
+            ((rows, width, _),), encoder_input = model_input.sub_batches, model_input.encoder_input
+            source = 0 if encoder_input is None else encoder_input.sub_batches[0].num_new_tokens
+            flops += config.flops.training_pass(self.model, rows, width, targets, source=source, frozen=self.frozen)
+        return flops
 
-    def _batch_flops(self, batch: Batch) -> int:
-        (sub_batch,), encoder_input = batch.model_input.sub_batches, batch.model_input.encoder_input
-        num_seqs, width = sub_batch.num_seqs, sub_batch.num_new_tokens
-        source = 0 if encoder_input is None else encoder_input.sub_batches[0].num_new_tokens
-        targets = len(batch.targets)
-        return config.flops.training_pass(self.model, num_seqs, width, targets, source=source, frozen=self.frozen)
+
+class SpeedMeter:
+    """Tokens and FLOPs per second and seconds per step, over about the last dozen steps."""
+
+    def __init__(self, decay: float = 0.92) -> None:
+        self._decay, self._weight = decay, 0.0
+        self._tokens = self._seconds = self._flops = 0.0
+
+    def add(self, tokens: int, seconds: float, flops: int = 0) -> None:
+        self._weight = self._weight * self._decay + 1
+        self._tokens = self._tokens * self._decay + tokens
+        self._flops = self._flops * self._decay + flops
+        self._seconds = self._seconds * self._decay + seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def flops_per_second(self) -> float:
+        return self._flops / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self._seconds / self._weight if self._weight else 0.0
 
 
 def measure_gemm_peak(device: str, precision: str, seconds: float = 0.4) -> float:
@@ -95,14 +119,10 @@ def memory_usage(device: str) -> MemoryUsage:
     if torch.device(device).type == "cuda":
         return MemoryUsage(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
-    current = _resident()
-    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return MemoryUsage(current, max(peak, current or 0))  # the kernel updates both in batches
-
-
-def _resident() -> int | None:
     try:
         with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+            current = int(file.read().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
-        return None
+        current = None
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return MemoryUsage(current, max(peak, current or 0))  # the kernel updates both in batches

@@ -8,9 +8,7 @@ from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvad.train.objectives import cross_entropy as cross_entropy
-    from kvad.train.objectives import masked_lm as masked_lm
-    from kvad.train.objectives import scheduled_sampling as scheduled_sampling
-    from kvad.train.objectives import span_corruption as span_corruption
+    from kvad.train.objectives import denoising as denoising
     from kvad.train.objectives import summary_distillation as summary_distillation
     from kvad.train.objectives.cross_entropy import Autocast as Autocast
     from kvad.train.objectives.cross_entropy import CrossEntropyObjective as CrossEntropyObjective

@@ -11,14 +11,31 @@ is a mixture of itself and of all C classes::
     loss = -(1 - e) log p(target) - e / C  sum over c of log p(c)
 
 Evaluations do not smooth, so that the validation loss is the logarithm of a perplexity.
+
+**Scheduled sampling** (Bengio et al. 2015) in two passes (Mihaylova & Martins 2019). With teacher forcing a decoder
+reads only correct tokens and never its own mistakes. Here a share of its inputs are its own predictions: a first pass,
+without gradient, reads the correct tokens; at drawn positions the input becomes the most likely token of the position
+before; the second pass learns from that. Targets stay unchanged::
+
+    right tokens    BOS  t1  t2  t3         predictions       u1  u2  u3  u4
+    drawn            .    .   x   .         decoder input     BOS t1  u2  t3        targets   t1 t2 t3 EOS
+
+So a step costs one more forward pass. The share rises from 0 to ``objective.scheduled_sampling`` over the first n
+steps; with r = min(1, step / n)::
+
+    linear       r                        exponential  1 - 0.01^r            sigmoid  1 / (1 + exp(-10 (r - 1/2)))
+
+Positions are drawn by (seed, step, row in the step). The first token of a target is never replaced.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,10 +43,14 @@ from torch import Tensor
 from kvad import config as cfg
 from kvad import model as model_lib
 from kvad import ops
+from kvad.errors import ConfigError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol, ModelInput
+from kvad.train import data as data_lib
+from kvad.train.config import ObjectiveConfig, RunConfig
 from kvad.train.data import Batch
 
+PackedRow = data_lib.collate.PackedRow
 LOGIT_BUDGET = 1 << 22  # elements of [positions, C] computed at a time, except in ops/cross_entropy.py
 
 
@@ -72,14 +93,7 @@ class Autocast:
 
 
 class CrossEntropyObjective:
-    """Cross entropy of the data's targets, without a cache.
-
-    Args:
-        model: The model.
-        autocast: Precision.
-        smoothing: Share of all classes in a target.
-        cache: Replaces ``NoCache``.
-    """
+    """Cross entropy of the data's targets; ``smoothing``: share of all classes in them, ``cache``: replaces NoCache."""
 
     def __init__(
         self, model: Transformer, autocast: Autocast, smoothing: float = 0.0, cache: CacheProtocol | None = None
@@ -135,11 +149,9 @@ class CrossEntropyObjective:
         return torch.cat([logits for logits, _ in self._target_logits(self._head_inputs(batch), batch)])
 
     def logit_chunks(self, hidden: Tensor, at: Tensor) -> Iterator[Tensor]:
-        """Yield logits [n, C] in float32 at least, of LOGIT_BUDGET elements at a time.
+        """Yield logits [n, C] of hidden [T, E], LOGIT_BUDGET elements at a time, in float32 at least.
 
-        Args:
-            hidden: [T, E].
-            at: [N] positions; for a head that classifies whole texts, their first tokens, ascending.
+        ``at``: [N] positions; for a head that classifies whole texts, their first tokens, ascending.
         """
         head, vocab_size = self._model.config.head, self._model.config.vocab_size
         classes = len(head.labels) if isinstance(head, cfg.ClassificationHeadConfig) else vocab_size
@@ -156,10 +168,7 @@ class CrossEntropyObjective:
             low += len(logits)
 
     def _head_inputs(self, batch: Batch) -> Tensor:
-        """Return the inputs of the head [T, E].
-
-        These are the hidden states, or for a head that pools by mean, each text's mean at its first token.
-        """
+        """Return the head's inputs [T, E]: hidden states, or (pooling by mean) each text's mean at its first token."""
         with self._autocast():
             hidden: Tensor = self._model(batch.model_input, self._cache)
             head = self._model.config.head
@@ -178,6 +187,62 @@ def _text_means(hidden: Tensor, model_input: ModelInput) -> Tensor:
     summed = summed.index_add(0, owner[inside], wide)
     means = summed / torch.bincount(owner[inside], minlength=len(starts)).unsqueeze(1)
     return torch.zeros_like(hidden).index_copy(0, starts, means.to(hidden.dtype))
+
+
+def sampling_rate(options: ObjectiveConfig, steps: int, step: int) -> float:
+    """Return the share of decoder inputs to sample in optimizer step ``step`` (from 0)."""
+    progress = min(1.0, step / steps)
+    rise = {
+        "linear": progress,
+        "exponential": 1 - math.pow(0.01, progress),
+        "sigmoid": 1 / (1 + math.exp(-10 * (progress - 0.5))),
+    }[options.scheduled_sampling_schedule]
+    return options.scheduled_sampling * rise
+
+
+class ScheduledSampling(data_lib.packed_dataset.RowTransform):
+    """Draws decoder positions in training; ConfigError if pairs are not isolated or the number of steps is unknown."""
+
+    def __init__(self, config: RunConfig) -> None:
+        if not (config.data.reset_positions and config.data.isolate_documents):
+            name = "isolate_documents" if config.data.reset_positions else "reset_positions"
+            raise ConfigError(f"data.{name}: must be true with objective.scheduled_sampling", "Leave it out.")
+        steps = config.objective.scheduled_sampling_steps or config.train.last_step
+        if steps is None:
+            raise ConfigError(
+                "objective.scheduled_sampling_steps: must be given for a run that only the clock ends",
+                "Give the number of steps in which the share rises.",
+            )
+        self._options, self._steps = config.objective, steps
+
+    def __call__(self, row: PackedRow, random: np.random.Generator, step: int | None) -> PackedRow:
+        if step is None:
+            return row
+        share, drawn = sampling_rate(self._options, self._steps, step), list[data_lib.collate.Segment]()
+        for segment in row:
+            is_sampled = random.random(len(segment.tokens)) < share
+            is_sampled[0] = False  # nothing precedes the first token
+            drawn.append(segment._replace(is_sampled=is_sampled))
+        return drawn
+
+
+class ScheduledSamplingObjective(CrossEntropyObjective):
+    """Cross entropy of targets whose decoder reads some of its own predictions; evaluations use teacher forcing."""
+
+    def accumulate_gradients(self, batch: Batch, total: float) -> float:
+        return super().accumulate_gradients(self._with_samples(batch), total)
+
+    @torch.no_grad()
+    def _with_samples(self, batch: Batch) -> Batch:
+        """Return the batch with the model's own tokens at the drawn positions."""
+        if batch.sampled_indices is None or not len(batch.sampled_indices):
+            return batch
+        with self._autocast():
+            hidden = self._model(batch.model_input, self._cache)
+        before = self.logit_chunks(hidden, batch.sampled_indices - 1)
+        tokens = batch.model_input.token_ids.clone()
+        tokens[batch.sampled_indices] = torch.cat([logits.argmax(dim=-1) for logits in before])
+        return batch._replace(model_input=batch.model_input._replace(token_ids=tokens), sampled_indices=None)
 
 
 def resolve_precision(precision: str, device: str) -> str:

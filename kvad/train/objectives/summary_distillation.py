@@ -21,15 +21,7 @@ from torch import Tensor
 
 from kvad import ops
 from kvad.model import NoCache, Summarizer, Transformer
-from kvad.model_input import (
-    AttentionParams,
-    AttentionPattern,
-    CacheProtocol,
-    CacheView,
-    ModelInput,
-    Rotary,
-    TokenPositions,
-)
+from kvad.model_input import AttentionParams, AttentionPattern, CacheProtocol, CacheView, ModelInput, TokenPositions
 from kvad.train.config import SummarizerConfig
 from kvad.train.data import Batch
 from kvad.train.objectives.cross_entropy import Autocast, EvalResult
@@ -74,9 +66,6 @@ class SummaryDistillation:
             yield rows.loss(record, layer)
 
 
-# ---------------------------------------------------------------- recording
-
-
 class _LayerRecord(NamedTuple):
     """Inputs and output of one layer's attention."""
 
@@ -112,9 +101,6 @@ class _RecordingView:
 
     def write(self, k: Tensor, v: Tensor) -> None:
         raise AssertionError("self-attention has no encoder input")
-
-
-# ---------------------------------------------------------------- attention over summaries
 
 
 class _Span(NamedTuple):
@@ -185,25 +171,20 @@ class _Rows:
             q, k = self.angles.rotate(q, rotary), self.angles.rotate(k, rotary)
         q = self._flat(q)
         k, v = self._flat(k).transpose(1, 2), self._flat(record.v).transpose(1, 2)
-        key, value, weight = self._summaries(record, rotary, layer_summarizer)
+        key, value, weight = self._summaries(record, layer_summarizer)
         for span in self.spans:
             queries, count = q[:, span.low : span.high], span.first // self.ratio
             older = span.older.with_weight(weight[:, :, :count])
             parts = [ops.merge.AttentionPart(queries, key[:, :, :count], value[:, :, :count], older)]
             if span.exact is not None:
                 parts.append(ops.merge.AttentionPart(queries, k[:, :, : span.first], v[:, :, : span.first], span.exact))
-            parts.append(
-                ops.merge.AttentionPart(
-                    queries, k[:, :, span.first : span.high], v[:, :, span.first : span.high], span.recent
-                )
-            )
+            recent = slice(span.first, span.high)
+            parts.append(ops.merge.AttentionPart(queries, k[:, :, recent], v[:, :, recent], span.recent))
             yield span, ops.merge.merge_attention(parts, params).out
 
-    def _summaries(
-        self, record: _LayerRecord, rotary: Rotary | None, layer_summarizer: torch.nn.Module
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _summaries(self, record: _LayerRecord, layer_summarizer: torch.nn.Module) -> tuple[Tensor, Tensor, Tensor]:
         """Return cached keys [R, K, C, D], values [R, K, C, Dv] and weights [R, K, C]."""
-        short = []
+        rotary, short = record.params.rotary, []
         for x in (record.k, record.v):
             x = self._flat(x)[:, : self.chunks * self.ratio]
             short.append(x.unflatten(1, (self.chunks, self.ratio)).transpose(2, 3).flatten(0, 1))

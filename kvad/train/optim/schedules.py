@@ -32,9 +32,10 @@ MIN_IMPROVEMENT = 1e-4  # relative decrease that counts as an improvement
 class Plateau:
     """Scale that falls after more than ``patience`` evaluations without improvement.
 
-    The rule of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` (relative threshold 1e-4), as plain numbers; ``state``
-    holds all of it.
+    The rule of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` (relative threshold 1e-4), as plain numbers.
     """
+
+    STATE = ("scale", "best", "bad")  # numbers in checkpoints
 
     def __init__(self, patience: int, decrease: float) -> None:
         self._patience, self._decrease = patience, decrease
@@ -49,25 +50,14 @@ class Plateau:
         if self.bad > self._patience:
             self.scale, self.bad = self.scale * self._decrease, 0
 
-    @property
-    def state(self) -> tuple[float, ...]:
-        return self.scale, self.best, float(self.bad)
-
-    @state.setter
-    def state(self, numbers: tuple[float, ...]) -> None:
-        self.scale, self.best, self.bad = numbers[0], numbers[1], int(numbers[2])
-
 
 class Schedule:
-    """Learning rate of a run; ``width`` is the model's hidden size, for optim.noam_factor.
-
-    Raises:
-        ConfigError: If noam_factor is given and there is no width.
-    """
+    """Learning rate of a run; ``width`` is the model's hidden size, without which noam_factor is a ConfigError."""
 
     def __init__(self, config: OptimConfig, train: TrainConfig, width: int | None = None) -> None:
         self._config, self._train = config, train
-        self._warmup = _warmup(config, train)
+        warmup = config.warmup_steps
+        self._warmup = min(100, math.ceil((train.last_step or 1000) / 10)) if warmup is None else warmup
         self.peak = self._peak(width)
         self.plateau: Plateau | None = None
         if config.plateau_patience is not None and config.plateau_factor is not None:
@@ -111,17 +101,8 @@ class Schedule:
         return config.min_lr + (lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * ratio))
 
 
-def _warmup(config: OptimConfig, train: TrainConfig) -> int:
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    return min(100, math.ceil((train.last_step or 1000) / 10))
-
-
 def schedule_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return differences that matter on resume only if evaluations decide the rate.
-
-    Formatted as by ``config_differences``.
-    """
+    """Return differences that matter on resume only if evaluations decide the rate (see ``config_differences``)."""
     if stored["optim"]["schedule"] != "plateau":
         return []
     there, here = stored["train"]["eval_interval"], wanted["train"]["eval_interval"]

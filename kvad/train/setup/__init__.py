@@ -10,9 +10,7 @@ if TYPE_CHECKING:
     from kvad.train.setup import checkpoint_writers as checkpoint_writers
     from kvad.train.setup import corpora as corpora
     from kvad.train.setup import data_check as data_check
-    from kvad.train.setup import dataset_factory as dataset_factory
     from kvad.train.setup import initialize as initialize
-    from kvad.train.setup import initialize_summarizer as initialize_summarizer
     from kvad.train.setup import memory_estimate as memory_estimate
     from kvad.train.setup import objective_factory as objective_factory
     from kvad.train.setup import preflight as preflight

@@ -6,12 +6,13 @@ Config, tokenizer, generation settings and layout of a checkpoint that a run sta
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvad import checkpoint
 from kvad import model as model_lib
@@ -21,24 +22,35 @@ from kvad.errors import CheckpointError
 from kvad.text import Tokenizer
 from kvad.train.config import RunConfig, SummarizerConfig
 
+CheckpointSnapshot = checkpoint.handle.CheckpointSnapshot
 
-class CheckpointWriter(Protocol):
+
+class CheckpointWriter(ABC):
     """Writes the steps of a run."""
 
     def weights(self, module: Any) -> Mapping[str, Tensor]:
         """Return the tensors of ``module`` to be written, without copying."""
+        state_dict: Mapping[str, Tensor] = module.state_dict()
+        return state_dict
 
-    def save(self, run: Path, snapshot: checkpoint.handle.CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
+    def save(self, run: Path, snapshot: CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
         """Write a step, prune older ones, and return its folder.
 
         Args:
             keep: Number of newest steps to retain.
             fresh: First save of a new run; the steps of an old one are replaced.
         """
+        with checkpoint.native.new_step(run, snapshot.step, keep, snapshot.best, fresh) as (folder, replaced):
+            self._save(folder, snapshot, replaced)
+        return folder
+
+    @abstractmethod
+    def _save(self, folder: Path, snapshot: CheckpointSnapshot, replaced: Sequence[Path]) -> None:
+        """Write the folder of a step; the folders ``replaced`` are removed in the same move."""
 
 
 @dataclass(frozen=True)
-class FullCheckpointWriter:
+class FullCheckpointWriter(CheckpointWriter):
     """Writes complete checkpoints: config, generation settings, tokenizer and extra files."""
 
     config: ModelConfig
@@ -55,13 +67,9 @@ class FullCheckpointWriter:
         ends = {name: _generation_bytes(self.files.get(name), generation)} if is_exact else {}
         return replace(self, generation=generation, files={**self.files, **files, **ends})
 
-    def weights(self, module: nn.Module) -> Mapping[str, Tensor]:
-        return module.state_dict()
-
-    def save(self, run: Path, snapshot: checkpoint.handle.CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
-        return checkpoint.native.save_step(
-            run,
-            snapshot.step,
+    def _save(self, folder: Path, snapshot: CheckpointSnapshot, replaced: Sequence[Path]) -> None:
+        checkpoint.native.save_checkpoint(
+            folder,
             self.config,
             snapshot.weights,
             self.tokenizer,
@@ -70,14 +78,12 @@ class FullCheckpointWriter:
             generation=self.generation,
             files=self.files,
             origin=self.origin,
-            keep=keep,
-            best=snapshot.best,
-            fresh=fresh,
+            replaces=replaced,
         )
 
 
 @dataclass(frozen=True)
-class AdapterCheckpointWriter:
+class AdapterCheckpointWriter(CheckpointWriter):
     """Writes checkpoints that hold only adapters."""
 
     form: checkpoint.adapter.AdapterFormat
@@ -93,49 +99,29 @@ class AdapterCheckpointWriter:
         pairs = model_lib.lora.adapter_factors(module).items()
         return {f"{name}.{side}": getattr(pair, side) for name, pair in pairs for side in "ab"}
 
-    def save(self, run: Path, snapshot: checkpoint.handle.CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
+    def _save(self, folder: Path, snapshot: CheckpointSnapshot, replaced: Sequence[Path]) -> None:
         lora, weights = self.config.lora, snapshot.weights
         assert lora is not None
         names = [name.removesuffix(".a") for name in weights if name.endswith(".a")]
         factors = {n: model_lib.lora.LoraFactors(weights[f"{n}.a"], weights[f"{n}.b"], lora.scale) for n in names}
-        return checkpoint.adapter.save_adapter_step(
-            run,
-            snapshot.step,
-            self.form,
-            factors,
-            rank=lora.rank,
-            alpha=lora.alpha,
-            use_rslora=lora.use_rslora,
-            dropout=lora.dropout,
-            training=snapshot.training,
-            keep=keep,
-            best=snapshot.best,
-            fresh=fresh,
+        settings = {name: getattr(lora, name) for name in ("rank", "alpha", "use_rslora", "dropout")}
+        checkpoint.adapter.save_adapter(
+            folder, self.form, factors, training=snapshot.training, replaces=replaced, **settings
         )
 
 
 @dataclass(frozen=True)
-class SummarizerWriter:
+class SummarizerWriter(CheckpointWriter):
     """Writes checkpoints that hold only a summarizer."""
 
     fingerprint: str  # of the model whose cache is summarized
     options: SummarizerConfig
 
-    def weights(self, module: nn.Module) -> Mapping[str, Tensor]:
-        return module.state_dict()
-
-    def save(self, run: Path, snapshot: checkpoint.handle.CheckpointSnapshot, *, keep: int, fresh: bool) -> Path:
+    def _save(self, folder: Path, snapshot: CheckpointSnapshot, replaced: Sequence[Path]) -> None:
         settings = {key: getattr(self.options, key) for key in ("ratio", "hidden_size", "recent", "num_sinks")}
-        return checkpoint.summarizer.save_summarizer_step(
-            run,
-            snapshot.step,
-            snapshot.weights,
-            self.fingerprint,
-            {**settings, "val_loss": snapshot.training.state["trainer_state"]["val_loss"]},
-            snapshot.training,
-            keep=keep,
-            best=snapshot.best,
-            fresh=fresh,
+        settings["val_loss"] = snapshot.training.state["trainer_state"]["val_loss"]
+        checkpoint.summarizer.save_summarizer(
+            folder, snapshot.weights, self.fingerprint, settings, snapshot.training, replaces=replaced
         )
 
 
@@ -157,13 +143,8 @@ def writer_of_new_model(
 
 
 def writer_like(opened: CheckpointHandle) -> FullCheckpointWriter:
-    """Return a writer that keeps a checkpoint's config, tokenizer, settings and layout.
-
-    For an adapter with its base, those of the base.
-    """
-    if isinstance(opened, checkpoint.adapter.AdaptedCheckpoint):
-        opened = opened.base
-    files, layout, origin = checkpoint.export.read_tokenizer_files(opened.path), None, opened.origin
+    """Return a writer that keeps the config, tokenizer, settings and layout of a model."""
+    files, layout, origin = checkpoint.handle.read_tokenizer_files(opened.path), None, opened.origin
     if isinstance(opened, checkpoint.hf_layout.HFCheckpoint):
         layout, origin = checkpoint.hf_layout.HFLayout(opened.family, opened.fields.content, exact=True), None
         generation_file = opened.path / checkpoint.generation_config.GENERATION_FILE
@@ -174,8 +155,6 @@ def writer_like(opened: CheckpointHandle) -> FullCheckpointWriter:
 
 def writer_for_new_head(opened: CheckpointHandle, config: ModelConfig) -> FullCheckpointWriter:
     """Return a writer for a new head: in its own family's layout, else another one, else kvad's."""
-    if isinstance(opened, checkpoint.adapter.AdaptedCheckpoint):
-        opened = opened.base
     generation = replace(opened.generation, pooling=None, normalize=False)
     layout = None
     for family in (opened.origin, None):
@@ -184,8 +163,7 @@ def writer_for_new_head(opened: CheckpointHandle, config: ModelConfig) -> FullCh
             break
         except CheckpointError:
             continue
-    tokenizer_files = checkpoint.export.read_tokenizer_files(opened.path)
-    return FullCheckpointWriter(config, layout, generation, None, tokenizer_files)
+    return FullCheckpointWriter(config, layout, generation, None, checkpoint.handle.read_tokenizer_files(opened.path))
 
 
 def _generation_bytes(before: bytes | None, generation: GenerationConfig) -> bytes:

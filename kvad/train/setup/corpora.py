@@ -7,31 +7,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kvad import checkpoint
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.errors import ConfigError, DataError, UsageError
+from kvad.text import Tokenizer, load_tokenizer
 from kvad.train import data as data_lib
 from kvad.train import sources as sources_lib
 from kvad.train.config import RunConfig
-from kvad.train.setup.dataset_factory import generation_config_from, open_examples
 from kvad.train.setup.objective_factory import EXAMPLE_OBJECTIVES
-from kvad.train.setup.prepared import AnyCorpus, PreparedData
-from kvad.train.sources import PairPaths, open_corpus, open_pairs
+from kvad.train.setup.prepared import PreparedData
+from kvad.train.sources import ChatCorpus, Corpus, PairPaths, open_corpus, open_pairs
 
-Frame = Literal["separator", "tokenizer", "none"]
-DOCUMENT_FRAMES: Mapping[str, Frame] = {"masked-lm": "tokenizer", "span-corruption": "none"}  # others: "separator"
-AnyTexts = AnyCorpus | PreparedData
+DOCUMENT_FRAMES: Mapping[str, Literal["tokenizer", "none"]] = {
+    "masked-lm": "tokenizer",
+    "span-corruption": "none",
+}  # others: "separator"
+SINGLE_CORPUS_OBJECTIVES = (*EXAMPLE_OBJECTIVES, *DOCUMENT_FRAMES)
+AnyTexts = Corpus | PreparedData
 CorpusArgument = Sequence[Path] | PairPaths  # files and folders of documents, or files of pairs
 PREPARE_HINT = "kvad data prepare RUN.toml TEXTS --out DIR"
 
 
 def resolve_corpus(objective: str, corpus: CorpusArgument) -> CorpusArgument:
-    """Interpret the named paths by objective.
+    """Interpret the named paths by objective; raise UsageError for pairs if it reads documents.
 
     Paths alone are TSV files for seq2seq, and files of examples, whose validation files may be named too, for tag,
     classify and chat.
-
-    Raises:
-        UsageError: If pairs are named for an objective that reads documents.
     """
     if objective == "seq2seq" or objective in EXAMPLE_OBJECTIVES:
         return corpus if isinstance(corpus, PairPaths) else PairPaths(tuple((path,) for path in corpus))
@@ -55,19 +56,12 @@ def corpus_from_json(content: Any) -> CorpusArgument:
 
 @dataclass(frozen=True)
 class CorpusOpener:
-    """Opens the texts of a run.
+    """Opens the texts of a run."""
 
-    Args:
-        config: The run's configuration, with a resolved objective.
-        log: Receives notes for the user.
-        start: Checkpoint that the run starts from, if any.
-        template: Chat only: folder of the run's own checkpoint, whose template is used on resume.
-    """
-
-    config: RunConfig
-    log: Callable[[str], None]
-    start: CheckpointHandle | None = None
-    template: Path | None = None
+    config: RunConfig  # with a resolved objective
+    log: Callable[[str], None]  # receives notes for the user
+    start: CheckpointHandle | None = None  # checkpoint that the run starts from
+    template: Path | None = None  # chat: folder of the run's own checkpoint, whose template is used on resume
 
     def open(self, named: CorpusArgument) -> list[tuple[list[AnyTexts], float]]:
         """Return the corpora of each source with its weight; a run without a mixture has one source.
@@ -76,58 +70,42 @@ class CorpusOpener:
             DataError: If texts cannot be read.
             UsageError, ConfigError: If texts and configuration contradict each other.
         """
-        if self.config.objective.kind in (*EXAMPLE_OBJECTIVES, *DOCUMENT_FRAMES):
+        sources = [(named, 1.0)]
+        if self.config.objective.kind in SINGLE_CORPUS_OBJECTIVES:
             _check_single(self.config)
-            return [([self._open_single(named)], 1.0)]
-        return [(self._open_source(source), weight) for source, weight in _sources(self.config, named)]
-
-    def _open_single(self, named: CorpusArgument) -> AnyTexts:
-        """Open the one corpus of an objective other than next-token and seq2seq."""
-        kind, data = self.config.objective.kind, self.config.data
-        paths = _paths(named)
-        if any(map(data_lib.token_store.is_prepared, paths)):
-            if len(paths) > 1 or (isinstance(named, PairPaths) and named.held_out):
-                raise UsageError(
-                    f"{next(filter(data_lib.token_store.is_prepared, paths))} is prepared, "
-                    f"and objective {kind} reads one corpus",
-                    "Name only that folder; name validation files when preparing it.",
-                )
-            prepared = PreparedData(paths[0])
-            prepared.check_kind(kind)
-            prepared.check_validation_split(data)
-            return prepared
-        if isinstance(named, PairPaths):
-            self._check_named_files("examples")
-            return open_examples(self.config, named, self.template, self.start)
-        return self._open_documents(named)
+        elif self.config.data.sources:
+            sources = _mixture(self.config, named)
+        return [(self._open_source(source), weight) for source, weight in sources]
 
     def _open_source(self, named: CorpusArgument) -> list[AnyTexts]:
         """Open a source's prepared folders, and its other texts as one corpus."""
-        is_stream = self.config.data.order == "stream"
-        is_pairs = isinstance(named, PairPaths)
-        paths = [item[0] for item in named.files if len(item) == 1] if isinstance(named, PairPaths) else list(named)
-        folders = [path for path in paths if data_lib.token_store.is_prepared(path)]
-        if is_stream and folders:
+        kind, data = self.config.objective.kind, self.config.data
+        files = [item[0] for item in named.files if len(item) == 1] if isinstance(named, PairPaths) else list(named)
+        folders = [path for path in files if data_lib.token_store.is_prepared(path)]
+        if folders and data.order == "stream":
             raise ConfigError(
                 f"data.order: 'stream' reads texts, but {folders[0]} is prepared", 'Use order = "sequential".'
+            )
+        has_others = len(files) > 1 or (isinstance(named, PairPaths) and named.held_out)
+        if folders and has_others and kind in SINGLE_CORPUS_OBJECTIVES:
+            raise UsageError(
+                f"{folders[0]} is prepared, and objective {kind} reads one corpus",
+                "Name only that folder; name validation files when preparing it.",
             )
         texts: list[AnyTexts] = []
         for folder in folders:
             prepared = PreparedData(folder)
-            prepared.check_kind(self.config.objective.kind)
-            if is_pairs:
+            prepared.check_kind(kind)
+            prepared.check_validation_split(data)
+            if kind == "seq2seq":
                 _check_framed(prepared, self._generation)
             texts.append(prepared)
         if isinstance(named, PairPaths):
             rest = PairPaths(tuple(item for item in named.files if item[0] not in folders), named.held_out)
-            if is_stream and rest.held_out:
-                raise ConfigError(
-                    "data.order: a stream holds out a fraction of its own", "Give --validation as a fraction."
-                )
             if rest.files or not texts:
-                texts.append(self._open_pairs(rest))
-        elif len(folders) < len(paths) or not texts:
-            texts.append(self._open_documents([path for path in paths if path not in folders]))
+                texts.append(self._open_examples(rest) if kind in EXAMPLE_OBJECTIVES else self._open_pairs(rest))
+        elif len(folders) < len(files) or not texts:
+            texts.append(self._open_documents([path for path in files if path not in folders]))
         return texts
 
     @property
@@ -144,12 +122,16 @@ class CorpusOpener:
 
     def _open_pairs(self, paths: PairPaths) -> sources_lib.pairs.PairCorpus:
         data = self.config.data
+        if data.order == "stream" and paths.held_out:
+            raise ConfigError(
+                "data.order: a stream holds out a fraction of its own", "Give --validation as a fraction."
+            )
         self._check_named_files("pairs")
         if data.format not in ("auto", "pairs", "jsonl"):
             raise ConfigError(
                 f"data.format: must be 'pairs', 'jsonl' or 'auto' for pairs, got {data.format!r}", 'Use "pairs".'
             )
-        if data.format == "jsonl" and all(len(item) > 1 for item in (*paths.files, *paths.held_out)):
+        if data.format == "jsonl" and all(len(item) > 1 for item in paths.items):
             raise ConfigError("data.format: must be 'auto' or 'pairs' for parallel files, got 'jsonl'", 'Use "auto".')
         fields = (data.source_field, data.target_field)
         format = "jsonl" if data.format == "jsonl" else "auto"
@@ -179,6 +161,48 @@ class CorpusOpener:
                 "classify LABEL<tab>TEXT"
             )
         return replace(corpus, frame=DOCUMENT_FRAMES.get(self.config.objective.kind, "separator"))
+
+    def _open_examples(self, paths: PairPaths) -> sources_lib.examples.ExampleCorpus[Any]:
+        """Open the examples of objective tag, classify or chat."""
+        self._check_named_files("examples")
+        examples = sources_lib.examples
+        errors, objective = self.config.data.encoding_errors, self.config.objective
+        corpus: examples.ExampleCorpus[Any]
+        if objective.kind == "tag":
+            corpus = examples.TagCorpus(errors=errors)
+        elif objective.kind == "classify":
+            text_field, label_field = objective.text_field, objective.label_field
+            corpus = examples.LabeledCorpus(errors=errors, text_field=text_field, label_field=label_field)
+        else:
+            corpus = ChatCorpus(errors=errors, template=self._chat_template())
+        return corpus.open(paths, self.config.data.validation_fraction)
+
+    def _chat_template(self) -> sources_lib.chat.ChatTemplate:
+        """Return the chat template of run, named file, initial model or tokenizer, or ChatML."""
+        chat = sources_lib.chat
+        if self.template is not None and (template := chat.ChatTemplate.load(self.template)) is not None:
+            return template
+        template_file, tokenizer = self.config.objective.chat_template, self.config.tokenizer.path
+        if template_file is not None:
+            try:
+                return chat.ChatTemplate(Path(template_file).read_text("utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"objective.chat_template: cannot read {template_file}: {error}") from error
+        if self.start is not None:
+            own = chat.ChatTemplate.load(self.start.tokenizer_folder)
+            return own or chat.ChatTemplate(chat.chatml(self.start.tokenizer))
+        if tokenizer is None:
+            return chat.ChatTemplate(chat.CHATML)
+        folder = Path(tokenizer) / data_lib.token_store.TEMPLATE
+        if not (data_lib.token_store.is_prepared(Path(tokenizer)) and folder.is_dir()):
+            folder = tokenizer_path(tokenizer)
+        template = chat.ChatTemplate.load(folder if folder.is_dir() else folder.parent)
+        if template is None:
+            raise ConfigError(
+                f"objective.chat_template: {tokenizer} has no chat template",
+                "Name one: --set objective.chat_template=FILE",
+            )
+        return template
 
 
 def _check_framed(prepared: PreparedData, generation: GenerationConfig | None) -> None:
@@ -215,21 +239,31 @@ def _check_single(config: RunConfig) -> None:
             raise ConfigError(f"data.{key}: objective {kind} has no use for it", hint)
 
 
-def _paths(named: CorpusArgument) -> list[Path]:
-    return [path for item in named.files for path in item] if isinstance(named, PairPaths) else list(named)
-
-
-def _sources(config: RunConfig, named: CorpusArgument) -> list[tuple[CorpusArgument, float]]:
-    """Return the named texts, or the sources of the mixture, with weights."""
-    if not config.data.sources:
-        return [(named, 1.0)]
-    if _paths(named):
+def _mixture(config: RunConfig, named: CorpusArgument) -> list[tuple[CorpusArgument, float]]:
+    """Return the sources of the mixture with weights; raise UsageError if texts are named too."""
+    if named.files if isinstance(named, PairPaths) else named:
         raise UsageError("data.sources: already names the texts", "Leave out the texts named on the command line.")
     if isinstance(named, PairPaths) and named.held_out:
         raise UsageError("a mixture has no validation files", "Each of data.sources holds out a fraction of its own.")
-    sources: list[tuple[CorpusArgument, float]] = []
-    for source in config.data.sources:
-        paths = [Path(path) for path in source.paths]
-        is_pairs = isinstance(named, PairPaths)
-        sources.append((PairPaths(tuple((path,) for path in paths)) if is_pairs else paths, source.weight))
-    return sources
+    mixture, kind = config.data.sources, config.objective.kind
+    return [(resolve_corpus(kind, [Path(path) for path in source.paths]), source.weight) for source in mixture]
+
+
+def generation_config_from(opened: CheckpointHandle) -> GenerationConfig:
+    """Return a checkpoint's generation settings; a missing decoder start token is the BOS token."""
+    generation = opened.generation
+    if generation.decoder_start_token_id is not None or opened.config.kind != "encoder-decoder":
+        return generation
+    return replace(generation, decoder_start_token_id=generation.bos_token_id)
+
+
+def tokenizer_path(path: str | Path) -> Path:
+    """Return the tokenizer's path, also for runs and prepared data."""
+    if data_lib.token_store.is_prepared(Path(path)):
+        return Path(path) / data_lib.token_store.TOKENIZER
+    return checkpoint.folder.locate(Path(path)) if checkpoint.folder.is_run(Path(path)) else Path(path)
+
+
+def load_tokenizer_from(path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a file, a folder, a run or prepared data; raises TokenizerError."""
+    return load_tokenizer(tokenizer_path(path))

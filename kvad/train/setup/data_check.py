@@ -27,6 +27,9 @@ from kvad.train import data as data_lib
 from kvad.train.data import Batch, Ints, PackedDataset, collate_rows
 from kvad.train.objectives import Autocast, CrossEntropyObjective
 
+CollateConfig = data_lib.collate.CollateConfig
+PackedRow = data_lib.collate.PackedRow
+Segment = data_lib.collate.Segment
 DEFAULT_ROWS = 64
 TOLERANCE = 1e-12  # relative to the largest gradient
 MAX_CHANGED_DOCUMENTS = 3  # number of documents of the fullest row to change
@@ -51,7 +54,7 @@ class PackingReport:
     documents: int
     isolate: bool
     reset: bool
-    packing_stats: data_lib.row_sources.PackingStats
+    packing_stats: data_lib.packed_dataset.PackingStats
     perturbed: tuple[PerturbationResult, ...]
     gradient: float | None  # max |difference| / max |gradient|, None if documents are not isolated
     loss_packed: float
@@ -77,22 +80,14 @@ class PackingReport:
 
 
 def check_packing(model: Transformer, data: PackedDataset, tokenizer: Tokenizer, rows: int = 2) -> PackingReport:
-    """Check that packed documents are independent and that packing changes no gradient.
-
-    Args:
-        model: Any weights, in float64.
-        data: The run's dataset.
-        tokenizer: Decodes the documents for the report.
-        rows: Number of rows of the batch.
-    """
+    """Check a batch of ``rows`` rows; ``model`` has any weights, in float64."""
     model.eval()
     shape = replace(data.shape, device="cpu")
     candidates = data.rows(np.arange(max(DEFAULT_ROWS, rows)))
     fullest = max(range(len(candidates)), key=lambda row: len(candidates[row]))
     chosen = [candidates[fullest], *islice((row for n, row in enumerate(candidates) if n != fullest), rows - 1)]
-    batch = collate_rows(chosen, shape)
     gradient = alone_loss = None
-    packed_loss, packed = _gradient(model, [batch])
+    packed_loss, packed = _gradient(model, [collate_rows(chosen, shape)])
     if shape.isolate_documents:
         alone_loss, apart = _gradient(model, list(data_lib.collate.split_segments(chosen, shape)))
         gradient = float((packed - apart).abs().max() / apart.abs().max())
@@ -101,7 +96,7 @@ def check_packing(model: Transformer, data: PackedDataset, tokenizer: Tokenizer,
         documents=sum(map(len, chosen)),
         isolate=shape.isolate_documents,
         reset=shape.reset_positions,
-        packing_stats=data.packing_stats(),
+        packing_stats=data.packer.source.packing_stats(),
         perturbed=tuple(_perturb(model, chosen, shape)),
         gradient=gradient,
         loss_packed=packed_loss,
@@ -121,9 +116,7 @@ def _gradient(model: Transformer, batches: Sequence[Batch]) -> tuple[float, Tens
     return summed / total, flat
 
 
-def _perturb(
-    model: Transformer, rows: Sequence[data_lib.collate.PackedRow], shape: data_lib.collate.CollateConfig
-) -> list[PerturbationResult]:
+def _perturb(model: Transformer, rows: Sequence[PackedRow], shape: CollateConfig) -> list[PerturbationResult]:
     row, vocab = rows[0], model.config.vocab_size
     last = len(row) - 1
     before, row_of, owner = _logits(model, rows, shape)
@@ -141,31 +134,23 @@ def _perturb(
                 later = (row_of == 0) & ~own  # all targets of the row attend to all of its sources
             if not own.any():
                 continue  # a last token without a target
-            rest = ~own & ~later
-            found.append(
-                PerturbationResult(
-                    document, side, _max_or_zero(moved[own]), _max_or_zero(moved[rest]), _max_or_zero(moved[later])
-                )
-            )
+            leak = _max_or_zero(moved[~own & ~later])
+            own_change, later_change = _max_or_zero(moved[own]), _max_or_zero(moved[later])
+            found.append(PerturbationResult(document, side, own_change, leak, later_change))
     return found
 
 
-def _changes(
-    part: data_lib.collate.Segment, vocab: int, model: Transformer
-) -> list[tuple[str, data_lib.collate.Segment]]:
+def _changes(part: Segment, vocab: int, model: Transformer) -> list[tuple[str, Segment]]:
     if part.encoder_tokens is None:
         return [("tokens", part._replace(tokens=(part.tokens + 1) % vocab))]
-    source = (part.encoder_tokens + 1) % (
-        vocab if model.config.encoder_input is None else model.config.encoder_input.vocab_size or vocab
-    )
+    encoder_input = model.config.encoder_input
+    source = (part.encoder_tokens + 1) % (vocab if encoder_input is None else encoder_input.vocab_size or vocab)
     target = part._replace(tokens=(part.tokens + 1) % vocab)
     return [("source", part._replace(encoder_tokens=source)), ("target", target)]
 
 
 @torch.no_grad()
-def _logits(
-    model: Transformer, rows: Sequence[data_lib.collate.PackedRow], shape: data_lib.collate.CollateConfig
-) -> tuple[Tensor, Tensor, Tensor]:
+def _logits(model: Transformer, rows: Sequence[PackedRow], shape: CollateConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits [N, V] at the target positions, and the row and the document of each."""
     batch = collate_rows(rows, shape)
     model_input, logits = batch.model_input, CrossEntropyObjective(model, Autocast("fp32", "cpu")).target_logits(batch)
@@ -181,7 +166,7 @@ def _max_or_zero(values: Tensor) -> float:
     return float(values.max()) if len(values) else 0.0
 
 
-def _document_line(part: data_lib.collate.Segment, number: int, tokenizer: Tokenizer) -> str:
+def _document_line(part: Segment, number: int, tokenizer: Tokenizer) -> str:
     """Format one line: the document's index, its token count, its text with the middle left out."""
 
     def text(ids: Ints) -> str:

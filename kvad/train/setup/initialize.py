@@ -1,13 +1,10 @@
-"""Initial models of runs: from a checkpoint or at random.
+"""Initial models and summarizers of runs: from a checkpoint or at random.
 
 An encoder that learns to tag or classify and has no labels gets a new head for those of the data (Devlin et al. 2018,
 sec. 3.2: the body is kept, the head starts at random), and is written as the class of its family with such a head.
 Float32 copies of the weights are trained and stored in the run's checkpoints, whatever the dtype was: ``kvad export
 --save-dtype`` narrows them again. With ``[lora]`` the weights are frozen, and only the adapters are trained and written
 (``model/lora.py``, ``checkpoint/adapter.py``).
-
-A run's state records the fingerprint of the model that it started from. If all weights are trained, that model is not
-needed again; with adapters it is opened at every resume, and refused if it has changed.
 
 Initialization of models with an encoder: matrices by Glorot & Bengio (2010), tables normal(0, width^-1/2), as in
 tensor2tensor.
@@ -36,21 +33,15 @@ from kvad import checkpoint
 from kvad import config as cfg
 from kvad import model as model_lib
 from kvad.checkpoint import CheckpointHandle, open_checkpoint
-from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, ConfigError, format_count
-from kvad.model import Transformer
+from kvad.config import ModelConfig, attention_specs
+from kvad.errors import CheckpointError, ConfigError, UsageError, format_count
+from kvad.model import Summarizer, Transformer
 from kvad.text import Tokenizer
+from kvad.train import objectives
 from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.objectives import Autocast, Objective
-from kvad.train.setup.checkpoint_writers import (
-    AdapterCheckpointWriter,
-    CheckpointWriter,
-    FullCheckpointWriter,
-    writer_for_new_head,
-    writer_like,
-    writer_of_new_model,
-)
-from kvad.train.setup.dataset_factory import generation_config_from, load_tokenizer_from
+from kvad.train.setup import checkpoint_writers as writers
+from kvad.train.setup.corpora import generation_config_from, load_tokenizer_from
 from kvad.train.setup.memory_estimate import MemoryEstimate
 from kvad.train.setup.objective_factory import build_objective, with_head
 from kvad.train.setup.run_data import RunData
@@ -72,13 +63,6 @@ def init_weights(model: Transformer) -> None:
             module.q.weight.data.mul_(module.head_dim**-0.5)
 
 
-def resolve_paths(config: RunConfig) -> RunConfig:
-    """Return the config with an absolute path in model.init."""
-    if config.init is None or not Path(config.init).expanduser().is_dir():
-        return config
-    return replace(config, model={"init": str(Path(config.init).expanduser().resolve())})
-
-
 def clamp_seq_len(config: RunConfig) -> RunConfig:
     """Shorten ``data.seq_len``, if it was not given explicitly, to the limit of the initial or summarized model."""
     name = config.init or config.summarizer.model
@@ -94,7 +78,7 @@ def _longest(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class InitialModule(ABC):
-    """Initial state of the module that a run trains: a model, or a summarizer (``initialize_summarizer.py``)."""
+    """Initial state of the module that a run trains: a model or a summarizer."""
 
     config: RunConfig
     model_config: ModelConfig  # of the trained model, or of the model whose cache is summarized
@@ -114,7 +98,7 @@ class InitialModule(ABC):
         """Build the objective of ``module``; ``config`` has a resolved objective."""
 
     @abstractmethod
-    def checkpoint_writer(self, run_data: RunData, log: Callable[[str], None]) -> CheckpointWriter: ...
+    def checkpoint_writer(self, run_data: RunData, log: Callable[[str], None]) -> writers.CheckpointWriter: ...
 
     def with_head_for(self, kind: str, labels: tuple[str, ...]) -> InitialModule:
         """Return the initial module for objective ``kind`` and the data's ``labels``."""
@@ -181,7 +165,7 @@ class InitialModel(InitialModule):
 
     @cached_property
     def parameters(self) -> tuple[int, int]:
-        lora, num_parameters = self.config.lora, count_parameters(self.model_config)
+        lora, num_parameters = self.config.lora, cfg.parameter_shapes.num_parameters(self.model_config)
         if lora is None:
             return num_parameters, num_parameters
         shapes = checkpoint.peft.trainable_linears(self.model_config)
@@ -223,7 +207,7 @@ class InitialModel(InitialModule):
         # Trained weights must never be a mapped file; frozen ones may be.
         loaded = {name: tensor.to(torch.float32, copy=lora is None) for name, tensor in self.opened.weights()}
         if self.has_new_head:
-            loaded |= _new_head(config, keep=_pooler(self.opened.config, config))
+            loaded |= _new_head(self.opened.config, config)
             loaded = {name: loaded[name] for name in model.state_dict()}
         model.load_state_dict(loaded, assign=True)
         if lora is not None:
@@ -245,27 +229,24 @@ class InitialModel(InitialModule):
         """Format of the adapters' checkpoints; raises CheckpointError if the layout cannot hold them."""
         assert self.opened is not None and self.config.init is not None
         form = checkpoint.adapter.adapter_format(self.opened, self.config.init, self.fingerprint)
-        form.check(self.adapted_modules)
+        form.targets.check_supported(self.adapted_modules)
         return form
 
-    def checkpoint_writer(self, run_data: RunData, log: Callable[[str], None]) -> CheckpointWriter:
+    def checkpoint_writer(self, run_data: RunData, log: Callable[[str], None]) -> writers.CheckpointWriter:
         generation, files = run_data.generation(self.tokenizer), run_data.extra_files(self.tokenizer)
         if self.pretrained is None:
-            return writer_of_new_model(self.model_config, generation, self.tokenizer, files, log)
-        writer: FullCheckpointWriter | AdapterCheckpointWriter
+            return writers.writer_of_new_model(self.model_config, generation, self.tokenizer, files, log)
+        writer: writers.FullCheckpointWriter | writers.AdapterCheckpointWriter
+        opened = self.pretrained
+        if isinstance(opened, checkpoint.adapter.AdaptedCheckpoint):
+            opened = opened.base
         if self.config.lora is not None:
-            writer = AdapterCheckpointWriter(self.adapter_format, self.config)
+            writer = writers.AdapterCheckpointWriter(self.adapter_format, self.config)
         elif self.has_new_head:
-            writer = writer_for_new_head(self.pretrained, self.model_config)
+            writer = writers.writer_for_new_head(opened, self.model_config)
         else:
-            writer = writer_like(self.pretrained)
+            writer = writers.writer_like(opened)
         return writer.with_chat_template(files, generation) if run_data.is_chat else writer
-
-
-def count_parameters(model: ModelConfig) -> int:
-    """Count the parameters of a model without allocating it."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Transformer(model).parameters())
 
 
 def load_initial(config: RunConfig) -> InitialModel | None:
@@ -299,22 +280,19 @@ def resume_initial(config: RunConfig, out: Path, record: Mapping[str, str] | Non
     return start
 
 
-def _new_head(config: ModelConfig, keep: tuple[str, ...]) -> dict[str, Tensor]:
-    """Initialize a head's parameters except those whose names begin with ``keep``."""
-    fresh = Transformer(config)
+def _new_head(own: ModelConfig, wanted: ModelConfig) -> dict[str, Tensor]:
+    """Initialize the parameters of the head of ``wanted``, except BERT's pooler if ``own`` has an equal one."""
+    fresh = Transformer(wanted)
     init_weights(fresh)
     head = {name: tensor for name, tensor in fresh.state_dict().items() if name.startswith("head.")}
-    return {name: tensor for name, tensor in head.items() if not name.startswith(keep or ("-",))}
-
-
-def _pooler(own: ModelConfig, wanted: ModelConfig) -> tuple[str, ...]:
-    """Return the name prefix of BERT's pooler if both heads have an equal one."""
-    same = (
+    if (
         isinstance(own.head, cfg.PoolingHeadConfig)
         and isinstance(wanted.head, cfg.ClassificationHeadConfig)
         and own.head.transform is not None
-    )
-    return ("head.transform.",) if same and own.head.transform == wanted.head.transform else ()
+        and own.head.transform == wanted.head.transform
+    ):
+        return {name: tensor for name, tensor in head.items() if not name.startswith("head.transform.")}
+    return head
 
 
 def _start(config: RunConfig, opened: CheckpointHandle) -> InitialModel:
@@ -352,3 +330,66 @@ def _check_vocabulary(options: TokenizerConfig, tokenizer: Tokenizer, name: str)
     assert options.path is not None
     if load_tokenizer_from(options.path).fingerprint() != tokenizer.fingerprint():
         raise ConfigError(f"tokenizer.path: must be the tokenizer of {name}, got {options.path}", "Leave it out.")
+
+
+@dataclass(frozen=True)
+class InitialSummarizer(InitialModule):
+    """The summarizer that a run starts with: at random, or from the run's newest checkpoint."""
+
+    opened: CheckpointHandle  # the model whose cache is summarized
+    stored: checkpoint.summarizer.StoredSummarizer | None = None
+
+    @cached_property
+    def parameters(self) -> tuple[int, int]:
+        num_trained = sum(parameter.numel() for parameter in self.build().parameters())
+        return cfg.parameter_shapes.num_parameters(self.model_config) + num_trained, num_trained
+
+    def build(self) -> Summarizer:
+        """Build the summarizer; raise CheckpointError if the stored one was trained for another model."""
+        if self.stored is not None:
+            return self.stored.load(self.opened).requires_grad_(True)
+        options = self.config.summarizer
+        return Summarizer(attention_specs(self.model_config), options.ratio, options.hidden_size)
+
+    def build_objective(self, config: RunConfig, module: Summarizer, autocast: Autocast) -> Objective:
+        model = checkpoint.loader.load_weights(self.opened, "float32", config.train.device)
+        return objectives.summary_distillation.SummaryDistillation(model, module, config.summarizer, autocast)
+
+    def checkpoint_writer(self, run_data: RunData, log: Callable[[str], None]) -> writers.SummarizerWriter:
+        return writers.SummarizerWriter(checkpoint.summarizer.sampled_fingerprint(self.opened), self.config.summarizer)
+
+
+def load_initial_summarizer(config: RunConfig) -> InitialSummarizer:
+    """Open the model whose cache is summarized; raise KvadError if the run has options that only models have."""
+    options = config.summarizer
+    for name in ("activation_checkpointing", "compile"):
+        if getattr(config.train, name):
+            raise ConfigError(
+                f"train.{name}: must be false for objective 'summarizer', whose model is frozen", "Leave it out."
+            )
+    if options.model is None:
+        raise UsageError("summarizer.model: must name a model", "Name its checkpoint: --init MODEL")
+    if config.model or config.tokenizer != TokenizerConfig():
+        table = "model" if config.model else "tokenizer"
+        raise ConfigError(
+            f"[{table}]: must be empty, because the model is {options.model} with its own tokenizer", "Leave it out."
+        )
+    opened = open_checkpoint(options.model)
+    if opened.config.kind != "decoder":
+        raise ConfigError(f"summarizer.model: must be a decoder, got an {opened.config.kind}: {options.model}")
+    if opened.tokenizer is None:
+        raise ConfigError(
+            f"summarizer.model: {options.model} has no tokenizer", "Put its tokenizer.json into the same folder."
+        )
+    if config.data.seq_len > (limit := opened.config.max_seq_len):
+        raise ConfigError(
+            f"data.seq_len: {config.data.seq_len} is beyond the model's limit of {limit}", f"Use --seq-len {limit}."
+        )
+    options.check_context(config.data.seq_len)
+    data = config.data
+    if data.packing not in ("auto", "split") or not (data.reset_positions and data.isolate_documents):
+        raise ConfigError(
+            "data: a summarizer is trained on rows cut from the corpus",
+            "Leave out packing, reset_positions and isolate_documents.",
+        )
+    return InitialSummarizer(config, opened.config, opened.tokenizer, opened)

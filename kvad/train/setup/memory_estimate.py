@@ -44,9 +44,8 @@ from kvad.errors import MemoryPlanError, format_count
 from kvad.train.config import RunConfig
 
 LOGIT_CHUNK_ELEMENTS = 1 << 24  # as in ops/cross_entropy.py, which imports torch; a test compares them
-FROZEN_ACTIVATION_RATIO = (
-    0.7  # adapters on q and v; 0.67 to 0.95 for test_memory.py's shapes, 0.81 to 1.09 with adapters on all
-)
+# Adapters on q and v; 0.67 to 0.95 for test_memory_estimate.py's shapes, 0.81 to 1.09 with adapters on all.
+FROZEN_ACTIVATION_RATIO = 0.7
 AUTOCAST_ACTIVATION_RATIO = 0.6  # under bf16 autocast the residual stream and the norms stay float32
 
 
@@ -66,12 +65,10 @@ class MemoryEstimate:
 
     def parts(self, batch: int) -> dict[str, int]:
         """Return the bytes of ``total`` by purpose."""
-        model, run = self.model, self.run
+        model, run, head = self.model, self.run, self.model.head
         tokens = batch * run.data.seq_len
         stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-        num_classes = (
-            len(model.head.labels) if isinstance(model.head, cfg.ClassificationHeadConfig) else model.vocab_size
-        )
+        num_classes = len(head.labels) if isinstance(head, cfg.ClassificationHeadConfig) else model.vocab_size
         num_targets = int(tokens * run.objective.noise_density) if run.objective.kind == "masked-lm" else tokens
         logits = 8 * min(num_targets * num_classes, max(LOGIT_CHUNK_ELEMENTS, num_classes))
         activations = self._activation_bytes(stacks, tokens)
@@ -178,9 +175,8 @@ class MemoryEstimate:
 
 def _saved_elements(model: ModelConfig, stack: cfg.StackConfig, layer: cfg.LayerConfig, context: int) -> int:
     """Return the elements per token that a layer saves for its backward pass."""
-    saved = (4 if stack.norm_position == "post" else 5) * model.hidden_size + _attention_elements(
-        model, layer.attention, context
-    )
+    saved = (4 if stack.norm_position == "post" else 5) * model.hidden_size
+    saved += _attention_elements(model, layer.attention, context)
     if layer.cross_attention is not None:
         saved += 2 * model.hidden_size + _attention_elements(model, layer.cross_attention, context)
     mlp_factor = 4 if isinstance(layer.mlp, cfg.GatedMLPConfig) else 1 if layer.mlp.activation == "relu" else 2
@@ -190,11 +186,8 @@ def _saved_elements(model: ModelConfig, stack: cfg.StackConfig, layer: cfg.Layer
 def _attention_elements(model: ModelConfig, attention: cfg.AttentionConfig, context: int) -> int:
     """Return the saved elements per token of one attention, without its input."""
     dim = head_dim(model, attention)
-    heads, kv_heads, value_dim = (
-        attention.num_heads,
-        attention.num_kv_heads or attention.num_heads,
-        attention.value_dim or dim,
-    )
+    heads, value_dim = attention.num_heads, attention.value_dim or dim
+    kv_heads = attention.num_kv_heads or heads
     times = 2 if isinstance(attention.position, cfg.RopeConfig) else 1
     elements = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim
     if attention.logit_softcap is not None or attention.sink_logits:

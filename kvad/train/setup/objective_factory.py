@@ -1,13 +1,13 @@
-"""Objectives: the topology, the data and the model head that each needs.
+"""Objectives: the topology, the data, the special tokens and the model head that each needs.
 
 ===================  ================  =====================================================================
 kind                 topology          data
 ===================  ================  =====================================================================
-``next-token``       decoder           documents (``data/document_packer.py``)
+``next-token``       decoder           documents (``data/packers.py``)
 ``chat``             decoder           conversations; the assistant's tokens are targets (``sources/chat.py``)
-``seq2seq``          encoder-decoder   pairs (``data/text_packer.py``)
-``span-corruption``  encoder-decoder   documents with spans cut out (``objectives/span_corruption.py``)
-``masked-lm``        encoder           documents with hidden tokens (``objectives/masked_lm.py``)
+``seq2seq``          encoder-decoder   pairs (``data/packers.py``)
+``span-corruption``  encoder-decoder   documents with spans cut out (``objectives/denoising.py``)
+``masked-lm``        encoder           documents with hidden tokens (``objectives/denoising.py``)
 ``tag``              encoder           tagged words; a score for each tag at a word's first token
 ``classify``         encoder           labeled texts (``sources/examples.py``); a score per label of the text
 ``summarizer``       decoder           documents; a summarizer is trained (``objectives/summary_distillation.py``)
@@ -16,25 +16,26 @@ kind                 topology          data
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Literal
 
 from kvad import config as cfg
+from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError, with_article
 from kvad.model import Transformer
-from kvad.train import objectives
+from kvad.text import Tokenizer
+from kvad.train import data as data_lib
+from kvad.train import objectives, sources
 from kvad.train.config import ObjectiveConfig, RunConfig
+from kvad.train.data import DocumentPacker, MixtureSource, PackedDataset, TokenStore
 from kvad.train.objectives import Autocast, Objective
 
 OBJECTIVE_TOPOLOGY = {
-    "next-token": "decoder",
-    "chat": "decoder",
-    "summarizer": "decoder",
-    "seq2seq": "encoder-decoder",
-    "span-corruption": "encoder-decoder",
-    "masked-lm": "encoder",
-    "tag": "encoder",
-    "classify": "encoder",
+    **dict.fromkeys(("next-token", "chat", "summarizer"), "decoder"),
+    **dict.fromkeys(("seq2seq", "span-corruption"), "encoder-decoder"),
+    **dict.fromkeys(("masked-lm", "tag", "classify"), "encoder"),
 }
 DEFAULT_OBJECTIVE = {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked-lm"}
 EXAMPLE_OBJECTIVES = ("tag", "classify", "chat")  # objectives that read files of examples
@@ -51,13 +52,18 @@ OBJECTIVE_KEYS = {  # kinds that accept a key; others refuse it
     "label_field": ("classify",),
     "input_mask_ratio": ("tag", "classify"),
 }
+SPECIAL_TOKENS = {  # of a new tokenizer; other objectives have the default ones
+    "seq2seq": sources.pairs.ROLES,
+    "span-corruption": ("eos", "pad", "unk", *objectives.denoising.SENTINELS),
+    "chat": ("pad", "unk", *sources.chat.CHATML_TOKENS),
+    **dict.fromkeys(("masked-lm", "tag", "classify"), ("pad", "unk", "cls", "sep", "mask")),
+}
 
 
 def resolve_objective(config: RunConfig, topology: str) -> RunConfig:
     """Replace ``auto`` by the objective of the model's topology.
 
-    Raises:
-        ConfigError: If a model of this topology cannot have the kind, or the kind has no use for a key.
+    Raises ConfigError if a model of this topology cannot have the kind, or the kind has no use for a key.
     """
     objective = config.objective
     kind = DEFAULT_OBJECTIVE[topology] if objective.kind == "auto" else objective.kind
@@ -90,35 +96,70 @@ def resolve_objective(config: RunConfig, topology: str) -> RunConfig:
 def with_head(model: ModelConfig, kind: str, labels: tuple[str, ...]) -> ModelConfig:
     """Return the model config with the head that objective ``kind`` needs.
 
-    A classification head of the config itself stays if it has all ``labels`` of the data.
-
-    Raises:
-        ConfigError: If the model's own head cannot serve the objective.
+    A classification head of the config itself stays if it has all ``labels`` of the data. Raises ConfigError if the
+    model's own head cannot serve the objective.
     """
     if kind not in ("tag", "classify"):
         if not isinstance(model.head, cfg.LanguageHeadConfig):
             raise ConfigError(f"model.head.kind: must be a language head for objective {kind}, got {model.head.kind}")
         return model
-    level = "token" if kind == "tag" else "row"
+    level: Literal["token", "row"] = "token" if kind == "tag" else "row"
     if isinstance(model.head, cfg.ClassificationHeadConfig):
         if model.head.level != level:
             raise ConfigError(f"model.head.level: must be {level!r} for objective {kind}, got {model.head.level!r}")
         if unknown := [label for label in labels if label not in model.head.labels]:
             raise ConfigError(f"model.head.labels: must contain every label of the data, {unknown[0]!r} is missing")
         return model
-    if kind == "tag":
-        return replace(model, head=cfg.ClassificationHeadConfig(labels))
-    return replace(
-        model, head=cfg.ClassificationHeadConfig(labels, "row", transform=cfg.HeadTransformConfig("tanh"))
-    )  # BERT's pooler before the classifier
+    pooler = None if kind == "tag" else cfg.HeadTransformConfig("tanh")  # BERT's, before the classifier
+    return replace(model, head=cfg.ClassificationHeadConfig(labels, level, transform=pooler))
 
 
 def build_objective(config: RunConfig, model: Transformer, autocast: Autocast) -> Objective:
     """Build the objective of ``model``; ``config`` comes from ``resolve_objective``."""
-    options = config.objective
-    objective_class = (
-        objectives.scheduled_sampling.ScheduledSamplingObjective
-        if options.scheduled_sampling
-        else objectives.cross_entropy.CrossEntropyObjective
-    )
-    return objective_class(model, autocast, options.label_smoothing)
+    losses, options = objectives.cross_entropy, config.objective
+    objective = losses.ScheduledSamplingObjective if options.scheduled_sampling else losses.CrossEntropyObjective
+    return objective(model, autocast, options.label_smoothing)
+
+
+def build_dataset(
+    store: TokenStore, config: RunConfig, tokenizer: Tokenizer, parts: Sequence[MixtureSource], noun: str
+) -> PackedDataset:
+    """Build the dataset of a run; ``noun`` is that of one text.
+
+    Raises DataError if there are too few tokens, or the tokenizer lacks a special token.
+    """
+    objective, kind, pad = config.objective, config.objective.kind, tokenizer.special_tokens.pad or 0
+    packer: data_lib.packed_dataset.Packer
+    transform: data_lib.packed_dataset.RowTransform | None = None
+    if kind in EXAMPLE_OBJECTIVES:
+        packer = data_lib.packers.WholeTextPacker(data_lib.packers.ExampleTexts(store, noun), config, parts)
+        if objective.input_mask_ratio:
+            transform = objectives.denoising.InputMasking(tokenizer, objective.input_mask_ratio)
+    elif kind == "span-corruption":
+        raw = objectives.denoising.max_raw_length(config.data.seq_len, objective)
+        packer = DocumentPacker(store, replace(config, data=replace(config.data, seq_len=raw)), parts)
+        transform = corruption = objectives.denoising.SpanCorruption(tokenizer, objective, raw)
+        pad = corruption.special_tokens.pad
+    elif kind == "seq2seq":
+        packer = data_lib.packers.WholeTextPacker(data_lib.packers.PairTexts(store), config, parts)
+        if objective.scheduled_sampling:
+            transform = objectives.cross_entropy.ScheduledSampling(config)
+    else:
+        packer, pad = DocumentPacker(store, config, parts), 0
+        if kind == "masked-lm":
+            transform = objectives.denoising.TokenMasking(tokenizer, objective.noise_density)
+    keep_ids = kind in (*EXAMPLE_OBJECTIVES, "span-corruption")
+    vocab = None if kind in ("tag", "classify") else tokenizer.vocab_size  # their targets are labels
+    shape = data_lib.collate.CollateConfig.of_run(config, pad, vocab, keep_document_ids=keep_ids)
+    return PackedDataset(packer, config, transform, shape)
+
+
+def generation_config_for(data: PackedDataset, tokenizer: Tokenizer) -> GenerationConfig:
+    """Return the generation settings stored in the run's checkpoints."""
+    if isinstance(data.transform, objectives.denoising.SpanCorruption):
+        return objectives.denoising.span_generation_config(data.transform.special_tokens)
+    end = data.packer.turn_end() if isinstance(data.packer, data_lib.packers.WholeTextPacker) else None
+    if end is None or end not in tokenizer.special_tokens.names().values():
+        return GenerationConfig()
+    pad = tokenizer.special_tokens.pad
+    return GenerationConfig(eos_token_ids=(end,), pad_token_id=pad, sampling={"temperature": 1.0})

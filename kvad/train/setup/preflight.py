@@ -12,30 +12,25 @@ import torch
 from kvad import checkpoint
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.train import config as config_lib
-from kvad.train import data
+from kvad.train import data as data_lib
 from kvad.train.config import CallbacksConfig, RunConfig, TrainConfig
 from kvad.train.monitoring import Callback
 from kvad.train.setup.corpora import CorpusArgument
 from kvad.train.sources import PairPaths
 
 TOKENS_FOLDER = "data"  # folder of the tokens within a run folder
-
 RUN_TEXT_SUFFIXES = (".json", ".jsonl", ".svg", ".toml")  # files of a run folder that a corpus would read as text
 
 
 def check_run_folder(config: RunConfig, corpus: CorpusArgument, out: Path, overwrite: bool) -> bool:
-    """Check that a run may write to ``out``.
+    """Check that a run may write to ``out``; return True if it holds a run that will be replaced.
 
-    Returns:
-        True if ``out`` holds a run that will be replaced.
-
-    Raises:
-        UsageError: If a run may not be replaced, or files that belong to no run would be overwritten.
+    Raises UsageError if a run may not be replaced, or files that belong to no run would be overwritten.
     """
     tokens, run_file = out / TOKENS_FOLDER, out / config_lib.toml.RUN_FILE
-    for source in (corpus, *([Path(path) for path in mixture_source.paths] for mixture_source in config.data.sources)):
+    for source in (corpus, *([Path(path) for path in part.paths] for part in config.data.sources)):
         check_output_folder(out, source, config.data.file_suffixes)
-        for path in _paths(source):
+        for path in [path for item in source.items for path in item] if isinstance(source, PairPaths) else source:
             if path.resolve().is_relative_to(tokens.resolve()):
                 raise UsageError(f"{path} is inside {tokens}, where the run writes its tokens", "Choose another --out.")
     if tokens.exists() and not _is_tokens(tokens):
@@ -54,19 +49,13 @@ def check_run_folder(config: RunConfig, corpus: CorpusArgument, out: Path, overw
     return bool(earlier)
 
 
-def _paths(corpus: CorpusArgument) -> Sequence[Path]:
-    if not isinstance(corpus, PairPaths):
-        return corpus
-    return [path for item in (*corpus.files, *corpus.held_out) for path in item]
-
-
 def _is_tokens(folder: Path) -> bool:
     """Return True for a run's tokens: a store, one store per mixture source, or an empty folder."""
-    if not folder.is_dir() or data.token_store.is_prepared(folder):
+    if not folder.is_dir() or data_lib.token_store.is_prepared(folder):
         return False
-    if (folder / data.token_store.MANIFEST).is_file():
-        return data.token_store.is_store(folder)
-    return all(part.name.isdigit() and data.token_store.is_store(part) for part in folder.iterdir())
+    if (folder / data_lib.token_store.MANIFEST).is_file():
+        return data_lib.token_store.is_store(folder)
+    return all(part.name.isdigit() and data_lib.token_store.is_store(part) for part in folder.iterdir())
 
 
 def check_has_checkpoint(out: Path) -> None:
@@ -111,14 +100,12 @@ def check_writable(out: Path) -> None:
     existing = _nearest_existing(out)
     if not existing.is_dir():
         raise UsageError(f"{existing} is a file, and {out} must be a folder", "Choose another --out.")
-    missing = _missing(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        Path(tempfile.mkdtemp(prefix=".", dir=out)).rmdir()
-    except OSError as error:
-        raise SaveError(f"cannot write {out}: {error.strerror or error}", "Choose another --out.") from error
-    finally:
-        _remove_empty(missing)
+    with cleanup_on_error(out, always=True):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            Path(tempfile.mkdtemp(prefix=".", dir=out)).rmdir()
+        except OSError as error:
+            raise SaveError(f"cannot write {out}: {error.strerror or error}", "Choose another --out.") from error
 
 
 def check_callbacks(config: CallbacksConfig, callbacks: Sequence[Callback]) -> None:
@@ -132,31 +119,22 @@ def check_callbacks(config: CallbacksConfig, callbacks: Sequence[Callback]) -> N
 
 
 @contextmanager
-def cleanup_on_error(out: Path) -> Iterator[None]:
-    """If the block fails, remove the empty folders that it created on the way to ``out``."""
-    missing = _missing(out)
+def cleanup_on_error(out: Path, *, always: bool = False) -> Iterator[None]:
+    """If the block fails, or ``always``, remove the empty folders that it created on the way to ``out``."""
+    missing = [path for path in (out, *out.parents) if not path.exists()]  # the lowest first
+    keeps_folders = False
     try:
         yield
-    except BaseException:
-        _remove_empty(missing)
-        raise
+        keeps_folders = not always
+    finally:
+        for path in () if keeps_folders else missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def _nearest_existing(out: Path) -> Path:
     """Return ``out`` or its nearest existing parent."""
     return next(path for path in (out, *out.absolute().parents) if path.exists())
-
-
-def _missing(out: Path) -> list[Path]:
-    """Return the missing folders on the way to ``out``, the lowest first."""
-    return [path for path in (out, *out.parents) if not path.exists()]
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove the folders that are empty."""
-    for path in folders:
-        with suppress(OSError):
-            path.rmdir()
 
 
 def check_device(train: TrainConfig) -> None:

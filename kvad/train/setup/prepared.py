@@ -7,14 +7,10 @@
 ``kind`` in the manifest names the content: "documents" (each opened by the separator), "pairs", or the objective:
 masked-lm and span-corruption frame documents differently, tag, classify and chat are examples with a column. The
 validation split of examples is fixed when they are prepared, because their labels are those of the training part.
-
-A run is given the folder instead of texts. It is refused if its tokenizer did not make the tokens, if a token is
-outside the vocabulary, and if files are missing or truncated.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,16 +21,14 @@ from kvad.errors import ConfigError, DataError, UsageError, format_count
 from kvad.text import Tokenizer, load_tokenizer
 from kvad.train import data as data_lib
 from kvad.train import sources
-from kvad.train.config import DataConfig, RunConfig, TokenizerConfig
+from kvad.train.config import DataConfig, RunConfig
 from kvad.train.data import TokenStore
 from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY
-from kvad.train.sources import ChatCorpus
+from kvad.train.sources import Corpus
 
 VERSION = 2
 # Other objectives: their name.
 CONTENT_KINDS = {"next-token": "documents", "summarizer": "documents", "seq2seq": "pairs"}
-
-AnyCorpus = data_lib.token_store.AnyCorpus
 
 
 class PreparedData:
@@ -42,17 +36,21 @@ class PreparedData:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.manifest = _read(folder)
+        self.manifest = data_lib.token_store.read_manifest(folder)
         wrong = f"{folder} cannot be used"
-        if self.manifest["prepared"] != VERSION:
+        if self.manifest.get("prepared") != VERSION:
             raise DataError(
                 f"{wrong}: it was prepared by another version of kvad",
                 f"Prepare it again: kvad data prepare TEXTS --overwrite --out {folder}",
             )
         try:
-            _check_files(folder, self.manifest)
+            incomplete = next(data_lib.token_store.find_incomplete_files(folder, self.manifest), None)
         except (KeyError, TypeError) as error:
             raise DataError(f"{wrong}: its manifest is damaged ({error})", "Prepare it again.") from None
+        if incomplete is not None:
+            path, size, expected = incomplete
+            problem = "is missing" if size < 0 else f"has {size:,} bytes instead of {expected:,}"
+            raise DataError(f"{path} {problem}", "Prepare it again.")
         self.tokenizer: Tokenizer = load_tokenizer(folder / data_lib.token_store.TOKENIZER)
         self.store = TokenStore(folder, self.manifest)
         # Content: "documents", "pairs", or the objective that it is prepared for; and the default objective for it.
@@ -64,18 +62,18 @@ class PreparedData:
         self.labels: tuple[str, ...] = tuple(self.manifest.get("labels", ()))  # of tagged words and labeled texts
         self.check(self.tokenizer, f"{folder / data_lib.token_store.TOKENIZER} is")
 
-    def template_files(self) -> dict[str, bytes]:
-        """Return the chat template files of conversations, as a checkpoint holds them."""
+    def template_files(self, tokenizer: Tokenizer) -> dict[str, bytes]:
+        """Return the chat template files of conversations, as ``Corpus`` does."""
         folder = self.folder / data_lib.token_store.TEMPLATE
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.jinja")}
 
     def check_kind(self, objective: str) -> None:
         """Raise DataError if the content is not what ``objective`` reads."""
-        required = CONTENT_KINDS.get(objective, objective)
-        if self.kind != required:
-            named = ("documents", "pairs")
-            content = self.kind if self.kind in named else f"{self.noun}s for objective {self.kind}"
-            reads = f"this model reads {required}" if required in named else f"objective {objective} has its own format"
+        needed = CONTENT_KINDS.get(objective, objective)
+        if self.kind != needed:
+            shared = ("documents", "pairs")
+            content = self.kind if self.kind in shared else f"{self.noun}s for objective {self.kind}"
+            reads = f"this model reads {needed}" if needed in shared else f"objective {objective} has its own format"
             hint = f"Prepare them with --objective {objective}"
             if objective != "summarizer" and OBJECTIVE_TOPOLOGY[self.objective] == OBJECTIVE_TOPOLOGY[objective]:
                 hint = f"Train with --objective {self.objective}, or prepare the texts with --objective {objective}"
@@ -93,10 +91,7 @@ class PreparedData:
     def check(self, tokenizer: Tokenizer, named: str, location: str | Path | None = None) -> None:
         """Raise DataError if ``tokenizer`` did not make these tokens.
 
-        Args:
-            tokenizer: The tokenizer to compare.
-            named: Beginning of the message, such as "the run's tokenizer is".
-            location: Path of the tokenizer for the command in the hint.
+        The message begins with ``named``, such as "the run's tokenizer is"; the hint's command has ``location``.
         """
         if tokenizer.fingerprint() != self.manifest["tokenizer"]:
             kind = "" if self.objective == "next-token" else f" --objective {self.objective}"
@@ -110,13 +105,12 @@ class PreparedData:
     def check_tokens(self) -> None:
         """Raise DataError if a token is outside the vocabulary; reads all tokens."""
         outside = self.store.find_out_of_vocabulary(self.tokenizer.vocab_size)
-        if outside is None:
-            return
-        text = f"{self.noun} {outside.text + 1:,}"
-        if self.pairs:
-            text = f"the {'target' if outside.text % 2 else 'source'} of pair {outside.text // 2 + 1:,}"
-        where = f"token {outside.offset + 1:,} of {text}, at byte {outside.byte:,} of {outside.shard}"
-        raise self._vocabulary_error(outside.token, f"the first is {where}")
+        if outside is not None:
+            text = f"{self.noun} {outside.text + 1:,}"
+            if self.pairs:
+                text = f"the {'target' if outside.text % 2 else 'source'} of pair {outside.text // 2 + 1:,}"
+            where = f"token {outside.offset + 1:,} of {text}, at byte {outside.byte:,} of {outside.shard}"
+            raise self._vocabulary_error(outside.token, f"the first is {where}")
 
     def _vocabulary_error(self, token: int, where: str) -> DataError:
         vocab = self.tokenizer.vocab_size
@@ -132,7 +126,7 @@ class PreparedData:
 
 def prepare_data(
     config: RunConfig,
-    texts: AnyCorpus,
+    texts: Corpus,
     tokenizer: Tokenizer,
     out: Path,
     *,
@@ -156,23 +150,18 @@ def prepare_data(
         kind = "pairs"
     elif isinstance(texts, sources.documents.DocumentCorpus) and texts.frame == "separator":
         kind = "documents"
-    more: dict[str, Any] = {
-        "prepared": VERSION,
-        "kind": kind,
-        "held": getattr(texts, "num_held_out", 0),
-        "vocab": tokenizer.vocab_size,
-        "tokenizer_config": config_lib.serialization.to_dict(config.tokenizer),
-    }
+    more = {"prepared": VERSION, "kind": kind, "held": texts.num_held_out, "vocab": tokenizer.vocab_size}
+    more["tokenizer_config"] = config_lib.serialization.to_dict(config.tokenizer)
     if isinstance(texts, sources.examples.ExampleCorpus):
-        share = None if texts.split.held_out_files else config.data.validation_fraction
-        more |= {"noun": texts.noun, "validation": share, "labels": list(getattr(texts, "labels", ()))}
+        share = None if texts.has_held_out_files else config.data.validation_fraction
+        more |= {"noun": texts.noun, "validation": share, "labels": list(texts.labels)}
     log(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
     with storage.atomic.new_folder(out) as new:
         tokenizer.save(new / data_lib.token_store.TOKENIZER)
-        for name, text in (texts.template_files(tokenizer) if isinstance(texts, ChatCorpus) else {}).items():
+        for name, content in texts.template_files(tokenizer).items():
             path = new / data_lib.token_store.TEMPLATE / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8")
+            path.write_bytes(content)
         return data_lib.token_store.write_store(new, texts, tokenizer, more, progress=progress)
 
 
@@ -183,29 +172,3 @@ def check_writable_target(out: Path, overwrite: bool) -> None:
     if out.exists() and any(out.iterdir()) and not (overwrite and data_lib.token_store.is_prepared(out)):
         hint = "Replace it with --overwrite." if data_lib.token_store.is_prepared(out) else "Choose another --out."
         raise UsageError(f"{out} is not empty", hint)
-
-
-def tokenizer_matches(prepared: PreparedData, config: TokenizerConfig) -> bool:
-    """Return True if [tokenizer] is empty or equal to that of the prepared data."""
-    options = config_lib.serialization.to_dict(config)
-    return config == TokenizerConfig() or bool(options == prepared.manifest["tokenizer_config"])
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / data_lib.token_store.MANIFEST).read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / data_lib.token_store.MANIFEST} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{folder / data_lib.token_store.MANIFEST} is not a manifest")
-    return found
-
-
-def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
-    """Check the sizes of all files; ``kvad data check`` verifies their hashes."""
-    for name, expected in data_lib.token_store.expected_sizes(manifest).items():
-        path = folder / name
-        size_on_disk = path.stat().st_size if path.is_file() else -1
-        if size_on_disk != expected:
-            problem = "is missing" if size_on_disk < 0 else f"has {size_on_disk:,} bytes instead of {expected:,}"
-            raise DataError(f"{path} {problem}", "Prepare it again.")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvad import text as text_lib
+from kvad import config as config_lib
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.errors import ConfigError, DataError, UsageError, format_count
 from kvad.model import Transformer
@@ -14,20 +14,12 @@ from kvad.text import Tokenizer, train_tokenizer
 from kvad.train import data as data_lib
 from kvad.train import monitoring
 from kvad.train import sources as sources_lib
-from kvad.train.config import RunConfig
+from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.data import MixtureSource, PackedDataset, TokenStore
 from kvad.train.monitoring import greedy_decode
-from kvad.train.setup.corpora import PREPARE_HINT, AnyTexts, CorpusArgument, CorpusOpener
-from kvad.train.setup.dataset_factory import (
-    build_dataset,
-    generation_config_for,
-    generation_config_from,
-    load_tokenizer_from,
-    special_tokens_for,
-)
-from kvad.train.setup.objective_factory import EXAMPLE_OBJECTIVES, resolve_objective
-from kvad.train.setup.prepared import AnyCorpus, PreparedData, tokenizer_matches
-from kvad.train.sources import ChatCorpus, PairPaths
+from kvad.train.setup import corpora, objective_factory
+from kvad.train.setup.prepared import PreparedData
+from kvad.train.sources import Corpus, PairPaths
 
 MAX_NAMED_TEXTS = 8  # maximum number of texts in a message
 NUM_SAMPLES = 3  # held-out sources decoded at every evaluation
@@ -41,78 +33,53 @@ class RunData:
     def __init__(
         self,
         config: RunConfig,
-        named: CorpusArgument,
+        named: corpora.CorpusArgument,
         log: Callable[[str], None],
         *,
         start: CheckpointHandle | None = None,
         template: Path | None = None,
     ) -> None:
-        """Open the corpora.
-
-        Args:
-            config: The run's configuration.
-            named: Named texts; empty if ``data.sources`` is a mixture.
-            log: Receives one line per stage.
-            start: Checkpoint that the run starts from, if any.
-            template: Chat only: folder of the run's own checkpoint, whose template is used on resume.
-
-        Raises:
-            DataError: If texts cannot be read.
-            UsageError, ConfigError: If texts and configuration contradict each other.
-        """
+        """Open the corpora, as ``CorpusOpener``; ``named`` is empty if ``data.sources`` is a mixture."""
         if config.objective.kind == "auto":  # no model is known yet: the named texts decide
-            config = resolve_objective(config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder")
+            config = objective_factory.resolve_objective(
+                config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder"
+            )
         self._config, self._log = config, log
-        self._generation, self._start = None if start is None else generation_config_from(start), start
-        self.pairs = isinstance(named, PairPaths) and config.objective.kind not in EXAMPLE_OBJECTIVES
-        sources = CorpusOpener(config, log, start, template).open(named)
+        self._generation, self._start = None if start is None else corpora.generation_config_from(start), start
+        self.pairs = isinstance(named, PairPaths) and config.objective.kind not in objective_factory.EXAMPLE_OBJECTIVES
+        sources = corpora.CorpusOpener(config, log, start, template).open(named)
         self._sources, self._weights = [texts for texts, _ in sources], [weight for _, weight in sources]
+        self._all = [texts for source in self._sources for texts in source]
+        self._single = self._all[0] if len(self._all) == 1 else None  # the texts if they are one corpus
+        self._prepared = [texts for texts in self._all if isinstance(texts, PreparedData)]
+        self._corpora = [texts for texts in self._all if isinstance(texts, Corpus)]
         for texts in self._all:
             log(texts.summary())
 
-    @property
-    def _all(self) -> list[AnyTexts]:
-        return [texts for source in self._sources for texts in source]
-
-    @property
-    def _single(self) -> AnyTexts | None:
-        """The texts if they are one corpus."""
-        return self._all[0] if len(self._all) == 1 else None
-
-    @property
-    def _prepared(self) -> list[PreparedData]:
-        return [texts for texts in self._all if isinstance(texts, PreparedData)]
-
-    def single_corpus(self) -> AnyCorpus:
+    def single_corpus(self) -> Corpus:
         """Return the texts if they are one corpus that is not prepared; else raise UsageError."""
         texts = self._single
-        if texts is None or isinstance(texts, PreparedData):
+        if not isinstance(texts, Corpus):
             raise UsageError("only texts can be prepared, but prepared data is among the named paths", "Leave it out.")
         return texts
 
     def find_corrupt(self) -> list[Path]:
         """Return files of prepared data whose hashes differ from the manifest; reads all of them."""
-        return [
-            p.folder / name
-            for p in self._prepared
-            for name in data_lib.token_store.find_corrupt_files(p.folder, p.manifest)
-        ]
+        find = data_lib.token_store.find_corrupt_files
+        return [data.folder / name for data in self._prepared for name in find(data.folder, data.manifest)]
 
     def make_tokenizer(self) -> Tokenizer:
-        """Return the named tokenizer, that of prepared data, or one trained on all texts.
-
-        For pairs it is trained on both sides.
-        """
+        """Return the named tokenizer, that of prepared data, or one trained on all texts (both sides of pairs)."""
         options = self._config.tokenizer
         if self._prepared:
             return self._prepared_tokenizer(self._prepared)
         if options.path is not None:
-            return load_tokenizer_from(options.path)
+            return corpora.load_tokenizer_from(options.path)
         self._log(f"tokenizer: training {options.kind}")
-        default_tokens = special_tokens_for(self._config.objective.kind)
+        default_tokens = objective_factory.SPECIAL_TOKENS.get(self._config.objective.kind)
         return train_tokenizer(
             options.kind,
-            (piece.text for texts in self._all if not isinstance(texts, PreparedData) for piece in texts.pieces()),
+            (piece.text for texts in self._corpora for piece in texts.pieces()),
             vocab_size=options.vocab_size,
             min_freq=options.min_frequency,
             lower=options.lowercase,
@@ -122,20 +89,19 @@ class RunData:
 
     def tokens_fingerprint(self, tokenizer: Tokenizer) -> str:
         """Return the fingerprint of the tokens that these texts make."""
-        keys = [
-            t.store.fingerprint if isinstance(t, PreparedData) else data_lib.token_store.store_fingerprint(t, tokenizer)
-            for t in self._all
-        ]
+        fingerprint = data_lib.token_store.store_fingerprint
+        keys = [t.store.fingerprint if isinstance(t, PreparedData) else fingerprint(t, tokenizer) for t in self._all]
         return data_lib.token_store.combined_fingerprint(keys)
 
     def changed_sources(self, folder: Path) -> list[str]:
         """Return names of texts that changed since a run's tokens in ``folder`` were made."""
-        found = []
-        for number, texts in enumerate(self._all):
-            if isinstance(texts, PreparedData):
-                continue
-            found += data_lib.token_store.find_changed_sources(self._folder(folder, number), texts)
-        return found
+        numbered = ((part, texts) for part, texts in zip(self._folders(folder), self._all, strict=True))
+        find = data_lib.token_store.find_changed_sources
+        return [name for part, texts in numbered if isinstance(texts, Corpus) for name in find(part, texts)]
+
+    def _folders(self, folder: Path) -> list[Path]:
+        """Return the folder of each corpus below ``folder``."""
+        return [folder] if self._single is not None else [folder / str(number) for number in range(len(self._all))]
 
     def open(self, folder: Path, tokenizer: Tokenizer) -> None:
         """Encode texts into ``folder`` unless prepared or streamed; build the dataset.
@@ -151,18 +117,15 @@ class RunData:
         self._log(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
         single = self._single
         if self._config.data.order == "stream":
-            kinds = (sources_lib.documents.DocumentCorpus, sources_lib.pairs.PairCorpus)
-            items = [data_lib.streaming.stream_texts(t, tokenizer) for t in self._all if isinstance(t, kinds)]
+            items = [data_lib.streaming.stream_texts(texts, tokenizer) for texts in self._corpora]
             self._read_stream(items, tokenizer, "tokens: encoded while the texts are read, not stored on disk")
-        elif single is not None and not isinstance(single, PreparedData):
+        elif isinstance(single, Corpus):
             _, is_stored = self._store(folder, single, tokenizer, lambda store: self._read([store], tokenizer))
             note = ", found on disk" if is_stored else ""
         else:
             stores = [
-                texts.store
-                if isinstance(texts, PreparedData)
-                else self._store(self._folder(folder, number), texts, tokenizer)[0]
-                for number, texts in enumerate(self._all)
+                texts.store if isinstance(texts, PreparedData) else self._store(part, texts, tokenizer)[0]
+                for part, texts in zip(self._folders(folder), self._all, strict=True)
             ]
             self._read(stores, tokenizer)
         first, *more = self.data.summary()
@@ -170,28 +133,15 @@ class RunData:
             self._log(line)
 
     def _store(
-        self,
-        folder: Path,
-        texts: AnyCorpus,
-        tokenizer: Tokenizer,
-        accept: Callable[[TokenStore], None] = lambda store: None,
+        self, folder: Path, texts: Corpus, tokenizer: Tokenizer, accept: Callable[[TokenStore], None] = lambda _: None
     ) -> tuple[TokenStore, bool]:
         """Open or write a store, reporting progress."""
         progress = monitoring.console.ProgressMeter(self._log)
         return data_lib.token_store.open_store(folder, texts, tokenizer, accept=accept, progress=progress)
 
-    @property
-    def _noun(self) -> str:
-        """Noun for one text, such as "document"."""
-        return str(getattr(self._all[0], "noun", "pair" if self.pairs else "document"))
-
     def describe_rows(self, rows: range) -> str:
-        """Name the texts of rows of the run, with their files if each file is one text.
-
-        Returns:
-            For example "document 3 (b.txt)"; "" if the data has no provenance.
-        """
-        found = sorted({text for row in rows for text in self.data.provenance(row)})
+        """Name the texts of rows, such as "document 3 (b.txt)"; "" if the data has no provenance."""
+        found = sorted({text for row in rows for text in self.data.packer.source.provenance(row)})
         if not found:
             return ""
         texts = self._single
@@ -201,7 +151,7 @@ class RunData:
         if isinstance(texts, sources_lib.documents.DocumentCorpus) and texts.whole_files:
             names = [f"{text + 1} ({texts.sources[text].name})" for text in found]
         more = ", ..." * (len(names) > MAX_NAMED_TEXTS)
-        return f"{self._noun}{'s' * (len(names) > 1)} {', '.join(names[:MAX_NAMED_TEXTS])}{more}"
+        return f"{self._all[0].noun}{'s' * (len(names) > 1)} {', '.join(names[:MAX_NAMED_TEXTS])}{more}"
 
     def stream_position(self) -> list[list[int]] | None:
         """Return the position of sequential data, which a checkpoint stores for ``seek``."""
@@ -218,33 +168,29 @@ class RunData:
         A model that learns another chat template also stops at the tokens that end its turns.
         """
         if self._generation is not None:
-            ends, own = generation_config_for(self.data, tokenizer).eos_token_ids, self._generation.eos_token_ids
-            more = tuple(end for end in ends if end not in own) if self.is_chat else ()
-            return replace(self._generation, eos_token_ids=(*own, *more))
+            own = self._generation.eos_token_ids
+            ends = objective_factory.generation_config_for(self.data, tokenizer).eos_token_ids if self.is_chat else ()
+            return replace(self._generation, eos_token_ids=tuple(dict.fromkeys((*own, *ends))))
         if self.pairs:
             return sources_lib.pairs.pair_generation_config(tokenizer)
-        return generation_config_for(self.data, tokenizer)
+        return objective_factory.generation_config_for(self.data, tokenizer)
 
     @property
     def is_chat(self) -> bool:
         """True if a pretrained model is trained with another chat template than its own."""
         if self._config.objective.kind != "chat" or self._start is None:
             return False
-        given = isinstance(self._single, PreparedData) or self._config.objective.chat_template is not None
-        return given or text_lib.chat_template.ChatTemplate.load(self._start.tokenizer_folder) is None
+        is_given = isinstance(self._single, PreparedData) or self._config.objective.chat_template is not None
+        return is_given or sources_lib.chat.ChatTemplate.load(self._start.tokenizer_folder) is None
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Labels of tags or texts; () for data without labels."""
-        return tuple(getattr(self._single, "labels", ()))
+        return () if self._single is None else self._single.labels
 
     def extra_files(self, tokenizer: Tokenizer) -> dict[str, bytes]:
         """Return the files stored next to the model in a checkpoint: the chat template."""
-        texts = self._single
-        if isinstance(texts, PreparedData):
-            return texts.template_files()
-        files = texts.template_files(tokenizer) if isinstance(texts, ChatCorpus) else {}
-        return {name: text.encode() for name, text in files.items()}
+        return {} if self._single is None else self._single.template_files(tokenizer)
 
     def sampler(
         self, model: Transformer, tokenizer: Tokenizer
@@ -258,26 +204,20 @@ class RunData:
 
         def sample() -> tuple[monitoring.callbacks.TextSample, ...]:
             outputs = greedy_decode(model, sources, generation_config, max_tokens)
-            rows = zip(examples, outputs, strict=True)
-            return tuple(
-                monitoring.callbacks.TextSample(*map(tokenizer.decode, (source, target, ids)))
-                for (source, target), ids in rows
-            )
+            texts = ((*example, ids) for example, ids in zip(examples, outputs, strict=True))
+            return tuple(monitoring.callbacks.TextSample(*map(tokenizer.decode, text)) for text in texts)
 
         return sample
 
-    def _folder(self, folder: Path, number: int) -> Path:
-        return folder if len(self._all) == 1 else folder / str(number)
-
     def _prepared_tokenizer(self, prepared: Sequence[PreparedData]) -> Tokenizer:
-        first, options = prepared[0], self._config.tokenizer
+        first, options, to_dict = prepared[0], self._config.tokenizer, config_lib.serialization.to_dict
         if options.path is not None:
-            first.check(load_tokenizer_from(options.path), f"{options.path} is", options.path)
-        elif not tokenizer_matches(first, options):
+            first.check(corpora.load_tokenizer_from(options.path), f"{options.path} is", options.path)
+        elif to_dict(options) not in (to_dict(TokenizerConfig()), first.manifest["tokenizer_config"]):
             raise ConfigError(
                 f"[tokenizer]: the tokens of {first.folder} were made by {first.tokenizer.kind} with "
                 f"{format_count(first.tokenizer.vocab_size, 'token')}",
-                f"Leave the table out, or prepare the texts with the run file: {PREPARE_HINT}",
+                f"Leave the table out, or prepare the texts with the run file: {corpora.PREPARE_HINT}",
             )
         for other in prepared[1:]:
             other.check(first.tokenizer, f"{first.folder / 'tokenizer'} is", first.folder)
@@ -294,25 +234,23 @@ class RunData:
             parts.append(MixtureSource(first, last, weight, self._num_held_out(source)))
             low = high
         if config.data.order != "sequential":
-            self.data = build_dataset(store, config, tokenizer, parts, self._noun)
+            self.data = objective_factory.build_dataset(store, config, tokenizer, parts, self._all[0].noun)
             return
         spans = [(texts_per_item * part.first, texts_per_item * part.last) for part in parts]
         items = [data_lib.streaming.stream_store(store, *span, pairs=self.pairs) for span in spans]
-        count = format_count(store.num_documents // texts_per_item, self._noun)
+        count = format_count(store.num_documents // texts_per_item, self._all[0].noun)
         self._read_stream(items, tokenizer, f"tokens: {store.num_tokens:,} in {count}")
 
-    def _read_stream(
-        self, items: Sequence[data_lib.streaming.StreamItems], tokenizer: Tokenizer, description: str
-    ) -> None:
+    def _read_stream(self, items: Sequence[data_lib.streaming.StreamItems], tokenizer: Tokenizer, summary: str) -> None:
         """Build the dataset on the items of each source, in corpus order."""
         sources = list(zip(items, self._weights, strict=True))
-        packer = data_lib.streaming.StreamPacker(sources, self._config, pairs=self.pairs, description=description)
+        packer = data_lib.streaming.StreamPacker(sources, self._config, pairs=self.pairs, description=summary)
         pad = tokenizer.special_tokens.pad or 0
         shape = data_lib.collate.CollateConfig.of_run(self._config, pad, tokenizer.vocab_size)
         self.data = PackedDataset(packer, self._config, None, shape)
 
-    def _num_held_out(self, source: Sequence[AnyTexts]) -> int:
-        held_out = [int(getattr(texts, "num_held_out", 0)) for texts in source]
+    def _num_held_out(self, source: Sequence[corpora.AnyTexts]) -> int:
+        held_out = [texts.num_held_out for texts in source]
         if len(held_out) > 1 and any(held_out):
             raise DataError("one of several sources of pairs has its own validation files", "Name only that source.")
         if any(held_out) and self._config.data.order == "sequential":

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvad.train.sources import formats as formats
     from kvad.train.sources import pairs as pairs
     from kvad.train.sources.chat import ChatCorpus as ChatCorpus
+    from kvad.train.sources.documents import Corpus as Corpus
     from kvad.train.sources.documents import open_corpus as open_corpus
     from kvad.train.sources.pairs import PairPaths as PairPaths
     from kvad.train.sources.pairs import open_pairs as open_pairs

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from kvad import text as text_lib
 from kvad.errors import ChatTemplateError, DataError
 from kvad.text import Tokenizer
-from kvad.train.sources.examples import EncodedColumns, Example, ExampleCorpus
+from kvad.train.sources.examples import EncodedColumns, Example, ExampleBatch, ExampleCorpus
 from kvad.train.sources.formats import read_json_objects
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that a template may name
@@ -32,7 +32,6 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
 
 ChatTemplate = text_lib.chat_template.ChatTemplate
 
@@ -74,9 +73,7 @@ class ChatCorpus(ExampleCorpus[Conversation]):
     def tokenizer_texts(self, content: Conversation) -> Iterable[str]:
         return [text for message in content.messages if isinstance(text := message.get("content"), str)]
 
-    def encode_batch(
-        self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Conversation]]]
-    ) -> Iterator[EncodedColumns]:
+    def encode_batch(self, tokenizer: Tokenizer, many: ExampleBatch[Conversation]) -> Iterator[EncodedColumns]:
         template = with_tokenizer_specials(self.template, tokenizer)
         for path, example in many:
             try:
@@ -91,18 +88,15 @@ class ChatCorpus(ExampleCorpus[Conversation]):
         sources = {name: source.rpartition(SPECIAL_TOKENS_COMMENT)[2] for name, source in templates}
         return {**super().settings(), "template": sources}
 
-    def template_files(self, tokenizer: Tokenizer) -> dict[str, str]:
-        """Return the template as checkpoint files by name.
-
-        Special tokens are set in it, so that it renders the same next to any other settings.
-        """
+    def template_files(self, tokenizer: Tokenizer) -> dict[str, bytes]:
+        """Return the template with its special tokens set in it, so that it renders the same with other settings."""
         files, specials = {}, with_tokenizer_specials(self.template, tokenizer).specials
         for name, source in self.template.templates.items():
             values = {f"{role}_token": specials.get(f"{role}_token", "") for role in ROLES}
             prefix = "".join(f"{{% set {key} = {json.dumps(text)} %}}" for key, text in values.items() if key in source)
             path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
             is_complete = SPECIAL_TOKENS_COMMENT in source or not prefix
-            files[path] = source if is_complete else prefix + SPECIAL_TOKENS_COMMENT + source
+            files[path] = (source if is_complete else prefix + SPECIAL_TOKENS_COMMENT + source).encode()
         return files
 
 
@@ -115,10 +109,7 @@ def with_tokenizer_specials(template: ChatTemplate, tokenizer: Tokenizer) -> Cha
 
 
 def chatml(tokenizer: Tokenizer | None) -> str:
-    """Return ChatML for a tokenizer.
-
-    If it has no <|im_end|>, a turn ends with the token that ends a text.
-    """
+    """Return ChatML; if the tokenizer has no <|im_end|>, a turn ends with the token that ends a text."""
     if tokenizer is None or CHATML_TOKENS[1] in tokenizer.special_tokens.names():
         return CHATML
     specials = tokenizer.special_tokens
@@ -127,21 +118,13 @@ def chatml(tokenizer: Tokenizer | None) -> str:
     return CHATML.replace(CHATML_TOKENS[1], named[0]) if named else CHATML
 
 
-# ---------------------------------------------------------------- rendering
-
-
 def render_with_spans(
     template: ChatTemplate, conversation: Conversation, specials: Iterable[str]
 ) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Return a conversation's text and the character ranges [start, end) of the assistant.
 
-    Args:
-        template: The chat template.
-        conversation: The conversation.
-        specials: Names of special tokens; blanks after the one that ends a turn are not in its range.
-
-    Raises:
-        ChatTemplateError: If the template does not append messages one after the other.
+    Blanks after one of the special tokens ``specials`` that ends a turn are not in its range. Raises ChatTemplateError
+    if the template does not append messages one after the other.
     """
     messages, tools = conversation
 
@@ -173,10 +156,7 @@ def encode_with_mask(tokenizer: Tokenizer, text: str, spans: Iterable[tuple[int,
     """Return the ids of a text, and 1 for each id in a span.
 
     Each part is encoded separately. If that changes the text (SentencePiece adds a space to each), the whole text is
-    encoded.
-
-    Raises:
-        DataError: If a token spans a boundary.
+    encoded; DataError if a token then spans a boundary.
     """
     parts, at = list[tuple[str, int]](), 0
     for start, end in spans:
@@ -185,12 +165,10 @@ def encode_with_mask(tokenizer: Tokenizer, text: str, spans: Iterable[tuple[int,
     parts = [(part, flag) for part, flag in [*parts, (text[at:], 0)] if part]
     pieces = tokenizer.encode_batch((part for part, _ in parts), specials=True)
     ids = [token for piece in pieces for token in piece]
-    whole_ids = tokenizer.encode(text, specials=True)
-    if ids == whole_ids or tokenizer.decode(ids, skip_specials=False) == tokenizer.decode(
-        whole_ids, skip_specials=False
-    ):
+    whole = tokenizer.encode(text, specials=True)
+    if ids == whole or tokenizer.decode(ids, skip_specials=False) == tokenizer.decode(whole, skip_specials=False):
         return ids, [flag for (_, flag), piece in zip(parts, pieces, strict=True) for _ in piece]
-    return whole_ids, _aligned_mask(tokenizer, whole_ids, parts)
+    return whole, _aligned_mask(tokenizer, whole, parts)
 
 
 def _aligned_mask(tokenizer: Tokenizer, ids: list[int], parts: list[tuple[str, int]]) -> list[int]:

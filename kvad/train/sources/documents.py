@@ -9,22 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from kvad.errors import DataError, format_count, suggest_path
 from kvad.text import Tokenizer
-from kvad.train.sources.formats import (
-    FORMATS,
-    ReadOptions,
-    TextPiece,
-    bare_suffix,
-    detect_format,
-    open_decompressed,
-    read_blocks,
-)
+from kvad.train.sources.formats import FORMATS, TextPiece, bare_suffix, detect_format, open_decompressed, read_blocks
 
 FrameFn = Callable[[int, list[int]], list[int]]  # (index of a text, its ids) -> framed ids
 Progress = Callable[[int, int], None]  # (characters read, tokens made), in total
@@ -42,24 +35,53 @@ class CorpusFile:
     sha256: str  # of the raw bytes; "" for streams, which compare names and sizes
 
 
-def file_settings(sources: Sequence[CorpusFile], errors: str) -> dict[str, Any]:
-    """Return the part of a corpus's settings that identifies its files."""
-    entries = [{"name": source.name, "bytes": source.num_bytes, "sha256": source.sha256} for source in sources]
-    return {"errors": errors, "sources": entries}
-
-
 def describe_files(sources: Sequence[CorpusFile]) -> str:
     """Return the number and size of files, such as "3 files, 1.2 MB"."""
     return f"{format_count(len(sources), 'file')}, {sum(source.num_bytes for source in sources) / 1e6:,.1f} MB"
 
 
+class Corpus(ABC):
+    """Texts of files that were read once; ``texts`` and ``pieces`` read them again."""
+
+    sources: tuple[CorpusFile, ...]
+    errors: str  # "strict" or "replace"
+    noun: ClassVar[str] = "document"  # for one text
+    labels: tuple[str, ...] = ()  # of tags or texts
+    num_held_out: int = 0  # texts at the end that are for validation only; 0 holds out a fraction
+
+    @abstractmethod
+    def texts(self) -> Iterator[str]:
+        """Yield the texts in order; may be called repeatedly. DataErrors name file and line."""
+
+    def pieces(self) -> Iterator[TextPiece]:
+        """Yield the texts in order, long documents in pieces."""
+        return map(TextPiece, self.texts())
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything that determines the texts and their framing."""
+        entries = [{"name": source.name, "bytes": source.num_bytes, "sha256": source.sha256} for source in self.sources]
+        return {"errors": self.errors, "sources": entries}
+
+    def framer(self, tokenizer: Tokenizer) -> FrameFn:
+        """Return the framing function, by default the tokenizer's; raise DataError if the tokenizer lacks a token."""
+        return lambda _number, ids: tokenizer.add_special_tokens(ids)
+
+    @abstractmethod
+    def summary(self) -> str:
+        """Return one line about the corpus."""
+
+    def template_files(self, tokenizer: Tokenizer) -> dict[str, bytes]:
+        """Return the chat template as checkpoint files by name; {} for texts without one."""
+        return {}
+
+
 @dataclass(frozen=True)
-class DocumentCorpus:
+class DocumentCorpus(Corpus):
     """Documents of the named files and folders."""
 
     sources: tuple[CorpusFile, ...]
     skipped: int  # binary and empty files of named folders
-    errors: str  # "strict" or "replace"
+    errors: str
     one_per_line: bool = False  # every non-empty line is a document
     format: str = "auto"
     field: str = "text"  # of JSON objects
@@ -67,7 +89,6 @@ class DocumentCorpus:
     frame: Literal["separator", "tokenizer", "none"] = "separator"
 
     def texts(self) -> Iterator[str]:
-        """Yield the documents in order; may be called repeatedly. DataErrors name file and line."""
         parts: list[str] = []
         for piece in self._pieces():
             parts.append(piece.text)
@@ -80,13 +101,11 @@ class DocumentCorpus:
         return self._pieces() if self.frame == "separator" else map(TextPiece, self.texts())
 
     def _pieces(self) -> Iterator[TextPiece]:
-        options = ReadOptions(self.errors, self.field)
         for source in self.sources:
-            yield from FORMATS[self._file_format(source.path)](source.path, options)
+            yield from FORMATS[self._file_format(source.path)](source.path, self.errors, self.field)
 
     def settings(self) -> dict[str, Any]:
-        """Return everything that determines the texts and their framing."""
-        settings = file_settings(self.sources, self.errors)
+        settings = super().settings()
         if self.one_per_line:
             settings["documents"] = "lines"
         formats = {self._file_format(source.path) for source in self.sources} - {"text", "lines"}
@@ -106,9 +125,8 @@ class DocumentCorpus:
         return "lines" if self.one_per_line and file_format == "text" else file_format
 
     def framer(self, tokenizer: Tokenizer) -> FrameFn:
-        """Return a function that frames documents; raise DataError if the tokenizer has no separator."""
         if self.frame != "separator":
-            return lambda _number, ids: ids if self.frame == "none" else tokenizer.add_special_tokens(ids)
+            return super().framer(tokenizer) if self.frame == "tokenizer" else lambda _number, ids: ids
         separator = tokenizer.special_tokens.separator
         if separator is None:
             raise DataError(
@@ -117,7 +135,6 @@ class DocumentCorpus:
         return lambda _number, ids: [separator, *ids]
 
     def summary(self) -> str:
-        """Return one line about the corpus."""
         skipped = f"; {format_count(self.skipped, 'binary or empty one')} left out" if self.skipped else ""
         return f"corpus: {describe_files(self.sources)}{skipped}"
 
@@ -134,8 +151,7 @@ def open_corpus(
 ) -> DocumentCorpus:
     """Find the files and hash them; if ``hashed`` is false, only their beginnings are read.
 
-    Raises:
-        DataError: If a path is missing, unreadable, binary or empty, or the corpus has no text.
+    Raises DataError if a path is missing, unreadable, binary or empty, or the corpus has no text.
     """
     if not paths:
         raise DataError("no corpus was named", "Name text files or folders.")
@@ -153,10 +169,8 @@ def open_corpus(
     if not sources:
         which, hint = "", "Name text files, or their folder."
         if suffixes:
-            which, hint = (
-                f" ending in {', '.join(suffixes)}",
-                "Select files with --suffix, or leave it out for all text.",
-            )
+            which = f" ending in {', '.join(suffixes)}"
+            hint = "Select files with --suffix, or leave it out for all text."
         if skipped:
             hint = f"{format_count(skipped, 'file')} there {'is' if skipped == 1 else 'are'} empty or binary"
         raise DataError(f"no text files{which} in {', '.join(map(str, paths))}", hint)
@@ -169,11 +183,7 @@ class NotTextError(DataError):
 
 
 def probe_file(path: Path, name: str, *, hashed: bool = True, may_be_empty: bool = False) -> CorpusFile:
-    """Read the beginning of a file up to the first text, and the whole file if it is hashed.
-
-    Raises:
-        NotTextError: If it is binary or empty.
-    """
+    """Read a file up to its first text, or all of it if hashed; raise NotTextError if it is binary or empty."""
     with open_decompressed(path) as file:
         first = file.read(PROBE_BYTES)
         if b"\0" in first:

@@ -20,7 +20,7 @@ with a text and a label (text or integer) in the fields that ``[objective]`` nam
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -29,8 +29,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from kvad.errors import DataError, UsageError, format_count
 from kvad.text import Tokenizer
-from kvad.train.sources.documents import CorpusFile, FrameFn, Progress, describe_files, file_settings
-from kvad.train.sources.formats import TextPiece, detect_format, json_field, read_json_objects, read_lines
+from kvad.train.sources.documents import Corpus, CorpusFile, Progress, describe_files
+from kvad.train.sources.formats import detect_format, json_field, read_json_objects, read_lines
 from kvad.train.sources.pairs import PairPaths, source_info
 
 TEXT = -7  # placeholder of a text; no token has this id
@@ -48,128 +48,31 @@ class Example(NamedTuple, Generic[T]):
     content: T
 
 
-class ExampleSplit(NamedTuple):
-    """Counts of a scan over files, and the validation split."""
-
-    files: tuple[CorpusFile, ...] = ()
-    num_texts: int = 0
-    num_held_out: int = 0  # the last ones
-    skipped: int = 0
-    held_out_files: bool = False  # the held-out examples have their own files
-    train_files: tuple[int, ...] = ()  # indices within the held-out range that stay in training
-
-
-NOT_SCANNED = ExampleSplit()
+ExampleBatch = list[tuple[Path, Example[T]]]  # with their files
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleCorpus(ABC, Generic[T]):
+class ExampleCorpus(Corpus, Generic[T]):
     """Examples of files; ``read`` reads a file's examples again."""
 
-    split: ExampleSplit = NOT_SCANNED
     errors: str
+    # Set by ``open``:
+    sources: tuple[CorpusFile, ...] = ()
+    num_texts: int = 0
+    num_held_out: int = 0  # the last ones
+    skipped: int = 0  # examples without a target
+    has_held_out_files: bool = False  # the held-out examples have their own files
+    train_files: tuple[int, ...] = ()  # indices within the held-out range that stay in training
 
-    noun: ClassVar[str]
     columns: ClassVar[Mapping[str, str]]  # values for every token: name -> numpy type
 
     def open(self, paths: PairPaths, validation: float) -> Self:
-        """Return the corpus of these files, scanned once.
-
-        Args:
-            paths: The files.
-            validation: Fraction held out if there are no validation files.
+        """Return the corpus of these files, scanned once; ``validation`` is held out if there are no held-out files.
 
         Raises:
             DataError: Names file and line of a wrong example, or there are too few.
             UsageError: If files of pairs are named.
         """
-        return replace(self, split=self._scan(paths, validation))
-
-    @property
-    def sources(self) -> tuple[CorpusFile, ...]:
-        return self.split.files
-
-    @property
-    def num_held_out(self) -> int:
-        return self.split.num_held_out
-
-    @abstractmethod
-    def read(self, path: Path) -> Iterator[Example[T] | None]:
-        """Yield the examples of a file, in order, None for one without a target; DataErrors name file and line."""
-
-    @abstractmethod
-    def tokenizer_texts(self, content: T) -> Iterable[str]:
-        """Return the texts that a tokenizer is trained on."""
-
-    @abstractmethod
-    def encode_batch(self, tokenizer: Tokenizer, many: list[tuple[Path, Example[T]]]) -> Iterator[EncodedColumns]: ...
-
-    def examples(self) -> Iterator[tuple[Path, Example[T]]]:
-        """Yield examples in file order, held-out ones last."""
-        training = set(self.split.train_files)
-        if not training:
-            yield from self._in_file_order()
-            return
-        first = self._first
-        yield from (item for index, item in enumerate(self._in_file_order()) if index < first or index in training)
-        yield from (
-            item for index, item in enumerate(self._in_file_order()) if index >= first and index not in training
-        )
-
-    def file_index(self, index: int) -> int:
-        """Return the index in the files of training example ``index``."""
-        return index if index < self._first else self.split.train_files[index - self._first]
-
-    @property
-    def _first(self) -> int:
-        """Index in the files of the first example of the held-out range."""
-        return self.split.num_texts - self.num_held_out - len(self.split.train_files)
-
-    def _in_file_order(self) -> Iterator[tuple[Path, Example[T]]]:
-        for source in self.split.files:
-            yield from ((source.path, example) for example in self.read(source.path) if example is not None)
-
-    def texts(self) -> Iterator[str]:
-        for _, example in self.examples():
-            yield from self.tokenizer_texts(example.content)
-
-    def pieces(self) -> Iterator[TextPiece]:
-        return map(TextPiece, self.texts())
-
-    def encoded(
-        self, tokenizer: Tokenizer, progress: Progress = lambda chars, tokens: None
-    ) -> Iterator[EncodedColumns]:
-        examples, chars, tokens = self.examples(), 0, 0
-        while many := list(islice(examples, ENCODE_BATCH)):
-            for text in self.encode_batch(tokenizer, many):
-                tokens += len(text[0])
-                yield text
-            chars += sum(len(text) for _, example in many for text in self.tokenizer_texts(example.content))
-            progress(chars, tokens)
-
-    def framer(self, tokenizer: Tokenizer) -> FrameFn:
-        """Return the tokenizer's frame, in which the model reads texts."""
-        return lambda _number, ids: tokenizer.add_special_tokens(ids)
-
-    def settings(self) -> dict[str, Any]:
-        """Return everything that determines the texts and their framing."""
-        training = {"kept": list(self.split.train_files)} if self.split.train_files else {}
-        return {**file_settings(self.sources, self.errors), self.noun: {"held": self.num_held_out, **training}}
-
-    def summary(self) -> str:
-        """Return one line about the corpus."""
-        skipped = f"; {format_count(self.split.skipped, 'empty one')} left out" if self.split.skipped else ""
-        num_rare = len(self.split.train_files)
-        rare = (
-            f"; {format_count(num_rare, self.noun)} of them stay{'s' * (num_rare == 1)} in training, for a rare label"
-        )
-        return (
-            f"corpus: {format_count(self.split.num_texts, self.noun)} in {describe_files(self.sources)}, "
-            f"{self.num_held_out:,} of them for validation{rare if num_rare else ''}{skipped}"
-        )
-
-    def _scan(self, paths: PairPaths, validation: float) -> ExampleSplit:
-        """Read every line once and hash the files."""
         noun, files, counts, skipped = self.noun, list[CorpusFile](), [0, 0], 0
         for is_held_out, items in enumerate((paths.files, paths.held_out)):
             for item in items:
@@ -192,14 +95,73 @@ class ExampleCorpus(ABC, Generic[T]):
                 f"too few {noun}s: {format_count(num_train, noun)} to train on and {num_held} for validation",
                 f"{format_count(skipped, noun)} had no target" if skipped else "",
             )
-        return ExampleSplit(tuple(files), sum(counts), num_held, skipped, bool(paths.held_out))
+        corpus = replace(self, sources=tuple(files), num_texts=sum(counts), num_held_out=num_held, skipped=skipped)
+        return replace(corpus, has_held_out_files=bool(paths.held_out))
+
+    @abstractmethod
+    def read(self, path: Path) -> Iterator[Example[T] | None]:
+        """Yield the examples of a file, in order, None for one without a target; DataErrors name file and line."""
+
+    @abstractmethod
+    def tokenizer_texts(self, content: T) -> Iterable[str]:
+        """Return the texts that a tokenizer is trained on."""
+
+    @abstractmethod
+    def encode_batch(self, tokenizer: Tokenizer, many: ExampleBatch[T]) -> Iterator[EncodedColumns]: ...
+
+    def examples(self) -> Iterator[tuple[Path, Example[T]]]:
+        """Yield examples in file order, held-out ones last."""
+        training = set(self.train_files)
+        if not training:
+            yield from self._in_file_order()
+            return
+        first = self._first
+        yield from (item for at, item in enumerate(self._in_file_order()) if at < first or at in training)
+        yield from (item for at, item in enumerate(self._in_file_order()) if at >= first and at not in training)
+
+    def file_index(self, index: int) -> int:
+        """Return the index in the files of training example ``index``."""
+        return index if index < self._first else self.train_files[index - self._first]
+
+    @property
+    def _first(self) -> int:
+        """Index in the files of the first example of the held-out range."""
+        return self.num_texts - self.num_held_out - len(self.train_files)
+
+    def _in_file_order(self) -> Iterator[tuple[Path, Example[T]]]:
+        for source in self.sources:
+            yield from ((source.path, example) for example in self.read(source.path) if example is not None)
+
+    def texts(self) -> Iterator[str]:
+        for _, example in self.examples():
+            yield from self.tokenizer_texts(example.content)
+
+    def encoded(self, tokenizer: Tokenizer, progress: Progress = lambda *_: None) -> Iterator[EncodedColumns]:
+        examples, chars, tokens = self.examples(), 0, 0
+        while many := list(islice(examples, ENCODE_BATCH)):
+            for text in self.encode_batch(tokenizer, many):
+                tokens += len(text[0])
+                yield text
+            chars += sum(len(text) for _, example in many for text in self.tokenizer_texts(example.content))
+            progress(chars, tokens)
+
+    def settings(self) -> dict[str, Any]:
+        training = {"kept": list(self.train_files)} if self.train_files else {}
+        return {**super().settings(), self.noun: {"held": self.num_held_out, **training}}
+
+    def summary(self) -> str:
+        skipped = f"; {format_count(self.skipped, 'empty one')} left out" if self.skipped else ""
+        count = len(self.train_files)
+        rare = f"; {format_count(count, self.noun)} of them stay{'s' * (count == 1)} in training, for a rare label"
+        corpus = f"corpus: {format_count(self.num_texts, self.noun)} in {describe_files(self.sources)}"
+        return f"{corpus}, {self.num_held_out:,} of them for validation{rare if count else ''}{skipped}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelCorpus(ExampleCorpus[T]):
     """Examples with labels; a label's id is its index in ``labels``, which are sorted."""
 
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # of the training examples
 
     label_noun: ClassVar[str]
     columns = {"labels": "int32"}  # noqa: RUF012  (never written)
@@ -212,15 +174,15 @@ class LabelCorpus(ExampleCorpus[T]):
         """Return the corpus of these files with the labels of the training examples.
 
         A model cannot learn a label that only held-out examples have. If a fraction is held out, the first such example
-        stays in training (``ExampleSplit.train_files``); DataError if it is in a validation file.
+        stays in training (``train_files``); DataError if it is in a validation file.
         """
         corpus = super().open(paths, validation)
-        split, labels, training = corpus.split, set[str](), list[int]()
-        first = split.num_texts - split.num_held_out
+        labels, training = set[str](), list[int]()
+        first = corpus.num_texts - corpus.num_held_out
         for number, (path, example) in enumerate(corpus.examples()):
             for line, label in corpus.labels_by_line(example):
                 if number >= first and label not in labels:
-                    if split.held_out_files:
+                    if corpus.has_held_out_files:
                         raise DataError(
                             f"{path}, line {line}: {self.label_noun} {label!r} is held out and does not occur in "
                             "training",
@@ -228,14 +190,14 @@ class LabelCorpus(ExampleCorpus[T]):
                         )
                     training += [number] if number not in training[-1:] else []
                 labels.add(label)
-        if len(training) == split.num_held_out:
+        if len(training) == corpus.num_held_out:
             raise DataError(
-                f"nothing is left to hold out: {format_count(split.num_held_out, 'example')} of this fraction, "
+                f"nothing is left to hold out: {format_count(corpus.num_held_out, 'example')} of this fraction, "
                 f"and each has a {self.label_noun} that no earlier one has",
                 "Hold out a larger fraction, or a file: --validation FILE",
             )
-        split = split._replace(num_held_out=split.num_held_out - len(training), train_files=tuple(training))
-        return replace(corpus, split=split, labels=tuple(sorted(labels)))
+        num_held_out = corpus.num_held_out - len(training)
+        return replace(corpus, num_held_out=num_held_out, train_files=tuple(training), labels=tuple(sorted(labels)))
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "labels": list(self.labels)}
@@ -260,8 +222,16 @@ class TagCorpus(LabelCorpus[Sentence]):
 
     noun, label_noun = "sentence", "tag"
 
-    def read(self, path: Path) -> Iterator[Example[Sentence] | None]:
-        return read_sentences(path, self.errors)
+    def read(self, path: Path) -> Iterator[Example[Sentence]]:
+        words, tags = list[str](), list[str]()
+        for number, line in enumerate(chain(read_lines(path, self.errors), [""]), 1):
+            if line.strip():
+                word, tag = _columns(path, number, line)
+                words.append(word)
+                tags.append(tag)
+            elif words:
+                yield Example(number - len(words), Sentence(tuple(words), tuple(tags)))
+                words, tags = [], []
 
     def labels_by_line(self, example: Example[Sentence]) -> Iterable[tuple[int, str]]:
         return enumerate(example.content.tags, example.line)
@@ -269,9 +239,7 @@ class TagCorpus(LabelCorpus[Sentence]):
     def tokenizer_texts(self, content: Sentence) -> Iterable[str]:
         return [" ".join(content.words)]
 
-    def encode_batch(
-        self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Sentence]]]
-    ) -> Iterator[EncodedColumns]:
+    def encode_batch(self, tokenizer: Tokenizer, many: ExampleBatch[Sentence]) -> Iterator[EncodedColumns]:
         label_ids = {label: index for index, label in enumerate(self.labels)}
         sentences = [example.content for _, example in many]
         separator = word_separator(
@@ -304,19 +272,6 @@ def word_separator(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
     return " "
 
 
-def read_sentences(path: Path, errors: str) -> Iterator[Example[Sentence]]:
-    """Yield the sentences of one file; DataErrors name file and line."""
-    words, tags = list[str](), list[str]()
-    for number, line in enumerate(chain(read_lines(path, errors), [""]), 1):
-        if line.strip():
-            word, tag = _columns(path, number, line)
-            words.append(word)
-            tags.append(tag)
-        elif words:
-            yield Example(number - len(words), Sentence(tuple(words), tuple(tags)))
-            words, tags = [], []
-
-
 def _columns(path: Path, number: int, line: str) -> tuple[str, str]:
     columns = line.split("\t")
     if len(columns) != 2:
@@ -328,9 +283,6 @@ def _columns(path: Path, number: int, line: str) -> tuple[str, str]:
         if not value:
             raise DataError(f"{path}, line {number}: the {name} is empty, and a tagging file has WORD<tab>TAG")
     return word, tag
-
-
-FORMAT_HINT = "a labeled text is LABEL<tab>TEXT"
 
 
 class LabeledText(NamedTuple):
@@ -350,7 +302,21 @@ class LabeledCorpus(LabelCorpus[LabeledText]):
     noun, label_noun = "labeled text", "label"
 
     def read(self, path: Path) -> Iterator[Example[LabeledText] | None]:
-        return read_labeled_lines(path, self.errors, self.text_field, self.label_field)
+        if detect_format(path, "auto") == "jsonl":
+            for number, content in read_json_objects(path, self.errors):
+                where = f"{path}, line {number}"
+                text = json_field(where, content, self.text_field)
+                label = json_field(where, content, self.label_field, (str, int))
+                yield Example(number, LabeledText(str(label), text)) if text.strip() else None
+            return
+        for number, line in enumerate(read_lines(path, self.errors), 1):
+            if not line.strip():
+                continue
+            label, tab, text = line.partition("\t")
+            if not tab or "\t" in text or not label.strip():
+                problem = "no tab" if not tab else "two tabs or more" if "\t" in text else "the label is empty"
+                raise DataError(f"{path}, line {number}: {problem}, and a labeled text is LABEL<tab>TEXT")
+            yield Example(number, LabeledText(label.strip(), text)) if text.strip() else None
 
     def labels_by_line(self, example: Example[LabeledText]) -> Iterable[tuple[int, str]]:
         return [(example.line, example.content.label)]
@@ -358,9 +324,7 @@ class LabeledCorpus(LabelCorpus[LabeledText]):
     def tokenizer_texts(self, content: LabeledText) -> Iterable[str]:
         return [content.text]
 
-    def encode_batch(
-        self, tokenizer: Tokenizer, many: list[tuple[Path, Example[LabeledText]]]
-    ) -> Iterator[EncodedColumns]:
+    def encode_batch(self, tokenizer: Tokenizer, many: ExampleBatch[LabeledText]) -> Iterator[EncodedColumns]:
         label_ids = {label: index for index, label in enumerate(self.labels)}
         before, after = example_framing(tokenizer)
         rows = tokenizer.encode_batch(example.content.text for _, example in many)
@@ -372,24 +336,3 @@ class LabeledCorpus(LabelCorpus[LabeledText]):
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "fields": [self.text_field, self.label_field]}
-
-
-def read_labeled_lines(
-    path: Path, errors: str, text_field: str = "text", label_field: str = "label"
-) -> Iterator[Example[LabeledText] | None]:
-    """Yield the labeled texts of one file, None for empty ones; DataErrors name file and line."""
-    if detect_format(path, "auto") == "jsonl":
-        for number, content in read_json_objects(path, errors):
-            where = f"{path}, line {number}"
-            text, label = json_field(where, content, text_field), json_field(where, content, label_field, (str, int))
-            yield Example(number, LabeledText(str(label), text)) if text.strip() else None
-        return
-    for number, line in enumerate(read_lines(path, errors), 1):
-        if not line.strip():
-            continue
-        label, tab, text = line.partition("\t")
-        if not tab or "\t" in text:
-            raise DataError(f"{path}, line {number}: {'two tabs or more' if tab else 'no tab'}, and {FORMAT_HINT}")
-        if not label.strip():
-            raise DataError(f"{path}, line {number}: the label is empty, and {FORMAT_HINT}")
-        yield Example(number, LabeledText(label.strip(), text)) if text.strip() else None

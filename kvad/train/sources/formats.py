@@ -46,14 +46,7 @@ class TextPiece(NamedTuple):
     closes: bool = True  # ends a document
 
 
-class ReadOptions(NamedTuple):
-    """Options of a format reader."""
-
-    errors: str = "strict"  # or "replace", for bytes that are not UTF-8
-    field: str = "text"  # of JSON objects
-
-
-FormatReader = Callable[[Path, ReadOptions], Iterator[TextPiece]]
+FormatReader = Callable[[Path, str, str], Iterator[TextPiece]]  # (file, errors, field of JSON objects) -> pieces
 
 
 def bare_suffix(path: Path) -> str:
@@ -136,6 +129,13 @@ def _zstd(path: Path, raw: BinaryIO) -> BinaryIO:
     return io.BufferedReader(Frames(), READ_CHUNK)
 
 
+def _not_utf8(path: Path, line: str, error: UnicodeDecodeError, offset: int) -> DataError:
+    """Return the error for undecodable bytes in a buffer that begins at ``offset`` of the file."""
+    place = f"byte 0x{error.object[error.start]:02X} at offset {offset + error.start}"
+    hint = "Use --encoding-errors replace to substitute U+FFFD."
+    return DataError(f"{path}, line {line}, is not UTF-8: {place}", hint)
+
+
 def read_blocks(path: Path, errors: str) -> Iterator[str]:
     """Yield a file's text in blocks, without byte order mark; DataErrors name the place."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
@@ -148,11 +148,7 @@ def read_blocks(path: Path, errors: str) -> Iterator[str]:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 line += error.object.count(b"\n", 0, error.start)
-                raise DataError(
-                    f"{path}, line {line:,}, is not UTF-8: byte 0x{error.object[error.start]:02X} at offset "
-                    f"{offset - num_buffered + error.start}",
-                    "Use --encoding-errors replace to substitute U+FFFD.",
-                ) from None
+                raise _not_utf8(path, f"{line:,}", error, offset - num_buffered) from None
             offset += len(block)
             line += text.count("\n")
             if text:
@@ -170,11 +166,7 @@ def read_lines(path: Path, errors: str) -> Iterator[str]:
             try:
                 line = raw.decode("utf-8", errors)
             except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}, is not UTF-8: byte 0x{raw[error.start]:02X} at offset "
-                    f"{offset + error.start}",
-                    "Use --encoding-errors replace to substitute U+FFFD.",
-                ) from None
+                raise _not_utf8(path, str(number), error, offset) from None
             offset += len(raw)
             yield line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")
 
@@ -224,20 +216,20 @@ def _pieces(blocks: Iterable[str]) -> Iterator[TextPiece]:
     yield TextPiece(pending, opens)
 
 
-def _text(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
-    return _pieces(read_blocks(path, options.errors))
+def _text(path: Path, errors: str, field: str) -> Iterator[TextPiece]:
+    return _pieces(read_blocks(path, errors))
 
 
-def _lines(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
+def _lines(path: Path, errors: str, field: str) -> Iterator[TextPiece]:
     if bare_suffix(path) in JSON_LINES:
         raise DataError(f"{path} has the name of JSON lines", "Use --format jsonl or --format text.")
-    for line in read_lines(path, options.errors):
+    for line in read_lines(path, errors):
         if line.strip():
             yield from _pieces([line])
 
 
-def _jsonl(path: Path, options: ReadOptions) -> Iterator[TextPiece]:
-    for (text,) in read_json_fields(path, options.errors, options.field):
+def _jsonl(path: Path, errors: str, field: str) -> Iterator[TextPiece]:
+    for (text,) in read_json_fields(path, errors, field):
         if text.strip():
             yield from _pieces([text])
 

@@ -23,8 +23,8 @@ from typing import Any
 from kvad.checkpoint import GenerationConfig
 from kvad.errors import DataError, format_count
 from kvad.text import Tokenizer
-from kvad.train.sources.documents import CorpusFile, FrameFn, describe_files, file_settings, probe_file
-from kvad.train.sources.formats import TextPiece, detect_format, read_json_fields, read_lines
+from kvad.train.sources.documents import Corpus, CorpusFile, FrameFn, describe_files, probe_file
+from kvad.train.sources.formats import detect_format, read_json_fields, read_lines
 
 ROLES = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer trained on pairs
 
@@ -35,6 +35,11 @@ class PairPaths:
 
     files: tuple[tuple[Path, ...], ...]
     held_out: tuple[tuple[Path, ...], ...] = ()  # for validation only
+
+    @property
+    def items(self) -> tuple[tuple[Path, ...], ...]:
+        """All items, held-out ones last."""
+        return (*self.files, *self.held_out)
 
     def to_dict(self) -> dict[str, list[list[str]]]:
         groups = {"files": self.files, "held": self.held_out}
@@ -48,39 +53,33 @@ class PairPaths:
 
 
 @dataclass(frozen=True)
-class PairCorpus:
+class PairCorpus(Corpus):
     """Pairs of files that were read once."""
 
-    files: tuple[tuple[CorpusFile, ...], ...]
-    num_pairs: int
-    num_held_out: int  # pairs at the end, from validation files
-    skipped: int  # pairs with an empty side, not counted above
+    sources: tuple[CorpusFile, ...]
+    paths: PairPaths
     errors: str
     fields: tuple[str, str] = ("source", "target")
-    generation: GenerationConfig | None = None  # frames of the model; None: pair_generation_config
     format: str = "auto"  # of a single file: "jsonl", or by its name, else TSV
+    num_pairs: int = 0
+    num_held_out: int = 0  # pairs at the end, from validation files
+    skipped: int = 0  # pairs with an empty side, not counted above
+    generation: GenerationConfig | None = None  # frames of the model; None: pair_generation_config
 
-    @property
-    def sources(self) -> tuple[CorpusFile, ...]:
-        return tuple(source for item in self.files for source in item)
+    noun = "pair"
 
     def texts(self) -> Iterator[str]:
-        """Yield source, target, source, ...; DataErrors name file and line."""
-        for item in self.files:
-            for pair in _pairs([source.path for source in item], self.errors, self.fields, self.format):
+        """Yield source, target, source, ...; a side is never cut."""
+        for item in self.paths.items:
+            for pair in _pairs(item, self.errors, self.fields, self.format):
                 yield from pair if all(map(str.strip, pair)) else ()
 
-    def pieces(self) -> Iterator[TextPiece]:
-        """Yield the texts as pieces; a side is never cut."""
-        return map(TextPiece, self.texts())
-
     def settings(self) -> dict[str, Any]:
-        """Return everything that determines the texts and their framing."""
-        pairs: dict[str, Any] = {"files": [len(item) for item in self.files], "held": self.num_held_out}
-        if any(_is_json([source.path for source in item], self.format) for item in self.files):
+        pairs: dict[str, Any] = {"files": [len(item) for item in self.paths.items], "held": self.num_held_out}
+        if any(_is_json(item, self.format) for item in self.paths.items):
             pairs["fields"] = list(self.fields)
         framed = {} if self.generation is None else {"framed": framing_tokens(self.generation)}
-        return {**file_settings(self.sources, self.errors), "pairs": pairs, **framed}
+        return {**super().settings(), "pairs": pairs, **framed}
 
     def framer(self, tokenizer: Tokenizer) -> FrameFn:
         """Return the framing function; raise DataError if the tokenizer lacks BOS or EOS.
@@ -102,7 +101,6 @@ class PairCorpus:
         return frame
 
     def summary(self) -> str:
-        """Return one line about the corpus."""
         validation = f", {self.num_held_out:,} of them for validation" if self.num_held_out else ""
         skipped = f"; {format_count(self.skipped, 'pair')} with an empty side left out" if self.skipped else ""
         return f"corpus: {format_count(self.num_pairs, 'pair')} in {describe_files(self.sources)}{validation}{skipped}"
@@ -116,8 +114,7 @@ def framing_tokens(generation: GenerationConfig) -> list[int | None]:
 def pair_generation_config(tokenizer: Tokenizer) -> GenerationConfig:
     """Return the settings of a model trained on pairs: BOS, EOS on both sides, greedy.
 
-    Raises:
-        DataError: If the tokenizer lacks a token or has two vocabularies.
+    Raises DataError if the tokenizer lacks a token or has two vocabularies.
     """
     specials = tokenizer.special_tokens
     if tokenizer.source_tokenizer is not None:
@@ -137,9 +134,6 @@ def pair_generation_config(tokenizer: Tokenizer) -> GenerationConfig:
     )
 
 
-# ---------------------------------------------------------------- files
-
-
 def open_pairs(
     paths: PairPaths,
     errors: str = "strict",
@@ -156,22 +150,20 @@ def open_pairs(
     """
     if not paths.files:
         raise DataError("no pairs were named", "Name TSV files, or --pairs SOURCE TARGET.")
-    files, counts, skipped = [], [0, 0], 0
+    sources, counts, skipped = list[CorpusFile](), [0, 0], 0
     for is_held_out, items in enumerate((paths.files, paths.held_out)):
         for item in items:
-            files.append(tuple(source_info(path, hashed) for path in item))
+            sources += [source_info(path, hashed) for path in item]
             for pair in _pairs(item, errors, fields, format) if hashed else ():
                 is_complete = all(map(str.strip, pair))
                 skipped += not is_complete
                 counts[is_held_out] += is_complete
-    if not hashed:
-        return PairCorpus(tuple(files), 0, 0, 0, errors, fields, format=format)
-    if not counts[0] or (paths.held_out and not counts[1]):
+    if hashed and (not counts[0] or (paths.held_out and not counts[1])):
         names = ", ".join(str(path) for item in (paths.held_out if counts[0] else paths.files) for path in item)
         raise DataError(
             f"no pairs in {names}", f"{format_count(skipped, 'pair')} with an empty side" if skipped else ""
         )
-    return PairCorpus(tuple(files), sum(counts), counts[1], skipped, errors, fields, format=format)
+    return PairCorpus(tuple(sources), paths, errors, fields, format, sum(counts), counts[1], skipped)
 
 
 def source_info(path: Path, hashed: bool = True) -> CorpusFile:

@@ -1,4 +1,4 @@
-"""BlockPool: exact ids and order.  Prefixes: a digest is never trusted."""
+"""BlockPool: exact ids and order. PrefixIndex: a digest is never trusted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvad.cache.manager.block_pool import BlockPool, PrefixIndex, PrefixNode, digest
+from kvad.cache.manager.block_pool import BlockPool, LowestFreeBlockPool
+from kvad.cache.manager.prefix_index import PrefixIndex, PrefixNode, digest
 
 
 def tokens(*values: int) -> bytes:
@@ -24,7 +25,15 @@ def prefix_of(prefixes: PrefixIndex, *blocks: bytes, root: bytes = b"") -> Prefi
     return prefix
 
 
-def test_blocks_are_taken_in_order_and_the_reserved_ones_never() -> None:
+def published(num_blocks: int) -> tuple[BlockPool, list[PrefixNode]]:
+    """Return a pool whose blocks 2, 3 and 4 are live and published under a chain."""
+    pool, prefixes = BlockPool(num_blocks), PrefixIndex()
+    chain = [prefix_of(prefixes, *map(tokens, range(length))) for length in (1, 2, 3)]
+    assert [pool.publish(pool.allocate(), prefix) for prefix in chain] == [True] * 3
+    return pool, chain
+
+
+def test_blocks_are_allocated_in_order_except_the_reserved_ones():
     pool = BlockPool(6)
     assert (pool.total, pool.num_free, pool.num_live, pool.num_available) == (4, 4, 0, 4)
     assert [pool.allocate() for _ in range(4)] == [2, 3, 4, 5] and pool.evictions == 0
@@ -32,38 +41,28 @@ def test_blocks_are_taken_in_order_and_the_reserved_ones_never() -> None:
     pool.check()
 
 
-def test_unpublished_blocks_are_reused_first_and_the_last_released_first_of_all() -> None:
+def test_unpublished_blocks_are_reused_first_the_last_released_one_before_the_others():
     pool = BlockPool(7)
     for _ in range(3):
         pool.allocate()
-    for block in (4, 3, 2):  # a row gives its blocks back in reverse
-        pool.decref(block)
+    pool.decref_all([2, 3, 4])
     assert [pool.allocate() for _ in range(5)] == [2, 3, 4, 5, 6]
     pool.check()
 
 
-def test_published_blocks_are_evicted_last_and_the_least_recently_released_first() -> None:
-    pool, prefixes = BlockPool(6), PrefixIndex()
-    chain = [prefix_of(prefixes, *[tokens(i) for i in range(n)]) for n in (1, 2, 3)]
-    for prefix in chain:
-        block = pool.allocate()
-        assert pool.publish(block, prefix)
-    for block in (4, 3, 2):
-        pool.decref(block)
+def test_published_blocks_are_evicted_last_the_least_recently_released_one_first():
+    pool, chain = published(6)
+    pool.decref_all([2, 3, 4])
     assert (pool.num_free, pool.evictable, pool.num_live) == (1, 3, 0)
     assert pool.allocate() == 5 and pool.evictions == 0
-    assert [pool.allocate() for _ in range(3)] == [4, 3, 2]
-    assert pool.evictions == 3 and pool.evictable == 0
+    assert [pool.allocate() for _ in range(3)] == [4, 3, 2] and (pool.evictions, pool.evictable) == (3, 0)
     assert all(pool.find(prefix) is None for prefix in chain)
     pool.check()
 
 
-def test_a_claimed_block_is_not_evicted_and_goes_to_the_end_of_the_list() -> None:
-    pool, prefixes = BlockPool(5), PrefixIndex()
-    for n in (1, 2, 3):
-        pool.publish(pool.allocate(), prefix_of(prefixes, *[tokens(i) for i in range(n)]))
-    for block in (2, 3, 4):
-        pool.decref(block)
+def test_an_acquired_block_is_not_evicted_and_then_last_in_the_list():
+    pool, _ = published(5)
+    pool.decref_all([4, 3, 2])
     pool.incref(2)
     pool.incref(2)
     assert (pool.num_live, pool.evictable, pool.refs[2]) == (1, 2, 2)
@@ -73,33 +72,27 @@ def test_a_claimed_block_is_not_evicted_and_goes_to_the_end_of_the_list() -> Non
     assert [pool.allocate() for _ in range(3)] == [3, 4, 2]
 
 
-def test_the_second_block_of_a_prefix_is_not_published() -> None:
-    pool, prefixes = BlockPool(5), PrefixIndex()
-    prefix = prefix_of(prefixes, tokens(1, 2))
+def test_the_second_block_of_a_prefix_is_not_published():
+    pool, prefix = BlockPool(5), prefix_of(PrefixIndex(), tokens(1, 2))
     first, second = pool.allocate(), pool.allocate()
-    assert pool.publish(first, prefix)
-    assert not pool.publish(second, prefix)
-    assert pool.find(prefix) == first
+    assert pool.publish(first, prefix) and not pool.publish(second, prefix) and pool.find(prefix) == first
     pool.decref(second)
     assert pool.allocate() == second and pool.evictions == 0
 
 
-def test_withdraw_is_the_inverse_of_publish() -> None:
-    pool, prefixes = BlockPool(5), PrefixIndex()
-    live, idle = prefix_of(prefixes, tokens(1)), prefix_of(prefixes, tokens(2))
-    for prefix in (live, idle):
-        pool.publish(pool.allocate(), prefix)
+def test_unpublish_is_the_inverse_of_publish():
+    pool, chain = published(6)
     pool.decref(3)
     pool.unpublish(2)
     pool.unpublish(3)
-    assert pool.find(live) is pool.find(idle) is None
-    assert (pool.num_free, pool.evictable, pool.num_live) == (2, 0, 1)
+    assert pool.find(chain[0]) is pool.find(chain[1]) is None
+    assert (pool.num_free, pool.evictable, pool.num_live) == (2, 0, 2)
     assert pool.allocate() == 3 and pool.evictions == 0
     pool.check()
 
 
-def test_our_own_bugs_are_asserted() -> None:
-    pool, prefixes = BlockPool(4), PrefixIndex()
+def test_wrong_calls_are_asserted():
+    pool = BlockPool(4)
     block = pool.allocate()
     pool.decref(block)
     with pytest.raises(AssertionError, match="freed twice"):
@@ -107,117 +100,98 @@ def test_our_own_bugs_are_asserted() -> None:
     with pytest.raises(AssertionError, match="free and cannot be acquired"):
         pool.incref(block)
     with pytest.raises(AssertionError, match="cannot be published"):
-        pool.publish(block, prefix_of(prefixes, tokens(1)))
+        pool.publish(block, prefix_of(PrefixIndex(), tokens(1)))
     with pytest.raises(AssertionError, match="not published"):
         pool.unpublish(block)
 
 
-def doctor_refs(pool: BlockPool) -> None:
-    pool.refs[2] = 0
+CORRUPTIONS: dict[str, Callable[[BlockPool], object]] = {
+    "no reference": lambda pool: pool.refs.__setitem__(2, 0),
+    "owned and idle": lambda pool: pool._idle.__setitem__(2, None),
+    "neither": lambda pool: pool._idle.pop(5),
+    "reserved": lambda pool: pool._idle.__setitem__(1, None),
+    "count of evictable blocks": lambda pool: setattr(pool, "evictable", pool.evictable + 1),
+    "index": lambda pool: pool._published.clear(),
+    "order": lambda pool: pool._idle.move_to_end(4, last=False),
+}
 
 
-def doctor_double(pool: BlockPool) -> None:
-    pool._idle[2] = None
-
-
-def doctor_lost(pool: BlockPool) -> None:
-    del pool._idle[5]
-
-
-def doctor_reserved(pool: BlockPool) -> None:
-    pool._idle[1] = None
-
-
-def doctor_evictable(pool: BlockPool) -> None:
-    pool.evictable += 1
-
-
-def doctor_index(pool: BlockPool) -> None:
-    pool._published.clear()
-
-
-def doctor_order(pool: BlockPool) -> None:
-    pool._idle.move_to_end(4, last=False)
-
-
-@pytest.mark.parametrize(
-    "doctor", [doctor_refs, doctor_double, doctor_lost, doctor_reserved, doctor_evictable, doctor_index, doctor_order]
-)
-def test_check_catches_a_doctored_state(doctor: Callable[[BlockPool], None]) -> None:
-    pool, prefixes = BlockPool(7), PrefixIndex()
-    for n in (1, 2, 3):
-        pool.publish(pool.allocate(), prefix_of(prefixes, *[tokens(i) for i in range(n)]))
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_check_detects_a_corrupted_state(corruption):
+    pool, _ = published(7)
     pool.decref(4)
     pool.check()
-    doctor(pool)
+    CORRUPTIONS[corruption](pool)
     with pytest.raises(AssertionError):
+        pool.check()
+
+
+def test_a_pool_of_offloaded_blocks_allocates_the_lowest_free_one():
+    pool, rng, blocks = LowestFreeBlockPool(40), random.Random(3), list[int]()
+    for _ in range(500):
+        if blocks and rng.random() < 0.45:
+            pool.decref(blocks.pop(rng.randrange(len(blocks))))
+        elif len(blocks) < 38:
+            lowest = min(set(range(2, 40)) - set(blocks))
+            blocks.append(pool.allocate())
+            assert blocks[-1] == lowest
         pool.check()
 
 
 # ---------------------------------------------------------------- prefixes
 
 
-def test_a_history_has_one_prefix_and_its_depth_counts_blocks() -> None:
+def test_a_history_has_one_node_and_its_depth_counts_blocks():
     prefixes = PrefixIndex()
-    one = prefix_of(prefixes, tokens(1), tokens(2))
-    assert prefix_of(prefixes, tokens(1), tokens(2)) is one
-    assert one.depth == 2 and one.parent is not None and one.parent.depth == 1
-    assert prefixes.find(one.parent, tokens(2)) is one
-    assert prefixes.find(one.parent, tokens(3)) is None
-    assert prefixes.find(one, tokens(2)) is None
-    assert prefix_of(prefixes, tokens(1), tokens(2), root=b"other adapter") is not one
-    assert len(one.digest) == 16
+    node = prefix_of(prefixes, tokens(1), tokens(2))
+    assert prefix_of(prefixes, tokens(1), tokens(2)) is node
+    assert node.depth == 2 and node.parent is not None and node.parent.depth == 1
+    assert prefixes.find(node.parent, tokens(2)) is node
+    assert prefixes.find(node.parent, tokens(3)) is None and prefixes.find(node, tokens(2)) is None
+    assert prefix_of(prefixes, tokens(1), tokens(2), root=b"other adapter") is not node
 
 
-def test_a_digest_chains_its_parent() -> None:
+def test_a_digest_includes_that_of_the_parent():
     prefixes = PrefixIndex()
-    root = prefix_of(prefixes)
-    one = prefix_of(prefixes, tokens(7))
-    assert root.digest == digest(b"root:")
-    assert one.digest == digest(root.digest + tokens(7))
+    root, node = prefix_of(prefixes), prefix_of(prefixes, tokens(7))
+    assert root.digest == digest(b"root:") and node.digest == digest(root.digest + tokens(7))
+    assert len(node.digest) == 16
 
 
-def test_a_prefix_lives_as_long_as_someone_holds_it() -> None:
+def test_a_node_lives_while_it_is_referenced():
     prefixes = PrefixIndex()
-    tip = prefix_of(prefixes, tokens(1), tokens(2))
-    parent = tip.parent
+    last = prefix_of(prefixes, tokens(1), tokens(2))
+    parent = last.parent
     assert parent is not None
-    del tip
+    del last
     assert prefixes.find(parent, tokens(2)) is None
     assert prefixes.find(prefix_of(prefixes), tokens(1)) is parent
 
 
-def test_a_very_long_chain_is_dropped_without_recursion() -> None:
+def test_a_very_long_chain_is_dropped_without_recursion():
     prefixes = PrefixIndex()
     prefix = prefixes.root(b"")
-    for at in range(200_000):
+    for index in range(200_000):
         assert prefix is not None
-        prefix = prefixes.extend(prefix, tokens(at))
+        prefix = prefixes.extend(prefix, tokens(index))
     del prefix
     assert len(prefixes._nodes) == 0
 
 
 @pytest.mark.parametrize("values", [1, 2, 16])
-def test_collisions_are_never_mistaken_for_equality(values: int) -> None:
-    """The hash has only a few values: find and extend give this very history's prefix, or none."""
-    rng = random.Random(values)
-    prefixes = PrefixIndex(lambda data: bytes([digest(data)[0] % values]))
-    held: dict[tuple[int, ...], PrefixNode] = {}
+def test_a_digest_collision_is_never_a_hit(values):
+    """The hash has few values: find and extend return the node of exactly this history, or None."""
+    rng, prefixes = random.Random(values), PrefixIndex(lambda data: bytes([digest(data)[0] % values]))
     root = prefixes.root(b"")
     assert root is not None
-    held[()] = root
-    found = refused = 0
+    nodes: dict[tuple[int, ...], PrefixNode] = {(): root}
+    refused = 0
     for _ in range(2000):
-        history = rng.choice(sorted(held))
+        history = rng.choice(sorted(nodes))
         longer = (*history, rng.randrange(3))
-        known = prefixes.find(held[history], tokens(longer[-1]))
-        assert known is held.get(longer)
-        made = prefixes.extend(held[history], tokens(longer[-1]))
-        assert made is not None or longer not in held
-        if made is not None:
-            assert held.setdefault(longer, made) is made
-            found += 1
-        else:
-            refused += 1
-    assert refused > 0 and len(held) <= values
-    assert len(set(map(id, held.values()))) == len(held)
+        assert prefixes.find(nodes[history], tokens(longer[-1])) is nodes.get(longer)
+        node = prefixes.extend(nodes[history], tokens(longer[-1]))
+        assert node is not None or longer not in nodes
+        refused += node is None
+        assert node is None or nodes.setdefault(longer, node) is node
+    assert refused > 0 and len(nodes) <= values and len(set(map(id, nodes.values()))) == len(nodes)

@@ -16,7 +16,8 @@ from kvad.config.layers import LearnedPositionsConfig, SinusoidalPositionsConfig
 from kvad.model.positions import alibi_slopes, rope_frequencies, sinusoidal_embedding
 from kvad.model.transformer import Transformer
 from kvad.model_input import AlibiSlopes, RelativeBuckets, Rotary
-from kvad.ops.attention import AttentionOutput, t5_bucket
+from kvad.ops.attention import AttentionOutput
+from kvad.ops.position_bias import t5_bucket
 from kvad.ops.rotary import RotaryCache
 
 Build = Callable[..., Transformer]

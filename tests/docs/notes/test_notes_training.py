@@ -15,7 +15,7 @@ from kvad.config.layers import RopeConfig
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.train.data.collate import Batch, CollateConfig, collate_rows
-from kvad.train.data.document_packer import TokenSpans
+from kvad.train.data.packers import TokenSpans
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 
 Build = Callable[..., Transformer]

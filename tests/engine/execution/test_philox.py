@@ -36,7 +36,7 @@ def test_known_answers(counter: str, key: str, answer: str) -> None:
     assert philox(words(counter), words(key)).tolist() == words(answer).tolist()
 
 
-def test_known_answers_side_by_side() -> None:
+def test_known_answers_in_one_call() -> None:
     counters, keys, answers = (np.concatenate([words(row[i]) for row in ANSWERS], axis=1) for i in range(3))
     assert philox(counters, keys).tolist() == answers.tolist()
 
@@ -58,7 +58,7 @@ def test_uniform_is_53_bits_of_the_first_two_words(seed: int, sample: int, posit
     assert 0 <= u < 1 and u == ((first << 32 | second) >> 11) / 2**53
 
 
-def test_a_draw_is_a_function_and_neighbours_do_not_matter() -> None:
+def test_a_draw_does_not_depend_on_others() -> None:
     rows = [(seed, sample, position) for seed in (0, 1, 2**63) for sample in (0, 7) for position in (0, 1, 2**33)]
     together = uniform(*zip(*rows, strict=True))
     assert len(set(together.tolist())) == len(rows)

@@ -1,5 +1,7 @@
-"""From logits to tokens: every function of the fold against loops and against transformers' processors; rows that do
-not use it keep their bits, neighbours change nothing, and what is drawn has the distribution it should have."""
+"""The sampler: every step equals loops and transformers' processors, and draws have the distribution of the logits.
+
+Sequences that do not use a step keep their bits, and no sample depends on the batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.generation import logits_process as theirs
+from transformers.generation import logits_process as hf_processors
 
 from kvad.engine.execution import sampler
 from kvad.engine.execution.sampler import (
@@ -42,7 +44,7 @@ def logits_of(rows: int = ROWS, seed: int = 0, spread: float = 2.0) -> Tensor:
     return spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
-def kept(row: Tensor) -> set[int]:
+def finite_ids(row: Tensor) -> set[int]:
     return {i for i, z in enumerate(row.tolist()) if z > -math.inf}
 
 
@@ -88,39 +90,39 @@ def typical_by_hand(row: list[float], p: float) -> set[int]:
 
 Filter = tuple[Callable[..., Tensor], str, Callable[[list[float], Any], set[int]], Any, list[Any]]
 FILTERS: list[Filter] = [
-    (sampler.apply_top_k, "top_k", top_k_by_hand, theirs.TopKLogitsWarper, [1, 2, 5, 28]),
-    (sampler.apply_top_p, "top_p", top_p_by_hand, theirs.TopPLogitsWarper, [0.05, 0.3, 0.7, 0.95, 0.999]),
-    (sampler.apply_min_p, "min_p", min_p_by_hand, theirs.MinPLogitsWarper, [0.01, 0.1, 0.5, 1.0]),
-    (sampler.apply_typical_p, "typical_p", typical_by_hand, theirs.TypicalLogitsWarper, [0.05, 0.3, 0.7, 0.95]),
+    (sampler.apply_top_k, "top_k", top_k_by_hand, hf_processors.TopKLogitsWarper, [1, 2, 5, 28]),
+    (sampler.apply_top_p, "top_p", top_p_by_hand, hf_processors.TopPLogitsWarper, [0.05, 0.3, 0.7, 0.95, 0.999]),
+    (sampler.apply_min_p, "min_p", min_p_by_hand, hf_processors.MinPLogitsWarper, [0.01, 0.1, 0.5, 1.0]),
+    (sampler.apply_typical_p, "typical_p", typical_by_hand, hf_processors.TypicalLogitsWarper, [0.05, 0.3, 0.7, 0.95]),
 ]
 FILTER_IDS = [name for _, name, *_ in FILTERS]
 
 
 @pytest.mark.parametrize("case", FILTERS, ids=FILTER_IDS)
-def test_filters_keep_what_the_definition_keeps(case: Filter) -> None:
+def test_filters_equal_their_definition(case: Filter) -> None:
     step, name, by_hand, warper, values = case
     sizes = set()
     for value in values:
         scores = logits_of(40, seed=7)
         out = step(scores, [job(**{name: value})] * 40)
         for row, result in zip(scores, out, strict=True):
-            assert kept(result) == by_hand(row.tolist(), value)
-            assert all(result[i] == row[i] for i in kept(result))
-            sizes.add(len(kept(result)))
+            assert finite_ids(result) == by_hand(row.tolist(), value)
+            assert all(result[i] == row[i] for i in finite_ids(result))
+            sizes.add(len(finite_ids(result)))
         assert torch.equal(out, warper(value)(torch.ones(40, 1, dtype=torch.long), scores))
     assert len(sizes) > 2 and max(sizes) > 3  # the values do differ in what they leave
 
 
 @pytest.mark.parametrize("case", FILTERS, ids=FILTER_IDS)
-def test_filters_leave_out_what_is_banned_and_never_the_best(case: Filter) -> None:
+def test_filters_keep_the_best_and_no_banned_token(case: Filter) -> None:
     step, name, _, _, values = case
     scores = logits_of(8, seed=3)
     scores[:, ::3] = -math.inf
     out = step(scores, [job(**{name: values[0]})] * 8)
     for row, result in zip(scores, out, strict=True):
-        assert kept(result) and kept(result) <= kept(row)
+        assert finite_ids(result) and finite_ids(result) <= finite_ids(row)
         if name != "typical_p":
-            assert int(row.argmax()) in kept(result)
+            assert int(row.argmax()) in finite_ids(result)
 
 
 @pytest.mark.parametrize("case", FILTERS, ids=FILTER_IDS)
@@ -129,7 +131,7 @@ def test_filters_of_different_values_apply_to_their_own_rows(case: Filter) -> No
     scores = logits_of(len(values) + 1, seed=5)
     out = step(scores, [*(job(**{name: value}) for value in values), job()])
     expected = [by_hand(row.tolist(), value) for row, value in zip(scores, values, strict=False)]
-    assert list(map(kept, out)) == [*expected, set(range(VOCAB))]
+    assert list(map(finite_ids, out)) == [*expected, set(range(VOCAB))]
 
 
 @pytest.mark.parametrize("name", ["top_p", "typical_p"])
@@ -140,10 +142,10 @@ def test_a_mass_too_small_for_float32_still_leaves_a_token(name: str) -> None:
 
 def test_ties_with_the_kth_stay() -> None:
     row = torch.tensor([[3.0, 1.0, 2.0, 2.0, 0.0, 2.0]])
-    assert kept(sampler.apply_top_k(row, [job(top_k=2)])[0]) == {0, 2, 3, 5}
+    assert finite_ids(sampler.apply_top_k(row, [job(top_k=2)])[0]) == {0, 2, 3, 5}
 
 
-def test_more_than_the_vocabulary_is_everything() -> None:
+def test_top_k_above_the_vocabulary_keeps_everything() -> None:
     row = logits_of(1)
     assert torch.equal(sampler.apply_top_k(row, [job(top_k=VOCAB + 5)]), row)
 
@@ -161,7 +163,7 @@ def test_temperature_divides() -> None:
 
 
 @pytest.mark.parametrize("tau", [1e-3, 1e-30, 1e-44, 1e-300])
-def test_a_tiny_temperature_is_greedy_and_no_fault(tau: float) -> None:
+def test_a_tiny_temperature_is_greedy(tau: float) -> None:
     scores = logits_of(5, spread=20.0)
     scores[:, 4] = -1000.0
     chosen = sample_tokens(scores, [job(temperature=tau, seed=s) for s in range(5)])
@@ -172,11 +174,11 @@ TOKENS = [5, 7, 7, 2, 9, 2, 2]  # three of the prompt, four of the output
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 3.0])
-def test_repetition_is_theirs_over_prompt_and_output(penalty: float) -> None:
+def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     scores = logits_of(1)
     assert {bool(scores[0, t] > 0) for t in set(TOKENS)} == {True, False}
     mine = sampler.apply_penalties(scores, [job(TOKENS, 3, repetition_penalty=penalty)])
-    expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([TOKENS]), scores)
+    expected = hf_processors.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([TOKENS]), scores)
     torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
@@ -226,40 +228,40 @@ def test_logit_bias_is_added() -> None:
 def test_bad_words(tokens: list[int], words: list[tuple[int, ...]], banned: set[int]) -> None:
     scores = logits_of(1)
     out = sampler.apply_bans(scores, [job(tokens, 1, bad_words_ids=tuple(words))])
-    assert kept(out[0]) == set(range(VOCAB)) - banned
-    if len(tokens) >= max(map(len, words)):  # theirs overlooks a word that is all that there is, and one token more
-        expected = theirs.NoBadWordsLogitsProcessor([list(w) for w in words])(torch.tensor([tokens]), scores)
-        assert kept(expected[0]) == kept(out[0])
+    assert finite_ids(out[0]) == set(range(VOCAB)) - banned
+    if len(tokens) >= max(map(len, words)):  # transformers misses a word that is the whole text, and one token more
+        expected = hf_processors.NoBadWordsLogitsProcessor([list(w) for w in words])(torch.tensor([tokens]), scores)
+        assert finite_ids(expected[0]) == finite_ids(out[0])
 
 
 @pytest.mark.parametrize(("output", "banned"), [(0, True), (1, True), (2, False), (5, False)])
 def test_stop_tokens_are_banned_until_min_tokens(output: int, banned: bool) -> None:
     tokens = [1, 2, 3, *range(10, 10 + output)]
     out = sampler.apply_bans(logits_of(1), [job(tokens, 3, stops=(4, 6), min_tokens=2)])
-    assert kept(out[0]) == set(range(VOCAB)) - ({4, 6} if banned else set())
+    assert finite_ids(out[0]) == set(range(VOCAB)) - ({4, 6} if banned else set())
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_no_sequence_of_n_tokens_comes_twice(n: int) -> None:
-    """Theirs over prompt and output alike, for texts of three different tokens, shorter than n too."""
+def test_no_ngram_is_repeated(n: int) -> None:
+    """As transformers over prompt and output, for texts of three different tokens, shorter than n too."""
     banned = 0
     for seed in range(12):
         length = 1 + seed
         tokens = torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
         scores = logits_of(1, seed)
         mine = sampler.apply_bans(scores, [job(tokens, 1, no_repeat_ngram_size=n)])
-        expected = theirs.NoRepeatNGramLogitsProcessor(n)(torch.tensor([tokens]), scores)
-        assert kept(mine[0]) == kept(expected[0])
-        banned += VOCAB - len(kept(mine[0]))
+        expected = hf_processors.NoRepeatNGramLogitsProcessor(n)(torch.tensor([tokens]), scores)
+        assert finite_ids(mine[0]) == finite_ids(expected[0])
+        banned += VOCAB - len(finite_ids(mine[0]))
     assert banned > 0
 
 
-def test_only_what_is_allowed_after_this_text() -> None:
+def test_only_allowed_tokens_are_sampled() -> None:
     def allowed(tokens: Sequence[int]) -> list[int]:
         return [tokens[-1], tokens[-1] + 1, VOCAB + 3, -1]  # ids that are none are not allowed either
 
     out = sampler.apply_forced_tokens(logits_of(2), [job([3, 9], allowed_tokens_fn=allowed), job([3, 9])])
-    assert kept(out[0]) == {9, 10} and torch.equal(out[0, 9:11], logits_of(2)[0, 9:11])
+    assert finite_ids(out[0]) == {9, 10} and torch.equal(out[0, 9:11], logits_of(2)[0, 9:11])
     assert torch.equal(out[1], logits_of(2)[1])
 
 
@@ -277,10 +279,10 @@ def test_the_first_token_and_the_last_are_forced(tokens: list[int], limit: int, 
         limit,
     )
     out = sampler.apply_forced_tokens(logits_of(1), [mine])
-    assert kept(out[0]) == (set(range(VOCAB)) if forced is None else {forced})
+    assert finite_ids(out[0]) == (set(range(VOCAB)) if forced is None else {forced})
 
 
-def test_a_beam_s_continuations_are_the_best_of_what_the_fold_leaves() -> None:
+def test_a_beam_s_candidates_are_the_best_after_all_steps() -> None:
     """Log-probabilities of the model, bans and all; a row beside it is sampled as ever."""
     scores = logits_of(2)
     beam, plain = job(stops=(4,), num_beams=3, bad_words_ids=((6,),), logit_bias={5: 9.0}), job(temperature=0)
@@ -294,8 +296,8 @@ def test_a_beam_s_continuations_are_the_best_of_what_the_fold_leaves() -> None:
     torch.testing.assert_close(torch.tensor([value for _, value in found.candidates]), values)
 
 
-def test_a_beam_without_a_continuation_is_no_fault() -> None:
-    """It has none, and the other beams go on; a sampled row's error is told."""
+def test_a_beam_without_candidates_is_not_an_error() -> None:
+    """It has none, and the other beams continue; the error of a sampled sequence is reported."""
     beam, row = sample_tokens(
         logits_of(2), [job(num_beams=2, allowed_tokens_fn=lambda _: []), job(allowed_tokens_fn=lambda _: [])]
     )
@@ -303,7 +305,7 @@ def test_a_beam_without_a_continuation_is_no_fault() -> None:
     assert row.error == NO_ALLOWED_TOKEN
 
 
-# ---------------------------------------------------------------- neighbours
+# ---------------------------------------------------------------- neighbors
 
 USES: list[dict[str, Any]] = [
     {"bad_words_ids": ((4,), (1, 5))},
@@ -324,7 +326,7 @@ USES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: next(iter(use)))
 @pytest.mark.parametrize("step", SAMPLER_STEPS, ids=lambda step: step.__name__)
-def test_rows_that_do_not_use_a_step_keep_their_bits(step: Any, use: dict[str, Any]) -> None:
+def test_sequences_that_do_not_use_a_step_keep_their_bits(step: Any, use: dict[str, Any]) -> None:
     scores = logits_of(5)
     scores[1] = torch.tensor([-0.0, 1e-40, 3e38, -3e38, math.pi] + [0.1] * (VOCAB - 5))
     before = scores.clone()
@@ -383,7 +385,7 @@ def row_of(seed: int, health: str) -> Tensor:
 
 @settings(max_examples=60)
 @given(st.lists(rows_of, min_size=1, max_size=6))
-def test_neighbours_change_nothing(rows: list[tuple[TokenSequence, int, str]]) -> None:
+def test_samples_do_not_depend_on_the_batch(rows: list[tuple[TokenSequence, int, str]]) -> None:
     together = sample_tokens(
         torch.stack([row_of(seed, health) for _, seed, health in rows]), [mine for mine, *_ in rows]
     )
@@ -395,7 +397,7 @@ def test_neighbours_change_nothing(rows: list[tuple[TokenSequence, int, str]]) -
             assert (chosen.logprob is None) == (mine.sampling_params.logprobs is None)
 
 
-def test_no_rows_no_tokens() -> None:
+def test_an_empty_batch_has_no_tokens() -> None:
     assert sample_tokens(torch.empty(0, VOCAB), []) == []
 
 
@@ -444,7 +446,7 @@ def folded(row: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_what_is_drawn_has_the_right_distribution(name: str) -> None:
+def test_draws_have_the_distribution_of_the_logits(name: str) -> None:
     options, expected = DRAWN[name]
     row = logits_of(1, seed=4, spread=1.0)
     counts = Counter(draws(row, 20_000, seed=11, **options))
@@ -490,7 +492,7 @@ def test_the_ends_of_the_unit_interval(u: float, monkeypatch: pytest.MonkeyPatch
     assert set(tokens) == ({1} if u == 0 else {VOCAB - 2})
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+def test_greedy_ties_go_to_the_lowest_id() -> None:
     row = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]])
     filters = {"top_k": 1, "top_p": 0.1, "min_p": 1.0, "typical_p": 0.1}
     assert sample_tokens(row, [job(temperature=0, **filters)])[0].token_id == 1
@@ -534,7 +536,7 @@ def test_prompt_scores() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_broken_row_is_a_fault_of_that_row_alone(bad: float, temperature: float) -> None:
+def test_nonfinite_logits_fail_only_their_sequence(bad: float, temperature: float) -> None:
     scores = logits_of(4)
     options = {"temperature": temperature, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 1}
     healthy = sample_tokens(scores, [job(number=i, **options) for i in range(4)])
@@ -545,7 +547,7 @@ def test_a_broken_row_is_a_fault_of_that_row_alone(bad: float, temperature: floa
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_row_with_every_token_banned_is_a_fault(temperature: float) -> None:
+def test_a_sequence_with_every_token_banned_fails(temperature: float) -> None:
     every = tuple((token,) for token in range(VOCAB))
     filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}
     jobs = [job(temperature=temperature, bad_words_ids=words, **filters) for words in ((), every, every[1:])]
@@ -560,7 +562,7 @@ def test_half_precision_logits_are_widened_first() -> None:
     assert sample_tokens(scores, jobs) == sample_tokens(scores.float(), jobs)
 
 
-def test_the_fold_is_in_the_documented_order() -> None:
+def test_steps_are_in_the_documented_order() -> None:
     first = ["apply_bans", "apply_logit_bias", "apply_penalties", "apply_forced_tokens", "apply_temperature"]
     filters = ["apply_top_k", "apply_top_p", "apply_min_p", "apply_typical_p"]
     assert [step.__name__ for step in SAMPLER_STEPS] == [*first, *filters]

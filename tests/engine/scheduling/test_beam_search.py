@@ -1,4 +1,4 @@
-"""Beam search: against every sequence there is, against transformers, by hand; and on real caches, against none.
+"""Beam search against all sequences, against transformers, against values by hand; cached against uncached.
 
 A "table" is a model without weights: the logits of a text are drawn from a hash of it, so that every text has its own.
 """
@@ -25,7 +25,7 @@ from kvad.engine.scheduling.beam_search import BeamCandidate, BeamSearch, Hypoth
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.model.transformer import Transformer
-from tests.support.driver import fill_unowned, uncached
+from tests.support.driver import run_engine, tokens_of, uncached
 from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, model_config, pair_config
 from tests.support.sequences import token_sequence
 
@@ -42,7 +42,7 @@ def table(vocab: int, seed: int, spread: float = 1.5) -> Logits:
 
 
 def search(logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limit: int) -> list[Hypothesis]:
-    """Without a cache, an engine or neighbours: each live text's logits anew."""
+    """Search without a cache: the logits of each live beam are recomputed."""
     stops = frozenset(sampling.stop_token_ids)
     group = BeamSearch(sampling, len(prompt), limit, stops)
     texts = [list(prompt)]
@@ -55,19 +55,19 @@ def search(logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limi
         texts = [[*texts[child.parent], child.token] for child in children]
 
 
-def same(ours: Sequence[Hypothesis], theirs: Sequence[Hypothesis], tolerance: float = 1e-5) -> bool:
-    pairs = zip(ours, theirs, strict=True)
+def same(first: Sequence[Hypothesis], second: Sequence[Hypothesis], tolerance: float = 1e-5) -> bool:
+    pairs = zip(first, second, strict=True)
     return all(
         (a.tokens, a.finish) == (b.tokens, b.finish) and abs(a.score - b.score) <= tolerance * max(1, abs(b.score))
         for a, b in pairs
     )
 
 
-# ---------------------------------------------------------------- every sequence there is
+# ---------------------------------------------------------------- all sequences
 
 
 def every_ending(logits: Logits, prompt: Sequence[int], new: int, sampling: SamplingParams) -> list[Hypothesis]:
-    """All texts of ``new`` tokens, or that end before, best first."""
+    """Return all texts of at most ``new`` tokens that end or have that length, best first."""
     vocab, found = len(logits(prompt)), []
     stops = set(sampling.stop_token_ids)
     for length in range(1, new + 1):
@@ -86,7 +86,7 @@ def every_ending(logits: Logits, prompt: Sequence[int], new: int, sampling: Samp
 @pytest.mark.parametrize("early", [False, "never"])
 @pytest.mark.parametrize("power", [0.0, 1.0, -0.7, 2.5])
 @pytest.mark.parametrize(("vocab", "new", "stops"), [(3, 4, (2,)), (4, 3, (0, 3)), (2, 6, (1,)), (5, 2, ())])
-def test_with_room_for_all_it_is_an_exhaustive_search(
+def test_with_enough_beams_the_search_is_exhaustive(
     vocab: int, new: int, stops: tuple[int, ...], power: float, early: bool | str, form: str
 ) -> None:
     beams = vocab**new
@@ -98,8 +98,8 @@ def test_with_room_for_all_it_is_an_exhaustive_search(
         assert same(search(logits, [1], sampling, 1 + new), expected[:10])
 
 
-def test_one_beam_less_than_all_may_lose_the_best() -> None:
-    """The exhaustive search can object: narrow searches of the same tables find something else."""
+def test_with_fewer_beams_the_best_may_be_lost() -> None:
+    """The comparison can fail: narrow searches of the same tables find other texts."""
     sampling = SamplingParams(num_beams=2)
     lost = 0
     for seed in range(20):
@@ -132,13 +132,13 @@ class TableModel(PreTrainedModel, GenerationMixin):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool = True
     ) -> CausalLMOutput:
-        return CausalLMOutput(logits=torch.stack([self.logits(row) for row in input_ids.tolist()]).unsqueeze(1))
+        return CausalLMOutput(logits=torch.stack([self.logits(seq) for seq in input_ids.tolist()]).unsqueeze(1))
 
 
-def theirs(
+def hf_beams(
     logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limit: int, **more: Any
 ) -> list[Hypothesis]:
-    """What transformers finds, its padding (-1 is none of the ids) taken off."""
+    """Return the hypotheses of transformers, without padding (-1 is no token id)."""
     vocab = len(logits(prompt))
     model = TableModel(TableConfig(vocab_size=vocab), logits)
     made = model.generate(
@@ -158,15 +158,15 @@ def theirs(
         **more,
     )
     found = []
-    for row, score in zip(made.sequences.tolist(), made.sequences_scores.tolist(), strict=True):
-        tokens = tuple(token for token in row[len(prompt) :] if token != vocab)
+    for seq, score in zip(made.sequences.tolist(), made.sequences_scores.tolist(), strict=True):
+        tokens = tuple(token for token in seq[len(prompt) :] if token != vocab)
         found.append(Hypothesis(score, tokens, "stop" if tokens[-1] in sampling.stop_token_ids else "length"))
     return found
 
 
 @pytest.mark.parametrize("early", [True, False, "never"])
 @pytest.mark.parametrize("power", [1.0, 0.0, 0.4, 2.0, -1.0])
-def test_it_is_transformers_search(early: bool | str, power: float) -> None:
+def test_the_search_equals_transformers(early: bool | str, power: float) -> None:
     lengths = set()
     for seed, (vocab, beams, stops) in enumerate(
         [(6, 2, (0,)), (9, 4, (3,)), (9, 3, (1, 4, 7)), (30, 5, (2,)), (7, 3, ())]
@@ -175,9 +175,9 @@ def test_it_is_transformers_search(early: bool | str, power: float) -> None:
             num_beams=beams, n=beams, stop_token_ids=stops, length_penalty=power, early_stopping=early  # type: ignore[arg-type]
         )  # fmt: skip
         logits = table(vocab, seed)
-        ours = search(logits, [1, 2], sampling, 12)
-        assert same(ours, theirs(logits, [1, 2], sampling, 12)), seed
-        lengths |= {(len(each.tokens), each.finish) for each in ours}
+        hypotheses_found = search(logits, [1, 2], sampling, 12)
+        assert same(hypotheses_found, hf_beams(logits, [1, 2], sampling, 12)), seed
+        lengths |= {(len(each.tokens), each.finish) for each in hypotheses_found}
     assert len(lengths) > (1 if power > 1 else 3), "texts of many lengths"
 
 
@@ -201,17 +201,17 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
 @pytest.mark.parametrize("early", [True, False])
-def test_a_constrained_search_is_transformers_search(name: str, early: bool) -> None:
-    """Four tokens past a prompt that is longer than any bad word (theirs are not looked for in shorter contexts)."""
-    ours_only, theirs_only = CONSTRAINTS[name]
+def test_a_constrained_search_equals_transformers(name: str, early: bool) -> None:
+    """Generate four tokens; the prompt is longer than any bad word, because transformers ignores shorter contexts."""
+    kvad_only, hf_only = CONSTRAINTS[name]
     prompt = [1] if name == "forced_bos_token_id" else [4, 1, 2]
     changed, limit = 0, len(prompt) + 4
     for seed in range(6):
         logits = table(9, seed)
         options: dict[str, Any] = {"num_beams": 3, "n": 3, "stop_token_ids": (3,), "early_stopping": early}
-        ours = search(logits, prompt, SamplingParams(**options, **ours_only), limit)
-        assert same(ours, theirs(logits, prompt, SamplingParams(**options), limit, **theirs_only)), seed
-        changed += not same(ours, search(logits, prompt, SamplingParams(**options), limit))
+        hypotheses_found = search(logits, prompt, SamplingParams(**options, **kvad_only), limit)
+        assert same(hypotheses_found, hf_beams(logits, prompt, SamplingParams(**options), limit, **hf_only)), seed
+        changed += not same(hypotheses_found, search(logits, prompt, SamplingParams(**options), limit))
     assert changed > 0, "the constraint made no difference"
 
 
@@ -223,15 +223,15 @@ A, B, END = 0, 1, 2
 def played(
     sampling: SamplingParams, turns: Sequence[Sequence[Sequence[tuple[int, float]]]], limit: int = 99
 ) -> tuple[BeamSearch, list[list[int]], list[list[BeamCandidate]]]:
-    """Candidates of each live beam, turn by turn, until the search says that it is over."""
-    group, texts, told = BeamSearch(sampling, 1, limit, frozenset({END})), [[9]], []
+    """Pass the candidates of each live beam, step by step, until the search ends."""
+    group, texts, chunks = BeamSearch(sampling, 1, limit, frozenset({END})), [[9]], []
     for candidates in turns:
         children = group.advance(texts, candidates)
-        told.append(children)
+        chunks.append(children)
         if not children:
             break
         texts = [[*texts[child.parent], child.token] for child in children]
-    return group, texts, told
+    return group, texts, chunks
 
 
 def test_the_two_length_penalties() -> None:
@@ -270,20 +270,20 @@ ENDINGS = [
         ("never", 0.0, 2, (-1.0, -1.2)),
     ],
 )
-def test_when_a_search_is_over(early: bool | str, power: float, turns: int, scores: tuple[float, float]) -> None:
+def test_the_end_of_a_search(early: bool | str, power: float, turns: int, scores: tuple[float, float]) -> None:
     sampling = SamplingParams(num_beams=2, n=2, early_stopping=early, length_penalty=power, stop_token_ids=(END,))  # type: ignore[arg-type]
-    group, texts, told = played(sampling, ENDINGS)
-    assert len(told) == turns and told[-1] == []
+    group, texts, chunks = played(sampling, ENDINGS)
+    assert len(chunks) == turns and chunks[-1] == []
     assert [round(each.score, 6) for each in group.best_hypotheses(texts)] == pytest.approx(scores)
 
 
-def test_never_asks_what_the_longest_text_could_be_worth() -> None:
-    """Live -6.0 after two tokens: -3.0 each now, but at the limit of 10 at best -0.6: "never" goes on, False ends."""
+def test_early_stopping_never_considers_the_longest_text() -> None:
+    """Live -6.0 after two tokens: -3.0 each now, but at the limit of 10 at best -0.6: "never" continues, False ends."""
     turns = [[[(END, -1.0), (A, -3.0)]], [[(END, -0.5), (A, -3.0)]], [[(END, -0.1), (A, -0.1)]]]
     for early, ended in ((False, 2), ("never", 3)):
         sampling = SamplingParams(num_beams=2, n=2, early_stopping=early, stop_token_ids=(END,))  # type: ignore[arg-type]
-        _, _, told = played(sampling, turns, limit=11)
-        assert len(told) == ended, early
+        _, _, chunks = played(sampling, turns, limit=11)
+        assert len(chunks) == ended, early
 
 
 def test_patience_waits_for_more_endings() -> None:
@@ -291,48 +291,48 @@ def test_patience_waits_for_more_endings() -> None:
     turns = [[[(END, -1.0), (A, -1.0)]]] + [[[(END, -0.5 / 2**i), (A, -0.2)], []] for i in range(6)]
     for patience, ended in ((0.5, 1), (1.0, 2), (1.5, 3), (2.0, 4)):
         sampling = SamplingParams(num_beams=2, n=1, early_stopping=True, patience=patience, stop_token_ids=(END,))
-        group, _, told = played(sampling, turns)
-        assert len(told) == ended and told[-1] == []
+        group, _, chunks = played(sampling, turns)
+        assert len(chunks) == ended and chunks[-1] == []
         assert len(group.finished) == ended
 
 
-def test_a_shortage_of_endings_is_filled_with_what_lives() -> None:
-    """n best where fewer ended within the limit's search: the live beams stand in, as long as they are."""
-    group, texts, told = played(
+def test_live_beams_complete_the_hypotheses() -> None:
+    """If fewer than n hypotheses ended, live beams are returned with their present length."""
+    group, texts, chunks = played(
         SamplingParams(num_beams=3, n=3, stop_token_ids=(END,)), [[[(A, -1.0), (B, -1.5), (END, -2.0)]]]
     )
-    assert told == [[BeamCandidate(0, A, -1.0), BeamCandidate(0, B, -1.5)]]
+    assert chunks == [[BeamCandidate(0, A, -1.0), BeamCandidate(0, B, -1.5)]]
     assert [each.tokens for each in group.best_hypotheses(texts)] == [(END,), (A,), (B,)]
     assert [each.finish for each in group.best_hypotheses(texts)] == ["stop", "length", "length"]
 
 
-def test_an_ending_below_the_beams_is_no_hypothesis() -> None:
-    """Rank 3 of 2 beams: neither an ending nor a life."""
-    group, texts, told = played(
+def test_an_end_below_the_best_beams_is_not_a_hypothesis() -> None:
+    """A stop token at rank 3 of 2 beams ends no hypothesis and continues none."""
+    group, texts, chunks = played(
         SamplingParams(num_beams=2, stop_token_ids=(END,)), [[[(A, -1.0), (B, -1.1), (END, -1.2)]]]
     )
-    assert [child.token for child in told[0]] == [A, B] and group.finished == [] and len(texts) == 2
+    assert [child.token for child in chunks[0]] == [A, B] and group.finished == [] and len(texts) == 2
 
 
-def test_at_the_limit_the_best_end_as_they_are() -> None:
+def test_at_the_limit_the_best_beams_end() -> None:
     turns = [[[(A, -1.0), (B, -1.1)]], [[(A, -1.0), (END, -1.5), (B, -7.0)], [(B, -0.2), (A, -9.0)]]]
-    group, texts, told = played(SamplingParams(num_beams=2, n=2, stop_token_ids=(END,)), turns, limit=3)
-    assert told[-1] == []
+    group, texts, chunks = played(SamplingParams(num_beams=2, n=2, stop_token_ids=(END,)), turns, limit=3)
+    assert chunks[-1] == []
     assert [(each.tokens, each.finish) for each in group.best_hypotheses(texts)] == [
         ((B, B), "length"),
         ((A, A), "length"),
     ]
 
 
-def test_what_is_banned_is_no_continuation() -> None:
-    group, _, told = played(
+def test_banned_tokens_are_not_candidates() -> None:
+    group, _, chunks = played(
         SamplingParams(num_beams=2, stop_token_ids=(END,)), [[[(A, -1.0), (B, -math.inf), (END, -math.inf)]]]
     )
-    assert told == [[BeamCandidate(0, A, -1.0)]] and group.finished == []
+    assert chunks == [[BeamCandidate(0, A, -1.0)]] and group.finished == []
 
 
 @pytest.mark.parametrize(("beams", "stops", "looked_at"), [(2, 0, 4), (2, 1, 4), (3, 2, 9), (4, 5, 24)])
-def test_how_many_continuations_are_looked_at(beams: int, stops: int, looked_at: int) -> None:
+def test_the_number_of_candidates(beams: int, stops: int, looked_at: int) -> None:
     assert num_candidates(SamplingParams(num_beams=beams), stops) == looked_at
 
 
@@ -359,7 +359,7 @@ def text(length: int, seed: int, vocab: int = VOCAB) -> list[int]:
 
 @remembered
 def model_of(kind: str) -> Transformer:
-    """Biased towards ends, so that searches are of many lengths."""
+    """Return sampling parameters that favor stop tokens, so that searches have many lengths."""
     position, heads = kind.split("-")[1:]
     config = pair_config(position, "pre", heads) if kind.startswith("pair") else model_config(position, "pre", heads)
     return build(config)
@@ -374,8 +374,8 @@ def sampling_of(beams: int, new: int, **more: Any) -> SamplingParams:
     return SamplingParams(**(fixed | more))  # type: ignore[arg-type]
 
 
-class Asked:
-    """One search: what an engine is asked, and what is right."""
+class SearchOptions:
+    """Options of one search, and its expected result."""
 
     def __init__(self, kind: str, seed: int, sampling: SamplingParams, length: int = 6) -> None:
         self.model, self.sampling, self.prompt = model_of(kind), sampling, text(length, seed)
@@ -396,131 +396,126 @@ class Asked:
 
 
 def run(engine: Engine) -> dict[int, list[StreamChunk]]:
-    told: dict[int, list[StreamChunk]] = {}
-    while not engine.idle:
-        for piece in engine.step():
-            told.setdefault(piece.request, []).append(piece)
-        engine.scheduler.check()
-        fill_unowned(engine, math.nan)
+    chunks = run_engine(engine, poison=True)
     assert all(pool.num_live == 0 for pool in engine.kv_cache_manager.pools)
-    return told
+    return chunks
 
 
-def hypotheses(pieces: Sequence[StreamChunk], n: int) -> list[Hypothesis]:
+def hypotheses(chunks: Sequence[StreamChunk], n: int) -> list[Hypothesis]:
     found = []
     for number in range(n):
-        own = [piece for piece in pieces if piece.sample_index == number]
+        own = [chunk for chunk in chunks if chunk.sample_index == number]
         assert own[-1].finish_reason is not None and own[-1].cumulative_logprob is not None, own[-1].error
-        tokens = tuple(piece.token_id for piece in own if piece.token_id is not None)
+        tokens = tuple(tokens_of(own, number))
         found.append(Hypothesis(own[-1].cumulative_logprob, tokens, own[-1].finish_reason))
     return found
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_beams_in_a_cache_are_those_without_one(kind: str, layout: str) -> None:
-    """Alone, and beside other searches and plain rows: the same texts, the same scores."""
+def test_cached_beams_equal_uncached_ones(kind: str, layout: str) -> None:
+    """Texts and scores are equal alone and in a batch with other searches and requests."""
     options: list[dict[str, Any]] = [{}, {"early_stopping": True, "length_penalty": 0.3}, {"no_repeat_ngram_size": 2}]
-    asked = [Asked(kind, seed, sampling_of(3, 9, **more)) for seed, more in enumerate(options)]
-    for each in asked:
+    searches = [SearchOptions(kind, seed, sampling_of(3, 9, **more)) for seed, more in enumerate(options)]
+    for each in searches:
         expected = each.right()
         engine = Engine(each.model, cache_of(layout))
         number = each.submit(engine)
         assert same(hypotheses(run(engine)[number], 3), expected)
-    engine = Engine(asked[0].model, cache_of(layout, max_num_seqs=8))
-    plain = Asked(kind, 7, SamplingParams(max_tokens=8, temperature=0, n=2))
-    numbers = [each.submit(engine) for each in (plain, *asked)]
-    told = run(engine)
-    for each, number in zip(asked, numbers[1:], strict=True):
-        assert same(hypotheses(told[number], 3), each.right())
+    engine = Engine(searches[0].model, cache_of(layout, max_num_seqs=8))
+    plain = SearchOptions(kind, 7, SamplingParams(max_tokens=8, temperature=0, n=2))
+    numbers = [each.submit(engine) for each in (plain, *searches)]
+    chunks = run(engine)
+    for each, number in zip(searches, numbers[1:], strict=True):
+        assert same(hypotheses(chunks[number], 3), each.right())
 
 
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("kind", ["decoder-alibi-gqa", "pair-t5-gqa"])
-def test_beams_in_a_tight_pool_are_preempted_and_come_back(kind: str, prefix: bool) -> None:
+def test_preempted_beams_equal_uncached_ones(kind: str, prefix: bool) -> None:
     model = model_of(kind)
-    asked = [Asked(kind, seed, sampling_of(3, 10, stop_token_ids=())) for seed in range(4)]
+    searches = [SearchOptions(kind, seed, sampling_of(3, 10, stop_token_ids=())) for seed in range(4)]
     engine = Engine(
         model, cache_of(num_blocks=3 * 4, enable_prefix_caching=prefix)
     )  # room for one search that shares nothing
-    plain = Asked(kind, 7, SamplingParams(max_tokens=12, temperature=0))
-    numbers = [each.submit(engine) for each in (*asked, plain)]
-    told = run(engine)
+    plain = SearchOptions(kind, 7, SamplingParams(max_tokens=12, temperature=0))
+    numbers = [each.submit(engine) for each in (*searches, plain)]
+    chunks = run(engine)
     assert engine.scheduler.stats().preemptions > 0
-    for each, number in zip(asked, numbers, strict=False):
-        assert same(hypotheses(told[number], 3), each.right())
+    for each, number in zip(searches, numbers, strict=False):
+        assert same(hypotheses(chunks[number], 3), each.right())
 
 
-def test_the_beams_of_one_source_are_folded() -> None:
-    asked = Asked("pair-rope-mqa", 3, sampling_of(4, 9, stop_token_ids=()))
-    engine = Engine(asked.model, cache_of())
-    number, folded = asked.submit(engine), 0
+def test_beams_of_one_encoder_input_are_one_row_of_cross_attention() -> None:
+    beams = SearchOptions("pair-rope-mqa", 3, sampling_of(4, 9, stop_token_ids=()))
+    engine = Engine(beams.model, cache_of())
+    number, folded = beams.submit(engine), 0
     real = engine.runner.execute
 
-    def watched(plan: Any) -> Tensor:
+    def watched(output: Any) -> Tensor:
         nonlocal folded
-        folded += plan.sub_batches[0].num_seqs == 4 and plan.cross_sub_batches[0].num_seqs == 1
-        return real(plan)
+        folded += output.sub_batches[0].num_seqs == 4 and output.cross_sub_batches[0].num_seqs == 1
+        return real(output)
 
     engine.runner.execute = watched  # type: ignore[method-assign]
-    assert same(hypotheses(run(engine)[number], 4), asked.right())
+    assert same(hypotheses(run(engine)[number], 4), beams.right())
     assert folded >= 7
 
 
-def test_only_the_best_are_told() -> None:
-    asked = Asked("decoder-alibi-gqa", 5, sampling_of(4, 8))
-    best = asked.right()
+def test_only_the_best_hypotheses_are_returned() -> None:
+    beams = SearchOptions("decoder-alibi-gqa", 5, sampling_of(4, 8))
+    best = beams.right()
     for n in (1, 2):
-        engine = Engine(asked.model, cache_of())
-        number = engine.add_request(asked.prompt, sampling_of(4, 8, n=n))
+        engine = Engine(beams.model, cache_of())
+        number = engine.add_request(beams.prompt, sampling_of(4, 8, n=n))
         assert same(hypotheses(run(engine)[number], n), best[:n])
         assert engine.metrics(number).num_completion_tokens == sum(len(each.tokens) for each in best[:n])
 
 
-def test_a_search_that_is_cancelled_leaves_nothing() -> None:
-    asked = [Asked("pair-t5-gqa", seed, sampling_of(3, 12, stop_token_ids=())) for seed in range(2)]
-    engine = Engine(asked[0].model, cache_of())
-    numbers = [each.submit(engine) for each in asked]
+def test_an_aborted_search_leaves_nothing() -> None:
+    searches = [SearchOptions("pair-t5-gqa", seed, sampling_of(3, 12, stop_token_ids=())) for seed in range(2)]
+    engine = Engine(searches[0].model, cache_of())
+    numbers = [each.submit(engine) for each in searches]
     for _ in range(5):
         engine.step()
     engine.abort_request(numbers[0])
-    told = run(engine)
-    assert numbers[0] not in told
-    assert same(hypotheses(told[numbers[1]], 3), asked[1].right())
+    chunks = run(engine)
+    assert numbers[0] not in chunks
+    assert same(hypotheses(chunks[numbers[1]], 3), searches[1].right())
 
 
-def test_a_search_without_a_way_on_says_so() -> None:
-    """Nothing is allowed after two tokens: an error, and the neighbours go on."""
+def test_a_search_without_candidates_is_an_error() -> None:
+    """No token is allowed after two tokens: an error, and other requests continue."""
 
     def dead_end(tokens: Sequence[int]) -> Sequence[int]:
         return [1, 2, 3] if len(tokens) < 8 else []
 
     engine = Engine(model_of("decoder-alibi-gqa"), cache_of())
     stuck = engine.add_request(text(6, 1), sampling_of(2, 9, allowed_tokens_fn=dead_end))
-    fine = Asked("decoder-alibi-gqa", 2, sampling_of(2, 6))
+    fine = SearchOptions("decoder-alibi-gqa", 2, sampling_of(2, 6))
     number = fine.submit(engine)
-    told = run(engine)
-    assert {piece.finish_reason for piece in told[stuck]} == {"error"}
-    assert same(hypotheses(told[number], 2), fine.right())
+    chunks = run(engine)
+    assert {chunk.finish_reason for chunk in chunks[stuck]} == {"error"}
+    assert same(hypotheses(chunks[number], 2), fine.right())
 
 
-def test_a_beam_without_a_way_on_leaves_the_others_theirs() -> None:
-    """No way on behind the token that the best beam has in third place: the search is that of the other beams."""
-    asked = Asked("decoder-alibi-gqa", 4, sampling_of(3, 7, stop_token_ids=()))
-    dead = asked.right()[0].tokens[2]
+def test_a_beam_without_candidates_does_not_affect_others() -> None:
+    """A beam whose next tokens are all forbidden is dropped; the others are searched as without it."""
+    beams = SearchOptions("decoder-alibi-gqa", 4, sampling_of(3, 7, stop_token_ids=()))
+    dead = beams.right()[0].tokens[2]
 
     def allowed(tokens: Sequence[int]) -> Sequence[int]:
         return [] if len(tokens) == 9 and tokens[8] == dead else range(VOCAB)
 
-    asked.sampling = sampling_of(3, 7, stop_token_ids=(), allowed_tokens_fn=allowed)
-    expected = asked.right()
+    beams.sampling = sampling_of(3, 7, stop_token_ids=(), allowed_tokens_fn=allowed)
+    expected = beams.right()
     assert [each.tokens[2] == dead for each in expected] == [False] * 3
-    engine = Engine(asked.model, cache_of())
-    number = asked.submit(engine)
+    engine = Engine(beams.model, cache_of())
+    number = beams.submit(engine)
     assert same(hypotheses(run(engine)[number], 3), expected)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- invalid options
 
 
 @pytest.mark.parametrize(
@@ -530,7 +525,7 @@ def test_a_beam_without_a_way_on_leaves_the_others_theirs() -> None:
         ({"num_beams": 6, "max_tokens": 30}, "no room for 6 beams of 36 tokens"),
     ],
 )
-def test_searches_that_cannot_fit_are_refused(options: dict[str, Any], words: str) -> None:
+def test_searches_that_do_not_fit_are_rejected(options: dict[str, Any], words: str) -> None:
     engine = Engine(model_of("decoder-alibi-gqa"), cache_of(num_blocks=50))
     with pytest.raises(RequestError, match=words):
         engine.add_request(text(6, 1), SamplingParams(**({"max_tokens": 4} | options)))
@@ -560,13 +555,13 @@ def test_searches_that_cannot_fit_are_refused(options: dict[str, Any], words: st
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: must be at least 0, got -1"),
     ],
 )
-def test_options_that_do_not_go_with_beams_are_refused_by_name(options: dict[str, Any], words: str) -> None:
+def test_options_without_beams_are_rejected_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         SamplingParams(**({"num_beams": 2} | options))
 
 
 @pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
-def test_a_forced_token_is_one_of_the_vocabulary(name: str) -> None:
+def test_a_forced_token_must_be_in_the_vocabulary(name: str) -> None:
     engine = Engine(model_of("decoder-alibi-gqa"), cache_of())
     with pytest.raises(RequestError, match=f"{name}: token id must be below {VOCAB}, got {VOCAB}"):
         engine.add_request([1], SamplingParams(max_tokens=4, **{name: VOCAB}))

@@ -21,12 +21,12 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.groups import build_groups
 from kvad.cache.policy_parser import POLICIES
 from kvad.cache.quantization import FORMATS
-from kvad.cache.sizing.compatibility import check_policy
+from kvad.cache.sizing.memory_plan import check_policy
 from kvad.config.model import ModelConfig, attention_specs
 from kvad.engine.engine import Engine
 from kvad.errors import KvadError
 from kvad.model.transformer import Transformer
-from kvad.verify.cases import first_loss_length, sized_policy
+from kvad.verify.scenario import first_loss_length, sized_policy
 from tests.support.driver import Stream, drive, worst
 from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 

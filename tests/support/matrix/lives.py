@@ -1,4 +1,4 @@
-"""Cells on storage: sequences that leave the pool and come back, and a cache sharded over ranks.
+"""Cells on storage: sequences that leave the pool and are restored, and a cache sharded over ranks.
 
 A covering array (``tests/support/covering_array.py``) of policy x format x encoding x topology, each by every entry
 of ``WAYS`` (``kvad/verify/round_trips.py``) and on every mesh of ``MESHES``. The logits after the round trip
@@ -21,18 +21,18 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.groups import build_groups
 from kvad.cache.policy_parser import POLICIES
 from kvad.cache.quantization import FORMATS
-from kvad.cache.sizing.compatibility import check_policy
+from kvad.cache.sizing.memory_plan import check_policy
 from kvad.config.model import ModelConfig, attention_specs
 from kvad.errors import KvadError
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.parallel.mesh import Mesh, check_cache_fits_mesh, check_model_fits_mesh
-from kvad.verify.cases import first_loss_length
 from kvad.verify.references import QuantizedNoCache
 from kvad.verify.replay import ReplayResult, ReplayStream, run_uncached
 from kvad.verify.round_trips import run_round_trip
+from kvad.verify.scenario import first_loss_length
 from tests.support.covering_array import pairwise
-from tests.support.driver import drive
+from tests.support.driver import Stream, drive
 from tests.support.matrix.cells import ENCODINGS, CellResult, cache_fields, config_of, make_streams
 from tests.support.mesh_cases import pair, shaped
 from tests.support.mesh_worker import Case, run_rank, spawn
@@ -90,14 +90,12 @@ def sample() -> list[tuple[str, str, str, str]]:
         "policy": tuple(POLICIES),
         "format": tuple(name for name in FORMATS if not name.endswith("-channel")),
     }
-    sampled = pairwise(axes, order=ORDER)
-    sampled_cells = [
-        (logits_here["topology"], logits_here["encoding"], logits_here["policy"], logits_here["format"])
-        for logits_here in sampled
+    sampled = [
+        (case["topology"], case["encoding"], case["policy"], case["format"]) for case in pairwise(axes, order=ORDER)
     ]
-    sampled_cells += [("decoder", "rope", "full", name) for name in FORMATS if name.endswith("-channel")]
-    sampled_cells += [("encoder", "rope", "full", "float64")]
-    return sorted(dict.fromkeys(sampled_cells), key=lambda cell: (list(POLICIES).index(cell[2]), cell))
+    sampled += [("decoder", "rope", "full", name) for name in FORMATS if name.endswith("-channel")]
+    sampled += [("encoder", "rope", "full", "float64")]
+    return sorted(dict.fromkeys(sampled), key=lambda cell: (list(POLICIES).index(cell[2]), cell))
 
 
 def storage_cells() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -139,11 +137,13 @@ def measure_round_trip(cell: tuple[str, ...]) -> CellResult:
 
 
 def _streams(topology: str) -> list[ReplayStream]:
-    cache_fields = make_streams(topology, endless=False)
-    sources = [None if logits_here.source is None else tuple(logits_here.source) for logits_here in cache_fields]
     return [
-        ReplayStream(tuple(logits_here.prompt), (tuple(logits_here.continuations[0]),), source=source)
-        for logits_here, source in zip(cache_fields, sources, strict=True)
+        ReplayStream(
+            tuple(stream.prompt),
+            (tuple(stream.continuations[0]),),
+            source=None if stream.source is None else tuple(stream.source),
+        )
+        for stream in make_streams(topology, endless=False)
     ]
 
 
@@ -151,7 +151,7 @@ def _compare(
     model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], replayed: ReplayResult
 ) -> CellResult:
     """Return max |dlogit| from the uncached model, or from each sequence's solo run in other chunks."""
-    assert len(replayed.pieces) == len(streams), "a sequence did not come back"
+    assert len(replayed.pieces) == len(streams), "a sequence is missing after the round trip"
     groups = build_groups(attention_specs(model.config), cache)
     compare_solo = first_loss_length(groups) is not None
     largest = 0.0
@@ -166,20 +166,17 @@ def _compare(
                 if cache.token_formats == ("float64", "float64")
                 else QuantizedNoCache(uncached, *cache.token_formats, rotate=cache.rope_at)
             )
-            logits = run_uncached(model, stream.tokens(0), stream.limit, reference, stream.source)
-            expected = dict(enumerate(logits))
+            expected = dict(enumerate(run_uncached(model, stream.tokens(0), stream.limit, reference, stream.source)))
         for start, measured in pieces:
-            for at, logits_here in enumerate(measured, start):
+            for at, logits in enumerate(measured, start):
                 if at in expected:
-                    largest = max(largest, float((logits_here - expected[at]).abs().max().nan_to_num(nan=torch.inf)))
+                    largest = max(largest, float((logits - expected[at]).abs().max().nan_to_num(nan=torch.inf)))
     return {"reference": "solo", "structure": largest} if compare_solo else {"structure": largest}
 
 
 def _solo_logits(model: Transformer, cache: CacheConfig, stream: ReplayStream) -> dict[int, torch.Tensor]:
-    from tests.support.driver import Stream as ForcedStream
-
     source = None if stream.source is None else list(stream.source)
-    forced = ForcedStream(list(stream.prompt), [list(stream.forced_tokens[0])], source=source)
+    forced = Stream(list(stream.prompt), [list(stream.forced_tokens[0])], source=source)
     return drive(model, replace(cache, max_num_seqs=1, prefill_chunk_size=3), [forced]).logits[0, 0]
 
 
@@ -192,9 +189,9 @@ def shards(cells: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], CellResult
     remaining = [cell for cell in cells if cell not in measured]
     if remaining:
         with tempfile.TemporaryDirectory() as folder:
-            sampled_cells = spawn(Path(folder), "tests.support.matrix.lives", 2, json.dumps(remaining))
+            results = spawn(Path(folder), "tests.support.matrix.lives", 2, json.dumps(remaining))
         for cell in remaining:
-            result = sampled_cells[" ".join(cell)]
+            result = results[" ".join(cell)]
             if "error" in result:
                 raise AssertionError(f"{cell}: {result['error']}")
             measured[cell] = {"structure": result["difference"]}
@@ -222,13 +219,14 @@ def _sharded_config(topology: str, encoding: str) -> ModelConfig:
     return pair(encoding) if topology == "encoder-decoder" else shaped(encoding)
 
 
-def cases(measured: str) -> list[Case]:
-    sampled_cells = []
-    for topology, encoding, policy, form, mesh in json.loads(measured):
-        config = _sharded_config(topology, encoding)
-        cache, name = CacheConfig(**cache_fields(policy, form)), " ".join((topology, encoding, policy, form, mesh))
-        sampled_cells.append(Case(name, mesh, config, cache, make_streams(topology, endless=False)))
-    return sampled_cells
+def cases(cells: str) -> list[Case]:
+    """Build the cases of cells that are given as JSON."""
+    result = []
+    for topology, encoding, policy, form, mesh in json.loads(cells):
+        config, cache = _sharded_config(topology, encoding), CacheConfig(**cache_fields(policy, form))
+        name = " ".join((topology, encoding, policy, form, mesh))
+        result.append(Case(name, mesh, config, cache, make_streams(topology, endless=False)))
+    return result
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 from kvad.cache.policy_parser import POLICIES
 from kvad.cache.quantization import FORMATS
 from kvad.planning.fit import read_costs
-from kvad.verify.cases import sized_policy
+from kvad.verify.scenario import sized_policy
 from tests.support.matrix import lives, lives_page
 from tests.support.matrix.cells import (
     BLOCK,

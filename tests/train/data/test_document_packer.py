@@ -7,7 +7,7 @@ import torch
 from kvad.errors import DataError
 from kvad.model.no_cache import NoCache
 from kvad.train.data.collate import CollateConfig, collate_rows
-from kvad.train.data.document_packer import SplitRows, TokenSpans, evaluation_rows, split_validation
+from kvad.train.data.packers import SplitRows, TokenSpans, evaluation_rows, split_validation
 from tests.support.random_models import build, model_config
 
 SEPARATOR = 9
@@ -78,18 +78,18 @@ def test_packed_documents_are_isolated():
     """A document's logits in a packed row equal those of the document alone."""
     store = Tokens(6, 5)
     model = build(model_config(), dtype=torch.float64)
-    memory = NoCache(model.config)
+    no_cache = NoCache(model.config)
 
     def logits(rows, length):
         batch = build_batch(rows, [0], length)
-        return model.logits(model(batch.model_input, memory), torch.arange(length))
+        return model.logits(model(batch.model_input, no_cache), torch.arange(length))
 
     second = TokenSpans(store, np.array([[6, 11]]))
     alone, packed = logits(second, 5), logits(whole(store), 11)[6:]
     assert torch.allclose(alone, packed, atol=1e-12)
     batch = build_batch(whole(store), [0], 11)
     blind = batch.model_input._replace(document_ids=None)
-    assert not torch.allclose(alone, model.logits(model(blind, memory), torch.arange(11))[6:], atol=1e-6)
+    assert not torch.allclose(alone, model.logits(model(blind, no_cache), torch.arange(11))[6:], atol=1e-6)
 
 
 def test_batch_has_document_ids_only_if_a_row_has_several_documents():

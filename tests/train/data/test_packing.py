@@ -9,11 +9,12 @@ import torch
 
 from kvad.errors import ConfigError, DataError
 from kvad.model.no_cache import NoCache
+from kvad.model_input import AttentionPattern, TokenPositions
 from kvad.train.config.run import RunConfig
 from kvad.train.data import packing
 from kvad.train.data.collate import CollateConfig, Segment, collate_rows, split_segments
-from kvad.train.data.document_packer import DocumentPacker
 from kvad.train.data.packed_dataset import PackedDataset
+from kvad.train.data.packers import DocumentPacker
 from kvad.train.data.packing import pack_rows, split_windows
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 from tests.support.random_models import build, model_config
@@ -104,7 +105,7 @@ def pairs_of(rows):
 @pytest.mark.parametrize("fit", ["first-fit", "best-fit"])
 def test_epoch_has_the_same_targets_as_the_split_stream(fit):
     data = document_dataset(STORE, config(packing=fit))
-    use, source, training = data.packing_stats(), data.packer.sources[0], data.packer.training
+    use, source, training = data.packer.source.packing_stats(), data.packer.sources[0], data.packer.training
     circle = pairs_of(training.segments(np.array([0]), len(training)))
     for epoch in range(3):
         per_epoch = len(source.plan(epoch).order)
@@ -157,8 +158,8 @@ def test_packing_that_an_order_does_not_support_is_refused():
 
 
 def test_summary_reports_packing():
-    told = document_dataset(Tokens(*range(5, 60)), config(packing="first-fit", context=32)).summary()[1]
-    assert told.startswith("packed by first-fit: ") and "0.0% of the tokens cropped" in told
+    summary = document_dataset(Tokens(*range(5, 60)), config(packing="first-fit", context=32)).summary()[1]
+    assert summary.startswith("packed by first-fit: ") and "0.0% of the tokens cropped" in summary
     assert "100.0% filled, 0.0% padding" in document_dataset(Tokens(*range(5, 60)), config()).summary()[1]
 
 
@@ -185,7 +186,7 @@ def assert_packed_is_unpacked(net, rows, shape):
     assert summed == pytest.approx(loss, rel=1e-12)
     assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
     blind = batch._replace(model_input=batch.model_input._replace(document_ids=None))
-    assert (gradient(net, [blind])[1] - expected).abs().max() > 1e-6, "the comparison sees a leak"
+    assert (gradient(net, [blind])[1] - expected).abs().max() > 1e-6, "the comparison detects a leak"
 
 
 @pytest.fixture(scope="module", params=["none", "rope", "alibi", "learned"])
@@ -199,10 +200,8 @@ def test_packed_gradients_equal_those_of_single_documents(decoder, fit, reset):
     rows = data.rows(np.arange(3, 6))
     batch = collate_rows(rows, data.shape)
     assert batch.model_input.document_ids is not None and batch.model_input.document_ids.max() >= 1
-    assert (
-        bool((batch.model_input.positions.view(batch.model_input.sub_batches[0].num_seqs, -1).diff() < 0).any())
-        == reset
-    )
+    positions = batch.model_input.positions.view(batch.model_input.sub_batches[0].num_seqs, -1)
+    assert bool((positions.diff() < 0).any()) == reset
     assert_packed_is_unpacked(decoder, rows, data.shape)
 
 
@@ -224,16 +223,16 @@ def naive(net, rows, reset, isolate):
     for row in rows:
         tokens = np.concatenate([part.tokens for part in row])
         marks = [(d, p) for d, part in enumerate(row) for p in range(len(part.tokens))]
-        seen = torch.tensor([[(k[0] == q[0] if isolate else True) and k <= q for k in marks] for q in marks])
+        visible = torch.tensor([[(k[0] == q[0] if isolate else True) and k <= q for k in marks] for q in marks])
         batch = collate_rows([row], CollateConfig(16, reset_positions=reset))
         positions = torch.tensor([p for _, p in marks]) if reset else torch.arange(len(tokens))
         assert batch.model_input.positions.tolist() == positions.tolist()
-        out.append(by_hand(net, torch.from_numpy(tokens), positions, seen))
+        out.append(by_hand(net, torch.from_numpy(tokens), positions, visible))
     return torch.cat(out)
 
 
-def by_hand(net, tokens, positions, seen):
-    """Logits with a reference attention: distances are those of ``positions``, the mask is ``seen``."""
+def by_hand(net, tokens, positions, visible):
+    """Logits with a reference attention: distances by ``positions``, mask ``visible``."""
 
     class Plain:
         def open(self, step):
@@ -247,12 +246,11 @@ def by_hand(net, tokens, positions, seen):
             if score.bias is not None:
                 far = (positions[:, None] - positions[None]).abs()
                 logits = logits - score.bias.slopes.double()[:, None, None] * score.bias.factor * far
-            weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+            weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
             return torch.einsum("hqk,khd->qhd", weights, v)
 
-    step = collate_rows([[Segment(tokens.numpy(), tokens.numpy())]], CollateConfig(16)).model_input._replace(
-        positions=positions
-    )
+    step = collate_rows([[Segment(tokens.numpy(), tokens.numpy())]], CollateConfig(16)).model_input
+    step = step._replace(positions=positions)
     return net.logits(net(step, Plain()), torch.arange(len(tokens)))
 
 
@@ -275,40 +273,36 @@ def test_reset_and_isolate_equal_an_explicit_mask(decoder, fit, reset, isolate):
     real = np.concatenate([r * width + np.arange(sum(len(p.tokens) for p in row)) for r, row in enumerate(rows)])
     got = decoder.logits(hidden, torch.from_numpy(real))
     assert torch.allclose(got, naive(decoder, rows, reset, isolate), atol=1e-10, rtol=0)
-    assert (got - naive(decoder, rows, reset, not isolate)).abs().max() > 1e-4, "the other mask is another model"
+    assert (got - naive(decoder, rows, reset, not isolate)).abs().max() > 1e-4, "the other mask changes the logits"
 
 
 def test_window_counts_tokens_of_the_row_without_isolation():
-    from kvad.model_input import AttentionPattern, TokenPositions
-
     rows = [[Segment(np.arange(3), np.arange(3)), Segment(np.arange(4), np.arange(4))]]
     step = collate_rows(rows, CollateConfig(16, isolate_documents=False)).model_input
     mark = TokenPositions(step.positions, step.document_ids, step.causal_order)
     plain = torch.arange(7)
     assert step.document_ids is None and step.positions.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    for reach in (
-        AttentionPattern(),
-        AttentionPattern(window=3),
-        AttentionPattern(causal=False),
-        AttentionPattern(causal=False, window=2),
-    ):
-        assert torch.equal(reach.visible(mark, mark), reach.visible(TokenPositions(plain), TokenPositions(plain)))
+    for options in ({}, {"window": 3}, {"causal": False}, {"causal": False, "window": 2}):
+        pattern = AttentionPattern(**options)
+        assert torch.equal(pattern.visible(mark, mark), pattern.visible(TokenPositions(plain), TokenPositions(plain)))
 
 
 def test_pairs_without_isolation_attend_to_all_sources_but_no_padding(model):  # noqa: F811
     data = pair_dataset(SMALL, config(12, isolate_documents=False, validation_fraction=0.2), 1)
-    rows = data.rows(np.arange(2))
-    batch = collate_rows(rows, data.shape)
-    assert batch.model_input.document_ids is None and (batch.model_input.encoder_input.causal_order < 0).any()
-    logits = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
-    changed = batch.model_input.encoder_input.token_ids.clone()
-    changed[batch.model_input.encoder_input.causal_order < 0] = 7  # no token attends to padding
-    other = batch.model_input._replace(encoder_input=batch.model_input.encoder_input._replace(token_ids=changed))
-    assert torch.equal(logits, model.logits(model(other, NoCache(model.config)), batch.model_input.logit_indices))
-    first = changed.clone()
-    first[0] = 9
-    seen = batch.model_input._replace(encoder_input=batch.model_input.encoder_input._replace(token_ids=first))
-    width = batch.model_input.sub_batches[0].num_new_tokens
-    touched = (model.logits(model(seen, NoCache(model.config)), batch.model_input.logit_indices) != logits).any(dim=1)
-    assert set((batch.model_input.logit_indices[touched] // width).tolist()) == {0}
-    assert touched[batch.model_input.logit_indices < width].all(), "every target of the row reads every source of it"
+    step = collate_rows(data.rows(np.arange(2)), data.shape).model_input
+    source, indices = step.encoder_input, step.logit_indices
+    assert step.document_ids is None and (source.causal_order < 0).any()
+
+    def logits_of(tokens):
+        other = step._replace(encoder_input=source._replace(token_ids=tokens))
+        return model.logits(model(other, NoCache(model.config)), indices)
+
+    logits = logits_of(source.token_ids)
+    changed = source.token_ids.clone()
+    changed[source.causal_order < 0] = 7  # no token attends to padding
+    assert torch.equal(logits, logits_of(changed))
+    changed[0] = 9
+    touched = (logits_of(changed) != logits).any(dim=1)
+    in_row = indices // step.sub_batches[0].num_new_tokens
+    assert set(in_row[touched].tolist()) == {0}
+    assert touched[in_row == 0].all(), "every target of the row reads every source of it"

@@ -12,9 +12,8 @@ from kvad.text import base
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.data import token_store
-from kvad.train.data.document_packer import DocumentPacker
-from kvad.train.data.packed_dataset import MixtureSource, PackedDataset
-from kvad.train.data.row_sources import BLOCK, MixtureRows
+from kvad.train.data.packed_dataset import BLOCK, MixtureRows, MixtureSource, PackedDataset
+from kvad.train.data.packers import DocumentPacker
 from kvad.train.data.streaming import Cursor, ShuffleBuffer, StreamItem, StreamPacker, stream_store, stream_texts
 from kvad.train.data.token_store import open_store
 from kvad.train.sources import formats
@@ -40,9 +39,8 @@ def texts(tmp_path):
     lines = [" ".join(str(n + i) for i in range(int(random.integers(1, 40)))) for n in range(60)]
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": line, "n": 1}) + "\n" for line in lines[:20]))
     (folder / "b.txt").write_text(" ".join(lines))
-    (folder / "c.jsonl.gz").write_bytes(
-        gzip.compress("".join(json.dumps({"text": x}) + "\n" for x in lines[20:]).encode())
-    )
+    objects = "".join(json.dumps({"text": x}) + "\n" for x in lines[20:])
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(objects.encode()))
     (folder / "d.txt.gz").write_bytes(gzip.compress(lines[7].encode()))
     return folder
 
@@ -60,9 +58,8 @@ def sources(kind, texts, tmp_path):
     """The same items from texts and from a store."""
     if kind == "pairs":
         tsv = tmp_path / "pairs.tsv"
-        tsv.write_text(
-            "".join(f"{'x' * (1 + n % 9)}{n}\t{'y' * (n % 12)}{n}\n" for n in range(90)) + "x" * 40 + "\ty\n"
-        )
+        lines = [f"{'x' * (1 + n % 9)}{n}\t{'y' * (n % 12)}{n}\n" for n in range(90)]
+        tsv.write_text("".join(lines) + "x" * 40 + "\ty\n")
         corpus, tokenizer = open_pairs(PairPaths(((tsv,),))), PAIRED
     else:
         corpus, tokenizer = open_corpus([texts]), BYTE
@@ -70,9 +67,9 @@ def sources(kind, texts, tmp_path):
     return (stream_texts(corpus, tokenizer), stream_store(store, 0, store.num_documents, pairs=kind == "pairs"), store)
 
 
-def data(units, pairs, **settings):
+def data(items, pairs, **settings):
     run = config(**settings)
-    return PackedDataset(StreamPacker([(units, 1.0)], run, pairs=pairs, description="tokens"), run)
+    return PackedDataset(StreamPacker([(items, 1.0)], run, pairs=pairs, description="tokens"), run)
 
 
 def plain(rows):
@@ -91,9 +88,8 @@ def test_stream_and_store_give_equal_rows(texts, small, tmp_path, kind, packing,
     a, b = data(stream, pairs, packing=packing, shuffle=shuffle), data(stored, pairs, packing=packing, shuffle=shuffle)
     numbers = np.arange(400)  # several epochs
     assert plain(a.rows(numbers)) == plain(b.rows(numbers))
-    assert [x.model_input.token_ids.tolist() for x in a.evaluation()] == [
-        x.model_input.token_ids.tolist() for x in b.evaluation()
-    ]
+    evaluations = [[x.model_input.token_ids.tolist() for x in data.evaluation()] for data in (a, b)]
+    assert evaluations[0] == evaluations[1]
     if pairs:
         assert a.packer.sources[0].left_out and "left out so far" in a.summary()[1]
         assert a.packer.examples(2) == b.packer.examples(2)
@@ -115,49 +111,36 @@ def test_rows_are_independent_of_the_start(texts, small, tmp_path, kind, packing
     for number in (60, 130, 440):
         resumed = data(stream, kind == "pairs", packing=packing)
         resumed.packer.seek(cursors[number])
-        asked, (source,) = [], resumed.packer.sources
-        source._items, real = lambda place: (asked.append(place), real(place))[1], source._items  # noqa: B023
+        requested, (source,) = [], resumed.packer.sources
+        source._items, real = lambda place: (requested.append(place), real(place))[1], source._items  # noqa: B023
         assert plain(resumed.rows(np.arange(number, number + 5))) == expected[number : number + 5]
-        assert asked[0] == Cursor(*cursors[number][0]).item, "earlier items are not encoded again"
+        assert requested[0] == Cursor(*cursors[number][0]).item, "earlier items are not encoded again"
 
 
 def test_epoch_has_every_token_and_its_next_token_once(texts, small, tmp_path):
     _, stored, _store = sources("documents", texts, tmp_path)
     found = data(stored, pairs=False, shuffle=3)
     source = found.packer.sources[0]
-    units = [unit for unit in stored(0) if not source.is_held_out(unit.item_index)]
-    wanted = [
-        pair
-        for unit in source._split_items(0, held_out=False)
-        for pair in zip(*unit.part(0, len(unit.tokens))[:2], strict=True)
-    ]
-    blocks, first = source._epoch(Cursor()), []
-    rows = [row for _, block in blocks for row in block]
-    assert sorted(p for row in rows for part in row for p in zip(*part[:2], strict=True)) == sorted(wanted)
-    assert sum(len(part.tokens) for row in rows for part in row) == sum(len(unit.tokens) for unit in units)
-    for epoch in range(4):
-        first.append(
-            min(len(row[0].tokens) if len(row) == 1 else 16 for row in next(source._epoch(Cursor(0, epoch)))[1])
-        )
-    assert len(set(first)) > 1, "an epoch begins with a row of its own length"
-    held = {unit.item_index for unit in stored(0)} - {unit.item_index for unit in units}
+    items = [unit for unit in stored(0) if not source.is_held_out(unit.item_index)]
+    training = list(source._split_items(0, held_out=False))
+    targets = [pair for item in training for pair in zip(*item.part(0, len(item.tokens))[:2], strict=True)]
+    rows = [row for _, block in source._epoch(Cursor()) for row in block]
+    assert sorted(p for row in rows for part in row for p in zip(*part[:2], strict=True)) == sorted(targets)
+    assert sum(len(part.tokens) for row in rows for part in row) == sum(len(unit.tokens) for unit in items)
+    blocks = [next(source._epoch(Cursor(0, epoch)))[1] for epoch in range(4)]
+    first = {min(len(row[0].tokens) if len(row) == 1 else 16 for row in block) for block in blocks}
+    assert len(first) > 1, "the first row of an epoch has its own length"
+    held = {unit.item_index for unit in stored(0)} - {unit.item_index for unit in items}
     assert 0.05 < len(held) / len({unit.item_index for unit in stored(0)}) < 0.5
 
 
 def test_piece_before_a_held_out_piece_has_no_next_token(texts, small, tmp_path):
     _, stored, _store = sources("documents", texts, tmp_path)
     source = data(stored, pairs=False).packer.sources[0]
-    ends = [
-        u.next_token
-        for u in source._split_items(0, held_out=False)
-        if not u.closes and source.is_held_out(u.item_index + 1)
-    ]
-    assert ends and set(ends) == {-1}
-    assert all(
-        u.next_token >= 0
-        for u in source._split_items(0, held_out=False)
-        if not u.closes and not source.is_held_out(u.item_index + 1)
-    )
+    pieces = [piece for piece in source._split_items(0, held_out=False) if not piece.closes]
+    before = [piece.next_token for piece in pieces if source.is_held_out(piece.item_index + 1)]
+    assert before and set(before) == {-1}
+    assert all(piece.next_token >= 0 for piece in pieces if not source.is_held_out(piece.item_index + 1))
 
 
 def test_pieces_have_the_tokens_of_the_document(texts, small, tmp_path):
@@ -189,15 +172,15 @@ def test_pieces_and_texts_without_a_token(packing):
 
 def test_unsupported_streams_are_refused(texts, tmp_path):
     (tmp_path / "one.txt").write_text("one document alone " * 50)
-    units = stream_texts(open_corpus([tmp_path / "one.txt"]), BYTE)
+    items = stream_texts(open_corpus([tmp_path / "one.txt"]), BYTE)
     with pytest.raises(DataError, match=r"too few texts to hold out a fraction of 0.2|no text is left to train on"):
-        data(units, pairs=False)
+        data(items, pairs=False)
     tables = config().to_dict()
     tables["train"]["eval_tokens"] = 0
     with pytest.raises(ConfigError, match=r"train.eval_tokens: must be above 0"):
-        StreamPacker([(units, 1.0)], RunConfig.from_dict(tables), pairs=False, description="")
+        StreamPacker([(items, 1.0)], RunConfig.from_dict(tables), pairs=False, description="")
     with pytest.raises(ConfigError, match=r"must be first-fit or best-fit for pairs"):
-        data(units, pairs=True, packing="split")
+        data(items, pairs=True, packing="split")
 
 
 # ---------------------------------------------------------------- mixtures
@@ -212,18 +195,19 @@ class Numbered:
 
 
 def test_mixture_follows_weights_and_keeps_each_order():
-    mixed = MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
+    def mixture(*weights, seed=1):
+        return MixtureRows([Numbered(0), Numbered(1), Numbered(2)], weights, seed)
+
     count = 20 * BLOCK
-    rows = mixed.rows(np.arange(count))
+    rows = mixture(5, 3, 2).rows(np.arange(count))
     for source, share in ((0, 0.5), (1, 0.3), (2, 0.2)):
         numbers = [n for s, n in rows if s == source]
-        assert numbers == list(range(len(numbers))), "every row of a source once, none left out"
+        assert numbers == list(range(len(numbers))), "every row of a source once"
         assert abs(len(numbers) - count * share) < 4 * (count * share * (1 - share)) ** 0.5
-    assert MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [50, 30, 20], seed=1).rows(np.arange(count)) == rows
-    assert MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=2).rows(np.arange(99)) != rows[:99]
+    assert mixture(50, 30, 20).rows(np.arange(count)) == rows
+    assert mixture(5, 3, 2, seed=2).rows(np.arange(99)) != rows[:99]
     for n in (17000, 3, 9000):
-        fresh = MixtureRows([Numbered(0), Numbered(1), Numbered(2)], [5, 3, 2], seed=1)
-        assert fresh.rows(np.arange(n, n + 5)) == rows[n : n + 5]
+        assert mixture(5, 3, 2).rows(np.arange(n, n + 5)) == rows[n : n + 5]
 
 
 @pytest.mark.parametrize("packing", ["split", "first-fit"])

@@ -1,22 +1,22 @@
 """Packed pairs: rows, targets, isolation and order."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
-from kvad.errors import ConfigError, DataError
+from kvad.config.model import ModelConfig
+from kvad.config.serialization import override
+from kvad.errors import DataError
 from kvad.model.no_cache import NoCache
 from kvad.model_input import AttentionParams, AttentionPattern, TokenPositions
 from kvad.ops.attention import AttentionMask, dot_product_attention
 from kvad.train.config.presets import MODEL_PRESETS
-from kvad.train.config.run import RunConfig
 from kvad.train.data.collate import CollateConfig, collate_rows
 from kvad.train.data.packed_dataset import MixtureSource, PackedDataset
-from kvad.train.data.text_packer import PairTexts, WholeTextPacker, WholeTextRows
+from kvad.train.data.packers import PairTexts, WholeTextPacker, WholeTextRows
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
 from tests.support.random_models import build
+from tests.support.training_runs import tiny_config, tiny_shape
 
 BOS, EOS, PAD, VOCAB = 1, 2, 3, 40
 EXACT = Autocast("fp32", "cpu")
@@ -63,39 +63,25 @@ def build_batch(rows, numbers, context=12):
     return collate_rows(rows.in_order(np.array(numbers)), CollateConfig(context, PAD))
 
 
-def pair_dataset(store, config, held=0, transform=None):
-    parts = [MixtureSource(0, store.num_documents // 2, num_held_out=held)]
+def pair_dataset(store, config, num_held_out=0, transform=None):
+    parts = [MixtureSource(0, store.num_documents // 2, num_held_out=num_held_out)]
     packer = WholeTextPacker(PairTexts(store), config, parts)
     return PackedDataset(packer, config, transform, CollateConfig.of_run(config, PAD))
 
 
 def config(context=12, validation_fraction=0.25, **train):
-    tables = {
-        "data": {"seq_len": context, "validation_fraction": validation_fraction},
-        "train": {"batch_size": 2, **train},
-    }
-    return RunConfig.from_dict({"model": {"preset": "transformer-tiny"}, **tables})
+    data = {"seq_len": context, "validation_fraction": validation_fraction}
+    return tiny_config("encoder-decoder", data=data, **{"batch_size": 2, **train})
 
 
 @pytest.fixture(scope="module")
 def model():
-    tiny = MODEL_PRESETS["transformer-tiny"](VOCAB, 32)
-    mixers = {"num_heads": 2}
-
-    def smaller(stack):
-        layer = stack.layer_config(0)
-        cross = layer.cross_attention and dataclasses.replace(layer.cross_attention, **mixers)
-        mixer, mlp = (
-            dataclasses.replace(layer.attention, **mixers),
-            dataclasses.replace(layer.mlp, intermediate_size=24),
-        )
-        return dataclasses.replace(
-            stack, layer_types={"L": dataclasses.replace(layer, attention=mixer, cross_attention=cross, mlp=mlp)}
-        )
-
-    return build(
-        dataclasses.replace(tiny, hidden_size=16, encoder=smaller(tiny.encoder), decoder=smaller(tiny.decoder))
-    )
+    shape = tiny_shape("encoder-decoder", mlp=24, width=16)
+    for layer in ("encoder.layer_types.L", "decoder.layer_types.L"):
+        shape[f"{layer}.attention.num_heads"] = 2
+    shape["decoder.layer_types.L.cross_attention.num_heads"] = 2
+    content = MODEL_PRESETS["transformer-tiny"](VOCAB, 32).to_dict()
+    return build(ModelConfig.from_dict(override(content, shape)))
 
 
 # ---------------------------------------------------------------- rows
@@ -127,15 +113,14 @@ def test_batch_has_every_pair_once():
             )
             assert (tokens[documents < 0] == PAD).all() and (positions[documents < 0] == 0).all()
             for document in range(int(documents.max()) + 1):
-                mine = documents == document
-                assert positions[mine].tolist() == list(range(int(mine.sum())))
-                found.append((first, tuple(tokens[mine].tolist())))
+                in_document = documents == document
+                assert positions[in_document].tolist() == list(range(int(in_document.sum())))
+                found.append((first, tuple(tokens[in_document].tolist())))
     texts = [(i % 2, tuple(text if i % 2 == 0 else text[:-1])) for i, text in enumerate(SMALL.texts)]
     assert sorted(found) == sorted(texts)
-    wanted = batch.model_input.logit_indices
-    assert (batch.model_input.document_ids[wanted] >= 0).all() and len(wanted) == (
-        batch.model_input.document_ids >= 0
-    ).sum()
+    indices = batch.model_input.logit_indices
+    documents = batch.model_input.document_ids
+    assert (documents[indices] >= 0).all() and len(indices) == (documents >= 0).sum()
     assert sorted(batch.targets.tolist()) == sorted(t for text in SMALL.texts[1::2] for t in text[1:])
 
 
@@ -168,7 +153,7 @@ def gradient(model, batches):
 def test_packed_gradients_equal_those_of_single_pairs(model):
     rows = packed(SMALL)
     alone = [build_batch(packed(SMALL, pairs=[pair]), [0]) for pair in range(6)]
-    assert all(batch.model_input.document_ids is None for batch in alone), "no padding, and one pair: nothing is masked"
+    assert all(batch.model_input.document_ids is None for batch in alone), "one pair without padding needs no mask"
     loss, expected = gradient(model, alone)
     together = build_batch(rows, range(len(rows)))
     assert (together.model_input.document_ids < 0).any() and (together.model_input.encoder_input.document_ids < 0).any()
@@ -176,12 +161,9 @@ def test_packed_gradients_equal_those_of_single_pairs(model):
         summed, got = gradient(model, batches)
         assert summed == pytest.approx(loss, rel=1e-12)
         assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
-    blind = together._replace(
-        model_input=together.model_input._replace(
-            encoder_input=together.model_input.encoder_input._replace(document_ids=None)
-        )
-    )
-    assert (gradient(model, [blind])[1] - expected).abs().max() > 1e-3, "the comparison sees a leak"
+    source = together.model_input.encoder_input._replace(document_ids=None)
+    blind = together._replace(model_input=together.model_input._replace(encoder_input=source))
+    assert (gradient(model, [blind])[1] - expected).abs().max() > 1e-3, "the comparison detects a leak"
 
 
 @pytest.mark.parametrize("kernel", ["reference", "sdpa"])
@@ -205,8 +187,8 @@ def test_fully_masked_padding_gives_zeros(kernel):
 MANY = Pairs(*((1 + i % 7, 1 + i % 5) for i in range(80)))
 
 
-def data(store=MANY, held=0, **keywords):
-    return pair_dataset(store, config(**keywords), held)
+def data(store=MANY, num_held_out=0, **keywords):
+    return pair_dataset(store, config(**keywords), num_held_out)
 
 
 def seen(rows):
@@ -217,7 +199,7 @@ def test_last_pairs_are_held_out():
     found = data()
     packer = found.packer
     assert seen(packer.sources[0]) == list(range(60)) and seen(packer.validation) == list(range(60, 80))
-    assert seen(data(held=3).packer.validation) == [77, 78, 79]
+    assert seen(data(num_held_out=3).packer.validation) == [77, 78, 79]
     assert found.train_tokens == sum(2 + i % 5 for i in range(60))
     source, target = packer.examples(3)[0]
     assert [source, target] == MANY.texts[120:122]
@@ -240,11 +222,6 @@ def test_utilization_is_reported():
     taken = sum(2 + i % 7 for i in range(60)) / (12 * count)
     assert taken > 0.85
     assert found.summary()[-1].startswith(f"packed: {count} rows of 12 + 12 tokens, {taken:.1%} of the sources")
-
-
-def test_windows_are_refused_for_pairs():
-    with pytest.raises(ConfigError, match=r"data.order: windows is for documents"):
-        pair_dataset(MANY, RunConfig.from_dict({"data": {"order": "windows"}}))
 
 
 def flat(batches):

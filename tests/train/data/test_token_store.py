@@ -1,6 +1,7 @@
 """Token store: shards, reuse, and rewriting after a change."""
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -44,6 +45,28 @@ def test_every_document_is_opened_by_the_separator(texts, tmp_path, monkeypatch,
 def test_batches_of_documents_do_not_change_the_tokens(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(token_store, "BATCH_CHARS", 1)
     assert stream(open_store(tmp_path / "data", open_corpus([texts]), BYTE)[0]) == EXPECTED
+
+
+def test_closing_an_unread_stream_does_not_wait_for_its_thread(texts, monkeypatch):
+    """A garbage collection may close it inside Thread.start, where waiting for a thread never ends."""
+    monkeypatch.setattr(token_store, "BATCH_CHARS", 1)
+    encode = token_store._encode
+    started, release, finished = threading.Event(), threading.Event(), threading.Event()
+
+    def encode_later(tokenizer, batch):
+        if batch[0][0] > 0:
+            started.set()
+            release.wait(5)
+            finished.set()
+        return encode(tokenizer, batch)
+
+    monkeypatch.setattr(token_store, "_encode", encode_later)
+    pieces = token_store.encode_pieces(open_corpus([texts]), BYTE)
+    next(pieces)
+    assert started.wait(20)
+    pieces.close()
+    assert not finished.is_set()
+    release.set()
 
 
 def test_store_is_reused_until_something_changes(texts, tmp_path):
@@ -93,8 +116,11 @@ def test_full_disk_keeps_the_old_store(texts, tmp_path, monkeypatch):
     assert found and stream(store) == EXPECTED
 
 
-def test_wide_vocabularies_take_four_bytes():
-    assert token_store._dtype(1 << 16) == "uint16" and token_store._dtype((1 << 16) + 1) == "uint32"
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_wide_vocabularies_take_four_bytes(texts, tmp_path, monkeypatch, vocab_size, dtype):
+    monkeypatch.setattr(BYTE, "vocab_size", vocab_size)
+    store, _ = open_store(tmp_path / "data", open_corpus([texts]), BYTE)
+    assert store.manifest["dtype"] == dtype and stream(store) == EXPECTED
 
 
 def test_a_tokenizer_without_a_separator_is_refused(texts, tmp_path):

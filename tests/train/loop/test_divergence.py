@@ -2,15 +2,16 @@
 
 import math
 import random
+from dataclasses import astuple
 
 import pytest
 
-from kvad.train.loop.divergence import PATIENCE, DivergenceDetector
+from kvad.train.loop.failures import PATIENCE, DivergenceDetector
 from kvad.train.loop.run import resume_model, train_model
 from kvad.train.monitoring.metrics import read_metrics
 
 
-def told(losses, norms=None):
+def warnings_of(losses, norms=None):
     trend, found = DivergenceDetector(), []
     for step, loss in enumerate(losses, 1):
         words = trend.update(step, loss, 1.0 if norms is None else norms[step - 1], 1e-3)
@@ -26,61 +27,61 @@ def learning(steps, noise=0.0, seed=0, last=1.5, first=5.5):
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_noisy_run_does_not_diverge(noise, seed):
-    assert told(learning(2000, noise, seed)) == []
+    assert warnings_of(learning(2000, noise, seed)) == []
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
 def test_a_rising_loss_diverges(noise):
     rng = random.Random(1)
     climbed = [min(1.5 + 0.05 * step, 5.0) + rng.gauss(0, noise) for step in range(300)]
-    ((step, words),) = told([*learning(400, noise), *climbed])
+    ((step, words),) = warnings_of([*learning(400, noise), *climbed])
     assert 400 + PATIENCE < step < 400 + 3 * PATIENCE, "once, and soon"
     assert words.startswith("it diverges: a loss of ") and "optim.lr (now 1.0e-03)" in words
 
 
 def test_a_learning_rate_too_high_from_the_start_diverges():
-    assert told([5.5, *([30.0] * 200)])[0][0] < 2 * PATIENCE
+    assert warnings_of([5.5, *([30.0] * 200)])[0][0] < 2 * PATIENCE
 
 
 def test_a_noisy_loss_that_blew_up_diverges():
     rng = random.Random(0)
-    assert told([*learning(200), *(rng.uniform(3, 35) for _ in range(200))])
+    assert warnings_of([*learning(200), *(rng.uniform(3, 35) for _ in range(200))])
 
 
 @pytest.mark.parametrize("outlier", [3.0, 30.0, 1e4])
 def test_an_outlier_does_not_diverge(outlier):
     losses = learning(600, 0.05)
     losses[400] = outlier
-    assert told(losses) == []
+    assert warnings_of(losses) == []
 
 
 def test_a_temporary_rise_does_not_diverge():
     losses = learning(600)
     losses[400:430] = [4.0] * 30
-    assert told(losses) == []
+    assert warnings_of(losses) == []
 
 
 def test_a_small_loss_may_double():
-    assert told([0.01] * 300 + [0.05] * 300) == []
+    assert warnings_of([0.01] * 300 + [0.05] * 300) == []
 
 
 def test_growing_gradients_diverge():
     norms = [math.exp(-step / 100) + 0.1 for step in range(300)] + [1000.0] * 200
-    ((_, words),) = told([2.0] * 500, norms)
+    ((_, words),) = warnings_of([2.0] * 500, norms)
     assert "a gradient norm of" in words
-    assert told([2.0] * 500, [random.Random(step).lognormvariate(0, 1) for step in range(500)]) == []
+    assert warnings_of([2.0] * 500, [random.Random(step).lognormvariate(0, 1) for step in range(500)]) == []
     norms[310:] = [0.1] * 190
-    assert told([2.0] * 500, norms) == [], "ten steps are an accident"
-    assert told([2.0] * 500, [math.inf] * 3 + [1.0] * 497) == [], "fp16 looks for its scale"
+    assert warnings_of([2.0] * 500, norms) == [], "ten steps are too few"
+    assert warnings_of([2.0] * 500, [math.inf] * 3 + [1.0] * 497) == [], "an adapting fp16 scale"
 
 
 def test_state_restores_the_detector():
     losses = [*learning(100, 0.2), *([5.0] * 100)]
     whole, parts = DivergenceDetector(), DivergenceDetector()
     for step, loss in enumerate(losses, 1):
-        parts = DivergenceDetector(parts.state)
+        parts = DivergenceDetector(*astuple(parts))
         assert whole.update(step, loss, 1.0, 1e-3) == parts.update(step, loss, 1.0, 1e-3)
-    assert whole.state == parts.state
+    assert whole == parts
 
 
 def test_a_run_whose_rate_is_far_too_high_is_warned_once(corpus, tmp_path, run_config, listener):
@@ -96,7 +97,7 @@ def test_a_run_whose_rate_is_far_too_high_is_warned_once(corpus, tmp_path, run_c
     (line,) = [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "warning"]
     assert line == {"kind": "warning", "step": report.step, "text": report.text}
     resume_model(out, callbacks=[listener])
-    assert len(warned) == 1, "what was said is kept by the checkpoint"
+    assert len(warned) == 1, "the checkpoint stores that it was warned"
 
 
 def test_a_run_that_learns_is_not_warned(corpus, tmp_path, run_config, listener):

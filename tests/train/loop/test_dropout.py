@@ -1,7 +1,8 @@
-"""Dropout: what is dropped where, never outside training, the same again from one seed; recomputing and compiling."""
+"""Dropout: places, none outside training, equal for one seed; activation checkpointing and compilation."""
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from kvad.model.transformer import Transformer
 from kvad.model_input import AttentionParams, AttentionPattern, ModelInput, SubBatch, TokenPositions
 from kvad.ops import compile
 from kvad.ops.attention import AttentionMask, dot_product_attention
+from kvad.train.config.presets import MODEL_PRESETS
 from kvad.train.config.run import RunConfig, TrainConfig
-from kvad.train.loop.acceleration import apply_acceleration
+from kvad.train.loop.trainer import apply_acceleration
 from tests.support.random_models import build, model_config, pair_config
+from tests.support.training_runs import packed_input, saved_bytes, tiny_shape
 
 EVERY = {"embedding": 0.1, "residual": 0.2, "attention": 0.3, "hidden": 0.25, "output": 0.15}
 
@@ -29,14 +32,7 @@ def with_dropout(config, **shares):
     return ModelConfig.from_dict({**config.to_dict(), "dropout": shares or EVERY})
 
 
-def packed(config, rows=2, length=10):
-    positions = torch.arange(length).repeat(rows)
-    tokens = torch.arange(rows * length) % config.vocab_size
-    documents = (positions >= length // 2).long()
-    step = ModelInput(
-        tokens, positions, (SubBatch(rows, length, length),), torch.arange(rows * length), document_ids=documents
-    )
-    return step if config.encoder_input is None else step._replace(encoder_input=step)
+packed = partial(packed_input, rows=2, length=10)
 
 
 def gradients(model, step, seed=3):
@@ -78,7 +74,7 @@ def test_attention_drops_weights_and_keeps_the_expectation(kernel, heads):
     assert torch.allclose(plain, torch.ones_like(plain))
 
 
-def test_what_is_dropped_is_zero_and_the_rest_is_larger():
+def test_dropped_elements_are_zero_and_the_others_are_scaled():
     module = torch.nn.Identity().train()
     torch.manual_seed(0)
     x = apply_dropout(torch.ones(10_000), 0.2, module)
@@ -101,12 +97,12 @@ def test_each_share_acts_in_training_and_never_outside(make, share):
     model.eval()
     assert equal(gradients(model, step), gradients(plain, step))
     model.train()
-    with torch.inference_mode():  # what an engine runs under
+    with torch.inference_mode():  # as in the engine
         assert torch.equal(model(step, NoCache(model.config)), plain(step, NoCache(plain.config)))
 
 
-def test_nothing_is_dropped_twice_and_none_is_lost():
-    """What is asked for is what is drawn: one share of 0.5 each for the embedding, 2 branches and 1 MLP of 2 layers."""
+def test_every_share_is_applied_once():
+    """One draw each for embedding and output, and in each of 2 layers for attention, 2 branches and the MLP."""
     counts = []
     real = torch.nn.functional.dropout
 
@@ -119,15 +115,6 @@ def test_nothing_is_dropped_twice_and_none_is_lost():
         patch.setattr(torch.nn.functional, "dropout", counting)
         model(packed(model.config), NoCache(model.config, kernel="reference"))
     assert counts == [0.1, *([0.3, 0.2, 0.25, 0.2] * 2), 0.15]
-
-
-def test_the_fused_kernel_is_told():
-    model = build(with_dropout(model_config(), attention=0.5)).train()
-    step = packed(model.config)
-    torch.manual_seed(0)
-    one = model(step, NoCache(model.config))
-    two = model(step, NoCache(model.config))
-    assert not torch.equal(one, two)
 
 
 # ---------------------------------------------------------------- configs
@@ -143,81 +130,26 @@ def test_the_fused_kernel_is_told():
         ("t5", dict.fromkeys(EVERY, 0.2), {"dropout_rate": 0.2}),
     ],
 )
-def test_a_family_carries_what_it_has_a_name_for(family, shares, fields):
+def test_a_family_stores_the_shares_that_it_names(family, shares, fields):
     from kvad.checkpoint.families import find_family
 
-    config = with_dropout(written()[family], **shares)
+    config = with_dropout(family_configs()[family], **shares)
     content = choose_family(config, family).content
     assert {name: content[name] for name in fields} == fields
     assert find_family(family).read(HFConfigReader(content, "config.json")).dropout == config.dropout
-    said = with_dropout(config, **{**shares, "embedding": 0.45, "hidden": 0.15})
+    other = with_dropout(config, **{**shares, "embedding": 0.45, "hidden": 0.15})
     with pytest.raises(Exception, match=r"dropout\.\w+ is 0\.\d+, would become"):
-        choose_family(said, family)
+        choose_family(other, family)
 
 
-def written():
+def family_configs():
     """A small model of each family."""
-    from kvad.train.config.presets import MODEL_PRESETS
-
-    known = {
-        name: MODEL_PRESETS[preset](64, 32)
-        for name, preset in (("marian", "marian-tiny"), ("llama", "tiny"), ("t5", "t5-tiny"))
-    }
-    return {"gpt2": GPT2, "bert": BERT, **known}
-
-
-GPT2 = ModelConfig.from_dict(
-    {
-        "hidden_size": 32,
-        "vocab_size": 64,
-        "max_seq_len": 32,
-        "embedding": {"position": {"kind": "learned", "num_positions": 32}},
-        "decoder": {
-            "num_layers": 1,
-            "layer_types": {
-                "L": {
-                    "attention": {"num_heads": 2, "position": None, "qkv_bias": True, "out_bias": True},
-                    "mlp": {"kind": "plain", "intermediate_size": 64, "activation": "gelu_tanh", "bias": True},
-                    "norm": {"kind": "layer", "bias": True},
-                }
-            },
-        },
-    }
-)
-BERT = ModelConfig.from_dict(
-    {
-        "hidden_size": 32,
-        "vocab_size": 64,
-        "max_seq_len": 32,
-        "embedding": {
-            "position": {"kind": "learned", "num_positions": 32},
-            "norm": {"kind": "layer", "bias": True, "eps": 1e-12},
-            "num_token_types": 2,
-        },
-        "encoder": {
-            "num_layers": 1,
-            "norm_position": "post",
-            "final_norm": False,
-            "layer_types": {
-                "L": {
-                    "attention": {
-                        "num_heads": 2,
-                        "position": None,
-                        "causal": False,
-                        "qkv_bias": True,
-                        "out_bias": True,
-                    },
-                    "mlp": {"kind": "plain", "intermediate_size": 64, "activation": "gelu", "bias": True},
-                    "norm": {"kind": "layer", "bias": True, "eps": 1e-12},
-                }
-            },
-        },
-        "head": {
-            "bias": True,
-            "transform": {"activation": "gelu", "norm": {"kind": "layer", "bias": True, "eps": 1e-12}},
-        },
-    }
-)
+    presets = {"gpt2": "gpt2-124m", "bert": "bert-base", "marian": "marian-tiny", "llama": "tiny", "t5": "t5-tiny"}
+    models = {family: MODEL_PRESETS[preset](64, 32).to_dict() for family, preset in presets.items()}
+    for family, side in (("gpt2", "decoder"), ("bert", "encoder")):
+        shape = {**tiny_shape(side, layers=1, mlp=64), f"{side}.layer_types.L.attention.num_heads": 2}
+        models[family] = override(models[family], shape)
+    return {family: ModelConfig.from_dict(content) for family, content in models.items()}
 
 
 FAMILIES = {
@@ -230,37 +162,37 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_dropped_is_dropped_where_transformers_drops_it(family, tmp_path, monkeypatch):
-    """Dropout that multiplies by known numbers instead, another one for every share and column: both models say the
-    same with it, float64, each from the weights and shares that kvad wrote."""
+def test_dropout_is_applied_where_transformers_applies_it(family, tmp_path, monkeypatch):
+    """Dropout replaced by known factors, other ones for every share and column, gives equal logits in float64."""
     transformers = pytest.importorskip("transformers")
 
     def known(x, p=0.5, training=True, inplace=False):
         columns = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype)
         return x * (1 + p * torch.cos(columns)) if training and p else x
 
-    config = with_dropout(written()[family], **FAMILIES[family])
+    config = with_dropout(family_configs()[family], **FAMILIES[family])
     model = build(config).train()
     layout = choose_family(config, family)
     save_checkpoint(tmp_path / "m", config, model.state_dict(), None, layout=layout)
     there = json.loads((tmp_path / "m" / "config.json").read_text())["architectures"][0]
-    theirs = getattr(transformers, there).from_pretrained(tmp_path / "m", attn_implementation="eager").double().train()
+    reference = (
+        getattr(transformers, there).from_pretrained(tmp_path / "m", attn_implementation="eager").double().train()
+    )
     monkeypatch.setattr(torch.nn.functional, "dropout", known)
     tokens = torch.arange(3, 12) % 64
     step = ModelInput(tokens, torch.arange(9), (SubBatch(1, 9, 9),), torch.arange(9))
     step = step if config.encoder_input is None else step._replace(encoder_input=step)
-    model.kernel = "reference"  # which drops by that function, as theirs does
+    model.kernel = "reference"  # it calls that function, as transformers does
     hidden = model.double()(step, NoCache(config, kernel=model.kernel))
-    asked = {"input_ids": tokens[None]} | ({} if config.encoder_input is None else {"decoder_input_ids": tokens[None]})
-    wanted = theirs(**asked).logits[0]
-    assert (
-        model.logits(hidden, step.logit_indices) - wanted
-    ).abs().max() < 1e-5 * wanted.abs().max()  # they norm in float32
-    plain = theirs.eval()(**asked).logits[0]
-    assert (plain - wanted).abs().max() > 1e-3, "it is seen at all"
+    inputs = {"input_ids": tokens[None]} | ({} if config.encoder_input is None else {"decoder_input_ids": tokens[None]})
+    expected = reference(**inputs).logits[0]
+    error = (model.logits(hidden, step.logit_indices) - expected).abs().max()
+    assert error < 1e-5 * expected.abs().max()  # transformers' norms are float32
+    plain = reference.eval()(**inputs).logits[0]
+    assert (plain - expected).abs().max() > 1e-3, "dropout changes the logits"
 
 
-def test_a_share_that_cannot_be_is_refused():
+def test_invalid_dropout_is_refused():
     with pytest.raises(ConfigError, match=r"dropout.residual: must be in \[0, 1\), got 1.0"):
         with_dropout(model_config(), residual=1.0)
     table = {"preset": "tiny", "set": {"dropout.residual": 0.1}}
@@ -285,45 +217,31 @@ CASES = {
 
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_recomputed_gradients_are_the_same_to_the_bit(name, dropout):
+def test_recomputed_gradients_are_bit_equal(name, dropout):
     config = with_dropout(CASES[name]) if dropout else CASES[name]
     model = build(config, dtype=torch.float32).train()
     step = packed(config)
     plain = gradients(model, step)
     apply_acceleration(model, TrainConfig(activation_checkpointing=True))
     found = gradients(model, step)
-    for table in [
-        name for name in plain if ".relative_bias." in name
-    ]:  # its layers' shares are summed in another order
+    for table in [name for name in plain if ".relative_bias." in name]:  # sums over layers have another order
         torch.testing.assert_close(found.pop(table), plain.pop(table))
     assert equal(found, plain)
 
 
-def test_recomputing_keeps_less():
+def test_recomputing_saves_fewer_bytes():
     config = model_config(layers=6)
     model = build(config, dtype=torch.float32).train()
     step = packed(config, rows=4, length=32)
 
-    def kept():
-        held = {}
-
-        def hold(tensor):
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-            out = model(step, NoCache(config))
-        assert out.requires_grad
-        return sum(storage.nbytes() for storage in held.values())
-
-    plain = kept()
+    plain = saved_bytes(model, step)
     apply_acceleration(model, TrainConfig(activation_checkpointing=True))
-    assert kept() < plain / 3
+    assert saved_bytes(model, step) < plain / 3
     model.eval()
-    assert not model.decoder.training and kept() == pytest.approx(plain, rel=0.01)
+    assert not model.decoder.training and saved_bytes(model, step) == pytest.approx(plain, rel=0.01)
 
 
-def test_no_compiler_is_said_in_a_line(monkeypatch):
+def test_a_missing_compiler_is_refused(monkeypatch):
     def missing(function):
         raise RuntimeError("No working C++ compiler found\nmore of it")
 
@@ -348,7 +266,7 @@ def test_compiled_gradients_are_near(recompute):
     assert torch.equal(model.eval()(step, NoCache(model.config)), hidden), "outside training nothing is compiled"
 
 
-def test_the_shares_are_part_of_a_models_config():
+def test_dropout_is_part_of_the_model_config():
     config = with_dropout(model_config())
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert dataclasses.asdict(config.dropout) == EVERY

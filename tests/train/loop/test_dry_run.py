@@ -1,8 +1,6 @@
 """Dry run: its numbers equal those of the run, and nothing is written."""
 
-import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
 import pytest
@@ -10,24 +8,18 @@ import torch
 
 from kvad.checkpoint.folder import TRAINING, list_steps
 from kvad.cli.commands.train import training_plan_text
-from kvad.cli.main import main
 from kvad.errors import ConfigError
 from kvad.train.config.run import RunConfig
 from kvad.train.loop.dry_run import plan_training
 from kvad.train.loop.run import train_model
+from kvad.train.setup.run_data import RunData
+from tests.train.test_cli import RUN, kvad
 
 GIB = 1 << 30
 ROOM = 64 * GIB
 
 
-def kvad(*arguments):
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main([str(argument) for argument in arguments])
-    return code, out.getvalue(), err.getvalue()
-
-
-def planned(config, corpus, available=ROOM):
+def plan(config, corpus, available=ROOM):
     return plan_training(config, corpus, available, lambda text: None)
 
 
@@ -37,21 +29,13 @@ def written(run):
     return sum(path.stat().st_size for path in step.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize(
-    "optim",
-    [
-        {},
-        {"name": "muon"},
-        {"name": "adafactor"},
-        {"name": "adafactor", "beta1": 0.9},
-        {"ema_decay": 0.9},
-        {"average_last": 2, "average_interval": 1},
-    ],
-    ids=str,
-)
+OPTIMIZERS = [{}, {"name": "muon"}, {"name": "adafactor"}, {"name": "adafactor", "beta1": 0.9}, {"ema_decay": 0.9}]
+
+
+@pytest.mark.parametrize("optim", [*OPTIMIZERS, {"average_last": 2, "average_interval": 1}], ids=str)
 def test_plan_equals_the_run(optim, corpus, tmp_path, run_config, listener):
     config = run_config(steps=3, **optim)
-    found = planned(config, [corpus])
+    found = plan(config, [corpus])
     train_model(config, [corpus], tmp_path / "run", callbacks=[listener], available=ROOM, measure_peak=True)
     start = listener.start
     assert (found.parameters, found.train_tokens, found.validation_tokens, found.tokens_per_step, found.steps) == (
@@ -67,7 +51,7 @@ def test_plan_equals_the_run(optim, corpus, tmp_path, run_config, listener):
 
 def test_nothing_is_written(corpus, tmp_path):
     out = tmp_path / "run"
-    settings = ["--preset", "tiny", "--tokenizer", "byte", "--seq-len", 16, "--batch-size", 2, "--precision", "fp32"]
+    settings = ["--preset", "tiny", *RUN]
     code, stdout, _ = kvad("train", corpus, "--out", out, *settings, "--steps", 5, "--dry-run")
     assert code == 0 and not out.exists()
     words = {line.split()[0]: line for line in stdout.splitlines()}
@@ -88,23 +72,23 @@ def test_a_run_that_would_be_refused_is_refused(corpus, tmp_path, run_config):
     code, _, stderr = kvad("train", corpus, "--dry-run", "--out", tmp_path / "run")
     assert code == 2 and "already holds a run" in stderr
     with pytest.raises(ConfigError, match=r"train\.device"):
-        planned(run_config(device="nowhere"), [corpus])
+        plan(run_config(device="nowhere"), [corpus])
 
 
 def test_a_batch_that_does_not_fit_is_not_measured(corpus, run_config):
     config = run_config(steps=3, batch_size=64)
-    whole = planned(config, [corpus])
-    tight = planned(config, [corpus], whole.bytes // 2)
+    whole = plan(config, [corpus])
+    tight = plan(config, [corpus], whole.bytes // 2)
     assert tight.trial is None and tight.seconds is None and 0 < tight.fits < 64
     assert f"DOES NOT FIT; --batch-size {tight.fits} fits" in training_plan_text(tight)[1]
-    again = planned(replace(config, train=replace(config.train, batch_size=tight.fits)), [corpus], whole.bytes // 2)
+    again = plan(replace(config, train=replace(config.train, batch_size=tight.fits)), [corpus], whole.bytes // 2)
     assert again.trial is not None
-    none = planned(config, [corpus], 1000)
+    none = plan(config, [corpus], 1000)
     assert none.fits == 0 and "not even --batch-size 1" in training_plan_text(none)[1]
 
 
 def test_tokens_and_epochs_of_a_stream_are_unknown(corpus, run_config):
-    found = planned(
+    found = plan(
         run_config(data={"order": "stream", "shuffle_buffer": 4, "validation_fraction": 0.3}, steps=3), [corpus]
     )
     assert found.train_tokens is None and found.epochs is None and found.tokens == 3 * 128 and found.seconds > 0
@@ -113,22 +97,22 @@ def test_tokens_and_epochs_of_a_stream_are_unknown(corpus, run_config):
 
 def test_prepared_data_mixtures_and_pairs_can_be_planned(corpus, tmp_path, run_config):
     assert kvad("data", "prepare", corpus, "--out", tmp_path / "prepared", "--tokenizer", "byte")[0] == 0
-    prepared, texts = planned(run_config(), [tmp_path / "prepared"]), planned(run_config(), [corpus])
+    prepared, texts = plan(run_config(), [tmp_path / "prepared"]), plan(run_config(), [corpus])
     assert (prepared.train_tokens, prepared.epochs) == (texts.train_tokens, texts.epochs)
     sources = [{"paths": [str(tmp_path / "prepared")], "weight": 3}, {"paths": [str(corpus)]}]
-    mixed = planned(run_config(data={"sources": sources}, tokenizer={}), [])
+    mixed = plan(run_config(data={"sources": sources}, tokenizer={}), [])
     assert abs(mixed.train_tokens - 2 * texts.train_tokens) < 200 and mixed.tokens_per_step == texts.tokens_per_step
 
 
 def test_plan_of_a_summarizer_has_no_memory_and_flops(corpus, tmp_path, run_config):
     train_model(run_config(steps=1), [corpus], tmp_path / "base")
-    wanted = {"model": str(tmp_path / "base"), "ratio": 2, "recent": 8, "interval": 4}
-    content = {**run_config(steps=3).to_dict(), "model": {}, "tokenizer": {}, "summarizer": wanted}
-    found = planned(RunConfig.from_dict({**content, "objective": {"kind": "summarizer"}}), [corpus])
+    summarizer = {"model": str(tmp_path / "base"), "ratio": 2, "recent": 8, "interval": 4}
+    content = {**run_config(steps=3).to_dict(), "model": {}, "tokenizer": {}, "summarizer": summarizer}
+    found = plan(RunConfig.from_dict({**content, "objective": {"kind": "summarizer"}}), [corpus])
     assert found.memory is None and found.step_flops is None and found.trial.rows == 4 and found.seconds > 0
     assert 0 < found.trained < found.parameters and found.checkpoint == 12 * found.trained
-    said = training_plan_text(found)
-    assert "not planned" in said[1] and "FLOPs not counted" in said[3] and "micro-batch of the first step" in said[5]
+    text = training_plan_text(found)
+    assert "not planned" in text[1] and "FLOPs not counted" in text[3] and "micro-batch of the first step" in text[5]
 
 
 def test_plan_of_adapters_counts_trained_parameters(corpus, tmp_path, run_config):
@@ -136,8 +120,8 @@ def test_plan_of_adapters_counts_trained_parameters(corpus, tmp_path, run_config
     content = run_config(steps=2).to_dict()
     content = {**content, "model": {"init": str(tmp_path / "base")}, "tokenizer": {}, "lora": {"rank": 2}}
     config = RunConfig.from_dict(content)
-    found = planned(config, [corpus])
-    whole = planned(RunConfig.from_dict({k: v for k, v in content.items() if k != "lora"}), [corpus])
+    found = plan(config, [corpus])
+    whole = plan(RunConfig.from_dict({k: v for k, v in content.items() if k != "lora"}), [corpus])
     assert found.trained < found.parameters and found.parameters == whole.parameters + found.trained
     assert whole.step_flops * 0.6 < found.step_flops < whole.step_flops
     train_model(config, [corpus], tmp_path / "run")
@@ -146,17 +130,12 @@ def test_plan_of_adapters_counts_trained_parameters(corpus, tmp_path, run_config
 
 
 def test_first_rows_are_those_of_the_first_micro_batch(corpus, tmp_path, run_config):
-    from kvad.train.data.document_packer import DocumentPacker
-    from kvad.train.setup.run_data import RunData
-
     config = run_config()
-    material = RunData(replace(config, objective=replace(config.objective, kind="next-token")), [corpus], print)
-    material.open(tmp_path, material.make_tokenizer())
-    assert isinstance(material.data.packer, DocumentPacker)
-    whole = material.data.micro_batches(0)[0]
-    some = material.data.first_rows(2)
-    assert some.model_input.sub_batches[0].num_seqs == 2 and torch.equal(
-        some.model_input.token_ids, whole.model_input.token_ids[:64]
-    )
+    run_data = RunData(replace(config, objective=replace(config.objective, kind="next-token")), [corpus], print)
+    run_data.open(tmp_path, run_data.make_tokenizer())
+    whole = run_data.data.micro_batches(0)[0]
+    some = run_data.data.first_rows(2)
+    assert some.model_input.sub_batches[0].num_seqs == 2
+    assert torch.equal(some.model_input.token_ids, whole.model_input.token_ids[:64])
     assert len(some.targets) == len(some.model_input.logit_indices) == int((whole.model_input.logit_indices < 64).sum())
-    assert material.data.first_rows(4).targets.equal(whole.targets)
+    assert run_data.data.first_rows(4).targets.equal(whole.targets)

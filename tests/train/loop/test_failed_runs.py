@@ -11,7 +11,7 @@ from kvad.train.optim.optimizer import OptimizersContainer
 
 
 class FailAfter(Callback):
-    """An error after so many steps."""
+    """Raises an error in a step."""
 
     def __init__(self, step, error):
         self.step, self.error = step, error
@@ -73,7 +73,7 @@ def test_metrics_of_a_failed_run_are_read_and_it_restarts(corpus, tmp_path, run_
 def test_resume_drops_the_failed_line(corpus, tmp_path, run_config):
     out, error = tmp_path / "run", NumericalError("not finite")
     with pytest.raises(NumericalError):
-        train_model(config_of(run_config), [corpus], out, callbacks=[FailAfter(5, error)])  # told before it is saved
+        train_model(config_of(run_config), [corpus], out, callbacks=[FailAfter(5, error)])  # before its save
     assert read_metrics(out / "metrics.jsonl")[-1] == {"kind": "failed", "step": 5, "text": "not finite"}
     with pytest.raises(NumericalError):
         train_model(config_of(run_config), [corpus], out, callbacks=[FailAfter(6, error)])

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +12,9 @@ from kvad.errors import NumericalError
 from kvad.model.layers import GatedMLP
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config.run import RunConfig
 from kvad.train.data.collate import CollateConfig, Segment, collate_rows
-from kvad.train.loop.nonfinite import RandomState, locate_nonfinite
+from kvad.train.loop.data_parallel import random_state, restore_random_state
+from kvad.train.loop.failures import locate_nonfinite
 from kvad.train.loop.run import train_model
 from kvad.train.monitoring.callbacks import Callback
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
@@ -23,8 +22,7 @@ from kvad.train.setup.corpora import resolve_corpus
 from kvad.train.setup.objective_factory import resolve_objective
 from kvad.train.setup.run_data import RunData
 from kvad.train.sources.pairs import PairPaths
-
-SHAPE = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
+from tests.support.training_runs import tiny_config, tiny_shape
 
 
 def batch_of(rows=3, length=8):
@@ -35,12 +33,12 @@ def batch_of(rows=3, length=8):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = RunConfig.from_dict({"model": {"preset": "tiny", "set": {**SHAPE, "dropout.residual": 0.1}}})
-    return Transformer(replace(config, data=replace(config.data, seq_len=8)).resolve(257)).train()
+    shape = {**tiny_shape(), "dropout.residual": 0.1}
+    return Transformer(tiny_config(model={"preset": "tiny", "set": shape}, data={"seq_len": 8}).resolve(257)).train()
 
 
 def poison(module, monkeypatch, at, value=math.nan):
-    """The module's output is ``value`` at token ``at``."""
+    """Set the module's output at token ``at`` to ``value``."""
     real = module.forward
 
     def forward(*arguments, **options):
@@ -72,7 +70,7 @@ def test_the_first_module_and_the_row_are_named(model, monkeypatch, name, value)
 
 
 def test_the_micro_batch_is_named(model, monkeypatch):
-    """Only rows of more than eight tokens meet what is broken."""
+    """Only batches of more than 24 tokens overflow."""
     real = model.decoder.layers[1].mlp.forward
 
     def forward(x):
@@ -90,22 +88,22 @@ def test_a_nonfinite_parameter_is_reported_first(model):
 
 
 def test_a_nonfinite_gradient_of_a_finite_loss_is_named(model, monkeypatch):
-    """sqrt(0) is fine, its slope is not."""
+    """sqrt(0) is finite, its slope is not."""
     mlp = model.decoder.layers[1].mlp
     assert isinstance(mlp, GatedMLP)
     real = mlp.down.forward
     monkeypatch.setattr(mlp.down, "forward", lambda x: real(x) + (x * 0).abs().sqrt().sum(-1, keepdim=True))
     fault = found(model, [batch_of()])
     assert fault.batch == 0 and "although the loss is finite" in fault.tensor_name
-    assert "decoder.layers.1.mlp" in fault.tensor_name, "the backward pass meets it there first"
+    assert "decoder.layers.1.mlp" in fault.tensor_name, "the first in the order of the backward pass"
 
 
 def test_the_repeated_step_is_exact(model):
-    """What dropout drew is drawn again: else a fault that a draw has made would not be found."""
-    objective, state = CrossEntropyObjective(model, Autocast("fp32", "cpu")), RandomState("cpu")
+    """Dropout repeats its draws, so faults of a draw are located."""
+    objective, state = CrossEntropyObjective(model, Autocast("fp32", "cpu")), random_state("cpu")
     first = objective.accumulate_gradients(batch_of(), 1.0)
     other = objective.accumulate_gradients(batch_of(), 1.0)
-    state.restore()
+    restore_random_state(state, "cpu")
     assert objective.accumulate_gradients(batch_of(), 1.0) == first != other
 
 
@@ -150,82 +148,71 @@ def test_finite_repetition_is_reported(corpus, tmp_path, run_config, monkeypatch
         train_model(run_config(), [corpus], tmp_path / "run")
 
 
-# ---------------------------------------------------------------- which texts a row is of
+# ---------------------------------------------------------------- texts of a row
+
+
+BYTE = train_tokenizer("byte", [])
 
 
 def opened(config, named, tokenizer, tmp_path):
     config = resolve_objective(config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder")
-    material = RunData(config, resolve_corpus(config.objective.kind, named), lambda line: None)
-    material.open(tmp_path / "data", tokenizer or material.make_tokenizer())
-    return material
+    run_data = RunData(config, resolve_corpus(config.objective.kind, named), lambda line: None)
+    run_data.open(tmp_path / "data", tokenizer or run_data.make_tokenizer())
+    return run_data
 
 
-def numbered(tmp_path, count=14):
-    """Documents, each of one letter of its own."""
+def write_documents(folder, letters, length=9):
+    """Documents that repeat one letter each."""
+    folder.mkdir()
+    for number, letter in enumerate(letters):
+        (folder / f"{number:02d}.txt").write_text(letter * (length + number))
+    return folder
+
+
+def assert_rows_name_their_texts(run_data, letters, count):
     for number in range(count):
-        (tmp_path / f"{number:02d}.txt").write_text(chr(ord("a") + number) * (9 + number))
-    return [tmp_path]
+        (row,) = run_data.data.rows(np.array([number]))
+        tokens = {BYTE.decode([t]) for segment in row for t in segment.tokens.tolist() if t < 256}
+        named = {letters[text] for text in run_data.data.packer.source.provenance(number)}
+        assert tokens <= named and len(named - tokens) <= 1, "only the separator of one may be in the row"
 
 
 @pytest.mark.parametrize("data", [{}, {"order": "windows"}, {"packing": "first-fit"}, {"packing": "best-fit"}], ids=str)
 def test_rows_of_documents_name_their_texts(tmp_path, data):
-    tokenizer = train_tokenizer("byte", [])
-    config = RunConfig.from_dict(
-        {"data": {"seq_len": 16, **data}, "train": {"batch_size": 5, "gradient_accumulation_steps": 3}}
-    )
-    (tmp_path / "texts").mkdir()
-    material = opened(config, numbered(tmp_path / "texts"), tokenizer, tmp_path)
-    for number in range(60):
-        (row,) = material.data.rows(np.array([number]))
-        letters = {tokenizer.decode([t]) for segment in row for t in segment.tokens.tolist() if t < 256}
-        texts = material.data.provenance(number)
-        named = {chr(ord("a") + text) for text in texts}
-        assert letters <= named and len(named - letters) <= 1, "one may have its separator alone in the row"
-    text = material.data.provenance(0)[0]
-    assert f"{text + 1} (texts/{text:02d}.txt)" in material.describe_rows(range(1))
-    assert material.describe_rows(range(60)).endswith(", ...")
+    config = tiny_config(data={"seq_len": 16, **data}, batch_size=5, gradient_accumulation_steps=3)
+    letters = "abcdefghijklmn"
+    run_data = opened(config, [write_documents(tmp_path / "texts", letters)], BYTE, tmp_path)
+    assert_rows_name_their_texts(run_data, letters, 60)
+    text = run_data.data.packer.source.provenance(0)[0]
+    assert f"{text + 1} (texts/{text:02d}.txt)" in run_data.describe_rows(range(1))
+    assert run_data.describe_rows(range(60)).endswith(", ...")
 
 
 def test_rows_of_a_mixture(tmp_path):
-    tokenizer = train_tokenizer("byte", [])
-    for name, first in (("one", "a"), ("two", "k")):
-        (tmp_path / name).mkdir()
-        for number in range(3):
-            (tmp_path / name / f"{number}.txt").write_text(chr(ord(first) + number) * 30)
-    sources = [{"paths": [str(tmp_path / name)], "weight": 1.0} for name in ("one", "two")]
-    config = RunConfig.from_dict({"data": {"seq_len": 8, "sources": sources}, "train": {"batch_size": 4}})
-    material = opened(config, [], tokenizer, tmp_path)
-    for number in range(40):
-        (row,) = material.data.rows(np.array([number]))
-        letters = {tokenizer.decode([t]) for segment in row for t in segment.tokens.tolist() if t < 256}
-        named = {"abcklm"[text] for text in material.data.provenance(number)}
-        assert letters <= named and len(named - letters) <= 1
+    folders = [write_documents(tmp_path / letters, letters, 30) for letters in ("abc", "klm")]
+    sources = [{"paths": [str(folder)], "weight": 1.0} for folder in folders]
+    run_data = opened(tiny_config(data={"seq_len": 8, "sources": sources}), [], BYTE, tmp_path)
+    assert_rows_name_their_texts(run_data, "abcklm", 40)
 
 
 def test_rows_of_pairs(tmp_path):
     words = ["".join(random.Random(number).choices("abcd", k=5)) for number in range(40)]
     (tmp_path / "pairs.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
-    content = {
-        "tokenizer": {"kind": "char"},
-        "model": {"preset": "transformer-tiny"},
-        "data": {"seq_len": 16},
-        "train": {"batch_size": 3},
-    }
-    material = opened(RunConfig.from_dict(content), PairPaths(((tmp_path / "pairs.tsv",),), ()), None, tmp_path)
-    said = {}
+    config = tiny_config("encoder-decoder", tokenizer={"kind": "char"}, data={"seq_len": 16}, batch_size=3)
+    run_data = opened(config, PairPaths(((tmp_path / "pairs.tsv",),), ()), None, tmp_path)
+    pairs = []
     for number in range(30):
-        (row,) = material.data.rows(np.array([number]))
-        texts = material.data.provenance(number)
+        (row,) = run_data.data.rows(np.array([number]))
+        texts = run_data.data.packer.source.provenance(number)
         assert [len(segment.targets) for segment in row] == [6] * len(texts)
-        said[number] = [tuple(segment.targets.tolist()) for segment in row], [words[text] for text in texts]
-    meant = {ids: word for found, texts in said.values() for ids, word in zip(found, texts, strict=True)}
-    assert all(meant[ids] == word for found, texts in said.values() for ids, word in zip(found, texts, strict=True))
-    assert len(set(meant.values())) == len(meant) > 20, "one text, one row of ids"
-    assert material.describe_rows(range(1)).startswith("pair")
+        pairs += [(tuple(part.targets.tolist()), words[text]) for part, text in zip(row, texts, strict=True)]
+    word_of = dict(pairs)
+    assert all(word_of[ids] == word for ids, word in pairs)
+    assert len(set(word_of.values())) == len(word_of) > 20, "ids and words correspond one to one"
+    assert run_data.describe_rows(range(1)).startswith("pair")
 
 
 def test_rows_of_a_stream_have_no_provenance(tmp_path):
-    (tmp_path / "texts").mkdir()
-    config = RunConfig.from_dict({"data": {"seq_len": 16, "order": "stream"}, "train": {"batch_size": 2}})
-    material = opened(config, numbered(tmp_path / "texts"), train_tokenizer("byte", []), tmp_path)
-    assert material.describe_rows(range(4)) == ""
+    config = tiny_config(data={"seq_len": 16, "order": "stream"}, batch_size=2)
+    run_data = opened(config, [write_documents(tmp_path / "texts", "abcdefghijklmn")], BYTE, tmp_path)
+    assert run_data.describe_rows(range(4)) == ""

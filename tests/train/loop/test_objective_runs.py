@@ -1,10 +1,11 @@
-"""Every objective from files to a checkpoint that answers, and on again to the bit."""
+"""Every objective from files to a checkpoint and its predictions; exact resume."""
 
 import json
 import random
 
 import pytest
 
+from kvad.checkpoint.folder import list_steps
 from kvad.checkpoint.native import open_folder
 from kvad.config.layers import ClassificationHeadConfig
 from kvad.errors import ConfigError, DataError
@@ -12,9 +13,9 @@ from kvad.llm import LLM
 from kvad.text.chat_template import ChatTemplate
 from kvad.train.config.run import RunConfig
 from kvad.train.loop.run import read_run_config, resume_model, train_model
-from kvad.train.monitoring.metrics import read_metrics
+from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY
 from kvad.train.sources.pairs import PairPaths
-from tests.train.loop.test_pair_run import StopAt
+from tests.support.training_runs import PRESETS, assert_resume_is_exact, metric_lines, tiny_config, tiny_shape
 
 WORDS = {"NOUN": ["cat", "dog", "fish", "bird"], "VERB": ["eats", "sees", "likes"], "ADV": ["often", "never"]}
 
@@ -38,36 +39,21 @@ def corpora(tmp_path_factory):
     return folder
 
 
-def configured(kind, steps, preset="encoder-tiny", **objective):
-    side = {"hidden_size": 32, "encoder.num_layers": 1, "encoder.layer_types.L.mlp.intermediate_size": 48}
+def configured(kind, steps, **objective):
+    topology = OBJECTIVE_TOPOLOGY[kind]
+    shape = tiny_shape(topology, layers=1)
     if kind == "span-corruption":
-        preset, side = (
-            "t5-tiny",
-            {
-                **side,
-                "decoder.num_layers": 1,
-                "decoder.layer_types.L.mlp.intermediate_size": 48,
-                "head.logit_scale": 32**-0.5,
-            },
-        )
-    if kind == "chat":
-        preset, side = (
-            "tiny",
-            {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 48},
-        )
-    return RunConfig.from_dict(
-        {
-            "model": {"preset": preset, "set": side},
-            "data": {"seq_len": 32, **({"document_unit": "lines"} if kind in ("masked-lm", "span-corruption") else {})},
-            "tokenizer": {"kind": "bpe", "vocab_size": 420},
-            "objective": {"kind": kind, **objective},
-            "optim": {"lr": 1e-2, "warmup_steps": 5},
-            "train": {
-                "steps": steps, "batch_size": 8, "log_interval": 1, "eval_interval": 10, "save_interval": 10,
-                "precision": "fp32",
-            },
-        }
-    )  # fmt: skip
+        shape["head.logit_scale"] = 32**-0.5
+    preset = "t5-tiny" if kind == "span-corruption" else PRESETS[topology]
+    data = {"document_unit": "lines"} if kind in ("masked-lm", "span-corruption") else {}
+    settings = {"lr": 1e-2, "warmup_steps": 5, "steps": steps, "batch_size": 8, "log_interval": 1}
+    return tiny_config(
+        model={"preset": preset, "set": shape},
+        data=data,
+        tokenizer={"kind": "bpe", "vocab_size": 420},
+        tables={"objective": {"kind": kind, **objective}},
+        **{**settings, "eval_interval": 10, "save_interval": 10},
+    )
 
 
 READERS = {
@@ -79,32 +65,30 @@ READERS = {
 }
 
 
-def test_a_tagger_learns_and_says_tags_by_name(corpora, tmp_path, listener):
+def test_a_tagger_learns(corpora, tmp_path, listener):
     train_model(configured("tag", 30), [corpora / "tag"], tmp_path / "run", callbacks=[listener])
     assert any(READERS["tag"] in stage for stage in listener.stages)
     assert open_folder(tmp_path / "run").config.head == ClassificationHeadConfig(("ADV", "NOUN", "VERB"))
     assert listener.evals[-1].accuracy > 0.95
-    logged = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "eval"]
-    assert logged[-1]["accuracy"] == listener.evals[-1].accuracy
+    assert metric_lines(tmp_path / "run", "eval")[-1]["accuracy"] == listener.evals[-1].accuracy
     with LLM.load(tmp_path / "run") as llm:
-        said = llm.tag("fish never eats cat")
-    assert [(each.word, each.label) for each in said] == [
-        ("fish", "NOUN"), ("never", "ADV"), ("eats", "VERB"), ("cat", "NOUN"),
-    ]  # fmt: skip
+        result = llm.tag("fish never eats cat")
+    assert [(word.word, word.label) for word in result][1:3] == [("never", "ADV"), ("eats", "VERB")]
+    assert [word.label for word in result] == ["NOUN", "ADV", "VERB", "NOUN"]
 
 
-def test_a_classifier_learns_and_says_labels_by_name(corpora, tmp_path):
+def test_a_classifier_learns(corpora, tmp_path):
     train_model(configured("classify", 30), [corpora / "classify"], tmp_path / "run")
     with LLM.load(tmp_path / "run") as llm:
         assert [llm.classify(f"dog {word} eats bird")[0].label for word in ("often", "never")] == ["often", "never"]
 
 
-def test_a_masked_model_fills_what_it_has_seen(corpora, tmp_path):
+def test_a_masked_model_fills_masks(corpora, tmp_path):
     train_model(configured("masked-lm", 20), [corpora / "masked-lm"], tmp_path / "run")
     with LLM.load(tmp_path / "run") as llm:
         assert llm.tokenizer.special_tokens.mask is not None
         (candidates,) = llm.fill_mask("cat [MASK] eats bird", top=5)
-    assert len(candidates) == 5 and candidates[0].probability > 2 / 420, "it knows more than nothing"
+    assert len(candidates) == 5 and candidates[0].probability > 2 / 420, "better than uniform"
 
 
 def test_a_chat_model_answers_and_stops(corpora, tmp_path):
@@ -114,38 +98,25 @@ def test_a_chat_model_answers_and_stops(corpora, tmp_path):
     template = ChatTemplate.load(outcome.checkpoint)
     prompt = template.render([{"role": "user", "content": "fish"}], generation_prompt=True).text
     with LLM.load(tmp_path / "run") as llm:
-        said = llm.generate(llm.tokenizer.encode(prompt, specials=True), max_tokens=20, temperature=0)
-    assert said.text in WORDS["NOUN"] and said.finish_reason == "stop"
+        result = llm.generate(llm.tokenizer.encode(prompt, specials=True), max_tokens=20, temperature=0)
+    assert result.text in WORDS["NOUN"] and result.finish_reason == "stop"
 
 
-def final(out):
-    files = open_folder(out, verify=True).files
-    return {name: files[name]["sha256"] for name in ("model.safetensors", "training/state.safetensors", "config.json")}
-
-
-@pytest.mark.parametrize("kind", READERS)
-def test_a_run_that_was_stopped_goes_on_to_the_bit(kind, corpora, tmp_path, listener):
+@pytest.mark.parametrize(("kind", "hf_class"), READERS.items())
+def test_resume_is_exact(kind, hf_class, corpora, tmp_path):
     config = configured(kind, 8, label_smoothing=0.1)
-    train_model(config, [corpora / kind], tmp_path / "whole", callbacks=[listener])
-    assert any(READERS[kind] in stage for stage in listener.stages), listener.stages
-    train_model(config, [corpora / kind], tmp_path / "cut", callbacks=[StopAt(3)])
-    assert read_run_config(tmp_path / "cut")[0].objective.kind == kind
-    resume_model(tmp_path / "cut", config=config)
-    assert final(tmp_path / "whole") == final(tmp_path / "cut")
-    losses = [
-        [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] == "step"]
-        for name in ("whole", "cut")
-    ]
-    assert losses[0] == losses[1]
+    whole, parts = assert_resume_is_exact(config, [corpora / kind], tmp_path, stops=[3])
+    assert read_run_config(parts)[0].objective.kind == kind
+    assert json.loads((list_steps(whole)[-1] / "config.json").read_text())["architectures"] == [hf_class]
 
 
-def test_another_objective_is_no_resume(corpora, tmp_path):
+def test_resume_with_another_objective_is_refused(corpora, tmp_path):
     train_model(configured("tag", 2), [corpora / "tag"], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"objective\.label_smoothing"):
         resume_model(tmp_path / "run", config=configured("tag", 2, label_smoothing=0.2))
 
 
-def test_what_cannot_be_learned_leaves_nothing(corpora, tmp_path):
+def test_refused_runs_leave_no_folder(corpora, tmp_path):
     with pytest.raises(DataError, match="no tab"):
         train_model(configured("classify", 2), [corpora / "masked-lm"], tmp_path / "run")
     held = tmp_path / "held"

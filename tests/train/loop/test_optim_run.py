@@ -1,8 +1,6 @@
-"""Whole runs under every optimizer, schedule and average: they learn, and a stopped one goes on to the bit."""
+"""Runs with every optimizer, schedule and average: falling losses, exact resume."""
 
 import json
-import os
-import signal
 
 import pytest
 import torch
@@ -12,12 +10,12 @@ from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import open_folder
 from kvad.errors import ConfigError, NumericalError
 from kvad.train.loop.run import resume_model, train_model
-from kvad.train.monitoring.callbacks import Callback
 from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.objectives.cross_entropy import CrossEntropyObjective
 from kvad.train.optim.optimizer import LossScale, OptimizersContainer
+from tests.support.training_runs import StopAt, assert_resume_is_exact, hashes, tiny_shape
 
-SMALL = {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
+SMALL = tiny_shape(layers=1, mlp=32)
 DROPS = {f"dropout.{name}": 0.2 for name in ("embedding", "residual", "attention", "hidden")}
 RUNS = {
     "adafactor": {"name": "adafactor", "schedule": "relative"},
@@ -31,80 +29,52 @@ RUNS = {
 }
 
 
-class StopAt(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step(self, report):
-        if report.step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def told(out):
+def logged(out):
     lines = read_metrics(out / "metrics.jsonl")
     steps = [(one["step"], one["loss"], one["lr"], one["grad_norm"]) for one in lines if one["kind"] == "step"]
     return steps, [(one["step"], one["val_loss"]) for one in lines if one["kind"] == "eval"]
 
 
-def hashes(out):
-    files = open_folder(out, verify=True).files
-    return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
-
-
 def config_of(run_config, name, **changes):
     drops = DROPS if name in ("dropout", "recompute") else {}
     model = {"preset": "tiny", "set": {**SMALL, **drops}}
-    settings = {
-        "steps": 12,
-        "gradient_accumulation_steps": 2,
-        "eval_interval": 5,
-        "save_interval": 50,
-        **RUNS[name],
-        **changes,
-    }
+    settings = {"steps": 12, "gradient_accumulation_steps": 2, "eval_interval": 5, "save_interval": 50}
+    settings |= {**RUNS[name], **changes}
     return run_config(model=model, **settings)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, name):
-    config = config_of(run_config, name)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_model(config, [corpus], whole)
-    train_model(config, [corpus], parts, callbacks=[StopAt(3)])
-    resume_model(parts, callbacks=[StopAt(7)])
-    torch.rand(3)
-    assert resume_model(parts).reason == "done"
-    assert told(parts) == told(whole) and len(told(whole)[0]) == 12
-    assert hashes(parts) == hashes(whole)
+def test_resume_is_exact(corpus, tmp_path, run_config, name):
+    assert_resume_is_exact(config_of(run_config, name), [corpus], tmp_path, stops=[3, 7])
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "ema", "dropout"])
-def test_it_learns(corpus, tmp_path, run_config, name):
+def test_the_loss_falls(corpus, tmp_path, run_config, name):
     lr = {"lr": 0.2} if name == "adafactor" else {"lr": 1e-2, "min_lr": 1e-3}
     outcome = train_model(config_of(run_config, name, steps=40, eval_interval=40, **lr), [corpus], tmp_path / "run")
-    assert outcome.val_loss < 3.6, "5.56 is what it begins with"
+    assert outcome.val_loss < 3.6, "5.56 at the start"
 
 
-def test_one_seed_is_one_run_and_another_is_another(corpus, tmp_path, run_config):
+def test_a_run_is_a_function_of_its_seed(corpus, tmp_path, run_config):
     for out, seed in (("one", 1), ("two", 1), ("three", 2)):
         train_model(config_of(run_config, "dropout", steps=3, seed=seed), [corpus], tmp_path / out)
         torch.rand(7)
-    assert told(tmp_path / "one") == told(tmp_path / "two") != told(tmp_path / "three")
+    assert logged(tmp_path / "one") == logged(tmp_path / "two") != logged(tmp_path / "three")
     assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
 
 
-def test_a_lost_random_state_is_seen(corpus, tmp_path, run_config, monkeypatch):
+def test_the_comparison_detects_a_lost_random_state(corpus, tmp_path, run_config, monkeypatch):
     config = config_of(run_config, "dropout")
     train_model(config, [corpus], tmp_path / "whole")
     train_model(config, [corpus], tmp_path / "parts", callbacks=[StopAt(3)])
     monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
     resume_model(tmp_path / "parts")
-    assert told(tmp_path / "parts") != told(tmp_path / "whole")
+    assert logged(tmp_path / "parts") != logged(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["ema", "average"])
-def test_the_average_is_what_is_evaluated_and_saved(corpus, tmp_path, run_config, monkeypatch, name):
-    """The loss that the run reports is that of the weights that its folder holds, and not of those it trains."""
+def test_the_average_is_evaluated_and_saved(corpus, tmp_path, run_config, monkeypatch, name):
+    """The reported loss is that of the saved average, not of the trained weights."""
     outcome = train_model(config_of(run_config, name, lr=1e-2), [corpus], tmp_path / "run")
     stored = open_folder(tmp_path / "run")
     saved, raw = dict(stored.weights()), stored.training.tensors
@@ -116,16 +86,13 @@ def test_the_average_is_what_is_evaluated_and_saved(corpus, tmp_path, run_config
         assert torch.equal(raw["kept.2.embedding.tokens.weight"], raw["raw.embedding.tokens.weight"])  # of step 12
     model, _ = load_model(tmp_path / "run")
     assert torch.equal(model.token_embedding, saved["embedding.tokens.weight"])
-    train_model(
-        config_of(run_config, name, lr=1e-2, ema_decay=0.0, average_last=0, average_interval=None),
-        [corpus],
-        tmp_path / "raw",
-    )
-    assert [step[:2] for step in told(tmp_path / "raw")[0]] == [step[:2] for step in told(tmp_path / "run")[0]]
-    assert outcome.val_loss != told(tmp_path / "raw")[1][-1][1]
+    plain = config_of(run_config, name, lr=1e-2, ema_decay=0.0, average_last=0, average_interval=None)
+    train_model(plain, [corpus], tmp_path / "raw")
+    assert [step[:2] for step in logged(tmp_path / "raw")[0]] == [step[:2] for step in logged(tmp_path / "run")[0]]
+    assert outcome.val_loss != logged(tmp_path / "raw")[1][-1][1]
 
 
-def test_where_evaluations_pace_the_rate_they_stay_where_they_are(corpus, tmp_path, run_config):
+def test_resume_with_another_eval_interval_is_refused_for_plateau(corpus, tmp_path, run_config):
     out = tmp_path / "run"
     train_model(config_of(run_config, "plateau"), [corpus], out, callbacks=[StopAt(3)])
     with pytest.raises(ConfigError, match=r"train.eval_interval: 2 there, 3 here \(optim.schedule = 'plateau'\)"):
@@ -134,7 +101,7 @@ def test_where_evaluations_pace_the_rate_they_stay_where_they_are(corpus, tmp_pa
 
 
 def test_a_gradient_that_overflows_is_skipped_within_a_run(corpus, tmp_path, run_config, monkeypatch):
-    """fp16's arithmetic needs a GPU; its scale does not: a run whose scaled gradient overflows twice, and goes on."""
+    """A run whose scaled gradient overflows twice continues (the loss scale needs no GPU)."""
     real_init, real_backward = OptimizersContainer.__init__, CrossEntropyObjective.accumulate_gradients
     scales, calls = [], iter(range(100))
 
@@ -167,7 +134,7 @@ def test_a_gradient_that_overflows_is_skipped_within_a_run(corpus, tmp_path, run
     ids=str,
 )
 def test_tied_weights_stay_tied(run_config, corpus, tmp_path, settings):
-    """One matrix, that both ends read: of the model that is trained, of its checkpoints, and of what resumes."""
+    """The trained model and its checkpoints have one matrix for embedding and head."""
     own = {"preset": "tiny", "set": {**SMALL, "tie_embeddings": True}}
     config = run_config(model=own, steps=6, eval_interval=2, save_interval=100, **settings)
     outcome = train_model(config, [corpus], tmp_path / "run")

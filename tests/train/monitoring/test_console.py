@@ -16,8 +16,8 @@ from kvad.train.data.collate import Batch
 from kvad.train.loop.run import train_model
 from kvad.train.monitoring.callbacks import EvalReport, StartReport, StepReport, TrainingResult, WarningReport
 from kvad.train.monitoring.console import ConsoleDashboard, PlainProgress, format_seconds, make_progress
-from kvad.train.monitoring.metrics import MetricsFile, SpeedMeter, read_metrics
-from kvad.train.monitoring.throughput import ThroughputMeter
+from kvad.train.monitoring.metrics import MetricsFile, read_metrics
+from kvad.train.monitoring.throughput import SpeedMeter, ThroughputMeter
 from tests.train.conftest import Listener
 
 START = StartReport(0, 2000, None, 804_224, 10, 10, 768, "fp32", "cpu", 2, "2.13")
@@ -31,9 +31,8 @@ def test_status_line():
     progress = PlainProgress(Console(file=io.StringIO(), width=200))
     progress.on_start(START)
     progress.on_step(step(1240))
-    assert (
-        progress.status_line() == "step 1,240/2,000  loss 1.713  lr 4.1e-04  grad_norm 0.9  23,400 tokens/s  0:31 left"
-    )
+    line = "step 1,240/2,000  loss 1.713  lr 4.1e-04  grad_norm 0.9  23,400 tokens/s  0:31 left"
+    assert progress.status_line() == line
     progress.on_eval(EvalReport(1240, 1.9017, 100, 1.9))
     assert "loss 1.713  val 1.902  lr" in progress.status_line()
     assert format_seconds(75) == "1:15" and format_seconds(3700) == "1:01:40"
@@ -88,23 +87,23 @@ def test_the_dashboard_is_removed_at_the_end(corpus, tmp_path, run_config):
 
 def test_measuring_throughput_changes_no_bit(corpus, tmp_path, run_config, listener):
     config = run_config(steps=3)
-    train_model(config, [corpus], tmp_path / "gauged", callbacks=[listener], measure_peak=True)
+    train_model(config, [corpus], tmp_path / "measured", callbacks=[listener], measure_peak=True)
     plain = Listener()
     train_model(config, [corpus], tmp_path / "plain", callbacks=[plain])
     assert [step.loss for step in listener.steps] == [step.loss for step in plain.steps]
     assert all(step.mfu > 0 for step in listener.steps) and all(step.mfu is None for step in plain.steps)
     assert all(0 < step.memory <= step.memory_peak for step in plain.steps)
-    lines = read_metrics(tmp_path / "gauged" / "metrics.jsonl")
+    lines = read_metrics(tmp_path / "measured" / "metrics.jsonl")
     assert lines[0]["gemm_flops"] > 1e8 and lines[1]["mfu"] == listener.steps[0].mfu and lines[1]["grad_norm"] > 0
 
 
 def test_utilisation_is_flops_over_seconds_over_the_peak():
-    speed, gauge = SpeedMeter(), ThroughputMeter(MODEL_PRESETS["tiny"](256, 32), peak=1e12)
+    speed, meter = SpeedMeter(), ThroughputMeter(MODEL_PRESETS["tiny"](256, 32), peak=1e12)
     tokens = torch.zeros(4 * 32, dtype=torch.int64)
     batch = Batch(ModelInput(tokens, tokens, (SubBatch(4, 32, 32),), tokens), tokens)
-    count = gauge.count_flops([batch, batch])
-    assert count == 2 * training_pass(gauge.model, 4, 32, 128)
-    assert ThroughputMeter(gauge.model, 1e12, frozen=True).count_flops([batch, batch]) < count
+    count = meter.count_flops([batch, batch])
+    assert count == 2 * training_pass(meter.model, 4, 32, 128)
+    assert ThroughputMeter(meter.model, 1e12, frozen=True).count_flops([batch, batch]) < count
     for _ in range(3):
         speed.add(256, 2.0, count)
     assert speed.flops_per_second == pytest.approx(count / 2)
@@ -125,14 +124,9 @@ def test_metrics_drop_steps_that_will_be_repeated(tmp_path):
     again.on_step(step(6))
     again.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [
-        ("run", 0),
-        ("step", 1),
-        ("step", 2),
-        ("step", 4),
-        ("step", 6),
-    ]
-    assert lines[-1]["loss"] == step(6).loss, "the one of the run that went on"
+    steps = [("step", number) for number in (1, 2, 4, 6)]
+    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), *steps]
+    assert lines[-1]["loss"] == step(6).loss, "the resumed run's"
     fresh = MetricsFile(path, log_interval=1)
     fresh.on_start(START)
     fresh.close()
@@ -147,12 +141,12 @@ def test_evaluated_and_last_steps_are_logged(tmp_path):
         metrics.on_step(step(number))
         if number == 3:
             metrics.on_eval(EvalReport(3, 1.9, 100, 1.9))
-    said = [("run", 0), ("step", 1), ("step", 3), ("eval", 3)]
-    assert [(line["kind"], line["step"]) for line in read_metrics(path)] == said
+    expected = [("run", 0), ("step", 1), ("step", 3), ("eval", 3)]
+    assert [(line["kind"], line["step"]) for line in read_metrics(path)] == expected
     metrics.on_end(TrainingResult("done", 5, 1.7, 1.9, 1.9, 5, 1.0, tmp_path))
     metrics.close()
-    said += [("step", 5), ("end", 5)]
-    assert [(line["kind"], line["step"]) for line in read_metrics(path)] == said, "once"
+    expected += [("step", 5), ("end", 5)]
+    assert [(line["kind"], line["step"]) for line in read_metrics(path)] == expected, "once"
 
 
 def test_a_disk_error_at_the_end_does_not_hide_the_error(tmp_path):
@@ -175,6 +169,5 @@ def test_speed_discounts_old_steps():
     assert speed.tokens_per_second == pytest.approx(100) and speed.seconds_per_step == pytest.approx(1.0)
     for _ in range(100):
         speed.add(100, 0.5)
-    assert speed.tokens_per_second == pytest.approx(200, rel=0.01) and speed.seconds_per_step == pytest.approx(
-        0.5, 0.01
-    )
+    assert speed.tokens_per_second == pytest.approx(200, rel=0.01)
+    assert speed.seconds_per_step == pytest.approx(0.5, 0.01)

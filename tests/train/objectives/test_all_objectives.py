@@ -13,6 +13,7 @@ from kvad.errors import ConfigError, UsageError
 from kvad.model.no_cache import NoCache
 from kvad.train.config.presets import MODEL_PRESETS
 from kvad.train.config.run import RunConfig
+from kvad.train.loop import dry_run
 from kvad.train.loop.dry_run import plan_training
 from kvad.train.objectives.cross_entropy import Autocast
 from kvad.train.setup.corpora import resolve_corpus
@@ -20,10 +21,9 @@ from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY, build_objecti
 from kvad.train.setup.run_data import RunData
 from kvad.train.sources.pairs import PairPaths
 from tests.support.random_models import build
+from tests.support.training_runs import PRESETS, tiny_config, tiny_shape
 
 EXACT = Autocast("fp32", "cpu")
-PRESET = {"decoder": "tiny", "encoder-decoder": "transformer-tiny", "encoder": "encoder-tiny"}
-SMALL = {"hidden_size": 32, "decoder.num_layers": 2, "encoder.num_layers": 2}
 KINDS = [kind for kind in OBJECTIVE_TOPOLOGY if kind != "summarizer"]
 WORDS = ["ada", "bob", "cleo", "dan", "eve", "finn", "gus", "hana", "ivo", "jo", "kim", "lea"]
 
@@ -41,13 +41,9 @@ def files(tmp_path_factory):
     (folder / "seq2seq").write_text("".join(f"{' '.join(t)}\t{' '.join(reversed(t))}\n" for t in texts))
     (folder / "tag").write_text("\n".join("".join(f"{w}\t{w[0].upper()}\n" for w in t) for t in [WORDS, *texts]))
     (folder / "classify").write_text("".join(f"{len(t) % 2}\t{' '.join(t)}\n" for t in texts))
+    roles = ("user", "assistant")
     talks = [
-        [
-            {"role": r, "content": " ".join(words(1, 3))}
-            for _ in range(draw.randint(1, 2))
-            for r in ("user", "assistant")
-        ]
-        for _ in texts
+        [{"role": r, "content": " ".join(words(1, 3))} for _ in range(draw.randint(1, 2)) for r in roles] for _ in texts
     ]
     (folder / "chat").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     for kind in ("masked-lm", "span-corruption"):
@@ -57,29 +53,28 @@ def files(tmp_path_factory):
 
 def configured(kind, *, context=None, batch=4, accumulate=1, **objective):
     topology = OBJECTIVE_TOPOLOGY[kind]
-    preset = "t5-tiny" if kind == "span-corruption" else PRESET[topology]
-    sides = ("encoder", "decoder")
-    own = {k: v for k, v in SMALL.items() if k == "hidden_size" or k.split(".")[0] in topology.split("-")}
-    own |= {f"{side}.layer_types.L.mlp.intermediate_size": 48 for side in sides if side in topology.split("-")}
+    preset = "t5-tiny" if kind == "span-corruption" else PRESETS[topology]
     lines = {"document_unit": "lines"} if kind in ("next-token", "masked-lm", "span-corruption") else {}
-    content = {
-        "model": {"preset": preset, "set": own},
-        "data": {"seq_len": context or (96 if kind in ("chat", "tag") else 48), "validation_fraction": 0.2, **lines},
-        "tokenizer": {"kind": "byte"},
-        "objective": {"kind": kind, **objective},
-        "train": {"batch_size": batch, "gradient_accumulation_steps": accumulate, "precision": "fp32", "steps": 10},
-    }
-    return resolve_objective(RunConfig.from_dict(content), topology)
+    seq_len = context or (96 if kind in ("chat", "tag") else 48)
+    config = tiny_config(
+        model={"preset": preset, "set": tiny_shape(topology)},
+        data={"seq_len": seq_len, "validation_fraction": 0.2, **lines},
+        tables={"objective": {"kind": kind, **objective}},
+        batch_size=batch,
+        gradient_accumulation_steps=accumulate,
+        steps=10,
+    )
+    return resolve_objective(config, topology)
 
 
-def fed(kind, files, tmp_path, **options):
+def dataset_of(kind, files, tmp_path, **options):
     """Data, model in float64, and objective."""
     config = configured(kind, **options)
-    material = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
-    tokenizer = material.make_tokenizer()
-    material.open(tmp_path / "data", tokenizer)
-    model = build(with_head(config.resolve(tokenizer.vocab_size), kind, material.labels), dtype=torch.float64)
-    return material.data, model, build_objective(config, model, EXACT)
+    run_data = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
+    tokenizer = run_data.make_tokenizer()
+    run_data.open(tmp_path / "data", tokenizer)
+    model = build(with_head(config.resolve(tokenizer.vocab_size), kind, run_data.labels), dtype=torch.float64)
+    return run_data.data, model, build_objective(config, model, EXACT)
 
 
 def gradient(data, model, objective, step=3):
@@ -100,21 +95,22 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=lambda value: str(value))
 def test_gradient_is_independent_of_micro_batches(kind, options, files, tmp_path):
-    whole = gradient(*fed(kind, files, tmp_path, batch=4, **options))
-    summed, got, sizes = gradient(*fed(kind, files, tmp_path, batch=1, accumulate=4, **options))
+    whole = gradient(*dataset_of(kind, files, tmp_path, batch=4, **options))
+    summed, got, sizes = gradient(*dataset_of(kind, files, tmp_path, batch=1, accumulate=4, **options))
     assert sum(sizes) == whole[2][0], "the same targets"
     assert summed == pytest.approx(whole[0], rel=1e-12)
     assert (got - whole[1]).abs().max() <= 1e-12 * whole[1].abs().max()
-    assert len(set(sizes)) > 1 or kind in ("next-token", "masked-lm"), "ragged, or the test says little"
+    assert len(set(sizes)) > 1 or kind in ("next-token", "masked-lm"), "micro-batches of equal size would test little"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dry_run(kind, files):
+def test_dry_run(kind, files, monkeypatch):
+    monkeypatch.setattr(dry_run, "TRIAL_SECONDS", 1e3)  # all rows are measured, also on a busy machine
     config = configured(kind)
     found = plan_training(config, [files / kind], None, lambda text: None)
     assert (found.objective, found.kind, found.steps) == (kind, OBJECTIVE_TOPOLOGY[kind], 10) and found.fits is None
     assert found.step_flops > 0 and found.trial.rows == 4 and found.trial.utilization > 0
-    if kind in ("next-token", "masked-lm", "span-corruption"):  # epochs are of what is read, not of what is asked
+    if kind in ("next-token", "masked-lm", "span-corruption"):  # epochs count tokens read, not targets
         assert found.epochs * found.train_tokens >= found.steps * 4 * 48
     else:
         assert found.epochs * found.train_tokens == pytest.approx(found.steps * found.tokens_per_step)
@@ -123,33 +119,31 @@ def test_dry_run(kind, files):
 
 def changed(step, row, document, vocab):
     """The batch with every token of one document replaced, on both sides."""
-    (lane,) = step.sub_batches
-    tokens = step.token_ids.clone().view(lane.num_seqs, lane.num_new_tokens)
-    mine = step.document_ids.view(lane.num_seqs, lane.num_new_tokens)[row] == document
-    tokens[row, mine] = (tokens[row, mine] + 7) % vocab
+    (sub_batch,) = step.sub_batches
+    tokens = step.token_ids.clone().view(sub_batch.num_seqs, sub_batch.num_new_tokens)
+    in_text = step.document_ids.view(sub_batch.num_seqs, sub_batch.num_new_tokens)[row] == document
+    tokens[row, in_text] = (tokens[row, in_text] + 7) % vocab
     source = None if step.encoder_input is None else changed(step.encoder_input, row, document, vocab)
     return step._replace(token_ids=tokens.view(-1), encoder_input=source)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_of_a_row_are_isolated(kind, files, tmp_path):
-    data, model, _ = fed(kind, files, tmp_path)
+    data, model, _ = dataset_of(kind, files, tmp_path)
     batch = data.micro_batches(0)[0]
-    (lane,) = batch.model_input.sub_batches
-    owner = batch.model_input.document_ids.view(lane.num_seqs, lane.num_new_tokens)
+    (sub_batch,) = batch.model_input.sub_batches
+    owner = batch.model_input.document_ids.view(sub_batch.num_seqs, sub_batch.num_new_tokens)
     row = int(owner.amax(1).argmax())
     assert owner[row].max() >= 1, "no row has two texts"
     before = model(batch.model_input, NoCache(model.config))
     after = model(changed(batch.model_input, row, 1, 60), NoCache(model.config))
-    moved = (before - after).abs().amax(-1).view(lane.num_seqs, lane.num_new_tokens)
-    mine = torch.zeros_like(owner, dtype=torch.bool)
-    mine[row] = owner[row] == 1
-    assert moved[mine].max() > 1e-3, "the text itself has changed"
-    assert moved[~mine].max() == 0
-    joined = batch.model_input._replace(
-        document_ids=None,
-        encoder_input=batch.model_input.encoder_input and batch.model_input.encoder_input._replace(document_ids=None),
-    )
+    moved = (before - after).abs().amax(-1).view(sub_batch.num_seqs, sub_batch.num_new_tokens)
+    in_text = torch.zeros_like(owner, dtype=torch.bool)
+    in_text[row] = owner[row] == 1
+    assert moved[in_text].max() > 1e-3, "the text itself has changed"
+    assert moved[~in_text].max() == 0
+    source = batch.model_input.encoder_input
+    joined = batch.model_input._replace(document_ids=None, encoder_input=source and source._replace(document_ids=None))
     leaked = model(joined, NoCache(model.config))
     if kind != "next-token" or owner[row].max() > 0:
         assert (leaked - before).abs().max() > 1e-6, "without isolation they would"
@@ -158,30 +152,30 @@ def test_texts_of_a_row_are_isolated(kind, files, tmp_path):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if OBJECTIVE_TOPOLOGY[kind] != "encoder"])
 def test_no_target_leaks_into_earlier_predictions(kind, files, tmp_path):
     """If the token of target t changes, earlier logits stay bit-equal and later ones change."""
-    data, model, _ = fed(kind, files, tmp_path)
+    data, model, _ = dataset_of(kind, files, tmp_path)
     batch = data.micro_batches(0)[0]
-    (lane,) = batch.model_input.sub_batches
+    (sub_batch,) = batch.model_input.sub_batches
     before = model.logits(model(batch.model_input, NoCache(model.config)), batch.model_input.logit_indices)
-    wanted, owner = batch.model_input.logit_indices, batch.model_input.document_ids
-    for place in wanted[torch.linspace(0, len(wanted) - 2, 7).long()].tolist():
+    indices, owner = batch.model_input.logit_indices, batch.model_input.document_ids
+    for place in indices[torch.linspace(0, len(indices) - 2, 7).long()].tolist():
         read = place + 1  # where the target of ``place`` is read
-        if read % lane.num_new_tokens == 0 or owner[read] != owner[place]:
+        if read % sub_batch.num_new_tokens == 0 or owner[read] != owner[place]:
             continue
-        number = int((wanted == place).nonzero())
+        number = int((indices == place).nonzero())
         assert batch.model_input.token_ids[read] == batch.targets[number], "shifted right by one"
         tokens = batch.model_input.token_ids.clone()
         tokens[read] = (tokens[read] + 5) % 60
-        after = model.logits(model(batch.model_input._replace(token_ids=tokens), NoCache(model.config)), wanted)
+        after = model.logits(model(batch.model_input._replace(token_ids=tokens), NoCache(model.config)), indices)
         moved = (after - before).abs().amax(-1)
         assert moved[: number + 1].max() == 0
-        later = (wanted >= read) & (wanted < read + 1)
+        later = (indices >= read) & (indices < read + 1)
         assert not later.any() or moved[later].max() > 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_is_independent_of_padding(kind, files, tmp_path):
     """Another padding token changes no number."""
-    data, _, objective = fed(kind, files, tmp_path)
+    data, _, objective = dataset_of(kind, files, tmp_path)
     batch = next(b for step in range(40) for b in data.micro_batches(step) if (b.model_input.document_ids is not None))
 
     def repadded(step):
@@ -189,28 +183,25 @@ def test_loss_is_independent_of_padding(kind, files, tmp_path):
         return step._replace(token_ids=tokens, encoder_input=step.encoder_input and repadded(step.encoder_input))
 
     assert (batch.model_input.document_ids.index_select(0, batch.model_input.logit_indices) >= 0).all()
-    assert objective.evaluate_loss(
-        [batch._replace(model_input=repadded(batch.model_input))]
-    ) == objective.evaluate_loss([batch])
+    other = batch._replace(model_input=repadded(batch.model_input))
+    assert objective.evaluate_loss([other]) == objective.evaluate_loss([batch])
 
 
 @pytest.mark.parametrize("kind", ["masked-lm", "span-corruption", "seq2seq", "tag"])
 def test_batches_are_a_function_of_the_step(kind, files, tmp_path):
     options = {"scheduled_sampling": 0.5} if kind == "seq2seq" else {}
-    first, again = (fed(kind, files, tmp_path, **options)[0] for _ in range(2))
+    first, again = (dataset_of(kind, files, tmp_path, **options)[0] for _ in range(2))
     for step in (5, 0, 5):
         for one, other in zip(first.micro_batches(step), again.micro_batches(step), strict=True):
-            assert torch.equal(one.model_input.token_ids, other.model_input.token_ids) and torch.equal(
-                one.targets, other.targets
-            )
+            assert torch.equal(one.model_input.token_ids, other.model_input.token_ids)
+            assert torch.equal(one.targets, other.targets)
             assert one.sampled_indices is None or torch.equal(one.sampled_indices, other.sampled_indices)
-    assert not torch.equal(
-        first.micro_batches(4)[0].model_input.token_ids, first.micro_batches(5)[0].model_input.token_ids
-    )
+    tokens = [first.micro_batches(step)[0].model_input.token_ids for step in (4, 5)]
+    assert not torch.equal(*tokens)
 
 
 def test_accuracy_counts_most_likely_classes(files, tmp_path):
-    data, model, objective = fed("tag", files, tmp_path)
+    data, model, objective = dataset_of("tag", files, tmp_path)
     found = objective.evaluate_loss(data.evaluation())
     right = 0
     for batch in data.evaluation():
@@ -224,26 +215,25 @@ def test_accuracy_counts_most_likely_classes(files, tmp_path):
 # ---------------------------------------------------------------- which fits
 
 
-@pytest.mark.parametrize("topology", PRESET)
+@pytest.mark.parametrize("topology", PRESETS)
 @pytest.mark.parametrize("kind", OBJECTIVE_TOPOLOGY)
 def test_objective_of_another_topology_is_refused(kind, topology):
     config = RunConfig.from_dict({"objective": {"kind": kind}})
     if OBJECTIVE_TOPOLOGY[kind] == topology:
         assert resolve_objective(config, topology).objective.kind == kind
     else:
-        with pytest.raises(
-            ConfigError, match=f"objective.kind: {kind} needs an? {OBJECTIVE_TOPOLOGY[kind]}, and this model"
-        ):
+        message = f"objective.kind: {kind} needs an? {OBJECTIVE_TOPOLOGY[kind]}, and this model"
+        with pytest.raises(ConfigError, match=message):
             resolve_objective(config, topology)
 
 
 def test_default_objective_follows_from_the_model():
-    chosen = {topology: resolve_objective(RunConfig(), topology).objective.kind for topology in PRESET}
+    chosen = {topology: resolve_objective(RunConfig(), topology).objective.kind for topology in PRESETS}
     assert chosen == {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked-lm"}
 
 
 @pytest.mark.parametrize(
-    ("topology", "table", "says"),
+    ("topology", "table", "message"),
     [
         ("decoder", {"noise_density": 0.3}, "objective.noise_density: objective next-token has no use for it"),
         ("encoder", {"kind": "tag", "mean_span_length": 5}, "objective.mean_span_length: objective tag"),
@@ -255,8 +245,8 @@ def test_default_objective_follows_from_the_model():
         ("encoder-decoder", {"smothing": 0.1}, "smoothing"),
     ],
 )
-def test_keys_are_applied_or_refused(topology, table, says):
-    with pytest.raises(ConfigError, match=says):
+def test_keys_are_applied_or_refused(topology, table, message):
+    with pytest.raises(ConfigError, match=message):
         resolve_objective(RunConfig.from_dict({"objective": table}), topology)
 
 
@@ -275,7 +265,7 @@ def test_heads_follow_from_the_data_or_are_checked():
 
 
 @pytest.mark.parametrize(
-    ("kind", "data", "says"),
+    ("kind", "data", "message"),
     [
         ("tag", {"isolate_documents": False}, r"data\.isolate_documents: objective tag reads each text by itself"),
         ("span-corruption", {"reset_positions": False}, r"data\.reset_positions: objective span-corruption"),
@@ -286,15 +276,15 @@ def test_heads_follow_from_the_data_or_are_checked():
         ("masked-lm", {"order": "stream"}, r"data\.order: 'stream' is for next-token"),
     ],
 )
-def test_document_keys_are_refused_for_examples(kind, data, says, files, tmp_path):
+def test_document_keys_are_refused_for_examples(kind, data, message, files, tmp_path):
     content = configured(kind).to_dict()
     config = RunConfig.from_dict({**content, "data": {**content["data"], **data}})
 
     def opened():
-        material = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
-        material.open(tmp_path / "data", material.make_tokenizer())
+        run_data = RunData(config, resolve_corpus(kind, [files / kind]), lambda text: None)
+        run_data.open(tmp_path / "data", run_data.make_tokenizer())
 
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         opened()
 
 
@@ -303,11 +293,11 @@ def test_masked_lm_without_reset_or_isolation(switch, files, tmp_path):
     content = configured("masked-lm", context=200).to_dict()
     packing = {"packing": "first-fit", switch: False}
     config = RunConfig.from_dict({**content, "data": {**content["data"], **packing}})
-    material = RunData(config, resolve_corpus("masked-lm", [files / "masked-lm"]), lambda text: None)
-    tokenizer = material.make_tokenizer()
-    material.open(tmp_path / "data", tokenizer)
+    run_data = RunData(config, resolve_corpus("masked-lm", [files / "masked-lm"]), lambda text: None)
+    tokenizer = run_data.make_tokenizer()
+    run_data.open(tmp_path / "data", tokenizer)
     special = set(tokenizer.special_tokens.names().values())
-    assert all(not special & set(batch.targets.tolist()) for batch in material.data.micro_batches(0))
+    assert all(not special & set(batch.targets.tolist()) for batch in run_data.data.micro_batches(0))
 
 
 def test_pairs_are_refused_for_documents(files):
@@ -318,24 +308,24 @@ def test_pairs_are_refused_for_documents(files):
 
 def test_mean_pooled_classification(files, tmp_path):
     """Packed, each text's scores equal those of the text alone."""
-    data, model, _ = fed("classify", files, tmp_path)
+    data, model, _ = dataset_of("classify", files, tmp_path)
     first = model.config
     for config in (first, replace(first, head=replace(first.head, pool="mean"))):
         model = build(config, dtype=torch.float64)
         batch = data.micro_batches(0)[0]
         got = build_objective(configured("classify"), model, EXACT).evaluate_loss([batch])
-        (lane,) = batch.model_input.sub_batches
-        rows = batch.model_input.document_ids.view(lane.num_seqs, lane.num_new_tokens)
+        (sub_batch,) = batch.model_input.sub_batches
+        rows = batch.model_input.document_ids.view(sub_batch.num_seqs, sub_batch.num_new_tokens)
         summed, number = 0.0, 0
-        for row in range(lane.num_seqs):
+        for row in range(sub_batch.num_seqs):
             for text in range(int(rows[row].max()) + 1):
-                at = (rows[row] == text).nonzero().view(-1) + row * lane.num_new_tokens
+                at = (rows[row] == text).nonzero().view(-1) + row * sub_batch.num_new_tokens
                 alone = batch.model_input._replace(
                     token_ids=batch.model_input.token_ids[at],
                     positions=batch.model_input.positions[at],
                     document_ids=None,
                     max_seq_lens=None,
-                    sub_batches=(type(lane)(1, len(at), len(at)),),
+                    sub_batches=(type(sub_batch)(1, len(at), len(at)),),
                 )
                 scores = model.pooled_outputs(model(alone, NoCache(config)), alone)
                 summed += torch.nn.functional.cross_entropy(scores, batch.targets[number : number + 1]).item()
@@ -349,9 +339,9 @@ def test_mean_pooled_classification(files, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_is_independent_of_the_batch_size(kind, files, tmp_path):
     """Single rows and seven at a time give the same targets and loss."""
-    data, _, objective = fed(kind, files, tmp_path, batch=1)
+    data, _, objective = dataset_of(kind, files, tmp_path, batch=1)
     alone = objective.evaluate_loss(data.evaluation())
-    data, _, _ = fed(kind, files, tmp_path, batch=7)
+    data, _, _ = dataset_of(kind, files, tmp_path, batch=7)
     sizes = [batch.model_input.sub_batches[0].num_seqs for batch in data.evaluation()]
     assert len(sizes) == 1 or len(set(sizes)) > 1 or sizes[0] < 7, "no batch is uneven"
     found = objective.evaluate_loss(data.evaluation())
@@ -361,11 +351,11 @@ def test_evaluation_is_independent_of_the_batch_size(kind, files, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_corpus_shorter_than_a_batch_is_repeated(kind, files, tmp_path):
     """A step with more rows than the corpus continues in later epochs; its loss is still a mean."""
-    data, model, objective = fed(kind, files, tmp_path, batch=150)
+    data, model, objective = dataset_of(kind, files, tmp_path, batch=150)
     (batch,) = data.micro_batches(0)
     assert batch.model_input.sub_batches[0].num_seqs == 150
     share = 0.15 if kind in ("masked-lm", "span-corruption") else 1
-    assert len(batch.targets) > share * data.train_tokens, "all that there is, and some of it again"
+    assert len(batch.targets) > share * data.train_tokens, "more than one epoch"
     summed, _, (targets,) = gradient(data, model, objective, step=0)
     assert targets == len(batch.targets)
     assert summed / targets == pytest.approx(objective.evaluate_loss([batch]).loss, rel=1e-12)

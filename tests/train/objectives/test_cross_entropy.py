@@ -21,21 +21,21 @@ def ragged(rows, length, seed, share=0.6):
     """Rows in which some positions have a target."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (rows * length,), generator=generator)
-    wanted = (torch.rand(rows * length, generator=generator) < share).nonzero().view(-1)
+    indices = (torch.rand(rows * length, generator=generator) < share).nonzero().view(-1)
     positions = torch.arange(length).repeat(rows)
-    targets = torch.randint(0, VOCAB, (len(wanted),), generator=generator)
-    return Batch(ModelInput(tokens, positions, (SubBatch(rows, length, length),), wanted), targets)
+    targets = torch.randint(0, VOCAB, (len(indices),), generator=generator)
+    return Batch(ModelInput(tokens, positions, (SubBatch(rows, length, length),), indices), targets)
 
 
 def joined(batches, length):
     """The micro-batches as one batch."""
     tokens = torch.cat([b.model_input.token_ids for b in batches])
     sizes = np.cumsum([0, *(len(b.model_input.token_ids) for b in batches)])
-    wanted = torch.cat([b.model_input.logit_indices + int(n) for b, n in zip(batches, sizes, strict=False)])
+    indices = torch.cat([b.model_input.logit_indices + int(n) for b, n in zip(batches, sizes, strict=False)])
     positions = torch.cat([b.model_input.positions for b in batches])
     rows = len(tokens) // length
     return Batch(
-        ModelInput(tokens, positions, (SubBatch(rows, length, length),), wanted),
+        ModelInput(tokens, positions, (SubBatch(rows, length, length),), indices),
         torch.cat([b.targets for b in batches]),
     )
 
@@ -54,8 +54,8 @@ def model():
 
 def test_loss_is_the_mean_cross_entropy_of_targets(model):
     batch = ragged(3, 10, seed=1)
-    memory = NoCache(model.config)
-    logits = model.logits(model(batch.model_input, memory), batch.model_input.logit_indices)
+    no_cache = NoCache(model.config)
+    logits = model.logits(model(batch.model_input, no_cache), batch.model_input.logit_indices)
     reference = F.cross_entropy(logits, batch.targets)
     reference.backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -87,7 +87,7 @@ def test_ragged_micro_batches_equal_one_batch(model):
     whole_sum, whole = gradients(model, [joined(micro, 10)], [total])
     assert summed == pytest.approx(whole_sum, rel=1e-6)
     assert (accumulated - whole).abs().max() <= 1e-6
-    _, of_means = gradients(model, micro, [4 * len(b.targets) for b in micro])  # what a mean of means would give
+    _, of_means = gradients(model, micro, [4 * len(b.targets) for b in micro])  # a mean of means
     assert (of_means - whole).abs().max() > 1e-3
 
 
@@ -137,8 +137,8 @@ def test_label_smoothing_equals_formula_and_torch(smoothing):
     """-(1 - e) log p(target) - e / C sum of log p, by hand and by torch, in float64; its gradient too."""
     model = build(model_config(), dtype=torch.float64).train()
     batch = ragged(3, 10, seed=1)
-    memory, total = NoCache(model.config), len(batch.targets)
-    logits = model.logits(model(batch.model_input, memory), batch.model_input.logit_indices)
+    no_cache, total = NoCache(model.config), len(batch.targets)
+    logits = model.logits(model(batch.model_input, no_cache), batch.model_input.logit_indices)
     log_p = logits.log_softmax(-1)
     right = log_p.gather(1, batch.targets.unsqueeze(1)).squeeze(1)
     by_hand = (-(1 - smoothing) * right - smoothing / VOCAB * log_p.sum(-1)).sum()

@@ -10,9 +10,8 @@ from kvad.errors import DataError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.data.collate import CollateConfig, Segment, collate_rows
-from kvad.train.data.packed_dataset import PackedDataset, Packer
-from kvad.train.data.row_sources import EVAL_STREAM, TRAIN_STREAM, row_rng
-from kvad.train.objectives.masked_lm import InputMasking, TokenMasking, mask_row
+from kvad.train.data.packed_dataset import EVAL_STREAM, TRAIN_STREAM, PackedDataset, Packer, row_rng
+from kvad.train.objectives.denoising import InputMasking, TokenMasking, mask_row
 
 TOKENIZER = train_tokenizer("byte", [], specials=("pad", "cls", "sep", "mask"))
 MASK, CLS, SEP, PAD = (getattr(TOKENIZER.special_tokens, role) for role in ("mask", "cls", "sep", "pad"))
@@ -59,18 +58,18 @@ def hidden(density=0.15, seed=0):
 def test_eighty_ten_ten():
     """200,000 drawn tokens: within five standard deviations of 0.8, 0.1 and 0.1 (Devlin et al. 2018, sec. 3.1)."""
     tokens, places = np.arange(1000) % 200, np.arange(1000)
-    masked = random = kept = 0
+    masked = random = unchanged = 0
     for number in range(400):
         read, drawn = mask_row(tokens, places, np.arange(200, 256), MASK, 0.5, row_rng(0, TRAIN_STREAM, number))
         assert len(drawn) == 500 and (np.diff(drawn) > 0).all()
         now = read[drawn]
-        masked, kept = masked + (now == MASK).sum(), kept + (now == tokens[drawn]).sum()
+        masked, unchanged = masked + (now == MASK).sum(), unchanged + (now == tokens[drawn]).sum()
         random += ((now >= 200) & (now < 256)).sum()
         rest = np.setdiff1d(places, drawn)
-        assert (read[rest] == tokens[rest]).all(), "what was not drawn stays"
+        assert (read[rest] == tokens[rest]).all(), "other tokens are unchanged"
     total = 200_000
-    assert masked + random + kept == total
-    for count, share in ((masked, 0.8), (random, 0.1), (kept, 0.1)):
+    assert masked + random + unchanged == total
+    for count, share in ((masked, 0.8), (random, 0.1), (unchanged, 0.1)):
         assert abs(count / total - share) < 5 * (share * (1 - share) / total) ** 0.5
 
 
@@ -103,9 +102,9 @@ def test_random_tokens_are_never_special():
 
 def test_draws_differ_by_step_and_row_but_not_by_evaluation():
     data = hidden()
-    wanted = [set(data.micro_batches(step)[0].model_input.logit_indices.tolist()) for step in range(3)]
-    assert wanted[0] != wanted[1] != wanted[2]
-    rows = [{place % LENGTH for place in wanted[0] if place // LENGTH == row} for row in range(4)]
+    indices = [set(data.micro_batches(step)[0].model_input.logit_indices.tolist()) for step in range(3)]
+    assert indices[0] != indices[1] != indices[2]
+    rows = [{place % LENGTH for place in indices[0] if place // LENGTH == row} for row in range(4)]
     assert len({frozenset(row) for row in rows}) == 4
     first, second = (list(data.evaluation()) for _ in range(2))
     for one, other in zip(first, second, strict=True):

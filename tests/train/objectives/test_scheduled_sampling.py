@@ -1,6 +1,7 @@
 """Scheduled sampling: rate, drawn positions, inputs and targets."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,21 +10,24 @@ from kvad.errors import ConfigError
 from kvad.model.no_cache import NoCache
 from kvad.train.config.presets import MODEL_PRESETS
 from kvad.train.config.run import ObjectiveConfig, RunConfig
-from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
-from kvad.train.objectives.scheduled_sampling import ScheduledSampling, ScheduledSamplingObjective, sampling_rate
+from kvad.train.objectives.cross_entropy import (
+    Autocast,
+    CrossEntropyObjective,
+    ScheduledSampling,
+    ScheduledSamplingObjective,
+    sampling_rate,
+)
 from tests.support.random_models import build
+from tests.support.training_runs import tiny_config
 from tests.train.data.test_text_packer import SMALL, VOCAB, Pairs, pair_dataset
 
 EXACT = Autocast("fp32", "cpu")
 
 
-def configured(sampling, *, steps=100, batch=2, **objective):
-    content = {
-        "objective": {"kind": "seq2seq", "scheduled_sampling": sampling, **objective},
-        "train": {"steps": steps, "batch_size": batch},
-        "data": {"seq_len": 12, "validation_fraction": 0.2},
-    }
-    return RunConfig.from_dict(content)
+def configured(sampling, **objective):
+    tables = {"objective": {"kind": "seq2seq", "scheduled_sampling": sampling, **objective}}
+    data = {"seq_len": 12, "validation_fraction": 0.2}
+    return tiny_config("encoder-decoder", data=data, tables=tables, steps=100, batch_size=2)
 
 
 def sampled(store, config):
@@ -53,29 +57,27 @@ def test_positions_are_drawn_at_the_rate_except_the_first():
     for step in counts:
         for seed in range(60):
             config = configured(0.5)
-            config = RunConfig.from_dict({**config.to_dict(), "train": {"steps": 100, "batch_size": 2, "seed": seed}})
+            config = replace(config, train=replace(config.train, seed=seed))
             (batch,) = sampled(SMALL, config).micro_batches(step)
             inside = (batch.model_input.positions > 0) & (batch.model_input.document_ids >= 0)
             assert inside[batch.sampled_indices].all()
             counts[step] += len(batch.sampled_indices) / int(inside.sum()) / 60
-    assert (
-        counts[0] == 0 and counts[50] == pytest.approx(0.25, abs=0.05) and counts[100] == pytest.approx(0.5, abs=0.06)
-    )
+    assert counts[0] == 0
+    assert counts[50] == pytest.approx(0.25, abs=0.05) and counts[100] == pytest.approx(0.5, abs=0.06)
 
 
 def test_inputs_are_predictions_and_targets_stay(model):
     """Compares with a first pass and the gradient of the changed batch, computed by hand."""
     (batch,) = sampled(SMALL, configured(1.0)).micro_batches(100)
-    memory, total = NoCache(model.config), len(batch.targets)
+    no_cache, total = NoCache(model.config), len(batch.targets)
     with torch.no_grad():
-        logits = model.logits(model(batch.model_input, memory), torch.arange(len(batch.model_input.token_ids)))
+        logits = model.logits(model(batch.model_input, no_cache), torch.arange(len(batch.model_input.token_ids)))
     tokens = batch.model_input.token_ids.clone()
     for place in batch.sampled_indices.tolist():
         tokens[place] = int(logits[place - 1].argmax())
     inside = (batch.model_input.positions > 0) & (batch.model_input.document_ids >= 0)
-    assert len(batch.sampled_indices) == int(inside.sum()) and (tokens != batch.model_input.token_ids).any(), (
-        "all but the first of each"
-    )
+    assert len(batch.sampled_indices) == int(inside.sum()), "all but the first of each"
+    assert (tokens != batch.model_input.token_ids).any()
     sampled_batch = batch._replace(model_input=batch.model_input._replace(token_ids=tokens))
     by_hand = CrossEntropyObjective(model, EXACT).accumulate_gradients(sampled_batch, total)
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -92,13 +94,10 @@ def test_rate_0_and_evaluation_are_teacher_forcing(model):
     data = sampled(SMALL, configured(0.5))
     (batch,) = data.micro_batches(0)
     assert len(batch.sampled_indices) == 0
-    assert ScheduledSamplingObjective(model, EXACT).accumulate_gradients(batch, 7) == CrossEntropyObjective(
-        model, EXACT
-    ).accumulate_gradients(batch, 7)
+    sampling, forcing = ScheduledSamplingObjective(model, EXACT), CrossEntropyObjective(model, EXACT)
+    assert sampling.accumulate_gradients(batch, 7) == forcing.accumulate_gradients(batch, 7)
     (batch,) = data.micro_batches(100)
-    assert ScheduledSamplingObjective(model, EXACT).evaluate_loss([batch]) == CrossEntropyObjective(
-        model, EXACT
-    ).evaluate_loss([batch])
+    assert sampling.evaluate_loss([batch]) == forcing.evaluate_loss([batch])
 
 
 def test_rows_of_one_pair_without_padding_are_sampled():
@@ -112,9 +111,7 @@ def test_rows_of_one_pair_without_padding_are_sampled():
 def test_number_of_steps_is_required():
     content = configured(0.5).to_dict()
     content["train"] = {"minutes": 3.0, "batch_size": 2}
-    with pytest.raises(
-        ConfigError, match=r"objective\.scheduled_sampling_steps: must be given for a run that only the clock"
-    ):
+    with pytest.raises(ConfigError, match=r"scheduled_sampling_steps: must be given for a run that only the clock"):
         ScheduledSampling(RunConfig.from_dict(content))
     content["objective"]["scheduled_sampling_steps"] = 10
     ScheduledSampling(RunConfig.from_dict(content))

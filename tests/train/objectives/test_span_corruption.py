@@ -11,8 +11,8 @@ from kvad.errors import ConfigError, DataError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import ObjectiveConfig
 from kvad.train.data.collate import CollateConfig, Segment, collate_rows
-from kvad.train.data.row_sources import row_rng
-from kvad.train.objectives.span_corruption import (
+from kvad.train.data.packed_dataset import row_rng
+from kvad.train.objectives.denoising import (
     SENTINELS,
     SpanCorruption,
     SpanTokens,

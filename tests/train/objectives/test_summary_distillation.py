@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvad.checkpoint.export import export_hf
-from kvad.checkpoint.folder import list_steps
 from kvad.checkpoint.loader import load_model, open_checkpoint
 from kvad.checkpoint.summarizer import load_summarizer, open_summarizer, sampled_fingerprint
 from kvad.config.model import attention_specs
@@ -23,7 +22,7 @@ from kvad.train.monitoring.metrics import read_metrics
 from kvad.train.objectives.cross_entropy import Autocast
 from kvad.train.objectives.summary_distillation import SummaryDistillation, _Recorder, _Rows
 from kvad.train.setup.run_data import RunData
-from tests.train.loop.test_run import StopAt
+from tests.support.training_runs import assert_resume_is_exact, tiny_config
 from tests.train.test_cli import kvad
 
 PLAIN = Autocast("fp32", "cpu")
@@ -34,47 +33,21 @@ POLICY = "tiered(8, quantized=0, interval=8, summaries=32, ratio=4)"
 def model(tmp_path_factory, corpus):
     """A briefly trained model that counts."""
     out = tmp_path_factory.mktemp("model") / "run"
-    shape = {"hidden_size": 32, "decoder.num_layers": 2, "decoder.layer_types.L.mlp.intermediate_size": 48}
-    config = {
-        "model": {"preset": "tiny", "set": shape},
-        "data": {"seq_len": 64},
-        "tokenizer": {"kind": "byte"},
-        "optim": {"lr": 1e-2},
-        "train": {"steps": 60, "batch_size": 8, "precision": "fp32", "save_interval": 1000, "eval_interval": 1000},
-    }
-    job.train_model(RunConfig.from_dict(config), [corpus], out)
+    config = tiny_config(data={"seq_len": 64}, lr=1e-2, steps=60, batch_size=8, save_interval=1000, eval_interval=1000)
+    job.train_model(config, [corpus], out)
     return out
 
 
 @pytest.fixture
 def config(model):
-    def make(compress=None, data=None, **changes):
-        settings = {
-            "steps": 12,
-            "batch_size": 4,
-            "log_interval": 1,
-            "eval_interval": 6,
-            "save_interval": 4,
-            "precision": "fp32",
-        }
-        settings |= {"eval_tokens": 512}
-        asked = {"model": str(model), "ratio": 4, "recent": 8, "interval": 8, "hidden_size": 4}
-        return RunConfig.from_dict(
-            {
-                "data": {"seq_len": 64, **(data or {})},
-                "objective": {"kind": "summarizer"},
-                "optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps": 2},
-                "train": {**settings, **changes},
-                "summarizer": {**asked, **(compress or {})},
-            }
-        )
+    def make(summarizer=None, data=None, **changes):
+        settings = {"steps": 12, "log_interval": 1, "eval_interval": 6, "save_interval": 4, "eval_tokens": 512}
+        settings |= {"lr": 1e-2, "weight_decay": 0.0, "warmup_steps": 2, **changes}
+        options = {"model": str(model), "ratio": 4, "recent": 8, "interval": 8, "hidden_size": 4, **(summarizer or {})}
+        tables = {"model": {}, "tokenizer": {}, "objective": {"kind": "summarizer"}, "summarizer": options}
+        return tiny_config(data={"seq_len": 64, **(data or {})}, tables=tables, **settings)
 
     return make
-
-
-def hashes(out):
-    folder = list_steps(out)[-1]
-    return [(folder / name).read_bytes() for name in ("summarizer.safetensors", "training/state.safetensors")]
 
 
 def test_loss_falls_below_that_of_means(config, corpus, tmp_path, listener, model):
@@ -83,27 +56,20 @@ def test_loss_falls_below_that_of_means(config, corpus, tmp_path, listener, mode
     opened = open_checkpoint(model)
     untrained = Summarizer(attention_specs(opened.config), 4, 4)
     frozen, _ = load_model(model)
-    aim = SummaryDistillation(frozen, untrained, config().summarizer, PLAIN)
-    material = RunData(config(), [corpus], lambda _: None)
-    material.open(tmp_path / "data", opened.tokenizer)
-    mean, tokens, _ = aim.evaluate_loss(material.data.evaluation())
+    objective = SummaryDistillation(frozen, untrained, config().summarizer, PLAIN)
+    run_data = RunData(config(), [corpus], lambda _: None)
+    run_data.open(tmp_path / "data", opened.tokenizer)
+    mean, tokens, _ = objective.evaluate_loss(run_data.data.evaluation())
     assert tokens > 256 and outcome.reason == "done" and outcome.val_loss < 0.8 * mean
     assert [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == "end"
-    said = json.loads((outcome.checkpoint / "summarizer.json").read_text())
-    assert (said["ratio"], said["recent"], said["val_loss"]) == (4, 8, outcome.val_loss)
-    assert said["model"] == sampled_fingerprint(opened)
+    content = json.loads((outcome.checkpoint / "summarizer.json").read_text())
+    assert (content["ratio"], content["recent"], content["val_loss"]) == (4, 8, outcome.val_loss)
+    assert content["model"] == sampled_fingerprint(opened)
 
 
-def test_resume_is_bit_equal(config, corpus, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_model(config(), [corpus], whole)
-    outcome = train_model(config(), [corpus], parts, callbacks=[StopAt(3)])
-    assert outcome.reason == "interrupted" and outcome.step == 3
+def test_resume_is_exact(config, corpus, tmp_path):
+    _, parts = assert_resume_is_exact(config(), [corpus], tmp_path, stops=[3])
     assert read_run_config(parts)[0] == config()
-    outcome = resume_model(parts)
-    assert outcome.reason == "done" and outcome.step == 12 and hashes(whole) == hashes(parts)
-    lines = [[line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"] for run in (whole, parts)]
-    assert lines[0] == lines[1]
 
 
 def test_resume_refuses_another_configuration(config, corpus, tmp_path, model):
@@ -159,37 +125,27 @@ def test_changed_options_are_applied(config, corpus, tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "says"),
+    ("change", "error", "message"),
     [
-        ({"compress": {"model": None}}, UsageError, "summarizer.model: must name a model"),
-        ({"compress": {"model": "nowhere"}}, CheckpointError, "nowhere"),
-        ({"compress": {"recent": 64}}, ConfigError, "rows of 64 tokens have nothing older than 64"),
+        ({"summarizer": {"model": None}}, UsageError, "summarizer.model: must name a model"),
+        ({"summarizer": {"model": "nowhere"}}, CheckpointError, "nowhere"),
+        ({"summarizer": {"recent": 64}}, ConfigError, "rows of 64 tokens have nothing older than 64"),
         ({"data": {"seq_len": 128}}, ConfigError, "data.seq_len: 128 is beyond the model's limit of 64"),
-        ({"compress": {"ratio": 1}}, ConfigError, "summarizer.ratio: must be at least 2"),
+        ({"summarizer": {"ratio": 1}}, ConfigError, "summarizer.ratio: must be at least 2"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_written(config, corpus, tmp_path, change, error, says):
-    with pytest.raises(error, match=says):
+def test_bad_input_is_refused_before_anything_is_written(config, corpus, tmp_path, change, error, message):
+    with pytest.raises(error, match=message):
         train_model(config(**change), [corpus], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_the_command(corpus, tmp_path, model, monkeypatch):
     out = tmp_path / "run"
-    asked = [
-        "--objective",
-        "summarizer",
-        "--init",
-        model,
-        "--set",
-        "ratio=4",
-        "--set",
-        "recent=8",
-        "--set",
-        "interval=8",
-    ]
+    changes = [part for change in ("ratio=4", "recent=8", "interval=8") for part in ("--set", change)]
+    options = ["--objective", "summarizer", "--init", model, *changes]
     quick = ["--seq-len", 64, "--batch-size", 2, "--steps", 2, "--precision", "fp32"]
-    code, stdout, stderr = kvad("train", corpus, "--out", out, *asked, *quick, "--json")
+    code, stdout, stderr = kvad("train", corpus, "--out", out, *options, *quick, "--json")
     assert code == 0 and json.loads(stdout)["config"]["summarizer"]["ratio"] == 4, stderr
     assert f"kvad generate {model} --summarizer {out}" in stderr
     code, _, stderr = kvad("train", "--resume", "--out", out, "--eval-interval", 7)
@@ -199,7 +155,7 @@ def test_the_command(corpus, tmp_path, model, monkeypatch):
     assert code == 0, stderr
     code, _, stderr = kvad("generate", model, "1 is", "--summarizer", out)
     assert code == 2 and "the cache's policy has no summaries" in stderr
-    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", *asked, "--preset", "tiny")
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", *options, "--preset", "tiny")
     assert code == 2 and "[model]: must be empty, because the model is" in stderr
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", "--init", model, "--set", "summarizer.ratio=4")
     assert code == 2 and "[summarizer] is for --objective summarizer" in stderr
@@ -233,7 +189,7 @@ def test_summaries_of_documents_are_isolated(model):
     """The first document's tokens do not change the second one's outputs."""
     frozen, opened = load_model(model)
     compressor = Summarizer(attention_specs(opened.config), 4, 4)
-    told = []
+    results = []
     for token in (1, 2):
         batch = packed()
         batch.model_input.token_ids[:18] = token
@@ -241,5 +197,5 @@ def test_summaries_of_documents_are_isolated(model):
         recorder = _Recorder(NoCache(opened.config), [0])
         with torch.no_grad():
             frozen(batch.model_input, recorder)
-            told.append([answer for _, answer in rows.answers(recorder.records[0], compressor.by_layer()[0])][-1])
-    assert torch.equal(*told)
+            results.append([answer for _, answer in rows.answers(recorder.records[0], compressor.by_layer()[0])][-1])
+    assert torch.equal(*results)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from kvad.errors import CheckpointError
 from kvad.train.config.optim import OptimConfig
 from kvad.train.config.run import TrainConfig
 from kvad.train.optim.optimizer import OptimizersContainer, uses_weight_decay
@@ -17,16 +16,12 @@ def test_matrices_and_embeddings_decay_and_nothing_else():
     model = build(model_config(position="t5", norm="post", heads="sinks"), dtype=torch.float32)
     groups = {name: uses_weight_decay(name, p) for name, p in model.named_parameters()}
     assert groups["decoder.layers.0.attention.q.weight"] and groups["embedding.tokens.weight"] and groups["head.weight"]
-    kept = {name for name, decay in groups.items() if not decay}
-    assert {
-        "decoder.relative_bias.L",
-        "head.bias",
-        "decoder.norm.weight",
-        "decoder.layers.0.attention.sink_logits",
-    } <= kept
+    others = {name for name, decay in groups.items() if not decay}
+    assert {"decoder.relative_bias.L", "head.bias", "decoder.norm.weight"} <= others
+    assert "decoder.layers.0.attention.sink_logits" in others
     (optimizer,) = OptimizersContainer(model, OptimConfig(weight_decay=0.25), TrainConfig()).optimizers
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    assert sizes == [sum(groups.values()), len(kept)]
+    assert sizes == [sum(groups.values()), len(others)]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
     assert optimizer.defaults["fused"]
 
@@ -51,33 +46,6 @@ def test_a_short_run_has_a_short_warmup():
     config, slow = OptimConfig(lr=1.0, min_lr=0.0), TrainConfig(minutes=1)
     assert learning_rate(config, TrainConfig(steps=10), 1, 0.0) == 1.0
     assert learning_rate(config, slow, 5, elapsed=1.0) < 0.1 and learning_rate(config, slow, 5, elapsed=6.1) > 0.9
-
-
-def test_moments_are_restored_by_name_into_copies():
-    def advance(model, optimization, seed):
-        torch.manual_seed(seed)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimization.step(1.0)
-
-    def optimization_of(model):
-        return OptimizersContainer(model, OptimConfig(), TrainConfig())
-
-    model = build(model_config(), dtype=torch.float32)
-    first = optimization_of(model)
-    advance(model, first, 0)
-    stored = {name: tensor.clone() for name, tensor in first.state_tensors().items()}
-    again = build(model_config(), dtype=torch.float32)
-    again.load_state_dict(model.state_dict())
-    other = optimization_of(again)
-    other.load_state_tensors(stored)
-    for seed in (1, 2):
-        advance(model, first, seed)
-        advance(again, other, seed)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    del stored["exp_avg_sq.embedding.tokens.weight"]
-    with pytest.raises(CheckpointError, match=r"exp_avg_sq.embedding.tokens.weight is missing, expected \[67, 24\]"):
-        optimization_of(again).load_state_tensors(stored)
 
 
 def test_gradient_is_clipped_to_its_maximum_norm():

@@ -1,4 +1,4 @@
-"""Optimizers against other implementations; the loss scale; averages against their formulas."""
+"""Optimizers compared with other implementations; the loss scale; averages compared with their formulas."""
 
 import math
 
@@ -58,69 +58,64 @@ def advance(model, optimization, steps, start=0):
 # ---------------------------------------------------------------- against others
 
 
+CONSTANT = {"schedule": "constant", "lr": 0.02, "warmup_steps": 0}
+
+
+def steps(model, container, reference, count, sizes=lambda step: 1.0):
+    """Yield steps of ``model``, after ``reference`` got the same gradients."""
+    for step in range(count):
+        container.begin_step(step, 0.0)
+        for each in (model, reference):
+            each.randomise(step, size=sizes(step))
+        container.step(container.clip_grad_norm())
+        yield step
+
+
+def decay_groups(named, decay):
+    """Parameter groups with and without weight decay."""
+    named = list(named)
+    return [
+        {"params": [p for n, p in named if uses_weight_decay(n, p) == decays], "weight_decay": decay * decays}
+        for decays in (True, False)
+    ]
+
+
 @pytest.mark.parametrize("beta1", [None, 0.9])
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("schedule", ["constant", "relative"])
+@pytest.mark.parametrize("schedule", [CONSTANT, {"schedule": "relative"}], ids=lambda each: each["schedule"])
 def test_adafactor_equals_transformers(beta1, scaled, schedule):
-    optimization = pytest.importorskip("transformers.optimization")
-    ours, theirs = Toy(), Toy()
-    said = {"lr": 0.02, "warmup_steps": 0} if schedule == "constant" else {}
-    config = OptimConfig(
-        name="adafactor",
-        schedule=schedule,
-        beta1=beta1,
-        scale_parameter=scaled,
-        weight_decay=0.1,
-        max_grad_norm=1e9,
-        **said,
-    )
-    mine = OptimizersContainer(ours, config, TrainConfig())
-    named = list(theirs.named_parameters())
-    groups = [
-        {"params": [p for n, p in named if uses_weight_decay(n, p)], "weight_decay": 0.1},
-        {"params": [p for n, p in named if not uses_weight_decay(n, p)], "weight_decay": 0.0},
-    ]
-    relative = schedule == "relative"
-    oracle = optimization.Adafactor(
-        groups, lr=None if relative else 0.02, relative_step=relative, scale_parameter=scaled, beta1=beta1
-    )
-    for step in range(12):
-        mine.begin_step(step, 0.0)
-        ours.randomise(step, size=10.0 ** (step % 4 - 2))
-        theirs.randomise(step, size=10.0 ** (step % 4 - 2))
-        mine.step(mine.clip_grad_norm())
-        oracle.step()
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+    transformers = pytest.importorskip("transformers.optimization")
+    model, reference, relative = Toy(), Toy(), schedule["schedule"] == "relative"
+    options = {"name": "adafactor", "beta1": beta1, "scale_parameter": scaled, "weight_decay": 0.1, **schedule}
+    container = OptimizersContainer(model, OptimConfig(max_grad_norm=1e9, **options), TrainConfig())
+    groups, lr = decay_groups(reference.named_parameters(), 0.1), None if relative else 0.02
+    expected = transformers.Adafactor(groups, lr, relative_step=relative, scale_parameter=scaled, beta1=beta1)
+    for _ in steps(model, container, reference, 12, lambda step: 10.0 ** (step % 4 - 2)):
+        expected.step()
+        for a, b in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("beta1", [None, 0.9])
 def test_adafactor_equals_its_formula(beta1):
     """Matrix and vector, by the paper's algorithms, in a loop over the steps."""
-    config = OptimConfig(
-        name="adafactor", schedule="constant", lr=0.02, warmup_steps=0, beta1=beta1, weight_decay=0, max_grad_norm=1e9
-    )
-    model, plain = Toy(), Toy()
-    mine = OptimizersContainer(model, config, TrainConfig())
-    x = {n: p.detach().clone() for n, p in plain.named_parameters() if n.endswith(("up.weight", "up.bias"))}
-    row, column, square = torch.zeros(9), torch.zeros(6), torch.zeros(9)
-    row, column, square = (each.double() for each in (row, column, square))
+    config = OptimConfig(name="adafactor", beta1=beta1, weight_decay=0, max_grad_norm=1e9, **CONSTANT)
+    model, reference = Toy(), Toy()
+    container = OptimizersContainer(model, config, TrainConfig())
+    x = {n: p.detach().clone() for n, p in reference.named_parameters() if n.endswith(("up.weight", "up.bias"))}
+    row, column, square = (torch.zeros(size, dtype=torch.float64) for size in (9, 6, 9))
     average = {name: torch.zeros_like(value) for name, value in x.items()}
-    for step in range(6):
-        mine.begin_step(step, 0.0)
-        model.randomise(step)
-        plain.randomise(step)
-        mine.step(mine.clip_grad_norm())
-        keep = 1 - (step + 1) ** -0.8
+    for step in steps(model, container, reference, 6):
+        beta = 1 - (step + 1) ** -0.8
         for name, value in x.items():
-            grad = plain.get_parameter(name).grad
+            grad = reference.get_parameter(name).grad
             powers = grad**2 + 1e-30
             if value.dim() == 2:
-                row = keep * row + (1 - keep) * powers.mean(1)
-                column = keep * column + (1 - keep) * powers.mean(0)
+                row = beta * row + (1 - beta) * powers.mean(1)
+                column = beta * column + (1 - beta) * powers.mean(0)
                 update = grad / (torch.outer(row, column) / row.mean()).sqrt()
             else:
-                square = keep * square + (1 - keep) * powers
+                square = beta * square + (1 - beta) * powers
                 update = grad / square.sqrt()
             update = update / max(1.0, update.square().mean().sqrt().item())
             update = update * 0.02 * max(1e-3, value.square().mean().sqrt().item())
@@ -142,39 +137,25 @@ def orthogonalised(matrix):
 
 
 def test_muon_updates_matrices_of_layers_and_adamw_the_rest():
-    ours, theirs = Toy(torch.float32), Toy(torch.float32)
-    config = OptimConfig(name="muon", schedule="constant", lr=0.02, warmup_steps=0, weight_decay=0.1, max_grad_norm=1e9)
-    mine = OptimizersContainer(ours, config, TrainConfig())
-    rest = [(n, p) for n, p in theirs.named_parameters() if not uses_muon(n, p)]
-    assert {n for n, p in theirs.named_parameters() if uses_muon(n, p)} == {
-        "decoder.layers.0.up.weight",
-        "decoder.layers.0.down.weight",
-    }
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for n, p in rest if uses_weight_decay(n, p)], "weight_decay": 0.1},
-            {"params": [p for n, p in rest if not uses_weight_decay(n, p)], "weight_decay": 0.0},
-        ],
-        lr=0.02,
-        betas=(0.9, 0.95),
-    )
-    momentum = {n: torch.zeros_like(p) for n, p in theirs.named_parameters()}
-    for step in range(5):
-        mine.begin_step(step, 0.0)
-        ours.randomise(step)
-        theirs.randomise(step)
-        mine.step(mine.clip_grad_norm())
+    model, reference = Toy(torch.float32), Toy(torch.float32)
+    config = OptimConfig(name="muon", weight_decay=0.1, max_grad_norm=1e9, **CONSTANT)
+    container = OptimizersContainer(model, config, TrainConfig())
+    matrices = {n: p for n, p in reference.named_parameters() if uses_muon(n, p)}
+    assert matrices.keys() == {f"decoder.layers.0.{name}.weight" for name in ("up", "down")}
+    rest = ((n, p) for n, p in reference.named_parameters() if n not in matrices)
+    adamw = torch.optim.AdamW(decay_groups(rest, 0.1), lr=0.02, betas=(0.9, 0.95))
+    momentum = {n: torch.zeros_like(p) for n, p in matrices.items()}
+    for _ in steps(model, container, reference, 5):
         adamw.step()
         with torch.no_grad():
-            for name, p in theirs.named_parameters():
-                if uses_muon(name, p):
-                    momentum[name] = 0.95 * momentum[name] + 0.05 * p.grad
-                    update = orthogonalised(0.05 * p.grad + 0.95 * momentum[name])
-                    p.mul_(1 - 0.02 * 0.1).sub_(0.02 * 0.2 * math.sqrt(max(p.shape)) * update)
-    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        began = dict(Toy(torch.float32).named_parameters())[name]
-        if uses_muon(name, a):  # in bfloat16: each rounds in its own order
-            assert (a - b).norm() < 0.06 * (b - began).norm(), name
+            for name, p in matrices.items():
+                momentum[name] = 0.95 * momentum[name] + 0.05 * p.grad
+                update = orthogonalised(0.05 * p.grad + 0.95 * momentum[name])
+                p.mul_(1 - 0.02 * 0.1).sub_(0.02 * 0.2 * math.sqrt(max(p.shape)) * update)
+    start = dict(Toy(torch.float32).named_parameters())
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if name in matrices:  # in bfloat16: each rounds in another order
+            assert (a - b).norm() < 0.06 * (b - start[name]).norm(), name
         else:
             torch.testing.assert_close(a, b)
 
@@ -212,8 +193,8 @@ def test_muon_without_a_matrix_is_refused():
 
 
 def test_norms_of_each_head_do_not_decay():
-    said = override(model_config().to_dict(), {"decoder.layer_types.L.attention.qk_norm": "each"})
-    model = build(ModelConfig.from_dict(said), dtype=torch.float32)
+    table = override(model_config().to_dict(), {"decoder.layer_types.L.attention.qk_norm": "each"})
+    model = build(ModelConfig.from_dict(table), dtype=torch.float32)
     norms = [(n, p) for n, p in model.named_parameters() if "norm" in n and p.dim() == 2]
     assert norms and not any(uses_weight_decay(n, p) or uses_muon(n, p) for n, p in norms)
 
@@ -241,7 +222,7 @@ def test_state_is_restored_bit_for_bit(name):
     first.on_evaluation(2.0), first.on_evaluation(3.0)
     stored = {key: tensor.clone() for key, tensor in first.state_tensors().items()}
     with first.averaged_weights():
-        again = copied(model)  # what a checkpoint holds
+        again = copied(model)  # as in a checkpoint
     second = OptimizersContainer(again, config, train)
     second.load_state_tensors(stored)
     advance(model, first, 4, start=5)
@@ -258,6 +239,9 @@ def test_state_of_another_shape_is_refused():
     stored = optimization.state_tensors()
     stored["row.embed.weight"] = torch.zeros(3)
     with pytest.raises(CheckpointError, match=r"row.embed.weight is of shape \[3\], expected \[11\]"):
+        optimization.load_state_tensors(stored)
+    del stored["row.embed.weight"]
+    with pytest.raises(CheckpointError, match=r"row.embed.weight is missing, expected \[11\]"):
         optimization.load_state_tensors(stored)
     averaged = OptimizersContainer(model, OptimConfig(ema_decay=0.5), TrainConfig())
     with pytest.raises(CheckpointError, match=r"averaged is missing"):
@@ -280,18 +264,18 @@ def test_frozen_parameters_stay_unchanged():
 
 
 def test_loss_scale_equals_torch():
-    ours = LossScale(patience=3)
+    scale = LossScale(patience=3)
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    reference = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     for bad in [1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1]:
-        theirs.scale(parameter.sum()).backward()
+        reference.scale(parameter.sum()).backward()
         parameter.grad.fill_(math.inf if bad else 1.0)
-        theirs.step(optimizer)
-        theirs.update()
+        reference.step(optimizer)
+        reference.update()
         optimizer.zero_grad()
-        assert ours.update(math.inf if bad else 1.0) is not bool(bad)
-        assert ours.scale == theirs.get_scale()
+        assert scale.update(math.inf if bad else 1.0) is not bool(bad)
+        assert scale.scale == reference.get_scale()
 
 
 def fp16(model):
@@ -302,32 +286,27 @@ def test_an_overflow_is_skipped_and_training_recovers():
     model, plain = Toy(), Toy()
     optimization = fp16(model)
     reference = OptimizersContainer(plain, OptimConfig(lr=0.1, warmup_steps=0), TrainConfig())
-    done = 0
     for step, bad in enumerate([True, False, False, True, False]):
         optimization.begin_step(step, 0.0)
-        model.randomise(step)
         size = 7 / optimization.scaled_total(7)
-        assert size == 2.0 ** (15 if done or step else 16) or step == 4
-        for parameter in model.parameters():
-            parameter.grad.mul_(size)
+        assert size == 2.0 ** (15 if step else 16) or step == 4
+        model.randomise(step, size=size)
         if bad:
             model.embed.weight.grad[0, 0] = math.inf
         norm, before = optimization.clip_grad_norm(), copied(model)
         assert optimization.can_continue(norm) and math.isfinite(norm) is not bad
         optimization.step(norm)
-        same = all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
-        assert same is bad
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)) is bad
         if not bad:
-            done += 1
             reference.begin_step(step, 0.0)
             plain.randomise(step)
             reference.step(reference.clip_grad_norm())
-    assert optimization.scale.state == (2.0**14, 1.0)
+    assert (optimization.scale.scale, optimization.scale.good) == (2.0**14, 1)
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     again = fp16(copied(model))
     again.load_state_tensors(optimization.state_tensors())
-    assert again.scale.state == optimization.scale.state
+    assert (again.scale.scale, again.scale.good) == (2.0**14, 1)
 
 
 def test_non_finite_gradient_at_the_minimum_scale_is_an_error():

@@ -8,6 +8,7 @@ import pytest
 from kvad.cli.main import main
 from kvad.train.config.run import RunConfig
 from kvad.train.loop.run import read_run_config, resume_model, train_model
+from tests.support.training_runs import tiny_config, tiny_shape
 
 FEW = ("--steps", "2", "--batch-size", "2", "--precision", "fp32")
 LIMIT = 32
@@ -15,14 +16,9 @@ LIMIT = 32
 
 @pytest.fixture(scope="module")
 def base(corpus, tmp_path_factory):
-    shape = {"hidden_size": 32, "decoder.num_layers": 1, "decoder.layer_types.L.mlp.intermediate_size": 32}
-    content = {
-        "model": {"preset": "tiny", "set": shape},
-        "data": {"seq_len": LIMIT},
-        "tokenizer": {"kind": "byte"},
-        "train": {"steps": 1, "batch_size": 2, "precision": "fp32"},
-    }
-    return train_model(RunConfig.from_dict(content), [corpus], tmp_path_factory.mktemp("base") / "run").checkpoint
+    model = {"preset": "tiny", "set": tiny_shape(layers=1, mlp=32)}
+    config = tiny_config(model=model, data={"seq_len": LIMIT}, steps=1, batch_size=2)
+    return train_model(config, [corpus], tmp_path_factory.mktemp("base") / "run").checkpoint
 
 
 def kvad(*words):
@@ -45,8 +41,8 @@ def test_the_default_row_length_is_the_models_limit(corpus, tmp_path, base):
 def test_a_given_row_length_is_applied_or_refused(corpus, tmp_path, base, capsys):
     assert kvad("train", corpus, "--init", base, "--out", tmp_path / "run", "--seq-len", 16, *FEW) == 0
     assert read_run_config(tmp_path / "run")[0].data.seq_len == 16
-    for said in (("--seq-len", 256), ("--set", "data.seq_len=33")):
-        assert kvad("train", corpus, "--init", base, "--out", tmp_path / "no", *said, *FEW) == 2
+    for flags in (("--seq-len", 256), ("--set", "data.seq_len=33")):
+        assert kvad("train", corpus, "--init", base, "--out", tmp_path / "no", *flags, *FEW) == 2
         assert f"Use --seq-len {LIMIT}." in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
 

@@ -6,12 +6,11 @@ import pytest
 
 from kvad.checkpoint.loader import open_checkpoint
 from kvad.text.chat_template import ChatTemplate
-from kvad.train.config.run import LoraConfig, RunConfig
-from kvad.train.loop.run import resume_model, train_model
+from kvad.train.config.run import LoraConfig
+from kvad.train.loop.run import train_model
 from kvad.train.sources.pairs import PairPaths
-from tests.train.loop.test_run import hashes
+from tests.support.training_runs import assert_resume_is_exact, tiny_config
 from tests.train.objectives.test_all_objectives import files  # noqa: F401  (a fixture)
-from tests.train.setup.test_initialize import SHAPE, StopAt
 from tests.train.test_cli import kvad
 
 OWN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
@@ -20,36 +19,22 @@ TALK = [{"role": "user", "content": "ada"}]
 
 
 def config(base, **objective):
-    content = {
-        "model": {"init": str(base)},
-        "data": {"seq_len": 128, "validation_fraction": 0.2},
-        "objective": {"kind": "chat", **objective},
-        "train": {"steps": 4, "batch_size": 4, "precision": "fp32", "save_interval": 100, "eval_interval": 100},
-    }
-    return RunConfig.from_dict(content)
+    data, tables = {"seq_len": 128, "validation_fraction": 0.2}, {"objective": {"kind": "chat", **objective}}
+    return tiny_config(init=base, data=data, tables=tables, steps=4, log_interval=1, save_interval=100)
 
 
 @pytest.fixture(scope="module")
 def base(files, tmp_path_factory):  # noqa: F811
-    """Next tokens, no template; a document ends with <|endofdoc|>."""
-    content = {
-        "model": {"preset": "tiny", "set": SHAPE},
-        "data": {"seq_len": 128, "document_unit": "lines"},
-        "tokenizer": {"kind": "bpe", "vocab_size": 300},
-        "train": {"steps": 2, "batch_size": 4, "precision": "fp32"},
-    }
-    out = tmp_path_factory.mktemp("base") / "run"
-    return train_model(RunConfig.from_dict(content), [files / "next-token"], out).checkpoint
+    """A decoder without template, whose documents end with <|endofdoc|>."""
+    data = {"seq_len": 128, "document_unit": "lines"}
+    run = tiny_config(data=data, tokenizer={"kind": "bpe", "vocab_size": 300}, steps=2)
+    return train_model(run, [files / "next-token"], tmp_path_factory.mktemp("base") / "run").checkpoint
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
 def test_base_without_template_gets_one_and_its_end_token(base, files, tmp_path, lora):  # noqa: F811
     talks, run = PairPaths(((files / "chat",),)), replace(config(base), lora=lora)
-    train_model(run, talks, tmp_path / "whole")
-    assert train_model(run, talks, tmp_path / "parts", callbacks=[StopAt(2)]).step == 2
-    assert resume_model(tmp_path / "parts").reason == "done"
-    if lora is None:
-        assert hashes(tmp_path / "whole") == hashes(tmp_path / "parts")
+    assert_resume_is_exact(run, talks, tmp_path, stops=[2])
     where = [tmp_path / "whole", tmp_path / "parts"]
     if lora is not None:
         code, _, err = kvad("merge", base, tmp_path / "whole", "--out", tmp_path / "merged")
@@ -61,8 +46,8 @@ def test_base_without_template_gets_one_and_its_end_token(base, files, tmp_path,
         end = opened.tokenizer.special_tokens.separator
         assert opened.generation.eos_token_ids == (end,), "a turn ends with the one token that ends a document"
         template = ChatTemplate.load(opened.tokenizer_folder)
-        said = template.render(TALK, generation_prompt=True).text
-        assert said == "<|im_start|>user\nada<|endofdoc|>\n<|im_start|>assistant\n"
+        text = template.render(TALK, generation_prompt=True).text
+        assert text == "<|im_start|>user\nada<|endofdoc|>\n<|im_start|>assistant\n"
 
 
 def test_given_template_replaces_the_models_default_template(base, files, tmp_path):  # noqa: F811

@@ -1,89 +1,51 @@
 """Memory estimate of training, compared with what autograd saves."""
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from kvad.errors import MemoryPlanError
-from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
-from kvad.model_input import ModelInput, SubBatch
 from kvad.ops import cross_entropy
 from kvad.train.config.presets import MODEL_PRESETS
 from kvad.train.config.run import CallbacksConfig, RunConfig
-from kvad.train.loop.acceleration import apply_acceleration
-from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.loop.trainer import apply_acceleration
 from kvad.train.optim.optimizer import OptimizersContainer
 from kvad.train.setup.memory_estimate import LOGIT_CHUNK_ELEMENTS, MemoryEstimate, translate_oom
 from tests.support.lab_models import CONFIGS
+from tests.support.training_runs import packed_input, saved_bytes
 
 ROWS, CONTEXT = 4, 64
 RUN = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS}})
 
 
-def packed(config, rows, context):
-    """Rows of two documents each."""
-    positions = torch.arange(context).repeat(rows)
-    return ModelInput(
-        token_ids=torch.arange(rows * context) % config.vocab_size,
-        positions=positions,
-        sub_batches=(SubBatch(rows, context, context),),
-        logit_indices=torch.arange(rows * context),
-        document_ids=(positions >= context // 2).long(),
-        max_seq_lens=torch.full((rows * context,), context),
-    )
-
-
-def kept_bytes(model, precision):
-    """Bytes that the graph of one forward pass holds, the parameters themselves left out."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held = {}
-
-    def hold(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            held[storage.data_ptr()] = storage  # kept alive: an address is one storage's
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor), Autocast(precision, "cpu")():
-        step = packed(model.config, ROWS, CONTEXT)
-        if model.config.encoder_input is not None:
-            step = step._replace(encoder_input=packed(model.config, ROWS, CONTEXT))
-        model(step, NoCache(model.config))
-    return sum(storage.nbytes() for storage in held.values())
+def bytes_of(model, precision="fp32"):
+    return saved_bytes(model, packed_input(model.config, ROWS, CONTEXT), precision)
 
 
 def activations(config, half=False):
-    """The estimate's own: what is left when state, rows and logits are taken off, and the copies under bf16."""
+    """The estimate without state, rows, logits and the copies under bf16."""
     logits = 8 * min(ROWS * CONTEXT * config.vocab_size, LOGIT_CHUNK_ELEMENTS)
     return MemoryEstimate(config, RUN, 0, half=half).total(ROWS) - 48 * ROWS * CONTEXT - logits
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_estimate_is_near_what_autograd_saves(name):
-    kept = kept_bytes(Transformer(CONFIGS[name]), "fp32")
-    assert kept / 1.5 <= activations(CONFIGS[name]) <= 1.25 * kept
+    saved = bytes_of(Transformer(CONFIGS[name]), "fp32")
+    assert saved / 1.5 <= activations(CONFIGS[name]) <= 1.25 * saved
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_estimate_of_a_preset_is_near_what_autograd_saves(precision):
-    config, half = MODEL_PRESETS["tiny"](256, CONTEXT), precision == "bf16"
+@pytest.mark.parametrize(("preset", "source_rows"), [("tiny", 0), ("transformer-tiny", 32 * ROWS * CONTEXT)])
+def test_estimate_of_a_preset_is_near_what_autograd_saves(preset, source_rows, precision):
+    config, half = MODEL_PRESETS[preset](256, CONTEXT), precision == "bf16"
     model = Transformer(config)
     copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
-    kept = kept_bytes(model, precision) - copies
-    assert kept / 1.25 <= activations(config, half) <= 1.1 * kept
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_estimate_of_an_encoder_decoder_is_near_what_autograd_saves(precision):
-    config, half = MODEL_PRESETS["transformer-tiny"](256, CONTEXT), precision == "bf16"
-    model = Transformer(config)
-    copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
-    kept = kept_bytes(model, precision) - copies
-    estimate = activations(config, half) - 32 * ROWS * CONTEXT  # the sources' rows
-    assert kept / 1.25 <= estimate <= 1.1 * kept, (kept, estimate)
+    saved = bytes_of(model, precision) - copies
+    estimate = activations(config, half) - source_rows
+    assert saved / 1.25 <= estimate <= 1.1 * saved, (saved, estimate)
 
 
 @pytest.mark.parametrize("name", ["plain", "gated bias", "pattern", "t5"])
@@ -93,32 +55,27 @@ def test_estimate_with_frozen_weights_is_near_what_autograd_saves(name):
 
     model = Transformer(CONFIGS[name])
     add_adapters(model, match_targets(CONFIGS[name], ["q", "v"]), 2, 1.0)
-    kept = kept_bytes(model, "fp32")
+    saved = bytes_of(model, "fp32")
     logits = 8 * min(ROWS * CONTEXT * CONFIGS[name].vocab_size, LOGIT_CHUNK_ELEMENTS)
     estimate = MemoryEstimate(CONFIGS[name], RUN, 0, trained=0).total(ROWS) - 48 * ROWS * CONTEXT - logits
-    assert kept / 1.5 <= estimate <= 1.25 * kept
+    assert saved / 1.5 <= estimate <= 1.25 * saved
 
 
 def test_state_rows_and_copies_are_counted():
-    config = CONFIGS["plain"]
-    plain = MemoryEstimate(config, RUN, 0).total(ROWS)
-    assert MemoryEstimate(config, RUN, 1000).total(ROWS) - plain == 16_000 + 12_000
-    frozen = MemoryEstimate(config, RUN, 1000, trained=10).total(ROWS) - MemoryEstimate(
-        config, RUN, 0, trained=0
-    ).total(ROWS)
-    assert frozen == 4_000 + 120 + 120
-    assert (
-        MemoryEstimate(config, RUN, 1000, half=True).total(ROWS) - MemoryEstimate(config, RUN, 0, half=True).total(ROWS)
-        == 30_000
-    )
-    alone = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS, "async_save": False}})
-    assert MemoryEstimate(config, alone, 1000).total(ROWS) - plain == 16_000
-    more = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": {"gradient_accumulation_steps": 3}})
-    assert MemoryEstimate(config, more, 0).total(ROWS) - plain == 2 * 48 * ROWS * CONTEXT
+    def total(parameters, run=RUN, **options):
+        return MemoryEstimate(CONFIGS["plain"], run, parameters, **options).total(ROWS)
+
+    plain = total(0)
+    assert total(1000) - plain == 16_000 + 12_000
+    assert total(1000, trained=10) - total(0, trained=0) == 4_000 + 120 + 120
+    assert total(1000, half=True) - total(0, half=True) == 30_000
+    assert total(1000, replace(RUN, train=replace(RUN.train, async_save=False))) - plain == 16_000
+    accumulated = replace(RUN, train=replace(RUN.train, gradient_accumulation_steps=3))
+    assert total(0, accumulated) - plain == 2 * 48 * ROWS * CONTEXT
 
 
 @pytest.mark.parametrize(
-    ("tables", "each", "beside"),
+    ("tables", "each", "num_tables"),
     [
         ({}, 16, 0),
         ({"optim": {"name": "adafactor"}}, 8, 0),
@@ -128,11 +85,13 @@ def test_state_rows_and_copies_are_counted():
         ({"optim": {"name": "muon"}}, 12, 1),
     ],
 )
-def test_optimizer_state_is_counted(tables, each, beside):
-    """Held against the tensors themselves, after a step: never more than there are, and most of them."""
+def test_optimizer_state_is_counted(tables, each, num_tables):
+    """Compared with the tensors after a step: never more than these, and at least 90%."""
     run = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, **tables})
     config = CONFIGS["plain"]
-    assert MemoryEstimate(config, run, 1000).state == each * 1000 + beside * 4 * config.vocab_size * config.hidden_size
+    assert (
+        MemoryEstimate(config, run, 1000).state == each * 1000 + num_tables * 4 * config.vocab_size * config.hidden_size
+    )
     model = Transformer(config)
     parameters = sum(p.numel() for p in model.parameters())
     optimization = OptimizersContainer(model, run.optim, run.train)
@@ -141,32 +100,30 @@ def test_optimizer_state_is_counted(tables, each, beside):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimization.step(optimization.clip_grad_norm())
-    held = sum(tensor.nbytes for name, tensor in optimization.state_tensors().items() if not name.startswith("raw."))
-    held += 8 * parameters  # weights and gradients
-    assert 0.9 * held <= MemoryEstimate(config, run, parameters).state <= held
+    stored = sum(tensor.nbytes for name, tensor in optimization.state_tensors().items() if not name.startswith("raw."))
+    stored += 8 * parameters  # weights and gradients
+    assert 0.9 * stored <= MemoryEstimate(config, run, parameters).state <= stored
     written = 4 * parameters + sum(tensor.nbytes for tensor in optimization.state_tensors().values())
     assert 0.9 * written <= MemoryEstimate(config, run, parameters).parts(ROWS)["copy"] <= written
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_estimate_with_activation_checkpointing(name):
-    """Of the forward pass: the inputs of layers.  What one layer takes beside them is the plain estimate's."""
+    """Inputs of all layers, and the activations of one."""
     config = CONFIGS[name]
-    run = RunConfig.from_dict(
-        {"data": {"seq_len": CONTEXT}, "train": {"batch_size": ROWS, "activation_checkpointing": True}}
-    )
+    run = replace(RUN, train=replace(RUN.train, activation_checkpointing=True))
     plain = MemoryEstimate(config, RUN, 0).total(ROWS)
     again = MemoryEstimate(config, run, 0).total(ROWS)
     layers = config.decoder.num_layers
     assert again < plain
     if len(config.decoder.layer_types) == 1:
-        one = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, num_layers=1))
+        one = replace(config, decoder=replace(config.decoder, num_layers=1))
         stream = 4 * ROWS * CONTEXT * config.hidden_size
         assert again - layers * stream == MemoryEstimate(one, RUN, 0).total(ROWS)
     model = Transformer(config).train()
     apply_acceleration(model, run.train)
-    kept = kept_bytes(model, "fp32")
-    assert layers * 4 * ROWS * CONTEXT * config.hidden_size <= kept < kept_bytes(Transformer(config), "fp32")
+    saved = bytes_of(model, "fp32")
+    assert layers * 4 * ROWS * CONTEXT * config.hidden_size <= saved < bytes_of(Transformer(config), "fp32")
 
 
 def test_logit_chunk_equals_that_of_cross_entropy():
@@ -186,7 +143,7 @@ def test_the_largest_fitting_micro_batch_is_named(most):
         MemoryEstimate(config, of_batch(1000), 5000).require(have)
     assert "training on 1,000 rows of 64 tokens at a time needs about" in caught.value.message
     assert "MiB is available" in caught.value.message and caught.value.exit_code == 2
-    MemoryEstimate(config, of_batch(1000), 5000).require(None)  # nobody knows
+    MemoryEstimate(config, of_batch(1000), 5000).require(None)  # unknown
 
 
 def test_error_if_no_batch_fits():
@@ -209,21 +166,11 @@ def test_out_of_memory_states_the_estimate_and_options():
     assert "out of memory in step 7, with 4 rows of 64 tokens at a time; estimated were" in error.message
     for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
         assert name in error.message
-    for way in (
-        "train.batch_size",
-        "data.seq_len",
-        "train.activation_checkpointing=true",
-        "train.precision=bf16",
-        "async_save=false",
-    ):
-        assert way in error.hint
-    tight = {"batch_size": 1, "activation_checkpointing": True, "async_save": False}
-    least = RunConfig.from_dict({"data": {"seq_len": CONTEXT}, "train": tight})
-    assert (
-        MemoryEstimate(config, least, 5000, half=True)
-        .out_of_memory("", "")
-        .hint.endswith("to use less memory: a lower data.seq_len")
-    )
+    memory_options = ("train.batch_size", "data.seq_len", "activation_checkpointing=true", "train.precision=bf16")
+    assert all(option in error.hint for option in (*memory_options, "async_save=false"))
+    tight = replace(RUN.train, batch_size=1, activation_checkpointing=True, async_save=False)
+    hint = MemoryEstimate(config, replace(RUN, train=tight), 5000, half=True).out_of_memory("", "").hint
+    assert hint.endswith("to use less memory: a lower data.seq_len")
 
 
 def refused(kind):
@@ -238,8 +185,8 @@ def refused(kind):
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "torch", "gpu"])
 def test_out_of_memory_errors_are_translated(kind):
-    said = MemoryPlanError("as planned")
-    with pytest.raises(MemoryPlanError, match="as planned"), translate_oom(lambda: said):
+    error = MemoryPlanError("as planned")
+    with pytest.raises(MemoryPlanError, match="as planned"), translate_oom(lambda: error):
         refused(kind)
 
 
@@ -249,16 +196,13 @@ def test_other_errors_are_not_translated():
 
 
 def test_copy_for_callbacks_is_counted_beyond_a_steps_memory():
-    """Of evaluations: the activations of a step are gone by then."""
+    """Evaluations hold no activations of a step."""
     model, count = next(iter(CONFIGS.values())), 10_000_000
     for rows, more in ((1, True), (4_000, False)):
-        run = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, batch_size=rows))
-        seen = dataclasses.replace(run, callbacks=CallbacksConfig(prompts=("a",)))
+        run = replace(RUN, train=replace(RUN.train, batch_size=rows))
+        seen = replace(run, callbacks=CallbacksConfig(prompts=("a",)))
         parts, plain = (MemoryEstimate(model, each, count).parts(rows) for each in (seen, run))
         step = plain["activations"] + plain["logits"]
-        assert (
-            plain["callbacks"] == 0
-            and parts["callbacks"] == max(0, 4 * count - step)
-            and (parts["callbacks"] > 0) is more
-        )
+        assert plain["callbacks"] == 0 and parts["callbacks"] == max(0, 4 * count - step)
+        assert (parts["callbacks"] > 0) is more
         assert {**parts, "callbacks": 0} == plain

@@ -12,38 +12,32 @@ from kvad.errors import ConfigError, DataError, UsageError
 from kvad.model_input import AttentionPattern
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
+from kvad.train.config.toml import dumps
 from kvad.train.data.token_store import is_prepared
 from kvad.train.loop import run as job
 from kvad.train.setup.prepared import PreparedData
 from kvad.train.setup.run_data import RunData
 from kvad.train.sources.pairs import PairPaths
+from tests.support.training_runs import hashes, tiny_shape
 from tests.train.conftest import Listener
-from tests.train.loop.test_run import hashes
 from tests.train.test_cli import QUICK, kvad
-
-RUN = """
-[model]
-preset = "tiny"
-set = {{ "hidden_size" = 32, "decoder.num_layers" = 1, "decoder.layer_types.L.mlp.intermediate_size" = 32 }}
-[data]
-seq_len = 16
-{data}
-[tokenizer]
-kind = "byte"
-[train]
-steps = 3
-batch_size = 2
-precision = "fp32"
-eval_tokens = 100
-"""
 
 
 @pytest.fixture
 def run(tmp_path):
-    def make(name="run.toml", **data):
-        path = tmp_path / name
-        path.write_text(RUN.format(data="\n".join(f"{key} = {json.dumps(value)}" for key, value in data.items())))
-        return path
+    """``run(seq_len=16)``: a run file; keywords are keys of [data]."""
+
+    def make(name="run.toml", tokenizer="byte", **data):
+        content = {
+            "model": {"preset": "tiny", "set": tiny_shape(layers=1, mlp=32)},
+            "data": {"seq_len": 16, **data},
+            "tokenizer": {"kind": tokenizer},
+            "train": {"steps": 3, "batch_size": 2, "precision": "fp32", "eval_tokens": 100},
+        }
+        if tokenizer is None:
+            del content["tokenizer"]
+        (tmp_path / name).write_text(dumps(content))
+        return tmp_path / name
 
     return make
 
@@ -94,11 +88,8 @@ def test_runs_on_texts_on_prepared_data_and_on_a_stream(prepared, corpus, run, t
 
 
 def test_a_mixture_is_trained_on_by_its_run_file(prepared, corpus, run, tmp_path):
-    sources = f'sources = [{{paths = ["{prepared}"], weight = 3}}, {{paths = ["{corpus / "03.txt"}"]}}]'
-    path = run()
-    path.write_text(
-        path.read_text().replace("seq_len = 16", f"seq_len = 16\n{sources}").replace('[tokenizer]\nkind = "byte"', "")
-    )
+    sources = [{"paths": [str(prepared)], "weight": 3}, {"paths": [str(corpus / "03.txt")]}]
+    path = run(tokenizer=None, sources=sources)
     code, _, err = kvad("train", path, "--out", tmp_path / "mixed")
     assert code == 0 and "prepared: " in err and "corpus: 1 file" in err, err
     assert kvad("train", "--resume", "--out", tmp_path / "mixed")[0] == 0
@@ -106,7 +97,7 @@ def test_a_mixture_is_trained_on_by_its_run_file(prepared, corpus, run, tmp_path
     assert code == 2 and "data.sources: already names the texts" in err
 
 
-def material(prepared, **tables):
+def run_data(prepared, **tables):
     return RunData(RunConfig.from_dict(tables), [prepared], lambda _: None)
 
 
@@ -114,25 +105,24 @@ def test_mismatched_prepared_data_is_refused(prepared, tmp_path):
     char = train_tokenizer("char", ["abc"])
     char.save(tmp_path / "char")
     with pytest.raises(DataError, match=r"char is not the tokenizer that made the tokens of .*data"):
-        material(prepared, tokenizer={"path": str(tmp_path / "char")}).make_tokenizer()
+        run_data(prepared, tokenizer={"path": str(tmp_path / "char")}).make_tokenizer()
     with pytest.raises(ConfigError, match=r"\[tokenizer\]: the tokens of .*data were made by byte"):
-        material(prepared, tokenizer={"kind": "char"}).make_tokenizer()
+        run_data(prepared, tokenizer={"kind": "char"}).make_tokenizer()
     with pytest.raises(ConfigError, match=r"with the run file: kvad data prepare RUN.toml TEXTS --out DIR"):
-        material(prepared, tokenizer={"kind": "bpe", "vocab_size": 300}).make_tokenizer()
-    assert material(prepared, tokenizer={"kind": "byte"}).make_tokenizer().kind == "byte"
+        run_data(prepared, tokenizer={"kind": "bpe", "vocab_size": 300}).make_tokenizer()
+    assert run_data(prepared, tokenizer={"kind": "byte"}).make_tokenizer().kind == "byte"
     with pytest.raises(ConfigError, match=r"'stream' reads texts, but .* is prepared"):
-        material(prepared, data={"order": "stream"})
+        run_data(prepared, data={"order": "stream"})
     with pytest.raises(DataError, match=r"the run's tokenizer is not the tokenizer that made the tokens"):
-        material(prepared).open(tmp_path / "x", char)
+        run_data(prepared).open(tmp_path / "x", char)
     char.save(prepared / "tokenizer")
     with pytest.raises(DataError, match=r"tokenizer is not the tokenizer that made the tokens .*Prepare it again"):
         PreparedData(prepared)
 
 
 def test_two_folders_share_the_first_ones_tokenizer(corpus, tmp_path, run):
-    """The command of the hint is the way out: it is run as it stands."""
-    path = run()
-    path.write_text(path.read_text().replace('[tokenizer]\nkind = "byte"\n', ""))
+    """The hint's command works."""
+    path = run(tokenizer=None)
     for name, size in (("a", 300), ("b", 280)):
         code, _, err = kvad("data", "prepare", corpus, "--vocab-size", size, "--out", tmp_path / name)
         assert code == 0, err
@@ -150,32 +140,30 @@ def test_two_folders_share_the_first_ones_tokenizer(corpus, tmp_path, run):
 
 
 def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, run, tmp_path, corpus):
-    manifest = json.loads((prepared / "manifest.json").read_text())
-    (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
-    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "holds token id 300, outside the vocabulary of 257" in err
-    (prepared / "manifest.json").write_text(json.dumps(manifest))
-    tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
+    path, shard = prepared / "manifest.json", prepared / "tokens-00000.bin"
+    manifest, tokens = json.loads(path.read_text()), bytearray(shard.read_bytes())
     tokens[1::2] = b"\x02" * (len(tokens) // 2)  # every id is 512 more
-    (prepared / "tokens-00000.bin").write_bytes(tokens)
-    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "outside the vocabulary of 257: the first is token 1 of document 1, at byte 0 of " in err, err
-    (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
-    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "the first is token 1 of document 1, at byte 0 of tokens-00000.bin\n" in err, err
-    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    first = "the first is token 1 of document 1, at byte 0 of "
+
+    def refused(message, content=manifest, data=None):
+        path.write_text(json.dumps(content))
+        if data is not None:
+            shard.write_bytes(data)
+        code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+        assert code == 2 and message in err, err
+
+    refused("holds token id 300, outside the vocabulary of 257", manifest | {"largest": 300})
+    refused(f"outside the vocabulary of 257: {first}", data=tokens)
+    refused(f"{first}tokens-00000.bin\n", manifest | {"largest": 300})
+    path.write_text(json.dumps(manifest))
     code, out, _ = kvad("data", "check", run(), prepared)
     assert code == 1 and out.startswith("damaged: "), out
-    (prepared / "tokens-00000.bin").write_bytes(tokens[:-2])
-    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "tokens-00000.bin has" in err and "instead of" in err
-    (prepared / "manifest.json").write_text(json.dumps({"prepared": manifest["prepared"]}))
-    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "its manifest is damaged" in err
+    refused("tokens-00000.bin has", data=tokens[:-2])
+    refused("its manifest is damaged", {"prepared": manifest["prepared"]})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["{corpus}", "--out", "{corpus}"], "is not empty (Choose another --out.)"),
         (["{corpus}", "--out", "{data}"], "is not empty (Replace it with --overwrite.)"),
@@ -186,15 +174,15 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
         (["{corpus}", "--out", "{corpus}/00.txt"], "00.txt is a file, and prepared data is a folder"),
     ],
 )
-def test_unpreparable_input_is_refused(prepared, corpus, arguments, says):
+def test_unpreparable_input_is_refused(prepared, corpus, arguments, message):
     code, _, err = kvad("data", "prepare", *(a.format(corpus=corpus, data=prepared) for a in arguments))
-    said = err.replace("\nkvad: hint: ", " (").rstrip() + ")"
-    assert code == 2 and says in said and "Traceback" not in err, err
+    text = err.replace("\nkvad: hint: ", " (").rstrip() + ")"
+    assert code == 2 and message in text and "Traceback" not in err, err
     assert kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", prepared, "--overwrite")[0] == 0
 
 
 def test_output_inside_the_corpus_is_refused(corpus, tmp_path):
-    """The next reading would take its JSON for text."""
+    """A later run would read its JSON as text."""
     texts = shutil.copytree(corpus, tmp_path / "texts")
     byte = ["--tokenizer", "byte"]
     code, _, err = kvad("data", "prepare", texts, *byte, "--out", texts / "prep")
@@ -214,17 +202,17 @@ def test_ctrl_c_reports_that_nothing_was_written(prepared, corpus, tmp_path, mon
     out = prepared if there else tmp_path / "new"
     before = hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest()
     code, _, err = kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", out, "--overwrite")
-    said = f"{out} is unchanged" if there else f"nothing was written to {out}"
-    assert code == 130 and err.endswith(f"kvad: interrupted: {said}\n"), err
+    text = f"{out} is unchanged" if there else f"nothing was written to {out}"
+    assert code == 130 and err.endswith(f"kvad: interrupted: {text}\n"), err
     assert hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 
 def test_tsv_read_as_a_document_is_logged(tmp_path):
-    """What decides is the objective, then the format, then the name; and .tsv is the name of three of them."""
+    """The objective decides, then the format, then the name."""
     table = tmp_path / "p.tsv"
     table.write_text("".join(f"{'ab'[n % 2]}\t{n} and {n + 1}\n" for n in range(9)))
-    for number, (flags, kind, told) in enumerate(
+    for number, (flags, kind, is_logged) in enumerate(
         [
             ([], "documents", True),
             (["--format", "text"], "documents", False),
@@ -237,18 +225,18 @@ def test_tsv_read_as_a_document_is_logged(tmp_path):
         out = tmp_path / str(number)
         code, _, err = kvad("data", "prepare", table, *flags, "--vocab-size", 300, "--out", out)
         assert code == 0 and json.loads((out / "manifest.json").read_text())["kind"] == kind, err
-        assert (f"{table} is read as a document; --objective seq2seq reads pairs, tag" in err) is told, err
+        assert (f"{table} is read as a document; --objective seq2seq reads pairs, tag" in err) is is_logged, err
 
 
 def test_pairs_are_for_an_encoder_decoder(prepared, tmp_path, corpus):
     with pytest.raises(DataError, match=r"holds documents, and this model reads pairs"):
         RunData(RunConfig(), PairPaths(((prepared,),)), lambda _: None)
     with pytest.raises(UsageError, match="only texts can be prepared"):
-        material(prepared).single_corpus()
+        run_data(prepared).single_corpus()
 
 
 def test_one_token_beyond_the_vocabulary_is_found_before_the_first_step(prepared, run, tmp_path):
-    """Wherever it stands, though the manifest says nothing of it: its document, its shard and its byte."""
+    """The error names document, shard and byte, although the manifest has another maximum."""
     shard, offsets = prepared / "tokens-00000.bin", np.fromfile(prepared / "offsets.bin", "<u8")
     whole = shard.read_bytes()
     for at, place in (
@@ -259,10 +247,8 @@ def test_one_token_beyond_the_vocabulary_is_found_before_the_first_step(prepared
         tokens[at] = 32767
         shard.write_bytes(tokens.tobytes())
         code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-        says = (
-            f"holds token id 32,767, outside the vocabulary of 257: the first is {place}, at byte {2 * at:,} of tokens"
-        )
-        assert code == 2 and says in err, err
+        start = "holds token id 32,767, outside the vocabulary of 257: the first is"
+        assert code == 2 and f"{start} {place}, at byte {2 * at:,} of tokens" in err, err
         assert not (tmp_path / "run").exists()
 
 
@@ -286,7 +272,6 @@ def test_error_names_the_side_of_a_pair(tmp_path):
 def test_check_finds_no_leak_in_a_real_batch(prepared, run, data):
     data = {"document_unit": "lines", "validation_fraction": 0.2, "seq_len": 400, **data}
     file = run(**data)
-    file.write_text(file.read_text().replace("seq_len = 16\n", ""))
     code, out, err = kvad("data", "check", file, prepared, "--json")
     assert code == 0, err
     found = json.loads(out)
@@ -300,8 +285,7 @@ def test_check_finds_no_leak_in_a_real_batch(prepared, run, data):
 def test_check_reports_a_broken_mask(prepared, run, monkeypatch):
     real = AttentionPattern.visible
     monkeypatch.setattr(AttentionPattern, "visible", lambda self, q, k: real(self, q._replace(document_id=None), k))
-    file = run()
-    file.write_text(file.read_text().replace("seq_len = 16", "seq_len = 400"))
+    file = run(seq_len=400)
     code, out, err = kvad("data", "check", file, prepared)
     assert code == 1 and "LEAK" in out and "changes another document's logits" in out, err
     assert "packed gradients differ from those of single documents" in out
@@ -310,19 +294,18 @@ def test_check_reports_a_broken_mask(prepared, run, monkeypatch):
 
 
 def test_check_with_positions_that_do_not_restart(prepared, run, monkeypatch):
-    """Documents that are not isolated: said so, and only what comes later may move."""
-    file = run(isolate_documents=False)
-    file.write_text(file.read_text().replace("seq_len = 16", "seq_len = 400"))
+    """Documents that are not isolated: only later logits may change."""
+    file = run(seq_len=400, isolate_documents=False)
     code, out, _ = kvad("data", "check", file, prepared)
     assert code == 0 and "gradients   not compared" in out and "(data.isolate_documents is off)" in out
     real = AttentionPattern.visible
-    monkeypatch.setattr(
-        AttentionPattern,
-        "visible",
-        lambda self, q, k: real(self, q._replace(causal_order=None), k._replace(causal_order=None)),
-    )
+
+    def by_position(self, q, k):
+        return real(self, q._replace(causal_order=None), k._replace(causal_order=None))
+
+    monkeypatch.setattr(AttentionPattern, "visible", by_position)
     code, out, _ = kvad("data", "check", file, prepared)
-    assert code == 1 and "changes another document's logits" in out, "by position alone a document sees later ones"
+    assert code == 1 and "changes another document's logits" in out, "positions alone do not order documents"
 
 
 def test_check_of_a_run_uses_its_weights(tmp_path):
@@ -338,11 +321,11 @@ def test_check_of_a_run_uses_its_weights(tmp_path):
 
 
 def test_a_damaged_shard_is_named(prepared, run, monkeypatch):
-    """At once: what is damaged is not worth a proof."""
+    """Damaged data is not checked further."""
     tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
     tokens[40] ^= 1
     (prepared / "tokens-00000.bin").write_bytes(tokens)
-    monkeypatch.setattr("kvad.train.setup.data_check.check_packing", lambda *_: pytest.fail("no proof"))
+    monkeypatch.setattr("kvad.train.setup.data_check.check_packing", lambda *_: pytest.fail("checked"))
     code, out, _ = kvad("data", "check", run(), prepared)
     assert (code, out) == (1, f"damaged: {prepared / 'tokens-00000.bin'}: run kvad data prepare again\n")
     code, out, _ = kvad("data", "check", run(), prepared, "--json")

@@ -12,43 +12,40 @@ from rich.console import Console
 from kvad.checkpoint.folder import file_digest
 from kvad.model_input import AttentionPattern
 from kvad.text.tokenizer import load_tokenizer
+from kvad.train.config.toml import dumps
 from kvad.train.data import token_store
 from kvad.train.monitoring import console
+from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY
 from kvad.train.sources import examples
-from tests.train.loop.test_run import hashes
-from tests.train.objectives.test_all_objectives import OBJECTIVE_TOPOLOGY, PRESET, SMALL, files  # noqa: F401  (a fixture)
+from tests.support.training_runs import PRESETS, hashes, tiny_shape
+from tests.train.objectives.test_all_objectives import files  # noqa: F401  (a fixture)
 from tests.train.test_cli import kvad
 
-FED = ("masked-lm", "span-corruption", "tag", "classify", "chat")
+EXAMPLE_KINDS = ("masked-lm", "span-corruption", "tag", "classify", "chat")
+
+
+TRAIN = {"batch_size": 2, "precision": "fp32", "eval_tokens": 200}
 
 
 def run_file(kind, folder, **data):
-    """A run of a tiny model; ``data``: keys of [data]."""
+    """A run file of a tiny model; ``data``: keys of [data]."""
     topology = OBJECTIVE_TOPOLOGY[kind]
-    own = {k: v for k, v in SMALL.items() if k == "hidden_size" or k.split(".")[0] in topology.split("-")}
-    own |= {
-        f"{side}.layer_types.L.mlp.intermediate_size": 48
-        for side in topology.split("-")
-        if side in ("encoder", "decoder")
-    }
-    preset = "t5-tiny" if kind == "span-corruption" else PRESET[topology]
+    preset = "t5-tiny" if kind == "span-corruption" else PRESETS[topology]
     lines = {"document_unit": "lines"} if kind in ("masked-lm", "span-corruption") else {}
-    table = {"seq_len": 128, "validation_fraction": 0.2, **lines, **data}
+    content = {
+        "model": {"preset": preset, "set": tiny_shape(topology)},
+        "data": {"seq_len": 128, "validation_fraction": 0.2, **lines, **data},
+        "tokenizer": {"kind": "byte"},
+        "objective": {"kind": kind},
+        "train": {"steps": 3, **TRAIN},
+    }
     path = folder / f"{kind}.toml"
-    path.write_text(
-        f"[model]\npreset = {json.dumps(preset)}\n[model.set]\n"
-        + "".join(f'"{key}" = {json.dumps(value)}\n' for key, value in own.items())
-        + "[data]\n"
-        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
-        + f'[tokenizer]\nkind = "byte"\n[objective]\nkind = "{kind}"\n'
-        + '[train]\nsteps = 3\nbatch_size = 2\nprecision = "fp32"\neval_tokens = 200\n'
-    )
+    path.write_text(dumps(content))
     return path
 
 
-@pytest.mark.parametrize("kind", FED)
+@pytest.mark.parametrize("kind", EXAMPLE_KINDS)
 def test_run_on_prepared_data_equals_run_on_files(kind, files, tmp_path):  # noqa: F811
-    """To the bit; and it resumes."""
     run = run_file(kind, tmp_path)
     code, _, err = kvad("data", "prepare", run, files / kind, "--out", tmp_path / "data")
     assert code == 0, err
@@ -78,23 +75,17 @@ def test_held_out_files_are_fixed_when_prepared(files, tmp_path):  # noqa: F811
     code, _, err = kvad("data", "prepare", run, files / "tag", *held, "--out", tmp_path / "other")
     assert code == 2 and "unseen.tsv, line 3: tag 'Z' is held out" in err
     code, _, err = kvad("train", run, tmp_path / "data", "--validation", 0.3, "--out", tmp_path / "run")
-    assert code == 0, "files were held out, and no share of the rest is asked for"
+    assert code == 0, "the held-out files apply"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["train", "{run}", "{data}", "--validation", "0.4"], "must be 0.2, as in {data}, got 0.4"),
         (["train", "{run}", "{data}", "{files}/classify"], "is prepared, and objective classify reads one corpus"),
         (["train", "{run}", "{data}", "--objective", "tag"], "objective tag has its own format"),
-        (
-            ["train", "{data}", "--preset", "tiny"],
-            "labeled texts for objective classify, and this model reads documents",
-        ),
-        (
-            ["train", "{data}", "--preset", "encoder-tiny"],
-            "hint: Train with --objective classify, or prepare the texts",
-        ),
+        (["train", "{data}", "--preset", "tiny"], "for objective classify, and this model reads documents"),
+        (["train", "{data}", "--preset", "encoder-tiny"], "hint: Train with --objective classify, or prepare the"),
         (["train", "{data}", "--preset", "tiny"], "hint: Prepare them with --objective next-token"),
         (
             ["data", "prepare", "{files}/masked", "--validation", "0.3"],
@@ -102,12 +93,12 @@ def test_held_out_files_are_fixed_when_prepared(files, tmp_path):  # noqa: F811
         ),
     ],
 )
-def test_invalid_combinations_are_refused(files, tmp_path, arguments, says):  # noqa: F811
+def test_invalid_combinations_are_refused(files, tmp_path, arguments, message):  # noqa: F811
     run = run_file("classify", tmp_path)
     assert kvad("data", "prepare", run, files / "classify", "--out", tmp_path / "data")[0] == 0
     names = {"run": run, "data": tmp_path / "data", "files": files}
     code, _, err = kvad(*(a.format(**names) for a in arguments), "--out", tmp_path / "out")
-    assert code == 2 and says.format(**names) in err and "Traceback" not in err, err
+    assert code == 2 and message.format(**names) in err and "Traceback" not in err, err
 
 
 def test_damaged_column_is_named(files, tmp_path):  # noqa: F811
@@ -149,19 +140,23 @@ def test_a_prepared_conversation_keeps_its_template(files, tmp_path):  # noqa: F
 
 @pytest.fixture
 def in_batches(monkeypatch):
-    """Texts are encoded a few at a time, and every batch takes four seconds."""
+    """Batches of a few texts; each takes four seconds."""
     seconds = count(0, 4)
     monkeypatch.setattr(examples, "ENCODE_BATCH", 5)
     monkeypatch.setattr(token_store, "BATCH_CHARS", 100)
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
 
-TOLD = [*(("prepare", kind) for kind in ("next-token", "seq2seq", *FED)), ("train", "next-token"), ("train", "tag")]
+PROGRESS_CASES = [
+    *(("prepare", kind) for kind in ("next-token", "seq2seq", *EXAMPLE_KINDS)),
+    ("train", "next-token"),
+    ("train", "tag"),
+]
 
 
-@pytest.mark.parametrize(("command", "kind"), TOLD)
+@pytest.mark.parametrize(("command", "kind"), PROGRESS_CASES)
 def test_encoding_reports_progress(command, kind, files, tmp_path, in_batches):  # noqa: F811
-    """A line when ten seconds have passed, here at every third batch, whatever the texts are for."""
+    """One line every ten seconds, here at every third batch."""
     run = run_file(kind, tmp_path, **({"document_unit": "lines"} if kind == "next-token" else {}))
     words = ["train"] if command == "train" else ["data", "prepare"]
     code, _, err = kvad(*words, run, files / kind, "--out", tmp_path / "out")
@@ -171,29 +166,28 @@ def test_encoding_reports_progress(command, kind, files, tmp_path, in_batches): 
     assert len(lines) >= 3, err
     assert [speed for _, speed in lines] == [round(tokens / (12 * n)) for n, (tokens, _) in enumerate(lines, 1)]
     tokens = [tokens for tokens, _ in lines]
-    whole = json.loads((tmp_path / "out" / ("data" if command == "train" else "") / "manifest.json").read_text())[
-        "tokens"
-    ]
+    folder = tmp_path / "out" / ("data" if command == "train" else "")
+    whole = json.loads((folder / "manifest.json").read_text())["tokens"]
     assert tokens == sorted(set(tokens)) and whole / 2 < tokens[-1] <= whole
 
 
 @pytest.mark.parametrize("kind", ["tag", "classify", "chat"])
 def test_last_progress_report_counts_all_examples(kind, files, tmp_path, in_batches, monkeypatch):  # noqa: F811
-    """In a terminal it is one live line."""
-    shown, told = io.StringIO(), []
+    """A terminal shows one live line."""
+    shown, updates = io.StringIO(), []
     monkeypatch.setattr("kvad.cli.commands.data.console", lambda: Console(file=shown, force_terminal=True, width=120))
-    monkeypatch.setattr("rich.status.Status.update", lambda _, text: told.append(text))
+    monkeypatch.setattr("rich.status.Status.update", lambda _, text: updates.append(text))
     code, _, err = kvad("data", "prepare", run_file(kind, tmp_path), files / kind, "--out", tmp_path / "out")
     assert code == 0 and "a second" not in err, err
-    assert len(told) in (12, 13) and "reading" in shown.getvalue(), "60 texts, or 61, five at a time"
+    assert len(updates) in (12, 13) and "reading" in shown.getvalue(), "60 texts, or 61, five at a time"
     whole = json.loads((tmp_path / "out/manifest.json").read_text())["tokens"]
-    assert f" {whole:,} tokens, " in told[-1]
+    assert f" {whole:,} tokens, " in updates[-1]
 
 
 # ---------------------------------------------------------------- check
 
 
-@pytest.mark.parametrize("kind", FED)
+@pytest.mark.parametrize("kind", EXAMPLE_KINDS)
 def test_check_finds_no_leak_in_a_real_batch(kind, files, tmp_path):  # noqa: F811
     run = run_file(kind, tmp_path)
     code, out, err = kvad("data", "check", run, files / kind, "--json")
@@ -222,7 +216,7 @@ def test_masked_tokens_without_isolation_are_not_checked(files, tmp_path):  # no
 
 
 def test_check_of_a_run_file_with_init_uses_that_model(files, tmp_path):  # noqa: F811
-    """A new head on a trained body; and the run's own folder."""
+    """A new head on a trained body, and a run's folder."""
     run = run_file("masked-lm", tmp_path)
     assert kvad("train", run, files / "masked-lm", "--out", tmp_path / "base")[0] == 0
     (tmp_path / "tags.toml").write_text(
@@ -239,15 +233,15 @@ def test_check_of_a_run_file_with_init_uses_that_model(files, tmp_path):  # noqa
 
 
 def test_pairs_are_prepared_for_the_model_that_reads_them(files, tmp_path):  # noqa: F811
-    """Framed as a model that there is was trained, and refused by one that begins; and the other way round."""
+    """Pairs framed for a pretrained model are refused by a new one, and the reverse."""
     options = {"preset": "marian-tiny", "seq-len": 64, "steps": 1, "batch-size": 2, "precision": "fp32"}
     small = [part for name, value in options.items() for part in (f"--{name}", value)]
     code, _, err = kvad("train", files / "seq2seq", *small, "--vocab-size", 300, "--out", tmp_path / "base")
     assert code == 0, err
     (step,) = (tmp_path / "base/checkpoints").iterdir()
-    said = json.loads((step / "generation_config.json").read_text())
-    said["decoder_start_token_id"] = said["pad_token_id"]  # as Marian's own models begin
-    (step / "generation_config.json").write_text(json.dumps(said))
+    content = json.loads((step / "generation_config.json").read_text())
+    content["decoder_start_token_id"] = content["pad_token_id"]  # as Marian's own models begin
+    (step / "generation_config.json").write_text(json.dumps(content))
     manifest = json.loads((step / "manifest.json").read_text())
     manifest["files"]["generation_config.json"] = file_digest(step / "generation_config.json")
     (step / "manifest.json").write_text(json.dumps(manifest))

@@ -1,23 +1,13 @@
-"""Output folders of runs: files of others are never overwritten."""
+"""Output folders of runs: other files are never overwritten; unwritable folders are refused first."""
 
 import pytest
 
 from kvad.cli.main import main
+from kvad.train.setup import run_data
+from kvad.train.setup.preflight import check_writable
+from tests.train.test_cli import RUN
 
-SMALL = [
-    "--preset",
-    "tiny",
-    "--tokenizer",
-    "byte",
-    "--seq-len",
-    "16",
-    "--batch-size",
-    "2",
-    "--steps",
-    "1",
-    "--precision",
-    "fp32",
-]
+SMALL = ["--preset", "tiny", *RUN, "--steps", "1"]
 
 
 @pytest.fixture
@@ -55,12 +45,12 @@ def put(path, text):
 @pytest.mark.parametrize("more", [(), ("--overwrite",), ("--dry-run",)])
 def test_files_of_no_run_are_kept(tmp_path, text, capsys, there, named, words, more):
     out = tmp_path / "proj"
-    put(out / there, "a text of the user's, " * 40)
+    put(out / there, "a user's text, " * 40)
     before = everything(out)
     assert train(text if named is None else out / named, "--out", out, *more) == 2
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     expected = words.format(out=out) if named is None else "is inside" if "--dry" else words
-    assert expected in said and "choose another --out" in said.lower(), said
+    assert expected in stderr and "choose another --out" in stderr.lower(), stderr
     assert everything(out) == before
 
 
@@ -86,7 +76,7 @@ def test_prepared_folder_in_place_of_tokens_is_kept(tmp_path, text, capsys):
 
 
 def test_remains_of_a_run_are_replaced(tmp_path, text, capsys):
-    """Of a run that died before its first checkpoint, and of one that is to be overwritten; a mixture's too."""
+    """Tokens of a killed run, and of overwritten runs and mixtures."""
     out = tmp_path / "run"
     other = put(tmp_path / "other.txt", "quite another text, " * 40)
     assert train(text, "--out", out) == 0
@@ -98,3 +88,44 @@ def test_remains_of_a_run_are_replaced(tmp_path, text, capsys):
     assert train(text, "--out", out, "--overwrite") == 0
     assert not (out / "data" / "0").exists()
     capsys.readouterr()
+
+
+# ---------------------------------------------------------------- folders that cannot be written
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """A run that reads its corpus, or trains a tokenizer, fails."""
+
+    def read(*_, **__):
+        raise AssertionError("it was read before its folder was checked")
+
+    monkeypatch.setattr(run_data.RunData, "__init__", read)
+
+
+COMMANDS = (("train",), ("train", "--objective", "summarizer", "--init", "no-model"), ("data", "prepare"))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_unwritable_folder_is_refused_before_texts_are_read(tmp_path, unread, capsys, command):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    (tmp_path / "FILE").write_text("")
+    if "--init" in command:  # given, so that no model is opened
+        command = (*command, "--seq-len", "64")
+    for out, message in (
+        ("/proc/x21", "cannot write /proc/x21: "),
+        (tmp_path / "FILE" / "x", f"{tmp_path}/FILE is a file"),
+    ):
+        assert main([*command, str(tmp_path / "a.txt"), "--out", str(out)]) == 2
+        error, hint = capsys.readouterr().err.splitlines()
+        assert message in error and "another" in hint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["FILE", "a.txt"]
+
+
+def test_check_leaves_the_folder_unchanged(tmp_path):
+    check_writable(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "a").mkdir()
+    check_writable(tmp_path / "a" / "b")
+    check_writable(tmp_path / "a")
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]

@@ -11,7 +11,7 @@ from kvad.text.chat_template import ChatTemplate
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.data.token_store import open_store
-from kvad.train.setup.dataset_factory import open_examples
+from kvad.train.setup.corpora import CorpusOpener
 from kvad.train.sources.chat import (
     CHATML,
     CHATML_TOKENS,
@@ -33,6 +33,7 @@ BRACKETS = (  # another style: no generation prompt of its own, the end of a tur
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 SPECIALS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
 TEXT = "".join(chr(c) for c in range(32, 127)) + "äöü 안녕 \n\n  don't stop.\t"
 TOKENIZERS = {
@@ -61,8 +62,8 @@ talks = st.lists(st.tuples(content, content), min_size=1, max_size=3).map(
 @settings(max_examples=25, deadline=None)
 @given(talk=talks)
 def test_mask_covers_the_assistant_turns(name, kind, talk):
-    """The masked tokens, decoded turn by turn, are the contents and the token that ends a turn; all tokens are the
-    conversation; and what stands before a turn is, token for token, the prompt that generation begins from."""
+    """Masked tokens decode to the contents and the end token of each turn, all tokens to the conversation, and the
+    tokens before a turn to its prompt."""
     (template, end), tokenizer = TEMPLATES[name], TOKENIZERS[kind]
     text, spans = render_with_spans(template, Conversation(talk, None), tokenizer.special_tokens.names())
     ids, mask = encode_with_mask(tokenizer, text, spans)
@@ -79,16 +80,15 @@ def test_mask_covers_the_assistant_turns(name, kind, talk):
         assert tokenizer.decode(ids[:low], skip_specials=False) == prompt
     assert ids[: turns[0][0]] == tokenizer.encode(
         template.render(talk[:1], generation_prompt=True).text, specials=True
-    ), "to the token, as the engine will read it"
+    ), "equal to the engine's prompt"
 
 
 def test_template_that_rewrites_messages_is_refused():
     trimming = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}")
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template does not render it"):
-        render_with_spans(trimming, Conversation(talk, None), ())
+        render_with_spans(trimming, Conversation(TALK, None), ())
     with pytest.raises(ChatTemplateError, match="has no prompt"):
-        render_with_spans(ChatTemplate(CHATML), Conversation(talk[1:], None), ())
+        render_with_spans(ChatTemplate(CHATML), Conversation(TALK[1:], None), ())
 
 
 class Prefixing:
@@ -132,7 +132,7 @@ def open_chats(path, template):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("{", "line 2, is not JSON"),
         ("[]", "line 2: must be an object"),
@@ -143,34 +143,33 @@ def open_chats(path, template):
         ('{"messages": [{"role": "user", "content": "a"}], "tools": 1}', "line 2: tools must be a list"),
     ],
 )
-def test_invalid_conversations_are_named_by_line(line, says, tmp_path):
+def test_invalid_conversations_are_named_by_line(line, message, tmp_path):
     good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     (tmp_path / "c.jsonl").write_text(good + line + "\n")
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         open_chats(tmp_path / "c.jsonl", ChatTemplate(CHATML))
 
 
 def test_conversation_that_cannot_be_rendered_is_named_by_line(tmp_path):
     strict = ChatTemplate("{% if messages[0]['content'] == 'x' %}{{ raise_exception('no x') }}{% endif %}" + CHATML)
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    bad = [{"role": "user", "content": "x"}, *talk[1:]]
-    lone = [{"role": "user", "content": "nobody answers"}]
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in (talk, lone, bad)))
+    bad = [{"role": "user", "content": "x"}, *TALK[1:]]
+    lone = [{"role": "user", "content": "no answer"}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in (TALK, lone, bad)))
     corpus = open_chats(tmp_path / "c.jsonl", strict)
-    assert (corpus.split.num_texts, corpus.split.skipped) == (2, 1)
+    assert (corpus.num_texts, corpus.skipped) == (2, 1)
     with pytest.raises(DataError, match=r"c.jsonl, line 3: .*no x"):
         open_store(tmp_path / "data", corpus, TOKENIZERS["byte"])
 
 
 def test_choice_of_the_template(tmp_path):
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (tmp_path / "c.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 2)
+    (tmp_path / "c.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 2)
     paths = PairPaths(((tmp_path / "c.jsonl",),))
     (tmp_path / "mine.jinja").write_text(BRACKETS)
 
     def chosen(saved=None, path=None, **objective):
         content = {"objective": {"kind": "chat", **objective}, "tokenizer": {"path": path}}
-        return open_examples(RunConfig.from_dict(content), paths, saved).template.templates["default"]
+        (((corpus,), _),) = CorpusOpener(RunConfig.from_dict(content), print, template=saved).open(paths)
+        return corpus.template.templates["default"]
 
     assert chosen() == CHATML
     assert chosen(chat_template=str(tmp_path / "mine.jinja")) == BRACKETS
@@ -185,17 +184,15 @@ def test_choice_of_the_template(tmp_path):
 
 
 def test_saved_template_sets_its_special_tokens(tmp_path):
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (tmp_path / "c.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 2)
+    (tmp_path / "c.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 2)
     template = ChatTemplate({"default": BRACKETS, "tool_use": CHATML}, {"bos_token": "<s>"})
     corpus = open_chats(tmp_path / "c.jsonl", template)
     for name, text in corpus.template_files(TOKENIZERS["bpe"]).items():
         (tmp_path / "saved" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "saved" / name).write_text(text)
+        (tmp_path / "saved" / name).write_bytes(text)
     again, whole = ChatTemplate.load(tmp_path / "saved"), with_tokenizer_specials(template, TOKENIZERS["bpe"])
-    assert again.render(talk).text == whole.render(talk).text == "<s>[INST] a [/INST]b<|eos|>"
+    assert again.render(TALK).text == whole.render(TALK).text == "<s>[INST] a [/INST]b<|eos|>"
     saved = open_chats(tmp_path / "c.jsonl", again)
-    assert saved.settings() == corpus.settings() and saved.template_files(TOKENIZERS["bpe"]) == corpus.template_files(
-        TOKENIZERS["bpe"]
-    )
-    assert again.render(talk, tools=[]).text == template.render(talk, tools=[]).text
+    assert saved.settings() == corpus.settings()
+    assert saved.template_files(TOKENIZERS["bpe"]) == corpus.template_files(TOKENIZERS["bpe"])
+    assert again.render(TALK, tools=[]).text == template.render(TALK, tools=[]).text

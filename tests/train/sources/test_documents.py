@@ -46,7 +46,7 @@ def test_a_changed_file_has_another_hash(tree):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("nowhere.txt", r"no such file or folder: .*nowhere.txt \(looked for /"),
         ("emty.txt", r"no such file or folder: .*emty.txt \(did you mean '/.*/empty.txt'\?\)"),
@@ -54,8 +54,8 @@ def test_a_changed_file_has_another_hash(tree):
         ("image.png", r"image.png is binary \(a zero byte at offset 4\)"),
     ],
 )
-def test_invalid_paths_are_refused(tree, name, says):
-    with pytest.raises(DataError, match=says):
+def test_invalid_paths_are_refused(tree, name, message):
+    with pytest.raises(DataError, match=message):
         open_corpus([tree / name])
 
 
@@ -74,7 +74,7 @@ def test_corpus_without_text_is_refused(tree):
 
 def test_an_unreadable_file_is_named(tree, monkeypatch):
     def refuse(_path, *_how):
-        raise PermissionError(13, "Permission denied")  # root may read everything: the system is asked to refuse
+        raise PermissionError(13, "Permission denied")  # simulated, because root can read every file
 
     monkeypatch.setattr(type(tree), "open", refuse)
     with pytest.raises(DataError, match=r"cannot read .*b.txt: Permission denied"):

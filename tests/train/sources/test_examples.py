@@ -11,7 +11,7 @@ from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.data.collate import CollateConfig, collate_rows
 from kvad.train.data.packed_dataset import MixtureSource, PackedDataset
-from kvad.train.data.text_packer import ExampleTexts, WholeTextPacker, WholeTextRows
+from kvad.train.data.packers import ExampleTexts, WholeTextPacker, WholeTextRows
 from kvad.train.data.token_store import TokenStore, open_store
 from kvad.train.sources.examples import LabeledCorpus, TagCorpus, word_separator
 from kvad.train.sources.pairs import PairPaths
@@ -30,7 +30,7 @@ def written(tmp_path):
     return write
 
 
-def held_beside(paths, other):
+def with_held_out(paths, other):
     return PairPaths(paths.files, other.files)
 
 
@@ -44,9 +44,9 @@ def texts_of(store, column):
 
 
 def test_word_is_tagged_at_its_first_token(written, tmp_path):
-    corpus = TAGGING.open(held_beside(written("t", TAGS), written("d", "Bob\tVERB\n")), 0.1)
+    corpus = TAGGING.open(with_held_out(written("t", TAGS), written("d", "Bob\tVERB\n")), 0.1)
     assert corpus.labels == ("PRON", "PROPN", "PUNCT", "VERB")
-    assert (corpus.split.num_texts, corpus.num_held_out) == (4, 1)
+    assert (corpus.num_texts, corpus.num_held_out) == (4, 1)
     assert list(corpus.texts()) == ["Ada sees Bob", "Bob ran", "Who ?", "Bob"]
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     cls, sep = tokenizer.special_tokens.cls, tokenizer.special_tokens.sep
@@ -57,7 +57,7 @@ def test_word_is_tagged_at_its_first_token(written, tmp_path):
     again, found = open_store(tmp_path / "data", corpus, tokenizer)
     assert found and list(texts_of(again, "labels")) == list(texts_of(store, "labels"))
     (tmp_path / "data" / "labels.bin").write_bytes(b"")
-    assert not open_store(tmp_path / "data", corpus, tokenizer)[1], "a column that is cut is made again"
+    assert not open_store(tmp_path / "data", corpus, tokenizer)[1], "a truncated column is rewritten"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "byte", "char", "word"])
@@ -66,7 +66,7 @@ def test_tokens_equal_those_of_the_whole_sentence(kind, written, tmp_path):
     paths = written("t", TAGS)
     texts = ["Ada sees Bob", "Bob ran", "Who ?"] * 20
     tokenizer = train_tokenizer(kind, texts, vocab_size=300, specials=ROLES)
-    corpus = TAGGING.open(held_beside(paths, written("d", TAGS)), 0.1)
+    corpus = TAGGING.open(with_held_out(paths, written("d", TAGS)), 0.1)
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
     for (ids, labels), text in zip(texts_of(store, "labels"), [*texts[:3], *texts[:3]], strict=True):
         assert ids == tokenizer.add_special_tokens(tokenizer.encode(text))
@@ -75,7 +75,7 @@ def test_tokens_equal_those_of_the_whole_sentence(kind, written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("a\tX\nb\n", "line 2: one column, and a tagging file has WORD<tab>TAG"),
         ("a\tX\nb X\n", "line 2: one column"),
@@ -86,19 +86,17 @@ def test_tokens_equal_those_of_the_whole_sentence(kind, written, tmp_path):
         ("a\tX\n", "too few sentences: 0 sentences to train on and 1 for validation"),
     ],
 )
-def test_bad_tagging_files_are_named_by_line(text, says, written):
-    with pytest.raises(DataError, match=says):
+def test_bad_tagging_files_are_named_by_line(text, message, written):
+    with pytest.raises(DataError, match=message):
         TAGGING.open(written("t.tsv", text), 0.1)
 
 
 def test_held_out_tag_without_training_example_is_refused(written):
     train, other = written("train.tsv", TAGS), written("dev.tsv", "Ada\tPROPN\n\nWho\tPRON\nknew\tADJ\n")
     with pytest.raises(DataError, match=r"dev.tsv, line 4: tag 'ADJ' is held out and does not occur in training"):
-        TAGGING.open(held_beside(train, other), 0.1)
-    with pytest.raises(
-        DataError, match=r"nothing is left to hold out: 1 example of this fraction, and each has a tag that no earlier"
-    ):
-        TAGGING.open(train, 0.1)  # the share that is held out is its last sentence
+        TAGGING.open(with_held_out(train, other), 0.1)
+    with pytest.raises(DataError, match=r"nothing is left to hold out: 1 example of this fraction, and each has a tag"):
+        TAGGING.open(train, 0.1)  # the held-out fraction is the last sentence
 
 
 def test_held_out_fraction_leaves_rare_labels_in_training(written, tmp_path):
@@ -108,17 +106,17 @@ def test_held_out_fraction_leaves_rare_labels_in_training(written, tmp_path):
     corpus = LABELED.open(paths, 0.5)
     assert corpus.labels == ("a", "b", "odd", "rare") and corpus.num_held_out == 3
     assert list(corpus.texts()) == [f"text {n}" for n in (0, 1, 2, 3, 4, 5, 8, 6, 7, 9)]
-    assert [corpus.file_index(place) for place in range(7)] == [0, 1, 2, 3, 4, 5, 8], "where a fault is sought"
+    assert [corpus.file_index(place) for place in range(7)] == [0, 1, 2, 3, 4, 5, 8], "indices in the file"
     assert "10 labeled texts in 1 file, 0.0 MB, 3 of them for validation; 2 labeled texts of them" in corpus.summary()
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
     seen = [found[0] for _, found in texts_of(store, "labels")]
     assert set(seen[-3:]) <= set(seen[:-3]) == {0, 1, 2, 3}
-    assert open_store(tmp_path / "data", LABELED.open(paths, 0.5), tokenizer)[1], "the same, found again"
+    assert open_store(tmp_path / "data", LABELED.open(paths, 0.5), tokenizer)[1], "reused"
     assert not open_store(tmp_path / "data", LABELED.open(paths, 0.3), tokenizer)[1]
     tags = written("tags.tsv", "w\tA\nx\tB\n\n" * 18 + "w\tA\n%\tSYM\n%\tSYM\n\n" * 2)
     tagged = TAGGING.open(tags, 0.1)
-    assert (tagged.split.train_files, tagged.num_held_out, tagged.labels) == ((18,), 1, ("A", "B", "SYM"))
+    assert (tagged.train_files, tagged.num_held_out, tagged.labels) == ((18,), 1, ("A", "B", "SYM"))
 
 
 def test_pairs_and_folders_are_refused_for_tagging(written, tmp_path):
@@ -145,22 +143,16 @@ def test_label_is_at_the_first_token(written, tmp_path):
     ]
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     for number, corpus in enumerate(corpora):
-        assert corpus.labels == ("2", "bad") and corpus.split.skipped == 2 and corpus.num_held_out == 2
+        assert corpus.labels == ("2", "bad") and corpus.skipped == 2 and corpus.num_held_out == 2
         store, _ = open_store(tmp_path / str(number), corpus, tokenizer)
         ids, labels = next(texts_of(store, "labels"))
-        assert ids == [tokenizer.special_tokens.cls, *b"fine", tokenizer.special_tokens.sep] and labels == [
-            0,
-            -1,
-            -1,
-            -1,
-            -1,
-            -1,
-        ]
+        assert ids == [tokenizer.special_tokens.cls, *b"fine", tokenizer.special_tokens.sep]
+        assert labels == [0, -1, -1, -1, -1, -1]
         assert [labels[0] for _, labels in texts_of(store, "labels")] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "says"),
+    ("name", "text", "message"),
     [
         ("t.tsv", "x\ta b\nfine\n", "line 2: no tab, and a labeled text is LABEL<tab>TEXT"),
         ("t.tsv", "x\ta\tb\n", "line 1: two tabs or more"),
@@ -174,8 +166,8 @@ def test_label_is_at_the_first_token(written, tmp_path):
         ("t.jsonl", '{"text": 3, "label": "x"}\n', "text must be a text"),
     ],
 )
-def test_bad_labeled_texts_are_named_by_line(name, text, says, written):
-    with pytest.raises(DataError, match=says):
+def test_bad_labeled_texts_are_named_by_line(name, text, message, written):
+    with pytest.raises(DataError, match=message):
         LABELED.open(written(name, text), 0.34)
 
 
@@ -208,9 +200,8 @@ def build_batch(store):
 
 def test_docstring_example_of_rows():
     batch = build_batch(Texts([4, 3, 6]))
-    assert batch.model_input.token_ids.tolist() == [20, 21, 22, 23, 24, 25, 99, 0, 1, 2, 3, 10, 11, 12], (
-        "the longest first"
-    )
+    tokens = [20, 21, 22, 23, 24, 25, 99, 0, 1, 2, 3, 10, 11, 12]  # the longest first
+    assert batch.model_input.token_ids.tolist() == tokens
     assert batch.model_input.document_ids.tolist() == [0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 1, 1, 1]
     assert batch.model_input.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2, 3, 0, 1, 2]
     assert batch.model_input.logit_indices.tolist() == [3, 4, 8, 9, 11, 12], "the token before each that is learned"
@@ -238,16 +229,15 @@ def test_epoch_uses_every_text_once_and_long_ones_are_counted():
     (training,) = data.packer.sources
     assert "left out: 1 conversation longer than data.seq_len 8 (the longest has 9 tokens)" in data.summary()
     steps = len(training) // 2
-    seen = [set(), set()]
-    for epoch, step in ((0, range(steps)), (1, range(steps, 2 * steps))):
-        for number in step:
-            for batch in data.micro_batches(number):
-                seen[epoch] |= set((batch.model_input.token_ids[batch.model_input.document_ids >= 0] // 10).tolist())
-    assert len(training) % 2 == 0 and seen == [{0, 1, 2, 4, 5, 6}] * 2
-    assert data.train_tokens == 11, "of the text of two tokens the first is asked by nobody"
+    texts = []
+    for epoch in range(2):
+        batches = [batch.model_input for step in range(steps) for batch in data.micro_batches(epoch * steps + step)]
+        texts.append({t for b in batches for t in (b.token_ids[b.document_ids >= 0] // 10).tolist()})
+    assert len(training) % 2 == 0 and texts == [{0, 1, 2, 4, 5, 6}] * 2
+    assert data.train_tokens == 11, "a text's first token is no target"
     assert data.validation_tokens == 4
-    held = [batch.model_input.token_ids for batch in data.evaluation()]
-    assert {int(token) // 10 for tokens in held for token in tokens if token != 99} == {7, 8}
+    held_out = [batch.model_input.token_ids for batch in data.evaluation()]
+    assert {int(token) // 10 for tokens in held_out for token in tokens if token != 99} == {7, 8}
 
 
 def test_turn_end():

@@ -10,7 +10,7 @@ from kvad.errors import DataError
 from kvad.text.base import split_text
 from kvad.train.sources import formats
 from kvad.train.sources.documents import open_corpus
-from kvad.train.sources.formats import FORMATS, ReadOptions, read_blocks, read_lines
+from kvad.train.sources.formats import FORMATS, read_blocks, read_lines
 from kvad.train.sources.pairs import PairPaths, open_pairs
 
 TEXT = "Grüße — 한국어 🙂 aus dem Märchenwald, 12 mal.\n" * 40
@@ -59,12 +59,12 @@ def test_pieces_equal_the_split_of_the_whole_text(tmp_path, monkeypatch):
     monkeypatch.setattr("kvad.text.base.split_text", lambda text: real(text, 50))
     monkeypatch.setattr(formats, "READ_CHUNK", 33)
     (tmp_path / "x.txt").write_text(TEXT)
-    found = list(FORMATS["text"](tmp_path / "x.txt", ReadOptions()))
+    found = list(FORMATS["text"](tmp_path / "x.txt", "strict", "text"))
     assert [piece.text for piece in found] == list(split_text(TEXT, 50)) and len(found) > 20
     assert [p.opens for p in found] == [True] + [False] * (len(found) - 1)
     assert [p.closes for p in found] == [False] * (len(found) - 1) + [True]
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": TEXT}))
-    assert list(FORMATS["jsonl"](tmp_path / "x.jsonl", ReadOptions())) == found
+    assert list(FORMATS["jsonl"](tmp_path / "x.jsonl", "strict", "text")) == found
     assert list(open_corpus([tmp_path / "x.txt"]).texts()) == [TEXT]
 
 
@@ -72,8 +72,8 @@ def test_invalid_byte_is_named_at_any_offset(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "READ_CHUNK", 4)
     for at in range(9):
         (tmp_path / "x.txt").write_bytes(b"\xc3\xa9" * 2 + b"a" * (at % 2) + b"\n" * (at - at % 2) + b"\xe9zz")
-        says = rf"x.txt, line {1 + at - at % 2}, is not UTF-8: byte 0xE9 at offset {4 + at} "
-        with pytest.raises(DataError, match=says):
+        message = rf"x.txt, line {1 + at - at % 2}, is not UTF-8: byte 0xE9 at offset {4 + at} "
+        with pytest.raises(DataError, match=message):
             list(read_blocks(tmp_path / "x.txt", "strict"))
 
 
@@ -91,7 +91,7 @@ def test_json_lines_are_documents_by_their_field(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ('{"txt": "a"}', r"x.jsonl, line 2: no field 'text' \(did you mean 'txt'\?\)"),
         ('{"messages": []}', r"line 2: no field 'text' \(messages are .* --objective chat, kvad eval --task chat"),
@@ -100,9 +100,9 @@ def test_json_lines_are_documents_by_their_field(tmp_path):
         ('{"text": "a"', r"x.jsonl, line 2, is not JSON: .*delimiter"),
     ],
 )
-def test_invalid_json_lines_are_named_by_line(tmp_path, line, says):
+def test_invalid_json_lines_are_named_by_line(tmp_path, line, message):
     (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         list(open_corpus([tmp_path / "x.jsonl"]).texts())
 
 

@@ -20,8 +20,8 @@ def write(tmp_path):
     return write
 
 
-def tsv(*paths, held=()):
-    return PairPaths(tuple((path,) for path in paths), tuple((path,) for path in held))
+def tsv(*paths, held_out=()):
+    return PairPaths(tuple((path,) for path in paths), tuple((path,) for path in held_out))
 
 
 def test_a_tsv_file(write):
@@ -41,14 +41,14 @@ def test_parallel_files_of_the_same_name_in_two_folders(write, tmp_path):
 
 
 def test_held_out_files_come_last_and_are_counted(write):
-    corpus = open_pairs(tsv(write("a.tsv", "a\tb\nc\td\n"), held=[write("v.tsv", "x\ty\n\t\n")]))
+    corpus = open_pairs(tsv(write("a.tsv", "a\tb\nc\td\n"), held_out=[write("v.tsv", "x\ty\n\t\n")]))
     assert list(corpus.texts()) == ["a", "b", "c", "d", "x", "y"]
     assert (corpus.num_pairs, corpus.num_held_out, corpus.skipped) == (3, 1, 1)
     assert "1 of them for validation" in corpus.summary()
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ("a\tb\nc d\n", r"a.tsv, line 2: no tab, and a pair is SOURCE<tab>TARGET .*--pairs SOURCE TARGET"),
         ("a\tb\tc\n", r"a.tsv, line 1: 2 tabs"),
@@ -59,8 +59,8 @@ def test_held_out_files_come_last_and_are_counted(write):
         ("\tb\na\t\n", r"no pairs in .*a.tsv \(2 pairs with an empty side"),
     ],
 )
-def test_invalid_lines_are_refused(write, content, says):
-    with pytest.raises(DataError, match=says):
+def test_invalid_lines_are_refused(write, content, message):
+    with pytest.raises(DataError, match=message):
         open_pairs(tsv(write("a.tsv", content)))
 
 
@@ -72,18 +72,18 @@ def test_errors_replace(write):
 @pytest.mark.parametrize(("first", "second"), [(3, 5), (5, 3), (0, 1)])
 def test_parallel_files_of_unequal_length_are_refused_with_both_counts(write, first, second):
     files = tuple(write(name, "line\n" * count) for name, count in (("a.de", first), ("a.en", second)))
-    says = rf"unequal length: .*a.de has {first} lines?, .*a.en has {second} lines?"
-    with pytest.raises(DataError, match=says):
+    message = rf"unequal length: .*a.de has {first} lines?, .*a.en has {second} lines?"
+    with pytest.raises(DataError, match=message):
         open_pairs(PairPaths((files,)))
 
 
 def test_missing_files_are_refused(tmp_path):
-    for paths, says in (
+    for paths, message in (
         (tsv(tmp_path / "no.tsv"), "no such file"),
         (tsv(tmp_path), "is a folder"),
         (tsv(), "no pairs were"),
     ):
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=message):
             open_pairs(paths)
 
 
@@ -94,14 +94,11 @@ def test_frame_of_both_sides(write):
 
 
 def test_generation_config_of_pairs():
-    said, specials = pair_generation_config(BYTE), BYTE.special_tokens
-    assert (said.decoder_start_token_id, said.eos_token_ids, said.source_eos_token_id, said.suppress_tokens) == (
-        specials.bos, (specials.eos,), specials.eos, (specials.pad,)
-    )  # fmt: skip
-    assert (
-        said.with_source_eos([5]) == [5, specials.eos] == said.with_source_eos([5, specials.eos])
-        and said.with_source_eos([]) == []
-    )
+    generation, specials = pair_generation_config(BYTE), BYTE.special_tokens
+    assert (generation.decoder_start_token_id, generation.eos_token_ids) == (specials.bos, (specials.eos,))
+    assert (generation.source_eos_token_id, generation.suppress_tokens) == (specials.eos, (specials.pad,))
+    assert generation.with_source_eos([5]) == [5, specials.eos] == generation.with_source_eos([5, specials.eos])
+    assert generation.with_source_eos([]) == []
 
 
 @pytest.mark.parametrize("roles", [("bos",), ("eos", "pad")])
@@ -121,8 +118,8 @@ def test_json_lines_by_name_and_by_format(write, tmp_path, capsys):
     lines = "".join(f'{{"source": "a b {n}", "target": "b a {n}"}}\n' for n in range(30))
     for name, more in (("p.jsonl", ()), ("p.txt", ("--format", "jsonl")), ("q.jsonl", ("--format", "pairs"))):
         path = write(name, lines)
-        said = ("--objective", "seq2seq", "--tokenizer", "char", "--out", tmp_path / f"out-{name}")
-        assert main([str(word) for word in ("data", "prepare", path, *said, *more)]) == 0, name
+        options = ("--objective", "seq2seq", "--tokenizer", "char", "--out", tmp_path / f"out-{name}")
+        assert main([str(word) for word in ("data", "prepare", path, *options, *more)]) == 0, name
         assert "corpus: 30 pairs in 1 file" in capsys.readouterr().err
     both = ("--pairs", write("a", "x\n" * 9), write("b", "y\n" * 9), "--format", "jsonl", "--out", tmp_path / "c")
     assert main(["data", "prepare", *map(str, both)]) == 2
