@@ -19,7 +19,7 @@ from kvad import benchmarks, datasets, verify
 from kvad.cli.commands.bench import bench_lines, write_results
 from kvad.cli.commands.train import draw_loss_curve
 from kvad.cli.fields import command, option
-from kvad.cli.output import console, emit_json, exit_with, format_bytes, print_error
+from kvad.cli.output import console, emit_json, exit_with, format_bytes, format_table, print_error
 from kvad.cli.parameters import JsonOption, open_llm
 from kvad.errors import UsageError
 from kvad.train import loop, monitoring
@@ -34,13 +34,14 @@ CONTEXT, LIMIT = 256, 4096  # tokens of a training row; max_seq_len of the model
 PRESET = "demo"
 BENCH_LENGTHS = (64, 128, 256, 512)
 PROMPT = "def "
-NEXT_STEPS = """\
-  kvad generate {out} 'class ' --stats          continue your own text
-  kvad chat {out}                               chat with it (/kv shows the cache)
-  kvad verify {out} --inject-fault mask                inject a fault: verify names it
-  kvad plan {out} --max-seq-len 4096 --max-num-seqs 8       estimate the memory
-  kvad inspect {out} --attention 'def f(x):'    show the attention of a head
-  kvad train FILES --out runs/mine              train on your own text"""
+NEXT_STEPS = (
+    ("kvad generate {out} 'class ' --stats", "continue your own text"),
+    ("kvad chat {out}", "chat with it (/kv shows the cache)"),
+    ("kvad verify {out} --inject-fault mask", "inject a fault: verify names it"),
+    ("kvad plan {out} --max-seq-len 4096 --max-num-seqs 8", "estimate the memory"),
+    ("kvad inspect {out} --attention 'def f(x):'", "show the attention of a head"),
+    ("kvad train FILES --out runs/mine", "train on your own text"),
+)
 
 
 class _DemoOptions(JsonOption):
@@ -71,7 +72,7 @@ def demo_command(options: _DemoOptions) -> None:
     with open_llm(out, {}, max_num_seqs=4) as llm:
         completion = _generate(page, llm, seed)
         report = _verify(page, llm)
-        page.title("how much time does it save?  (kvad bench cache)")
+        page.title("how much faster is it with the cache?  (kvad bench cache)")
         bench = benchmarks.bench_cache(llm, BENCH_LENGTHS, options.repeats)
     page.write("\n".join(bench_lines(bench)))
     for path in write_results(bench, out):
@@ -85,7 +86,8 @@ def demo_command(options: _DemoOptions) -> None:
     }  # fmt: skip
     (out / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     page.title("next")
-    page.write(NEXT_STEPS.format(out=out))
+    for line in format_table([(step.format(out=out), text) for step, text in NEXT_STEPS]):
+        page.write(f"  {line}")
     if options.as_json:
         emit_json(result)
     exit_with(1 if report.broken else 0)
