@@ -167,14 +167,14 @@ def test_closing_is_an_error_in_a_waiting_thread() -> None:
     llm = make()
     errors: list[KvadError] = []
 
-    def span() -> None:
+    def generate_repeatedly() -> None:
         try:
             for _ in range(50):
                 llm.generate([1, 2, 3], temperature=0, max_tokens=60)
         except KvadError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=span)
+    thread = threading.Thread(target=generate_repeatedly)
     thread.start()
     llm.close()
     thread.join(timeout=60)

@@ -423,7 +423,7 @@ ENGINE_MUTATIONS = (
         'publish=reason != "error"',
         "publish=True",
         (*T_SCHEDULER, *T_ENGINE),
-        "fault or nan",
+        "failed or nan",
     ),
     Mutation(
         "stop-token-before-min-tokens",
