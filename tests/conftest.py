@@ -1,6 +1,7 @@
 """Settings of all tests: a fixed number of threads, reproducible hypothesis, and ``--sample N`` of a suite."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,3 +46,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _minutes(item: pytest.Item) -> float:
     marker = item.get_closest_marker("long")
     return float(marker.kwargs.get("minutes", 1)) if marker else 0.0
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Run with one thread: with small tensors a second one takes more time than it saves."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -12,7 +12,6 @@ import typing
 from collections.abc import Iterable
 
 import pytest
-import torch
 
 from kvad.cache.device import kv_cache
 from kvad.cache.device.host_copy import HostCopier
@@ -30,12 +29,7 @@ TABLES = ("product", "layouts", "endless", "lives", "shards")
 HINT = f"measure again: {page.AGAIN}"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def all_cells() -> list[tuple[str, tuple[str, ...]]]:

@@ -20,6 +20,26 @@ CHATML = """
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+LLAMA2 = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set turns = messages[1:] %}
+    {%- set rules = '<<SYS>>\\n' + messages[0]['content'].strip() + '\\n<</SYS>>\\n\\n' %}
+{%- else %}
+    {%- set turns = messages %}
+    {%- set rules = '' %}
+{%- endif %}
+{%- for turn in turns %}
+    {%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('user and assistant must take turns: ' ~ turn['role'] ~ ' at ' ~ loop.index0) }}
+    {%- endif %}
+    {%- set text = rules + turn['content'].strip() if loop.first else turn['content'].strip() %}
+    {%- if turn['role'] == 'user' %}
+        {{- bos_token + '[INST] ' + text + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + text + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
 LLAMA3 = """
 {{- bos_token }}
 {%- macro header(role) -%}
@@ -45,6 +65,55 @@ LLAMA3 = """
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ header('assistant') }}{% endif %}"""
+
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+MISTRAL = """
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- set ns = namespace(index=0) %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set ns.index = ns.index + 1 %}
+        {%- if tools and ns.index == users | length %}
+            {{- '[AVAILABLE_TOOLS] [' }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, value in tool.items() if key != 'return' %}
+                    {%- if value is string %}
+                        {{- '"' + key + '": "' + value + '"' }}
+                    {%- else %}
+                        {{- '"%s": %s' | format(key, value | tojson) }}
+                    {%- endif %}
+                    {%- if not loop.last %}{{ ', ' }}{% endif %}
+                {%- endfor %}
+                {{- '}}' }}{{ ', ' if not loop.last else ']' }}
+            {%- endfor %}
+            {{- '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {{- call.function | tojson }}
+            {%- if call.id is not defined or call.id | length != 9 %}
+                {{- raise_exception('Tool call ids have 9 letters') }}
+            {%- endif %}
+            {{- ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last else ']' + eos_token }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' + message.tool_call_id }}
+        {{- '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
 
 QWEN = """
 {%- if tools %}
@@ -169,7 +238,17 @@ no tools
 {%- filter upper %} done {{ eos_token }}{% endfilter %}
 {%- if add_generation_prompt %}{{ '\\n<assistant>' }}{% endif %}"""
 
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "zephyr": ZEPHYR, "masked": MASKED, "kitchen": KITCHEN}
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama2": LLAMA2,
+    "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "mistral": MISTRAL,
+    "qwen": QWEN,
+    "zephyr": ZEPHYR,
+    "masked": MASKED,
+    "kitchen": KITCHEN,
+}
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
 NOW = datetime(2026, 3, 9, 12, 30)
 
@@ -304,14 +383,40 @@ EXPRESSIONS = [
     "{{ {'b': 'é', 'a': 1} | tojson(true, sort_keys=true, separators=(',', ':')) }}",
     "{{ '<a>' | tojson(false, 4) }}{{ [[1], []] | tojson(indent='--') }}",
     "{{ {'a': 1} }}{{ ['a', \"it's\"] }}{{ (1,) }}{{ none }}{{ true }}{{ 1e20 }}{{ 0.1 + 0.2 }}{{ 10 ** 30 }}",
+    "{{ 'a,b,,c'.split(',') }}{{ ' a  b '.split() }}{{ 'a,b,c'.rsplit(',', 1) }}{{ 'a\\nb'.splitlines() }}",
     "{{ 'abc'[::-1] }}{{ 'abc'[1] }}{{ [1, 2, 3][:-1] }}{{ (1, 2)[0] }}{{ 'abc'[9] is defined }}",
+    "{{ 'a'.ljust(5, '.') }}{{ 'a'.zfill(3) }}{{ 'a'.center(5) }}{{ 'a\\tb'.expandtabs(4) }}{{ 'aXa'.swapcase() }}",
+    "{{ 'a-b'.partition('-') }}{{ 'aab'.strip('a') }}{{ 'aab'.rfind('a') }}{{ 'prefix'.removeprefix('pre') }}",
+    "{{ 'aaa'.replace('a', 'b', 2) }}{{ 'aaa' | replace('a', 'b', 2) }}{{ 'ab'.replace('', '-') }}",
     "{{ '{0} {a:>5} {1!r:.3} {b[k]} {{}}'.format(1, 'text', a='x', b={'k': 2}) }}{{ '{a}'.format_map({'a': 1}) }}",
     "{{ '%s %5.2f %-5d| %% %(a)s' | format(a=1) if false else '%s %5.2f %-5d|%r' % ('a', 1.5, 3, 'é') }}",
+    "{{ '%(a)s%%' % {'a': [1]} }}{{ '%*d' % (5, 1) }}{{ '%s' % 'a' }}{{ '%s' | format({'a': 1}) }}",
+    "{{ range(3) | list }}{{ range(10, 0, -3) | list }}{% for i in range(2) %}{{ loop.revindex }}{% endfor %}",
+    "{{ [3, 1, 2] | sort }}{{ ['b', 'A'] | sort(case_sensitive=true) }}{{ {'b': 1, 'a': 2} | dictsort }}",
+    "{{ [1, 2, 3, 4, 5] | batch(2, 0) | list }}{{ [1, 2, 3, 4, 5] | slice(2) | list }}{{ [[1], [2]] | sum(start=[]) }}",
+    "{{ [{'a': 1}, {'a': 2}] | sum('a') }}{{ [1, 2] | sum }}{{ [1, 5, 2] | max }}{{ ['a', 'B'] | min }}",
+    "{{ [{'a': 1, 'b': 2}, {'a': 1, 'b': 3}] | groupby('a') }}",
+    "{{ ['a', 'b'] | map('upper') | join(', ') }}{{ [{'x': 1}, {}] | map(attribute='x', default=0) | list }}",
     "{{ [0, 1, 2] | select | list }}{{ [1, 2, 3] | reject('odd') | list }}{{ [{'a': 0}] | rejectattr('a') | list }}",
+    "{{ 'a b' | title }}{{ 'a' | center(5) }}{{ ' a ' | trim }}{{ '--a' | trim('-') }}{{ 'a b c' | wordcount }}",
+    "{{ 'a\\nb' | indent }}{{ 'a\\nb' | indent('>', true) }}{{ 'a b c d' | truncate(5) }}{{ 'a b c' | wordwrap(3) }}",
+    "{{ '<a href>' | escape }}{{ '<a>' | e | string }}{{ '<a> b' | striptags }}{{ 'a b/c' | urlencode }}",
     "{{ ('<b>' | safe) ~ '<' }}{{ ('<b>{}' | safe).format('<') }}{{ ('%s' | safe) % '<' }}{{ '<' | forceescape }}",
     "{% autoescape true %}{{ '<' }}{{ '<' | safe }}{{ '<' ~ '>' }}{% endautoescape %}{{ '<' }}",
+    "{{ 3.7 | int }}{{ '0x1f' | int(0, 16) }}{{ '1.5' | float }}{{ 'x' | int(7) }}{{ 2.567 | round(2) }}",
+    "{{ 7 | round(-1) }}",
+    "{{ 1000000 | filesizeformat }}{{ -3 | abs }}{{ {'a': 1} | pprint }}{{ {'a': 'b'} | xmlattr }}",
     "{{ missing }}{{ missing | default('d') }}{{ missing is undefined }}{{ (missing | length) }}{{ [] | first }}",
+    (
+        "{{ {'a': 1}.get('b', 2) }}{{ {'a': 1}.items() | list }}{% for k, v in {'a': 1} | items %}{{ k }}{{ v }}"
+        "{% endfor %}"
+    ),
     "{{ {'items': 1}['items'] }}{{ {'a': 1}.keys() | list }}{{ {'a': 1} == {'a': 1.0} }}{{ 'a' in {'a': 1} }}",
+    "{{ 1 in [1] }}",
+    "{{ 1 < 2 < 3 }}{{ 'a' not in 'b' }}{{ not 1 }}{{ 1 and 0 or 'x' }}{{ 7 % 3 }}{{ -7 // 2 }}{{ 7 / 2 }}{{ +1 }}",
+    "{{ 4 is divisibleby 2 }}{{ 'a' is in 'ab' }}{{ 1 is sameas 1 }}{{ 'A' is upper }}{{ {} is mapping }}",
+    "{{ '' is iterable }}",
+    "{% set a, b = 1, [2] %}{{ a }}{{ b }}{% with c = 3 %}{{ c }}{% endwith %}{{ c is defined }}",
     (
         "{% set ns = namespace({'a': 1}, b=2) %}{% for i in [1, 2] %}{% set ns.a = ns.a + i %}{% endfor %}"
         "{{ ns.a }}{{ ns.b }}"
@@ -324,10 +429,17 @@ EXPRESSIONS = [
         "{% for a in [1, 1, 2] %}{{ loop.changed(a) }}{{ loop.cycle('x', 'y') }}{{ loop.previtem }}"
         "{{ loop.nextitem }}{% endfor %}"
     ),
+    "{% for c in 'aé🙂' %}{{ c }}{{ loop.length }}{% endfor %}{% for k in {'a': 1} %}{{ k }}{% else %}none{% endfor %}",
+    "{% for x in [1, 2, 3, 4] | select('even') if x > 2 %}{{ x }}{{ loop.last }}{% endfor %}",
     (
         "{% macro m(a, b='d') %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1) }}"
         "{{ m(1, 2, 3, x=4) }}{{ m.name }}"
     ),
+    (
+        "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.current }}{% set j = joiner(',') %}"
+        "{{ j() }}{{ j() }}"
+    ),
+    "{% block b %}x{% endblock %}{{ self.b() }}{{ dict(a=1, b=[2]) }}{{ dict({'a': 1}) }}",
     (
         "{% set x %}  <{{ 1 }}>  {% endset %}[{{ x }}]{% set y | upper %}a{% endset %}{{ y }}"
         "{% filter replace('a', 'b') %}a{% endfilter %}"
@@ -337,8 +449,11 @@ EXPRESSIONS = [
     "{{ messages | length }}{{ tools }}{{ documents }}{{ add_generation_prompt }}{{ messages[0]['role'] }}",
     "{{ messages }}",
     "{{ 'ǆß'.upper() }}{{ 'ß' | title }}{{ 'İ'.lower() | length }}{{ 'a'.isalpha() }}{{ 'ABC'.casefold() }}",
+    "{{ '½'.isnumeric() }}",
     "{{ {'a': 1} | attr('a') is defined }}{{ 'a' | attr('upper') is callable }}{{ 'x' is filter }}",
+    "{{ 'upper' is filter }}",
     "{{ strftime_now('%Y-%m-%d %H:%M') }}{{ 5 | string ~ 'a' }}{{ [1, [2]] | string }}{{ 'a' * 3 }}{{ [0] * 2 }}",
+    "{{ 2 * (1,) }}",
 ]
 
 
@@ -351,13 +466,21 @@ def test_values_and_control_structures_equal_transformers(reference, source):
     "source",
     [
         "{{ missing.a }}",
+        "{{ missing() }}",
+        "{{ messages[0].nothing.more }}",
         "{{ 'a' + 1 }}",
         "{{ 'a' | nofilter }}",
+        "{{ 'a' is notest }}",
         "{{ messages.append(1) }}",
         "{{ raise_exception('no') }}",
         "{{ missing | tojson }}",
+        "{{ [1] | sum(start='') }}",
+        "{{ 'a'() }}",
         "{{ ''.__class__.__mro__ }}",
+        "{{ 1 / 0 }}",
+        "{{ ['a', 1] | sort }}",
         "{{ range(10 ** 6) }}",
+        "{% for x in 3 %}{% endfor %}",
         "{% include 'a' %}",
         "{% set messages.a = 1 %}",
     ],
@@ -391,10 +514,26 @@ GOLDENS = {
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nGrüß 🙂\r\n"
         "\ttab<|im_end|>\n<|im_start|>assistant\n"
     ),
+    ("llama2", "system"): "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Yes. </s><s>[INST]  [/INST]",
     ("llama3", "parts"): (
         "<s><|start_header_id|>system<|end_header_id|>\n\nYou "
         "help.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
         "ab<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    ("gemma", "three"): (
+        "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n<start_of_turn>user\n"
+        "Grüß 🙂\r\n\ttab<end_of_turn>\n<start_of_turn>model\n"
+    ),
+    ("mistral", "tools"): (
+        '<s> Use tools.</s>[INST] Weather?[/INST][TOOL_CALLS] [{"name": "weather", "arguments": {"town": "Köln"}}, '
+        '"id": "abcdefghi"}]</s>[TOOL_RESULTS] {"content": {"t": 7}, "call_id": '
+        '"abcdefghi"}[/TOOL_RESULTS][TOOL_RESULTS] {"content": 8, "call_id": "abcdefghi"}[/TOOL_RESULTS] 7 '
+        'degrees</s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "weather", "description": "tells '
+        'the weather <of> a town\nnow", "parameters": {"type": "object", "properties": {"town": {"type": '
+        '"string"}, "unit": {"enum": ["°C", "°F"]}, "days": {"type": "array", "items": {"type": "object", '
+        '"properties": {"n": {"type": "integer"}}}}}, "required": ["town"]}}}, {"type": "function", "function": '
+        '{"name": "time", "description": "é", "parameters": {"type": "object"}}}][/AVAILABLE_TOOLS][INST] '
+        "Thanks[/INST]"
     ),
     ("qwen", "tools"): (
         '<|im_start|>system\nUse tools.\n\n# Tools\n\n<tools>\n{"type": "function", "function": {"name": '
@@ -411,9 +550,10 @@ GOLDENS = {
         "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\nfour\n</think>\n\n4<|im_end|>\n"
         "<|im_start|>assistant\n"
     ),
-    ("zephyr", "system"): (
-        "<|system|>\n Be brief. </s>\n<|user|>\nHi</s>\n<|assistant|>\nYes.</s>\n<|user|>\n</s>\n<|assistant|>\n"
-    ),
+    (
+        "zephyr",
+        "system",
+    ): "<|system|>\n Be brief. </s>\n<|user|>\nHi</s>\n<|assistant|>\nYes.</s>\n<|user|>\n</s>\n<|assistant|>\n",
     ("masked", "two"): "<|user|>\n Hi\n\n<|assistant|>\n\nHello 'you' </s>\n<|assistant|>\n",
     ("kitchen", "odd"): (
         'Today: 09 Mar 2026\nno tools\n<user>a\n  b</user>\n1 turns, U  |   1|"it\'s" 3 32 3.0 -1 [1, 2.0, None, '
@@ -678,7 +818,7 @@ def test_limits_are_parameters():
 
 def test_large_conversations_within_the_limits_are_rendered():
     chat = turns(*[("user" if i % 2 == 0 else "assistant", "🙂" * 2000) for i in range(1000)])
-    for name in ("chatml", "llama3", "zephyr", "qwen"):
+    for name in ("chatml", "llama2", "llama3", "gemma", "zephyr", "qwen"):
         assert len(template(name, limits=RenderLimits(seconds=30)).render(chat).text) > 2_000_000
     gathered = (
         "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}{% endfor %}{{ ns.t }}"

@@ -80,39 +80,79 @@ GROW = (
 LISTS = "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
 ATTACKS = {
     "loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "loop filter": "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
     "continue": "{% for i in range(100000) %}{% for j in range(100000) %}{% continue %}{% endfor %}{% endfor %}",
     "print": "{% set a = 'a' * 1000000 %}{% for i in range(1000) %}{{ a }}{% endfor %}",
+    "print in macro": "{% macro m(a) %}" + LONG + "{{ a }}{% endfor %}{% endmacro %}{{ m('a' * 1000000) }}",
     "set block": "{% set b %}{% for i in range(100000) %}{{ 'a' * 100000 }}{% endfor %}{% endset %}{{ b|length }}",
+    "filter block": "{% filter upper %}{% for i in range(100000) %}{{ 'a' * 100000 }}{% endfor %}{% endfilter %}",
     "multiply": "{{ 'a' * 10**9 }}",
+    "multiply left": "{{ 10**9 * 'a' }}",
+    "multiply list": "{{ ([1] * 10**9)|length }}",
     "multiply tuple": "{{ ((1,) * 10**9)|length }}",
     "doubling": "{% set ns = namespace(a='ab') %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "doubling ~": "{% set ns = namespace(a='ab') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "doubling list": "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
     "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "recursive loop": "{% set a = [1, 1] %}{% for i in a recursive %}{{ loop(a) }}{% endfor %}",
+    "block": "{% block x %}{{ self.x() }}{% endblock %}",
+    "call": (
+        "{% macro m() %}{{ caller() }}{% endmacro %}{% macro f() %}{% call m() %}{{ f() }}{{ f() }}{% endcall %}{% "
+        "endmacro %}{{ f() }}"
+    ),
     "ljust": "{{ 'x'.ljust(10**9) }}",
+    "center": "{{ 'x'|center(10**9) }}",
+    "zfill": "{{ 'x'.zfill(10**9) }}",
+    "expandtabs": "{{ '\\t'.expandtabs(10**9) }}",
     "printf": "{{ '%1000000000d' % 1 }}",
+    "printf star": "{{ '%*d' % (10**9, 1) }}",
+    "printf precision": "{{ '%.1000000000f' % 1.0 }}",
+    "printf filter": "{{ '%1000000000d'|format(1) }}",
+    "printf mapping": "{{ ('%(a)s' * 100000) % {'a': 'b' * 100000} }}",
     "format": "{{ '{:1000000000}'.format(1) }}",
+    "format nested": "{{ '{:{w}}'.format(1, w=10**9) }}",
+    "format many": "{{ ('{0}' * 50000).format('b' * 1000000) }}",
     "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "format indirect": "{% set f = 'x'['format'] %}{{ '{:1000000000}'|attr('format')(1) }}",
     "range": "{{ range(10**9)|list }}",
+    "range sum": "{{ range(10**9)|sum }}",
     "join": "{{ ('a' * 1000000).join(['b'] * 10000) }}",
+    "join filter": "{{ (['b'] * 10000)|join('a' * 1000000) }}",
     "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "replace filter": "{{ ('a' * 1000000)|replace('a', 'b' * 1000000) }}",
+    "replace empty": "{{ ('a' * 1000000).replace('', 'b' * 1000) }}",
     "indent": "{{ ('\\n' * 100000)|indent(100000, blank=true) }}",
     "tojson indent": "{{ [1, [2]]|tojson(indent=10**9) }}",
+    "tojson separators": "{{ ([1] * 100000)|tojson(separators=['a' * 100000, 'b']) }}",
     "batch": "{{ [1]|batch(10**9, 0)|list }}",
+    "slice": "{{ [1]|slice(10**9)|list }}",
     "round": "{{ 1|round(-10**9) }}{{ 5|round(10**9, 'floor') }}",
+    "round down": "{{ 5|round(-1000000000) }}",
     "factorial": "{% set ns = namespace(a=3) %}{% for i in range(100000) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
     "wordwrap": "{{ ('a b ' * 4000)|wordwrap(1, wrapstring='x' * 1000000) }}",
     "lipsum": "{{ lipsum(n=10**9) }}",
     "urlize": "{{ ('www.a.com ' * 100000)|urlize }}",
+    "striptags": "{{ ('<!---->' * 500000)|striptags }}",
     "pprint": (
         "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ "
         "ns.a|pprint }}"
     ),
     "shared repr": GROW + "{{ ns.a }}",
     "shared tojson": GROW + "{{ ns.a|tojson }}",
+    "shared ns": (
+        "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [namespace(b=ns.a), "
+        "namespace(b=ns.a)] %}{% endfor %}{{ ns.a }}"
+    ),
     "shared eq": GROW + "{{ ns.a == ns.b }}",
+    "shared test": GROW + "{{ ns.a is eq ns.b }}",
+    "shared in": GROW + "{{ ns.a in [ns.b] }}",
     "shared hash": GROW + "{{ {ns.a: 1} }}",
+    "shared lookup": GROW + "{{ {}[ns.a] }}",
+    "shared get": GROW + "{{ {}.get(ns.a) }}",
+    "shared unique": GROW + "{{ [ns.a]|unique|list }}",
     "shared sort": GROW + "{{ [ns.a, ns.b]|sort }}",
+    "shared changed": GROW + "{% for x in [ns.a, ns.b] %}{{ loop.changed(x) }}{% endfor %}",
     "shared views": (
         "{% set ns = namespace(a={'a': 1}) %}{% for i in range(60) %}{% set ns.a = {'a': ns.a.values(), 'b': "
         "ns.a.values()} %}{% endfor %}{{ ns.a }}"
@@ -130,39 +170,84 @@ ATTACKS = {
         "{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% for j in range(1000) %}{% set ns.a = [ns.a, "
         "j ~ 'a'] %}{% endfor %}{% endfor %}"
     ),
+    "hoard splits": (
+        "{% set s = 'a ' * 200000 %}{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, "
+        "s.split()] %}{% endfor %}"
+    ),
+    "hoard chars": (
+        "{% set s = '😀' * 200000 %}{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, "
+        "s|list] %}{% endfor %}"
+    ),
+    "hoard batches": (
+        "{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, "
+        "range(100000)|batch(1)|list] %}{% endfor %}"
+    ),
+    "hoard dicts": (
+        "{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, dict(a=i, b=i, c=i)] %}{% "
+        "endfor %}{% for i in range(100000) %}{% set ns.a = [ns.a, dict(a=i, b=i, c=i)] %}{% endfor %}"
+    ),
     "split": "{{ ('a ' * 2000000).split()|length }}",
+    "split comma": "{{ ('a,' * 2000000).split(',')|length }}",
+    "splitlines": "{{ ('a\\n' * 2000000).splitlines()|length }}",
+    "list": "{{ ('a' * 4000000)|list|length }}",
+    "sorted": "{{ ('ba' * 2000000)|sort|length }}",
     "rfind": "{{ ('a' * 4000000).rfind('b' + 'a' * 2000000) }}",
+    "rsplit": "{{ ('a' * 4000000).rsplit('b' + 'a' * 2000000)|length }}",
     "strip": "{{ ('a' * 4000000).strip('b' * 2000000 + 'a')|length }}",
+    "trim": "{{ ('a' * 4000000)|trim('b' * 2000000 + 'a')|length }}",
     "title": "{{ ('-a' * 2000000)|title|length }}",
     "sum": "{% set a = [1] * 1000 %}{{ ([a] * 100000)|sum(start=[])|length }}",
+    "map": "{{ ([1] * 100000)|map('center', 100000)|list|length }}",
     "map join": "{{ ([1] * 100000)|map('center', 100000)|join|length }}",
     "strftime": "{{ strftime_now('%100000000d') }}",
     "strftime long": "{{ strftime_now('%c' * 1000000) }}",
     "float": "{{ ('1' * 4000000)|float }}",
+    "int": "{{ ('f' * 4000000)|int(base=16) }}",
     "autoescape": "{% autoescape true %}{% for i in range(100000) %}{{ '<' * 100000 }}{% endfor %}{% endautoescape %}",
     "generation": "{% generation %}{% for i in range(100000) %}{{ 'a' * 100000 }}{% endfor %}{% endgeneration %}",
     "straight line": "{% set a = 'a' * 1000000 %}" + LONG + "{% set b = a[::-1] %}" * 2000 + "{% endfor %}",
+    "straight upper": "{% set a = 'ä' * 1000000 %}" + LONG + "{% set b = a.upper() %}" * 2000 + "{% endfor %}",
+    "straight in": "{% set a = 'a' * 1000000 %}" + LONG + "{% set b = 'b' in a %}" * 2000 + "{% endfor %}",
     "namespace": "{% set ns = namespace() %}{% set ns.a = ns %}{% set ns.b = [ns, ns] %}{{ ns }}",
+    "odd printf": "{{ '%1000000000d' is odd }}{{ '%1000000000d' is divisibleby 2 }}",
+    "shared dict of lists": GROW + "{{ dict([ns.a, 1] | batch(2)) }}",
+    "shared dict of generators": GROW + "{{ dict([[ns.a, 1] | select]) }}",
+    "shared filter": GROW + "{{ ns.a is filter }}",
     "shared urlencode": LISTS + "{{ [ns.a, 1] | batch(2) | urlencode }}",
     "shared varargs": (
         "{% set ns = namespace(a=1) %}{% macro m() %}{% set ns.a = varargs %}{% endmacro %}"
         "{% for i in range(60) %}{{ m(ns.a, ns.a) }}{% endfor %}{{ {ns.a: 1} }}"
     ),
     "deep tuple": "{% set ns = namespace(a=1) %}" + LONG + "{% set ns.a = (ns.a,) %}{% endfor %}{{ {ns.a: 1} }}",
+    "deep varargs": (
+        "{% set ns = namespace(a=1) %}{% macro m() %}{% set ns.a = varargs %}{% endmacro %}"
+        "{% for i in range(100000) %}{{ m(ns.a) }}{% endfor %}{{ {ns.a: 1} }}"
+    ),
     "shared in generator": (
         "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(15) %}{% set ns.a = [ns.a, ns.a] %}"
         "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ [ns.a] in ([ns.b] * 100000) | batch(1) }}"
     ),
     "many arguments": ("{% macro f() %}{{ f(*varargs) }}{% endmacro %}{{ f(*range(100000)) }}"),
     "attribute": "{{ [1] | map(attribute='a.' * 2000000) | list }}",
+    "escape twice": "{{ ('<' * 4000000) | escape | forceescape | forceescape | length }}",
+    "while": (
+        "{% set ns = namespace(i=0) %}{% macro w() %}{% set ns.i = ns.i + 1 %}{% if true %}{{ w() }}{% endif %}{% "
+        "endmacro %}{{ w() }}"
+    ),
+    "not callable": "{{ ''.__class__.__mro__ }}",
     "mro": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals": "{{ namespace.__init__.__globals__ }}",
     "cycler": "{% set c = cycler('a' * 1000000) %}{% for i in range(100000) %}{{ c.next() }}{% endfor %}",
     "fromkeys": "{{ dict.fromkeys(range(100000), 1)|length }}",
+    "encode": "{{ 'a'.encode().center(10**9) }}",
     "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
     "xmlattr": "{{ {'a': '<' * 4000000}|xmlattr }}",
+    "urlencode": "{{ ('<' * 4000000)|urlencode }}",
+    "filesizeformat": "{{ ('9' * 4000000)|filesizeformat }}",
+    "divisibleby": "{% set ns = namespace(a=3) %}{{ ('f' * 10000)|int(base=16) is divisibleby 3 }}",
     "include": "{% include 'x' %}",
     "import": "{% import 'os' as os %}{{ os }}",
+    "extends": "{% extends 'x' %}",
     "big kwargs": (
         "{{ dict(**{'a': 1}) }}{% set a = [1] * 100000 %}{% macro m() %}{{ varargs|length }}{% endmacro %}{% for i "
         "in range(100000) %}{{ m(*a) }}{% endfor %}"
@@ -171,11 +256,16 @@ ATTACKS = {
         "{% for i in range(100000) %}{% for j in range(100000)|batch(1) %}{% if loop.length %}{% break %}{% endif "
         "%}{% endfor %}{% endfor %}"
     ),
+    "select": "{% for i in range(100000) %}{{ range(100000)|select|first }}{{ range(100000)|reject|list }}{% endfor %}",
     "in generator": "{% for i in range(100000) %}{{ 'x' in range(100000)|map('string') }}{% endfor %}",
+    "in range": "{% for i in range(100000) %}{{ 'x' in range(100000) }}{% endfor %}",
     "min": "{% for i in range(100000) %}{{ range(100000)|min }}{{ range(100000)|sum }}{% endfor %}",
 }
 # These end within the limits (or not, on a slow machine): they are bounded, and nothing is wrong with them.
-CHEAP = {"float", "fromkeys", "namespace", "rfind", "shared in generator", "split", "strftime", "title"}
+CHEAP = {
+    "divisibleby", "escape twice", "filesizeformat", "float", "fromkeys", "hoard dicts", "list", "namespace", "rfind",
+    "rsplit", "shared in generator", "split", "split comma", "splitlines", "strftime", "striptags", "title",
+}  # fmt: skip
 HOARDS = [name for name in set(ATTACKS) - CHEAP if name.startswith(("hoard", "doubling", "multiply"))]
 
 

@@ -1,7 +1,6 @@
 """Fixtures: one thread, and a checkpoint of a tiny decoder."""
 
 import pytest
-import torch
 
 from kvad.checkpoint.native import save_checkpoint
 from kvad.text.simple_tokenizers import ByteTokenizer
@@ -9,12 +8,8 @@ from tests.support.verify_models import tiny_model
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Run with one thread: with such small tensors a second one takes more time than it saves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread):
+    """Small tensors: a second thread takes more time than it saves."""
 
 
 @pytest.fixture(scope="session")
