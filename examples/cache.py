@@ -13,7 +13,6 @@ them.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -119,7 +118,7 @@ def load(folder: Path) -> Model:
     return load_kvad(folder, config["model"], weights) if "model" in config else load_llama(folder, config, weights)
 
 
-def load_llama(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Model:
+def load_llama(folder: Path, config: dict, weights: dict[str, Tensor]) -> Model:
     """Build the model of Hugging Face's layout, which `kvad train` writes; its names are replaced by kvad's."""
     options = [config["model_type"], *(config.get(key) for key in ("rope_scaling", "attention_bias", "mlp_bias"))]
     if options[0] != "llama" or any(options[1:]) or config["hidden_act"] != "silu":
@@ -132,7 +131,7 @@ def load_llama(folder: Path, config: dict[str, Any], weights: dict[str, Tensor])
     return Model(weights, heads, kv_heads, config["rope_theta"], config["rms_norm_eps"])
 
 
-def load_kvad(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Model:
+def load_kvad(folder: Path, config: dict, weights: dict[str, Tensor]) -> Model:
     """Build the model of kvad's own layout."""
     decoder, head = config["decoder"], config["head"]
     layer = decoder["layer_types"][decoder["layer_pattern"][0]]

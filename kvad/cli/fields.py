@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, datacl
 
 import click
 
+from kvad.cli.output import show_log
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def command(
 
     def decorate(function: Callable[[OptionsT], None]) -> click.Command:
         def callback(**values: Any) -> None:
+            if values.get("verbose"):
+                show_log()
             function(options(**values))
 
         built = SectionedCommand(name, callback=callback, params=_parameters(options), help=function.__doc__)

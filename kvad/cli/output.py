@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import sys
 import time
@@ -34,6 +35,12 @@ def console() -> Console:
 def note(text: str) -> None:
     """Print a line on stderr, after the name of the program."""
     click.echo(f"kvad: {text}", err=True)
+
+
+def show_log() -> None:
+    """Print the engine's log on stderr (``--verbose``)."""
+    logging.basicConfig(format="kvad: %(message)s")  # other packages log warnings only
+    logging.getLogger("kvad").setLevel(logging.INFO)
 
 
 def print_error(text: str) -> None:

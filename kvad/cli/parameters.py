@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import signal
 import sys
@@ -260,11 +259,6 @@ class CacheFlags(
     verbose: bool = option(
         "Print the engine's log on stderr: full pools, recomputed sequences, unusable stored blocks", short="-v"
     )
-
-    def __post_init__(self) -> None:
-        if self.verbose:
-            logging.basicConfig(format="kvad: %(message)s")  # other packages log warnings only
-            logging.getLogger("kvad").setLevel(logging.INFO)
 
 
 MODEL_FIELDS = ("dtype", "adapter", "deterministic")  # keywords of LLM.load that do not concern the cache

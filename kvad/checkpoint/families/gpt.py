@@ -40,6 +40,11 @@ _GPT_ATTENTION: hf.FieldTable = {"attention.position": None, **hf.ALL_BIASES}
 # ---------------------------------------------------------------- GPT and GPT-2
 
 
+def _check_gpt2(fields: HFConfigReader) -> None:
+    base.check_decoder(fields)
+    fields.require_one_of("reorder_and_upcast_attn", False, True)  # affects rounding only
+
+
 def _gpt2_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
     qkv = tuple(f"{kvad_prefix}.attention.{part}" for part in "qkv")
     yield tensor_rule(qkv, f"{hf_prefix}.attn.c_attn", conversion.STACKED_COLUMNS)
@@ -82,7 +87,7 @@ _GPT2 = HFClass(
     layer=_NORMS,
     tensors=_TENSORS,
     mlp=cfg.PlainMLPConfig,
-    check=base.check_decoder,
+    check=_check_gpt2,
     layer_types=LayerTypes(_read_gpt2_layers, _write_gpt2_layers),
     layer_rules=_gpt2_rules,
     constants={},
