@@ -1,7 +1,9 @@
-# make run        train a small model on real text, generate from its cache, verify it, time it (about 8 minutes, install included)
+# make run        train a small model on real text, generate from its cache, verify it, time it (about 4 minutes, install included)
 # make test       the tests                       make test-long   the full product (SAMPLE=40: that many of its tests)
+# make test-gpu   the engine's tests on a GPU (each is skipped, with the reason, where torch finds none)
 # make check      format, lint, types, imports    make install     what make test needs
 # make test-unit  the tests without a model or a subprocess   make docs   the documentation as a site, in site/
+# make test-lower-bounds   a model trained and used with the lowest versions of the dependencies, in a separate environment
 # make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/hf_parity)
 #
 # TORCH_INDEX=URL  where torch comes from; its CPU build on Linux is  TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -26,7 +28,7 @@ KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d' ' 
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 
-.PHONY: run test test-unit test-long oracle check docs install
+.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle check docs install
 .DELETE_ON_ERROR:
 
 run: $(RUN_STAMP)
@@ -45,7 +47,10 @@ test-unit: $(TEST_STAMP)
 	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 $(UNIT_TESTS) $(TEST_ARGS)
 
 test-long: $(TEST_STAMP)
-	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m long $(if $(SAMPLE),--sample $(SAMPLE)) $(TEST_ARGS)
+	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m long -o faulthandler_timeout=7200 $(if $(SAMPLE),--sample $(SAMPLE)) $(TEST_ARGS)
+
+test-lower-bounds:
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) scripts/lower_bounds
 
 # Both versions of transformers, each in a separate environment, compute the reference outputs again (equal up to
 # rounding if nothing changed), and load what kvad trains and exports.
@@ -56,6 +61,9 @@ oracle: $(TEST_STAMP)
 	$(PY) -m tests.hf_parity.compare --new $(ORACLES)/goldens
 	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.hf_parity.steps || exit 1; done
 	$(PY) -m pytest -n $(JOBS) tests/hf_parity tests/checkpoint tests/model $(TEST_ARGS)
+
+test-gpu: $(TEST_STAMP)
+	$(PY) -m pytest -m gpu -rs tests/engine/test_devices.py $(TEST_ARGS)
 
 docs: $(TEST_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

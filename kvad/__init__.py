@@ -4,7 +4,7 @@ The public names::
 
     from kvad import LLM
     with LLM.load("runs/demo") as llm:
-        print(llm.generate("def ", max_tokens=64, temperature=0).text)
+        print(llm.generate("def __init__(self", max_tokens=64, temperature=0).text)
 
 ``import kvad`` imports no torch: each name is loaded at its first use.
 """
@@ -12,17 +12,19 @@ The public names::
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvad.config import register
     from kvad.errors import KvadError
     from kvad.llm import LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "KvadError", "__version__"]
+__all__ = ["LLM", "KvadError", "__version__", "register"]
 
-_HOMES = {"LLM": "kvad.llm", "KvadError": "kvad.errors"}
+_HOMES = {"LLM": "kvad.llm", "KvadError": "kvad.errors", "register": "kvad.config"}
 
 
 def __getattr__(name: str) -> object:
@@ -33,3 +35,9 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("KVAD_LOG"):
+    from kvad._log import show_log
+
+    show_log()

@@ -7,12 +7,13 @@
     │   ├── ConfigError           a configuration key or value
     │   ├── DataError             a corpus: missing, empty, binary, not UTF-8, too short
     │   ├── CheckpointError       a folder that is not, or is no longer, a checkpoint
+    │   │   └── NetworkError      a server that cannot be reached                        exit code 1
     │   ├── TokenizerError        text that cannot be encoded, ids that cannot be decoded
     │   ├── ChatTemplateError     a chat template that is missing, wrong or too expensive, or rejects the messages
     │   ├── StorageError          a stored file of the cache that is damaged, foreign or of another model
     │   └── RequestError          a prompt or a sampling value
-    ├── MemoryPlanError           the model does not fit; raised before any allocation    exit code 2
-    ├── SaveError                 a failed write; existing files are unchanged            exit code 2
+    ├── MemoryPlanError           the model does not fit; raised before any allocation    exit code 1
+    ├── SaveError                 a failed write; existing files are unchanged            exit code 1 (path: 2)
     └── EngineError               a failure at run time                                   exit code 1
         ├── NumericalError        NaN or infinite logits: the request fails, others continue
         └── CacheError            an operation that this cache does not support
@@ -65,6 +66,12 @@ class CheckpointError(UsageError):
     """An unusable checkpoint folder."""
 
 
+class NetworkError(CheckpointError):
+    """A model that cannot be downloaded now: no connection, or the server failed."""
+
+    exit_code = 1
+
+
 class TokenizerError(UsageError):
     """Text or ids that a tokenizer cannot convert."""
 
@@ -77,7 +84,8 @@ class StorageError(UsageError):
     """A stored file that cannot be used.
 
     ``reason``: "missing", "damaged" (or truncated), "foreign" (no kvad file, or of another version), "mismatch" (of
-    another model or cache configuration), "unread" (the disk failed).
+    another model or cache configuration), "unread" (the disk failed), "changed" (by another
+    session since it was loaded).
     """
 
     def __init__(self, message: str, hint: str = "", *, reason: str = "damaged") -> None:
@@ -92,13 +100,12 @@ class RequestError(UsageError):
 class MemoryPlanError(KvadError):
     """A model or cache that does not fit into memory."""
 
-    exit_code = 2
-
 
 class SaveError(KvadError):
-    """A failed write; existing files are unchanged."""
+    """A failed write; existing files are unchanged.
 
-    exit_code = 2
+    If its cause is an OSError that another path would avoid (a file, no permission), the exit code is 2.
+    """
 
 
 class EngineError(KvadError):
@@ -135,5 +142,5 @@ def suggest_path(missing: Path) -> Path | None:
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for the nearest known word, or the list of known words."""
     choices = list(known)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(choices))}"

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NULL_BLOCK = 0  # pads block tables; never written, so its positions stay -1 and its slots are invisible
 PADDING_BLOCK = 1  # takes the writes of padding tokens; in no block table
 RESERVED_BLOCKS = 2
+MAX_READ_SLOTS = 1 << 17  # slots that a sub-batch of several sequences may read: bounds what attention gathers
 
 
 class SubBatch(NamedTuple):

@@ -22,7 +22,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from kvad.cache import CacheConfig
-from kvad.cli.main import cli
+from kvad.cli.main import EXIT_CODES, cli
 from kvad.config import ModelConfig
 from kvad.engine.scheduling import SamplingParams
 from kvad.train.config import RunConfig
@@ -67,6 +67,10 @@ def commands_page() -> str:
         "# Commands",
         "",
         "Generated from the command line; `kvad COMMAND --help` or `--help-all` prints the same.",
+        "",
+        "| exit code | meaning |",
+        "|---|---|",
+        *(f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items()),
     ]
     for path, command in _commands(cli, ("kvad",)):
         context = click.Context(command)

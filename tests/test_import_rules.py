@@ -1,5 +1,6 @@
 """The import rules of docs/contributing/architecture.md, checked on kvad and on small trees that break them."""
 
+import ast
 import importlib
 import os
 import subprocess
@@ -209,6 +210,59 @@ def test_every_public_name_of_a_door_loads(package):
 
 
 def test_public_names_of_kvad():
-    assert kvad.__all__ == ["LLM", "KvadError", "__version__"]
+    assert kvad.__all__ == ["LLM", "KvadError", "__version__", "register"]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         kvad.nothing  # noqa: B018
+
+
+# ---------------------------------------------------------------- tests
+
+
+WAITING_CALLS = ("run", "call", "check_call", "check_output")  # of subprocess
+
+
+def calls_without_timeout(text):
+    """Return the lines of calls that may wait for a process forever."""
+    tree = ast.parse(text)
+    is_process = set()  # names of Popen objects
+    for node in ast.walk(tree):
+        bound = []
+        if isinstance(node, ast.Assign):
+            bound = [(node.value, target) for target in node.targets]
+        elif isinstance(node, ast.withitem):
+            bound = [(node.context_expr, node.optional_vars)]
+        is_process |= {ast.unparse(name) for call, name in bound if "subprocess.Popen(" in ast.unparse(call) and name}
+    lines = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner, name = ast.unparse(node.func.value), node.func.attr
+        waits = (owner == "subprocess" and name in WAITING_CALLS) or name == "communicate"
+        waits = waits or (name == "wait" and owner in is_process and not node.args)
+        if waits and "timeout" not in {keyword.arg for keyword in node.keywords}:
+            lines.append(node.lineno)
+    return lines
+
+
+def test_every_test_has_a_time_limit(pytestconfig):
+    """A process that hangs fails its test; a test that hangs ends with its stacks on stderr."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        lines = calls_without_timeout(path.read_text("utf-8"))
+        assert not lines, f"{path.relative_to(ROOT)}: calls without timeout in lines {lines}"
+    assert float(pytestconfig.getini("faulthandler_timeout")) > 0
+    assert pytestconfig.getini("faulthandler_exit_on_timeout") is True
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "subprocess.run(command, check=True)",
+        "subprocess.check_output(command)",
+        "child = subprocess.Popen(command)\nchild.wait()",
+        "with subprocess.Popen(command) as child:\n    child.communicate(b'')",
+    ],
+)
+def test_a_call_without_timeout_is_found(source):
+    assert calls_without_timeout(source) == [source.count("\n") + 1]
+    *before, call = source.splitlines()
+    assert not calls_without_timeout("\n".join([*before, f"{call[:-1]}, timeout=9)".replace("(, ", "(")]))

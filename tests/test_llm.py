@@ -1,5 +1,6 @@
 """The LLM class: every method with text or ids, one or many prompts, in a batch or in threads; and its errors."""
 
+import json
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,55 @@ def test_empty_text_begins_with_the_opening_token(llm):
     assert llm.generate("", max_tokens=5, temperature=0).tokens == uncached_greedy(llm, [opening], 5)
 
 
+def test_no_prompts_give_no_results(llm):
+    assert llm.generate([]) == [] == llm.score([])
+    assert len(llm.generate([[]], max_tokens=2)) == 1  # one empty prompt
+
+
+def test_progress_is_called_after_every_prompt(llm):
+    calls = []
+    llm.generate(["a", "b", "c"], max_tokens=2, progress=lambda done, total: calls.append((done, total)))
+    assert calls == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_repr_and_decode(llm, folder):
+    assert llm.decode(llm.encode("déf")) == "déf"
+    numbers = sum(parameter.numel() for parameter in llm.model.parameters()) / 1e6
+    room = f"4 sequences of {llm.engine.cache.max_seq_len} tokens"
+    assert repr(llm) == f"LLM({str(folder)!r}, decoder, {numbers:.2f}M parameters in float64 on cpu, {room})"
+
+
+def test_chat_is_the_rendered_conversation(tmp_path, llm):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    path = write_model(tmp_path / "chat")
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), "utf-8")
+    messages = [{"role": "user", "content": "hi"}, {"role": "a", "content": "you"}]
+    options = {"max_tokens": 6, "temperature": 0}
+    with LLM.load(path, max_num_seqs=2) as opened:
+        assert opened.chat(messages, **options).text == opened.generate("<user>hi<a>you<a>", **options).text
+        continued = opened.chat(messages, SamplingParams(**options), continue_final=True)
+        assert continued.tokens == opened.generate("<user>hi<a>you", **options).tokens
+    with pytest.raises(RequestError, match="no chat template"):
+        llm.chat(messages)
+
+
+def test_requests_of_different_salts_share_no_blocks(llm):
+    prompt, options = "z" * 40, {"max_tokens": 2, "temperature": 0}
+
+    def num_cached(**salt):
+        return llm.generate(prompt, **options, **salt).usage.num_cached_tokens
+
+    assert [num_cached(), num_cached(), num_cached(cache_salt="a"), num_cached(cache_salt="a")] == [0, 36, 0, 36]
+    assert num_cached(cache_salt="b") == 0 and num_cached() == 36
+    llm.score(prompt, cache_salt="c")
+    assert num_cached(cache_salt="c") == 36
+    session = llm.session(cache_salt="d")
+    session.generate(prompt, **options)
+    assert session.reused == 0 and num_cached(cache_salt="d") == 36
+
+
 def test_samples_differ_and_do_not_depend_on_n(llm):
     done = llm.generate(PROMPT, n=6, max_tokens=8, seed=7)
     assert len(done.choices) == 6 and len({sample.token_ids for sample in done.choices}) > 3
@@ -125,6 +175,62 @@ def test_seeded_output_does_not_depend_on_the_batch(llm):
     assert llm.generate(PROMPT, max_tokens=16, seed=12).tokens != single.tokens
     batch = llm.generate([*OTHERS[:2], PROMPT, *OTHERS[2:]], max_tokens=16, seed=11)
     assert batch[2].tokens == single.tokens
+
+
+def test_equal_prompts_of_a_call_differ_and_are_repeatable(llm):
+    options = {"max_tokens": 16, "seed": 1, "ignore_eos": True}
+    first, second, other = (done.tokens for done in llm.generate(["a", "a", "b"], **options))
+    assert first != second
+    assert [done.tokens for done in llm.generate(["x", "b", "a", "y", "a"], **options)][1:3] == [other, first]
+    assert llm.generate(["b", "a", "a"], **options)[2].tokens == second
+    assert llm.generate("a", **options).tokens == first == llm.generate("a", draw_salt=0, **options).tokens
+    assert llm.generate("a", draw_salt=1, **options).tokens == second
+    assert [done.tokens for done in llm.generate(["a", "a"], draw_salt=1, **options)] == [second, second]
+    assert tuple(c.token_id for c in llm.stream("a", draw_salt=1, **options)) == second
+    with pytest.raises(RequestError, match="draw_salt: must be from 0"):
+        llm.generate("a", draw_salt=-1, **options)
+
+
+def test_draws_of_different_prompts_are_not_shared(llm):
+    """With a nearly flat distribution, the tokens at one place agree no more often than by chance."""
+    prompts = [[97 + i // 9, 97 + i % 9] for i in range(60)]
+    done = llm.generate(prompts, seed=5, max_tokens=4, temperature=100.0, ignore_eos=True)
+    firsts = [tuple(each.tokens[:2]) for each in done]
+    assert len(set(firsts)) == len(firsts)  # one stream of numbers for all would give nearly one text
+
+
+def test_the_default_seed_is_random_and_returned(llm):
+    options = {"max_tokens": 12, "ignore_eos": True}
+    first, second = llm.generate("a", **options), llm.generate("a", **options)
+    assert first.seed != second.seed and first.tokens != second.tokens
+    assert llm.generate("a", seed=first.seed, **options).tokens == first.tokens
+    several = llm.generate(["a", "b"], SamplingParams(**options))
+    assert several[0].seed == several[1].seed is not None
+    assert llm.generate("a", temperature=0, **options).seed is None
+    assert llm.generate("a", num_beams=2, temperature=0, **options).seed is None
+
+
+def test_beams_have_log_probabilities_and_stop_strings(llm):
+    options = {"num_beams": 3, "n": 3, "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+    plain = llm.generate(PROMPT, **options)
+    scored = llm.generate(PROMPT, **options, logprobs=1, prompt_logprobs=0)
+    assert [c.token_ids for c in scored.choices] == [c.token_ids for c in plain.choices]
+    expected = llm.score(PROMPT).logprobs[1:]
+    assert [score.logprob for score in scored.prompt_logprobs] == pytest.approx(expected, abs=1e-6)
+    for choice in scored.choices:
+        assert sum(score.logprob for score in choice.logprobs) / 10 == pytest.approx(
+            choice.cumulative_logprob, abs=1e-6
+        )
+        values = llm.logits([*llm.encode(PROMPT), *choice.token_ids]).log_softmax(-1)[len(PROMPT) - 1 : -1]
+        assert [s.logprob for s in choice.logprobs] == pytest.approx(
+            [float(row[token]) for row, token in zip(values, choice.token_ids, strict=True)], abs=1e-6
+        )
+    stop = plain.text[4:6]
+    stopped = llm.generate(PROMPT, **options, stop=(stop,), early_stopping=True)
+    ends = {(choice.finish_reason, choice.limit) for choice in stopped.choices}
+    assert ("stop", None) in ends and not any(stop in choice.text for choice in stopped.choices)
+    ended = next(choice for choice in stopped.choices if choice.finish_reason == "stop")
+    assert llm.tokenizer.decode(ended.token_ids).startswith(ended.text + stop)
 
 
 def test_cached_prefix_is_not_recomputed(llm):
@@ -343,7 +449,7 @@ def test_load_accepts_a_dtype_and_cache_options(folder):
     with LLM.load(folder, cache_config=CacheConfig(max_seq_len=16)) as llm:
         assert llm.cache_config == CacheConfig(max_seq_len=16)
     with LLM.load(folder) as llm:
-        assert llm.cache_config == CacheConfig(max_seq_len=LIMIT)
+        assert llm.cache_config == CacheConfig(max_seq_len=LIMIT, max_num_seqs=256)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +585,7 @@ def test_ids_without_a_tokenizer(llm_without_tokenizer):
     done = llm_without_tokenizer.generate([3, 4], max_tokens=4, temperature=0)
     assert done.tokens == uncached_greedy(llm_without_tokenizer, [3, 4], 4) and done.text == ""
     assert llm_without_tokenizer.trace([3, 4]).token_texts == ("3", "4")
-    for prompt, message in (("hi", "no tokenizer"), ([], "no opening token")):
+    for prompt, message in (("hi", "no tokenizer"), ([[]], "no opening token")):
         with pytest.raises(RequestError, match=message):
             llm_without_tokenizer.generate(prompt)
     with pytest.raises(RequestError, match="stop: requires a tokenizer"):
@@ -492,7 +598,7 @@ def test_nan_is_an_error_and_the_next_call_works(folder):
         with torch.no_grad():
             row = llm.model.embedding.tokens.weight[120].clone()
             llm.model.embedding.tokens.weight[120] = math.nan
-        with pytest.raises(NumericalError, match="NaN"):
+        with pytest.raises(NumericalError, match=r"NaN.*kvad doctor MODEL"):
             llm.generate("ox", max_tokens=3)
         with torch.no_grad():
             llm.model.embedding.tokens.weight[120] = row

@@ -109,6 +109,31 @@ def test_prefill_only_leaves_one_token_to_compute(model, tmp_path):
         (tmp_path / "read.session").unlink()
 
 
+def test_session_that_changed_meanwhile_is_not_overwritten(llm, tmp_path):
+    llm.session("trip", tmp_path).generate("x", **GREEDY)
+    first, second = llm.session("trip", tmp_path), llm.session("trip", tmp_path)
+    first.generate("one", **GREEDY)
+    second.generate("two", **GREEDY)
+    first.save()
+    path = tmp_path / "trip.session"
+    for _ in range(2):
+        before = path.read_bytes()
+        with pytest.raises(StorageError, match=r"trip\.session: changed meanwhile by another session") as caught:
+            second.save()  # in the first round, there was no file when it was opened
+        assert caught.value.reason == "changed" and path.read_bytes() == before
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["trip.session"]
+        second = llm.session("trip", tmp_path)
+        second.generate("three", **GREEDY)
+        first.generate("four", **GREEDY)
+        first.save()
+    second.save(tmp_path / "other.session")
+    second.save(overwrite=True)
+    assert llm.session("trip", tmp_path).tokens == second.tokens
+    path.unlink()
+    second.save()
+    assert path.exists(), "a session that was removed meanwhile is written"
+
+
 def test_seed_is_stored_in_the_session(model, tmp_path):
     sampled = {"temperature": 1.3, "max_tokens": 5, "ignore_eos": True}
     with LLM.load(model, max_num_seqs=2) as opened:
@@ -120,6 +145,36 @@ def test_seed_is_stored_in_the_session(model, tmp_path):
     with LLM.load(model, max_num_seqs=2) as opened:
         session = opened.session("trip", tmp_path)
         assert session.seed == 7 and session.generate("", **sampled).text == right
+
+
+def test_changed_text_draws_other_numbers_and_a_saved_session_continues_exactly(model, tmp_path):
+    """The same question, three times: three replies. A saved session draws what the unsaved one draws."""
+    sampled = {"temperature": 1.3, "max_tokens": 12, "ignore_eos": True}
+    question = list(b"hello, you")
+
+    def reply(session):
+        return [chunk.token_id for chunk in session.continue_from(question, **sampled)]
+
+    with LLM.load(model, max_num_seqs=2) as opened:
+        session = opened.session("trip", tmp_path)
+        session.seed = 3
+        first, second = reply(session), reply(session)
+        assert first == list(opened.generate(question, seed=3, **sampled).tokens) != second
+        session.tokens = question[:4]  # the turn is taken back, then saved
+        session.save()
+        third = reply(session)
+        more = session.generate(" so", **sampled)
+    with LLM.load(model, max_num_seqs=2) as opened:
+        session = opened.session("trip", tmp_path)
+        assert reply(session) == third and third not in (first, second)
+        assert session.generate(" so", **sampled).tokens == more.tokens and more.seed == 3
+
+
+def test_unsaved_session_has_a_random_seed(llm):
+    seeds = {llm.session().generate("hello", max_tokens=2).seed for _ in range(2)}
+    session = llm.session()
+    seeds |= {session.generate("hello", max_tokens=2).seed, session.generate(" x", max_tokens=2).seed}
+    assert len(seeds) == 3 and None not in seeds
 
 
 def test_session_of_another_model_names_the_difference(model, tmp_path):
@@ -176,10 +231,11 @@ def test_failing_disk(llm, tmp_path):
     session_of(FailingDisk()).save()
     before = (tmp_path / "trip.session").read_bytes()
     session = session_of(FailingDisk(2, code=errno.ENOSPC))
-    with pytest.raises(SaveError, match="No space left"):
-        session.save()
+    with pytest.raises(SaveError, match="No space left") as unsaved:
+        session.save(overwrite=True)
+    assert unsaved.value.__cause__.errno == errno.ENOSPC, "the exit code depends on it"
     assert (tmp_path / "trip.session").read_bytes() == before
-    assert session.save()  # the second save succeeds
+    assert session.save(overwrite=True)  # the second save succeeds
     session = session_of(FailingDisk(1, which=("read",)))
     with pytest.raises(StorageError, match="Input/output error") as caught:
         session.load()
@@ -193,7 +249,7 @@ def test_commands_of_the_sessions_page(model, tmp_path, monkeypatch, capsys):
     assert code.count('"runs/demo"') == 2
     ran = subprocess.run(
         [sys.executable, "-c", code.replace('"runs/demo"', repr(str(model)))],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert (

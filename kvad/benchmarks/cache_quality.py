@@ -293,6 +293,7 @@ def bench_quality(
     run = _Run(llm, language, texts, options, lines)
     steps = len(variants) * (bool(texts) + sum(len(grid_cells(options, kind)) for kind in options.tasks))
     done = 0
+    progress(f"{variants[0].label}: text", 0, steps)
     for number, variant in enumerate(variants, 1):
         for label in run.measure(variant):
             done += 1
@@ -336,6 +337,8 @@ class _Run:
             for kind in self.options.tasks:
                 for length, depth in grid_cells(self.options, kind):
                     key = {**_key(variant), "measure": kind, "length": length, "depth": depth}
+                    if variant.name == "full" and self._is_hopeless(kind, length):
+                        continue
                     if (kind, length) in self.informative and not self.lines.select(**key):
                         cell = measure_cell(self.llm, variant, self.language, kind, length, depth, self.options)
                         self.lines.add({**key, **cell._asdict()})
@@ -368,18 +371,29 @@ class _Run:
             size = {"length": longest, "budget": variant.budget(longest), "bytes": num_bytes}
             self.lines.add({**key, **size, **asdict(quality), "perplexity_ratio": quality.ratio})
 
+    def _full_recall(self, kind: Kind, length: int) -> float | None:
+        lines = self.lines.select(cache="full", ratio=0.0, measure=kind, length=length)
+        return _mean(line["recall"] for line in lines)
+
+    def _is_hopeless(self, kind: Kind, length: int) -> bool:
+        """True if the full cache found no needle at a length before this one."""
+        before = self.options.lengths[: self.options.lengths.index(length)]
+        return any(self._full_recall(kind, each) == 0 for each in before)
+
     def _find_informative(self) -> None:
         """Find the informative lengths: those at which the full cache finds the needles."""
         for kind in self.options.tasks:
-            poor = []
+            poor: list[str] = []
             for length in self.options.lengths:
-                found = self.lines.select(cache="full", ratio=0.0, measure=kind, length=length)
-                recall = _mean(line["recall"] for line in found)
+                recall = self._full_recall(kind, length)
                 if recall is None or recall <= MIN_FULL_RECALL:
                     self.informative.remove((kind, length))
-                    poor.append(f"{recall or 0:.2f} at {length}")
+                    poor += [] if recall is None else [f"{recall:.2f} at {length}"]
             if poor:
-                note = f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {MIN_FULL_RECALL}"
+                skipped = "" if len(poor) == len(self.options.lengths) else " (longer tasks are skipped)"
+                note = (
+                    f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {MIN_FULL_RECALL}{skipped}"
+                )
                 self.notes.append(f"{note}: another cache's recall is not informative there and is not measured")
 
     def _recall(self, variant: Variant, kind: Kind) -> float | None:

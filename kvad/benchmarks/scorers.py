@@ -147,7 +147,7 @@ def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nats = F.cross_entropy(wide, targets, reduction="none").double().cpu()
     if bool(nats.isnan().any()):
-        raise NumericalError("the model's logits are NaN", "Check the weights with kvad doctor.")
+        raise NumericalError("the model's logits are NaN", "Check the weights: kvad doctor MODEL.")
     return nats, (wide.argmax(-1) == targets).cpu()
 
 

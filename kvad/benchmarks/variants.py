@@ -94,8 +94,8 @@ def _variants(name: str, ratios: Sequence[float], compressor: Summarizer | None)
 
 
 def _is_policy(name: str) -> bool:
-    """True for a policy, also one of a plugin "package.module:Class"; raises ConfigError for another plugin."""
-    if ":" not in name:
+    """True for a policy, also one of a plugin; raises ConfigError for another plugin that is not a format."""
+    if not cfg.plugins.is_plugin(name, known_variants()):
         return name in _policy_names()
     plugin = cfg.plugins.load_plugin(name, "cache")
     if isinstance(plugin, type) and issubclass(plugin, CachePolicy):
@@ -116,7 +116,7 @@ def variant_fields(name: str, ratio: float = 0.0) -> CacheFields:
 
 def _policy_fields(name: str, ratio: float, length: int, every: int) -> dict[str, Any]:
     budget = planning.cache_presets.slots_to_keep(ratio, length)
-    if ":" in name:  # a plugin's one argument is the budget
+    if cfg.plugins.is_plugin(name, known_variants()):  # a plugin's one argument is the budget
         return {"policy": f"{name}({budget})"}
     if name not in planning.cache_presets.TIERED_POLICIES:
         return {"policy": planning.cache_presets.policy_for_ratio(name, ratio, length, every)}

@@ -144,7 +144,7 @@ def _parse_call(text: str) -> CachePolicy:
     if match is None:
         raise ConfigError(f"cache.policy: cannot read {text!r}", "Write name(number, ...): sinks(4, 1020)")
     name, argument_text = match[1], match[2]
-    if ":" in name:
+    if config.plugins.is_plugin(name, POLICIES):
         factory = config.plugins.load_plugin(name, "cache.policy")
     elif name in POLICIES:
         factory = POLICIES[name]

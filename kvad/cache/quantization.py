@@ -110,12 +110,17 @@ FORMATS = {
 }
 
 
+def is_format(name: object) -> bool:
+    """Return True for the name of a format or a plugin. Imports nothing."""
+    return (isinstance(name, str) and name in FORMATS) or config.plugins.is_plugin(name, FORMATS)
+
+
 def get_format(name: str, key: str = "format") -> CacheFormat:
     """Return the format of a name; ``key`` is the configuration key for errors."""
-    if name in FORMATS:
-        return FORMATS[name]
-    if ":" not in str(name):
+    if not is_format(name):
         raise ConfigError(f"{key}: {name!r}", suggest(str(name), FORMATS))
+    if not config.plugins.is_plugin(name, FORMATS):
+        return FORMATS[name]
     instance: Any = config.plugins.load_plugin(name, key)()
     for method in ("arrays", "encode", "decode"):
         if not callable(getattr(instance, method, None)):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvad.checkpoint import export as export
     from kvad.checkpoint import folder as folder
     from kvad.checkpoint import generation_config as generation_config
+    from kvad.checkpoint import gguf as gguf
     from kvad.checkpoint import handle as handle
     from kvad.checkpoint import hf_layout as hf_layout
     from kvad.checkpoint import hub as hub

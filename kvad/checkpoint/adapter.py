@@ -44,7 +44,7 @@ METADATA_FILE, TENSORS, FORMAT = "adapter.json", "adapter_model.safetensors", 2
 
 def base_fingerprint(handle: CheckpointHandle) -> str:
     """Return the fingerprint of config and all weights (a second per gigabyte and core)."""
-    return model.fingerprint.state_fingerprint(handle.config, dict(handle.weights()))
+    return model.fingerprint.state_fingerprint(handle.stored_config, dict(handle.weights()))
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,13 @@ def open_adapter(path: Path) -> StoredAdapter:
         hint = "Train one with kvad train --init MODEL --lora-rank RANK."
         raise CheckpointError(f"{path} is not an adapter: {reason}", hint)
     metadata: dict[str, Any] = {}
-    if (folder / METADATA_FILE).is_file():
+    if (folder / METADATA_FILE).exists():
         metadata = read_json(folder / METADATA_FILE)
         folder_lib.check_format(folder / METADATA_FILE, metadata, FORMAT, "kvad train --init MODEL --lora-rank RANK")
-        if (folder / folder_lib.MANIFEST).is_file():  # absent if PEFT's save_pretrained wrote next to adapter.json
+        if (folder / folder_lib.MANIFEST).exists():  # absent if PEFT's save_pretrained wrote next to adapter.json
             for name, entry in folder_lib.read_manifest(folder, TENSORS).items():
-                folder_lib.check_file(folder / name, entry)
+                is_training = name.startswith(f"{folder_lib.TRAINING}/")  # compared when the run is resumed
+                folder_lib.check_file(folder / name, entry, "size" if is_training else "sha256")
     content = read_json(folder / ADAPTER_CONFIG)
     peft.check_peft_config(content, str(folder / ADAPTER_CONFIG))
     return StoredAdapter(folder, content, metadata)
@@ -201,7 +202,7 @@ class AdaptedCheckpoint(CheckpointHandle):
     base: CheckpointHandle
     adapter: StoredAdapter
 
-    @property
+    @cached_property
     def config(self) -> ModelConfig:
         return self.base.config
 
@@ -211,6 +212,10 @@ class AdaptedCheckpoint(CheckpointHandle):
         if not path.is_file():
             return self.base.generation
         return replace(self.base.generation, eos_token_ids=read_generation_config({}, read_json(path)).eos_token_ids)
+
+    @property
+    def unused_keys(self) -> tuple[str, ...]:
+        return self.base.unused_keys
 
     @property
     def origin(self) -> str | None:

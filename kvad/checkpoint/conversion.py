@@ -206,9 +206,10 @@ def _extra_tensors(
 ) -> Iterator[CheckpointError]:
     """Yield an error for each tensor that no rule used and that is neither ignored nor an equal copy."""
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in family.ignored) or r"(?!)")
-    for name, tensor in stored.items():
+    for name in stored:
         if name in used or ignored.fullmatch(name.removeprefix(family.prefix)):
             continue
+        tensor = stored[name]
         if name not in copies:
             message = f"{where}: tensor {name} {list(tensor.shape)} is extra"
             yield CheckpointError(message, "The config has no such parameter.")
@@ -290,11 +291,78 @@ def write_tensors(family: Family, config: ModelConfig, weights: Mapping[str, Ten
         yield from family.extra(config)
 
 
+# Keys that no family needs to read: metadata, training, options of calls, generation (``generation_config.py``).
+_HARMLESS_KEYS = """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map
+    attn_implementation custom_pipelines dtype finetuning_task id2label label2id model_type name_or_path
+    num_labels problem_type task_specific_params tokenizer_class torch_dtype transformers_version
+    bad_words_ids begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty mask_token_id max_length min_length no_repeat_ngram_size num_beam_groups
+    num_beams num_return_sequences pad_token_id prefix remove_invalid_values repetition_penalty sep_token_id
+    suppress_tokens temperature top_k top_p typical_p unk_token_id
+    gradient_checkpointing output_attentions output_hidden_states output_past output_router_logits output_scores
+    return_dict return_dict_in_generate tf_legacy_loss torchscript use_bfloat16 use_cache cache_implementation
+    embd_pdrop initializer_factor initializer_range init_std pretraining_tp router_aux_loss_coef
+    router_jitter_noise scale_init_gpt label_smoothing
+"""
+_HARMLESS_PARTS = ("dropout", "pdrop", "layerdrop", "summary_", "pooler_")  # of training and of other heads
+_HARMLESS_IN_CLASS: Mapping[str, str] = {  # model_type -> keys that its class of transformers does not use either
+    **dict.fromkeys(
+        ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"), "num_hidden_layers"
+    ),
+    **dict.fromkeys(("t5", "mt5", "umt5"), "is_encoder_decoder num_decoder_layers scale_decoder_outputs"),
+    "biogpt": "layer_norm_eps",
+    "bloom": "slow_but_exact",
+    "codegen": "n_ctx",
+    "cohere2": "_sliding_window_pattern",
+    "exaone4": "layer_types sliding_window_pattern",
+    "falcon": "multi_query num_kv_heads num_ln_in_parallel_attn rope_parameters rope_theta",
+    "gemma3_text": "_sliding_window_pattern",
+    "gpt2": "n_ctx",
+    "gpt_bigcode": "attention_softmax_in_fp32 num_key_value_heads scale_attention_softmax_in_fp32",
+    "modernbert": "deterministic_flash_attn initializer_cutoff_factor reference_compile repad_logits_with_grad "
+    "sparse_pred_ignore_index sparse_prediction",
+    "mpnet": "type_vocab_size",
+    "mpt": "attn_impl embedding_fraction expansion_ratio init_device learned_pos_emb verbose",
+    "phi3": "original_max_position_embeddings",
+    "qwen2": "max_window_layers",
+    "qwen3": "max_window_layers",
+    "qwen3_moe": "intermediate_size",
+    "t5gemma": "is_decoder vocab_size",
+}
+_NEUTRAL_VALUES: Mapping[str, Any] = {  # defaults of transformers' ``PretrainedConfig``
+    "_remove_final_layer_norm": False,
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
+    "tie_word_embeddings": True,
+}
+
+
+def _is_harmless(model_type: str, key: str, value: Any) -> bool:
+    """Return True for a key of a ``config.json`` that cannot change what kvad computes."""
+    is_neutral = value is None or (key in _NEUTRAL_VALUES and value == _NEUTRAL_VALUES[key])
+    is_listed = key in _HARMLESS_KEYS.split() or key in _HARMLESS_IN_CLASS.get(model_type, "").split()
+    return is_neutral or is_listed or any(part in key for part in _HARMLESS_PARTS)
+
+
+MAX_LIST, MAX_INTEGER = 10_000, 2**40  # bounds of integers in a ``config.json``
+_LIST_SIZES = ("layer", "experts", "labels")  # parts of the names of integers that become the length of a list
+
+
 class HFConfigReader:
-    """Typed reader of a ``config.json``; null means the default, invalid values are refused."""
+    """Typed reader of a ``config.json``; null means the default, invalid values are refused.
+
+    It records the keys that are looked up, so that ``unused_keys`` can name the others.
+    """
 
     def __init__(self, content: Mapping[str, Any], where: str) -> None:
         self.content, self.where = content, where
+        self._used, self._prefix = set[str](), ""  # dotted keys; prefix of this part's keys
 
     @property
     def model_type(self) -> str:
@@ -310,17 +378,43 @@ class HFConfigReader:
         """Return an error of this config."""
         return CheckpointError(f"{self.where}: {message}", hint)
 
+    def derive(self, content: Mapping[str, Any]) -> HFConfigReader:
+        """Return a reader of changed content that records keys in this one."""
+        reader = HFConfigReader(content, self.where)
+        reader._used, reader._prefix = self._used, self._prefix
+        return reader
+
+    def num_used_keys(self) -> int:
+        """Return the number of the config's keys that were looked up."""
+        return len(self._used & self.content.keys())
+
+    def unused_keys(self) -> tuple[str, ...]:
+        """Return the dotted keys with a value that nothing has looked up, except harmless ones."""
+
+        def walk(content: Mapping[str, Any], prefix: str) -> Iterator[str]:
+            for key, value in content.items():
+                name = f"{prefix}{key}"
+                if name not in self._used:
+                    yield from () if _is_harmless(self.model_type, key, value) else (name,)
+                elif isinstance(value, Mapping) and any(used.startswith(f"{name}.") for used in self._used):
+                    yield from walk(value, f"{name}.")
+
+        return tuple(walk(self.content, self._prefix))
+
     def __contains__(self, name: str) -> bool:
-        return self.content.get(name) is not None
+        return self.get(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value, or ``default`` if it is absent or null."""
+        self._used.add(self._prefix + name)
         value = self.content.get(name)
         return default if value is None else value
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """Return the integer under the first of ``names`` that is present."""
         value: int = self._first(names, int, "an integer", default)
+        if value > (limit := MAX_LIST if any(word in names[0] for word in _LIST_SIZES) else MAX_INTEGER):
+            raise self.error(f"{names[0]}: must be at most {limit:,}, got {config_lib.serialization.short_repr(value)}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -341,35 +435,39 @@ class HFConfigReader:
             return default
         value = self.content[name]
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise self.error(f"{name}: must be {label}, got {value!r}")
+            raise self.error(f"{name}: must be {label}, got {config_lib.serialization.short_repr(value)}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a boolean.  Raises CheckpointError for any other value."""
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.error(f"{name}: must be true or false, got {value!r}")
+            raise self.error(f"{name}: must be true or false, got {config_lib.serialization.short_repr(value)}")
         return value
 
     def choice(self, name: str, choices: Mapping[str, Any], default: str | None = None) -> Any:
         """Return ``choices[value]``.  Raises CheckpointError for a value that is not among them."""
         value = self.get(name, default)
-        if value not in choices:
-            raise self.error(f"{name} {value!r} is not supported", suggest(str(value), choices))
+        if isinstance(value, dict | list) or value not in choices:
+            raise self.error(
+                f"{name} {config_lib.serialization.short_repr(value)} is not supported", suggest(str(value), choices)
+            )
         return choices[value]
 
     def require_one_of(self, name: str, *allowed: Any, reason: str = "") -> None:
         """Refuse a field, with ``reason`` as hint, unless it is absent, null, or in ``allowed``."""
-        value = self.content.get(name)
+        value = self.get(name)
         if value is not None and value not in allowed:
-            raise self.error(f"{name} {value!r} is not supported", reason)
+            raise self.error(f"{name} {config_lib.serialization.short_repr(value)} is not supported", reason)
 
     def part(self, name: str) -> HFConfigReader:
         """Return a reader of a nested config (``text_config``, ``encoder``)."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
-            raise self.error(f"{name}: must be an object, got {value!r}")
-        return HFConfigReader(value, f"{self.where}: {name}")
+            raise self.error(f"{name}: must be an object, got {config_lib.serialization.short_repr(value)}")
+        reader = self.derive(value)
+        reader.where, reader._prefix = f"{self.where}: {name}", f"{self._prefix}{name}."
+        return reader
 
 
 @dataclass(frozen=True)
@@ -393,6 +491,16 @@ class Family:
     resolve: Callable[[ModelConfig, Callable[[str], Tensor | None]], ModelConfig] | None = None
     # Other names that a file may have for a tensor, in its place or as an equal copy.
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def read_config(self, fields: HFConfigReader) -> ModelConfig:
+        """Read a ``config.json`` with any values.  Raises CheckpointError or ConfigError."""
+        try:
+            return self.read(fields)
+        except ConfigError as error:
+            raise ConfigError(f"{fields.where}: {error.message}", error.hint) from error
+        except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise fields.error(f"a value is invalid for {fields.model_type} ({reason[:200]})") from error
 
     def tensor_rules(self, config: ModelConfig) -> list[TensorRule]:
         """Return the rules about the tensors of a model."""

@@ -16,7 +16,7 @@ from kvad import storage, text
 from kvad.checkpoint.adapter import AdaptedCheckpoint
 from kvad.checkpoint.conversion import write_tensors
 from kvad.checkpoint.folder import CONFIG, write_json
-from kvad.checkpoint.generation_config import GENERATION_FILE, write_pooling
+from kvad.checkpoint.generation_config import GENERATION_FILE, write_embedding
 from kvad.checkpoint.handle import CheckpointHandle, read_tokenizer_files
 from kvad.checkpoint.hf_layout import HFCheckpoint, choose_family, write_hf_config
 from kvad.checkpoint.native import save_checkpoint
@@ -46,7 +46,7 @@ def export_hf(
         tensors = write_tensors(layout.family, handle.config, dict(handle.weights()))
         casts = ((name, tensor.to(dtype=dtype) if tensor.is_floating_point() else tensor) for name, tensor in tensors)
         write_sharded(temp_folder, casts)
-        write_pooling(temp_folder, handle.generation, handle.config.hidden_size)
+        write_embedding(temp_folder, handle.generation, handle.config.hidden_size)
         _copy_tokenizer(handle, temp_folder)
     return layout.hf_class
 
@@ -79,7 +79,7 @@ def import_hf(
         tensors[name] = tensor
         if progress is not None:
             progress(name, tensor.nbytes)
-    files = read_tokenizer_files(handle.path) if files is None else files
+    files = read_tokenizer_files(handle.tokenizer_folder) if files is None else files
     save_checkpoint(out, handle.config, tensors, None, generation=handle.generation, files=files, origin=handle.origin)
 
 
@@ -105,4 +105,4 @@ def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | Non
         write_sharded(temp_folder, write_tensors(base.family, base.config, tensors))
         for name, content in files.items():
             (temp_folder / name).write_bytes(content)
-        write_pooling(temp_folder, base.generation, base.config.hidden_size)
+        write_embedding(temp_folder, base.generation, base.config.hidden_size)

@@ -6,16 +6,23 @@ stores them under ``"generation"`` in ``config.json``.  Every field is applied a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from kvad.checkpoint.folder import write_json
+from kvad import storage
+from kvad.checkpoint.folder import read_json, write_json
+from kvad.config import Pooling
 from kvad.errors import CheckpointError
 
 GENERATION_FILE = "generation_config.json"
+POOLING_MODES: Mapping[str, Pooling] = {  # of sentence-transformers
+    "pooling_mode_cls_token": "first",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "last",
+}
 SOURCE_EOS_KEY = "source_end_token_id"  # field of kvad; transformers leaves this to the tokenizer
 
 # Fields that kvad does not apply, with the values that have no effect.
@@ -51,8 +58,14 @@ class GenerationConfig:
     suppress_tokens: tuple[int, ...] = ()  # never generated (Marian's padding)
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences that are never completed
     sampling: Mapping[str, int | float | bool | str] | None = None  # fields of ``SamplingParams``
-    pooling: Literal["mean", "first"] | None = None  # of a sentence-transformers folder
-    normalize: bool = False  # vectors of a sentence-transformers folder have length 1
+    # Of a sentence-transformers folder:
+    pooling: Pooling | None = None
+    normalize: bool = False  # vectors have length 1
+    max_embed_tokens: int | None = None  # longer texts are truncated
+    lowercase: bool = False  # texts are lowercased first
+    prompts: Mapping[str, str] = field(default_factory=dict)  # texts before a text, by name
+    prompt_name: str | None = None  # prompt of every text, unless another one is requested
+    takes_pairs: bool = False  # a classifier of two texts (a cross-encoder of sentence-transformers)
     ignored_fields: tuple[str, ...] = ()  # fields that would change texts and are not applied; logged at load
 
     def with_source_eos(self, source: list[int]) -> list[int]:
@@ -62,32 +75,60 @@ class GenerationConfig:
         return [*source, self.source_eos_token_id]
 
 
-def read_pooling(folder: Path) -> tuple[Literal["mean", "first"] | None, bool]:
-    """Read how a sentence-transformers folder pools hidden states, and whether vectors are normalized.
+def read_embedding(folder: Path) -> dict[str, Any]:
+    """Read how a sentence-transformers folder embeds texts, as fields of ``GenerationConfig``; {} for another folder.
 
-    The result is (None, False) for any other folder.
+    Raises:
+        CheckpointError: If a file is invalid, or a module or option is not supported.
     """
     modules = folder / "modules.json"
     if not modules.exists():
-        return None, False
+        return {}
     try:
-        entries = json.loads(modules.read_text("utf-8"))
-        folders = {str(entry["type"]).rpartition(".")[2]: folder / str(entry["path"]) for entry in entries}
-        has_config = "Pooling" in folders
-        pooling_config = json.loads((folders["Pooling"] / "config.json").read_text("utf-8")) if has_config else {}
+        entries = storage.strict_json.loads(storage.filesystem.read_text(modules))
+        names = {str(entry["type"]).rpartition(".")[2]: str(entry["path"]) for entry in entries}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{modules}: cannot read the pooling: {error}") from error
-    supported = {"Transformer", "Pooling", "Normalize"}
-    if unsupported := sorted(set(folders) - supported):
-        raise CheckpointError(f"{modules}: {unsupported[0]} is not supported", "Embed with --pooling mean.")
-    modes = [name for name, enabled in pooling_config.items() if name.startswith("pooling_mode") and enabled]
-    pooling_by_modes: dict[tuple[str, ...], Literal["mean", "first"]] = {
-        ("pooling_mode_mean_tokens",): "mean",
-        ("pooling_mode_cls_token",): "first",
+        raise CheckpointError(f"{modules}: cannot read the modules: {error}") from error
+    for kind, name in names.items():
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            hint = "Only Transformer, Pooling and Normalize are. Without modules.json: kvad embed --pooling mean."
+            raise CheckpointError(f"{modules}: {kind} is not supported", hint)
+        if set(name) & set("/\\:") or name in (".", ".."):
+            raise CheckpointError(f"{modules}: path: must be a folder's name, got {name[:80]!r}")
+    config = _read_optional(folder / "config_sentence_transformers.json")
+    prompts, prompt_name = config.get("prompts") or {}, config.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise CheckpointError(f"{folder}/config_sentence_transformers.json: prompts: must be an object of texts")
+    if prompt_name is not None and prompt_name not in prompts:
+        raise CheckpointError(f"{folder}/config_sentence_transformers.json: default_prompt_name: no such prompt")
+    length = _read_optional(folder / names.get("Transformer", "") / "sentence_bert_config.json")
+    max_tokens = length.get("max_seq_length")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise CheckpointError(f"{folder}/sentence_bert_config.json: max_seq_length: must be a number of tokens")
+    return {
+        "pooling": _read_pooling(folder / names["Pooling"], bool(prompts)) if "Pooling" in names else None,
+        "normalize": "Normalize" in names,
+        "max_embed_tokens": max_tokens,
+        "lowercase": length.get("do_lower_case") is True,
+        "prompts": prompts,
+        "prompt_name": prompt_name,
     }
-    if modes and tuple(modes) not in pooling_by_modes:
-        raise CheckpointError(f"{folders['Pooling']}: {', '.join(modes)} is not supported", "Use mean or cls.")
-    return pooling_by_modes.get(tuple(modes)), "Normalize" in folders
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _read_pooling(folder: Path, has_prompts: bool) -> Pooling | None:
+    """Read the configuration of a Pooling module."""
+    content = _read_optional(folder / "config.json")
+    modes = [name for name, enabled in content.items() if name.startswith("pooling_mode") and enabled]
+    if len(modes) > 1 or not set(modes) <= set(POOLING_MODES):
+        hint = f"Supported is one of {', '.join(POOLING_MODES)}."
+        raise CheckpointError(f"{folder}: {', '.join(modes)} is not supported", hint)
+    if content.get("include_prompt") is False and has_prompts:
+        raise CheckpointError(f"{folder}: include_prompt: must be true for a model with prompts")
+    return POOLING_MODES[modes[0]] if modes else None
 
 
 def read_generation_config(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> GenerationConfig:
@@ -176,8 +217,8 @@ def generation_json(generation: GenerationConfig) -> dict[str, Any] | None:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def write_pooling(folder: Path, generation: GenerationConfig, hidden_size: int) -> None:
-    """Write an encoder's pooling in the files of sentence-transformers."""
+def write_embedding(folder: Path, generation: GenerationConfig, hidden_size: int) -> None:
+    """Write how texts are embedded in the files of sentence-transformers; the inverse of ``read_embedding``."""
     pool, normalize = generation.pooling, generation.normalize
     if pool is None:
         return
@@ -189,6 +230,12 @@ def write_pooling(folder: Path, generation: GenerationConfig, hidden_size: int) 
     write_json(folder / "modules.json", modules, indent=2)
     for path, _ in parts[1:]:
         (folder / path).mkdir()
-    modes = {"pooling_mode_cls_token": pool == "first", "pooling_mode_mean_tokens": pool == "mean"}
+    modes = {name: mode == pool for name, mode in POOLING_MODES.items()}
     pooling_config = {"word_embedding_dimension": hidden_size, **modes}
     write_json(folder / "1_Pooling" / "config.json", pooling_config, indent=2)
+    if generation.max_embed_tokens is not None or generation.lowercase:
+        content = {"max_seq_length": generation.max_embed_tokens, "do_lower_case": generation.lowercase}
+        write_json(folder / "sentence_bert_config.json", content, indent=2)
+    if generation.prompts:
+        prompts = {"prompts": dict(generation.prompts), "default_prompt_name": generation.prompt_name}
+        write_json(folder / "config_sentence_transformers.json", prompts, indent=2)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.folder import MODEL, TRAINING, read_json
+from kvad.checkpoint.folder import MODEL, TRAINING, check_file, read_json
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.safetensors_io import open_file_tensors
 from kvad.config import ModelConfig
@@ -66,6 +66,17 @@ class CheckpointHandle(ABC):
     def config(self) -> ModelConfig: ...
 
     @property
+    def stored_config(self) -> ModelConfig:
+        """``config`` as it is stored, without the scaling of ``loader.scale_rope``."""
+        stored: ModelConfig = vars(self).get("_stored_config", self.config)
+        return stored
+
+    def override_config(self, config: ModelConfig) -> None:
+        """Use another config of the same weights; ``config`` must be a cached property."""
+        vars(self).setdefault("_stored_config", self.config)
+        vars(self)["config"] = config
+
+    @property
     @abstractmethod
     def generation(self) -> GenerationConfig: ...
 
@@ -86,7 +97,13 @@ class CheckpointHandle(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors by kvad's names; a CheckpointError names one that does not fit."""
+        """Yield all tensors by kvad's names; a CheckpointError names one that does not fit, or a changed file."""
+
+    def check_weights(self) -> None:
+        """Compare the model's tensor files with the manifest, if any; all their bytes are read."""
+        for name, entry in (self.files or {}).items():
+            if name.endswith(".safetensors") and not name.startswith(f"{TRAINING}/"):
+                check_file(self.path / name, entry, "crc32")
 
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors in ``dtype`` (None: as stored)."""
@@ -107,6 +124,11 @@ class CheckpointHandle(ABC):
     def training(self) -> TrainingState | None:
         """The training state, or None if the checkpoint has none."""
         return read_training_state(self.path)
+
+    @property
+    def unused_keys(self) -> tuple[str, ...]:
+        """Keys of config.json that kvad does not use and that may change the model; kvad's layout has none."""
+        return ()
 
     def fingerprint(self) -> str:
         """Return the sha256 (hex) of config and tokenizer, and of the weights by the manifest."""

@@ -1,12 +1,15 @@
 """Hugging Face's layout: the family that can hold a model, its JSON files, and its folders.
 
 A family can hold a model if it writes a config that it reads back as the same model (``Family.write``).  No code in a
-folder is executed: ``auto_map`` is ignored and no pickle is opened.
+folder is executed: ``auto_map`` is ignored, and of a pickle only tensors are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,16 +22,18 @@ from kvad import config as config_lib
 from kvad.checkpoint import generation_config
 from kvad.checkpoint.conversion import Family, HFConfigReader, read_tensors, resolve_config
 from kvad.checkpoint.families import FAMILIES, find_family
-from kvad.checkpoint.folder import CONFIG, check_readable_weights, check_unquantized, read_json, write_json
+from kvad.checkpoint.folder import CONFIG, check_readable_weights, check_text, check_unquantized, read_json, write_json
 from kvad.checkpoint.generation_config import GENERATION_FILE, GenerationConfig
 from kvad.checkpoint.handle import CheckpointHandle
 from kvad.checkpoint.safetensors_io import ShardedTensors, open_tensors
-from kvad.config import ModelConfig
+from kvad.config import ClassificationHeadConfig, ModelConfig
 from kvad.errors import CheckpointError, TokenizerError, UsageError, suggest
 from kvad.text import Tokenizer
 
 # Tried in this order before all others: the simplest class that can hold a model.
 PREFERRED_FAMILIES = {"decoder": ("llama", "gpt2"), "encoder": ("bert",), "encoder-decoder": ("marian", "bart", "t5")}
+
+MAX_COMPARED_LAYERS = 200  # of an unknown config, whose tensors are compared with those of every family
 
 
 class HFLayout(NamedTuple):
@@ -103,15 +108,81 @@ def read_hf_config(path: Path) -> tuple[ModelConfig, str | None]:
     check_unquantized(path, str(path))
     fields = HFConfigReader(read_json(path), str(path))
     dtype = fields.get("dtype", fields.get("torch_dtype"))
-    return _family(fields).read(fields), dtype if isinstance(dtype, str) else None
+    return _family(fields).read_config(fields), dtype if isinstance(dtype, str) else None
 
 
-def _family(fields: HFConfigReader) -> Family:
+def _family(fields: HFConfigReader, read_tensor_names: Callable[[], Collection[str]] = tuple) -> Family:
+    """Return the family of a config; an error of an unknown one describes the nearest family."""
     try:
         return find_family(fields.model_type)
     except CheckpointError as error:
         remark = "; code of the repository is never run" if "auto_map" in fields else ""
-        raise CheckpointError(f"{fields.where}: {error.message}{remark}", error.hint) from error
+        hints, names = [error.hint], tuple[str, ...]()
+        if "is not known" in error.message:
+            with suppress(CheckpointError):
+                names = tuple(read_tensor_names())
+            hints.append(describe_nearest_family(fields, names))
+        raise CheckpointError(f"{fields.where}: {error.message}{remark}", " ".join(filter(None, hints))) from error
+
+
+class _Difference(NamedTuple):
+    """A family that can read an unknown config, and what differs."""
+
+    name: str
+    unused_keys: tuple[str, ...]  # of the config
+    missing: list[str]  # tensors of the family that the files lack
+    extra: list[str]  # the reverse
+
+    @property
+    def size(self) -> int:
+        return len(self.unused_keys) + len(self.missing) + len(self.extra)
+
+
+def describe_nearest_family(fields: HFConfigReader, tensors: Collection[str] = ()) -> str:
+    """Describe the family that reads most of an unknown config, and what differs; empty if no family reads it.
+
+    Among equal ones, the name decides if it is similar, else the simplest family.
+
+    Args:
+        fields: The config.
+        tensors: Names of the tensors in the files, if they are available.
+    """
+    differences: list[_Difference] = []
+    simplest = (name for names in PREFERRED_FAMILIES.values() for name in names)
+    similar = difflib.get_close_matches(fields.model_type, FAMILIES, n=3, cutoff=0.6)
+    for name in dict.fromkeys((*similar, *simplest, *sorted(FAMILIES))):
+        reader = HFConfigReader({**fields.content, "model_type": name}, fields.where)
+        with suppress(UsageError):
+            family = find_family(name)
+            config = family.read_config(reader)
+            if reader.num_used_keys() > 2:
+                missing, extra = _tensor_differences(family, config, tensors)
+                differences.append(_Difference(name, reader.unused_keys(), missing, extra))
+    if not differences:
+        return ""
+    nearest = min(differences, key=lambda each: each.size)
+    parts = [
+        f"{label} {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+        for label, names in (
+            ("it does not read", nearest.unused_keys),
+            ("it also has", nearest.missing),
+            ("it lacks", nearest.extra),
+        )
+        if names
+    ]
+    return f"The nearest family is {nearest.name}: {'; '.join(parts) or 'it reads all keys, but the code may differ'}."
+
+
+def _tensor_differences(family: Family, config: ModelConfig, tensors: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the tensors that a family has and the files lack, and the reverse; all layers count as one."""
+
+    def names(values: Iterable[str]) -> set[str]:
+        return {re.sub(r"\.\d+\.", ".N.", value.removeprefix(family.prefix)) for value in values}
+
+    if not tensors or config.stack.num_layers > MAX_COMPARED_LAYERS:
+        return [], []
+    expected, stored = names(name for rule in family.tensor_rules(config) for name in rule.hf_names), names(tensors)
+    return sorted(expected - stored), sorted(stored - expected)
 
 
 class HFCheckpoint(CheckpointHandle):
@@ -124,11 +195,12 @@ class HFCheckpoint(CheckpointHandle):
 
     @cached_property
     def family(self) -> Family:
-        return _family(self.fields)
+        return _family(self.fields, lambda: tuple(self.tensors))
 
     @cached_property
     def config(self) -> ModelConfig:
-        config = self.family.read(self.fields)
+        config = self.family.read_config(self.fields)
+        check_text(self.path, self.files)
         is_resolved = not config.tie_embeddings and self.family.resolve is None
         return config if is_resolved else resolve_config(self.family, config, self.tensors)
 
@@ -138,14 +210,12 @@ class HFCheckpoint(CheckpointHandle):
         generation = generation_config.read_generation_config(
             self.fields.content, read_json(path) if path.exists() else None
         )
-        pooling, normalize = (
-            generation_config.read_pooling(self.path) if self.config.kind == "encoder" else (None, False)
-        )
         tokens = [(name, getattr(generation, name)) for name in ("forced_bos_token_id", "forced_eos_token_id")]
         for name, token in [*tokens, *(("bad_words_ids", token) for token in generation.suppress_tokens)]:
             if token is not None and not 0 <= token < self.config.vocab_size:
                 raise CheckpointError(f"{path}: {name}: {token} is outside the vocabulary of {self.config.vocab_size}")
-        return replace(generation, pooling=pooling, normalize=normalize)
+        takes_pairs = "sentence_transformers" in self.fields and isinstance(self.config.head, ClassificationHeadConfig)
+        return replace(generation, takes_pairs=takes_pairs, **generation_config.read_embedding(self.path))
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -163,6 +233,11 @@ class HFCheckpoint(CheckpointHandle):
         return open_tensors(self.path)
 
     @property
+    def unused_keys(self) -> tuple[str, ...]:
+        self.family.read_config(self.fields)
+        return self.fields.unused_keys()
+
+    @property
     def origin(self) -> str:
         return self.fields.model_type
 
@@ -173,4 +248,5 @@ class HFCheckpoint(CheckpointHandle):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield kvad's tensors, mapped or computed one rule at a time."""
+        self.check_weights()
         yield from read_tensors(self.family, self.config, self.tensors, str(self.path))

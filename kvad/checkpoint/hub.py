@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from kvad.checkpoint import folder as folder_lib
 from kvad.checkpoint.folder import ADAPTER_CONFIG, CONFIG
-from kvad.errors import CheckpointError, KvadError, SaveError, UsageError, suggest_path
+from kvad.errors import CheckpointError, KvadError, NetworkError, SaveError, UsageError, suggest_path
 
 PREFIX = "hf://"
 ONLINE_HINT = "Download it once while online, without HF_HUB_OFFLINE."
@@ -58,7 +58,7 @@ def resolve_model_path(
     weights: bool = True,
     adapters: bool = False,
 ) -> Path:
-    """Return the local folder of a model, downloading it if necessary.
+    """Return the local folder of a model, downloading it if necessary; a GGUF file is returned as it is.
 
     An interrupted download is resumed.
 
@@ -77,6 +77,8 @@ def resolve_model_path(
             raise UsageError(f"{name} is a folder and has no revision {revision!r}", f"Write {PREFIX}NAME for the hub.")
         if weights and not (adapters and (path / ADAPTER_CONFIG).is_file()):
             folder_lib.check_bare_folder(path)
+        return path
+    if name.endswith(".gguf") and os.path.isfile(path):
         return path
     folder_lib.check_no_file(path, name)
     repo, name_revision = _parse(name)
@@ -169,10 +171,13 @@ def _translate_error(error: Exception, request: _HubRequest) -> KvadError | None
         advice = f"did you mean {similar[0]!r}? " if similar else ""
         advice += "Check the name. A private model needs hf auth login or HF_TOKEN."
         return CheckpointError(f"no such model on the hub: {request.repo}", advice)
+    kind: type[CheckpointError] = NetworkError
     if (status := _http_status(error)) is not None:
+        kind = CheckpointError if status in (401, 403) else NetworkError
         message = f"the hub responded {status} for {request}"
         advice = "Run hf auth login, or set HF_TOKEN." if status in (401, 403) else "Try again later."
     elif isinstance(error, errors.LocalEntryNotFoundError) and request.offline:
+        kind = CheckpointError
         message, advice = f"{request} is not in the cache, and kvad is offline", ONLINE_HINT
     elif isinstance(error, errors.LocalEntryNotFoundError):
         message, advice = f"cannot reach the hub for {request}", "Check the connection."
@@ -185,7 +190,7 @@ def _translate_error(error: Exception, request: _HubRequest) -> KvadError | None
     names = _cached_models()
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     cached = f"Cached models: {', '.join(names[:5])}{more}." if names else "The cache is empty."
-    return CheckpointError(message, f"{advice} {cached}")
+    return kind(message, f"{advice} {cached}")
 
 
 def _error_chain(error: BaseException | None) -> Iterator[BaseException]:

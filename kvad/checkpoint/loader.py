@@ -6,29 +6,76 @@ model, handle = load_model("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16")
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvad import storage
+from kvad.checkpoint import families
 from kvad.checkpoint.adapter import find_adapter, open_adapted
+from kvad.checkpoint.gguf import GGUFCheckpoint
 from kvad.checkpoint.handle import CheckpointHandle
 from kvad.checkpoint.hub import resolve_model_path
-from kvad.checkpoint.native import DTYPES, Verify, open_folder
-from kvad.errors import UsageError, suggest
+from kvad.checkpoint.native import DTYPES, open_folder
+from kvad.errors import ConfigError, UsageError, suggest
 from kvad.model import Transformer
 
 
 def open_checkpoint(
-    where: str | Path, *, verify: Verify = False, revision: str | None = None, token: str | None = None
+    where: str | Path,
+    *,
+    verify: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    rope_scaling: str | None = None,
 ) -> CheckpointHandle:
-    """Open a folder, a run, or a name on the hub; no tensor is read.
+    """Open a folder, a run, a GGUF file, or a name on the hub; no tensor is read.
 
     An adapter's folder is opened as its base model with the adapter merged in.  ``verify`` is that of
-    ``open_folder``; ``revision`` and ``token`` are the hub's.
+    ``open_folder``; ``revision`` and ``token`` are the hub's, ``rope_scaling`` is that of ``scale_rope``.
     """
     folder = resolve_model_path(where, revision=revision, token=token, adapters=True)
-    return open_folder(folder, verify=verify) if find_adapter(folder) is None else open_adapted(folder)
+    if folder.is_file():
+        handle: CheckpointHandle = GGUFCheckpoint(folder)
+    else:
+        handle = open_folder(folder, verify=verify) if find_adapter(folder) is None else open_adapted(folder)
+    if rope_scaling is not None:
+        scale_rope(handle, rope_scaling)
+    return handle
+
+
+def scale_rope(handle: CheckpointHandle, scaling: str | Mapping[str, Any]) -> None:
+    """Replace the RoPE scaling of a checkpoint and extend its limit, before its weights are loaded.
+
+    Args:
+        handle: The checkpoint; one that was scaled before is scaled from its stored config.
+        scaling: transformers' ``rope_scaling``, as an object, as JSON, or as ``yarn,factor=4,original=4096``.
+
+    Raises:
+        ConfigError: If the text is not a scaling, or the model has no RoPE.
+        CheckpointError: If a value of the scaling is missing or invalid.
+    """
+    values = parse_rope_scaling(scaling) if isinstance(scaling, str) else dict(scaling)
+    handle.override_config(families.scale_rope(handle.stored_config, values))
+
+
+def parse_rope_scaling(text: str) -> dict[str, Any]:
+    """Parse JSON, or a kind and its numbers: ``yarn,factor=4,original=4096``."""
+    try:
+        if text.lstrip().startswith("{"):
+            content: dict[str, Any] = storage.strict_json.loads(text)
+            return content
+        kind, *numbers = text.split(",")
+        pairs = [number.split("=") for number in numbers]
+        values = {name.strip(): storage.strict_json.loads(value) for name, value in pairs}
+    except ValueError:
+        hint = "Write it like yarn,factor=4,original=4096 or as JSON."
+        raise ConfigError(f"rope_scaling: {text!r} is not a scaling", hint) from None
+    names = {"original": "original_max_position_embeddings"}
+    return {"rope_type": kind.strip(), **{names.get(name, name): value for name, value in values.items()}}
 
 
 def load_model(
@@ -36,7 +83,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device = "cpu",
     *,
-    verify: Verify = False,
+    verify: bool = False,
     revision: str | None = None,
     token: str | None = None,
 ) -> tuple[Transformer, CheckpointHandle]:

@@ -2,10 +2,10 @@
 
 A checkpoint folder in kvad's layout::
 
-    config.json           {"kvad": version, "model": {...}}      may be edited by hand
+    config.json           {"kvad": version, "model": {...}}      edited by hand: kvad doctor --fix
     model.safetensors     the model's state dict, by parameter name; a tied head has no separate tensor
     tokenizer.json        absent if the model has no tokenizer
-    manifest.json         {"kvad": version, "format": 2, "files": {name: {"bytes", "sha256"}}}
+    manifest.json         {"kvad": version, "format": 2, "files": {name: {"bytes", "sha256", "crc32"}}}
     training/             state.json and state.safetensors, if training can be resumed
 
 In Hugging Face's layout, which ``transformers`` loads unchanged, config.json is a family's, model.safetensors has its
@@ -15,8 +15,9 @@ stored twice.  Training uses this layout if a family can express the model.  All
 A run folder (``kvad train --out runs/x``) has ``checkpoints/step-00000200/`` and so on; every reader here takes
 either.  The newest step *is* the run's model: no pointer can disagree with it, and a rename commits a step.
 
-Reading checks, in this order: the sizes of the tensor files (with ``verify=True`` every sha256 too), the config, the
-names and shapes of the tensors.  Nothing is pickled.
+Reading checks, in this order: the sizes of the tensor files, the config, the sha256 of all text files, the crc32 of the
+model's tensor files before the first tensor is used, the names and shapes of the tensors.  ``verify=True`` and
+``kvad train --resume`` compare every sha256 first.  Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,6 @@ from kvad.errors import CheckpointError, ConfigError
 from kvad.text import Tokenizer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-Verify = bool | Literal["tensors"]
 
 
 def save_checkpoint(
@@ -143,7 +142,9 @@ class NativeCheckpoint(CheckpointHandle):
     @cached_property
     def config(self) -> ModelConfig:
         """The model.  Raises ConfigError, which names file and key, if the config is invalid."""
-        return ModelConfig.load(self.path / CONFIG)
+        config = ModelConfig.load(self.path / CONFIG)
+        folder_lib.check_text(self.path, self.files)
+        return config
 
     @cached_property
     def generation(self) -> GenerationConfig:
@@ -171,14 +172,16 @@ class NativeCheckpoint(CheckpointHandle):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors.  A CheckpointError names both shapes if they differ."""
+        self.check_weights()
         check_tensors(self.tensors, config_lib.parameter_shapes.weight_shapes(self.config))
         yield from self.tensors.items()
 
 
-def open_folder(folder: Path, *, verify: Verify = False) -> CheckpointHandle:
+def open_folder(folder: Path, *, verify: bool = False) -> CheckpointHandle:
     """Open a checkpoint folder in either layout, or the newest one of a run; no tensor is read.
 
-    ``verify`` compares every file with its sha256; with "tensors" only tensor files, as text may be edited by hand.
+    ``verify`` compares every file with its sha256 at once. Otherwise text files are compared when the config is read,
+    and the model's tensor files when the weights are read (``CheckpointHandle.check_weights``).
     """
     path = folder_lib.locate(Path(folder))
     if folder_lib.is_adapter(path):
@@ -186,8 +189,7 @@ def open_folder(folder: Path, *, verify: Verify = False) -> CheckpointHandle:
         raise CheckpointError(f"{path} is an adapter (LoRA), not a model", hint)
     files = folder_lib.list_files(path)
     for name, entry in (files or {}).items():
-        is_tensor_file = name.endswith(".safetensors")
-        folder_lib.check_file(path / name, entry, verify=verify is True or (verify == "tensors" and is_tensor_file))
+        folder_lib.check_file(path / name, entry, "sha256" if verify else "size")
     return HFCheckpoint(path, files) if folder_lib.is_hf(path) else NativeCheckpoint(path, files)
 
 

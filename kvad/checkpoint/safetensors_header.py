@@ -7,8 +7,6 @@ gaps, from which the offsets count.  An inconsistent file raises a one-line Chec
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 import os
 import stat
@@ -16,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvad import storage
 from kvad.errors import CheckpointError
 
 DTYPES = {  # code -> name in torch, bytes of an element
@@ -109,7 +108,7 @@ def parse_header(file: int, path: Path) -> list[TensorInfo]:
         raise TruncatedFileError(f"{path} is truncated, or not a safetensors file: {sizes}", RETRY_HINT)
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: the header must have at most {MAX_HEADER_BYTES:,} bytes, got {length:,}")
-    header = strict_json(os.pread(file, length, 8), f"{path}: the header")
+    header = parse_object(os.pread(file, length, 8), f"{path}: the header")
     metadata = header.pop("__metadata__", None)
     is_text = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not is_text:
@@ -120,22 +119,12 @@ def parse_header(file: int, path: Path) -> list[TensorInfo]:
     return tensors
 
 
-def strict_json(content: bytes, label: str) -> dict[str, Any]:
-    """Parse JSON that is UTF-8, an object, and without duplicate keys at any depth."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            names = sorted(name for name, _ in pairs)
-            duplicate = next(name for name, next_name in itertools.pairwise(names) if name == next_name)
-            raise CheckpointError(f"{label} contains {short_repr(duplicate)} twice")
-        return result
-
+def parse_object(content: bytes, label: str) -> dict[str, Any]:
+    """Parse strict JSON that is an object; a CheckpointError begins with ``label``."""
     try:
-        value = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise CheckpointError(f"{label} is not JSON: {reason}", RETRY_HINT) from error
+        value = storage.strict_json.loads(content)
+    except ValueError as error:
+        raise CheckpointError(f"{label} is not JSON: {error}", RETRY_HINT) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{label} is not a JSON object")
     return value

@@ -1,7 +1,8 @@
 """Tensors of a model folder in Hugging Face's layout: validated, read lazily, written.
 
 A folder has ``model.safetensors``, or ``model.safetensors.index.json`` and the shards that it lists (if both exist,
-the single file is read, as in transformers).  ``safetensors_header.py`` describes and checks the format.
+the single file is read, as in transformers).  ``safetensors_header.py`` describes and checks the format.  Without
+either, ``pytorch_model.bin`` or its shards are read by torch's loader of plain tensors (``weights_only``).
 
 Invariant: nothing is mapped, and nothing beyond a header is allocated, before all headers of a folder are consistent;
 an inconsistency raises a one-line CheckpointError that names file and tensor.  After that a tensor is a private view
@@ -30,15 +31,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvad import storage as storage_lib
-from kvad.checkpoint.folder import INDEX, MODEL, check_readable_weights
+from kvad.checkpoint.folder import INDEX, MODEL, PICKLE, PICKLE_INDEX, check_readable_weights
 from kvad.checkpoint.safetensors_header import (
     MAX_HEADER_BYTES,
     RETRY_HINT,
     TensorInfo,
     open_file,
     parse_header,
+    parse_object,
     short_repr,
-    strict_json,
     tensor_label,
 )
 from kvad.errors import CheckpointError, SaveError
@@ -89,15 +90,51 @@ def _dtype(entry: TensorInfo) -> torch.dtype:
     return dtype
 
 
+class _PickleShard:
+    """One ``pytorch_model.bin``: tensors only, memory-mapped if the file is of torch 1.6 or later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with storage_lib.filesystem.open_regular(path):
+            pass  # refuses a FIFO or a device
+        try:
+            try:
+                state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            except RuntimeError:  # an old file cannot be mapped
+                state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # pickle's, zip's and torch's errors have no common type
+            hint = "The file is damaged, or has more than tensors, which could be code. Look for safetensors."
+            raise CheckpointError(f"{path} cannot be read as tensors: {type(error).__name__}", hint) from error
+        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise CheckpointError(
+                f"{path} must be a mapping of names to tensors", "It may be a checkpoint of a trainer."
+            )
+        self._tensors: dict[str, Tensor] = {str(name): value.detach() for name, value in state.items()}
+        self.entries: dict[str, TensorInfo] = {}
+        start = 0
+        for name, tensor in self._tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.entries[name] = TensorInfo(name, dtype, tuple(tensor.shape), tensor.nbytes, start)
+            start += tensor.nbytes
+
+    def view(self, entry: TensorInfo) -> Tensor:
+        return self._tensors[entry.name].contiguous()
+
+    def read(self, start: int, into: memoryview) -> None:
+        entry = next(each for each in self.entries.values() if each.start <= start < each.start + each.bytes)
+        raw = self.view(entry).view(-1).view(torch.uint8)[start - entry.start :][: len(into)]
+        into[:] = raw.numpy().data
+
+
 class ShardedTensors(Mapping[str, Tensor]):
     """Tensors of a folder or a file by name, in the order of the files.
 
     A tensor's bytes are read when they are used.  Unknown names raise KeyError.
     """
 
-    def __init__(self, path: Path, shards: Iterable[_Shard]) -> None:
+    def __init__(self, path: Path, shards: Iterable[_Shard | _PickleShard]) -> None:
         self.path = path
-        self._entries: dict[str, tuple[_Shard, TensorInfo]] = {}
+        self._entries: dict[str, tuple[_Shard | _PickleShard, TensorInfo]] = {}
         for shard in shards:
             for name, entry in shard.entries.items():
                 if name in self._entries:
@@ -155,18 +192,23 @@ def open_file_tensors(path: Path) -> ShardedTensors:
 def open_tensors(folder: Path) -> ShardedTensors:
     """Check every header of a model folder and return its tensors; no tensor is read.
 
-    Kinds of weights that kvad does not read (pickle, GGUF, quantized, an adapter alone) are refused by name.
+    Kinds of weights that kvad does not read (quantized, an adapter alone) are refused by name.
     """
     folder = Path(folder)
     check_readable_weights(folder)
     if (folder / MODEL).exists():
         return ShardedTensors(folder, [_Shard(folder / MODEL)])
-    tensors_by_file = _read_index(folder / INDEX)
+    is_pickle = not (folder / INDEX).exists()
+    if is_pickle and (folder / PICKLE).exists():
+        return ShardedTensors(folder, [_PickleShard(folder / PICKLE)])
+    index = PICKLE_INDEX if is_pickle else INDEX
+    tensors_by_file = _read_index(folder / index, ".bin" if is_pickle else ".safetensors")
     for file, names in sorted(tensors_by_file.items()):
         if not (folder / file).exists():
             message = f"{folder / file} is missing, which has {tensor_label(names[0])} by the index"
             raise CheckpointError(message, f"The checkpoint is incomplete. {RETRY_HINT}")
-    tensors = ShardedTensors(folder, (_Shard(folder / file) for file in sorted(tensors_by_file)))
+    shard = _PickleShard if is_pickle else _Shard
+    tensors = ShardedTensors(folder, (shard(folder / file) for file in sorted(tensors_by_file)))
     file_by_tensor = {name: file for file, names in tensors_by_file.items() for name in names}
     for name, file in file_by_tensor.items():
         if name not in tensors or tensors.file_name(name).name != file:
@@ -174,24 +216,24 @@ def open_tensors(folder: Path) -> ShardedTensors:
             raise CheckpointError(message, RETRY_HINT)
     for name in tensors:
         if name not in file_by_tensor:
-            message = f"{tensors.file_name(name)} has {tensor_label(name)}, which {INDEX} lacks"
+            message = f"{tensors.file_name(name)} has {tensor_label(name)}, which {index} lacks"
             raise CheckpointError(message, RETRY_HINT)
     return tensors
 
 
-def _read_index(path: Path) -> dict[str, list[str]]:
+def _read_index(path: Path, suffix: str) -> dict[str, list[str]]:
     """Return tensor names by file name; the index's total_size is often wrong and ignored."""
     try:
         if not path.is_file() or path.stat().st_size > MAX_HEADER_BYTES:
             raise CheckpointError(f"{path} must be a file of at most {MAX_HEADER_BYTES:,} bytes")
-        weight_map = strict_json(path.read_bytes(), str(path)).get("weight_map")
+        weight_map = parse_object(path.read_bytes(), str(path)).get("weight_map")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: weight_map must be an object of tensor names and file names")
     tensors_by_file: dict[str, list[str]] = {}
     for name, file_name in weight_map.items():
-        is_tensor_file = isinstance(file_name, str) and file_name.endswith(".safetensors") and file_name.isprintable()
+        is_tensor_file = isinstance(file_name, str) and file_name.endswith(suffix) and file_name.isprintable()
         if not is_tensor_file or len(file_name) >= 256 or set(file_name) & set("/\\:"):
             message = f"{tensor_label(name)}: must be in a file of the same folder, got {short_repr(file_name)}"
             raise CheckpointError(f"{path}: {message}")

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union, datacl
 
 import click
 
-from kvad.cli.output import show_log
+from kvad._log import show_log
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class _Parameter:
     of: type[DataclassInstance] | None = None
     common: bool = False
     envvar: str | None = None
+    is_count: bool = False
     is_argument: bool = False
     required: bool = False
 
@@ -65,7 +66,7 @@ def option(help: str, default: Any = None, **settings: Any) -> Any:
         default: Default of the field; None is False for a ``bool``, () for a repeatable option; MISSING if required.
         **settings: ``short`` (``"-o"``), ``flag`` (instead of the field's name), ``metavar``, ``kind`` (a click type),
             ``of`` (the dataclass whose field of this name has the default), ``common`` (shown by ``--help`` in a shared
-            section), ``envvar``.
+            section), ``envvar``, ``is_count`` (the value is how often the flag is given).
     """
     return dataclasses.field(default=default, metadata={"cli": _Parameter(help=help, **settings)})
 
@@ -94,8 +95,7 @@ def command(
 
     def decorate(function: Callable[[OptionsT], None]) -> click.Command:
         def callback(**values: Any) -> None:
-            if values.get("verbose"):
-                show_log()
+            show_log(values.get("verbose") or 0)
             function(options(**values))
 
         built = SectionedCommand(name, callback=callback, params=_parameters(options), help=function.__doc__)
@@ -153,10 +153,11 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, section: str) -> click.
     has_standard_type = setting.kind is None or isinstance(setting.kind, click.IntRange)
     built = SectionedOption(
         [*filter(None, [setting.short]), flags, field.name],
-        type=None if hint is bool else kind,
+        type=None if hint is bool or setting.is_count else kind,
         is_flag=hint is bool,
+        count=setting.is_count,
         multiple=is_multiple,
-        metavar=setting.metavar or (_METAVARS.get(hint) if has_standard_type else None),
+        metavar=setting.metavar or (_METAVARS.get(hint) if has_standard_type and not setting.is_count else None),
         envvar=setting.envvar,
         help=_help(field, setting, is_multiple),
         **({"required": True} if field.default is dataclasses.MISSING else default),
@@ -191,7 +192,13 @@ def _help(field: dataclasses.Field[Any], setting: _Parameter, is_multiple: bool)
     return f"{setting.help}{shown}.{' Repeatable.' if is_multiple else ''}"
 
 
-class Parsed(click.ParamType[Any]):
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # A generic class since click 8.4 only.
+
+
+class Parsed(_ParamType):
     """A type of values read by a function, whose UsageError gets the flag.
 
     Args:

@@ -8,6 +8,7 @@ answer, as an empty line does; other lines are unaffected, and the exit code is 
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import sys
@@ -23,12 +24,12 @@ from typing import TYPE_CHECKING, BinaryIO, Generic, TypeVar
 
 import click
 
-from kvad import checkpoint
+from kvad import checkpoint, storage
 from kvad import config as cfg
 from kvad.cli.fields import argument, option
 from kvad.cli.output import ProgressLine, emit_json, note
 from kvad.cli.parameters import ModelArgument, TextOptions, WeightOptions
-from kvad.errors import EngineError, RequestError, UsageError, format_count
+from kvad.errors import DataError, EngineError, RequestError, UsageError, format_count
 
 if TYPE_CHECKING:
     from kvad.checkpoint import CheckpointHandle
@@ -57,7 +58,7 @@ class LineOptions(ModelArgument, WeightOptions, TextOptions):
 def model_capabilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
     """Return the kind of a model and the commands that accept it."""
     if config.kind == "decoder":
-        return "a decoder", ("generate", "chat")
+        return "a decoder", ("generate", "chat", "embed")
     if config.kind == "encoder-decoder":
         return "an encoder-decoder", ("translate", "embed")
     if isinstance(config.head, cfg.LanguageHeadConfig):
@@ -68,13 +69,13 @@ def model_capabilities(config: ModelConfig) -> tuple[str, tuple[str, ...]]:
     return "an encoder that embeds", ("embed",)
 
 
-def open_for_command(model: Path, command: str) -> CheckpointHandle:
+def open_for_command(model: Path, command: str, rope_scaling: str | None = None) -> CheckpointHandle:
     """Open a checkpoint without loading weights.
 
     Raises:
         RequestError: If ``command`` does not accept this kind of model.
     """
-    handle = checkpoint.open_checkpoint(model)
+    handle = checkpoint.open_checkpoint(model, rope_scaling=rope_scaling)
     kind, commands = model_capabilities(handle.config)
     if command not in commands:
         others = ", ".join(f"kvad {name}" for name in commands)
@@ -100,7 +101,12 @@ class LineSource:
 
     def __init__(self, path: Path | None) -> None:
         self._path = None if path is None or str(path) == "-" else path
-        self._file: BinaryIO = sys.stdin.buffer if self._path is None else self._path.open("rb")
+        try:
+            self._file: BinaryIO = sys.stdin.buffer if self._path is None else storage.filesystem.open_input(self._path)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a pipe, socket or device
+                raise
+            raise DataError(f"{self._path}: {error.strerror}") from error
         self.total = None if self._path is None else os.fstat(self._file.fileno()).st_size
         self._lines: deque[bytes] = deque()
         self._rest: list[bytes] = []  # parts of the last line, which is not complete
@@ -166,6 +172,7 @@ class LineTask(Generic[T]):
     plain: Callable[[int, T], str] | None  # line number, answer -> text; None prints only JSON
     fields: Callable[[T], Mapping[str, object]]  # answer -> fields of a JSON object
     empty: T  # answer to an empty line
+    runs_empty: bool = False  # an empty line is prepared and answered like any other
 
 
 def answer_lines(lines: LineSource, task: LineTask[T]) -> Iterator[LineResult[T]]:
@@ -207,7 +214,7 @@ class _Window(Generic[T]):
         raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
         try:
             text = raw.removesuffix(b"\r").decode("utf-8")
-            if not text.strip():
+            if not text.strip() and not self.task.runs_empty:
                 self._end(number)
                 return
             with redirect_stderr(StringIO()) as warnings:  # a tokenizer prints there what became UNK

@@ -3,12 +3,12 @@
 The module of a command is imported when the command runs, completes or shows its help, never for ``kvad --help``:
 the list is printed at once, and a command that cannot be imported does not affect the others. No torch.
 
-Exit codes: 0 success; 1 failure while running, or a failed check; 2 invalid input (nothing was changed);
-130 Ctrl-C; 141 the reader of the output closed the pipe.
+A signal gives 128 plus its number, as in a shell; ``EXIT_CODES`` lists the others.
 """
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import os
@@ -17,12 +17,14 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class, shell_complete
 
 from kvad import __version__
-from kvad.errors import KvadError, UsageError, suggest
+from kvad.config import register
+from kvad.errors import KvadError, SaveError, UsageError, suggest
 
 COMPLETE_VARIABLE = "_KVAD_COMPLETE"
 
@@ -81,6 +83,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # title -> name -> ("file of 
     },
 }
 _COMPLETION_HELP = "Print the completion script of a shell."
+EXIT_CODES = {
+    0: "success",
+    1: "failure while running (full disk, no network, out of memory), or a failed check",
+    2: "invalid input; nothing was changed",
+    130: "Ctrl-C",
+    141: "the reader of the output closed the pipe",
+    143: "SIGTERM",
+}
 COMMANDS: dict[str, tuple[str, str]] = {
     **{name: (f"kvad.cli.commands.{home}", text) for group in GROUPS.values() for name, (home, text) in group.items()},
     "completion": ("kvad.cli.main:completion", _COMPLETION_HELP),
@@ -88,6 +98,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 # Commands of other tools, with the kvad command that does the same.
 FOREIGN_COMMANDS = {
+    "help": "use kvad --help, or kvad COMMAND --help",
     "run": "use kvad generate MODEL PROMPT, or kvad chat MODEL",
     "pull": "name the hub model in any command, or use kvad import NAME to convert it",
     "list": "use kvad inspect MODEL, or kvad plan --list-models",
@@ -95,14 +106,21 @@ FOREIGN_COMMANDS = {
     "serve": "serving is not available yet; use kvad generate, kvad chat, or kvad.LLM in Python",
 }
 
-_EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval", "tensorboard": "tensorboard"}
+_EXTRAS = {
+    "matplotlib": "plot",
+    "gguf": "gguf",
+    "transformers": "oracle",
+    "sacrebleu": "eval",
+    "tensorboard": "tensorboard",
+}
 
 _OS_ERRORS = {
     errno.EACCES: "permission denied", errno.EPERM: "not permitted", errno.EROFS: "the file system is read-only",
     errno.ENOSPC: "no space is left on the disk", errno.EDQUOT: "the disk quota is used up",
     errno.ENOENT: "no such file or folder", errno.ENOTDIR: "it is not a folder", errno.EISDIR: "it is a folder",
-    errno.EEXIST: "it exists already",
+    errno.EEXIST: "it exists already", errno.ENAMETOOLONG: "the name is too long",
 }  # fmt: skip
+_WRONG_PATH = _OS_ERRORS.keys() - {errno.ENOSPC, errno.EDQUOT}  # another path would help: exit code 2
 
 
 @dataclass
@@ -112,21 +130,36 @@ class CliState:
     debug: bool = False  # show tracebacks
 
 
-def _add_debug(command: click.Command, *, hidden: bool = True) -> click.Command:
-    """Add --debug to a command: ``kvad --debug train`` equals ``kvad train --debug``."""
+def _add_global_options(command: click.Command, *, hidden: bool = True) -> click.Command:
+    """Add --debug and --plugin to a command: ``kvad --debug train`` equals ``kvad train --debug``."""
 
     def set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
         ctx.ensure_object(CliState).debug |= value
 
-    option = click.option(
-        "--debug", is_flag=True, is_eager=True, expose_value=False, hidden=hidden, callback=set_debug,
-        help="Show the traceback of an error.",
-    )  # fmt: skip
+    def register_plugins(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...]) -> None:
+        for name, equals, target in (text.partition("=") for text in value):
+            register(name, target if equals else None)
+
+    settings: dict[str, Any] = {"is_eager": True, "expose_value": False, "hidden": hidden}
     if all(param.name != "debug" for param in command.params):
-        option(command)
+        text = "Allow configurations and files to select a class by name (docs: Extending). Repeatable."
+        options = (
+            click.Option(
+                ["--debug"], is_flag=True, callback=set_debug, help="Show the traceback of an error.", **settings
+            ),
+            click.Option(
+                ["--plugin"],
+                metavar="[NAME=]package.module:Class",
+                multiple=True,
+                callback=register_plugins,
+                help=text,
+                **settings,
+            ),
+        )
+        command.params.extend(options)
     if isinstance(command, click.Group):
         for child in command.commands.values():
-            _add_debug(child)
+            _add_global_options(child)
     return command
 
 
@@ -154,7 +187,7 @@ class LazyGroup(click.Group):
                 raise
             raise KvadError(f"{cmd_name!r} is not part of this installation: {module} is missing") from error
         assert isinstance(command, click.Command), f"{module}:{attribute} is not a click command"
-        return _add_debug(command)
+        return _add_global_options(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -187,10 +220,11 @@ class LazyGroup(click.Group):
 cli = LazyGroup(
     name="kvad",
     help="Train and run Transformers. The KV cache can be inspected, planned in advance and verified.",
-    epilog=f"\b\nStart with:  kvad demo\nkvad completion SHELL:  {_COMPLETION_HELP}",
+    epilog=f"\b\nStart with:  kvad demo\nkvad completion SHELL:  {_COMPLETION_HELP}\n\n\b\nExit codes:\n"
+    + "\n".join(f"{code:>5}  {meaning}" for code, meaning in EXIT_CODES.items()),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-_add_debug(cli, hidden=False)
+_add_global_options(cli, hidden=False)
 click.version_option(__version__, prog_name="kvad", message="%(prog)s %(version)s")(cli)
 
 
@@ -206,7 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cli.invoke(ctx)
         except click.exceptions.Exit as stop:  # --help, --version, ctx.exit(1)
             code = stop.exit_code
-        sys.stdout.flush()  # a full disk or a closed pipe can still be reported here
+        if sys.stdout is not None:  # closed by the caller: >&-
+            sys.stdout.flush()  # a full disk or a closed pipe can still be reported here
         return code
     except BrokenPipeError:
         with suppress(OSError, ValueError):  # discard the buffer, so that exit does not fail again (tests: no file)
@@ -230,8 +265,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def describe_error(error: Exception) -> tuple[str, str, int]:
     """Return the message, the hint (or "") and the exit code for an error."""
     match error:
+        case SaveError(__cause__=OSError(errno=code)) if code in _WRONG_PATH:
+            return error.message, error.hint, 2
         case KvadError():
             return error.message, error.hint, error.exit_code
+        case click.NoSuchOption():
+            close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.7)
+            nearest = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"see {error.ctx.command_path} --help" if error.ctx else ""
+            return f"No such option {error.option_name!r}{nearest}", hint, 2
         case click.UsageError():
             hint = f"see {error.ctx.command_path} --help" if error.ctx else ""
             return error.format_message(), hint, 2
@@ -239,10 +281,11 @@ def describe_error(error: Exception) -> tuple[str, str, int]:
             return error.format_message(), "", error.exit_code
         case OSError(errno=int(code)) if code in _OS_ERRORS:
             path = f"{error.filename}: " if error.filename else ""
-            return f"{path}{_OS_ERRORS[code]}", "", 2
+            return f"{path}{_OS_ERRORS[code]}", "", 2 if code in _WRONG_PATH else 1
         case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in _EXTRAS:
             package = name.partition(".")[0]
-            return f"this needs {package}, which is not installed", f"pip install 'kvad[{_EXTRAS[package]}]'", 2
+            hint = f"pip install {package}, or the extra {_EXTRAS[package]!r} of kvad"
+            return f"this needs {package}, which is not installed", hint, 2
         case MemoryError():
             return "out of memory", "kvad plan estimates what would fit", 1
     return f"this is a bug in kvad: {type(error).__name__}: {error}", "--debug shows the traceback", 1

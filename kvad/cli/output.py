@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import sys
 import time
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RecordT = TypeVar("RecordT")
+SLOW_SECONDS = 5.0  # of a task after which progress is printed once if stderr is not a terminal
 
 
 def console() -> Console:
@@ -35,12 +35,6 @@ def console() -> Console:
 def note(text: str) -> None:
     """Print a line on stderr, after the name of the program."""
     click.echo(f"kvad: {text}", err=True)
-
-
-def show_log() -> None:
-    """Print the engine's log on stderr (``--verbose``)."""
-    logging.basicConfig(format="kvad: %(message)s")  # other packages log warnings only
-    logging.getLogger("kvad").setLevel(logging.INFO)
 
 
 def print_error(text: str) -> None:
@@ -132,27 +126,48 @@ def draw_figures(draw: Callable[[], list[Path]], name: str = "figure") -> list[P
     try:
         return draw()
     except ModuleNotFoundError:
-        note(f"no {name}: matplotlib is not installed (pip install 'kvad[plot]')")
+        note(f"no {name}: matplotlib is not installed (pip install matplotlib)")
         return []
 
 
 class ProgressLine:
-    """A line of progress on stderr, if it is a terminal; it is cleared at the end of the ``with`` block."""
+    """A line of progress with the time left on stderr; it is cleared at the end of the ``with`` block.
+
+    If stderr is not a terminal, one line is printed after ``SLOW_SECONDS``.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self._is_shown = not quiet and sys.stderr.isatty()
-        self._next_update = 0.0
+        self._is_terminal, self._is_quiet = sys.stderr.isatty(), quiet
+        self._next_update = 0.0 if self._is_terminal else time.monotonic() + SLOW_SECONDS
+        self._total: int | None = None
+        self._start, self._first = time.monotonic(), 0  # of the current total
 
     def update(self, label: str, done: int, total: int | None) -> None:
-        """Show how much is done, at most ten times a second."""
-        if self._is_shown and time.monotonic() >= self._next_update:
-            self._next_update = time.monotonic() + 0.1
-            of_total = "" if total is None else f"of {total:,} "
-            click.echo(f"\r{label:<40} {done:>11,} {of_total}", err=True, nl=False)
+        """Show how much is done, at most ten times a second; ``done`` below its last value starts another task."""
+        now = time.monotonic()
+        if total != self._total or done < self._first:
+            self._total, self._start, self._first = total, now, done
+        if self._is_quiet or now < self._next_update:
+            return
+        of_total = "" if total is None else f"of {total:,} "
+        line = f"{label:<40} {done:>11,} {of_total}{self._time_left(done, now - self._start)}"
+        if self._is_terminal:
+            self._next_update = now + 0.1
+            click.echo(f"\r{line:<76}", err=True, nl=False)
+        else:
+            self._next_update = math.inf
+            note(" ".join(line.split()))
+
+    def _time_left(self, done: int, seconds: float) -> str:
+        """Estimate the time left from the current total's progress; "" while that is too little."""
+        if not self._total or done <= self._first or seconds < 0.5:
+            return ""
+        left = seconds * (self._total - done) / (done - self._first)
+        return f"about {left:.0f} s left" if left < 90 else f"about {left / 60:.0f} min left"
 
     def clear(self) -> None:
-        if self._is_shown:
-            click.echo(f"\r{'':<76}\r", err=True, nl=False)
+        if self._is_terminal and not self._is_quiet:
+            click.echo(f"\r{'':<79}\r", err=True, nl=False)
 
     def note(self, text: str) -> None:
         self.clear()

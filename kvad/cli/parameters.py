@@ -6,7 +6,9 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from kvad import cache, checkpoint, engine
+from kvad import cache, checkpoint, engine, storage
 from kvad import text as text_lib
-from kvad.cache import CacheConfig, sessions
+from kvad.cache import CacheConfig, sessions, sizing
 from kvad.cli.fields import Options, Parsed, argument, flag_of, given_fields, option
+from kvad.cli.output import note
 from kvad.engine import scheduling
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import DataError, RequestError, UsageError
@@ -38,13 +41,13 @@ MAX_TOKENS = 128  # default of --max-tokens if the checkpoint has none
 
 
 class _FormatName(click.Choice[str]):
-    """A format of ``kvad.cache.quantization``, or a custom format named as package.module:Class."""
+    """A format of ``kvad.cache.quantization``, or of a plugin."""
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return "FORMAT"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if ":" in str(value):
+        if value not in cache.quantization.FORMATS and cache.quantization.is_format(value):
             return cache.quantization.get_format(value, param.opts[-1] if param is not None else "format").name
         return super().convert(value, param, ctx)
 
@@ -95,10 +98,28 @@ def _parse_positive_bytes(text: str) -> int:
     raise UsageError("must be at least 1 byte", "leave it out, or give it more")
 
 
+def parse_memory(text: str) -> Literal["auto"] | int | float:
+    """Parse ``auto``, a size such as ``8GiB``, or a fraction of the free memory such as ``0.5`` or ``50%``."""
+    if text == "auto":
+        return "auto"
+    number, scale = (text[:-1], 100) if text.endswith("%") else (text, 1)
+    try:
+        fraction = float(number) / scale
+    except ValueError:
+        fraction = 0.0
+    if 0 < fraction <= 1 and (scale > 1 or "." in text):
+        return fraction
+    try:
+        return _parse_positive_bytes(text)
+    except UsageError as error:
+        raise UsageError(error.message, "write it like auto, 8GiB or 0.5 (of the free memory)") from None
+
+
 FORMAT = _FormatName(tuple(cache.quantization.FORMATS))
 SIZE, POSITIVE_SIZE = Parsed("SIZE", parse_bytes), Parsed("SIZE", _parse_positive_bytes)
 INTEGERS = Parsed("N,...", partial(_parse_list, int, "whole numbers", "128,256"), is_list=True)
 NUMBERS = Parsed("X,...", partial(_parse_list, float, "numbers", "0.25,0.5"), is_list=True)
+MEMORY = Parsed("SIZE|FRACTION", parse_memory)
 COUNT = click.IntRange(min=1)
 OUTPUT_FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -117,17 +138,43 @@ class JsonOption(Options):
     as_json: bool = option("Print the result as one JSON object on stdout", flag="--json", common=True)
 
 
-class WeightOptions(Options):
+class DeviceOptions(Options):
+    """Device, dtype and memory of a model, steps of its engine, and the log."""
+
+    section = "Device, memory and log"
+    device: str | None = option(
+        "Device: cpu, cuda, cuda:N, or auto for the first GPU, if any [default: cpu]", metavar="DEVICE", common=True
+    )
+    dtype: Dtype | None = option("Dtype of the computation [default: as stored]")
+    memory: Literal["auto"] | int | float | None = option(
+        "Memory for model and cache: auto (0.9 of what is free), a size or a fraction [default: auto]",
+        kind=MEMORY, common=True,
+    )  # fmt: skip
+    max_num_batched_tokens: int | None = option(
+        f"Maximum new tokens of all sequences per step [default: {sizing.memory_plan.DEFAULT_BATCHED_TOKENS}]",
+        kind=COUNT,
+    )
+    verbose: int | None = option(
+        "Print the log on stderr: full pools, preempted sequences; -vv also every scheduled sequence and block",
+        short="-v", is_count=True, common=True,
+    )  # fmt: skip
+
+
+class WeightOptions(DeviceOptions):
     """Options for loading weights."""
 
     adapter: Path | None = option("LoRA adapter, kvad's or PEFT's, to merge into the weights")
     deterministic: bool = option("Make results independent of the batch (CPU only, slower)")
+    rope_scaling: str | None = option(
+        "RoPE scaling, which extends the model's limit: yarn,factor=4,original=4096, or transformers' as JSON "
+        "[default: the checkpoint's]",
+        metavar="SCALING",
+    )
 
 
 class TextOptions(Options):
     """Options of the commands that run a model on many texts."""
 
-    dtype: Dtype | None = option("Dtype of the computation [default: as stored]")
     quiet: bool = option("Show no progress on stderr", short="-q", common=True)
 
 
@@ -235,33 +282,40 @@ class PrefixCacheOptions(Options):
     )
 
 
+class CacheSaltOption(Options):
+    """``--cache-salt``."""
+
+    section = PrefixCacheOptions.section
+    cache_salt: str | None = option(
+        "Share cached blocks only with requests of the same TEXT [default: none; of a session: its own]", metavar="TEXT"
+    )
+
+
 class CacheSizeOptions(Options):
     """Sequences, lengths and blocks."""
 
     section = FormatOptions.section
     max_num_seqs: int | None = option(
-        "Maximum number of sequences in the cache [default: as many as requested, up to 8]"
+        "Maximum number of running sequences [default: what the command can use and the memory allows]"
     )
     max_seq_len: int | None = option(
-        "Maximum tokens of a sequence [default: the model's limit]", short="-c", common=True
+        "Maximum tokens of a sequence [default: the model's limit, or what fits]", short="-c", common=True
     )
     layout: Literal["paged", "contiguous"] | None = option("Cache layout", of=CacheConfig)
     block_size: int | None = option("Tokens per block", of=CacheConfig)
-    num_blocks: int | None = option("Blocks of the pool [default: enough for all sequences at full length]")
+    num_blocks: int | None = option("Blocks of the pool [default: all sequences at full length, or what fits]")
+    prefill_chunk_size: int | None = option("Maximum new tokens of one sequence per step", of=CacheConfig, kind=COUNT)
     swap_dir: Path | None = option("Folder for swapped sequences beyond --swap-space [default: none]")
 
 
 class CacheFlags(
-    CacheSizeOptions, FormatOptions, PolicyOptions, EndlessOption, PrefixCacheOptions, WeightOptions
+    CacheSizeOptions, FormatOptions, PolicyOptions, EndlessOption, PrefixCacheOptions, CacheSaltOption, WeightOptions
 ):  # fmt: skip
-    """All options of a cache and its model, and of the engine's log."""
-
-    verbose: bool = option(
-        "Print the engine's log on stderr: full pools, recomputed sequences, unusable stored blocks", short="-v"
-    )
+    """All options of a cache and its model."""
 
 
-MODEL_FIELDS = ("dtype", "adapter", "deterministic")  # keywords of LLM.load that do not concern the cache
+# Keywords of LLM.load that do not concern the cache.
+MODEL_FIELDS = ("device", "dtype", "memory", "max_num_batched_tokens", "adapter", "deterministic", "rope_scaling")
 _LOAD_NAMES = (*MODEL_FIELDS, "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "swap_dir")
 
 
@@ -282,21 +336,48 @@ def cache_fields(options: Any) -> dict[str, Any]:
     return fields
 
 
+def model_fields(options: Any) -> dict[str, Any]:
+    """Return the given options of the model and its device as keywords of ``kvad.llm.LLM.load``."""
+    return {name: value for name in MODEL_FIELDS if (value := getattr(options, name, None))}
+
+
 def load_fields(options: Any) -> dict[str, Any]:
-    """Return the given options as keywords of ``kvad.llm.LLM.load``."""
+    """Return the given options, those of the cache included, as keywords of ``kvad.llm.LLM.load``."""
     given = {name: value for name in _LOAD_NAMES if (value := getattr(options, name, None))}
     return {**given, **cache_fields(options)}
 
 
-def open_llm(model: Path | CheckpointHandle, fields: Mapping[str, Any], *, max_num_seqs: int) -> LLM:
-    """Load a model with the result of ``load_fields``; ``max_num_seqs`` applies if they do not set it.
+def open_llm(
+    model: Path | CheckpointHandle,
+    fields: Mapping[str, Any],
+    *,
+    max_num_seqs: int,
+    max_seq_len: int | None = None,
+    shows_room: bool = False,
+) -> LLM:
+    """Load a model with the result of ``load_fields``.
+
+    Args:
+        model: The checkpoint.
+        fields: Keywords of ``LLM.load``.
+        max_num_seqs: Number of sequences that the command can use; fewer if the memory does not suffice.
+        max_seq_len: Tokens of its longest sequence, likewise; None: the model's limit.
+        shows_room: Print on stderr what fits.
 
     Raises:
         CheckpointError, ConfigError, MemoryPlanError: Each before the cache is allocated.
     """
     from kvad.llm import LLM
 
-    return LLM.load(model, **{"max_num_seqs": max_num_seqs, **fields})
+    budget = sizing.MemoryBudget(fields.get("memory", "auto"), max_num_seqs, max_seq_len)
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always", UserWarning)
+        llm = LLM.load(model, **{**fields, "memory": budget})
+    for each in notes:
+        note(str(each.message))
+    if shows_room and llm.memory_plan is not None:
+        note(sizing.describe_room(llm.memory_plan))
+    return llm
 
 
 # ---------------------------------------------------------------- sampling
@@ -319,7 +400,7 @@ class SamplingFlags(Options):
         "Sample from the tokens of most typical information, up to probability X", of=SamplingParams
     )
     seed: int | None = option(
-        "Seed of the samples, independent of the batch", short="-s", of=SamplingParams, common=True
+        "Seed of the samples, independent of the batch [default: random, printed on stderr]", short="-s", common=True
     )
     stop: tuple[str, ...] = option("Stop before TEXT", common=True)
     min_tokens: int | None = option("Minimum number of new tokens", of=SamplingParams)
@@ -372,6 +453,14 @@ class SamplingFlags(Options):
         return replace(params, bad_words_ids=(*params.bad_words_ids, *sorted(encoded)))
 
 
+def choose_seed(params: SamplingParams) -> SamplingParams:
+    """Return the options with a seed; a random one is printed on stderr."""
+    seeded = params.with_seed()
+    if seeded.seed != params.seed:
+        note(f"seed: {seeded.seed}")
+    return seeded
+
+
 def check_sampling_ranges(fields: Mapping[str, Any]) -> None:
     """Check the ranges of sampling options before anything is loaded.
 
@@ -389,9 +478,12 @@ def check_sampling_ranges(fields: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- texts and Ctrl-C
 
 
-def read_text_or_stdin(text: str | None) -> str:
-    """Return a text given on the command line; "-" is standard input."""
-    return read_text(Path("-")) if text == "-" else text or ""
+def read_text_or_stdin(text: str | None, *, raw: bool = True) -> str:
+    """Return a text given on the command line; "-" is standard input, unless ``raw`` without its final newline."""
+    if text != "-":
+        return text or ""
+    read = read_text(Path("-"))
+    return read if raw else read.removesuffix("\n").removesuffix("\r")
 
 
 def read_text(path: Path) -> str:
@@ -402,7 +494,8 @@ def read_text(path: Path) -> str:
     """
     is_stdin = str(path) == "-"
     try:
-        raw = sys.stdin.buffer.read() if is_stdin else path.read_bytes()
+        with nullcontext(sys.stdin.buffer) if is_stdin else storage.filesystem.open_input(path) as file:
+            raw = file.read()
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         place = f"{'standard input' if is_stdin else path} is not UTF-8 at byte {error.start}"
@@ -414,12 +507,18 @@ def read_text(path: Path) -> str:
 def tokenizer_folder(model: Path) -> Path:
     """Return the folder of a model's tokenizer and chat template; no weights are downloaded from the hub."""
     folder = checkpoint.hub.resolve_model_path(model, weights=False)
-    return checkpoint.folder.locate(folder) if checkpoint.folder.is_run(folder) else folder
+    if folder.is_file():
+        return checkpoint.gguf.GGUFCheckpoint(folder).tokenizer_folder
+    folder = checkpoint.folder.locate(folder) if checkpoint.folder.is_run(folder) else folder
+    if checkpoint.folder.is_model(folder):
+        checkpoint.folder.check_text(folder, checkpoint.folder.list_files(folder))
+    return folder
 
 
 def load_tokenizer_of(model: Path) -> Tokenizer:
     """Load the tokenizer of a model, or a tokenizer file."""
-    return text_lib.load_tokenizer(model if model.is_file() else tokenizer_folder(model))
+    is_file = model.is_file() and model.suffix != ".gguf"
+    return text_lib.load_tokenizer(model if is_file else tokenizer_folder(model))
 
 
 class InterruptFlag:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -69,9 +69,11 @@ LIMIT_TEXTS = {
 
 @dataclass(frozen=True)
 class CacheGroupUse:
-    """Blocks and bytes of one cache group."""
+    """Policy, blocks and bytes of one cache group."""
 
     layers: int
+    policy: str
+    evicted_per_head: int  # tokens that the policy evicted from each KV head, over the sequences of the run
     window: int | None
     used: int  # blocks that sequences read now
     peak: int  # highest ``used`` since the meter started
@@ -104,15 +106,19 @@ class RunStats:
     prefix_misses: int
     preemptions: int
     preemptions_by_kind: PreemptionStats
-    evictions: int
+    prefix_blocks_evicted: int  # cached blocks without a sequence that were overwritten
     finish_limits: Mapping[str, int]  # limit ("max_tokens", "model", "cache", "pool") or finish reason -> samples
     offload: OffloadStats | None
     prefix_cache: PrefixCacheUse | None
 
 
-def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
-    """Return the current use of each cache group; the peak is since the last ``RunMeter`` was created."""
-    manager, uses = llm.engine.kv_cache_manager, []
+def group_use(llm: LLM, lengths: Sequence[int] = ()) -> tuple[CacheGroupUse, ...]:
+    """Return the current use of each cache group; the peak is since the last ``RunMeter`` was created.
+
+    ``lengths`` are those of the sequences whose evicted tokens are counted.
+    """
+    manager, uses, lossy = llm.engine.kv_cache_manager, [], _lossy_groups(llm)
+    policy = llm.engine.cache.resolved_policy
     stats = manager.stats()
     counts = ("used", "peak", "evictable", "free", "watermark", "total")
     for index, group in enumerate(manager.groups):
@@ -123,6 +129,10 @@ def group_use(llm: LLM) -> tuple[CacheGroupUse, ...]:
         uses.append(
             CacheGroupUse(
                 layers=len(group.layers),
+                policy=str(policy.for_layer(group.layers[0])),
+                evicted_per_head=sum(_num_evicted(group, length) for length in lengths)
+                if group in lossy and not group.demotion_policy
+                else 0,
                 window=group.spec.window,
                 **{name: getattr(stats, name)[index] for name in counts},
                 block_bytes=size.total // group.num_blocks,
@@ -146,14 +156,14 @@ class RunMeter:
         self._offload_before = self._offload_stats()
         self.metrics: dict[int, RequestMetrics] = {}
         self._finish_limits: Counter[str] = Counter()
-        self._tokens = 0
+        self._tokens: Counter[tuple[int, int]] = Counter()  # by request and sample
         self._start, self._first = time.perf_counter(), 0.0
 
     def add(self, chunk: StreamChunk) -> None:
         if chunk.request not in self.metrics:
             self.metrics[chunk.request] = self._llm.engine.metrics(chunk.request)
         if chunk.token_id is not None:
-            self._tokens += 1
+            self._tokens[chunk.request, chunk.sample_index] += 1
             self._first = self._first or time.perf_counter()
         if chunk.finish_reason is not None:
             self._finish_limits[chunk.limit or chunk.finish_reason] += 1
@@ -162,25 +172,27 @@ class RunMeter:
         end, times, cache = time.perf_counter(), self._llm.engine.times, self._llm.engine.kv_cache_manager.stats()
         first = self._first or end
         model, total = times.model - self._times.model, times.total - self._times.total
-        usages, offload = self.metrics.values(), self._offload_stats()
+        usages, offload, num_tokens = self.metrics.values(), self._offload_stats(), self._tokens.total()
+        samples = self._tokens.items()
+        lengths = [self.metrics[request].num_prompt_tokens + count for (request, _), count in samples]
         if offload is not None and self._offload_before is not None:
             offload = _difference(self._offload_before, offload, ("written", "from_ram", "from_disk", "failed"))
         return RunStats(
             prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
             cached_tokens=sum(usage.num_cached_tokens for usage in usages),
-            completion_tokens=self._tokens,
+            completion_tokens=num_tokens,
             seconds=end - self._start,
             first_token=first - self._start,
-            tokens_per_second=(self._tokens - 1) / (end - first) if self._tokens > 1 else 0.0,
-            engine_ms=1e3 * (total - model) / max(1, self._tokens),
-            model_ms=1e3 * model / max(1, self._tokens),
+            tokens_per_second=(num_tokens - 1) / (end - first) if num_tokens > 1 else 0.0,
+            engine_ms=1e3 * (total - model) / max(1, num_tokens),
+            model_ms=1e3 * model / max(1, num_tokens),
             steps=times.steps - self._times.steps,
-            cache=group_use(self._llm),
+            cache=group_use(self._llm, lengths),
             prefix_hits=cache.hits - self._cache_before.hits,
             prefix_misses=cache.misses - self._cache_before.misses,
             preemptions=sum(usage.num_preemptions for usage in usages),
             preemptions_by_kind=_preemption_difference(self._preemption_before, self._llm.engine.preemption.stats()),
-            evictions=sum(cache.evictions) - sum(self._cache_before.evictions),
+            prefix_blocks_evicted=sum(cache.evictions) - sum(self._cache_before.evictions),
             finish_limits=dict(self._finish_limits),
             offload=offload,
             prefix_cache=prefix_cache_use(self._llm),
@@ -193,6 +205,7 @@ class RunMeter:
 
 def stats_lines(stats: RunStats) -> list[str]:
     prompt, tokens = format_count(stats.prompt_tokens, "token"), format_count(stats.completion_tokens, "token")
+    blocks = format_count(stats.prefix_blocks_evicted, "prefix block")
     ended = ", ".join(f"{count} by {LIMIT_TEXTS.get(limit, limit)}" for limit, count in stats.finish_limits.items())
     lines = [
         ("prompt", f"{prompt}, {stats.cached_tokens} of them from the prefix cache"),
@@ -203,7 +216,7 @@ def stats_lines(stats: RunStats) -> list[str]:
         *_offload_lines(stats.offload),
         ("prefix", f"{format_count(stats.prefix_hits, 'hit')}, {format_count(stats.prefix_misses, 'miss', 'misses')}"),
         *prefix_cache_lines(stats.prefix_cache),
-        ("pressure", f"{format_count(stats.preemptions, 'preemption')}, {format_count(stats.evictions, 'eviction')}"),
+        ("pressure", f"{format_count(stats.preemptions, 'preemption')}, {blocks} evicted"),
         *_preemption_lines(stats.preemptions_by_kind),
         ("ended", ended or "nothing"),
     ]
@@ -212,11 +225,13 @@ def stats_lines(stats: RunStats) -> list[str]:
 
 def cache_line(use: CacheGroupUse) -> str:
     scales = f", {format_bytes(use.scale_bytes)} of it scales" if use.scale_bytes else ""
-    tokens = "all tokens" if use.window is None else f"window of {use.window}"
+    tokens = "all tokens" if use.policy == "full" else f"{format_count(use.evicted_per_head, 'token')} evicted per head"
+    if use.policy == "full" and use.window is not None:
+        tokens = f"the model's window of {use.window}"
     if use.description != "hot":
         tokens = f"older tokens, {use.description}"
     return (
-        f"{format_count(use.layers, 'layer')}, {tokens}: "
+        f"{format_count(use.layers, 'layer')}, policy {use.policy}, {tokens}: "
         f"{use.used} of {format_count(use.total, 'block')} in use, {use.evictable} cached for reuse, {use.free} free "
         f"(watermark {use.watermark}); "
         f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)} "
@@ -251,13 +266,8 @@ def describe_limit(llm: LLM, limit: cache_lib.config.LengthLimit | None) -> str:
 
 def describe_evicted(llm: LLM, length: int) -> str:
     """Describe the tokens that the policy evicted from a sequence of ``length`` tokens; "" if none."""
-    cache, manager, specs = llm.engine.cache, llm.engine.kv_cache_manager, attention_specs(llm.model.config)
-    lossy_groups = [
-        group
-        for group in manager.token_groups
-        if group.eviction_policy or group.demotion_policy or group.spec != specs[group.layers[0]]
-    ]
-    count = max((_num_evicted(group, length) for group in lossy_groups), default=0)
+    cache = llm.engine.cache
+    count = max((_num_evicted(group, length) for group in _lossy_groups(llm)), default=0)
     if not count:
         return ""
     action = (
@@ -268,14 +278,29 @@ def describe_evicted(llm: LLM, length: int) -> str:
     return f"{count:,} of {format_count(length, 'token')} {action}: {cache.policy}"
 
 
+def _lossy_groups(llm: LLM) -> list[CacheGroup]:
+    """Return the groups whose policy removes tokens."""
+    manager, specs = llm.engine.kv_cache_manager, attention_specs(llm.model.config)
+    return [
+        group
+        for group in manager.token_groups
+        if group.eviction_policy or group.demotion_policy or group.spec != specs[group.layers[0]]
+    ]
+
+
 def _num_evicted(group: CacheGroup, length: int) -> int:
+    """Return how many tokens of a sequence are evicted or demoted.
+
+    Policies act before a step: the last one added one token, and the token that it sampled was not computed.
+    """
     policy, demotion = group.eviction_policy, group.demotion_policy
+    computed = max(0, length - 2)
     if isinstance(demotion, cache_lib.policy.OffloadPolicy):
         return 0
     if policy is not None:
-        return max(0, length // policy.interval * policy.interval - policy.budget)
+        return max(0, computed // policy.interval * policy.interval - policy.budget)
     if isinstance(demotion, cache_lib.policy.TieredPolicy):
-        num_demoted = length // demotion.interval * demotion.interval - demotion.recent - demotion.num_sinks
+        num_demoted = computed // demotion.interval * demotion.interval - demotion.recent - demotion.num_sinks
         return max(0, num_demoted // group.block_size * group.block_size)
     return max(0, group.spec.pattern.first_visible(length) - group.spec.num_sinks)
 
@@ -292,6 +317,7 @@ class PrefixCacheUse:
     disk_tokens: int  # tokens loaded from disk
     misses: Mapping[str, int]  # reason -> lookups that ended early for it
     store: offload.block_store.BlockStoreStats
+    mismatches: tuple[str, ...] = ()  # pinned prefixes of another model or cache, and the parts that differ
 
 
 def prefix_cache_use(llm: LLM) -> PrefixCacheUse | None:
@@ -301,7 +327,24 @@ def prefix_cache_use(llm: LLM) -> PrefixCacheUse | None:
         return None
     hits, hit_tokens = prefix_offload.hits, llm.engine.kv_cache_manager.stats().hit_tokens
     ram, disk = hits.tokens["ram"], hits.tokens["disk"]
-    return PrefixCacheUse(hit_tokens - ram - disk, ram, disk, dict(Counter(hits.misses)), block_store.stats())
+    misses, mismatches = dict(Counter(hits.misses)), tuple(_pin_mismatches(llm)) if hits.misses else ()
+    return PrefixCacheUse(hit_tokens - ram - disk, ram, disk, misses, block_store.stats(), mismatches)
+
+
+def _pin_mismatches(llm: LLM) -> Iterator[str]:
+    """Yield a line for each pinned prefix in the folder that this model and cache cannot use."""
+    block_store, current = llm.engine.block_store, llm.engine.cache_fingerprint("").parts
+    if block_store is None or not block_store.on_disk:
+        return
+    for pin in cache_lib.offload.pinned.read_pinned_prefixes(block_store.folder):
+        parts = [name for name, value in current.items() if pin.fingerprint.get(name) != value]
+        hashed = ("model", "tokenizer", "adapter")
+        different = [
+            f"another {name}" if name in hashed else f"{name} {pin.fingerprint.get(name)}, here {current[name]}"
+            for name in parts
+        ]
+        if different:
+            yield f"{pin.name} was stored with {'; '.join(different)}: not used"
 
 
 def prefix_cache_lines(use: PrefixCacheUse | None) -> list[Line]:
@@ -322,6 +365,7 @@ def prefix_cache_lines(use: PrefixCacheUse | None) -> list[Line]:
     if disk.limit:
         contents = f"{disk.pinned} pinned, {format_bytes(disk.bytes)} of {format_bytes(disk.limit)}"
         lines.append(("prefix disk", f"{format_count(disk.num_blocks, 'block')}, {contents}"))
+    lines += [("prefix disk", line) for line in use.mismatches]
     if disk.disabled_reason:
         lines.append(("prefix disk", f"off: {disk.disabled_reason}"))
     return lines

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvad.config.model import head_dim as head_dim
     from kvad.config.model import head_input_size as head_input_size
     from kvad.config.parameter_shapes import DTYPE_BYTES as DTYPE_BYTES
+    from kvad.config.plugins import register as register
     from kvad.config.serialization import Fraction as Fraction
     from kvad.config.serialization import NonNegativeFloat as NonNegativeFloat
     from kvad.config.serialization import NonNegativeInt as NonNegativeInt

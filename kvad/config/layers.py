@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from kvad.config.serialization import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from kvad.config.serialization import Fraction, NonNegativeInt, PositiveFloat, Range
+
+# Bounds far above any model: beyond them a config would only exhaust time and memory.
+MAX_LAYERS, MAX_SIZE, MAX_LENGTH = 10_000, 2**24, 2**40
+LayerCount = Annotated[int, Range(1), Range(high=MAX_LAYERS)]
+Size = Annotated[int, Range(1), Range(high=MAX_SIZE)]  # heads, experts, and dims of vectors
+Length = Annotated[int, Range(1), Range(high=MAX_LENGTH)]  # tokens and rows of tables
+Epsilon = Annotated[float, Range(0), Range(high=1)]
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh"]
-Pooling = Literal["first", "mean"]
+Pooling = Literal["first", "last", "max", "mean"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class DynamicScalingConfig:
     """
 
     factor: PositiveFloat  # f above
-    original_max_seq_len: PositiveInt  # the length that the model was trained with
+    original_max_seq_len: Length  # the length that the model was trained with
     kind: Literal["dynamic"] = "dynamic"
 
 
@@ -41,7 +48,7 @@ class Llama3ScalingConfig:
     """Llama 3.1 scaling: low frequencies are divided by ``factor``, high ones unchanged, others interpolated."""
 
     factor: PositiveFloat
-    original_max_seq_len: PositiveInt
+    original_max_seq_len: Length
     low_freq_factor: PositiveFloat = 1.0
     high_freq_factor: float = 4.0
     kind: Literal["llama3"] = "llama3"
@@ -55,7 +62,7 @@ class YarnScalingConfig:
     """
 
     factor: PositiveFloat
-    original_max_seq_len: PositiveInt
+    original_max_seq_len: Length
     beta_fast: float = 32.0
     beta_slow: PositiveFloat = 1.0
     truncate: bool = True
@@ -71,7 +78,7 @@ class LongRopeScalingConfig:
 
     short_factor: tuple[PositiveFloat, ...]  # [D_rot/2] for sequences up to original_max_seq_len
     long_factor: tuple[PositiveFloat, ...]  # [D_rot/2] for longer sequences
-    original_max_seq_len: PositiveInt
+    original_max_seq_len: Length
     factor: PositiveFloat | None = None  # max_seq_len / original_max_seq_len, if given; determines the attention factor
     attention_factor: PositiveFloat | None = None
     kind: Literal["longrope"] = "longrope"
@@ -108,8 +115,8 @@ class AlibiConfig:
 class T5BiasConfig:
     """T5's bucketed relative bias."""
 
-    num_buckets: int = 32
-    max_distance: int = 128
+    num_buckets: Size = 32
+    max_distance: Size = 128
     bidirectional: bool = False
     shared: bool = True  # one table for all layers of the stack (T5), else one per layer (UMT5)
     kind: Literal["t5"] = "t5"
@@ -119,7 +126,7 @@ class T5BiasConfig:
 class CustomPositionsConfig:
     """Custom position encoding (docs/contributing/extending.md)."""
 
-    name: str  # "package.module:Class"
+    name: str  # of a plugin (kvad.register)
     options: Mapping[str, float | int | str] = field(default_factory=dict)  # keyword arguments of the class
     kind: Literal["custom"] = "custom"
 
@@ -128,7 +135,7 @@ class CustomPositionsConfig:
 class LearnedPositionsConfig:
     """Learned absolute positions, added to the embeddings (GPT-2)."""
 
-    num_positions: int  # rows of the table
+    num_positions: Length  # rows of the table
     offset: NonNegativeInt = 0  # added to the position (OPT: 2)
     kind: Literal["learned"] = "learned"
 
@@ -152,7 +159,7 @@ class NormConfig:
     """LayerNorm, (x - mean) / sqrt(var + eps) * w (+ b), or RMSNorm, x / sqrt(mean(x^2) + eps) * (w or 1 + w)."""
 
     kind: Literal["layer", "rms"] = "rms"
-    eps: NonNegativeFloat = 1e-5
+    eps: Epsilon = 1e-5
     bias: bool = False
     unit_offset: bool = False  # the weight is stored as w - 1 (Gemma)
     weight: bool = True  # False: no weight (OLMo)
@@ -180,13 +187,13 @@ class AttentionConfig:
     each, ``full`` over the whole projection.
     """
 
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt | None = None  # None: num_heads
-    head_dim: PositiveInt | None = None  # None: hidden_size / num_heads
-    value_dim: PositiveInt | None = None  # None: head_dim
+    num_heads: Size
+    num_kv_heads: Size | None = None  # None: num_heads
+    head_dim: Size | None = None  # None: hidden_size / num_heads
+    value_dim: Size | None = None  # None: head_dim
     position: RopeConfig | AlibiConfig | T5BiasConfig | CustomPositionsConfig | None = field(default_factory=RopeConfig)
     causal: bool = True
-    window: PositiveInt | None = None
+    window: Length | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "head", "each", "full"] = "none"
@@ -195,14 +202,14 @@ class AttentionConfig:
     logit_softcap: PositiveFloat | None = None
     sink_logits: bool = False  # one learned logit per head joins the softmax's denominator
     softmax_scale: Literal["default", "none"] | float = "default"  # "default": 1/sqrt(head_dim); "none": 1 (T5)
-    custom_class: str | None = None  # "package.module:Class" of a custom attention (docs/contributing/extending.md)
+    custom_class: str | None = None  # plugin with a custom attention (docs/contributing/extending.md)
 
 
 @dataclass(frozen=True)
 class PlainMLPConfig:
     """MLP with two matrices: ``down(act(up(x)))``."""
 
-    intermediate_size: PositiveInt
+    intermediate_size: Size
     activation: Activation = "gelu"
     bias: bool = False
     kind: Literal["plain"] = "plain"
@@ -212,7 +219,7 @@ class PlainMLPConfig:
 class GatedMLPConfig:
     """Gated MLP, ``down(act(gate(x)) * up(x))`` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
 
-    intermediate_size: PositiveInt
+    intermediate_size: Size
     activation: Activation = "silu"
     bias: bool = False
     kind: Literal["gated"] = "gated"
@@ -223,18 +230,19 @@ class MoEConfig:
     """Mixture of experts (Shazeer et al. 2017): each token is routed to its best gated MLPs.
 
     ``router``: ``softmax_first`` renormalizes the best weights of a softmax over all experts (Mixtral);
-    ``softmax_last`` is a softmax over the best logits. The results differ only by rounding.
+    ``softmax_last`` is a softmax over the best logits. The results differ only by rounding. ``softmax_all`` leaves the
+    weights of the softmax over all experts as they are: they sum to less than one (OLMoE).
     ``swiglu_alpha`` and ``swiglu_limit`` are GPT-OSS's form, ``(up + 1) * gate * sigmoid(alpha * gate)`` with the gate
     clamped to at most the limit and up to [-limit, limit].
     """
 
-    intermediate_size: PositiveInt  # of one expert
-    num_experts: int
-    num_experts_per_token: PositiveInt
+    intermediate_size: Size  # of one expert
+    num_experts: Size
+    num_experts_per_token: Size
     activation: Activation = "silu"
     bias: bool = False
     router_bias: bool = False
-    router: Literal["softmax_first", "softmax_last"] = "softmax_first"
+    router: Literal["softmax_first", "softmax_last", "softmax_all"] = "softmax_first"
     swiglu_alpha: float | None = None
     swiglu_limit: PositiveFloat | None = None
     kind: Literal["moe"] = "moe"
@@ -260,7 +268,7 @@ class StackConfig:
     ``parallel`` x + attention(norm(x)) + mlp(norm(x)); ``parallel_pair`` the same with a norm for each (GPT-NeoX).
     """
 
-    num_layers: PositiveInt
+    num_layers: LayerCount
     layer_types: Mapping[str, LayerConfig]  # by the letters of layer_pattern
     layer_pattern: str = "L"
     norm_position: Literal["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"] = "pre"
@@ -293,7 +301,7 @@ class EmbeddingConfig:
     scale: float = 1.0
     norm: NormConfig | None = None
     num_token_types: NonNegativeInt = 0  # rows of the token type table (BERT); the default type is 0
-    embedding_size: PositiveInt | None = None  # columns of the table; None: hidden_size
+    embedding_size: Size | None = None  # columns of the table; None: hidden_size
     projection: Literal["start", "end"] = "end"
     norm_first: bool = False  # positions and token types are added after the norm (BlenderbotSmall's decoder)
 
@@ -305,7 +313,7 @@ class HeadTransformConfig:
     activation: Activation | None = "gelu"
     bias: bool = True
     norm: NormConfig | None = None
-    output_size: PositiveInt | None = None  # None: hidden_size
+    output_size: Size | None = None  # None: hidden_size
 
 
 @dataclass(frozen=True)
@@ -321,13 +329,18 @@ class LanguageHeadConfig:
 
 @dataclass(frozen=True)
 class ClassificationHeadConfig:
-    """Classification head: one score per label, for each token (tagging) or for the pooled sequence."""
+    """Classification head: one score per label, for each token (tagging) or for the pooled sequence.
+
+    ``activation`` converts scores to probabilities: ``softmax`` of exclusive labels, ``sigmoid`` of independent ones;
+    ``none``: the scores are values (regression). None: sigmoid of one label, softmax of several.
+    """
 
     labels: tuple[str, ...]
     level: Literal["token", "row"] = "token"  # row: the whole sequence
     pool: Pooling = "first"
     transform: HeadTransformConfig | None = None
     bias: bool = True
+    activation: Literal["softmax", "sigmoid", "none"] | None = None
     kind: Literal["classification"] = "classification"
 
 

@@ -7,15 +7,15 @@ Standard library only: without torch, ``kvad plan`` starts fast.
 
 from __future__ import annotations
 
-import json
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from kvad import storage
 from kvad.config import layers as cfg
-from kvad.config.serialization import PositiveInt, check_fields, from_dict, to_dict
+from kvad.config.serialization import check_fields, from_dict, to_dict
 from kvad.errors import ConfigError, suggest
 from kvad.model_input import AttentionPattern
 
@@ -24,19 +24,19 @@ from kvad.model_input import AttentionPattern
 class EncoderInputConfig:
     """The encoder's input in an encoder-decoder."""
 
-    max_seq_len: PositiveInt
+    max_seq_len: cfg.Length
     embedding: cfg.EmbeddingConfig = field(default_factory=cfg.EmbeddingConfig)
-    vocab_size: PositiveInt | None = None  # None: the encoder shares the decoder's token table
-    hidden_size: PositiveInt | None = None  # of the encoder's layers, if not the decoder's (T5Gemma 9B-2B)
+    vocab_size: cfg.Length | None = None  # None: the encoder shares the decoder's token table
+    hidden_size: cfg.Size | None = None  # of the encoder's layers, if not the decoder's (T5Gemma 9B-2B)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A Transformer: a decoder, an encoder, or both."""
 
-    hidden_size: PositiveInt
-    vocab_size: PositiveInt
-    max_seq_len: PositiveInt  # longest sequence: prompt and generated tokens, or an encoder's tokens
+    hidden_size: cfg.Size
+    vocab_size: cfg.Length
+    max_seq_len: cfg.Length  # longest sequence: prompt and generated tokens, or an encoder's tokens
     decoder: cfg.StackConfig | None = None
     encoder: cfg.StackConfig | None = None
     embedding: cfg.EmbeddingConfig = field(default_factory=cfg.EmbeddingConfig)  # of the decoder, or of a lone encoder
@@ -84,10 +84,12 @@ class ModelConfig:
     def load(path: Path) -> ModelConfig:
         """Read a JSON file: a configuration, or a checkpoint's ``config.json`` with the key ``"model"``."""
         try:
-            data = json.loads(path.read_text("utf-8"))
+            data = storage.strict_json.loads(storage.filesystem.read_bytes(path))
         except FileNotFoundError as error:
             raise ConfigError(f"no such file: {path}") from error
-        except (ValueError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
             raise ConfigError(f"{path} is not JSON: {error}") from error
         if not isinstance(data, dict):
             raise ConfigError(f"{path}: must be an object of keys, got {type(data).__name__}")

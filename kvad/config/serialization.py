@@ -25,6 +25,7 @@ import difflib
 import functools
 import json
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ T = TypeVar("T")
 class Range:
     """Bounds of a number, which are included unless ``above`` or ``below`` excludes them."""
 
-    low: float
+    low: float = -math.inf
     high: float = math.inf
     above: bool = False  # low is excluded
     below: bool = False  # high is excluded
@@ -51,6 +52,8 @@ class Range:
         return self.low <= value <= self.high and not is_excluded
 
     def __str__(self) -> str:
+        if self.low == -math.inf:
+            return f"at most {self.high:,}"
         if self.high == math.inf:
             return f"{'above' if self.above else 'at least'} {self.low}"
         if self.below:
@@ -58,12 +61,19 @@ class Range:
         return f"above {self.low} and at most {self.high}" if self.above else f"from {self.low} to {self.high}"
 
 
-PositiveInt = Annotated[int, Range(1)]
-NonNegativeInt = Annotated[int, Range(0)]
+_INT64 = Range(high=2**63 - 1)
+PositiveInt = Annotated[int, Range(1), _INT64]
+NonNegativeInt = Annotated[int, Range(0), _INT64]
 PositiveFloat = Annotated[float, Range(0, above=True)]
 NonNegativeFloat = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1, below=True)]  # [0, 1)
 OpenFraction = Annotated[float, Range(0, 1, above=True, below=True)]  # (0, 1)
+
+
+def short_repr(value: object) -> str:
+    """Format any value for a one-line message."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_fields(instance: Any, where: str = "", error: type[UsageError] = ConfigError) -> None:
@@ -86,19 +96,19 @@ def check_value(kind: Any, value: Any, key: str, error: type[UsageError] = Confi
         check_value(args[0], value, key, error, hint)
         for constraint in args[1:]:
             if not constraint.contains(value):
-                raise error(f"{key}: must be {constraint}, got {value}", hint)
+                raise error(f"{key}: must be {constraint}, got {short_repr(value)}", hint)
     elif origin in (typing.Union, types.UnionType):
         _check_union(args, value, key, error, hint)
     elif origin is Literal:
         if value not in args:
             close = difflib.get_close_matches(str(value), map(str, args), n=1, cutoff=0.5)
-            message = f"{key}: must be one of {', '.join(map(repr, args))}, got {value!r}"
+            message = f"{key}: must be one of {', '.join(map(repr, args))}, got {short_repr(value)}"
             raise error(message, f"did you mean {close[0]!r}?" if close else "")
     elif origin is tuple:
         _check_tuple(args, value, key, error)
     elif isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            raise error(f"{key}: must be an object, got {value!r}")
+            raise error(f"{key}: must be an object, got {short_repr(value)}")
         for name, item in value.items():
             check_value(args[1], item, f"{key}.{name}" if isinstance(name, str) else f"{key}[{name}]", error)
     elif isinstance(kind, type) and kind is not Any:
@@ -107,7 +117,7 @@ def check_value(kind: Any, value: Any, key: str, error: type[UsageError] = Confi
 
 def _check_tuple(kinds: tuple[Any, ...], value: Any, key: str, error: type[UsageError]) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise error(f"{key}: must be a list, got {value!r}")
+        raise error(f"{key}: must be a list, got {short_repr(value)}")
     item_kinds = [kinds[0]] * len(value) if kinds[1:] == (...,) else kinds
     for index, (kind, item) in enumerate(zip(item_kinds, value, strict=True)):
         check_value(kind, item, f"{key}[{index}]", error)
@@ -130,9 +140,9 @@ def _check_union(kinds: tuple[Any, ...], value: Any, key: str, error: type[Usage
 def _check_type(kind: type[Any], value: Any, key: str, error: type[UsageError]) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if (kind in (int, float) and not is_number) or not isinstance(value, (int, float) if kind is float else kind):
-        raise error(f"{key}: must be {kind.__name__}, got {value!r}")
-    if kind is float and not math.isfinite(value):
-        raise error(f"{key}: must be a finite number, got {value!r}")
+        raise error(f"{key}: must be {kind.__name__}, got {short_repr(value)}")
+    if kind is float and not abs(value) <= sys.float_info.max:  # NaN, infinity, an integer beyond a float
+        raise error(f"{key}: must be a finite number, got {short_repr(value)}")
     if dataclasses.is_dataclass(value):
         check_fields(value, key, error)
 
@@ -186,10 +196,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         return {key: _read(typing.get_args(kind)[1], item, f"{where}.{key}") for key, item in data.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(typing.cast("type[Any]", kind), data, where)
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        data = float(data)
     check_value(kind, data, where)
-    return data
+    return float(data) if kind is float else data
 
 
 def _read_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
@@ -213,12 +221,12 @@ def _read_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
         except ConfigError as error:
             errors.append(error.message)
     expected = "an object or null" if type(None) in kinds else "an object"
-    raise ConfigError(errors[0] if errors else f"{where}: must be {expected}, got {data!r}")
+    raise ConfigError(errors[0] if errors else f"{where}: must be {expected}, got {short_repr(data)}")
 
 
 def _read_dataclass(cls: type[Any], data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where or cls.__name__}: must be an object, got {data!r}")
+        raise ConfigError(f"{where or cls.__name__}: must be an object, got {short_repr(data)}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     prefix = f"{where}." if where else ""

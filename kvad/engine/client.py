@@ -7,6 +7,7 @@ of its request, also from a finalizer that runs during a step.
 from __future__ import annotations
 
 import operator
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from kvad.engine.engine import Engine
 from kvad.engine.options import PromptInput, check_ids, check_source
 from kvad.engine.output import Completion, assemble_completion
 from kvad.engine.scheduling import RequestMetrics, SamplingParams, StreamChunk
-from kvad.errors import EngineError, NumericalError, RequestError, suggest
+from kvad.errors import EngineError, NumericalError, RequestError, format_count, suggest
 from kvad.text import Tokenizer
 
 T = TypeVar("T")
@@ -48,15 +49,26 @@ class EngineClient:
             return RequestHandle(self, request, sampling_params, token_ids, self.engine.metrics(request))
 
     def run_each(
-        self, prompts: Any, submit: Callable[[Any], RequestHandle], convert: Callable[[RequestHandle], T]
+        self,
+        prompts: Any,
+        submit: Callable[[Any], RequestHandle],
+        convert: Callable[[RequestHandle], T],
+        progress: Callable[[int, int], object] | None = None,
     ) -> Any:
-        """Submit one or many prompts and convert their results; abort all of them on an exception."""
+        """Submit one or many prompts and convert their results; abort all of them on an exception.
+
+        ``progress`` is called with (results, prompts) after every result.
+        """
         is_single, prompt_list = normalize_prompts(prompts)
         handles: list[RequestHandle] = []
         try:
             for prompt in prompt_list:
                 handles.append(submit(prompt))
-            results = [convert(handle) for handle in handles]
+            results = []
+            for handle in handles:
+                results.append(convert(handle))
+                if progress is not None:
+                    progress(len(results), len(handles))
         except BaseException:
             self.cancel(handles)
             raise
@@ -129,7 +141,8 @@ class RequestHandle:
             chunk = self.client.next_chunk(self.request)
             if chunk.error is not None:
                 error_type = NumericalError if chunk.error.startswith("numerical") else EngineError
-                raise error_type(f"request {self.request}, sample {chunk.sample_index}: {chunk.error}")
+                hint = "Check the weights: kvad doctor MODEL." if error_type is NumericalError else ""
+                raise error_type(f"request {self.request}, sample {chunk.sample_index}: {chunk.error}", hint)
             num_samples_left -= chunk.finish_reason is not None
             yield chunk
 
@@ -140,9 +153,21 @@ class RequestHandle:
         return chunk.output
 
     def result(self) -> Completion:
-        completion = assemble_completion(self.chunks(), self.sampling_params.n, len(self.token_ids), self.metrics)
+        completion = assemble_completion(self.chunks(), self.sampling_params, len(self.token_ids), self.metrics)
         self.client.forget(self.request)
         return completion
+
+
+class EncodedPair(list[int]):
+    """Token ids of two texts with special tokens.
+
+    Attributes:
+        token_types: Type of each token; None for a model without types.
+    """
+
+    def __init__(self, ids: Sequence[int], token_types: Sequence[int] | None) -> None:
+        super().__init__(ids)
+        self.token_types = token_types
 
 
 @dataclass(frozen=True)
@@ -199,6 +224,53 @@ class PromptEncoder:
             raise RequestError("encoder input: must have at least 1 token, got 0")
         check_source(self.config, tokens)
         return tokens
+
+    def encode_embedding(
+        self, text: PromptInput, prompt_name: str | None = None, *, truncate: bool = False
+    ) -> list[int]:
+        """Return the input of an embedding: the prompt, if any, and the text, with special tokens.
+
+        A text longer than the checkpoint's limit for embeddings is truncated, as in sentence-transformers, which is
+        printed on stderr; another one that is too long only with ``truncate``. Token ids are used unchanged.
+
+        Raises:
+            RequestError: If the text is too long or has no tokens, or the prompt is unknown.
+        """
+        if not isinstance(text, str):
+            return self.encode_source(text) if self.config.encoder is not None else self.encode_prompt(text, whole=True)
+        prompts, name = self.generation.prompts, prompt_name or self.generation.prompt_name
+        if name is not None and name not in prompts:
+            hint = suggest(name, prompts) if prompts else "This model has none."
+            raise RequestError(f"unknown prompt {name!r}", hint)
+        tokenizer = self._require_tokenizer(self.tokenizer)
+        tokenizer = tokenizer.source_tokenizer or tokenizer
+        text = text if name is None else prompts[name] + text
+        ids = tokenizer.encode(text.lower() if self.generation.lowercase else text)
+        tokens = self.generation.with_source_eos(tokenizer.add_special_tokens(ids))
+        source, max_embed_tokens = self.config.encoder_input, self.generation.max_embed_tokens
+        limit = min(self.config.max_seq_len if source is None else source.max_seq_len, max_embed_tokens or len(tokens))
+        if len(tokens) > limit and (truncate or max_embed_tokens is not None):
+            print(f"kvad: {len(tokens):,} tokens were truncated to {limit:,}", file=sys.stderr)
+            ids = ids[: max(0, limit - (len(tokens) - len(ids)))]
+            tokens = self.generation.with_source_eos(tokenizer.add_special_tokens(ids))
+        check_ids("text", tokens, self.config.vocab_size, limit)
+        if not tokens:
+            raise RequestError("text: must have at least 1 token, got 0")
+        return tokens
+
+    def encode_pair(self, first: str, second: str) -> EncodedPair:
+        """Return an encoder's input of two texts, as the tokenizer's template joins them.
+
+        Raises:
+            RequestError: If the tokenizer or the model does not take two texts, or they are too long.
+        """
+        tokenizer, num_types = self._require_tokenizer(self.tokenizer), self.config.embedding.num_token_types
+        ids, token_types = tokenizer.add_pair_tokens(tokenizer.encode(first), tokenizer.encode(second))
+        if num_types and max(token_types) >= num_types:
+            message = f"this model has {format_count(num_types, 'token type')}, two texts need {max(token_types) + 1}"
+            raise RequestError(message, "Give one text.")
+        check_source(self.config, ids)
+        return EncodedPair(ids, token_types if num_types else None)
 
     def encode_target(self, prefix: PromptInput | None, first: int | None = None) -> list[int]:
         """Return the start of a target: the start token, the token ``first``, and a forced prefix.
@@ -259,15 +331,15 @@ class PromptEncoder:
 def normalize_prompts(prompts: Any) -> tuple[bool, list[Any]]:
     """Return (is a single prompt, prompts) for a text, ids, an array of ids, or a list.
 
-    An empty list is one empty prompt.
+    An empty list has no prompts.
     """
     if isinstance(prompts, str):
         return True, [prompts]
     items = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if not isinstance(items, Iterable):
         raise RequestError(f"prompt: must be text or token ids, got {prompts!r}", "Give 'text', [1, 2] or a list.")
-    items = list(items)
-    is_single = not items or (not isinstance(items[0], (str, Sequence)) and not hasattr(items[0], "tolist"))
+    items = items if isinstance(items, EncodedPair) else list(items)
+    is_single = bool(items) and not isinstance(items[0], (str, Sequence)) and not hasattr(items[0], "tolist")
     return is_single, [items] if is_single else items
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +158,7 @@ class Engine:
         encoder_token_ids: Sequence[int] | None = None,
         resume: SequenceState | None = None,
         keep_state: bool = False,
+        draw_salt: int = 0,
     ) -> int:
         """Queue a prompt and return the request's number.
 
@@ -168,12 +169,13 @@ class Engine:
             encoder_token_ids: Input of an encoder-decoder's encoder.
             resume: State of an earlier request, used up to the first differing token (see ``RequestMetrics``).
             keep_state: Capture the final state for ``pop_state``. Like ``resume``, for one sample without beams.
+            draw_salt: Requests with the same seed and tokens draw other numbers if it differs.
 
         Raises:
             RequestError: If the request cannot be served.
         """
         check_request(self.model.config, prompt_token_ids, sampling_params, encoder_token_ids)
-        self._check_options(sampling_params, uses_states=resume is not None or keep_state)
+        self._check_options(sampling_params, draw_salt, uses_states=resume is not None or keep_state)
         request, texts = self._next_request, dict[tuple[int, int], OutputTextStream]()
         if self.tokenizer is not None:
             texts = {(request, i): OutputTextStream(self.tokenizer, sampling_params) for i in range(sampling_params.n)}
@@ -198,6 +200,8 @@ class Engine:
             encoder_input=encoder,
             swapped=resume_point.swapped,
             keep_state=keep_state,
+            draw_salt=draw_salt,
+            has_stop_string=self._stop_string_test(sampling_params),
         )
         metrics.resume_miss_reason = resume_point.miss_reason
         self.state_keeper.begin(resume_point)
@@ -207,7 +211,9 @@ class Engine:
         self._next_request += 1
         return request
 
-    def _check_options(self, sampling_params: SamplingParams, *, uses_states: bool) -> None:
+    def _check_options(self, sampling_params: SamplingParams, draw_salt: int, *, uses_states: bool) -> None:
+        if not 0 <= draw_salt <= scheduling.request.MAX_SEED:
+            raise RequestError(f"draw_salt: must be from 0 to {scheduling.request.MAX_SEED}, got {draw_salt}")
         if sampling_params.stop and self.tokenizer is None:
             raise RequestError("stop: requires a tokenizer, and this model has none", "Use stop_token_ids.")
         if uses_states and max(sampling_params.n, sampling_params.num_beams) > 1:  # a state holds one sequence
@@ -219,17 +225,22 @@ class Engine:
             raise RequestError("keep_state, resume: unavailable with token offload", hint)
 
     def add_encoder_request(
-        self, tokens: Sequence[int], encoder_output: scheduling.request.EncoderOutput = "head"
+        self,
+        tokens: Sequence[int],
+        encoder_output: scheduling.request.EncoderOutput = "head",
+        token_types: Sequence[int] | None = None,
     ) -> int:
         """Queue a text for the encoder only; its one chunk carries the output (``StreamChunk.output``).
 
         The output is a host tensor: [T, labels] or [T, V] of a head per token, [labels] or [E] of a pooling head, [T,
-        E] of an encoder-decoder; [E] if ``encoder_output`` is "mean" or "first".
+        E] of an encoder-decoder; [E] if ``encoder_output`` pools. ``token_types`` are those of two texts.
         """
         if self.model.encoder is None:
             raise RequestError("this model has no encoder", "It continues prompts.")
         check_source(self.model.config, tokens)
-        request, encoder_input = self._next_request, scheduling.request.EncoderInput(tuple(tokens), encoder_output)
+        types = None if token_types is None else tuple(token_types)
+        request = self._next_request
+        encoder_input = scheduling.request.EncoderInput(tuple(tokens), encoder_output, types)
         self.scheduler.add_request(request, (), SamplingParams(max_tokens=0), encoder_input=encoder_input)
         self._next_request += 1
         return request
@@ -330,12 +341,22 @@ class Engine:
         with self._resources:
             self.flush_offload()
 
+    def _stop_string_test(self, sampling_params: SamplingParams) -> Callable[[Sequence[int]], bool] | None:
+        """Return the function that finds a stop string at the end of a beam's tokens, if one is needed."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or not sampling_params.stop or sampling_params.num_beams == 1:
+            return None
+
+        def has_stop_string(tokens: Sequence[int]) -> bool:
+            stream = OutputTextStream(tokenizer, sampling_params)
+            return any(stream.push(token)[1] for token in tokens)
+
+        return has_stop_string
+
     def _stop_tokens(self, sampling_params: SamplingParams) -> frozenset[int]:
         if sampling_params.ignore_eos or self.config.stop_tokens or self.tokenizer is None:
             return frozenset() if sampling_params.ignore_eos else self.config.stop_tokens
-        specials = self.tokenizer.special_tokens
-        separator = specials.separator if specials.separator != specials.bos or specials.eos is None else None
-        return frozenset(token for token in (separator, specials.eos) if token is not None)
+        return frozenset(self.tokenizer.special_tokens.end_ids)
 
     def _root(self, regime: str, cache_salt: str, encoder_token_ids: Sequence[int] | None = None) -> bytes:
         """Return the start of the block hash chain, unique to the conditions of the computation."""
@@ -420,7 +441,9 @@ def _check_summarizer(summarizer: Summarizer, groups: Sequence[CacheGroup]) -> N
                 raise ConfigError(f"summarizer: it does not match layer {layer} of this model")
 
 
-def pin_prefix(engine: Engine, tokens: Sequence[int], name: str, text: str = "") -> PinnedPrefix:
+def pin_prefix(
+    engine: Engine, tokens: Sequence[int], name: str, text: str = "", *, cache_salt: str = ""
+) -> PinnedPrefix:
     """Store and pin the full blocks of ``tokens``; later requests with this prefix reuse them.
 
     Raises:
@@ -437,13 +460,13 @@ def pin_prefix(engine: Engine, tokens: Sequence[int], name: str, text: str = "")
         message = f"prefix: must have at least {block_size} tokens (one block), got {len(tokens)}"
         raise RequestError(message, "Give a longer prefix.")
     sampling_params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
-    engine.add_request(tokens, sampling_params)
+    engine.add_request(tokens, sampling_params, cache_salt=cache_salt)
     while not engine.idle:
         for chunk in engine.step():
             if chunk.error is not None:
                 raise RequestError(f"the prefix cannot be computed: {chunk.error}")
     engine.flush_offload()
-    keys = engine.block_keys(tokens, sampling_params)
+    keys = engine.block_keys(tokens, sampling_params, cache_salt=cache_salt)
     try:
         stored, parts = tuple(engine.block_store.pin_blocks(keys)), engine.cache_fingerprint("").parts
         pinned_prefix = PinnedPrefix(name, stored, len(keys) * block_size, text[:80], parts)

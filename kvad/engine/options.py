@@ -9,20 +9,20 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
 from kvad import cache as cache_lib
 from kvad import config as cfg
 from kvad import ops
-from kvad.cache import CacheConfig
+from kvad.cache import CacheConfig, sizing
 from kvad.cache.device import KVCache
 from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
 from kvad.engine import scheduling
 from kvad.engine.scheduling import SamplingOptions, SamplingParams
-from kvad.errors import ConfigError, RequestError, UsageError, suggest
+from kvad.errors import ConfigError, MemoryPlanError, RequestError, UsageError, suggest
 from kvad.model import Summarizer
 from kvad.storage import REAL_FILE_SYSTEM, FileSystem
 
@@ -87,6 +87,15 @@ class LoadOptions(CacheOptions, total=False):
     summarizer: str | Path | None  # folder or run of ``kvad train --objective summarizer``
     deterministic: bool
     swap_dir: str | Path | None
+    max_num_batched_tokens: int  # new tokens of all sequences per step
+
+
+class PlanSettings(TypedDict, total=False):
+    """Arguments of ``plan_memory`` that do not concern the cache."""
+
+    max_num_batched_tokens: int
+    summarizer_shape: cfg.parameter_shapes.SummarizerShape | None
+    deterministic: bool
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -95,6 +104,10 @@ class GenerateOptions(SamplingOptions, total=False):
     target_prefix: PromptInput | None  # start of an encoder-decoder's target (ids: the whole start)
     language: str | None  # target language, for models with language tokens
     source_language: str | None  # language of the encoder input
+    cache_salt: str  # cached blocks are shared only with requests of the same salt
+    # Requests with equal seeds and prompts draw other numbers if it differs. None: the number of equal prompts before
+    # this one in the call.
+    draw_salt: int | None
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -103,23 +116,26 @@ class ScoreOptions(TypedDict, total=False):
     top_logprobs: int  # alternatives per token
     encoder_input: PromptInput | None  # of which the texts are targets
     source_language: str | None
+    cache_salt: str
 
 
 def dtype_name(key: str, dtype: object, known: Iterable[str]) -> str | None:
     """Return a dtype's name (``torch.float32`` -> "float32"), or raise ConfigError."""
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    is_custom_format = isinstance(name, str) and ":" in name and known is cache_lib.quantization.FORMATS
-    if name is None or (isinstance(name, str) and (is_custom_format or name in known)):
+    is_format = known is cache_lib.quantization.FORMATS and cache_lib.quantization.is_format(name)
+    if name is None or (isinstance(name, str) and (is_format or name in known)):
         return name
     raise ConfigError(f"{key}: unknown dtype {name!r}", suggest(str(name), known))
 
 
 def find_device(device: Any) -> torch.device:
-    """Return the device; raise UsageError if it is unknown or unavailable."""
+    """Return the device ("auto": the first GPU, if any); raise UsageError if it is unknown or unavailable."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch_device = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise UsageError(f"unknown device {device!r}", "Use 'cpu', 'cuda' or 'cuda:1'.") from None
+        raise UsageError(f"unknown device {device!r}", "Use 'cpu', 'cuda', 'cuda:1' or 'auto'.") from None
     label, hint = f"device {str(torch_device)!r}", "Omit device= to use the CPU."
     if torch_device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"{label}: this torch finds no CUDA device", hint)
@@ -129,6 +145,11 @@ def find_device(device: Any) -> torch.device:
         reason = str(error).partition("\n")[0]
         raise UsageError(f"{label} cannot be used here: {reason}", hint) from None
     return torch_device
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device with separate memory; None if unknown."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 def resolve_cache(model: ModelConfig, default_dtype: str, fields: Mapping[str, Any]) -> CacheConfig:
@@ -150,6 +171,52 @@ def resolve_cache(model: ModelConfig, default_dtype: str, fields: Mapping[str, A
     return CacheConfig(**chosen)
 
 
+def plan_cache(
+    model: ModelConfig,
+    fields: Mapping[str, Any],
+    budget: sizing.MemoryBudget,
+    free_bytes: int | None,
+    *,
+    is_host: bool = True,
+    weights_dtype: str,
+    **settings: Unpack[PlanSettings],
+) -> sizing.MemoryPlan:
+    """Plan a model with a cache for a device with ``free_bytes`` (None: unknown).
+
+    Args:
+        model: Model configuration.
+        fields: ``LoadOptions`` of the cache. Sizes that they omit follow from the budget (``fit_plan``).
+        budget: Maximum memory, and sizes of use.
+        free_bytes: Free memory of the device.
+        is_host: The device's memory is the host's.
+        weights_dtype: Dtype of the weights and of the computation.
+        **settings: Arguments of ``plan_memory``.
+
+    Raises:
+        RequestError: If a field is unknown.
+        ConfigError: If a value is invalid, or the budget's amount is too small.
+        MemoryPlanError: If the given sizes, or one sequence of one block, do not fit into the free memory.
+    """
+    longest = model.max_seq_len if budget.max_seq_len is None else min(budget.max_seq_len, model.max_seq_len)
+    max_tokens = settings.get("max_num_batched_tokens", sizing.memory_plan.DEFAULT_BATCHED_TOKENS)
+    num_seqs = max(1, min(budget.max_num_seqs, max_tokens))  # each sequence may have a token in a step
+    if "num_blocks" in fields:
+        num_seqs = min(num_seqs, sizing.fits.DEFAULT_SEQS)
+    cache = resolve_cache(model, weights_dtype, {"max_num_seqs": num_seqs, "max_seq_len": longest, **fields})
+    plan = sizing.plan_memory(model, cache, weights_dtype=weights_dtype, **settings)
+    memory = budget.resolve(free_bytes)
+    host_bytes = 0 if is_host else plan.host_bytes  # not in the device's memory
+    plan = sizing.fit_plan(plan, None if memory is None else memory + host_bytes, fields.keys())
+    if budget.amount != "auto" and memory is not None and memory < (free_bytes or memory + 1):
+        try:
+            sizing.require_memory(plan, memory + host_bytes, "is allowed (--memory)")
+        except MemoryPlanError as error:
+            raise ConfigError(f"memory: {error.message}", error.hint) from None
+    else:
+        sizing.require_memory(plan, None if free_bytes is None else free_bytes + host_bytes)
+    return plan
+
+
 def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -> SamplingParams:
     """Combine the given options with the checkpoint's defaults.
 
@@ -165,12 +232,11 @@ def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -
             defaults[name] = getattr(generation, name)
     request = scheduling.request
     beam_fields, sampling_fields = set(request.BEAM_ONLY_FIELDS), set(request.SAMPLING_ONLY_FIELDS)
-    non_beam_fields = sampling_fields | set(request.NON_BEAM_FIELDS)
     wants_more_samples = options.get("n", 1) > defaults.get("num_beams", 1)
-    if wants_more_samples or (non_beam_fields & options.keys() and not beam_fields & options.keys()):
+    if wants_more_samples or (sampling_fields & options.keys() and not beam_fields & options.keys()):
         defaults = _without(defaults, beam_fields)
     if options.get("num_beams", 1) != 1:
-        defaults = {**_without(defaults, non_beam_fields), "temperature": 0.0}
+        defaults = {**_without(defaults, sampling_fields), "temperature": 0.0}
     if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
         defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
     if options.get("num_beams", defaults.get("num_beams", 1)) == 1:  # drop a file's beam options if no beam search runs

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvad import cache
+from kvad import config as cfg
 from kvad.engine import scheduling
 from kvad.engine.scheduling import RequestMetrics, SamplingParams, StreamChunk, TokenLogprob
 from kvad.errors import RequestError
@@ -83,6 +84,7 @@ class Completion:
     usage: CompletionUsage
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    seed: int | None = None  # of the random numbers; None if none were drawn (greedy, beam search)
 
     @property
     def text(self) -> str:
@@ -106,10 +108,10 @@ class Completion:
 
 
 def assemble_completion(
-    chunks: Iterable[StreamChunk], num_samples: int, num_prompt_tokens: int, metrics: RequestMetrics
+    chunks: Iterable[StreamChunk], sampling_params: SamplingParams, num_prompt_tokens: int, metrics: RequestMetrics
 ) -> Completion:
     """Build a request's completion from its chunks, which are read to their end."""
-    by_sample: list[list[StreamChunk]] = [[] for _ in range(num_samples)]
+    by_sample: list[list[StreamChunk]] = [[] for _ in range(sampling_params.n)]
     prompt_logprobs: list[TokenLogprob] = []
     for chunk in chunks:
         by_sample[chunk.sample_index].append(chunk)
@@ -122,7 +124,8 @@ def assemble_completion(
     decode = metrics.finished - first
     rate = (num_output_tokens - 1) / decode if num_output_tokens > 1 and decode > 0 else 0.0
     timings = Timings(first - metrics.arrived, metrics.finished - metrics.arrived, rate)
-    return Completion(choices, usage, timings, tuple(prompt_logprobs))
+    seed = sampling_params.seed if sampling_params.uses_seed else None
+    return Completion(choices, usage, timings, tuple(prompt_logprobs), seed)
 
 
 def _choice(chunks: Sequence[StreamChunk]) -> CompletionChoice:
@@ -159,7 +162,7 @@ class TextScore:
 
 @dataclass(frozen=True)
 class Label:
-    """A label and its probability."""
+    """A label and its probability; of a regression, its value."""
 
     label: str
     probability: float
@@ -184,18 +187,26 @@ class MaskPrediction:
     whole: str
 
 
-def rank_labels(scores: Tensor, labels: Sequence[str]) -> tuple[Label, ...]:
+def label_probabilities(scores: Tensor, head: cfg.ClassificationHeadConfig) -> Tensor:
+    """Return probabilities [..., labels] for scores [..., labels]; the scores themselves of a regression."""
+    activation = head.activation or ("sigmoid" if len(head.labels) == 1 else "softmax")
+    if activation == "sigmoid":
+        return scores.float().sigmoid()
+    return scores.float().softmax(dim=-1) if activation == "softmax" else scores.float()
+
+
+def rank_labels(scores: Tensor, head: cfg.ClassificationHeadConfig) -> tuple[Label, ...]:
     """Return all labels for scores [labels], most probable first."""
-    probabilities = scores.float().softmax(dim=-1)
+    labels, probabilities = head.labels, label_probabilities(scores, head)
     order = probabilities.argsort(descending=True).tolist()
     return tuple(Label(labels[index], float(probabilities[index])) for index in order)
 
 
 def label_tokens(
-    tokenizer: Tokenizer, ids: Sequence[int], scores: Tensor, labels: Sequence[str]
+    tokenizer: Tokenizer, ids: Sequence[int], scores: Tensor, head: cfg.ClassificationHeadConfig
 ) -> tuple[TokenLabel, ...]:
     """Label the words between spaces, given ids [T] and scores [T, labels]."""
-    probabilities = scores.float().softmax(dim=-1)
+    labels, probabilities = head.labels, label_probabilities(scores, head)
     best = probabilities.max(dim=-1)
     special = set(tokenizer.special_tokens.names().values())
     decode_token = tokenizer.incremental_decoder()

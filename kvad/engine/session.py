@@ -9,6 +9,7 @@ If the engine caches prefixes, a turn leaves its blocks there, and nothing is co
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from kvad import storage
 from kvad.cache import sessions
 from kvad.cache.sessions import SequenceState, load_session, save_session
 from kvad.engine.client import EngineClient, PromptEncoder, RequestHandle
@@ -44,18 +46,23 @@ class Session:
         name: str = "",
         model: str = "",
         template: str = "",
+        cache_salt: str | None = None,
         fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
         self.path, self.name, self.created = path, name, _now()
+        self.cache_salt = cache_salt  # None: that of the file, else ""
         self.tokens: list[int] = []  # the whole text
         self.source: list[int] | None = None  # token ids of the encoder input
         self.reused = 0  # tokens that the last turn did not recompute
         self.missed = ""  # why the last turn did not use the previous state
         self.restored = 0  # tokens whose keys and values were loaded from the file
-        self.seed = 0  # of the last turn, the default of the next one
+        self.seed: int | None = None  # of the last sampled turn, the default of the next one
+        self.draw_salt = 0  # number of times that the text was changed, so that a new reply draws other numbers
+        self._drawn: list[int] = []  # prompt and all generated tokens of the last turn
         self._client, self._engine, self._prompt_encoder, self._fs = client, client.engine, prompt_encoder, fs
         self._resolve_sampling, self._model, self._template = resolve_sampling, model, template
         self.state: SequenceState | None = None  # from which the next turn starts
+        self._revisions: dict[Path, str | None] = {}  # of the files that were loaded or saved here
 
     def generate(
         self,
@@ -78,7 +85,7 @@ class Session:
         """
         tokens, source = self._prompt(text, encoder_input)
         handle = self._begin(tokens, source, sampling_params, options)
-        return assemble_completion(list(self._run(handle, source)), 1, len(tokens), handle.metrics)
+        return assemble_completion(list(self._run(handle, source)), handle.sampling_params, len(tokens), handle.metrics)
 
     def stream(
         self,
@@ -128,30 +135,48 @@ class Session:
             raise
         self._end(handle, source, chunks)
 
-    def save(self, path: Path | None = None, **metadata: Any) -> int:
+    def save(self, path: Path | None = None, *, overwrite: bool = False, **metadata: Any) -> int:
         """Write the session to its file or to ``path``, durably, and return the number of bytes.
 
         Args:
-            path: Another file.
+            path: Another file, which is replaced.
+            overwrite: Replace the session's file although it was written elsewhere since it was loaded or saved here.
             **metadata: More entries of the file's header, plain JSON.
 
         Raises:
             RequestError: If the session is empty or has no file.
-            StorageError: If an existing file is not a session.
+            StorageError: If an existing file is not a session, or was changed meanwhile.
             SaveError: If the file cannot be written; the previous file is unchanged.
         """
         path = self._file(path, "save")
         if not self.tokens:
             raise RequestError("the session is empty", "Generate something first.")
+        self.draw_salt, self._drawn = self._next_salt(self.tokens), list(self.tokens)
         state = self.state = self._complete_state()
         fingerprint = self._cache_fingerprint(state.regime, state.salt)
         metadata_fields = {**self._metadata(), **metadata}
+        is_known = path == self.path or path in self._revisions
+        check = partial(self._check_unchanged, path) if is_known and not overwrite else None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             sessions.directory.check_overwritable(path, self._fs)
-            return save_session(path, state, fingerprint, self.tokens, metadata_fields, self._fs)
+            nbytes = save_session(path, state, fingerprint, self.tokens, metadata_fields, self._fs, check)
         except OSError as error:
-            raise SaveError(f"{path}: {error.strerror}", "The previous file is unchanged.") from None
+            raise SaveError(f"{path}: {error.strerror}", "The previous file is unchanged.") from error
+        self._revisions[path] = metadata_fields["revision"]
+        return nbytes
+
+    def _check_unchanged(self, path: Path) -> None:
+        """Raise StorageError if a file is not what this session loaded from it or saved to it."""
+        try:
+            writer = storage.container.read_header(path, self._fs).metadata.get("writer", {})
+        except StorageError as error:
+            if error.reason in ("missing", "damaged"):  # Nothing would be lost.
+                return
+            raise
+        if writer.get("revision") != self._revisions.get(path, ""):
+            hint = "It was not overwritten. Save under another name, or load it again."
+            raise StorageError(f"{path}: changed meanwhile by another session", hint, reason="changed")
 
     def load(self, path: Path | None = None) -> None:
         """Replace the session by its file, or by ``path``.
@@ -168,10 +193,14 @@ class Session:
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror}", "The session is unchanged.", reason="unread") from None
         metadata, state = loaded_session.metadata, loaded_session.state
+        self._revisions[path] = metadata.get("revision")
         self.tokens, self.state, self.restored = list(loaded_session.history), state, state.length
         self.source = None if state.encoder_tokens is None else list(state.encoder_tokens)
-        self.seed, self.created = int(metadata.get("seed", 0)), str(metadata.get("created", self.created))
+        self.seed, self.created = metadata.get("seed"), str(metadata.get("created", self.created))
+        self.draw_salt, self._drawn = int(metadata.get("draw_salt", 0)), list(self.tokens)
         self.reused, self.missed = 0, ""
+        if self.cache_salt is None:
+            self.cache_salt = state.salt
 
     def _file(self, path: Path | None, method: str) -> Path:
         path = self.path if path is None else path
@@ -197,8 +226,10 @@ class Session:
             "model": self._model,
             "created": self.created,
             "saved": _now(),
+            "revision": os.urandom(8).hex(),
             "kvad": __version__,
             "seed": self.seed,
+            "draw_salt": self.draw_salt,
             "cache": {name: getattr(cache, name) for name in STORED_CACHE_FIELDS},
         }
 
@@ -223,16 +254,36 @@ class Session:
         self, tokens: list[int], source: list[int] | None, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> RequestHandle:
         resolved = self._resolve_sampling(params, dict(options))
-        if params is None and "seed" not in options and not resolved.greedy and resolved.num_beams == 1:
-            resolved = replace(resolved, seed=self.seed)
+        if resolved.seed is None and resolved.uses_seed:
+            resolved = replace(resolved, seed=self.seed).with_seed()
         if resolved.n > 1 or resolved.num_beams > 1:
             raise RequestError("a session is one sequence, without samples or beams", "Omit n= and num_beams=.")
-        return self._submit(tokens, source, resolved, keep_state=self._keeps_state)
+        salt = self._next_salt(tokens)
+        handle = self._submit(tokens, source, resolved, keep_state=self._keeps_state, draw_salt=salt)
+        self.draw_salt, self._drawn = salt, tokens
+        return handle
+
+    def _next_salt(self, tokens: list[int]) -> int:
+        """Return another salt if ``tokens`` do not continue those of the last turn, so that no draw is repeated."""
+        return self.draw_salt + (tokens[: len(self._drawn)] != self._drawn)
 
     def _submit(
-        self, tokens: list[int], source: list[int] | None, sampling_params: SamplingParams, *, keep_state: bool
+        self,
+        tokens: list[int],
+        source: list[int] | None,
+        sampling_params: SamplingParams,
+        *,
+        keep_state: bool,
+        draw_salt: int = 0,
     ) -> RequestHandle:
-        queue = partial(self._engine.add_request, encoder_token_ids=source, resume=self.state, keep_state=keep_state)
+        queue = partial(
+            self._engine.add_request,
+            encoder_token_ids=source,
+            resume=self.state,
+            keep_state=keep_state,
+            cache_salt=self.cache_salt or "",
+            draw_salt=draw_salt,
+        )
         return self._client.submit(partial(queue, tokens, sampling_params), sampling_params, tokens)
 
     def _end(self, handle: RequestHandle, source: list[int] | None, chunks: Sequence[StreamChunk]) -> None:
@@ -244,7 +295,8 @@ class Session:
         text = "".join(chunk.text for chunk in chunks)
         new_tokens = tokens if tokenizer is None else ids_of_text(tokenizer, text, tokens)
         self.tokens, self.source = [*handle.token_ids, *new_tokens], source
-        self.seed = handle.sampling_params.seed
+        self._drawn = [*handle.token_ids, *tokens]
+        self.seed = self.seed if handle.sampling_params.seed is None else handle.sampling_params.seed
         self._client.cancel([handle])
 
     def _complete_state(self) -> SequenceState:

@@ -1,6 +1,6 @@
 """Factories for an engine's storage besides the pool: block stores, token offload and swap space.
 
-If a folder is unavailable (used by another process, or not writable), the engine logs one line and continues without
+If a folder is unavailable (in use, or not writable), the engine logs one line and continues without
 it; an invalid folder is a ConfigError.
 """
 
@@ -81,7 +81,8 @@ def _open_disk_store(folder: Path, cache: CacheConfig, fs: FileSystem) -> DiskBl
             folder, cache.prefix_cache_limit, replacement=cache.prefix_cache_eviction, pinned=pinned, fs=fs
         )
     except BlockingIOError:
-        LOG.warning("%s is in use by another process; the engine continues without the disk store", folder)
+        owner = storage.filesystem.lock_owner(folder / offload.disk_store.LOCK_NAME)
+        LOG.warning("%s is in use by %s; the engine continues without the disk store", folder, owner)
     except OSError as error:
         LOG.warning(
             "%s cannot be used (%s); the engine continues without the disk store", folder, error.strerror or error

@@ -19,7 +19,7 @@ from kvad.engine import PromptEncoder
 from kvad.errors import UsageError
 from kvad.evaluation.metrics import check_sacrebleu, compute_bleu, count_exact_matches
 from kvad.llm import LLM
-from kvad.model import Transformer
+from kvad.model import NoCache, Transformer
 from kvad.train import monitoring
 from kvad.train.config import CallbacksConfig
 from kvad.train.monitoring import Callback, TrainingContext
@@ -73,13 +73,13 @@ class CheckCache(_ModelCallback):
         super().on_model(subject)
 
     def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
-        compared, largest = _compare_cached(self._copy(), self._held_out())
+        compared, largest, tolerance = _compare_cached(self._copy(), self._held_out())
         worst, agree, count = compared.max_dlogit, compared.agree, compared.compared
-        most = verify.replay.tolerance(_dtype(self.subject.model), largest, 0.0)
+        most = tolerance.max_dlogit
         values: dict[str, float | str] = {"max_dlogit": worst, "largest_logit": largest, "tolerance": most}
         values |= {"tokens": count, "greedy": agree}
         text = f"cache: {agree} of {count} greedy tokens, max |dlogit| {worst:.1e} of {largest:.3g}"
-        if not worst <= most:
+        if not tolerance.allows(compared):
             text += f": BEYOND ROUNDING ({most:.1e}); kvad verify says where"
         self._measured(report.step, "cache", values, text)
 
@@ -102,8 +102,12 @@ def _stream(tokens: Sequence[int], source: Sequence[int] | None = None) -> verif
 @torch.no_grad()
 def _compare_cached(
     model: Transformer, rows: Sequence[verify.replay.ReplayStream]
-) -> tuple[verify.report.Comparison, float]:
-    """Compare a cache that gets one token at a time with the model without a cache; also return the largest |logit|."""
+) -> tuple[verify.report.Comparison, float, verify.replay.Tolerance]:
+    """Compare a cache that gets one token at a time with the float64 reference.
+
+    Returns:
+        The comparison, the largest |logit|, and the tolerance, from the plain model in the model's dtype.
+    """
     cache = CacheConfig(
         max_num_seqs=len(rows),
         max_seq_len=max(row.limit for row in rows),
@@ -112,13 +116,13 @@ def _compare_cached(
         enable_prefix_caching=False,
         max_source_len=max(len(row.source or ()) for row in rows),
     )
+    build = verify.reference_model.reference_model
+    exact, plain = build(model, torch.float64), build(model)
     replayed = verify.replay.replay_streams(model, cache, rows)
-    reference = {
-        (number, 0): verify.replay.run_uncached(model, row.prompt, row.limit, source=row.source)
-        for number, row in enumerate(rows)
-    }
-    largest = max(float(logits.double().abs().max()) for logits in reference.values())
-    return verify.replay.compare_logits(replayed, reference, tie_below=0.0), largest
+    sequences = [verify.reference_model.WholeSequence(row.prompt, row.limit, row.source) for row in rows]
+    no_cache = NoCache(model.config, kernel="reference")
+    reference = verify.replay.compute_reference(exact, plain, sequences, no_cache)
+    return verify.replay.compare_logits(replayed, reference.logits, tie_below=0.0), reference.scale, reference.tolerance
 
 
 def _dtype(model: Transformer) -> str:
@@ -149,7 +153,7 @@ class SamplePrompts(_ModelCallback):
     def on_eval(self, report: monitoring.callbacks.EvalReport) -> None:
         longest = max(map(len, self._prompt_ids))
         with self._llm(len(self._prompt_ids), longest + self._most + 2) as llm:
-            done = llm.generate(self._prompt_ids, max_tokens=self._most, temperature=self._temperature)
+            done = llm.generate(self._prompt_ids, max_tokens=self._most, temperature=self._temperature, seed=0)
         pairs = zip(self._prompts, done, strict=True)
         samples = tuple(monitoring.callbacks.TextSample(prompt, "", each.text) for prompt, each in pairs)
         self.subject.log("on_samples", monitoring.callbacks.SamplesReport(report.step, samples))

@@ -42,12 +42,14 @@ def trace_requests(
     piece: Callable[[int], str] = str,
     resume: SequenceState | None = None,
     session: str = "",
+    cache_salt: str = "",
 ) -> TraceReport:
     """Run ``prompts`` to their end, each submitted at the first token of the one before, so it can find its blocks.
 
     Args:
         piece: Text of a token id.
         resume: State of an earlier request, from ``session``; every prompt continues from its common prefix.
+        cache_salt: The prompts share cached blocks only with requests of the same salt.
 
     Raises:
         RequestError: For a model other than a decoder, a mesh, or a prompt that the engine refuses.
@@ -62,7 +64,10 @@ def trace_requests(
         with_output = {latest}  # requests
         while waiting or not engine.idle:
             if waiting and latest in with_output:
-                latest = engine.add_request(waiting.pop(0), sampling, resume=resume)
+                num_equal = list(prompts[: len(prompts) - len(waiting)]).count(waiting[0])
+                latest = engine.add_request(
+                    waiting.pop(0), sampling, resume=resume, cache_salt=cache_salt, draw_salt=num_equal
+                )
             chunks = engine.step()
             tracer.on_outputs(chunks)
             with_output |= {chunk.request for chunk in chunks}

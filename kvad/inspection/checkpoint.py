@@ -49,6 +49,7 @@ class CheckpointSummary:
     training: Mapping[str, Any] | None  # stored training state
     files: int | None  # in the manifest, None without one
     checked: bool  # all of them match the manifest's sha256
+    unused_keys: tuple[str, ...] = ()  # of a Hugging Face config.json
     origin: str | None = None  # the model_type of a folder in Hugging Face's layout
 
     @property
@@ -88,7 +89,7 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
         )
     for name, entry in (files or {}).items():
         try:
-            checkpoint.folder.check_file(path / name, entry)
+            checkpoint.folder.check_file(path / name, entry, "sha256" if checkpoint.folder.is_text(name) else "size")
         except CheckpointError as error:
             problems.append(error.message)
     read = _hf_contents if checkpoint.folder.is_hf(path) else _native_contents
@@ -107,6 +108,7 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
         training=_training(path),
         files=None if files is None else len(files),
         checked=check,
+        unused_keys=checkpoint.hf_layout.HFCheckpoint(path).unused_keys if target.origin is not None else (),
         origin=target.origin,
     )
 
@@ -159,10 +161,11 @@ def attention_maps(
     heads: Sequence[int] | None,
     cached: bool = False,
     target: str | None = None,
+    **load: Any,
 ) -> AttentionSummary:
     """Run ``text`` once and return the weights of the given layers and heads (None: all).
 
-    ``target`` is the decoder input of an encoder-decoder (None: the model's answer).
+    ``target`` is the decoder input of an encoder-decoder (None: the model's answer); ``load`` are keywords of LLM.load.
 
     Raises:
         CheckpointError: If the folder cannot be loaded.
@@ -171,7 +174,7 @@ def attention_maps(
     from kvad.inspection.encoder_attention import encoder_decoder_maps
     from kvad.llm import LLM
 
-    with LLM.load(folder, max_num_seqs=1, max_seq_len=16) as llm:  # the engine's own pool is not used
+    with LLM.load(folder, max_num_seqs=1, max_seq_len=16, **load) as llm:  # the engine's own pool is not used
         if llm.model.config.encoder is not None:
             if cached:
                 raise RequestError("--use-cache: an encoder has no cache", "Leave it out.")
@@ -213,6 +216,7 @@ def summary_to_json(summary: CheckpointSummary) -> Mapping[str, object]:
         "parameters": {"total": summary.num_parameters, **summary.parameters},
         "tensors": tensors,
         "problems": summary.problems,
+        "unused_keys": summary.unused_keys,
         "memory": planning.report.memory_to_json(summary.plan),
         "manifest": None if summary.files is None else {"files": summary.files, "checked": summary.checked},
         "tokenizer": summary.tokenizer,

@@ -1,7 +1,7 @@
 """Checks a checkpoint, in kvad's layout or Hugging Face's, or a cache directory: problems and what to do about them.
 
 Each check yields one result or several; a check that an earlier problem makes impossible is skipped. Every tensor is
-read, one piece at a time in memory. Nothing is changed, and no code of the folder runs.
+read, one piece at a time in memory. Nothing is changed without ``fix``, and no code of the folder runs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ class CheckResult(NamedTuple):
     advice: str = ""  # what to do; "" if all is well
 
 
-def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
-    """Yield the results of all checks; CheckpointError if the path is no checkpoint."""
+def check_checkpoint(where: str | Path, *, fix: bool = False) -> Iterator[CheckResult]:
+    """Yield the results of all checks; CheckpointError if the path is no checkpoint.
+
+    ``fix`` writes the checksums of edited text files into the manifest.
+    """
     folder = checkpoint.folder.locate(checkpoint.hub.resolve_model_path(where))
-    yield from _manifest(folder)
+    yield from _manifest(folder, fix)
     unread = set[str]()
     tensors = yield from _try_check(
         "headers", REDOWNLOAD_HINT, lambda: checkpoint.safetensors_io.open_tensors(folder), _headers, unread
@@ -59,7 +62,7 @@ def check_checkpoint(where: str | Path) -> Iterator[CheckResult]:
         yield from (result for result in _text_files(config, handle) if result.message not in unread)
 
 
-def _manifest(folder: Path) -> Iterator[CheckResult]:
+def _manifest(folder: Path, fix: bool) -> Iterator[CheckResult]:
     """Check the manifest and its files; yields nothing for a folder that kvad did not write."""
     try:
         files = checkpoint.folder.list_files(folder)
@@ -72,12 +75,14 @@ def _manifest(folder: Path) -> Iterator[CheckResult]:
     failed = False
     for name, entry in files.items():
         try:
-            checkpoint.folder.check_file(folder / name, entry, verify=True)
+            checkpoint.folder.check_file(folder / name, entry, "sha256")
         except CheckpointError as error:
+            if fix and checkpoint.folder.is_text(name) and (folder / name).is_file():
+                checkpoint.folder.accept_edit(folder, name)
+                yield CheckResult("sha256", True, f"{folder / name}: the edit is accepted; the manifest has its sha256")
+                continue
             failed = True
-            is_text = (folder / name).exists() and not name.endswith(".safetensors")
-            advice = f"{error.hint or REDOWNLOAD_HINT}{', unless you edited it' * is_text}"
-            yield CheckResult("sha256", False, error.message, advice)
+            yield CheckResult("sha256", False, error.message, error.hint or REDOWNLOAD_HINT)
     if not failed:
         yield CheckResult("sha256", True, "every file is the one that was saved")
 
@@ -201,10 +206,10 @@ def check_cache_dir(folder: Path, *, fix: bool = False) -> Iterator[CheckResult]
     try:
         lock = REAL_FILE_SYSTEM.lock(folder / offload.disk_store.LOCK_NAME)
     except BlockingIOError:
-        lock = None
+        lock, owner = None, storage.filesystem.lock_owner(folder / offload.disk_store.LOCK_NAME)
         if fix:
-            raise UsageError(f"{folder} is in use by another process", "stop it, or look without --fix") from None
-        yield CheckResult("lock", True, "another process holds it: what it writes now may look half done")
+            raise UsageError(f"{folder} is in use by {owner}", "stop it, or look without --fix") from None
+        yield CheckResult("lock", True, f"{owner} holds it: what it writes now may look half done")
     try:
         orphans = []
         for each in storage.temp_paths.list_temp_paths(folder):

@@ -17,6 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from kvad import storage
 from kvad.errors import DataError, SaveError, UsageError, suggest
 from kvad.inspection.attention_plot import AttentionMap
 
@@ -77,7 +78,7 @@ class Box(NamedTuple):
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read the objects of a JSONL file; an incomplete last line is omitted. DataError for other files."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = storage.filesystem.read_text(path).splitlines()
     except FileNotFoundError as error:
         raise DataError(f"no such file: {path}") from error
     except OSError as error:
@@ -88,7 +89,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             content = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if objects and number == len(lines):
                 break
             raise _not_metrics(path, f"line {number} is not JSON") from None
@@ -276,9 +277,14 @@ def _heat_map(axes: Axes, grid: HeatMapGrid) -> None:
     axes.tick_params(length=0)
 
 
+MAX_INCHES = 25.0  # of a side of an attention figure: 3,000 pixels
+LABEL_INCHES = 0.11  # height of a label
+
+
 def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Sequence[Target]) -> list[Path]:
     """Draw heads' weights, four in a row, shaded by square root as in attention_plot.py; a NaN is red.
 
+    A figure beyond ``MAX_INCHES`` is scaled down; then only the maps at its edges have labels, for some of the tokens.
     Raises as ``_figure``.
     """
     with _figure(out, is_empty=not maps) as figure:
@@ -290,15 +296,23 @@ def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Seq
         wide = 1.3 + 0.16 * max(len(keys) for _, keys in tokens)
         high = 1.3 + 0.16 * max(len(queries) for queries, _ in tokens)
         down = -(-len(maps) // across)
-        figure.set_size_inches(wide * across, high * down)
+        scale = min(1.0, MAX_INCHES / (wide * across), MAX_INCHES / (high * down))
+        step = 1 if scale == 1 else math.ceil(LABEL_INCHES / (0.16 * scale))  # tokens per label
+        figure.set_size_inches(wide * across * scale, high * down * scale)
+        figure.supxlabel("key", fontsize=8)
+        figure.supylabel("query", fontsize=8)
         places = figure.subplots(down, across, squeeze=False)
         for axes in places.flat[len(maps) :]:
             axes.set_axis_off()
-        for axes, one, (queries, keys) in zip(places.flat, maps, tokens, strict=False):
+        for index, (axes, one, (queries, keys)) in enumerate(zip(places.flat, maps, tokens, strict=False)):
             roots = [[math.sqrt(min(max(weight, 0.0), 1.0)) for weight in row] for row in one.weights]
             axes.imshow(roots, cmap=shades, vmin=0, vmax=1, interpolation="nearest")
-            axes.set_yticks(range(len(queries)), [_label(piece) for piece in queries], fontsize=6)
-            axes.set_xticks(range(len(keys)), [_label(piece) for piece in keys], fontsize=6, rotation=90)
+            rows = queries[::step] if scale == 1 or index % across == 0 else []
+            columns = keys[::step] if scale == 1 or index < across else []
+            axes.set_yticks([step * number for number in range(len(rows))], list(map(_label, rows)), fontsize=6)
+            axes.set_xticks(
+                [step * number for number in range(len(columns))], list(map(_label, columns)), fontsize=6, rotation=90
+            )
             axes.xaxis.tick_top()
             axes.set_title(one.name, fontsize=8)
             axes.tick_params(length=0)

@@ -121,8 +121,8 @@ class CrossAttention(Attention):
 def build_attention(
     config: ModelConfig, spec: cfg.AttentionConfig, norm: cfg.NormConfig, width: int | None = None
 ) -> Attention:
-    """Build kvad's attention, or the config's custom subclass of it."""
+    """Build kvad's attention, or the config's plugin, a subclass of it."""
     custom = spec.custom_class
-    cls = Attention if custom is None else cfg.plugins.load_plugin(custom, "attention.custom_class")
+    cls = Attention if custom is None else cfg.plugins.load_plugin(custom, "attention.custom_class", Attention)
     attention: Attention = cls(config, spec, norm, width)
     return attention

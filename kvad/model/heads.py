@@ -105,10 +105,16 @@ def build_head(config: ModelConfig) -> LanguageHead | ClassificationHead | Pooli
 
 
 def pool_hidden(hidden: Tensor, sub_batches: Sequence[SubBatch], pooling: cfg.Pooling) -> Tensor:
-    """Pool hidden [T, E] to [B, E], one vector per sequence: its first token's, or the mean (in float32)."""
+    """Pool hidden [T, E] to [B, E], one vector per sequence: its first or last token's, the maximum, or the mean.
+
+    The mean is computed in float32 or wider.
+    """
     pooled = []
     for sub_batch, (low, high) in zip(sub_batches, ops.sub_batch.sub_batch_spans(sub_batches), strict=True):
         states = hidden[low:high].view(sub_batch.num_seqs, sub_batch.num_new_tokens, -1)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        pooled.append(states[:, 0] if pooling == "first" else states.mean(dim=1, dtype=wide).to(hidden.dtype))
+        if pooling == "mean":
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            pooled.append(states.mean(dim=1, dtype=wide).to(hidden.dtype))
+        else:
+            pooled.append(states.amax(dim=1) if pooling == "max" else states[:, 0 if pooling == "first" else -1])
     return torch.cat(pooled)

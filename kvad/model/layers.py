@@ -138,12 +138,13 @@ class MixtureOfExperts(nn.Module):
         return out
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts for x [T, E]: their weights [T, n], which sum to one, and indices [T, n]."""
+        """Choose experts for x [T, E]: their weights [T, n] and indices [T, n]."""
         logits = self.router(x)
         wide = torch.promote_types(x.dtype, torch.float32)
-        if self.spec.router == "softmax_first":
+        if self.spec.router != "softmax_last":
             best, chosen = logits.to(wide).softmax(dim=-1).topk(self.spec.num_experts_per_token, dim=-1)
-            return (best / best.sum(dim=-1, keepdim=True)).to(x.dtype), chosen
+            total = best.sum(dim=-1, keepdim=True) if self.spec.router == "softmax_first" else 1.0
+            return (best / total).to(x.dtype), chosen
         best, chosen = logits.topk(self.spec.num_experts_per_token, dim=-1)
         return best.to(wide).softmax(dim=-1).to(x.dtype), chosen
 

@@ -109,7 +109,7 @@ class LayerStack(nn.Module):
             if isinstance(position, cfg.T5BiasConfig) and position.shared:
                 self.relative_bias[letter] = nn.Parameter(torch.zeros(position.num_buckets, kind.attention.num_heads))
             if isinstance(position, cfg.CustomPositionsConfig):
-                cls = cfg.plugins.load_plugin(position.name, "position.name")
+                cls = cfg.plugins.load_plugin(position.name, "position.name", nn.Module)
                 self.positions[letter] = cls(kind.attention, head_dim(config, kind.attention), **position.options)
         self._constants: dict[tuple[str, torch.device], PositionEncoding] = {}
 

@@ -44,12 +44,12 @@ class FormatCodec(NamedTuple):
 
 
 def get_codec(name: str, device: torch.device | str = "cpu") -> FormatCodec:
-    """Return the codec of a format, or of a custom class "package.module:Class".
+    """Return the codec of a format, or of a plugin.
 
     Raises:
         ConfigError: If torch or the device does not support the format's dtype, or the class does not exist.
     """
-    if ":" in name:
+    if config.plugins.is_plugin(name, CODECS):
         custom = config.plugins.load_plugin(name, "format")()
         return FormatCodec(custom.encode, custom.decode)
     if name in FP8:

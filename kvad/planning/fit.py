@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from kvad import cache as cache_lib
-from kvad import config
+from kvad import config, storage
 from kvad.cache import CacheConfig, parse_policy, resolve_for_model, sizing
 from kvad.cache.sizing import MemoryPlan
 from kvad.errors import ConfigError, DataError
@@ -81,7 +81,7 @@ def read_costs(path: Path = PACKAGED_COSTS) -> tuple[MeasuredCosts, ...]:
             return (collect_costs(_lines(text)),)
         return tuple(
             MeasuredCosts(**{**each, "costs": tuple(CacheCost(**cost) for cost in each["costs"])})
-            for each in json.loads(text)["measured"]
+            for each in storage.strict_json.loads(text)["measured"]
         )
 
     return _parse_file(path, parse)
@@ -95,7 +95,7 @@ def read_cost_lines(path: Path) -> list[dict[str, Any]]:
 def _parse_file(path: Path, parse: Callable[[Path, str], T]) -> T:
     file = path / LINES_FILE if path.is_dir() else path
     try:
-        return parse(file, file.read_text(encoding="utf-8"))
+        return parse(file, storage.filesystem.read_text(file))
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -103,7 +103,7 @@ def _parse_file(path: Path, parse: Callable[[Path, str], T]) -> T:
 
 
 def _lines(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [storage.strict_json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def collect_costs(lines: Sequence[Mapping[str, Any]]) -> MeasuredCosts:

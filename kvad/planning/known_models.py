@@ -30,6 +30,11 @@ def known_model(name: str) -> ModelConfig:
     return KNOWN_MODELS[name.lower()]()
 
 
+def published_dtype(name: str) -> str:
+    """Return the dtype in which the weights of a known model were published."""
+    return next((dtype for dtype, names in PUBLISHED_DTYPES.items() if name.lower() in names), "float32")
+
+
 def _biased_layer(heads: int, hidden: int, activation: cfg.Activation, **attention: Any) -> cfg.LayerConfig:
     options = {"position": None, "qkv_bias": True, "out_bias": True, **attention}
     mlp = cfg.PlainMLPConfig(hidden, activation, bias=True)
@@ -130,6 +135,13 @@ def _bert() -> ModelConfig:
     return ModelConfig(768, 30522, 512, encoder=encoder, embedding=embedding, head=head)
 
 
+PUBLISHED_DTYPES: Mapping[str, frozenset[str]] = {  # other models: float32
+    "bfloat16": frozenset({
+        "falcon-7b", "llama-3-8b", "llama-3-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
+        "mistral-7b", "qwen2.5-0.5b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-8b", "tinyllama-1.1b",
+    }),
+    "float16": frozenset({"opt-125m", "bloom-560m", "llama-2-7b", "llama-2-13b", "llama-2-70b"}),
+}  # fmt: skip
 KNOWN_MODELS: Mapping[str, Callable[[], ModelConfig]] = {
     "gpt2": lambda: _gpt2(12, 12, 768),
     "gpt2-medium": lambda: _gpt2(24, 16, 1024),

@@ -12,14 +12,13 @@ imports torch, which takes a second or two.
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad import cache as cache_lib
-from kvad import checkpoint
+from kvad import checkpoint, storage
 from kvad import config as config_lib
 from kvad.cache import CacheConfig, CacheGroup, resolve_for_model, sizing
 from kvad.cache.sizing import GroupPlan, MemoryPlan, plan_memory
@@ -27,7 +26,7 @@ from kvad.config import AttentionSpec, ModelConfig, attention_specs
 from kvad.errors import ConfigError, UsageError, format_count, with_article
 from kvad.parallel import Mesh, RankPlan, plan_ranks
 from kvad.planning.fit import FitTable, weights_shortfall
-from kvad.planning.known_models import known_model
+from kvad.planning.known_models import known_model, published_dtype
 from kvad.train.config import RunConfig, read_toml
 
 PARTS = ("payload", "scales", "metadata")
@@ -69,6 +68,18 @@ class PlanReport:
     fits: tuple[sizing.fits.MemoryFit, ...]
     table: FitTable | None = None  # what would fit, for a decoder
     ranks: tuple[RankPlan, ...] = ()  # ranks of a mesh, if requested; then there are no speeds
+    fitted: MemoryPlan | None = (
+        None  # largest plan that fits into ``available``, if sizes that were not given may shrink
+    )
+
+    @property
+    def is_too_large(self) -> bool:
+        """True if the given sizes, or one sequence of one block, do not fit."""
+        if self.fit is not None:
+            return not self.fits and not (self.table and self.table.rows)
+        if self.available is None or self.ranks:
+            return False
+        return self.plan.total > self.available and (self.fitted is None or self.fitted.total > self.available)
 
 
 def read_target(text: str) -> PlanTarget:
@@ -76,6 +87,9 @@ def read_target(text: str) -> PlanTarget:
     path = Path(text)
     if "/" in text and not path.exists() and path.suffix not in (".json", ".toml"):
         path = checkpoint.hub.resolve_model_path(text, weights=False)
+    if path.is_file() and path.suffix == ".gguf":
+        handle = checkpoint.gguf.GGUFCheckpoint(path)
+        return PlanTarget(text, handle.config, str(handle.stored_dtype).removeprefix("torch."), handle.origin)
     if path.is_dir():
         folder = checkpoint.folder.locate(path)
         config_file = folder / checkpoint.folder.CONFIG
@@ -87,13 +101,13 @@ def read_target(text: str) -> PlanTarget:
         return _read_hf(text, path)
     if path.is_file() or path.suffix in (".json", ".toml"):
         return PlanTarget(text, _read_config(path))
-    return PlanTarget(text.lower(), known_model(text))
+    return PlanTarget(text.lower(), known_model(text), published_dtype(text))
 
 
 def _content(path: Path) -> Mapping[str, Any]:
     """Read a JSON file; other contents are reported elsewhere."""
     try:
-        content = json.loads(path.read_bytes())
+        content = storage.strict_json.loads(storage.filesystem.read_bytes(path))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -184,10 +198,12 @@ def build_report(
     fit: int | None = None,
     table: FitTable | None = None,
     mesh: Mesh | None = None,
+    given: Collection[str] = ("max_num_seqs", "max_seq_len"),
 ) -> PlanReport:
     """Build the report, with speeds for one sequence and for all at the maximum length; an encoder has none.
 
     ``mesh``: compute the memory of each of its ranks instead of speeds; ConfigError if it does not fit the model.
+    ``given``: sizes that may not shrink.
     """
     speeds = []
     for rows in sorted({1, plan.cache.max_num_seqs}) if plan.config.decoder is not None and mesh is None else ():
@@ -195,7 +211,10 @@ def build_report(
         speeds.append(DecodeSpeed(rows, plan.cache.max_seq_len, read, rows * bandwidth / read))
     largest = () if fit is None else sizing.fits.find_fits(plan, fit)
     ranks = () if mesh is None else plan_ranks(plan, mesh)
-    return PlanReport(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table, ranks)
+    fitted = None
+    if available is not None and plan.total > available and not {"max_num_seqs", "max_seq_len"} <= set(given):
+        fitted = sizing.fit_plan(plan, sizing.MemoryBudget().resolve(available), given)
+    return PlanReport(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table, ranks, fitted)
 
 
 def report_to_json(report: PlanReport) -> Mapping[str, object]:
@@ -214,6 +233,7 @@ def report_to_json(report: PlanReport) -> Mapping[str, object]:
         "parameters": config_lib.parameter_shapes.num_parameters(report.plan.config),
         **memory_to_json(report.plan),
         "available": report.available,
+        "is_too_large": report.is_too_large,
         "bandwidth": report.bandwidth,
         "bandwidth_measured": report.measured,
         "speeds": report.speeds,

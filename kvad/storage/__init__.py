@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvad.storage import byte_shuffle as byte_shuffle
     from kvad.storage import container as container
     from kvad.storage import filesystem as filesystem
+    from kvad.storage import strict_json as strict_json
     from kvad.storage import temp_paths as temp_paths
     from kvad.storage.container import CacheFingerprint as CacheFingerprint
     from kvad.storage.container import ContainerFile as ContainerFile

@@ -40,6 +40,8 @@ def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
         _swap(temporary, final, [final, *replaces])
     except OSError as error:
         raise disk_error(final, error) from error
+    except SaveError as error:  # of a file in the folder; the user gave the final name
+        raise SaveError(error.message.replace(str(temporary), str(final)), error.hint) from (error.__cause__ or error)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # After a success nothing has this name.
 
@@ -63,29 +65,38 @@ def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
                 set_aside.rename(old)
         raise
     for set_aside, _ in moved:
-        shutil.rmtree(set_aside, ignore_errors=True)
+        with suppress(OSError):  # The new folder is durable; a later save deletes what is left.
+            _delete(set_aside, final)
 
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder so that a partial folder is never visible under its name."""
-    gone = temp_path(folder, "tmp")
     try:
-        folder.rename(gone)
-        fsync_path(folder.parent)  # Otherwise a power cut could restore the name without all of its files.
+        _delete(folder, folder)
     except OSError as error:
         raise disk_error(folder, error) from error
+
+
+def _delete(path: Path, final: Path) -> None:
+    """Delete a folder under a .tmp name of ``final``, so that no part of it is ever restored."""
+    gone = temp_path(final, "tmp")
+    path.rename(gone)
+    fsync_path(gone.parent)  # Otherwise a power cut could restore the name without all of its files.
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replace one file atomically and durably. After a SaveError it has its old or its new content, complete."""
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write; it replaces ``path`` atomically and durably if the block succeeds.
+
+    Raises:
+        SaveError: If the disk fails. The file then has its old or its new content, complete.
+    """
     temporary = temp_path(path, "tmp")
     try:
         _make(path.parent)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        fsync_path(temporary)
         temporary.replace(path)
         fsync_path(path.parent)
     except OSError as error:
@@ -93,6 +104,12 @@ def write_bytes(path: Path, content: bytes) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace one file atomically and durably. After a SaveError it has its old or its new content, complete."""
+    with new_file(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def find_interrupted(final: Path) -> Path | None:
@@ -115,13 +132,15 @@ def recover_interrupted(parent: Path) -> None:
         if not left.in_use and not (parent / left.name).exists():
             left.path.rename(parent / left.name)
     for left in list_temp_paths(parent):
-        path = left.path
-        if left.in_use:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # Another process deleted it.
+            if left.in_use:
+                continue
+            if left.kind != "tmp":
+                _delete(left.path, parent / left.name)
+            elif left.path.is_dir() and not left.path.is_symlink():
+                shutil.rmtree(left.path, ignore_errors=True)
+            else:
+                left.path.unlink()
 
 
 def _make(folder: Path) -> None:

@@ -23,11 +23,12 @@ file's length does not justify.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from kvad.errors import StorageError
+from kvad.storage import strict_json
 from kvad.storage.filesystem import REAL_FILE_SYSTEM, Buffer, FileSystem
 from kvad.storage.temp_paths import temp_path
 
@@ -131,11 +133,13 @@ def write_container(
     sections: Sequence[Section],
     *,
     durable: bool,
+    check_replace: Callable[[], None] | None = None,
     fs: FileSystem = REAL_FILE_SYSTEM,
 ) -> int:
     """Write a container atomically and return its size in bytes; on failure (OSError) the previous file stays.
 
-    ``kind`` is "session", for example; the sections have unique names.
+    ``kind`` is "session", for example; the sections have unique names. ``check_replace`` is called before the file is
+    replaced, while the folder is locked, and may raise to keep the previous file.
     """
     infos = [[name, dtype, list(shape), memoryview(data).nbytes, crc32(data)] for name, dtype, shape, data in sections]
     assert len({section.name for section in sections}) == len(sections), "duplicate section name"
@@ -156,7 +160,10 @@ def write_container(
                 fs.sync(file)
         finally:
             fs.close(file)
-        fs.replace(temporary, path)
+        with fs.locked_folder(path.parent) if check_replace is not None else nullcontext():
+            if check_replace is not None:
+                check_replace()
+            fs.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             fs.remove(temporary)
@@ -254,13 +261,17 @@ def open_container(path: Path, fs: FileSystem = REAL_FILE_SYSTEM, *, whole: bool
     """Open a container (``whole``: see ``ContainerFile``).
 
     Raises:
-        StorageError: If the file is missing, damaged or not a container of this version.
+        StorageError: If the file is missing, damaged, not a regular file or not a container of this version.
         OSError: If the disk fails; the error has the file's name.
     """
     try:
         file = fs.open(path)
     except FileNotFoundError:
         raise StorageError(f"{path} does not exist", reason="missing") from None
+    except OSError as error:
+        if error.errno in (errno.EISDIR, errno.EINVAL):  # not a regular file
+            raise StorageError(f"{path}: {error.strerror}", "It is left unchanged.", reason="foreign") from None
+        raise
     try:
         yield ContainerFile(path, file, fs, whole=whole)
     except OSError as error:
@@ -300,7 +311,7 @@ def _allocate(nbytes: int) -> memoryview:
 def _parse_header(raw: bytes, offset: int) -> Header | None:
     """Parse a header, or return None if it has another format."""
     try:
-        content = json.loads(raw)
+        content = strict_json.loads(raw)
         kind, fingerprint, metadata = content["kind"], content["fingerprint"], content["metadata"]
         if not (isinstance(kind, str) and isinstance(fingerprint, dict) and isinstance(metadata, dict)):
             return None

@@ -5,7 +5,8 @@ fails, or one that loses unflushed data at a power cut (``tests/support/faulty_f
 after a failed flush the pages count as clean and may be lost (Rebello et al. 2020, USENIX ATC, "Can applications
 recover from fsync failures?"), so the file being written is discarded.
 
-The module also has what every store folder needs: valid names, the default folder and the removal of leftovers.
+The module also has what every store folder needs: valid names, the default folder and the removal of leftovers. All
+files that a user names are opened by ``open_regular``: a pipe or device in a file's place is an error at once.
 
 Reads are ``pread`` into our own buffers, never a mapping: truncating a mapped file during a read kills the process.
 Standard library only.
@@ -13,11 +14,14 @@ Standard library only.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +33,7 @@ Buffer = bytes | bytearray | memoryview
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_SHOWN_CHARS = 80  # characters of an invalid name in a message
 OWNER_ONLY = 0o600  # Cached text can be reconstructed from a cache file.
+FILE_TYPES = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 class DirEntry(NamedTuple):
@@ -47,8 +52,9 @@ class FileSystem:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
 
     def open(self, path: Path) -> int:
-        """Open an existing file for reading; links are refused."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        """Open an existing regular file for reading; links are refused."""
+        check_regular(os.lstat(path).st_mode, path)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def write(self, file: int, data: Buffer) -> None:
         """Append all of ``data`` at the file position."""
@@ -104,27 +110,50 @@ class FileSystem:
 
     def list_files(self, folder: Path) -> list[DirEntry]:
         """Return the regular files of a folder, without links and folders."""
+        files = []
         with os.scandir(folder) as entries:
-            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-            stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in files]
-        return [DirEntry(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+            for entry in entries:
+                with suppress(FileNotFoundError):  # A writer, possibly our own thread, renamed it meanwhile.
+                    if entry.is_file(follow_symlinks=False):
+                        stat = entry.stat(follow_symlinks=False)
+                        files.append(DirEntry(entry.name, stat.st_size, stat.st_mtime_ns))
+        return files
 
     def touch(self, path: Path) -> None:
         os.utime(path, follow_symlinks=False)
 
     def lock(self, path: Path) -> int:
-        """Lock a file, created if missing, until it is closed or the process ends.
+        """Lock a file, created if missing, until it is closed or the process ends; it contains our process id.
+
+        The owner may remove the file before it closes it.
 
         Raises:
-            BlockingIOError: If another process has the lock.
+            BlockingIOError: If the lock is taken; ``lock_owner`` names the process.
         """
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, OWNER_ONLY)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
+        while True:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, OWNER_ONLY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file).st_nlink:  # Otherwise its owner removed it after we opened it.
+                    with suppress(OSError):  # On a full disk it is locked without a process id.
+                        os.ftruncate(file, 0)
+                        os.pwrite(file, str(os.getpid()).encode(), 0)
+                    return file
+            except BaseException:
+                os.close(file)
+                raise
             os.close(file)
-            raise
-        return file
+
+    @contextmanager
+    def locked_folder(self, folder: Path) -> Iterator[None]:
+        """Lock a folder for the block; waits for other processes. A file system without locks is not locked."""
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
 
     def free_bytes(self, folder: Path) -> int:
         """Return the free bytes available to an unprivileged user."""
@@ -133,6 +162,47 @@ class FileSystem:
 
 
 REAL_FILE_SYSTEM = FileSystem()
+
+
+def lock_owner(path: Path) -> str:
+    """Name the owner of a taken lock: "this process", "process 123", or "another process" if it is unknown."""
+    try:
+        pid = int(path.read_bytes())
+    except (OSError, ValueError):
+        return "another process"
+    return "this process" if pid == os.getpid() else f"process {pid}"
+
+
+def check_regular(mode: int, path: Path) -> None:
+    """Raise OSError unless a file's ``st_mode`` is that of a regular file or a link."""
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if (kind := FILE_TYPES.get(stat.S_IFMT(mode))) is not None:
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading; a folder, pipe, socket or device raises OSError without being opened."""
+    check_regular(os.stat(path).st_mode, path)
+    return path.open("rb")
+
+
+def open_input(path: Path) -> io.BufferedReader:
+    """Open a file that is read once: a regular one, or one that the shell has opened (``<(...)``, ``/dev/stdin``)."""
+    is_open = path.parent == Path("/dev/fd") or path == Path("/dev/stdin")
+    return path.open("rb") if is_open else open_regular(path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a regular file in UTF-8, with line ends as ``Path.read_text`` returns them."""
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+        return file.read()
 
 
 def remove_temp_files(folder: Path, is_own: Callable[[str], bool], fs: FileSystem = REAL_FILE_SYSTEM) -> int:

@@ -48,12 +48,19 @@ class SpecialTokens:
     sep: int | None = None
     mask: int | None = None
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: EOS, and the separator unless it only opens texts as BOS."""
+        separator = self.separator if self.separator != self.bos or self.eos is None else None
+        return tuple(dict.fromkeys(token for token in (self.eos, separator) if token is not None))
+
     def names(self) -> dict[str, int]:
         """Return every special token, also those without a role (``<|im_start|>``): name -> id."""
         return dict(self.named)
 
 
 LANGUAGE_PLACEHOLDER = -1
+FIRST_TEXT, SECOND_TEXT = -2, -3  # in the template of a pair
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,15 @@ class PostProcessor:
     suffix_ids: tuple[int, ...] = ()
     languages: Mapping[str, int] = field(default_factory=dict)  # code -> id
     language: int | None = None  # default id
+    pair: tuple[tuple[int, int], ...] = ()  # template of two texts: ids or placeholders with token types; () if none
+
+    def apply_to_pair(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return ids and token types of two texts with special tokens; raise TokenizerError without a template."""
+        if not self.pair:
+            raise TokenizerError("this tokenizer has no template for two texts", "Give one text.")
+        texts = {FIRST_TEXT: first, SECOND_TEXT: second}
+        tokens = [(token, token_type) for item, token_type in self.pair for token in texts.get(item, (item,))]
+        return [token for token, _ in tokens], [token_type for _, token_type in tokens]
 
     def apply(self, ids: Sequence[int], language: str | None = None) -> list[int]:
         """Return ``ids`` with special tokens; raise TokenizerError for an unsupported language."""
@@ -155,6 +171,13 @@ class Tokenizer(ABC):
         """
         return self._post_processor.apply(ids, language)
 
+    def add_pair_tokens(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return ids and token types of two texts with the model's special tokens: ``[CLS] x [SEP] y [SEP]``.
+
+        Raises TokenizerError if the tokenizer has no template for two texts.
+        """
+        return self._post_processor.apply_to_pair(first, second)
+
     # ------------------------------------------------------------ ids -> text
 
     @abstractmethod
@@ -186,15 +209,15 @@ class Tokenizer(ABC):
 
     @property
     @abstractmethod
-    def _file_text(self) -> str:
+    def file_text(self) -> str:
         """Content of the tokenizer's file."""
 
     def save(self, folder: Path) -> None:
-        write_text(Path(folder) / FILE_NAME, self._file_text)
+        write_text(Path(folder) / FILE_NAME, self.file_text)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 (hex) of everything that determines ids and text."""
-        return hashlib.sha256(self._file_text.encode()).hexdigest()
+        return hashlib.sha256(self.file_text.encode()).hexdigest()
 
 
 def standard_specials(roles: Sequence[str], first: int) -> SpecialTokens:

@@ -11,13 +11,13 @@ RoBERTa and Qwen2) or ``vocab.txt`` (BERT's WordPiece). Both are converted as in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from kvad import storage
 from kvad.errors import TokenizerError
 from kvad.text.base import NAMES
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import tokenizers  # type: ignore[import-untyped]
 
 CONFIG_NAME, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
+ROLES_KEY = "kvad_special_tokens"  # kvad's roles, if the others in the file were completed for transformers
 SPECIAL_ROLES = (*NAMES, "cls", "sep", "mask")
 
 _CLASS_OF_MODEL = {  # config.json's model_type -> class, if no other file names it
@@ -99,7 +100,7 @@ class TokenizerSettings:
 def read_text(path: Path) -> str:
     """Read a text file; raise TokenizerError with its name."""
     try:
-        return path.read_text(encoding="utf-8")
+        return storage.filesystem.read_text(path)
     except FileNotFoundError:
         hint = "Name a folder with a tokenizer.json, or the file itself."
         raise TokenizerError(f"there is no {path.name} in {path.parent}", hint) from None
@@ -111,11 +112,9 @@ def read_text(path: Path) -> str:
 
 def parse_object(text: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise TokenizerError("not readable as JSON: it is nested too deeply") from None
+        content = storage.strict_json.loads(text)
+    except ValueError as error:
+        raise TokenizerError(f"not JSON: {error}") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"expected a JSON object, found a {type(content).__name__}")
     return content
@@ -126,6 +125,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
     config = read_optional_object(folder / CONFIG_NAME)
     has_decoder = "added_tokens_decoder" in config
     spelling = config if has_decoder else {**config, **read_optional_object(folder / SPECIAL_TOKENS_MAP)}
+    spelling = config[ROLES_KEY] if isinstance(config.get(ROLES_KEY), dict) else spelling
     additional = spelling.get("additional_special_tokens")
     values = [spelling.get(f"{role}_token") for role in SPECIAL_ROLES]
     values += additional if isinstance(additional, list) else []
@@ -153,7 +153,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
 
 def read_optional_object(path: Path) -> dict[str, Any]:
     """Read a JSON object, empty if there is no file; raise TokenizerError with the file's name."""
-    return _read_object(path) if path.is_file() else {}
+    return _read_object(path) if path.exists() else {}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def _family(folder: Path, config: Mapping[str, Any]) -> str:
     if isinstance(name, str):
         return name.removesuffix("Fast").removesuffix("Tokenizer")
     try:
-        model = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        model = storage.strict_json.loads(storage.filesystem.read_bytes(folder / "config.json"))
+    except (OSError, ValueError):
         return ""  # an invalid model config is reported when the model is read
     kind = model.get("model_type") if isinstance(model, dict) else None
     return _CLASS_OF_MODEL.get(kind, "") if isinstance(kind, str) else ""

@@ -38,7 +38,7 @@ from kvad.text.base import (
     standard_specials,
     write_text,
 )
-from kvad.text.hf_config import CONFIG_NAME, SPECIAL_ROLES, TokenizerSettings
+from kvad.text.hf_config import CONFIG_NAME, ROLES_KEY, SPECIAL_ROLES, TokenizerSettings
 from kvad.text.post_processor import configure_post_processor, read_post_processor, write_post_processor
 
 if TYPE_CHECKING:
@@ -264,7 +264,7 @@ class HFTokenizer(Tokenizer):
         return self._token_bytes.rest(token_id)
 
     @property
-    def _file_text(self) -> str:
+    def file_text(self) -> str:
         return f"{self._backend.to_str(pretty=True)}\n"
 
     def save(self, folder: Path) -> None:
@@ -274,7 +274,16 @@ class HFTokenizer(Tokenizer):
         roles = {f"{role}_token": names.get(getattr(self.special_tokens, role)) for role in SPECIAL_ROLES}
         if find_specials(self.special_tokens.names(), {}) == self.special_tokens:  # names alone identify these roles
             roles = {role: name for role, name in roles.items() if name is not None}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **roles,
+        }
+        if self.special_tokens.cls is None:  # a generator: no token types; generate() needs an end and a padding token
+            config["model_input_names"] = ["input_ids", "attention_mask"]
+            end = next((names[token] for token in self.special_tokens.end_ids), None)
+            missing = {name: end for name in ("eos_token", "pad_token") if end is not None and not roles.get(name)}
+            config |= {**missing, ROLES_KEY: roles} if missing else {}
         write_text(Path(folder) / CONFIG_NAME, json.dumps(config, ensure_ascii=False, indent=1) + "\n")
 
     def fingerprint(self) -> str:

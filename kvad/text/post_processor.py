@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvad.errors import TokenizerError, suggest
-from kvad.text.base import LANGUAGE_PLACEHOLDER, PostProcessor
+from kvad.text.base import FIRST_TEXT, LANGUAGE_PLACEHOLDER, SECOND_TEXT, PostProcessor
 from kvad.text.hf_config import CONFIG_NAME, TokenizerSettings
 
 if TYPE_CHECKING:
@@ -40,7 +40,30 @@ def read_post_processor(backend: tokenizers.Tokenizer, special_ids: Mapping[str,
         prefix_ids, suffix_ids = (
             tuple(LANGUAGE_PLACEHOLDER if i == code else i for i in token_ids) for token_ids in (prefix_ids, suffix_ids)
         )
-    return PostProcessor(prefix_ids, suffix_ids, languages, code)
+    state = None if backend.post_processor is None else json.loads(backend.post_processor.__getstate__())
+    return PostProcessor(prefix_ids, suffix_ids, languages, code, () if state is None else _pair_template(state))
+
+
+def _pair_template(processor: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Return the template of two texts (``PostProcessor.pair``), () if the file has none."""
+    match processor["type"]:
+        case "Sequence":
+            return next(filter(None, map(_pair_template, reversed(processor["processors"]))), ())
+        case "BertProcessing":
+            cls, sep = processor["cls"][1], processor["sep"][1]
+            return (cls, 0), (FIRST_TEXT, 0), (sep, 0), (SECOND_TEXT, 1), (sep, 1)
+        case "RobertaProcessing":
+            cls, sep = processor["cls"][1], processor["sep"][1]
+            return tuple((item, 0) for item in (cls, FIRST_TEXT, sep, sep, SECOND_TEXT, sep))
+        case "TemplateProcessing":
+            tokens, texts = processor["special_tokens"], {"A": FIRST_TEXT, "B": SECOND_TEXT}
+            template: list[tuple[int, int]] = []
+            for piece in processor["pair"]:
+                ((kind, value),) = piece.items()
+                ids = [texts[value["id"]]] if kind == "Sequence" else tokens[value["id"]]["ids"]
+                template += ((token_id, value["type_id"]) for token_id in ids)
+            return tuple(template)
+    return ()
 
 
 def _backend_sides(backend: tokenizers.Tokenizer) -> Sides:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvad import storage
 from kvad.errors import TokenizerError
 from kvad.text.base import LANGUAGE_PLACEHOLDER, PostProcessor, Tokenizer, check_token_id
 from kvad.text.hf_config import SPECIAL_ROLES, AddedToken, TokenizerSettings, read_vocabulary
@@ -315,7 +316,7 @@ class SentencePieceTokenizer(Tokenizer):
     # ------------------------------------------------------------ files
 
     @cached_property
-    def _file_text(self) -> str:
+    def file_text(self) -> str:
         files = self._files
         content = {
             "kind": "sentencepiece",
@@ -420,7 +421,7 @@ def _tokenizer_family(folder: Path, settings: TokenizerSettings, file: Path | No
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return storage.filesystem.read_bytes(path)
     except FileNotFoundError:
         names = sorted(other.name for other in path.parent.iterdir()) if path.parent.is_dir() else ["nothing"]
         hint = f"The folder contains {', '.join(names)}."

@@ -83,7 +83,7 @@ class TableTokenizer(Tokenizer):
         return self._pieces[token_id]
 
     @functools.cached_property
-    def _file_text(self) -> str:
+    def file_text(self) -> str:
         role_names = {**NAMES, **ENCODER_NAMES}
         roles = [role for role in role_names if getattr(self.special_tokens, role) is not None]
         roles += [name for name, _ in self.special_tokens.named if name not in role_names.values()]

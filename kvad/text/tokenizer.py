@@ -104,7 +104,7 @@ def load_tokenizer(folder_or_file: Path) -> Tokenizer:
 
 
 def _load_folder(folder: Path) -> Tokenizer:
-    if (folder / FILE_NAME).is_file():
+    if (folder / FILE_NAME).exists():
         return _load_json(folder / FILE_NAME)
     settings = read_settings(folder)
     if is_sentencepiece(folder, settings):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kvad.verify import hf_caches as hf_caches
+    from kvad.verify import reference_model as reference_model
     from kvad.verify import replay as replay
     from kvad.verify import report as report
     from kvad.verify import scenario as scenario

@@ -12,65 +12,72 @@ chance (without positions, equal tokens have equal keys in the first layer), a w
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvad import cache as cache_lib
 from kvad import ops
-from kvad.cache import CacheConfig, CacheGroup, build_groups
-from kvad.cache.device import KVCache
+from kvad.cache import CacheConfig, build_groups
 from kvad.config import attention_specs
-from kvad.engine.execution import ManagedCache
+from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling import SchedulerOutput
+from kvad.errors import EngineError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import Rotary
 from kvad.verify import mismatch as records
 from kvad.verify.mismatch import AttentionCall, ExpectedLayout, Mismatch, RecordingCache
-from kvad.verify.replay import ReplayStream, SequenceKey, replay_streams, run_whole_sequence
+from kvad.verify.reference_model import ReferenceModel
+from kvad.verify.replay import ReplayEngine, ReplayStream, SequenceKey, run_whole_sequence
 from kvad.verify.report import UNKNOWN_FAULT, MismatchFinding
 
-BuildCache = Callable[[Sequence[CacheGroup], ops.sub_batch.AttentionHook], KVCache]
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # relative to the largest element, if nothing is rounded
+NOISE_FACTOR = 4  # times the distance of the plain model in the engine's dtype from the float64 reference, per layer
 SHIFTS = tuple(d for d in range(-16, 17) if d)
 COARSE = 0.2  # a rotated key, or that of another token, is off by its own size
 LOW_PRECISION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Explanation = tuple[str, str]  # fault name, evidence
 
 
+class Subject(NamedTuple):
+    """An engine to diagnose: its parts, and the references of its model in float64 and in its own dtype."""
+
+    model: Transformer
+    reference: ReferenceModel
+    plain: ReferenceModel
+    config: EngineConfig = EngineConfig()
+    prepare: Callable[[Engine], None] = lambda _engine: None  # called with the engine before it runs
+
+
 def diagnose(
-    model: Transformer,
-    config: CacheConfig,
-    streams: Sequence[ReplayStream],
-    build: BuildCache,
-    *,
-    squeezes: int = 0,
-    lossy: bool = False,
+    subject: Subject, cache: CacheConfig, streams: Sequence[ReplayStream], *, squeezes: int = 0, lossy: bool = False
 ) -> MismatchFinding | None:
-    """Find and name the first difference between a cache and the uncached model under ``config.policy``'s masks.
+    """Find and name the first difference between an engine and the reference under ``cache.policy``'s masks.
 
     Args:
         squeezes: Number of preemptions to force.
         lossy: Report only what the formats do not explain: errors of layer 0's keys and values beyond their
             rounding, and gross ones (an overflow) in later layers, to which rounding has spread.
     """
-    specs = config.restrict(attention_specs(model.config))
+    model = subject.model
+    specs = cache.restrict(attention_specs(model.config))
     reference = {
-        (index, sample): records.reference_layers(model, stream, sample, specs, config.endless)
+        (index, sample): records.reference_layers(subject.reference, stream, sample, specs, cache.endless)
         for index, stream in enumerate(streams)
         for sample in range(len(stream.forced_tokens))
     }
-    close = CLOSE[reference[0, 0][0].q.dtype]
-    layout = ExpectedLayout(build_groups(attention_specs(model.config), config))
-    recorder: RecordingCache
-    latest: SchedulerOutput
+    noise = [0.0] * len(reference[0, 0])
+    if subject.plain.compute_dtype not in CLOSE:  # a half precision: as far off as the plain model is
+        plain = records.reference_layers(subject.plain, streams[0], 0, specs, cache.endless)
+        noise = [records.relative_gap(*pair) for pair in zip(plain, reference[0, 0], strict=True)]
+    close = [max(CLOSE.get(subject.plain.compute_dtype, 0.0), NOISE_FACTOR * gap) for gap in noise]
 
-    def make(groups: Sequence[CacheGroup]) -> ManagedCache:
-        nonlocal recorder
-        recorder = RecordingCache(compare, lambda hook: build(groups, hook))
-        return recorder
+    latest: SchedulerOutput
 
     def on_scheduled(output: SchedulerOutput) -> None:
         nonlocal latest
@@ -80,30 +87,43 @@ def diagnose(
     def compare(call: AttentionCall) -> None:
         """Stop the replay at the first difference."""
         context = records.ComparisonContext(
-            model, streams, reference, recorder.inner, layout, close, config.token_formats, lossy
+            model, subject.reference, streams, reference, recorder.inner, layout, close, cache.token_formats, lossy
         )
         rows = [(trace, row) for trace in call.seen for row in range(len(trace.q))]
         first_token = 0
         for scheduled, (trace, row) in zip(latest.scheduled, rows, strict=True):
-            mismatch = Mismatch(context, call, scheduled, trace, row, first_token)
-            first_token += scheduled.num_tokens
+            low, first_token = first_token, first_token + scheduled.num_tokens
+            if replay.key(scheduled)[0] < 0:  # none of the streams
+                continue
+            mismatch = Mismatch(context, call, scheduled, trace, row, low)
             difference = mismatch.first_difference()
             if difference is not None:
                 tensor, position, size = difference
                 explanations = filter(None, (test(mismatch) for test in SIGNATURES))
                 fault, evidence = next(explanations, (UNKNOWN_FAULT, "no test explains it"))
                 where = call.layer, *mismatch.key, position
-                raise _Stop(MismatchFinding(fault, *where, tensor, size, evidence, stored=config.format_name))
+                raise _Stop(MismatchFinding(fault, *where, tensor, size, evidence, stored=cache.format_name))
 
-    try:
-        replay_streams(model, config, streams, squeezes=squeezes, make=make, watch=on_scheduled)
-    except _Stop as stop:
-        finding: MismatchFinding = stop.args[0]
-        return finding
+    recorder = RecordingCache(compare)
+
+    def prepare(engine: Engine) -> RecordingCache:
+        subject.prepare(engine)
+        return recorder.wrap(engine.kv_cache)
+
+    config = dataclasses.replace(subject.config, attention_hook=recorder.seen.append)
+    with ReplayEngine(model, cache, streams, config, wrap=prepare, watch=on_scheduled) as replay:
+        layout = ExpectedLayout(build_groups(attention_specs(model.config), cache), replay.key)
+        try:
+            replay.run_all(squeezes=squeezes)
+        except _Stop as stop:
+            finding: MismatchFinding = stop.args[0]
+            return finding
+        except EngineError:  # a request failed before anything differed
+            return None
     return None
 
 
-class _Stop(Exception):
+class _Stop(BaseException):
     """Ends a run whose result is known; it is the only argument."""
 
 
@@ -114,7 +134,7 @@ def _missing_position(case: Mismatch) -> Explanation | None:
 
 def _wrong_positions(case: Mismatch) -> Explanation | None:
     """Test if the positions of this step's own slots are off by one constant."""
-    held_positions = case.kv_cache.positions[case.group_index].view(-1)
+    held_positions = case.kv_cache.positions[case.group_index].view(-1).cpu()
     slots = {int(p): int(s) for p, s in zip(case.expected, case.slots, strict=True) if p >= 0}
     positions = torch.stack([held_positions[slots[int(p)]] for p in case.new])
     shift = int(positions[0] - case.new[0])
@@ -122,6 +142,40 @@ def _wrong_positions(case: Mismatch) -> Explanation | None:
         return None
     tokens = f"the new tokens {int(case.new[0])}..{int(case.new[-1])}"
     return "position", f"{tokens} have positions {int(positions[0])}..{int(positions[-1])}: {shift:+d}"
+
+
+def _packed_differs(case: Mismatch) -> Explanation | None:
+    """Test the joined products of this layer and those before it, if the model gave other tensors to the cache."""
+    span = slice(case.first_token, case.first_token + len(case.new))
+    given = (
+        (case.call.q[span], case.reference.raw_q[case.new], 0),
+        (case.call.k[span].transpose(0, 1), case.reference.raw_k[:, case.new], 1),
+        (case.call.v[span].transpose(0, 1), case.reference.v[:, case.new], 1),
+    )
+    if all(case.same(have, true, dim) for have, true, dim in given):
+        return None
+    model, reference = case.context.model, case.context.reference_model
+    names = {module: name for name, module in model.named_modules()}
+    for (pack, layers), (_, plain) in zip(model.projections(), reference.projections(), strict=True):
+        joined = [names[layer] for layer in layers]
+        if any(f".layers.{index}." in joined[0] for index in range(case.call.layer + 1)):
+            off = _product_gap(pack, layers, plain)
+            if off > case.close:
+                owner, leaves = joined[0].rpartition(".")[0], ", ".join(name.rpartition(".")[2] for name in joined)
+                return "packed", f"the joined product of {owner} ({leaves}) is off by {off:.2g} of its largest number"
+    return None
+
+
+@torch.inference_mode()
+def _product_gap(pack: ops.linear.PackedLinear, layers: Sequence[ops.linear.Linear], plain: Sequence[Any]) -> float:
+    """Return how far the joined product of random rows, one and several, is from the layers' own products."""
+    weight, gaps = layers[0].weight, [0.0]
+    for rows in (1, 3):
+        x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        for have, layer in zip(pack(x, *layers), plain, strict=True):
+            true = layer(x.double())
+            gaps.append(float((have - true).abs().max() / true.abs().max().clamp(min=1e-30)))
+    return max(gaps)
 
 
 def _other_query(case: Mismatch) -> Explanation | None:
@@ -149,7 +203,7 @@ def _embedded_at_other_positions(case: Mismatch, given: Tensor, wrong: list[int]
     tokens = case.context.streams[stream].tokens(sample)[start : start + len(case.new)]
     for shift in (*SHIFTS, -start) if case.call.layer == 0 else ():
         if shift and start + shift >= 0:
-            queries = _first_queries(case.context.model, tokens, start + shift)
+            queries = _first_queries(case.context.reference_model, tokens, start + shift)
             if queries is not None and case.same(given, queries[wrong], 0):
                 return "position", f"queries are those of tokens embedded at position p{shift:+d}"
     return UNKNOWN_FAULT, "the layer's inputs differ from the reference, though the layers before it agree"
@@ -158,8 +212,8 @@ def _embedded_at_other_positions(case: Mismatch, given: Tensor, wrong: list[int]
 def _differs_from_stored(case: Mismatch) -> Explanation | None:
     blocks_of, size = case.context.expected_layout.blocks[case.group_index], case.group.block_size
     blocks, offsets = case.slots // size, case.slots % size
-    keys = case.kv_cache.keys[case.call.layer].read_slots(blocks, offsets, case.k.dtype).transpose(0, 1)
-    positions = case.kv_cache.positions[case.group_index][blocks, offsets]
+    keys = case.kv_cache.keys[case.call.layer].read_slots(blocks, offsets, case.k.dtype).transpose(0, 1).cpu()
+    positions = case.kv_cache.positions[case.group_index][blocks, offsets].cpu()
     same = _as_read(case, keys, positions, case.k) & (positions == case.positions)
     bad = [int(p) for p in case.visible_slots if not bool(same[p])]
     if not bad:
@@ -203,8 +257,10 @@ def _as_read(case: Mismatch, stored: Tensor, positions: Tensor, keys: Tensor) ->
 def _blocks_like(case: Mismatch, positions: Tensor, keys: Tensor) -> list[int]:
     """Return the blocks whose first slots have exactly these positions and keys."""
     offsets, store = torch.arange(len(positions)), case.kv_cache.keys[case.call.layer]
-    alike = (case.kv_cache.positions[case.group_index][:, : len(positions)] == positions).all(dim=-1).nonzero()
-    stored = {int(b): store.read_slots(offsets * 0 + b, offsets, keys.dtype).transpose(0, 1) for b in alike.view(-1)}
+    held = case.kv_cache.positions[case.group_index][:, : len(positions)].cpu()
+    alike = (held == positions).all(dim=-1).nonzero()
+    read = partial(store.read_slots, dtype=keys.dtype)
+    stored = {int(b): read(offsets * 0 + b, offsets).transpose(0, 1).cpu() for b in alike.view(-1)}
     return [block for block, found in stored.items() if bool(_as_read(case, found, positions, keys).all())]
 
 
@@ -230,7 +286,9 @@ def _differs_from_input(case: Mismatch) -> Explanation | None:
     expected = case.expected[wrong]
     have, true = case.k[:, wrong], case.reference.k[:, expected]
     return (
-        _match_precision(case, have, true, "keys")
+        _loaded_blocks(case, wrong)
+        or _lost_scale(case, wrong)
+        or _match_precision(case, have, true, "keys")
         or _match_rotation(case, have, expected)
         or _match_other_sequence(case, wrong, have, expected)
     )
@@ -240,6 +298,59 @@ def _wrong_slots(case: Mismatch, have: Tensor, true: Tensor) -> Tensor:
     """Return the visible slots [n] whose contents differ from the reference."""
     gap = (have[:, case.visible_slots] - true[:, case.visible_positions]).abs().nan_to_num(nan=math.inf)
     return case.visible_slots[gap.amax(dim=(0, 2)) > case.close * float(true.abs().max())]
+
+
+def name_stored(case: Mismatch, what: str, have: Tensor, true: Tensor, wrong: Tensor) -> Explanation:
+    """Name the fault of another cache's keys or values [K, T, D] at its ``wrong`` positions, from the same tests."""
+    have, true = have[:, wrong], true[:, wrong]
+    if what == "v":
+        unknown = UNKNOWN_FAULT, f"keys are right, the value of position {int(wrong[0])} is not"
+        return _match_precision(case, have, true, "values") or unknown
+    for shift in SHIFTS:
+        positions = wrong + shift
+        is_within = bool((positions >= 0).all() & (positions < case.reference.k.shape[1]).all())
+        if is_within and case.same(have, case.reference.k[:, positions], 1):
+            return "cursor", f"the slot of position {int(wrong[0])} holds the key of position {int(positions[0])}"
+    return (
+        _match_precision(case, have, true, "keys")
+        or _match_rotation(case, have, wrong)
+        or _match_other_sequence(case, wrong, have, wrong)
+    )
+
+
+def _loaded_blocks(case: Mismatch, wrong: Tensor) -> Explanation | None:
+    """Test if every wrong slot is in a block that was read from the block store."""
+    blocks = set((case.slots[wrong] // case.group.block_size).tolist())
+    if not blocks <= case.context.expected_layout.loaded[case.group_index]:
+        return None
+    first, last = (int(case.expected[wrong[at]]) for at in (0, -1))
+    return "block-store", f"positions {first}..{last} are in blocks read from the block store, which hold other keys"
+
+
+def _lost_scale(case: Mismatch, wrong: Tensor) -> Explanation | None:
+    """Test if the wrong slots hold the right integers of the true keys with other scales."""
+    store, keys = case.kv_cache.keys[case.call.layer], case.reference.k
+    specs = store.format.arrays(store.dim)
+    if len(specs) == 1 or any(spec.granularity != "slot" for spec in specs):
+        return None
+    if case.kv_cache.rope_on_read:
+        keys = case.reference.raw_k
+    blocks, offsets = case.slots[wrong] // case.group.block_size, case.slots[wrong] % case.group.block_size
+    encoded = ops.quantize.get_codec(store.format.name).encode(keys[:, case.expected[wrong]].transpose(0, 1))
+    pairs = zip(specs, store.arrays, encoded, strict=True)
+    alike = {spec.name: _share_alike(array[blocks, :, offsets].cpu(), part) for spec, array, part in pairs}
+    if alike["data"] < 0.9 or alike.get("scale", 1.0) > 0.1:
+        return None
+    position = int(case.expected[wrong[0]])
+    return (
+        "quantization-scale",
+        f"the slot of position {position} holds the true key's {store.format.name} with another scale",
+    )
+
+
+def _share_alike(have: Tensor, true: Tensor) -> float:
+    """Return the share of equal numbers, but for rounding."""
+    return float(((have.double() - true.double()).abs() <= 1e-3 * true.double().abs()).double().mean())
 
 
 def _match_precision(case: Mismatch, have: Tensor, true: Tensor, label: str) -> Explanation | None:
@@ -347,6 +458,8 @@ SIGNATURES: tuple[Callable[[Mismatch], Explanation | None], ...] = (
     _missing_position,
     # All new slots have positions off by a constant: position.
     _wrong_positions,
+    # The model gave other q, k or v, and a joined product is not that of its layers: packed.
+    _packed_differs,
     # The query differs: rotated by another position, or embedded at one: position; rotated otherwise: rotation.
     _other_query,
     # What is read is not what is stored in the sequence's blocks: another of its blocks, or none: table; another
@@ -390,15 +503,16 @@ def _match_other_rotation(case: Mismatch, raw: Tensor, have: Tensor, positions: 
     return next((text for text, rotated in rotations.items() if case.same(have, rotated, 0)), None)
 
 
-def _first_queries(model: Transformer, tokens: Sequence[int], start: int) -> Tensor | None:
+def _first_queries(model: ReferenceModel, tokens: Sequence[int], start: int) -> Tensor | None:
     """Return raw q [L, H, D] of layer 0 for ``tokens`` at ``start ..``, or None if the model has no such positions."""
-    model_input = run_whole_sequence(model, tokens)._replace(positions=torch.arange(start, start + len(tokens)))
+    model_input = run_whole_sequence(model, tokens)
+    model_input = model_input._replace(positions=model_input.positions + start)
 
     def stop(call: AttentionCall) -> None:
         raise _Stop(call.q)
 
     try:
-        model(model_input, RecordingCache(stop, lambda _hook: NoCache(model.config)))
+        model(model_input, RecordingCache(stop).wrap(NoCache(model.config)))
     except _Stop as first:
         queries: Tensor = first.args[0]
         return queries

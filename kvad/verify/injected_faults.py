@@ -1,8 +1,8 @@
-"""Caches with one deliberate fault each, used by ``kvad verify --inject-fault``.
+"""Engines with one deliberate fault each, used by ``kvad verify --inject-fault``.
 
-Every fault is injected from outside through KVCache's public interface (groups, tensors, the model input it opens,
-its views), so ``kvad.cache`` contains no code for faults. A fault is a typical programming error, not noise. Names
-and typical causes are in ``kvad.verify.report.FAULTS``.
+Every fault is injected from outside, into the interfaces between the parts of an engine (groups, tensors, the model
+input that a cache opens, its views, the KVCacheManager's admissions), so no other package contains code for faults. A
+fault is a typical programming error, not noise. Names and typical causes are in ``kvad.verify.report.FAULTS``.
 
 Some errors are no faults here: blocks in another order, or all slots of a block shifted alike, change nothing,
 because a slot's position is stored with it. The faults below are those that this does not forgive.
@@ -10,19 +10,22 @@ because a slot's position is stored with it. The faults below are those that thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvad import cache as cache_lib
 from kvad import config as cfg
 from kvad import ops
 from kvad.cache import CacheConfig, CacheGroup, build_groups
 from kvad.cache.device import KVCache
 from kvad.config import ModelConfig, attention_specs
+from kvad.engine import Engine
 from kvad.errors import UsageError, suggest
 from kvad.model import Transformer
 from kvad.model_input import NULL_BLOCK, AttentionParams, CacheView, ModelInput, SlotMapping, SubBatch
@@ -45,6 +48,10 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig) -> Non
         raise UsageError("--inject-fault: an encoder has no cache")
     positions = [layer.attention.position for layer in config.stack.layer_types.values()]
     has_position = config.embedding.position is not None or any(position is not None for position in positions)
+    groups, keys = build_groups(attention_specs(config), cache), cache.token_formats[0]
+    moves = any(group.eviction_policy is not None or group.demotion_policy is not None for group in groups)
+    shares_blocks = cache.layout == "paged" and cache.enable_prefix_caching and not moves
+    get_format = cache_lib.quantization.get_format
     requirements = {  # fault: possible, reason if not, what to do instead
         "rotation": (
             any(isinstance(position, cfg.RopeConfig) for position in positions),
@@ -53,8 +60,33 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig) -> Non
         ),
         "position": (has_position, "this model has no positions", "Use --inject-fault cursor."),
         "mask": (cache.prefill_chunk_size > 1, "with --prefill-chunk-size 1 no key is after a query", "Use 2 or more."),
+        "prefix": (
+            shares_blocks,
+            "sequences of this cache share no blocks",
+            "Use --layout paged and a policy that retains all tokens.",
+        ),
+        "salt": (
+            shares_blocks,
+            "sequences of this cache share no blocks",
+            "Use --layout paged and a policy that retains all tokens.",
+        ),
+        "block-store": (
+            shares_blocks and cache.prefix_cache_ram is not None,
+            "this cache has no block store",
+            "Use --prefix-cache-ram 1GiB.",
+        ),
+        "quantization-scale": (
+            any(spec.name == "scale" and spec.granularity == "slot" for spec in get_format(keys).arrays(2)),
+            f"{keys} has no scales of single keys",
+            "Use --cache-dtype int8.",
+        ),
+        "summary": (
+            any(group.has_summaries for group in groups),
+            "this cache has no summaries",
+            "Use --policy tiered.",
+        ),
         "layer": (
-            _first_shared_layers(build_groups(attention_specs(config), cache)) is not None,
+            _first_shared_layers(groups) is not None,
             "no two layers of this model share a cache group",
             "Use --inject-fault table.",
         ),
@@ -64,19 +96,8 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig) -> Non
         raise UsageError(f"--inject-fault {fault}: {reason}", hint)
 
 
-def inject_cache_fault(
-    fault: str | None,
-    groups: Sequence[CacheGroup],
-    attention_hook: ops.sub_batch.AttentionHook | None = None,
-    *,
-    rotate: Literal["write", "read"] = "write",
-    exact: bool = False,
-) -> KVCache:
-    """Build a KVCache, with ``fault`` if given.
-
-    ``position`` is a fault of the model, see ``inject_model_fault``.
-    """
-    options: dict[str, Any] = {"attention_hook": attention_hook, "rope_at": rotate, "exact_rope": exact}
+def inject_cache_fault(fault: str | None, groups: Sequence[CacheGroup], **options: Any) -> KVCache:
+    """Build a KVCache, with ``fault`` if it is one of the cache; ``options`` are those of KVCache."""
     if fault == "mask":
         groups = [group._replace(spec=group.spec._replace(causal=False)) for group in groups]
     if fault == "dtype" and all(group.key_format in LOWER_FORMATS for group in groups):
@@ -85,25 +106,78 @@ def inject_cache_fault(
         return KVCache(lower_groups, **options)
     if fault in MAPPING_FAULTS or fault in INPUT_FAULTS:
         return _FaultyKVCache(fault, groups, **options)
+    if fault == "quantization-scale":
+        return _ScalelessKVCache(groups, **options)
     kv_cache = KVCache(groups, **options)
     if fault == "layer":
         pair = _first_shared_layers(groups)
         assert pair is not None
         kv_cache.keys[pair[1]], kv_cache.values[pair[1]] = kv_cache.keys[pair[0]], kv_cache.values[pair[0]]
+    if fault == "summary":
+        kv_cache.summarizers = {layer: _half_as_many for weights in kv_cache.weights for layer in weights}
     return kv_cache
 
 
 @contextmanager
 def inject_model_fault(fault: str | None, model: Transformer) -> Iterator[None]:
-    """Inject ``position``: while open, tokens after cached ones get a position that is too small by one."""
-    if fault != "position":
+    """Inject a fault of the model while open.
+
+    ``position``: tokens after cached ones get a position that is too small by one. ``packed``: joined products are too
+    large by 5%.
+    """
+    if fault == "packed":
+        packs = [pack for pack, _ in model.projections()]
+        for pack in packs:
+            pack.__class__ = _WrongProduct
         yield
-        return
-    hook = model.register_forward_pre_hook(_shift_positions)
-    try:
+        for pack in packs:
+            pack.__class__ = ops.linear.PackedLinear
+    elif fault == "position":
+        hook = model.register_forward_pre_hook(_shift_positions)
         yield
-    finally:
         hook.remove()
+    else:
+        yield
+
+
+class _WrongProduct(ops.linear.PackedLinear):
+    def __call__(self, x: Tensor, *layers: ops.linear.Linear) -> Sequence[Tensor]:
+        return [1.05 * product for product in super().__call__(x, *layers)]
+
+
+def inject_engine_fault(fault: str | None, engine: Engine) -> None:
+    """Inject a fault of the engine's prefix cache, before the first request."""
+    if fault == "salt":
+        root = engine._root
+        setattr(engine, "_root", lambda regime, _salt, source=None: root(regime, "", source))  # noqa: B010
+    elif fault == "prefix":
+        _ignore_parents(engine)
+    elif fault == "block-store" and engine.block_store is not None:
+        stage, staged = engine.block_store.stage_load, list[Mapping[int, Any]]()
+
+        def stage_previous(buffers: Mapping[int, Any]) -> int:
+            staged.append(buffers)
+            return stage(staged[-2] if len(staged) > 1 and staged[-2].keys() == buffers.keys() else buffers)
+
+        setattr(engine.block_store, "stage_load", stage_previous)  # noqa: B010
+
+
+def _ignore_parents(engine: Engine) -> None:
+    """Find blocks by their own tokens: the first block of an earlier sequence replaces the one before them."""
+    manager, size = engine.kv_cache_manager, engine.cache.block_size
+    add_sequence, known = manager.add_sequence, list[Sequence[int]]()
+
+    def add(seq_index: int, token_ids: Sequence[int], *rest: Any) -> int | None:
+        other = next((tokens for tokens in known if tokens[size : 2 * size] == token_ids[size : 2 * size]), token_ids)
+        known.append(list(token_ids[: 2 * size]))
+        return add_sequence(seq_index, [*other[:size], *token_ids[size:]], *rest)
+
+    setattr(manager, "add_sequence", add)  # noqa: B010
+
+
+def _half_as_many(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Summarize by means, with the weight of half as many tokens."""
+    return keys.mean(dim=2), values.mean(dim=2), keys.new_full(keys.shape[:2], -math.log(2))
 
 
 def _shift_positions(_model: nn.Module, inputs: tuple[ModelInput, object]) -> tuple[ModelInput, object]:
@@ -144,6 +218,17 @@ class _FaultyKVCache(KVCache):
             return super().open(model_input._replace(slot_mappings=changed))
         assert self._change_inputs is not None
         return [_FaultyView(view, model_input, self._change_inputs) for view in super().open(model_input)]
+
+
+class _ScalelessKVCache(KVCache):
+    """Loses the scales of all keys before every step."""
+
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
+        for store in self.keys:
+            for spec, array in zip(store.format.arrays(store.dim), store.arrays, strict=True):
+                if spec.name == "scale":
+                    array.fill_(1.0)
+        return super().open(model_input)
 
 
 @dataclass

@@ -24,7 +24,8 @@ from kvad.config import AttentionSpec
 from kvad.engine.scheduling import ScheduledSequence, SchedulerOutput
 from kvad.model import NoCache, Transformer
 from kvad.model_input import NULL_BLOCK, AttentionParams, BlockOps, CacheView, ModelInput, TokenPositions
-from kvad.verify.replay import ReplayStream, SequenceKey, run_uncached, sequence_key
+from kvad.verify.reference_model import ReferenceModel, WholeSequence
+from kvad.verify.replay import ReplayStream, SequenceKey
 
 
 class AttentionCall(NamedTuple):
@@ -33,19 +34,23 @@ class AttentionCall(NamedTuple):
     layer: int
     q: Tensor  # [T, H, D]
     k: Tensor  # [T, K, D]
+    v: Tensor  # [T, K, Dv]
     params: AttentionParams
     seen: tuple[ops.sub_batch.AttentionTrace, ...]  # per sub-batch what the cache attended with
 
 
 class RecordingCache:
-    """A cache that reports its calls to ``listener``; ``build`` makes the ``inner`` cache from an attention hook."""
+    """A cache that reports the calls of ``inner``, whose attention hook must be ``seen.append``, to ``listener``."""
 
-    def __init__(
-        self, listener: Callable[[AttentionCall], None], build: Callable[[ops.sub_batch.AttentionHook], Any]
-    ) -> None:
+    def __init__(self, listener: Callable[[AttentionCall], None]) -> None:
         self.listener = listener
         self.seen: list[ops.sub_batch.AttentionTrace] = []
-        self.inner = build(self.seen.append)
+        self.inner: Any = None
+
+    def wrap(self, inner: Any) -> RecordingCache:
+        """Set the inner cache and return this one."""
+        self.inner = inner
+        return self
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
         return [_RecordingView(self, layer, view) for layer, view in enumerate(self.inner.open(model_input))]
@@ -67,11 +72,21 @@ class _RecordingView:
         self.recorder.seen.clear()
         out = self.view.attend(q, k, v, params)
         if k is not None and v is not None:
-            self.recorder.listener(AttentionCall(self.layer, q, k, params, tuple(self.recorder.seen)))
+            self.recorder.listener(_on_host(AttentionCall(self.layer, q, k, v, params, tuple(self.recorder.seen))))
         return out
 
     def write(self, k: Tensor, v: Tensor) -> None:
         self.view.write(k, v)
+
+
+def _on_host(value: Any) -> Any:
+    """Copy the tensors of nested tuples to the host."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        parts = map(_on_host, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 class RecordedLayer(NamedTuple):
@@ -87,7 +102,7 @@ class RecordedLayer(NamedTuple):
 
 
 def reference_layers(
-    model: Transformer, stream: ReplayStream, sample: int, specs: Sequence[AttentionSpec], exact: bool
+    model: ReferenceModel, stream: ReplayStream, sample: int, specs: Sequence[AttentionSpec], exact: bool
 ) -> list[RecordedLayer]:
     """Record every layer of one sequence without a cache; ``specs`` and ``exact`` as in ``NoCache``."""
     layers: list[RecordedLayer] = []
@@ -97,28 +112,34 @@ def reference_layers(
         raw_k = call.k.transpose(0, 1)
         layers.append(RecordedLayer(seen.q[0], seen.k[0], seen.v[0], call.q, raw_k, seen.out[0], call.params))
 
-    def build(hook: ops.sub_batch.AttentionHook) -> NoCache:
-        return NoCache(model.config, specs=specs, exact_rope=exact, kernel="reference", attention_hook=hook)
-
-    run_uncached(model, stream.tokens(sample), stream.limit, RecordingCache(record, build), stream.source)
+    recorder = RecordingCache(record)
+    recorder.wrap(
+        NoCache(model.config, specs=specs, exact_rope=exact, kernel="reference", attention_hook=recorder.seen.append)
+    )
+    model.whole_logits([WholeSequence(stream.tokens(sample), stream.limit, stream.source)], recorder, last_only=True)
     return layers
 
 
 class ExpectedLayout:
-    """Expected position of every slot per group (-1: empty), and the latest block tables."""
+    """Expected position of every slot per group (-1: empty), and the latest block tables by (stream, sample)."""
 
-    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], key: Callable[[ScheduledSequence], SequenceKey]) -> None:
+        self.key = key
         self.groups = tuple(group for group in groups if not group.spec.is_cross_attention)
         self.positions = [
             torch.full((group.num_blocks, group.block_size), -1, dtype=torch.int64) for group in self.groups
         ]
         self.blocks: list[dict[SequenceKey, list[int]]] = [{} for _ in self.groups]
+        self.loaded: list[set[int]] = [set() for _ in self.groups]  # blocks that were read from the block store
 
     def apply(self, output: SchedulerOutput) -> None:
         """Apply a scheduler output that is about to run."""
         spans = (range(work.start, work.start + work.num_tokens) for work in output.scheduled)
         new_positions = torch.tensor([position for span in spans for position in span])
         for group, positions in enumerate(self.positions):
+            self.loaded[group] -= set(output.allocation.block_ops.clear[group])
+            for _, blocks in output.allocation.block_ops.load:
+                self.loaded[group].update(blocks[group])
             for block in output.allocation.block_ops.clear[group]:
                 positions[block] = -1
             for source, target, num_slots in output.allocation.block_ops.copy[group]:
@@ -126,7 +147,11 @@ class ExpectedLayout:
                 positions[target, num_slots:] = -1
             positions.view(-1)[torch.tensor(output.allocation.slots[group])] = new_positions
             for scheduled, table in zip(output.scheduled, output.allocation.block_tables[group], strict=True):
-                self.blocks[group][sequence_key(scheduled)] = list(table)
+                self.blocks[group][self.key(scheduled)] = list(table)
+                size = positions.shape[1]
+                for index, block in enumerate(table):
+                    if block in self.loaded[group]:
+                        positions[block] = torch.arange(index * size, (index + 1) * size)
 
 
 GROSS_ERROR = 1e3  # times the largest element: only an overflow
@@ -136,11 +161,12 @@ class ComparisonContext(NamedTuple):
     """Everything that a mismatch is compared with."""
 
     model: Transformer
+    reference_model: ReferenceModel
     streams: Sequence[ReplayStream]
     reference: Mapping[SequenceKey, list[RecordedLayer]]
     kv_cache: KVCache
     expected_layout: ExpectedLayout
-    close: float  # tolerance relative to the reference's largest element
+    close: Sequence[float]  # per layer, tolerance relative to the reference's largest element
     stored: tuple[str, str]  # formats of keys and values
     lossy: bool  # ignore what follows from rounding to them
 
@@ -155,6 +181,12 @@ def first_difference(have: Tensor, true: Tensor, close: float, dim: int) -> tupl
     others = [d for d in range(gap.dim()) if d != dim % gap.dim()]
     far = (gap.amax(dim=others) if others else gap) > close * max(scale, 1e-30)
     return (int(far.int().argmax()), float(gap.max())) if bool(far.any()) else None
+
+
+def relative_gap(plain: RecordedLayer, reference: RecordedLayer) -> float:
+    """Return the largest difference of a layer's q, k, v and output, relative to the reference's largest element."""
+    pairs = zip((*plain[:3], plain.out), (*reference[:3], reference.out), strict=True)
+    return max(float((have - true).abs().max() / true.abs().max().clamp(min=1e-30)) for have, true in pairs)
 
 
 class Mismatch:
@@ -176,9 +208,9 @@ class Mismatch:
     ) -> None:
         """Compare row ``r`` of ``seen``, whose first new token is ``first_token`` in the step's flat tokens."""
         self.context, self.call, self.first_token = context, call, first_token
-        self.key, self.start = sequence_key(scheduled), scheduled.start
+        self.key, self.start = context.expected_layout.key(scheduled), scheduled.start
         self.new = torch.arange(scheduled.start, scheduled.start + scheduled.num_tokens)
-        self.kv_cache, self.close = context.kv_cache, context.close
+        self.kv_cache, self.close = context.kv_cache, context.close[call.layer]
         if context.lossy:
             coarsest = max(cache_lib.quantization.get_format(name).eps for name in context.stored)
             self.close = max(self.close, 2 * coarsest) if call.layer == 0 else GROSS_ERROR

@@ -1,40 +1,40 @@
-"""Replay of known tokens through the real path: Scheduler, KVCacheManager, KVCache, ModelRunner.
+"""Replay of known tokens through the engine that ``LLM.generate`` uses.
 
-``replay_streams`` forces every sampled token, so its logits can be compared with ``run_uncached`` position by
-position, also after the first difference. It adds no code path: chunks, sub-batches, prefix hits, forks and
-preemptions are the scheduler's. ``ScenarioCounts`` counts them, so an event that did not occur is noticed.
-A preemption is forced where it is decided: by a KVCacheManager that reports a full pool now and then.
+``ReplayEngine`` is an ``Engine`` whose sampled tokens are forced, so its logits can be compared with the reference
+position by position, also after the first difference. It adds no code path: packed products, input buffers, chunks,
+sub-batches, prefix hits, forks and preemptions are the engine's. ``ScenarioCounts`` counts them, so an event that did
+not occur is noticed.
 
-``compare_logits`` compares a cache's logits with the reference: in logits, in nats and by greedy token.
+``compare_logits`` compares logits with the reference: in logits, in nats and by greedy token.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvad import benchmarks
 from kvad import cache as cache_lib
-from kvad.cache import CacheConfig, CacheGroup, build_groups
-from kvad.cache.device import KVCache
-from kvad.cache.manager import BlockAllocation, KVCacheManager, TokenSpan
-from kvad.config import attention_specs
-from kvad.engine import scheduling
+from kvad.cache import CacheConfig, CacheGroup
+from kvad.engine import Engine, EngineConfig, scheduling
 from kvad.engine.execution import ManagedCache, ModelRunner
-from kvad.engine.scheduling import SamplingParams, ScheduledSequence, Scheduler, SchedulerOutput, SequenceOutput
+from kvad.engine.scheduling import SamplingParams, ScheduledSequence, SchedulerOutput
+from kvad.errors import EngineError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol, ModelInput, SubBatch
-from kvad.verify.report import EXACT, Comparison, TokenDivergence
+from kvad.verify.reference_model import ReferenceModel, WholeSequence
+from kvad.verify.report import EXACT, Comparison, MismatchFinding, TokenDivergence
 
 SequenceKey = tuple[int, int]  # (stream, sample)
-MakeCache = Callable[[Sequence[CacheGroup]], ManagedCache]
-ENDLESS = 1 << 40  # tokens of a sequence without a limit
-PREEMPTION_INTERVAL = 4  # steps of at least two sequences between two forced preemptions
+WrapCache = Callable[[Engine], ManagedCache]
+PREEMPTION_INTERVAL = 4  # steps between two forced preemptions
 
 
 class ReplayStream(NamedTuple):
@@ -44,6 +44,7 @@ class ReplayStream(NamedTuple):
     forced_tokens: tuple[tuple[int, ...], ...]  # the generated tokens per sample, equally many each
     after: int | None = None  # submit it only when that stream has its first token, so it can hit the prompt's blocks
     source: tuple[int, ...] | None = None  # encoder input
+    salt: str = ""  # blocks are shared only with streams of the same salt
 
     @property
     def limit(self) -> int:
@@ -70,6 +71,7 @@ class ScenarioCounts:
     forks: int = 0
     longest: int = 0  # tokens of the longest sequence
     encoded: int = 0  # encoder inputs
+    loaded: int = 0  # tokens read from the block store
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class ReplayResult:
     pieces: dict[SequenceKey, list[tuple[int, Tensor]]]
     counts: ScenarioCounts = field(default_factory=ScenarioCounts)
     shares_blocks: bool = True  # the cache's sequences may share the blocks of a prefix
+    findings: list[MismatchFinding] = field(default_factory=list)  # faults that are seen without the reference
+    failure: str = ""  # the error that ended the replay
 
     def logits(self, stream: int, sample: int = 0) -> Tensor:
         """Return [T, V] as last computed; NaN at positions that a prefix hit or a fork left uncomputed."""
@@ -90,47 +94,292 @@ class ReplayResult:
         return out
 
 
+class BlockOwner(NamedTuple):
+    """The last write to a block: its sequence, and what the contents depend on."""
+
+    key: SequenceKey
+    salt: str
+    source: tuple[int, ...] | None
+    tokens: tuple[int, ...]  # up to the last position written
+
+
+class BlockHistories:
+    """History of every block, from the scheduler's output alone; finds blocks that a sequence must not share.
+
+    Equal tokens have equal keys in the first layer, and a wrong salt changes no number at all, so this compares
+    histories, not tensors. Groups that evict, merge or quantize are left out: their slots move.
+    """
+
+    def __init__(self, engine: Engine, streams: Sequence[ReplayStream]) -> None:
+        groups = enumerate(engine.kv_cache.groups)
+        self._groups = {index: group.block_size for index, group in groups if _keeps_slots(group)}
+        self._streams = streams
+        self._owners: dict[int, dict[int, BlockOwner]] = {index: {} for index in self._groups}
+        self._checked: set[tuple[SequenceKey, int, int, int]] = set()  # sequence, group, block, length of its history
+
+    def check(self, output: SchedulerOutput, requests: Mapping[int, int]) -> MismatchFinding | None:
+        """Apply a scheduler output that is about to run; return the first block of another history, or None.
+
+        ``requests`` maps those of the streams to their index; blocks that others write are not compared.
+        """
+        finding, block_ops = None, output.allocation.block_ops
+        for group, size in self._groups.items():
+            owners, offset = self._owners[group], 0
+            arrived = (*block_ops.load, *block_ops.swap_in)  # compared by their contents
+            for block in (*block_ops.clear[group], *(block for _, blocks in arrived for block in blocks[group])):
+                owners.pop(block, None)
+            for source, target, _ in block_ops.copy[group]:
+                if source in owners:
+                    owners[target] = owners[source]
+            for scheduled, table in zip(output.scheduled, output.allocation.block_tables[group], strict=True):
+                slots = output.allocation.slots[group][offset : offset + scheduled.num_tokens]
+                offset += scheduled.num_tokens
+                index = requests.get(scheduled.sequence.request_id)
+                if index is None:
+                    for slot in slots:
+                        owners.pop(slot // size, None)
+                    continue
+                tokens, key = tuple(scheduled.sequence.token_ids), (index, scheduled.sequence.sample_index)
+                finding = finding or self._other_history(group, key, tokens, table)
+                stream = self._streams[index]
+                for position, slot in enumerate(slots, scheduled.start):
+                    owners[slot // size] = BlockOwner(key, stream.salt, stream.source, tokens[: position + 1])
+        return finding
+
+    def _other_history(
+        self, group: int, key: SequenceKey, tokens: tuple[int, ...], table: Sequence[int]
+    ) -> MismatchFinding | None:
+        stream = self._streams[key[0]]
+        for block in table:
+            owner = self._owners[group].get(block)
+            if owner is None or owner.key == key or (key, group, block, len(owner.tokens)) in self._checked:
+                continue
+            self._checked.add((key, group, block, len(owner.tokens)))
+            fault = "" if (owner.salt, owner.source) == (stream.salt, stream.source) else "salt"
+            length = min(len(tokens), len(owner.tokens))
+            if tokens[:length] != owner.tokens[:length]:
+                fault = "prefix"
+            if fault:
+                evidence = f"block {block} was written by sequence {owner.key[0]} " + (
+                    "behind other tokens" if fault == "prefix" else f"with salt {owner.salt!r}, not {stream.salt!r}"
+                )
+                return MismatchFinding(fault, 0, *key, length - 1, "the block table", 0.0, evidence)
+        return None
+
+
+def _keeps_slots(group: CacheGroup) -> bool:
+    moves = group.eviction_policy is not None or group.demotion_policy is not None or group.lower_level is not None
+    return not (moves or group.spec.is_cross_attention)
+
+
+class ReplayEngine(AbstractContextManager["ReplayEngine"]):
+    """An engine for some streams, closed at the end of its ``with``; records the logits of every position.
+
+    Args:
+        model: The model.
+        cache: Configuration of the cache.
+        streams: The streams; none is submitted yet.
+        config: Options of the engine.
+        wrap: Builds the cache that the model runner uses from the engine (default: the engine's own).
+        watch: Called with every scheduler output before it runs; then no logits are stored.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: CacheConfig,
+        streams: Sequence[ReplayStream],
+        config: EngineConfig | None = None,
+        *,
+        wrap: WrapCache = lambda engine: engine.kv_cache,
+        watch: Callable[[SchedulerOutput], None] | None = None,
+    ) -> None:
+        self.streams, self.watch = streams, watch
+        config = config or EngineConfig()
+        budget = min(config.max_num_batched_tokens, cache.prefill_chunk_size + cache.max_num_seqs)
+        config = dataclasses.replace(config, max_num_batched_tokens=budget)
+        self.engine = Engine(model, cache, config)
+        self.engine.runner = _ReplayRunner(self, wrap(self.engine))
+        counts = ScenarioCounts(rows=sum(len(stream.forced_tokens) for stream in streams))
+        self.result = ReplayResult({}, counts, self.engine.kv_cache_manager.prefix_caching)
+        self.requests: dict[int, int] = {}  # request -> stream
+        self._reached: dict[SequenceKey, int] = {}
+        self._histories = BlockHistories(self.engine, streams)
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def middle(self, index: int) -> int:
+        """Return the number of a stream's tokens when half of its generation is done."""
+        stream = self.streams[index]
+        return len(stream.prompt) + len(stream.forced_tokens[0]) // 2
+
+    def submit(self, index: int, *, start: int | None = None, num_samples: int = 1, **options: Any) -> int:
+        """Submit a stream from its prompt, or its first ``start`` tokens; return the request's id."""
+        stream = self.streams[index]
+        assert {len(forced) for forced in stream.forced_tokens} == {stream.limit - len(stream.prompt)}, (
+            "unequal samples"
+        )
+        tokens = (*stream.prompt, *stream.forced_tokens[0])[: len(stream.prompt) if start is None else start]
+        sampling = SamplingParams(max_tokens=stream.limit - len(tokens), temperature=0, n=num_samples, ignore_eos=True)
+        request = self.engine.add_request(
+            tokens, sampling, encoder_token_ids=stream.source, cache_salt=stream.salt, **options
+        )
+        self.requests[request] = index
+        return request
+
+    def run(self, after_step: Callable[[int], object] = lambda _: None) -> None:
+        """Run to the end; the invariants of scheduler and KVCacheManager are checked after every step.
+
+        Raises:
+            EngineError: If a sequence failed.
+        """
+
+        def check(step: int) -> None:
+            self.engine.scheduler.check()
+            after_step(step)
+
+        benchmarks.scorers.run_engine(self.engine, check)
+
+    def run_all(self, *, squeezes: int = 0) -> None:
+        """Submit all streams, each sample of them, when their time has come, and run to the end.
+
+        Args:
+            squeezes: Number of preemptions to force, in addition to those of a small pool (``CacheConfig.num_blocks``).
+        """
+        waiting = list(range(len(self.streams)))
+
+        def submit(_step: int) -> None:
+            started = {self.requests[request] for request in self.requests if self._has_started(request)}
+            for index in list(waiting):
+                if self.streams[index].after is None or self.streams[index].after in started:
+                    waiting.remove(index)
+                    self.submit(index, num_samples=len(self.streams[index].forced_tokens))
+
+        def after_step(step: int) -> None:
+            nonlocal squeezes
+            if step % PREEMPTION_INTERVAL == PREEMPTION_INTERVAL - 1 and squeezes:
+                squeezes -= self._preempt_youngest()
+            submit(step)
+
+        submit(0)
+        self.run(after_step)
+        if waiting:
+            raise EngineError(f"{len(waiting)} sequences never started")
+        offload = self.engine.kv_cache_manager.prefix_offload
+        if offload is not None:  # the first stream again, from blocks that the pool has evicted
+            self.evict_blocks()
+            self.submit(0)
+            self.run()
+            self.result.counts.loaded = sum(offload.hits.tokens.values())
+        counts, scheduler = self.result.counts, self.engine.scheduler
+        counts.preemptions = scheduler.stats().preemptions
+        counts.hit_tokens = sum(scheduler.metrics(request).num_cached_tokens for request in self.requests)
+
+    def evict_blocks(self) -> None:
+        """Fill the pool with other sequences, so the streams' cached blocks are evicted."""
+        vocab = self.engine.model.config.vocab_size
+        longest = max(self.streams, key=lambda stream: stream.limit)
+        for shift in range(self.engine.cache.max_num_seqs):
+            tokens = [(token + 1 + shift) % vocab for token in (*longest.prompt, *longest.forced_tokens[0])]
+            self.engine.add_request(tokens[:-1], SamplingParams(max_tokens=1), encoder_token_ids=longest.source)
+        self.run()
+
+    def _has_started(self, request: int) -> bool:
+        return self.engine.metrics(request).first_token is not None
+
+    def _preempt_youngest(self) -> bool:
+        """Preempt the youngest of at least two requests that have computed tokens."""
+        rows = {request: self.engine.scheduler.sequences(request) for request in self.requests}
+        active = [request for request, seqs in rows.items() if any(seq.num_computed_tokens for seq in seqs)]
+        return len(active) > 1 and self.engine.scheduler.preempt(max(active))
+
+    def forced_token(self, scheduled: ScheduledSequence) -> int:
+        """Return the token that follows a sequence's tokens."""
+        stream, sample = self.key(scheduled)
+        tokens = (*self.streams[stream].prompt, *self.streams[stream].forced_tokens[sample])
+        return tokens[len(scheduled.sequence.token_ids)]
+
+    def key(self, scheduled: ScheduledSequence) -> SequenceKey:
+        """Return the stream (negative: none of the streams) and the sample of a scheduled sequence."""
+        request = scheduled.sequence.request_id
+        return self.requests.get(request, -1 - request), scheduled.sequence.sample_index
+
+    def check_histories(self, output: SchedulerOutput) -> None:
+        """Check the blocks of a step that is about to run."""
+        finding = self._histories.check(output, self.requests)
+        self.result.findings.extend([] if finding is None else [finding])
+
+    def collect(self, output: SchedulerOutput, logits: Tensor) -> None:
+        """Count a step and store its logits [T, V]."""
+        counts, offset = self.result.counts, 0
+        counts.steps += 1
+        decoding = [scheduled.start >= scheduled.sequence.num_prompt_tokens for scheduled in output.scheduled]
+        counts.mixed += any(decoding) and not all(decoding)
+        for scheduled in output.scheduled:
+            piece = logits[offset : offset + scheduled.num_tokens]
+            offset += scheduled.num_tokens
+            if scheduled.sequence.request_id not in self.requests:
+                continue
+            key, end = self.key(scheduled), scheduled.start + scheduled.num_tokens
+            reached = self._reached.get(key, 0)
+            counts.tokens += scheduled.num_tokens
+            counts.recomputed += max(0, min(end, reached) - scheduled.start)
+            counts.chunks += end < scheduled.sequence.num_prompt_tokens
+            counts.longest = max(counts.longest, end)
+            counts.forks += not reached and key[1] > 0 and scheduled.start == scheduled.sequence.num_prompt_tokens - 1
+            self._reached[key] = max(reached, end)
+            if self.watch is None:
+                self.result.pieces.setdefault(key, []).append((scheduled.start, piece.cpu()))
+
+
+class _ReplayRunner(ModelRunner):
+    """Computes the logits of every position, and returns logits that leave the sampler no choice."""
+
+    def __init__(self, replay: ReplayEngine, cache: ManagedCache) -> None:
+        super().__init__(replay.engine.model, cache)
+        self.replay = replay
+
+    def execute(self, output: SchedulerOutput) -> Tensor:
+        replay = self.replay
+        replay.check_histories(output)
+        if replay.watch is not None:
+            replay.watch(output)
+        logits = super().execute(benchmarks.scorers.with_all_logits(output))
+        replay.collect(output, logits)
+        rows, first = [], 0
+        for scheduled in output.scheduled:
+            for offset in scheduled.logit_offsets:
+                row = logits[first + offset]
+                if scheduled.sequence.request_id in replay.requests:
+                    row = torch.zeros_like(row)
+                    if scheduled.is_sampled and offset == scheduled.num_tokens - 1:
+                        row[replay.forced_token(scheduled)] = 1.0
+                rows.append(row)
+            first += scheduled.num_tokens
+        return torch.stack(rows)
+
+    def encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> tuple[Tensor, ModelInput]:
+        self.replay.result.counts.encoded += len(encoder_batch.sequences)
+        return super().encode(encoder_batch)
+
+
 def replay_streams(
     model: Transformer,
-    config: CacheConfig,
+    cache: CacheConfig,
     streams: Sequence[ReplayStream],
+    config: EngineConfig | None = None,
     *,
     squeezes: int = 0,
-    make: MakeCache | None = None,
-    watch: Callable[[SchedulerOutput], None] | None = None,
 ) -> ReplayResult:
     """Run ``streams`` to their end and return the logits of every computed position.
 
-    The invariants of the scheduler and the KVCacheManager are checked after every step.
-
     Args:
-        squeezes: Number of preemptions to force, in addition to those of a small pool (``config.num_blocks``).
-        make: Builds the cache; the default is a KVCache with the rotation of ``config``.
-        watch: Called with every scheduler output before it runs; then no logits are stored.
+        squeezes: Number of preemptions to force, in addition to those of a small pool (``cache.num_blocks``).
     """
-    groups = build_groups(attention_specs(model.config), config)
-    cache = (make or partial(KVCache, rope_at=config.rope_at, exact_rope=config.endless))(groups)
-    runner = ModelRunner(model, cache)
-    kv_cache_manager = _ForcedPreemption(
-        groups, prefix=config.enable_prefix_caching, max_num_seqs=config.max_num_seqs, squeezes=squeezes
-    )
-    limit = ENDLESS if config.endless else min(model.config.max_seq_len, config.max_seq_len)
-    scheduler = Scheduler(
-        kv_cache_manager,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.prefill_chunk_size + config.max_num_seqs,
-        prefill_chunk_size=config.prefill_chunk_size,
-        limit=limit,
-    )
-    counts = ScenarioCounts(rows=sum(len(stream.forced_tokens) for stream in streams))
-    result = ReplayResult({}, counts, kv_cache_manager.prefix_caching)
-    driver = _ReplayDriver(runner, scheduler, streams, result)
-    while not driver.step(watch):
-        scheduler.check()
-    counts.preemptions = scheduler.stats().preemptions
-    counts.forks = kv_cache_manager.forks
-    counts.hit_tokens = sum(usage.num_cached_tokens for usage in driver.usages)
-    return result
+    with ReplayEngine(model, cache, streams, config) as replay:
+        replay.run_all(squeezes=squeezes)
+        return replay.result
 
 
 @torch.inference_mode()
@@ -163,110 +412,52 @@ def run_whole_sequence(model: Transformer, tokens: Sequence[int], limit: int | N
     return ModelInput(token_ids, positions, (SubBatch(1, len(tokens), len(tokens)),), positions, max_seq_lens=limits)
 
 
-def sequence_key(scheduled: ScheduledSequence) -> SequenceKey:
-    return scheduled.sequence.request_id, scheduled.sequence.sample_index
+NOISE_FACTOR = 4.0  # largest |dlogit|, in those of the plain model in the same dtype
+RMS_FACTOR = 2.0  # root mean square of the dlogits, likewise
 
 
-class _ForcedPreemption(KVCacheManager):
-    """A KVCacheManager that refuses a step of two or more sequences every few steps, and counts forks."""
+class Tolerance(NamedTuple):
+    """Largest allowed distance of an engine's logits from the float64 reference."""
 
-    def __init__(self, groups: Sequence[CacheGroup], *, prefix: bool, max_num_seqs: int, squeezes: int) -> None:
-        super().__init__(groups, prefix_caching=prefix, max_num_seqs=max_num_seqs)
-        self.forks = 0
-        self._squeezes, self._num_steps = squeezes, 0
+    max_dlogit: float
+    rms_dlogit: float
 
-    def allocate_slots(self, spans: Sequence[TokenSpan] | Sequence[tuple[int, int, int]]) -> BlockAllocation | None:
-        if self._squeezes and len(spans) > 1 and all(self.seq_len(span[0]) for span in spans):
-            self._num_steps += 1
-            if self._num_steps > PREEMPTION_INTERVAL:
-                self._num_steps = 0
-                self._squeezes -= 1
-                return None
-        return super().allocate_slots(spans)
-
-    def fork(self, seq_index: int, child: int, length: int) -> bool:
-        forked = super().fork(seq_index, child, length)
-        self.forks += forked
-        return forked
+    def allows(self, comparison: Comparison) -> bool:
+        """Return True if both distances are within the tolerance."""
+        return comparison.max_dlogit <= self.max_dlogit and comparison.rms_dlogit <= self.rms_dlogit
 
 
-class _ReplayDriver:
-    """Submits, steps, forces tokens and collects logits."""
+def derive_tolerance(noise: Comparison, dtype: torch.dtype, scale: float) -> Tolerance:
+    """Derive the tolerance from the plain uncached model in the engine's dtype.
 
-    def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, streams: Sequence[ReplayStream], result: ReplayResult
-    ) -> None:
-        self.runner, self.scheduler, self.streams, self.result = runner, scheduler, streams, result
-        self._waiting = set(range(len(streams)))
-        self._started: set[int] = set()
-        self._reached: dict[SequenceKey, int] = {}
-        self.usages: list[scheduling.RequestMetrics] = []
-        self._submit()
-
-    def _submit(self) -> None:
-        for index in sorted(self._waiting):
-            stream = self.streams[index]
-            if stream.after is None or stream.after in self._started:
-                self._waiting.remove(index)
-                count = len(stream.forced_tokens[0])
-                assert count and {len(forced) for forced in stream.forced_tokens} == {count}, "unequal samples"
-                sampling = SamplingParams(max_tokens=count, temperature=0, n=len(stream.forced_tokens))
-                root = f"{self.runner.rope_regime(stream.limit)} {stream.source}".encode()
-                source = stream.source
-                encoder_input = None if source is None else scheduling.request.EncoderInput(tuple(source))
-                self.usages.append(
-                    self.scheduler.add_request(index, stream.prompt, sampling, root, encoder_input=encoder_input)
-                )
-
-    def step(self, watch: Callable[[SchedulerOutput], None] | None) -> bool:
-        """Run one step; return True when nothing is left."""
-        output = self.scheduler.schedule()
-        if output is None:
-            assert self.scheduler.idle and not self._waiting, "the scheduler has work but schedules none"
-            return True
-        if output.encoder_batch is not None:
-            self.runner.encode(output.encoder_batch)
-            self.result.counts.encoded += len(output.encoder_batch.sequences)
-            self.scheduler.update_from_output(output, [SequenceOutput()] * len(output.encoder_batch.sequences))
-            return False
-        if watch is not None:
-            watch(output)
-        logits = self.runner.execute(benchmarks.scorers.with_all_logits(output))
-        self._collect(output, logits, keep=watch is None)
-        results = []
-        for scheduled in output.scheduled:
-            stream, sample = sequence_key(scheduled)
-            forced = self.streams[stream].forced_tokens[sample]
-            token = forced[scheduled.sequence.num_generated_tokens] if scheduled.is_sampled else None
-            results.append(SequenceOutput(token))
-        for event in self.scheduler.update_from_output(output, results):
-            assert event.error is None, event.error
-            self._started.add(event.request)
-        self._submit()
-        return False
-
-    def _collect(self, output: SchedulerOutput, logits: Tensor, *, keep: bool) -> None:
-        counts, offset = self.result.counts, 0
-        counts.steps += 1
-        decoding = [scheduled.start >= scheduled.sequence.num_prompt_tokens for scheduled in output.scheduled]
-        counts.mixed += any(decoding) and not all(decoding)
-        for scheduled in output.scheduled:
-            key, end = sequence_key(scheduled), scheduled.start + scheduled.num_tokens
-            reached = self._reached.get(key, 0)
-            counts.tokens += scheduled.num_tokens
-            counts.recomputed += max(0, min(end, reached) - scheduled.start)
-            counts.chunks += end < scheduled.sequence.num_prompt_tokens
-            counts.longest = max(counts.longest, end)
-            self._reached[key] = max(reached, end)
-            if keep:
-                piece = scheduled.start, logits[offset : offset + scheduled.num_tokens]
-                self.result.pieces.setdefault(key, []).append(piece)
-            offset += scheduled.num_tokens
+    Args:
+        noise: The plain model's logits compared with the same float64 reference.
+        dtype: The engine's dtype.
+        scale: The reference's largest |logit|.
+    """
+    if dtype == torch.float64:
+        return Tolerance(EXACT, EXACT)
+    final = torch.finfo(dtype).eps * scale  # for a plain model that happens to round nothing
+    return Tolerance(NOISE_FACTOR * noise.max_dlogit + final, RMS_FACTOR * noise.rms_dlogit + final / 8)
 
 
-COMPUTE_EPS = 256
-STORED_EPS = 8
-AMPLIFICATION = 16
+class ReferenceLogits(NamedTuple):
+    """Logits [T, V] of whole sequences in float64, the largest |logit|, and the tolerance of a model's dtype."""
+
+    logits: dict[SequenceKey, Tensor]
+    scale: float
+    tolerance: Tolerance
+
+
+def compute_reference(
+    exact: ReferenceModel, plain: ReferenceModel, sequences: Sequence[WholeSequence], cache: CacheProtocol
+) -> ReferenceLogits:
+    """Compute sequences without a cache in float64 (``exact``) and in the engine's dtype (``plain``)."""
+    logits = {(number, 0): each for number, each in enumerate(exact.whole_logits(sequences, cache))}
+    pieces = {(number, 0): [(0, each)] for number, each in enumerate(plain.whole_logits(sequences, cache))}
+    scale = max(float(each.abs().max()) for each in logits.values())
+    noise = compare_logits(ReplayResult(dict(pieces)), logits, 0.0)
+    return ReferenceLogits(logits, scale, derive_tolerance(noise, plain.compute_dtype, scale))
 
 
 def compare_logits(
@@ -276,22 +467,25 @@ def compare_logits(
 
     NaN on either side counts as an infinite difference.
     """
-    worst, kl, divergences = 0.0, [], []
+    worst, squares, count, kl, divergences = 0.0, 0.0, 0, [], []
     for key, pieces in replayed.pieces.items():
         for start, piece in pieces:
             have = piece[: None if before is None else max(0, before - start)].double()
             true = reference[key][start : start + len(have)].double()
-            worst = max(worst, float((have - true).abs().nan_to_num(nan=torch.inf).max()) if len(have) else 0.0)
+            gap = (have - true).abs().nan_to_num(nan=torch.inf)
+            worst, count = max(worst, float(gap.max()) if len(have) else 0.0), count + gap.numel()
+            squares += float(gap.square().sum())
             p, q = true.log_softmax(-1), have.log_softmax(-1)
             kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0))  # KL(reference || cache) in nats
             best, chosen = true.argmax(-1), have.argmax(-1)
             for at in (best != chosen).nonzero().squeeze(-1).tolist():
                 top = true[at].topk(min(2, true.shape[-1])).values
-                gap, tokens = float(top[0] - top[-1]), (int(best[at]), int(chosen[at]))
-                divergences.append(TokenDivergence(*key, start + at, *tokens, gap, gap < tie_below))
+                lead, tokens = float(top[0] - top[-1]), (int(best[at]), int(chosen[at]))
+                divergences.append(TokenDivergence(*key, start + at, *tokens, lead, lead < tie_below))
     every = torch.cat(kl)
     return Comparison(
         max_dlogit=worst,
+        rms_dlogit=math.sqrt(squares / max(count, 1)),
         kl_mean=float(every.mean()),
         kl_max=float(every.max()),
         agree=len(every) - len(divergences),
@@ -301,26 +495,8 @@ def compare_logits(
     )
 
 
-def tolerance(dtype: str, scale: float, structure: float) -> float:
-    """Return the largest allowed |dlogit|, given the reference's largest |logit| and the float64 case's max |dlogit|.
-
-    float64: 1e-10. Otherwise the rounding of float32 (256 eps, or 16 times the float64 case's noise carried over to
-    float32: a sharp model amplifies it) and, for a half precision, that of what is stored (8 eps of it). A lossy format
-    has float32's tolerance: beyond it, a token that differs is no tie.
-    """
-    if dtype == "float64":
-        return EXACT
-    single, double = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-    computed = max(COMPUTE_EPS * single * scale, AMPLIFICATION * structure * single / double)
-    if format_loss(dtype) != "rounding":
-        return computed
-    return computed + STORED_EPS * max(stored.eps for stored in _formats(dtype)) * scale
-
-
-def format_loss(dtype: str) -> str:
-    """Return the larger loss of keys and values: "none", "rounding", "lossy"."""
-    return max((stored.loss for stored in _formats(dtype)), key=("none", "rounding", "lossy").index)
-
-
-def _formats(dtype: str) -> list[cache_lib.quantization.CacheFormat]:
-    return [cache_lib.quantization.get_format(name) for name in cache_lib.quantization.split_format_name(dtype)]
+def format_loss(dtype: str, computed: str = "float32") -> str:
+    """Return the larger loss of keys and values of a ``computed`` dtype: "none", "rounding", "lossy"."""
+    names = cache_lib.quantization.split_format_name(dtype)
+    losses = ("none" if name == computed else cache_lib.quantization.get_format(name).loss for name in names)
+    return max(losses, key=("none", "rounding", "lossy").index)

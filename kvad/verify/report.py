@@ -16,12 +16,14 @@ UNKNOWN_FAULT = "unknown"
 Verdict = Literal["exact", "within tolerance", "lossy by design", "broken"]
 
 RULES = (
-    "structure: float64 model and cache, max |dlogit| <= 1e-10",
-    "tolerance: float64 1e-10; float32 256 eps x max |logit|, or 16 x the float64 noise in float32's measure if more",
-    "           bfloat16, float16: that + 8 eps(stored) x max |logit|",
-    "exact: exact structure, float32 or float64 stored, within the tolerance, the same greedy tokens but for ties",
+    "engine: the one that generate runs, in the model's dtype",
+    "reference: the same weights, unpacked, in float64, without a cache, with plain kernels",
+    "structure: the engine in float64, max |dlogit| <= 1e-10",
+    "tolerance: max |dlogit| <= 4 x and rms dlogit <= 2 x those of the plain uncached model in the engine's dtype,",
+    "           compared with the same reference, + one rounding of the largest logit; float64 1e-10",
+    "exact: exact structure, nothing rounded when stored, within the tolerance, the same greedy tokens but for ties",
     "tie: the reference's best two logits are closer than twice the tolerance",
-    "within tolerance: exact structure, bfloat16 or float16 stored, within the tolerance",
+    "within tolerance: the same, but rounded when stored, as in the plain model, or without a float64 engine",
     "lossy by design: exact structure, beyond the tolerance, but what is read are the true keys and values, rounded",
     "           fp8, int8, int4: always; the structure is compared with the model whose keys and values are quantized",
 )
@@ -82,6 +84,28 @@ FAULTS: dict[str, FaultDescription] = {
         "keys or values are rounded more coarsely than the format",
         "a store or a cast in a lower precision, autocast around the write",
     ),
+    "packed": FaultDescription(
+        "packed weights differ: a joined product is not the product of its layers",
+        "weights joined in another order or split at other sizes, a bias left out, stale packed weights",
+    ),
+    "prefix": FaultDescription(
+        "a prefix hit returns a block that was written behind another history",
+        "blocks found by their own tokens without the tokens before them, a hash that ignores the parent",
+    ),
+    "salt": FaultDescription(
+        "a prefix hit returns a block of another salt", "a root without the salt, or one that is shared by all requests"
+    ),
+    "quantization-scale": FaultDescription(
+        "quantized keys are decoded with other scales",
+        "scales that are not copied with their block, or are indexed by another slot",
+    ),
+    "block-store": FaultDescription(
+        "a block read from the block store is not the one that was stored",
+        "buffers reused before they are copied, loads completed in another order, keys without the parent",
+    ),
+    "summary": FaultDescription(
+        "summaries are not those of the policy's ratio", "a weight of another ratio, a summarizer for other chunks"
+    ),
     UNKNOWN_FAULT: FaultDescription(
         "something differs, and no known fault explains it", "Read the first difference, and bisect there."
     ),
@@ -94,7 +118,7 @@ class MismatchFinding:
 
     fault: str  # a key of FAULTS
     layer: int
-    row: int  # request
+    row: int  # request; -1: unknown
     sample: int
     position: int  # of the query
     what: str  # q, k, v, scores or attention output
@@ -107,12 +131,14 @@ class MismatchFinding:
         return FAULTS[self.fault].causes
 
     def sentence(self) -> str:
-        sample = f" (sample {self.sample})" if self.sample else ""
+        sequence = (
+            "" if self.row < 0 else f"sequence {self.row}" + f" (sample {self.sample})" * bool(self.sample) + ", "
+        )
         recorded = "float64 case" if self.stored == "float64" else f"{self.stored} cache"
+        size = f"differs by {self.difference:.2e}" if self.difference else "differs"
         return (
-            f"{self.fault}: {FAULTS[self.fault].what}; first at layer {self.layer}, sequence {self.row}{sample}, "
-            f"position {self.position} of the {recorded}, where {self.what} differs by {self.difference:.2e}: "
-            f"{self.evidence}"
+            f"{self.fault}: {FAULTS[self.fault].what}; first at layer {self.layer}, {sequence}"
+            f"position {self.position} of the {recorded}, where {self.what} {size}: {self.evidence}"
         )
 
 
@@ -134,6 +160,7 @@ class Comparison:
     """A cache's logits compared with the reference, over every computed position."""
 
     max_dlogit: float
+    rms_dlogit: float
     kl_mean: float  # nats
     kl_max: float
     agree: int  # equal greedy tokens
@@ -202,17 +229,23 @@ class CaseReport(Comparison, MemoryCase):
     """Result of one configuration.
 
     ``structure`` is max |dlogit| in float64 (of a lossy format, its own if that is more; of a lossy policy, compared
-    with each sequence alone, and with the reference before its first eviction).
+    with each sequence alone, and with the reference before its first eviction); None if a float64 engine did not run.
     """
 
     tolerance: float
-    structure: float
+    rms_tolerance: float
+    structure: float | None
     verdict: Verdict
     seconds: float
     scenario_counts: dict[str, int] = field(default_factory=dict)
     finding: MismatchFinding | None = None
     loss: LossReport | None = None
     reason: str = ""  # what is broken, if no fault is found
+
+    @property
+    def structure_text(self) -> str:
+        """The structure for a table; "-" if it was not run."""
+        return "-" if self.structure is None else f"{self.structure:.2e}"
 
 
 @dataclass(frozen=True)

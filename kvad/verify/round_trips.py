@@ -1,7 +1,6 @@
 """Sequences that leave the cache and return (swap space, prefix cache, session, offload), with the logits on the way.
 
-Real engines run over known tokens: only one token is allowed next (``SamplingParams.allowed_tokens_fn``), and the
-runner records the logits of every computed position. So a sequence that was away can be compared with the reference of
+The engines are those of ``kvad.verify.replay``, so a sequence that was away can be compared with the reference of
 ``kvad.verify.run``, position by position, like one that stayed.
 
 ``RoundTripRun.moved`` is the amount that took the round trip: if it is 0, nothing was tested. An impossible
@@ -11,23 +10,18 @@ configuration is refused by the engine with its own error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from kvad import benchmarks
 from kvad import cache as cache_lib
 from kvad.cache import CacheConfig
 from kvad.cache.sessions import load_session, save_session
-from kvad.engine import Engine, EngineConfig, scheduling
-from kvad.engine.scheduling import SamplingParams
+from kvad.engine import EngineConfig, scheduling
 from kvad.errors import UsageError, suggest
 from kvad.model import Transformer
-from kvad.verify.replay import ReplayResult, ReplayStream
+from kvad.verify.replay import ReplayEngine, ReplayResult, ReplayStream
 
 LARGE_RAM = 1 << 40  # bytes of host memory: no bound
 NUM_ABSENCES = 2  # times that each sequence is preempted
@@ -51,6 +45,11 @@ class _Job(NamedTuple):
     other: CacheConfig  # of the second engine
     streams: Sequence[ReplayStream]
     folder: Path  # for new files
+    config: EngineConfig  # of both engines
+
+    def open(self, cache: CacheConfig, **options: Any) -> ReplayEngine:
+        """Open an engine with this cache and these more options."""
+        return ReplayEngine(self.model, cache, self.streams, replace(self.config, **options))
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,7 @@ def run_round_trip(
     folder: Path,
     *,
     other: CacheConfig | None = None,
+    config: EngineConfig | None = None,
 ) -> RoundTripRun:
     """Send each stream's first sample on a round trip.
 
@@ -86,13 +86,13 @@ def run_round_trip(
         ConfigError, RequestError, StorageError: If this cache does not support the round trip.
     """
     check_round_trip(name)
-    return ROUND_TRIPS[name].run(_Job(model, cache, other or cache, streams, folder))
+    return ROUND_TRIPS[name].run(_Job(model, cache, other or cache, streams, folder, config or EngineConfig()))
 
 
 def _through_swap(job: _Job, *, disk: bool) -> RoundTripRun:
     """Preempt each sequence ``NUM_ABSENCES`` times in turn; it is copied out and in, never recomputed."""
     cache, swap_dir = replace(job.cache, swap_space=0 if disk else LARGE_RAM), job.folder if disk else None
-    with _ReplayEngine(job.model, cache, job.streams, swap_dir=swap_dir, cost_model=_AlwaysSwap()) as run:
+    with job.open(cache, swap_dir=swap_dir, cost_model=_AlwaysSwap()) as run:
         requests = [run.submit(number) for number in range(len(job.streams))]
         remaining = dict.fromkeys(requests, NUM_ABSENCES)
 
@@ -120,16 +120,16 @@ def _through_prefix_cache(job: _Job, *, disk: bool) -> RoundTripRun:
     }
     fields |= {"prefix_cache_dir": str(job.folder / "prefix-cache")} if disk else {"prefix_cache_ram": LARGE_RAM}
     cache = replace(job.cache, **fields)
-    with _ReplayEngine(job.model, cache, job.streams) as first:
-        first.run_all()
+    with job.open(cache) as first:
+        _run_first_samples(first)
         if not disk:
-            first.evict_blocks(cache)
+            first.evict_blocks()
             first.result.pieces.clear()
-            first.run_all(from_middle=True)
+            _run_first_samples(first, from_middle=True)
     second = first
     if disk:
-        with _ReplayEngine(job.model, replace(job.other, **fields), job.streams) as second:
-            second.run_all(from_middle=True)
+        with job.open(replace(job.other, **fields)) as second:
+            _run_first_samples(second, from_middle=True)
     prefix_offload = second.engine.kv_cache_manager.prefix_offload
     tokens = 0 if prefix_offload is None else prefix_offload.hits.tokens["disk" if disk else "ram"]
     miss_reason = "" if prefix_offload is None or tokens else ", ".join(prefix_offload.hits.misses)
@@ -139,7 +139,7 @@ def _through_prefix_cache(job: _Job, *, disk: bool) -> RoundTripRun:
 def _through_session(job: _Job) -> RoundTripRun:
     """Run every sequence to its middle, together with the others, then continue all of them from their files."""
     paths = [job.folder / f"{number}.session" for number in range(len(job.streams))]
-    with _ReplayEngine(job.model, job.cache, job.streams) as first:
+    with job.open(job.cache) as first:
         requests = [first.submit(number, keep_state=True) for number in range(len(job.streams))]
 
         def finish_at_middle(_step: int) -> None:
@@ -154,7 +154,7 @@ def _through_session(job: _Job) -> RoundTripRun:
             state = first.engine.pop_state(request)
             fingerprint = first.engine.cache_fingerprint(state.regime, cache_salt=state.salt)
             save_session(path, state, fingerprint, state.tokens, {})
-    with _ReplayEngine(job.model, job.other, job.streams) as second:
+    with job.open(job.other) as second:
         cache, engine_id = second.engine.kv_cache, second.engine.state_keeper.engine_id
         fingerprint_for = second.engine.cache_fingerprint
         states = [
@@ -174,8 +174,8 @@ def _through_offload(job: _Job, *, disk: bool) -> RoundTripRun:
     if not isinstance(job.cache.resolved_policy, cache_lib.policy.OffloadPolicy):
         longest, size = max(stream.limit for stream in job.streams), job.cache.block_size
         fields |= {"overflow": "offload", "max_seq_len": max(2 * size, longest // 4), "num_blocks": None}
-    with _ReplayEngine(job.model, replace(job.cache, **fields), job.streams) as run:
-        run.run_all()
+    with job.open(replace(job.cache, **fields)) as run:
+        _run_first_samples(run)
         reader = run.engine.kv_cache.offload_reader
         stats = None if reader is None else reader.stats()
     moved = 0 if stats is None else stats.from_disk if disk else stats.from_ram
@@ -202,60 +202,8 @@ class _AlwaysSwap(scheduling.preemption.SwapCostModel):
         return True
 
 
-class _ReplayEngine(AbstractContextManager["_ReplayEngine"]):
-    """An engine for some streams, closed at the end of its ``with``; records the logits of every position."""
-
-    def __init__(self, model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], **options: Any) -> None:
-        self.streams, self.result = streams, ReplayResult({})
-        budget = cache.prefill_chunk_size + cache.max_num_seqs
-        self.engine = Engine(model, cache, EngineConfig(max_num_batched_tokens=budget, **options))
-        self._streams: dict[int, int] = {}  # by request
-        benchmarks.scorers.attach_logit_hook(self.engine, self._record, all_positions=True)
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
-
-    def middle(self, index: int) -> int:
-        """Return the number of a stream's tokens when half of its generation is done."""
-        stream = self.streams[index]
-        return len(stream.prompt) + len(stream.forced_tokens[0]) // 2
-
-    def submit(self, index: int, *, start: int | None = None, **options: Any) -> int:
-        """Submit a stream's first sample from its prompt, or its first ``start`` tokens; return the request's id."""
-        stream = self.streams[index]
-        tokens = (*stream.prompt, *stream.forced_tokens[0])
-        start = len(stream.prompt) if start is None else start
-        sampling = SamplingParams(
-            max_tokens=len(tokens) - start, ignore_eos=True, allowed_tokens_fn=lambda known: [tokens[len(known)]]
-        )
-        request = self.engine.add_request(tokens[:start], sampling, encoder_token_ids=stream.source, **options)
-        self._streams[request] = index
-        return request
-
-    def run(self, after_step: Callable[[int], None] = lambda _: None) -> None:
-        """Run to the end; raises EngineError if a sequence failed."""
-
-        def check(step: int) -> None:
-            self.engine.scheduler.check()
-            after_step(step)
-
-        benchmarks.scorers.run_engine(self.engine, check)
-
-    def run_all(self, *, from_middle: bool = False) -> None:
-        """Submit all streams and run to the end."""
-        for index in range(len(self.streams)):
-            self.submit(index, start=self.middle(index) if from_middle else None)
-        self.run()
-
-    def evict_blocks(self, cache: CacheConfig) -> None:
-        """Fill the pool with other sequences, so the streams' cached blocks are evicted."""
-        vocab = self.engine.model.config.vocab_size
-        longest = max(self.streams, key=lambda stream: stream.limit)
-        for shift in range(cache.max_num_seqs):
-            tokens = [(token + 1 + shift) % vocab for token in (*longest.prompt, *longest.forced_tokens[0])]
-            self.engine.add_request(tokens[:-1], SamplingParams(max_tokens=1), encoder_token_ids=longest.source)
-        self.run()
-
-    def _record(self, request: int, start: int, logits: Tensor) -> None:
-        if request in self._streams:
-            self.result.pieces.setdefault((self._streams[request], 0), []).append((start, logits))
+def _run_first_samples(run: ReplayEngine, *, from_middle: bool = False) -> None:
+    """Submit the first sample of all streams and run to the end."""
+    for index in range(len(run.streams)):
+        run.submit(index, start=run.middle(index) if from_middle else None)
+    run.run()

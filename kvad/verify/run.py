@@ -1,15 +1,17 @@
 """Compares every cache configuration with the uncached model.
 
-Every cache runs the same sequences through the real path (``kvad.verify.replay``) in the scenario of
-``kvad.verify.scenario``; the logits of every computed position, recomputed ones included, are compared with the
-reference. Weights are taken as stored and computed with in float32 and float64; a half precision is a way to *store*
-keys and values here, as on a CPU. The reference is the same model with ``NoCache``, each sequence computed whole:
+Every cache runs the same sequences through the engine that ``LLM.generate`` uses (``kvad.verify.replay``), with the
+same options and in the model's dtype, in the scenario of ``kvad.verify.scenario``; the logits of every computed
+position, recomputed ones included, are compared with the reference. The reference (``kvad.verify.reference_model``) has
+the same weights, as they were before an engine packed them, in float64 and with ``NoCache``, each sequence whole:
 
 * for a policy by position under the same mask;
 * for a lossy format (fp8, int8, int4) with keys and values that pass through it (``kvad.verify.references``);
 * for a ranking or summarizing policy until its first eviction; beyond it, each sequence alone.
 
-The loss compared with the model that keeps everything is a number (``kvad.verify.references``), not a verdict.
+The tolerance is derived: the same reference is compared with the plain model in the engine's dtype. Where memory
+allows, each case also runs on an engine in float64, which must agree to 1e-10 (its *structure*). The loss compared with
+the model that keeps everything is a number (``kvad.verify.references``), not a verdict.
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ from kvad import cache as cache_lib
 from kvad.cache import CacheConfig, build_groups
 from kvad.cache.device import KVCache
 from kvad.config import AttentionSpec, attention_specs
+from kvad.engine import Engine, EngineConfig
 from kvad.errors import ConfigError, EngineError, KvadError, RequestError, StorageError, UsageError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol
 from kvad.verify import replay, report, scenario
-from kvad.verify.diagnosis import diagnose
-from kvad.verify.injected_faults import check_fault_name, inject_cache_fault, inject_model_fault
+from kvad.verify.beams import run_beams
+from kvad.verify.diagnosis import Subject, diagnose
+from kvad.verify.injected_faults import check_fault_name, inject_cache_fault, inject_engine_fault, inject_model_fault
+from kvad.verify.reference_model import WholeSequence, reference_model
 from kvad.verify.references import NeedleRecall, QuantizedNoCache, compare_loss
 from kvad.verify.round_trips import ROUND_TRIPS, check_round_trip, run_round_trip
+from kvad.verify.summaries import SummaryCheck
 
 
 def verify(
@@ -47,13 +53,21 @@ def verify(
     prompts: Sequence[Sequence[int]],
     options: scenario.ScenarioOptions | None = None,
     *,
+    config: EngineConfig | None = None,
     fault: str | None = None,
     language: benchmarks.needle_tasks.HaystackLanguage | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> report.VerifyReport:
     """Compare every case of ``options`` with its reference; impossible ones are skipped and reported.
 
-    ``fault`` is injected into every cache; ``language`` is that of the needle tasks.
+    Args:
+        model: The model, in the dtype and on the device that run; engines pack its weights.
+        prompts: Token ids.
+        options: Sequences and caches.
+        config: Options of the engine, such as ``deterministic`` or a summarizer.
+        fault: Fault to inject into every engine.
+        language: Language of the needle tasks.
+        progress: Called with what is computed next.
 
     Raises:
         UsageError: If prompts or the fault are impossible, or no case is possible.
@@ -63,16 +77,19 @@ def verify(
     options = options or scenario.ScenarioOptions()
     for method in options.round_trips:
         check_round_trip(method)
-    if fault is not None and options.round_trips:
-        message = "--inject-fault and --round-trip: a fault is injected into caches that no sequence leaves"
+    if fault is not None and (options.round_trips or options.num_beams > 1):
+        label = "--round-trip" if options.round_trips else "--num-beams"
+        message = f"--inject-fault and {label}: a fault is injected into the configurations only"
         raise UsageError(message, "Give one of them.")
-    run = _Run(model, prompts, options, fault, language, progress)
+    run = _Run(model, prompts, options, config or EngineConfig(), fault, language, progress)
     cases = tuple(run.run_case(case) for case in run.cases)
     round_trips = tuple(run.round_trip(case, method) for case in run.cases for method in options.round_trips)
+    if options.num_beams > 1:
+        round_trips += tuple(run.search(case) for case in run.cases)
     has_policy = any(case.policy != "full" for case in run.cases)
     result = report.VerifyReport(
         rows=tuple(len(s.tokens(i)) for s in run.streams for i in range(len(s.forced_tokens))),
-        positions=sum(len(t) for t in run.reference(run.double).values()),
+        positions=sum(len(t) for t in run.reference().values()),
         logit_scale=run.scale,
         injected=fault,
         cases=cases,
@@ -113,27 +130,42 @@ class _Run:
         model: Transformer,
         prompts: Sequence[Sequence[int]],
         options: scenario.ScenarioOptions,
+        config: EngineConfig,
         fault: str | None,
         language: benchmarks.needle_tasks.HaystackLanguage | None,
         progress: Callable[[str], None],
     ) -> None:
         self.options, self.fault, self.language, self.progress = options, fault, language, progress
-        self.config, self.plain_specs = model.config, attention_specs(model.config)
+        self.model, self.config, self.plain_specs = model, model.config, attention_specs(model.config)
+        self.computed = str(model.token_embedding.dtype).removeprefix("torch.")
+        self.engine_config = dataclasses.replace(config, cache_factory=partial(inject_cache_fault, fault))
         self.cases, self.skipped = self._possible(prompts)
-        self.single = model if model.token_embedding.dtype == torch.float32 else copy.deepcopy(model).float()
-        self.double = copy.deepcopy(model).double()
-        progress("the reference")
-        self.streams = scenario.build_streams(self.single, prompts, options)
+        self.exact, self.plain = reference_model(model, torch.float64), reference_model(model)
+        self.double = (
+            model if self.computed == "float64" else copy.deepcopy(model).double() if options.structure else None
+        )
+        progress("the continuations of the prompts")
+        self.streams = scenario.build_streams(model, prompts, options, config, self.cases[0] if self.cases else None)
         if fault is not None:
-            for case in self.cases:
-                check_fault_name(fault, self.config, self.plan(dataclasses.replace(case, dtype="float64")).cache)
+            self._check_fault(fault)
         self._references: dict[tuple[object, ...], dict[replay.SequenceKey, Tensor]] = {}
         self._structures: dict[report.MemoryCase, _Structure] = {}
         self._findings: dict[report.MemoryCase, report.MismatchFinding | None] = {}
         self._needles: NeedleRecall | None = None
-        self._engine_model: Transformer | None = None
         self._policy = "full"
-        self.scale = max(float(logits.abs().max()) for logits in self.reference(self.double).values())
+        progress("the reference")
+        self.scale = max(float(logits.abs().max()) for logits in self.reference().values())
+
+    def _check_fault(self, fault: str) -> None:
+        """Raise the first UsageError if the fault is possible in no case."""
+        errors = list[UsageError]()
+        for case in self.cases:
+            try:
+                check_fault_name(fault, self.config, self.plan(case).cache)
+            except UsageError as error:
+                errors.append(error)
+        if len(errors) == len(self.cases):
+            raise errors[0]
 
     def _possible(self, prompts: Sequence[Sequence[int]]) -> tuple[list[report.MemoryCase], list[report.SkippedCase]]:
         """Split the cases into possible and skipped ones; raises the first ConfigError if none is possible."""
@@ -157,74 +189,101 @@ class _Run:
         return _Plan(case, cache, tuple(cache.restrict(self.plain_specs)), first_loss)
 
     def reference(
-        self, model: Transformer, specs: Sequence[AttentionSpec] | None = None, case: report.MemoryCase | None = None
+        self,
+        specs: Sequence[AttentionSpec] | None = None,
+        case: report.MemoryCase | None = None,
+        *,
+        plain: bool = False,
     ) -> dict[replay.SequenceKey, Tensor]:
-        """Compute [T, V] of each sequence without a cache, in the precision of the model.
+        """Compute [T, V] of each sequence without a cache, in float64 or (``plain``) in the engine's dtype.
 
         ``specs``: the layers under a policy (None: without one). ``case``: keys and values pass through its formats.
         """
         specs = self.plain_specs if specs is None else tuple(specs)
-        key = (model is self.double, specs, case and (case.dtype, case.rotate))
+        key = (plain, specs, case and (case.dtype, case.rotate))
         if key not in self._references:
             if key[1:] != (self.plain_specs, None):
                 self.progress("the reference" + (f" of {case.name}" if case else " under the policy"))
             exact = self.options.endless and specs != self.plain_specs
-            cache: CacheProtocol = NoCache(self.config, specs=specs, exact_rope=exact)
+            cache: CacheProtocol = NoCache(self.config, specs=specs, exact_rope=exact, kernel="reference")
             if case is not None:
                 formats, rope_at = cache_lib.quantization.split_format_name(case.dtype), self.plan(case).cache.rope_at
                 cache = QuantizedNoCache(cache, *formats, rotate=rope_at, exact=case.endless)
-            self._references[key] = {
-                (index, sample): replay.run_uncached(model, stream.tokens(sample), stream.limit, cache, stream.source)
-                for index, stream in enumerate(self.streams)
-                for sample in range(len(stream.forced_tokens))
-            }
+            keys = [(i, sample) for i, stream in enumerate(self.streams) for sample in range(len(stream.forced_tokens))]
+            rows = [(self.streams[index], sample) for index, sample in keys]
+            sequences = [WholeSequence(stream.tokens(sample), stream.limit, stream.source) for stream, sample in rows]
+            model = self.plain if plain else self.exact
+            self._references[key] = dict(zip(keys, model.whole_logits(sequences, cache), strict=True))
         return self._references[key]
+
+    def tolerance(self, plan: _Plan) -> replay.Tolerance:
+        """Derive the tolerance of a case from the plain model, whose keys and values are rounded as the case's."""
+        if plan.case.dtype == "float64" and self.double is not None:
+            return replay.derive_tolerance(self._noise(plan.specs, None), torch.float64, self.scale)
+        rounded = plan.case if replay.format_loss(plan.case.dtype, self.computed) == "rounding" else None
+        noise = self._noise(plan.specs, rounded)
+        if not math.isfinite(noise.max_dlogit):  # an overflow of the format excuses nothing
+            noise = self._noise(plan.specs, None)
+        return replay.derive_tolerance(noise, self.plain.compute_dtype, self.scale)
+
+    def _noise(self, specs: Sequence[AttentionSpec], case: report.MemoryCase | None) -> report.Comparison:
+        pieces = {key: [(0, logits)] for key, logits in self.reference(specs, case, plain=True).items()}
+        return replay.compare_logits(replay.ReplayResult(pieces), self.reference(specs), 0.0)
 
     def _start_policy(self, policy: str) -> None:
         if policy != self._policy:
-            self._policy, plain = policy, (self.plain_specs, None)
-            self._references = {key: logits for key, logits in self._references.items() if key[1:] == plain}
+            self._policy, unrestricted = policy, (self.plain_specs, None)
+            self._references = {key: logits for key, logits in self._references.items() if key[1:] == unrestricted}
             self._structures.clear()
 
     def run_case(self, case: report.MemoryCase) -> report.CaseReport:
         began = time.perf_counter()
         self._start_policy(case.policy)
-        plan, double = self.plan(case), dataclasses.replace(case, dtype="float64")
-        if double not in self._structures:
-            self._structures[double] = self._structure(self.plan(double))
-        structure = self._structures[double]
-        noise = structure.distance if structure.distance <= report.EXACT else 0.0  # a broken structure excuses nothing
-        bound = replay.tolerance(case.dtype, self.scale, noise)
-        model = self.double if case.dtype == "float64" else self.single
-        result = structure.replayed if case.dtype == "float64" else self._replay(plan, model)
-        reference = self.reference(model, plan.specs)
+        plan, structure = self.plan(case), self._structure_of(case)
+        bound, reference = self.tolerance(plan), self.reference(plan.specs)
+        is_double = case.dtype == "float64" and structure is not None
+        result = structure.replayed if is_double and structure is not None else self._replay(plan, self.model)
         is_lossy_format = replay.format_loss(case.dtype) == "lossy"
-        if is_lossy_format:
+        if is_lossy_format and structure is not None:
             structure = max(structure, self._structure(plan, quantized=True), key=lambda each: each.distance)
-        comparison = before_loss = replay.compare_logits(result, reference, 2 * bound)
+        comparison = before_loss = replay.compare_logits(result, reference, 2 * bound.max_dlogit)
         if plan.first_loss is not None:
-            before_loss = replay.compare_logits(result, reference, 2 * bound, plan.first_loss)
-        verdict, finding = self._verdict(plan, structure.distance, comparison, before_loss, bound)
+            before_loss = replay.compare_logits(result, reference, 2 * bound.max_dlogit, plan.first_loss)
+        verdict, finding = self._verdict(plan, structure, result, comparison, before_loss, bound)
         loss = None
-        if case.policy != "full" or is_lossy_format:
-            loss = self._measure_loss(plan, result, self.reference(model), bound)
+        if (case.policy != "full" or is_lossy_format) and not result.failure:
+            loss = self._measure_loss(plan, result, self.reference(), bound.max_dlogit)
         return report.CaseReport(
             **vars(case),
             **vars(comparison),
-            tolerance=bound,
-            structure=structure.distance,
+            tolerance=bound.max_dlogit,
+            rms_tolerance=bound.rms_dlogit,
+            structure=None if structure is None else structure.distance,
             verdict=verdict,
             seconds=time.perf_counter() - began,
             scenario_counts=dataclasses.asdict(result.counts),
             finding=finding,
             loss=loss,
-            reason=structure.reason if verdict == "broken" and finding is None else "",
+            reason=self._reason(result, structure) if verdict == "broken" and finding is None else "",
         )
+
+    def _reason(self, result: replay.ReplayResult, structure: _Structure | None) -> str:
+        return result.failure or ("" if structure is None else structure.reason)
+
+    def _structure_of(self, case: report.MemoryCase) -> _Structure | None:
+        """Run a case's policy and layout in float64, once; None without a float64 copy of the model."""
+        double = dataclasses.replace(case, dtype="float64")
+        if self.double is not None and double not in self._structures:
+            self._structures[double] = self._structure(self.plan(double))
+        return self._structures.get(double)
 
     def _structure(self, plan: _Plan, *, quantized: bool = False) -> _Structure:
         """Run a case in float64; ``quantized``: the reference's keys and values pass through the case's formats."""
+        assert self.double is not None
         replayed = self._replay(plan, self.double)
-        reference = self.reference(self.double, plan.specs, plan.case if quantized else None)
+        if replayed.failure:
+            return _Structure(replayed, math.inf, replayed.failure)
+        reference = self.reference(plan.specs, plan.case if quantized else None)
         distance = replay.compare_logits(replayed, reference, 2 * report.EXACT, plan.first_loss).max_dlogit
         if plan.first_loss is None:
             return _Structure(replayed, distance)
@@ -237,6 +296,7 @@ class _Run:
 
     def _distance_from_alone(self, plan: _Plan, replayed: replay.ReplayResult) -> float:
         """Return max |dlogit| compared with the same sequences alone: in other chunks, with room, never preempted."""
+        assert self.double is not None
         largest = 0.0
         chunk = max(1, self.options.prefill_chunk_size // 3 - 1)
         cache = dataclasses.replace(
@@ -246,22 +306,37 @@ class _Run:
             self.progress(f"{plan.case.name}: sequence {number} alone")
             stream = self.streams[number]
             stream = replay.ReplayStream(stream.prompt, (stream.forced_tokens[sample],), source=stream.source)
-            with inject_model_fault(self.fault, self.double):
-                alone = replay.replay_streams(self.double, cache, [stream], make=self._make(cache))
+            alone = self._run_streams(cache, self.double, [stream])
             comparison = replay.compare_logits(replay.ReplayResult({(0, 0): pieces}), {(0, 0): alone.logits(0)}, 0.0)
             largest = max(largest, comparison.max_dlogit)
         return largest
 
     def _replay(self, plan: _Plan, model: Transformer) -> replay.ReplayResult:
         self.progress(plan.case.name)
-        cache, squeezes = plan.cache, scenario.num_preemptions(self.options)
-        with inject_model_fault(self.fault, model):
-            replayed = replay.replay_streams(model, cache, self.streams, squeezes=squeezes, make=self._make(cache))
-        scenario.check_scenario_counts(replayed, self.streams, self.options, plan.case.layout)
+        replayed = self._run_streams(plan.cache, model, self.streams, scenario.num_preemptions(self.options))
+        if not replayed.failure:
+            scenario.check_scenario_counts(replayed, self.streams, self.options, plan.case.layout)
         return replayed
 
-    def _make(self, cache: CacheConfig) -> Callable[..., KVCache]:
-        return partial(inject_cache_fault, self.fault, rotate=cache.rope_at, exact=cache.endless)
+    def _run_streams(
+        self, cache: CacheConfig, model: Transformer, streams: Sequence[replay.ReplayStream], squeezes: int = 0
+    ) -> replay.ReplayResult:
+        """Run streams on an engine with the injected fault, if any."""
+        with (
+            inject_model_fault(self.fault, model),
+            replay.ReplayEngine(model, cache, streams, self.engine_config, wrap=self._wrap) as run,
+        ):
+            if any(group.has_summaries for group in run.engine.kv_cache.groups):
+                SummaryCheck(run.engine, run.result.findings)
+            try:
+                run.run_all(squeezes=squeezes)
+            except EngineError as error:
+                return dataclasses.replace(run.result, failure=error.message)
+            return run.result
+
+    def _wrap(self, engine: Engine) -> KVCache:
+        inject_engine_fault(self.fault, engine)
+        return engine.kv_cache
 
     def _measure_loss(
         self, plan: _Plan, replayed: replay.ReplayResult, reference: dict[replay.SequenceKey, Tensor], bound: float
@@ -273,7 +348,7 @@ class _Run:
         if self._needles is None:
             self.progress("needles, for the full cache")
             length = min(self.config.max_seq_len, max(stream.limit for stream in self.streams))
-            self._needles = NeedleRecall(copy.deepcopy(self.single), self.language, length)  # an engine packs weights
+            self._needles = NeedleRecall(self.model, self.language, length)
         self.progress(f"{plan.case.name}: needles")
         return dataclasses.replace(loss, recall=self._needles.recall(plan.cache))
 
@@ -283,14 +358,18 @@ class _Run:
         self.progress(f"{case.name} through {method}")
         plan, unit = self.plan(case), ROUND_TRIPS[method].unit
         plan = plan._replace(cache=dataclasses.replace(plan.cache, num_blocks=None))
-        self._engine_model = self._engine_model or copy.deepcopy(self.double)  # an engine packs its weights
+        if self.double is None:
+            reason = "there is no room for a float64 copy of the weights"
+            return report.RoundTripResult(case.name, method, None, 0, unit, "skipped", reason)
         with tempfile.TemporaryDirectory(prefix="kvad-verify-") as folder:
             try:
-                run = run_round_trip(method, self._engine_model, plan.cache, self.streams, Path(folder))
+                run = run_round_trip(
+                    method, self.double, plan.cache, self.streams, Path(folder), config=self.engine_config
+                )
             except (ConfigError, RequestError, StorageError) as error:
                 reason = _full_message(error).replace(f"{folder}/", "")
                 return report.RoundTripResult(case.name, method, None, 0, unit, "skipped", reason)
-        reference = self.reference(self.double, plan.specs, None if case.dtype == "float64" else case)
+        reference = self.reference(plan.specs, None if case.dtype == "float64" else case)
         reference = {key: reference[key] for key in run.replay.pieces}
         distance = replay.compare_logits(run.replay, reference, 2 * report.EXACT, plan.first_loss).max_dlogit
         if plan.first_loss is not None:
@@ -300,24 +379,59 @@ class _Run:
             verdict = "broken"
         return report.RoundTripResult(case.name, method, distance, run.moved, unit, verdict, run.miss_reason)
 
+    def search(self, case: report.MemoryCase) -> report.RoundTripResult:
+        """Run a beam search from each prompt in the engine's dtype, and compare every beam with its reference."""
+        self._start_policy(case.policy)
+        name, plan = f"{self.options.num_beams} beams", self.plan(case)
+        self.progress(f"{case.name} with {name}")
+        result = partial(report.RoundTripResult, case.name, name, unit="tokens")
+        if plan.first_loss is not None or replay.format_loss(case.dtype, self.computed) != "none":
+            reason = "the reference of a beam is the model with the same keys and values"
+            return result(max_dlogit=None, moved=0, verdict="skipped", reason=reason)
+        prompts = [stream for stream in self.streams if stream.after is None]
+        try:
+            run = run_beams(self.model, plan.cache, prompts, self.options.num_beams, self.engine_config)
+        except (ConfigError, RequestError) as error:
+            return result(max_dlogit=None, moved=0, verdict="skipped", reason=_full_message(error))
+        exact = self.options.endless and plan.specs != self.plain_specs
+        cache = NoCache(self.config, specs=plan.specs, exact_rope=exact, kernel="reference")
+        reference = replay.compute_reference(self.exact, self.plain, run.sequences, cache)
+        bound = reference.tolerance
+        comparison = replay.compare_logits(run.replay, reference.logits, 2 * bound.max_dlogit)
+        return result(
+            max_dlogit=comparison.max_dlogit,
+            moved=comparison.compared,
+            verdict="exact" if bound.allows(comparison) else "broken",
+        )
+
     def _verdict(
-        self, plan: _Plan, structure: float, comparison: report.Comparison, before_loss: report.Comparison, bound: float
+        self,
+        plan: _Plan,
+        structure: _Structure | None,
+        result: replay.ReplayResult,
+        comparison: report.Comparison,
+        before_loss: report.Comparison,
+        bound: replay.Tolerance,
     ) -> tuple[report.Verdict, report.MismatchFinding | None]:
-        """Return the verdict, and the finding of a broken cache; ``before_loss``: only before the first eviction."""
-        if not structure <= report.EXACT:
+        """Return the verdict, and the finding of a broken engine; ``before_loss``: only before the first eviction."""
+        if result.failure:
+            return "broken", None
+        if result.findings:
+            return "broken", result.findings[0]
+        if structure is not None and not structure.distance <= report.EXACT:
             finding = self._diagnose(self.plan(dataclasses.replace(plan.case, dtype="float64")))
             is_rounding = finding is not None and finding.fault == "dtype"  # each precision has its own
             return "broken", (self._diagnose(plan) or finding) if finding is None or is_rounding else finding
-        is_finite, loss = math.isfinite(comparison.max_dlogit), replay.format_loss(plan.case.dtype)
+        is_finite, loss = math.isfinite(comparison.max_dlogit), replay.format_loss(plan.case.dtype, self.computed)
         if loss == "lossy" and is_finite:
             return "lossy by design", None
-        within = before_loss.max_dlogit <= bound and before_loss.agree + before_loss.ties == before_loss.compared
+        within = bound.allows(before_loss) and before_loss.agree + before_loss.ties == before_loss.compared
         if loss == "none" and not within:
             return "broken", self._diagnose(plan)
         if plan.first_loss is not None:
             return ("lossy by design", None) if is_finite else ("broken", self._diagnose(plan))
         if within:
-            return ("exact" if loss == "none" else "within tolerance"), None
+            return ("exact" if loss == "none" and structure is not None else "within tolerance"), None
         finding = self._diagnose(plan)
         return ("lossy by design", None) if finding is None and is_finite else ("broken", finding)
 
@@ -328,16 +442,22 @@ class _Run:
         case = plan.case
         if case not in self._findings:
             self.progress(f"{case.name}: looking for the first difference")
-            model = self.double if case.dtype == "float64" else self.single
-            lossy = replay.format_loss(case.dtype) != "none"
-            build, squeezes = self._make(plan.cache), scenario.num_preemptions(self.options)
+            model, plain = self.model, self.plain
+            if case.dtype == "float64" and self.double is not None:
+                model, plain = self.double, self.exact
+            prepare = partial(inject_engine_fault, self.fault)
+            subject = Subject(model, self.exact, plain, self.engine_config, prepare)
+            lossy = replay.format_loss(case.dtype, self.computed) != "none"
+            squeezes = scenario.num_preemptions(self.options)
             with inject_model_fault(self.fault, model):
-                self._findings[case] = diagnose(model, plan.cache, self.streams, build, squeezes=squeezes, lossy=lossy)
+                self._findings[case] = diagnose(subject, plan.cache, self.streams, squeezes=squeezes, lossy=lossy)
         return self._findings[case]
 
     def notes(self) -> list[str]:
         """Return notes about what was not, or could not be, tested."""
         notes = []
+        if self.double is None:
+            notes.append("no room for a float64 copy of the weights: the structure of no configuration was verified")
         longest = max(stream.limit for stream in self.streams)
         for window in sorted({spec.window for spec in self.plain_specs if spec.window is not None}):
             if longest <= window:

@@ -1,9 +1,9 @@
 """Sequences and cache configurations that ``kvad verify`` runs.
 
 Row 0 is the longest, the last one (of three or more) a single token. Row 1's prompt is forked into two samples with
-different continuations. One more sequence follows row 0 and shares its prompt up to the last whole block: it is
-prefilled while the others decode. A pool of half the required blocks, and a KVCacheManager that refuses now and then,
-preempt sequences.
+different continuations. Further sequences follow row 0: one shares its prompt up to the last whole block and is
+prefilled while the others decode; two have the same tokens in a block, but another salt or another history, and must
+share none. A pool of half the required blocks preempts sequences, and so does the replay now and then.
 
 All combinations of layout, format, policy and ``rope_at`` are tested; an impossible one is refused by the component
 that cannot support it (``unsupported_reason``). The required exactness follows from the policy: a policy by position is
@@ -22,16 +22,19 @@ from itertools import product
 
 import torch
 
+from kvad import benchmarks, planning
 from kvad import cache as cache_lib
 from kvad import config as cfg
-from kvad import planning
 from kvad.cache import CacheConfig, CacheGroup, build_groups, parse_policy
 from kvad.cache.sizing import check_policy, plan_memory
 from kvad.config import ModelConfig, attention_specs
+from kvad.engine import Engine, EngineConfig
+from kvad.engine.scheduling import SamplingParams
 from kvad.errors import ConfigError, EngineError, KvadError, MemoryPlanError, UsageError
 from kvad.model import Transformer
 from kvad.text import Tokenizer
-from kvad.verify.replay import ReplayResult, ReplayStream, format_loss, run_uncached
+from kvad.verify.reference_model import SLICE
+from kvad.verify.replay import ReplayResult, ReplayStream, format_loss
 from kvad.verify.report import MemoryCase
 
 NUM_PREEMPTIONS = 2  # preemptions to force
@@ -71,10 +74,13 @@ class ScenarioOptions:
     rotates: tuple[str, ...] = ("write",)
     endless: bool = False  # sequences may exceed the model's limit
     round_trips: tuple[str, ...] = ()  # names of kvad.verify.round_trips.ROUND_TRIPS
+    structure: bool = True  # run each cache in float64 too; needs a float64 copy of the weights
+    prefix_cache_ram: int | None = None  # bytes of the block store in RAM
+    num_beams: int = 1  # also search with so many beams, if more than 1
 
     def __post_init__(self) -> None:
         numbers = {"num-prompts": self.num_seqs, "prefill-chunk-size": self.prefill_chunk_size}
-        numbers |= {"block-size": self.block_size, "max-tokens": self.tokens}
+        numbers |= {"block-size": self.block_size, "max-tokens": self.tokens, "num-beams": self.num_beams}
         for flag, number in numbers.items():
             if number < 1:
                 raise UsageError(f"--{flag}: must be at least 1, got {number}")
@@ -132,8 +138,17 @@ def build_prompts(config: ModelConfig, options: ScenarioOptions, tokenizer: Toke
     return [repeated[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
-def build_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: ScenarioOptions) -> list[ReplayStream]:
-    """Build the prompts with the reference's continuations, the forked sample, and the sequence with a shared prefix.
+def build_streams(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    options: ScenarioOptions,
+    config: EngineConfig | None = None,
+    case: MemoryCase | None = None,
+) -> list[ReplayStream]:
+    """Build the prompts with the engine's greedy continuations, the forked sample, and sequences with shared prefixes.
+
+    Args:
+        case: The cache that generates, in the model's dtype (default: the first one of ``options``).
 
     Raises:
         UsageError: If a prompt is empty or too long, or no prompt has a whole block to share.
@@ -150,23 +165,43 @@ def build_streams(model: Transformer, prompts: Sequence[Sequence[int]], options:
                 f"model's limit of {limit}"
             )
     ordered = sorted((tuple(prompt) for prompt in prompts), key=len, reverse=True)
-    streams = []
-    for prompt, source in zip(ordered, build_sources(model.config, len(ordered)), strict=True):
-        greedy = greedy_continuation(model, prompt, options.tokens, source)
-        streams.append(ReplayStream(prompt, (greedy,), source=source))
+    if options.prefix_hit and "paged" in options.layouts:
+        _check_shareable(ordered[0], options.block_size)
+    sources, unknown = build_sources(model.config, len(ordered)), ((0,) * options.tokens,)
+    streams = [ReplayStream(prompt, unknown, source=x) for prompt, x in zip(ordered, sources, strict=True)]
+    dtype = str(model.token_embedding.dtype).removeprefix("torch.")
+    cache = case_cache_config(model.config, streams, options, replace(case or options.cases[0], dtype=dtype))
+    continuations = greedy_continuations(model, streams, cache, config)
+    streams = [stream._replace(forced_tokens=(new,)) for stream, new in zip(streams, continuations, strict=True)]
     forked = min(1, len(streams) - 1)
     (greedy,) = streams[forked].forced_tokens
     streams[forked] = streams[forked]._replace(forced_tokens=(greedy, greedy[::-1]))
     if options.prefix_hit and "paged" in options.layouts:
-        first = streams[0]
-        shared = (len(first.prompt) - 1) // options.block_size * options.block_size
-        if not shared:
-            longest = f"the longest prompt has {len(first.prompt)} tokens, no more than a block of {options.block_size}"
-            hint = "give a longer --prompt, a smaller --block-size, or --no-prefix-hit"
-            raise UsageError(f"--prefix-hit: {longest}", hint)
-        rest = tuple((token + 1) % model.config.vocab_size for token in first.prompt[shared:])
-        prompt = first.prompt[:shared] + rest
-        streams.append(ReplayStream(prompt, first.forced_tokens[:1], after=0, source=first.source))
+        streams += _sharing_streams(streams[0], options.block_size, model.config.vocab_size)
+    return streams
+
+
+def _check_shareable(longest: Sequence[int], block_size: int) -> None:
+    if len(longest) <= block_size:
+        reason = f"the longest prompt has {len(longest)} tokens, no more than a block of {block_size}"
+        raise UsageError(
+            f"--prefix-hit: {reason}", "give a longer --prompt, a smaller --block-size, or --no-prefix-hit"
+        )
+
+
+def _sharing_streams(first: ReplayStream, size: int, vocab_size: int) -> list[ReplayStream]:
+    """Build the streams that follow ``first``: one that shares its whole blocks, and others that must share none.
+
+    These have its first block with another salt, and its second block behind another first one.
+    """
+    shared = (len(first.prompt) - 1) // size * size
+    other = tuple((token + 1) % vocab_size for token in first.prompt)
+    short = first._replace(forced_tokens=(first.forced_tokens[0][:2],), after=0)
+    whole = first._replace(forced_tokens=first.forced_tokens[:1], after=0)
+    streams = [whole._replace(prompt=first.prompt[:shared] + other[shared:])]
+    streams.append(short._replace(prompt=first.prompt[: size + 1], salt="other"))
+    if shared >= 2 * size:
+        streams.append(short._replace(prompt=other[:size] + first.prompt[size : 2 * size + 1]))
     return streams
 
 
@@ -184,15 +219,19 @@ def longest_source(config: ModelConfig) -> int:
     return 0 if config.encoder_input is None else min(config.encoder_input.max_seq_len, LONGEST_SOURCE)
 
 
-def greedy_continuation(
-    model: Transformer, prompt: Sequence[int], count: int, source: Sequence[int] | None
-) -> tuple[int, ...]:
-    """Return ``count`` greedy tokens after a prompt, each computed from the whole sequence, without a cache."""
-    tokens = list(prompt)
-    for _ in range(count):
-        logits = run_uncached(model, tokens, len(prompt) + count, source=source, last_only=True)
-        tokens.append(int(logits.argmax()))
-    return tuple(tokens[len(prompt) :])
+def greedy_continuations(
+    model: Transformer, streams: Sequence[ReplayStream], cache: CacheConfig, config: EngineConfig | None = None
+) -> list[tuple[int, ...]]:
+    """Return the greedy tokens after each stream's prompt, as many as it has forced tokens, from the engine."""
+    engine = Engine(model, cache, config)
+    for stream in streams:
+        sampling = SamplingParams(max_tokens=len(stream.forced_tokens[0]), temperature=0, ignore_eos=True)
+        engine.add_request(stream.prompt, sampling, encoder_token_ids=stream.source)
+    try:
+        tokens = benchmarks.scorers.run_engine(engine)
+    finally:
+        engine.close()
+    return [tuple(tokens[request]) for request in range(len(streams))]
 
 
 def case_cache_config(
@@ -221,6 +260,7 @@ def case_cache_config(
         policy=case.policy,
         endless=case.endless,
         rope_at="read" if case.rotate == "read" else "write",
+        prefix_cache_ram=options.prefix_cache_ram if case.layout == "paged" else None,
     )
     token_groups = [
         (group.spec, group.eviction_policy or group.demotion_policy)
@@ -266,6 +306,7 @@ def check_scenario_counts(
         ("preemption", options.preempt, counts.preemptions),
         ("prefix hit", options.prefix_hit and shares, counts.hit_tokens),
         ("chunked prompt", options.prefill_chunk_size < longest, counts.chunks),
+        ("block from the block store", options.prefix_cache_ram is not None and shares, counts.loaded),
     )
     for label, requested, count in expected:
         if requested and not count:
@@ -276,22 +317,28 @@ def check_scenario_counts(
 
 
 MAX_SEQS = 1 << 40  # larger numbers that would fit are not searched
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a weight
 
 
 def require_verify_memory(
-    config: ModelConfig, lengths: Sequence[int], options: ScenarioOptions, available: int | None
-) -> None:
+    config: ModelConfig, lengths: Sequence[int], options: ScenarioOptions, available: int | None, dtype: str = "float32"
+) -> ScenarioOptions:
     """Check that verifying prompts of these lengths, and more of one token, fits into ``available`` bytes (or None).
+
+    Returns:
+        The options, without the float64 engine (``structure``) if only that does not fit.
 
     Raises:
         MemoryPlanError: If not; the hint has the number of prompts that would fit.
     """
     prompts = sorted(lengths, reverse=True)
-    logits, rest = _needs(config, prompts, options, options.num_seqs)
-    if available is None or logits + rest <= available:
-        return
+    for chosen in (options, replace(options, structure=False)):
+        logits, rest = _needs(config, prompts, chosen, options.num_seqs, dtype)
+        if available is None or logits + rest <= available:
+            return chosen
+    assert available is not None
     candidates = range(1, min(options.num_seqs, MAX_SEQS))
-    fit = bisect.bisect_right(candidates, available, key=lambda rows: sum(_needs(config, prompts, options, rows)))
+    fit = bisect.bisect_right(candidates, available, key=lambda rows: sum(_needs(config, prompts, chosen, rows, dtype)))
     parts = f"logits of the reference and the caches {_size(logits)}, weights, cache and activations {_size(rest)}"
     needed = f"verifying takes about {_size(logits + rest)} ({parts}) and {_size(available)} is available"
     hint = f"what would fit: --num-prompts {fit}"
@@ -300,20 +347,25 @@ def require_verify_memory(
     raise MemoryPlanError(f"--num-prompts {options.num_seqs}: {needed}", hint)
 
 
-def _needs(config: ModelConfig, prompts: Sequence[int], options: ScenarioOptions, rows: int) -> tuple[int, int]:
+def _needs(
+    config: ModelConfig, prompts: Sequence[int], options: ScenarioOptions, rows: int, dtype: str
+) -> tuple[int, int]:
     """Return (bytes of the logits stored at once, bytes of everything else) of the ``rows`` longest sequences.
 
-    Logits are stored in float32 and float64 for the reference and for that of a policy, in float64 for the float64 case
-    of each layout, and in float32 for the current case; each lossy format has a float64 reference too. The rest is the
-    weights in both precisions and the larger layout's float64 cache, as planned.
+    Logits are stored in float64 and in the engine's dtype for the reference and for that of a policy, for the current
+    case, and in float64 for the float64 case of each layout; each format that rounds has a reference too. The rest is
+    the weights, one layer and a slice of the vocabulary in float64, the larger layout's cache as planned, and with
+    ``options.structure`` a float64 copy of the weights.
     """
     lengths = prompts[:rows]
     forked, shares = lengths[min(1, len(lengths) - 1)], options.prefix_hit and "paged" in options.layouts
-    all_lengths, num_single = [*lengths, forked, *lengths[: int(shares)]], rows - len(lengths)
+    short = [2 * options.block_size + 1] * 2 * shares  # of the sequences that share no block
+    all_lengths, num_single = [*lengths, forked, *lengths[: int(shares)], *short], rows - len(lengths)
     num_seqs = num_single + len(all_lengths)
-    lossy = sum(format_loss(dtype) == "lossy" for dtype in options.dtypes)
-    policy_bytes = 16 * any(policy != "full" for policy in options.policies)  # a reference of each policy in turn
-    bytes_per_logit = 16 + policy_bytes + 8 * len(options.layouts) * len(options.rotates) + 8 * (lossy + bool(lossy))
+    rounded = sum(format_loss(stored, dtype) != "none" for stored in options.dtypes)
+    policy_bytes = 12 * any(policy != "full" for policy in options.policies)  # a reference of each policy in turn
+    bytes_per_logit = 16 + policy_bytes + 8 * rounded
+    bytes_per_logit += 8 * len(options.layouts) * len(options.rotates) * options.structure
     logits = (sum(all_lengths) + num_single + num_seqs * options.tokens) * config.vocab_size * bytes_per_logit
     size, longest = options.block_size, lengths[0] + options.tokens
     blocks = sum(-(-(length + options.tokens) // size) for length in all_lengths)
@@ -323,7 +375,7 @@ def _needs(config: ModelConfig, prompts: Sequence[int], options: ScenarioOptions
     for layout in options.layouts:
         cache = CacheConfig(
             layout="paged" if layout == "paged" else "contiguous",
-            dtype="float64",
+            dtype="float64" if options.structure else "float32",
             block_size=size,
             max_num_seqs=num_seqs,
             max_seq_len=longest,
@@ -331,8 +383,10 @@ def _needs(config: ModelConfig, prompts: Sequence[int], options: ScenarioOptions
             num_blocks=max(-(-longest // size) + 1, blocks // 2) if tight and layout == "paged" else None,
             max_source_len=longest_source(config),
         )
-        plan = plan_memory(config, cache, weights_dtype="float64", max_num_batched_tokens=batched_tokens)
-        rest = max(rest, plan.total + plan.weights // 2)
+        plan = plan_memory(config, cache, weights_dtype=dtype, max_num_batched_tokens=batched_tokens)
+        double = plan.weights * 8 // BYTES[dtype]
+        layer = double // config.stack.num_layers + SLICE * config.hidden_size * 8
+        rest = max(rest, plan.total + (double if options.structure and dtype != "float64" else layer))
     return logits, rest
 
 

@@ -5,10 +5,12 @@ import random
 import pytest
 import torch
 
+from kvad import register
 from kvad.benchmarks.variants import build_engine, known_variants, select_variants, seq_bytes, summarizing_policy
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import build_groups
+from kvad.cache.policy import Window
 from kvad.cache.policy_parser import POLICIES as NAMED
 from kvad.cache.policy_parser import parse_policy
 from kvad.config.model import attention_specs
@@ -101,7 +103,8 @@ def test_policy_and_format_in_one_name(llm):
     assert cache.token_formats == ("int8", "int8") and cache.policy == made("snapkv")[1].policy
     assert made("sinks+int8/int4")[1].token_formats == ("int8", "int4") == made("sinks+int8/int4")[1].token_formats
     assert select_variants(["int8/int4"])[1].fields(96, 16) == {"key_dtype": "int8", "value_dtype": "int4"}
-    own = "kvad.cache.policy:Window"
+    own = "last"
+    register(own, Window)
     assert made(f"{own}+bfloat16")[1].policy == f"{own}(48)" and made(f"{own}+bfloat16")[1].dtype == "bfloat16"
     assert len(select_variants(["snapkv+int8", "snapkv+int4", "snapkv"], (0.5, 0.75))) == 7
     engine = build_engine(llm, variant, 96, rows=1, capacity=96, chunk=16)

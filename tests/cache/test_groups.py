@@ -124,6 +124,14 @@ def test_a_head_of_64_in_every_format(name, payload, scales):
     assert group_bytes(group_of(HEAD_64, max_num_seqs=1, dtype=name)).per_token_payload == 2 * payload
 
 
+def test_every_head_of_every_layer_has_scales():
+    """Two layers with three heads: a key of 64 and a value of 32 bytes each, and one float32 scale for either."""
+    spec = AttentionSpec(True, None, 3, 64, 32)
+    size = group_bytes(group_of(spec, spec, max_num_seqs=1, block_size=16, dtype="int8"))
+    assert (size.per_token_payload, size.per_token_scales) == (576, 48)
+    assert (size.payload, size.scales) == (96 * 576, 96 * 48)  # (64 / 16 + 2) blocks of 16 slots
+
+
 def test_channel_formats_by_hand():
     group = group_of(HEAD_64, max_num_seqs=1, block_size=16)
     size = group_bytes(group._replace(key_format="int4-channel", value_format="int4"))
@@ -184,4 +192,4 @@ def test_layers_that_cannot_be_cached_are_refused():
 def test_no_torch():
     modules = "kvad.cache.groups, kvad.cache.manager.kv_cache_manager, kvad.engine.scheduling.scheduler"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

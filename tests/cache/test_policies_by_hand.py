@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from tests.support.random_models import VOCAB, build, model_config
 
 EXACT = 1e-10
 ENCODINGS = ("rope", "rope-partial", "alibi", "t5", "none")
-BUDGET, INTERVAL, RECENT, SINKS = 12, 8, 3, 2
+BUDGET, INTERVAL, RECENT, SINKS, WINDOW = 12, 8, 3, 2, 4
 KV_HEADS, GROUP = 3, 2
 
 
@@ -40,7 +40,10 @@ class Item:
     angle: float
     position: int
     weight: float = 0.0
-    mass: float = 0.0
+    received: dict[int, float] = field(default_factory=dict)  # attention by position of the query
+
+    def mass(self, first_query: int = 0) -> float:
+        return sum(weight for query, weight in self.received.items() if query >= first_query)
 
 
 def rotate(x: Tensor, angle: float, rotary: Rotary) -> Tensor:
@@ -102,7 +105,7 @@ class SimulatedView:
                 weights = logits.softmax(-1)
                 self.cache.weights.setdefault((self.layer, index), []).append(weights.tolist())
                 for item, weight in zip(items, weights.tolist(), strict=True):
-                    item.mass += weight
+                    item.received[position] = item.received.get(position, 0.0) + weight
                 out.append(weights @ torch.stack([item.value for item in items]))
         return torch.stack(out).unsqueeze(0)
 
@@ -117,8 +120,39 @@ class SimulatedEviction(SimulatedCache):
             return items
         self.num_edits += 1
         always = [item for item in items if item.position < SINKS or item.position >= length - RECENT]
-        others = sorted((item for item in items if item not in always), key=lambda item: -item.mass)
+        others = sorted((item for item in items if item not in always), key=lambda item: -item.mass())
         return sorted([*always, *others[: BUDGET - len(always)]], key=lambda item: item.position)
+
+
+class SimulatedSnapKV(SimulatedCache):
+    """Every INTERVAL tokens: the last WINDOW ones stay, and those that these attended to, averaged over 3 neighbors."""
+
+    policy = f"snapkv({BUDGET}, interval={INTERVAL}, window={WINDOW}, kernel=3)"
+
+    def edit(self, items: list[Item], length: int) -> list[Item]:
+        if length <= BUDGET or length % INTERVAL:
+            return items
+        self.num_edits += 1
+        older, mass = items[:-WINDOW], [item.mass(length - WINDOW) for item in items[:-WINDOW]]
+        scores = [sum(mass[max(0, index - 1) : index + 2]) / 3 for index in range(len(mass))]
+        order = sorted(range(len(older)), key=lambda index: -scores[index])[: BUDGET - WINDOW]
+        return [*(older[index] for index in sorted(order)), *items[-WINDOW:]]
+
+
+class SimulatedTOVA(SimulatedCache):
+    """Every INTERVAL tokens: the last one stays, and those that it attended to most, over all heads."""
+
+    policy = f"tova({BUDGET}, interval={INTERVAL})"
+
+    def edit(self, items: list[Item], length: int) -> list[Item]:
+        if length <= BUDGET or length % INTERVAL:
+            return items
+        self.num_edits += 1
+        heads = next(heads for heads in self.heads if any(held is items for held in heads))
+        if items is heads[0]:  # all heads of the layer have the same tokens
+            scores = [sum(held[index].mass(length - 1) for held in heads) for index in range(len(items) - 1)]
+            self.order = sorted(sorted(range(len(scores)), key=lambda index: -scores[index])[: BUDGET - 1])
+        return [*(items[index] for index in self.order), items[-1]]
 
 
 class SimulatedSummaries(SimulatedCache):
@@ -174,6 +208,17 @@ def difference(
 )
 def test_a_model_equals_the_simulation(kind, position, rope_at, monkeypatch):
     assert difference(kind, position, rope_at, 64 if rope_at == "write" else 7, monkeypatch) <= EXACT
+
+
+@pytest.mark.parametrize("kind", [SimulatedSnapKV, SimulatedTOVA])
+@pytest.mark.parametrize("chunk", [64, 7])
+def test_every_eviction_scores_the_latest_queries_only(kind, chunk, monkeypatch):
+    assert difference(kind, "rope", "write", chunk, monkeypatch) <= EXACT
+
+
+def test_attention_observed_before_an_earlier_eviction_differs(monkeypatch):
+    monkeypatch.setattr(Tensor, "zero_", lambda self: self)
+    assert difference(SimulatedSnapKV, "rope", "write", 64, monkeypatch) > 1e-3
 
 
 def test_a_mean_of_rotated_keys_differs(monkeypatch):

@@ -128,3 +128,11 @@ def test_sinks_are_streaming_in_kvpress(name):
 def test_the_presses_retain_different_tokens():
     presses = ["snapkv", "tova", "observed", "key-norm", "streaming"]
     assert len({json.dumps(RETAINED[f"{press}/0.5/1"]) for press in presses}) == len(presses)
+
+
+def test_sinks_are_visible_within_the_layers_own_window_only() -> None:
+    """sinks(2, 4) on layers with a window of 8: query 8 is 7 away from sink 1, query 20 from no sink."""
+    pattern = Sinks(2, 4).restrict(AttentionSpec(True, 8, 1, 8, 8), 4).pattern
+    queries, keys = TokenPositions(torch.tensor([3, 8, 9, 20])), TokenPositions(torch.arange(22))
+    visible = [row.nonzero().flatten().tolist() for row in pattern.visible(queries, keys)]
+    assert visible == [[0, 1, 2, 3], [1, 5, 6, 7, 8], [6, 7, 8, 9], [17, 18, 19, 20]]

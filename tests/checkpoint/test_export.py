@@ -14,6 +14,7 @@ from kvad.checkpoint.hf_layout import choose_family
 from kvad.checkpoint.loader import load_model, open_checkpoint
 from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.safetensors_io import open_tensors
+from kvad.cli.main import main as kvad
 from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError, UsageError
@@ -102,3 +103,25 @@ def test_a_failed_export_leaves_the_old_folder(tmp_path: Path, monkeypatch: pyte
         export_hf(open_checkpoint(tmp_path / "native"), tmp_path / "hf")
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
     assert json.loads(before["config.json"])["model_type"] == "llama"
+
+
+def test_the_standard_snippet_of_transformers_runs(tmp_path: Path) -> None:
+    """The folder of a run, its best checkpoint and its export: tokenizer, padding, end token and ``generate``."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "text.txt").write_text("a text of some words, and a few more words of it\n" * 40)
+    options = "--preset tiny --seq-len 32 --steps 1 --batch-size 1 --precision fp32 --set model.hidden_size=32"
+    words = ["train", str(tmp_path / "text.txt"), *options.split(), "--set", "tokenizer.vocab_size=280"]
+    assert kvad([*words, "--out", str(tmp_path / "run")]) == 0
+    assert kvad(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    tokenizer = open_checkpoint(tmp_path / "run").tokenizer
+    assert tokenizer is not None and tokenizer.special_tokens.eos is None, "kvad's own roles are unchanged"
+    for folder in (tmp_path / "run" / "best", tmp_path / "hf"):
+        tok = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model.generate(**tok("some words", return_tensors="pt"), max_new_tokens=4)
+        padded = tok(["some words", "a text of it"], return_tensors="pt", padding=True, padding_side="left")
+        assert model.generate(**padded, max_new_tokens=4, do_sample=False).shape[0] == 2
+        end = tokenizer.special_tokens.separator
+        assert tok.eos_token_id == tok.pad_token_id == end and model.generation_config.eos_token_id in (end, [end])
+        read_back = open_checkpoint(folder).tokenizer
+        assert read_back is not None and read_back.fingerprint() == tokenizer.fingerprint()

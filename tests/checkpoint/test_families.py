@@ -7,15 +7,18 @@ written back unchanged.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from kvad.checkpoint import hf_layout
 from kvad.checkpoint.conversion import HFConfigReader, write_tensors
 from kvad.checkpoint.families import FAMILIES, find_family
 from kvad.checkpoint.families._hf_class import with_attention
-from kvad.checkpoint.hf_layout import choose_family
+from kvad.checkpoint.hf_layout import choose_family, describe_nearest_family
 from kvad.config.layers import StackConfig
 from kvad.errors import CheckpointError, UsageError
 from kvad.verify.run import verify
@@ -51,6 +54,60 @@ def test_tensors_and_config_are_written_back(case: tuple[str, str]) -> None:
         elif name not in optional:
             assert any(re.fullmatch(pattern, name.removeprefix(family.prefix)) for pattern in family.ignored), name
     assert family.read(HFConfigReader(family.write(golden.config), "config.json")) == golden.config
+
+
+@each_case
+def test_unused_keys_of_a_config_are_listed(case: tuple[str, str]) -> None:
+    """A file of transformers or kvad has none; a new key and one inside a part are named."""
+    content = META[case]["config"]
+    family = find_family(content["model_type"])
+
+    def unused(content: dict[str, Any]) -> tuple[str, ...]:
+        fields = HFConfigReader(content, "config.json")
+        family.read_config(fields)
+        return fields.unused_keys()
+
+    assert unused(content) == unused(family.write(family.read(HFConfigReader(content, "")))) == ()
+    rope = {name: {**content[name], "mystery": 7} for name in ("rope_parameters",) if _has_scaling(content, name)}
+    changed = {**content, "mystery_scale": 3, "num_beams": 9, "mystery_dropout": 0.5, "mystery_null": None, **rope}
+    assert unused(changed) == (*(f"{name}.mystery" for name in rope), "mystery_scale")
+
+
+def _has_scaling(content: dict[str, Any], name: str) -> bool:
+    part = content.get(name)
+    return isinstance(part, dict) and part.get("rope_type") in ("llama3", "yarn")
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen2", "gemma2", "bert-tokens", "t5", "marian", "phi3-longrope"])
+def test_the_nearest_family_of_an_unknown_type_is_named(name: str) -> None:
+    """Keys and tensors select the family; its name in a new type decides among equal ones."""
+    golden = GoldenModel(("4.57", name))
+    content, family = META["4.57", name]["config"], META["4.57", name]["config"]["model_type"]
+    fields = HFConfigReader({**content, "model_type": "zzz", "qk_clip": 3}, "config.json")
+    prefix = f"The nearest family is {family}: it does not read qk_clip"
+    assert describe_nearest_family(fields, list(golden.stored)) == f"{prefix}."
+    more = describe_nearest_family(fields, [*golden.stored, "model.layers.0.gate.weight", "model.layers.1.gate.weight"])
+    assert more.startswith(f"{prefix}; it lacks ") and more.endswith("layers.N.gate.weight.")
+    with pytest.raises(CheckpointError, match=r"'zzz' is not known .*nearest family is .* it does not read qk_clip"):
+        hf_layout._family(fields)
+
+
+def test_a_similar_name_selects_the_nearest_family() -> None:
+    content = {**META["4.57", "qwen3"]["config"], "model_type": "qwen4"}
+    text = describe_nearest_family(HFConfigReader(content, "config.json"))
+    assert text == "The nearest family is qwen3: it reads all keys, but the code may differ."
+    assert describe_nearest_family(HFConfigReader({"model_type": "zzz"}, "config.json")) == ""
+
+
+def test_any_value_of_a_key_is_read_or_refused() -> None:
+    """Values of other types and sizes raise errors of users, never a bug's."""
+    for name in ("gpt2", "llama-llama3", "gemma3", "falcon-new-decoder", "mpt", "bert-sequence", "t5", "bart"):
+        content = META["4.57", name]["config"]
+        family = find_family(content["model_type"])
+        for key in content.keys() - {"model_type"}:
+            for value in (0, -1, 10**9, 10**18, 1e300, "x", [], {}, True, [[]], ["x"]):
+                with suppress(UsageError):
+                    family.read_config(HFConfigReader({**content, key: value}, "config.json"))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] in REFUSED], ids="-".join)
@@ -118,3 +175,14 @@ def test_every_cache_is_exact(case: tuple[str, str]) -> None:
     report = verify(golden.model(), build_prompts(golden.config, options, None), options)
     assert {entry.verdict for entry in report.cases} == {"exact"}, report.verdict()
     assert all(entry.max_dlogit <= 1e-10 for entry in report.cases if entry.dtype == "float64")
+
+
+@pytest.mark.parametrize("case", [case for case in READ if "layer_types" in META[case]["config"]], ids=case_id)
+def test_older_files_without_layer_types_are_the_same_model(case: tuple[str, str]) -> None:
+    """Files written before transformers 4.53 have the rule only: an interval, a first layer, or the class's default."""
+    content = META[case]["config"]
+    older = {key: value for key, value in content.items() if key != "layer_types"}
+    if content["model_type"] == "gemma3_text":
+        older["sliding_window_pattern"] = 3  # the golden's own; the class's is 6
+    family = find_family(content["model_type"])
+    assert family.read(HFConfigReader(older, "")) == family.read(HFConfigReader(content, ""))

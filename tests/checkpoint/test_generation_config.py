@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from kvad.cache.config import CacheConfig
-from kvad.checkpoint.generation_config import GenerationConfig, read_generation_config, read_pooling
+from kvad.checkpoint.generation_config import GenerationConfig, read_embedding, read_generation_config, write_embedding
 from kvad.config.layers import (
     AttentionConfig,
     HeadTransformConfig,
@@ -28,7 +29,10 @@ from kvad.verify.replay import run_whole_sequence
 
 def folder_of(path: Path, kinds: list[str], pooling: dict[str, Any]) -> Path:
     """Write a folder of sentence-transformers with modules of these kinds."""
-    modules = [{"path": kind, "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    modules = [
+        {"path": "" if kind == "Transformer" else kind, "type": f"sentence_transformers.models.{kind}"}
+        for kind in kinds
+    ]
     (path / "Pooling").mkdir(parents=True)
     (path / "modules.json").write_text(json.dumps(modules))
     (path / "Pooling" / "config.json").write_text(json.dumps(pooling))
@@ -38,25 +42,69 @@ def folder_of(path: Path, kinds: list[str], pooling: dict[str, Any]) -> Path:
 MEAN = {"word_embedding_dimension": 8, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
 
 
+def embedding(folder: Path) -> GenerationConfig:
+    return GenerationConfig(**read_embedding(folder))
+
+
 def test_pooling_and_normalization_are_read(tmp_path: Path) -> None:
-    assert read_pooling(tmp_path) == (None, False)
-    assert read_pooling(folder_of(tmp_path, ["Transformer", "Pooling", "Normalize"], MEAN)) == ("mean", True)
-    first = {**MEAN, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    assert read_pooling(folder_of(tmp_path / "first", ["Transformer", "Pooling"], first)) == ("first", False)
+    assert read_embedding(tmp_path) == {}
+    read = embedding(folder_of(tmp_path / "mean", ["Transformer", "Pooling", "Normalize"], MEAN))
+    assert (read.pooling, read.normalize, read.max_embed_tokens, read.prompts) == ("mean", True, None, {})
+    for name, pooling in (("cls_token", "first"), ("max_tokens", "max"), ("lasttoken", "last")):
+        mode = {**MEAN, "pooling_mode_mean_tokens": False, f"pooling_mode_{name}": True}
+        read = embedding(folder_of(tmp_path / name, ["Transformer", "Pooling"], mode))
+        assert (read.pooling, read.normalize) == (pooling, False)
+
+
+def test_limits_and_prompts_are_read_and_written_back(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "a", ["Transformer", "Pooling", "Normalize"], MEAN)
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 256, "do_lower_case": true}')
+    prompts = {"prompts": {"query": "Query: ", "document": ""}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({**prompts, "__version__": {}}))
+    read = embedding(folder)
+    assert (read.max_embed_tokens, read.lowercase, read.prompt_name) == (256, True, "query")
+    assert read.prompts == {"query": "Query: ", "document": ""}
+    (tmp_path / "b").mkdir()
+    write_embedding(tmp_path / "b", read, 8)
+    assert embedding(tmp_path / "b") == read
 
 
 @pytest.mark.parametrize(
     ("kinds", "pooling", "message"),
     [
         (["Transformer", "Pooling", "Dense"], MEAN, "Dense is not supported"),
-        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is not supported"),
+        (
+            ["Transformer", "Pooling"],
+            {"pooling_mode_weightedmean_tokens": True},
+            "weightedmean_tokens is not supported",
+        ),
+        (["Transformer", "Pooling"], {**MEAN, "pooling_mode_max_tokens": True}, "mean_tokens, pooling_mode_max_tokens"),
     ],
 )
 def test_other_pooling_methods_are_refused(
     tmp_path: Path, kinds: list[str], pooling: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_pooling(folder_of(tmp_path, kinds, pooling))
+        read_embedding(folder_of(tmp_path / "a", kinds, pooling))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("modules.json", '[{"type": "a.Pooling", "path": "../.."}]', "path: must be a folder's name, got '../..'"),
+        ("modules.json", '{"type": 3}', "cannot read the modules"),
+        ("modules.json", "[" * 1000, "nested too deeply"),
+        ("sentence_bert_config.json", '{"max_seq_length": 0}', "max_seq_length: must be a number of tokens"),
+        ("config_sentence_transformers.json", '{"prompts": {"a": 3}}', "prompts: must be an object of texts"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": "q"}', "default_prompt_name: no such prompt"),
+        ("Pooling/config.json", '{"a": NaN}', "NaN is not a JSON number"),
+    ],
+)
+def test_damaged_files_of_sentence_transformers_are_refused(tmp_path: Path, file: str, text: str, message: str) -> None:
+    folder = folder_of(tmp_path / "a", ["Transformer", "Pooling"], MEAN)
+    (folder / file).write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        read_embedding(folder)
 
 
 def test_embed_pools_by_checkpoint_and_by_option() -> None:
@@ -76,6 +124,8 @@ def test_embed_pools_by_checkpoint_and_by_option() -> None:
         torch.testing.assert_close(llm.embed(ids), torch.nn.functional.normalize(mean, dim=-1))
         torch.testing.assert_close(llm.embed(ids, pool="mean"), mean)
         torch.testing.assert_close(llm.embed(ids, pool="first"), torch.stack([each[0] for each in hidden]))
+        torch.testing.assert_close(llm.embed(ids, pool="last"), torch.stack([each[-1] for each in hidden]))
+        torch.testing.assert_close(llm.embed(ids, pool="max"), torch.stack([each.amax(0) for each in hidden]))
         torch.testing.assert_close(llm.embed(ids[0], pool="head")[0], llm.logits(ids[0]))
         with pytest.raises(RequestError, match="cannot continue a text"):
             llm.generate(ids)

@@ -16,11 +16,11 @@ import pytest
 import torch
 from huggingface_hub import constants, errors
 
-from kvad.checkpoint import hub
+from kvad.checkpoint import hub, open_checkpoint
 from kvad.checkpoint.folder import check_readable_weights
 from kvad.checkpoint.hub import resolve_model_path
 from kvad.checkpoint.safetensors_io import open_tensors, write_sharded
-from kvad.errors import CheckpointError, SaveError, UsageError
+from kvad.errors import CheckpointError, NetworkError, SaveError, UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,17 +100,19 @@ def test_neither_a_path_nor_a_name(name):
     assert any(words in refusal(name) for words in ("neither a folder nor a name", "no such folder"))
 
 
-def test_a_file_is_no_folder():
+def test_a_file_is_no_folder_unless_it_is_a_gguf_file():
     Path("m.gguf").touch()
     Path("m.safetensors").touch()
-    assert "m.gguf is a file (GGUF is llama.cpp's" in refusal("m.gguf")
+    assert resolve_model_path("m.gguf") == Path("m.gguf")
+    with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
+        _ = open_checkpoint("m.gguf").config
     assert "Give the folder" in refusal("m.safetensors")
 
 
 def test_the_module_loads_neither_torch_nor_the_hub():
     code = "import sys, kvad.checkpoint.hub; print({'torch', 'huggingface_hub', 'requests'} & set(sys.modules))"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert process.stdout.strip() == "set()"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert process.stdout.strip() == "set()", process.stderr
 
 
 # ---------------------------------------------------------------- requests to huggingface_hub
@@ -233,6 +235,9 @@ ERRORS = {
 }
 
 
+UNREACHABLE = ("too many", "down", "no network", "reset", "short file", "too slow")  # no input can mend these
+
+
 def fail(monkeypatch, error):
     def download(*arguments, **options):
         raise error
@@ -244,15 +249,17 @@ def fail(monkeypatch, error):
 def test_every_error_is_one_clear_line(monkeypatch, name):
     error, expected = ERRORS[name]
     fail(monkeypatch, error)
-    message = refusal("org/name")
+    kind = NetworkError if name in UNREACHABLE else CheckpointError
+    message = refusal("org/name", kind=kind)
     assert "org/name" in message and expected in message and "Request ID" not in message
+    assert kind.exit_code == (1 if name in UNREACHABLE else 2)
 
 
 def test_errors_of_network_libraries_are_translated(monkeypatch):
     for module in ("requests.exceptions", "httpx"):
         kind = type("ProxyError", (Exception,), {"__module__": module})
         fail(monkeypatch, kind("x"))
-        assert "the connection to the hub failed for org/name: ProxyError" in refusal("org/name")
+        assert "the connection to the hub failed for org/name: ProxyError" in refusal("org/name", kind=NetworkError)
 
 
 @pytest.mark.parametrize(
@@ -396,8 +403,8 @@ def resolve(server, tmp_path, *lines):
         "no_proxy": "127.0.0.1",
     }
     command, text = [sys.executable, "-c", PROGRAM], "\n".join(lines)
-    options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment, "timeout": 100}
-    process = subprocess.run(command, input=text, **options)
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
+    process = subprocess.run(command, input=text, timeout=100, **options)
     assert process.returncode == 0, process.stderr
     return [tuple(line.split(" ", 1)) for line in process.stdout.splitlines()]
 
@@ -406,7 +413,7 @@ def test_a_download_is_resumed_and_then_used_offline(server, tmp_path):
     Hub.cut = {"model.safetensors"}
     lines = "org/name online", "org/name online", "org/name offline", "org/other offline"
     first, again, offline, other = resolve(server, tmp_path, *lines)
-    assert first[0] == "CheckpointError" and "the connection to the hub failed for org/name: " in first[1]
+    assert first[0] == "NetworkError" and "the connection to the hub failed for org/name: " in first[1]
     assert "run the command again. The download will be resumed. The cache is empty" in first[1]
     assert again == offline and again[0] == "path"
     folder = Path(again[1])
@@ -430,7 +437,7 @@ def test_no_server_responds(server, tmp_path):
     server.shutdown()
     server.server_close()
     message = "cannot reach the hub for org/name (Check the connection. The cache is empty.)"
-    assert resolve(server, tmp_path, "org/name online") == [("CheckpointError", message)]
+    assert resolve(server, tmp_path, "org/name online") == [("NetworkError", message)]
 
 
 # ---------------------------------------------------------------- kinds of weights
@@ -447,8 +454,8 @@ def folder_of(tmp_path, config=None, *names):
 
 
 KINDS = {
-    "pickle": ({}, ["pytorch_model.bin"], "no safetensors, only pytorch_model.bin (A pickle can run code"),
-    "pickles": ({}, ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "safe_serialization=True"),
+    "pickle": ({}, ["model.pt"], "no safetensors, only model.pt (Of pickles, kvad reads pytorch_model.bin"),
+    "pickles": ({}, ["a.ckpt", "b.ckpt"], "safe_serialization=True"),
     "pth": (None, ["consolidated.00.pth", "params.json"], "only consolidated.00.pth"),
     "gguf": (None, ["m-q4_k_m.gguf", "README.md"], "only m-q4_k_m.gguf (GGUF is llama.cpp's format"),
     "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["model.safetensors"], "quantized (GPTQ)"),

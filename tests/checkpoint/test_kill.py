@@ -93,8 +93,8 @@ for mode in ("steps", "overwrite", "better", "worse", "folder", "broken"):
 def kills(tmp_path_factory):
     """Return the results of all kills by mode."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("kills"))]
-    options = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "timeout": 300}
-    process = subprocess.run(command, capture_output=True, text=True, **options)
+    options = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
     assert process.returncode == 0, process.stderr
     results: dict[str, list] = {}
     for line in process.stdout.splitlines():

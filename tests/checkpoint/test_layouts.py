@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import find_family
-from kvad.checkpoint.folder import is_hf, list_files
+from kvad.checkpoint.folder import accept_edit, is_hf, list_files
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.handle import TrainingState
 from kvad.checkpoint.hf_layout import HFCheckpoint, choose_layout
@@ -117,9 +117,12 @@ def test_an_edited_config_and_a_lost_manifest(tmp_path: Path) -> None:
     _, path = saved(tmp_path, "decoder")
     text = (path / "config.json").read_text()
     (path / "config.json").write_text(text.replace('"max_position_embeddings": 64', '"max_position_embeddings": 63'))
-    assert open_folder(path).config.max_seq_len == 63
+    with pytest.raises(CheckpointError, match=r"config.json differs from its manifest.*kvad doctor .* --fix accepts"):
+        _ = open_folder(path).config
     with pytest.raises(CheckpointError, match=r"config.json differs from its manifest"):
         open_folder(path, verify=True)
+    accept_edit(path, "config.json")
+    assert open_folder(path, verify=True).config.max_seq_len == 63
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
         open_folder(path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvad.checkpoint.folder import file_digest, list_steps, locate, read_summarizer_folder
+from kvad.checkpoint.folder import accept_edit, file_digest, list_steps, locate, read_summarizer_folder
 from kvad.checkpoint.handle import TrainingState
 from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import open_folder, save_checkpoint
@@ -89,6 +89,7 @@ def test_the_fingerprint_is_of_weights_config_and_tokenizer(tmp_path):
     assert prints[0] == prints[1] and len(set(prints)) == 3
     config = (tmp_path / "b" / "config.json").read_text()
     (tmp_path / "b" / "config.json").write_text(config.replace('"max_seq_len": 96', '"max_seq_len": 95'))
+    accept_edit(tmp_path / "b", "config.json")
     assert open_folder(tmp_path / "b").fingerprint() != prints[0]
 
 
@@ -303,3 +304,16 @@ def test_a_disk_that_refuses_to_flush_leaves_the_old_checkpoint(tmp_path, monkey
         make(tmp_path / "m", seed=1)
     monkeypatch.undo()
     assert equal(load_model(tmp_path / "m", verify=True)[0].state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["../other.json", "/etc/hostname", "training/../../x", "..\\x"])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path, name):
+    from tests.support.cli_checkpoints import write_model
+
+    folder = write_model(tmp_path / "m")
+    content = json.loads((folder / "manifest.json").read_text())
+    content["files"][name] = content["files"]["config.json"]
+    content.pop("checksum", None)  # whoever changes the file could also change this
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="is not a file in this folder"):
+        open_folder(folder)

@@ -1,9 +1,13 @@
 """``kvad bench``: its options, its three forms of output, and invalid input."""
 
+import io
 import json
+import sys
+import time
 
 import pytest
 
+from kvad.cli import output
 from tests.support.cli_checkpoints import write_model
 
 
@@ -41,3 +45,28 @@ def test_default_lengths_are_those_that_fit(kvad, tmp_path):
 def test_invalid_input(kvad, model, flags, message):
     result = kvad(f"bench cache {flags}", model)
     assert result.code == 2 and result.out == "" and message in result.err.splitlines()[0], result
+
+
+def test_quick_measures_less_and_given_options_are_used(kvad, model):
+    record = json.loads(kvad("bench cache --quick --new-tokens 4,8 --json", model).out)
+    assert record["repeats"] == 1 and record["tokens"] == [4, 8]
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_shows_the_time_left(monkeypatch):
+    """On a terminal at once, in a file one line after five seconds."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for stream, expected in ((_Terminal(), 4), (io.StringIO(), 1)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with output.ProgressLine() as progress:
+            for done in range(4):
+                progress.update("full: text", done, 40)
+                now[0] += 4
+        shown = stream.getvalue().replace("\r", "\n").splitlines()
+        lines = [" ".join(line.split()) for line in shown if line.strip()]
+        assert len(lines) == expected and any(line.endswith("full: text 2 of 40 about 3 min left") for line in lines)

@@ -5,7 +5,10 @@ import errno
 import io
 import json
 import os
+import pty
+import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -52,7 +55,43 @@ def test_turn_reuses_cache_of_previous_turn(chat):
 
 
 def test_backslash_continues_line(chat, llm):
-    assert chat("hi\\").out == continued(llm, "hi")[0] + "\n"
+    assert chat("hi\\", "you").out == continued(llm, "hi\nyou\n")[0] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (['"""hi"""'], "hi"),
+        (['"""', "hi", "  /you", '"""'], "hi\n  /you"),
+        (['"""hi', "", '"""'], "hi\n"),
+        (['"""/quit', 'a\\"""'], "/quit\na\\"),
+    ],
+)
+def test_a_block_is_one_turn_and_is_left_open(chat, llm, lines, text):
+    assert chat(*lines).out == continued(llm, text)[0] + "\n"
+
+
+def test_a_pasted_text_is_one_turn():
+    """In a terminal, with readline's bracketed paste; Tab completes a command."""
+    pytest.importorskip("readline")
+    master, slave = pty.openpty()
+    code = "from kvad.cli.chat_input import *; print([*map(repr, read_turns(['/undo', '/kv']))])"
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True
+    ) as process:
+        os.close(slave)
+        output = b""
+        typed = [b"\x1b[200~def f():\r\r    pass\x1b[201~\r", b"/un\t\r", b"a\\\r", b"b\r", b"\x04"]
+        with suppress(OSError):  # the terminal is closed
+            while part := os.read(master, 4096):
+                output += part
+                if part.endswith((b"> ", b"... ")) or b"\x1b[?2004h" in part:
+                    os.write(master, typed.pop(0) if typed else b"")
+        os.close(master)
+    for turn in ("'def f():\\n\\n    pass'", "'/undo", "'a\\nb'"):
+        assert turn in output.decode().replace("\\\\", "\\"), output
+    assert process.returncode == 0
 
 
 def test_beam_search_has_a_sequence_per_beam(chat, llm, model):
@@ -71,6 +110,25 @@ def test_undo(chat, llm):
     ]  # fmt: skip
 
 
+def test_the_same_question_after_undo_has_another_reply(chat):
+    options = ("--temperature", 1.2, "--max-tokens", 9)
+    result = chat("hi", "/undo", "hi", "/undo", "hi", "/stats", options=(*options, "--stop", "\n", "--ignore-eos"))
+    assert len(set(result.out.split("\n")[:3])) == 3
+    seed = result.err.splitlines()[0].removeprefix("kvad: seed: ")
+    assert seed.isdecimal() and result.err.splitlines()[-1] == f"seed        {seed}"
+    seeded = ("hi", "/undo", "hi", "/undo", "hi")
+    repeated = chat(*seeded, options=(*options, "--stop", "\n", "--ignore-eos", "--seed", seed))
+    assert repeated.out == result.out and "seed" not in repeated.err
+    assert chat(*seeded, options=options).out != chat(*seeded, options=options).out
+
+
+def test_a_loaded_chat_draws_what_the_saved_one_draws(chat):
+    options = ("--temperature", 1.2, "--max-tokens", 9, "--stop", "\n", "--ignore-eos")
+    saved = chat("hi", "you", "/undo", "/save trip", "you", "now", options=options).out.split("\n")
+    assert len(saved) == 5 and saved[1] != saved[2]
+    assert chat("/load trip", "you", "now", options=options).out.split("\n") == saved[2:]
+
+
 def test_save_and_load(chat, llm, tmp_path):
     path = tmp_path / "path.json"
     replies = continued(llm, "hi\n", "\nyou\n", "\nbye\n")
@@ -87,6 +145,20 @@ def test_save_and_load(chat, llm, tmp_path):
     assert "2 turns" in chat(f"/load {path}").err
 
 
+@pytest.mark.parametrize("name", ["trip", "trip.json"])
+def test_save_replaces_another_chat_only_with_overwrite(chat, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    first = chat("hi", f"/save {name}", "you", f"/save {name}").err
+    assert "1 turn is in" in first and "2 turns are in" in first, "its own file is replaced"
+    refused = chat("bye", f"/save {name}").err
+    what = "session trip" if name == "trip" else name
+    assert refused == f"kvad: error: {what} exists; /save {name} --overwrite replaces it\n"
+    assert "2 turns, " in chat(f"/load {name}", "and", f"/save {name}").err
+    assert "3 turns, " in chat(f"/load {name}").err
+    assert "1 turn is in" in chat("bye", f"/save {name} --overwrite").err
+    assert "1 turn, " in chat(f"/load {name}").err
+
+
 def test_failed_save_keeps_previous_file(chat, tmp_path, monkeypatch):
     path = tmp_path / "path.json"
     old = '{"kvad_chat": 1, "turns": []}'
@@ -96,7 +168,7 @@ def test_failed_save_keeps_previous_file(chat, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    result = chat("hi", f"/save {path}", "more")
+    result = chat("hi", f"/save {path} --overwrite", "more")
     assert result.code == 0 and "cannot write" in result.err and path.read_text("utf-8") == old
     assert os.listdir(tmp_path) == ["path.json"] and result.out.count("\n") >= 2
 
@@ -141,17 +213,65 @@ def test_full_context_is_reported_and_undo_frees_room(chat, llm):
     result = chat("hi", "you", "hm", "hm", "/undo", "/kv", "a", options=options)
     assert result.code == 0 and result.out.splitlines() == ["aaaaaa", "aaaaaa", "aa", "aaa"]
     full, refused, left, *kv, again = result.err.splitlines()
-    assert full == again == "the context of 26 tokens is full: /undo takes back the last turn"
-    assert refused == (
-        "kvad: error: no room for a reply: 30 tokens with this line, the limit is 26; /undo takes back the last turn"
-    )
+    hint = "/undo takes back the last turn, /clear all turns; kvad chat --overflow sinks continues without the oldest"
+    assert full == again == f"the context of 26 tokens is full: {hint} tokens"
+    assert refused == f"kvad: error: no room for a reply: 30 tokens with this line, the limit is 26; {hint} tokens"
     assert left == "2 turns are left" and "this chat: 20 tokens of at most 26" in kv
+
+
+def test_kv_after_undo_describes_the_chat_that_is_left(chat):
+    kv = "the last turn: 0 of its tokens were in the cache"
+    result = chat("hi", "/kv", "/undo", "/kv", "/stats", options=(*GREEDY, "--policy", "window(8)"))
+    before, after = result.err.split("0 turns are left")
+    assert "this chat: 9 tokens" in before and kv in before and "policy window(8), 2 tokens evicted per head" in before
+    assert "this chat: 0 tokens" in after and "the last turn" not in after and "0 tokens evicted per head" in after
+    assert "no reply was generated yet" in after
+
+
+def test_retry_samples_another_reply(chat, tmp_path):
+    files = [tmp_path / f"{number}.json" for number in range(3)]
+    saves = [f"/save {path}" for path in files]
+    options = ("--temperature", 1, "--max-tokens", 8, "--seed", 3)
+    chat("hi", saves[0], "/retry", saves[1], "/clear", "hi", saves[2], options=options)
+    ids = [json.loads(path.read_text("utf-8"))["ids"] for path in files]
+    assert all(len(turns) == 1 and turns[0]["typed"] == ids[0][0]["typed"] for turns in ids)
+    assert len({str(turns[0]["reply"]) for turns in ids}) == 3
+    result = chat("/retry", "hi", "/retry", "/kv")
+    assert "there is no reply to replace" in result.err and "this chat: 9 tokens" in result.err
+
+
+def test_clear_starts_an_empty_chat(chat, llm):
+    one, two = continued(llm, "hi\n")[0], continued(llm, "you\n")[0]
+    result = chat("hi", "/clear", "/kv", "you", "/kv")
+    assert result.out == f"{one}\n{two}\n" and result.err.startswith("the chat is empty\n")
+    assert "this chat: 0 tokens" in result.err and "this chat: 10 tokens" in result.err
+
+
+def test_set_changes_the_sampling(chat):
+    result = chat("/set temperature 0", "/set max-tokens=2", "hi", "/set", options=("--logit-bias", "97=500"))
+    assert result.out == "aa\n" and "temperature 0.0" in result.err and "max_tokens 2" in result.err.splitlines()[-1]
+    errors = {
+        "/set temprature 1": "no sampling option temprature; did you mean 'temperature'?",
+        "/set top_k x": "/set top_k: 'x' is not a number",
+        "/set temperature -1": "temperature: must be",
+    }
+    for line, message in errors.items():
+        assert message in chat(line).err
+
+
+def test_system_message_can_be_changed(chat, tmp_path):
+    folder = write_model(tmp_path / "chatty")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}")
+    result = chat("/system", "/system S", "hi", at=folder)
+    assert result.out == chat("hi", options=(*GREEDY, "--system", "S"), at=folder).out
+    assert result.err.splitlines()[:2] == ["no system message", "system message: S"]
+    assert "the model has no chat template" in chat("/system S").err
 
 
 def test_counts_of_one_are_singular(chat, tmp_path):
     path = tmp_path / "path.json"
     result = chat(
-        "\\", f"/save {path}", f"/load {path}", "/stats", options=("--max-tokens", 1, "--logit-bias", "97=500")
+        '""""""', f"/save {path}", f"/load {path}", "/stats", options=("--max-tokens", 1, "--logit-bias", "97=500")
     )
     lines = result.err.splitlines()
     assert any(line.startswith(f"1 turn is in {path}; ") for line in lines)
@@ -176,7 +296,7 @@ def test_stop_string_and_end_token_are_not_in_history(chat, tmp_path):
     options = (*GREEDY, "--logit-bias", "97=500", "--stop", "aaa")
     chat("hi", f"/save {path}", options=options)
     assert json.loads(path.read_text("utf-8"))["ids"] == [{"typed": [104, 105, 10], "reply": []}]
-    chat("hi", f"/save {path}", options=(*GREEDY, "--logit-bias", "256=500"))  # the end of a document
+    chat("hi", f"/save {path} --overwrite", options=(*GREEDY, "--logit-bias", "256=500"))  # the end of a document
     assert json.loads(path.read_text("utf-8"))["ids"] == [{"typed": [104, 105, 10], "reply": []}]
 
 

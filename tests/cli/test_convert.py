@@ -54,7 +54,7 @@ def test_import_and_export_keep_every_tensor(kvad, tmp_path, name):
     result = kvad("import", tmp_path / "hf", tmp_path / "native")
     assert result.code == 0 and result.err == "" and f"written: {tmp_path / 'native'}" in result.out
     assert open_checkpoint(tmp_path / "native").origin == name
-    result = kvad("export", tmp_path / "native", tmp_path / "back", "--format", "hf")
+    result = kvad("export", tmp_path / "native", tmp_path / "back", "--to", "hf")
     reader = CONFIGS[name]["architectures"][0]
     assert result.code == 0 and result.err == "" and f"transformers.{reader}.from_pretrained" in result.out
     assert have_equal_tensors(load_file(tmp_path / "back" / "model.safetensors"), tensors)
@@ -212,7 +212,7 @@ def test_invalid_input_is_one_line(kvad, tmp_path):
         (("import", tmp_path / "hf", tmp_path / "out", "--revision", "v1"), "and has no revision 'v1'"),
         (("export", tmp_path / "absent", tmp_path / "out"), "no such folder"),
         (("export", native), "Missing argument 'OUT'"),
-        (("export", native, tmp_path / "out", "--format", "gguf"), "'gguf' is not 'hf'"),
+        (("export", native, tmp_path / "out", "--to", "onnx"), "'onnx' is not one of"),
     ):
         result = kvad(*arguments)
         assert result.code == 2 and result.out == "" and message in result.err.splitlines()[0], result

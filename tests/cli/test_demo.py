@@ -1,11 +1,15 @@
 """``kvad demo`` from end to end, on a smaller model and a smaller library."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
+from kvad.checkpoint import open_checkpoint
 from kvad.cli.commands import demo
+from kvad.cli.main import COMMANDS
 from kvad.datasets import stdlib_sources
 
 
@@ -24,14 +28,45 @@ def out(monkeypatch, tmp_path):
     return tmp_path / "out"
 
 
+def check_next_steps(kvad, page):
+    """Run the commands as printed, but the long ones with a dry run or without their work."""
+    lines = [line.strip() for line in page.split("— next —")[1].splitlines() if line.strip()]
+    steps = [line.removesuffix(text).strip() for line, (_, text) in zip(lines, demo.NEXT_STEPS, strict=True)]
+    for step in steps:
+        words = shlex.split(step)
+        assert words[0] == demo.program_path().split()[0]
+        command = words[words.index(next(word for word in words if word in COMMANDS)) :]
+        few = ["--layout", "paged", "--cache-dtype", "float32", "--num-prompts", "3", "--max-tokens", "24"]
+        extra = {"train": ["--dry-run"], "generate": ["--max-tokens", 2], "verify": few}
+        result = kvad(shlex.join(command), *extra.get(command[0], []), stdin=b"/kv\n" if command[0] == "chat" else None)
+        assert result.code == (1 if "--inject-fault" in command else 0), (step, result.err)
+        assert (result.out + result.err).strip(), step
+
+
+def test_the_printed_program_can_be_called(monkeypatch, tmp_path):
+    """``make run`` does not put ``kvad`` on the path."""
+    monkeypatch.setattr(demo.shutil, "which", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    for called, expected in ((tmp_path / ".venv/bin/kvad", ".venv/bin/kvad"), ("/opt/kvad", "/opt/kvad")):
+        monkeypatch.setattr(sys, "argv", [str(called)])
+        assert demo.program_path() == expected
+    monkeypatch.setattr(sys, "argv", ["/x/__main__.py"])
+    assert demo.program_path() == f"{sys.executable} -m kvad"
+    monkeypatch.setattr(demo.shutil, "which", lambda name: "/usr/bin/kvad")
+    assert demo.program_path() == "kvad"
+
+
 def test_demo(kvad, out):
     result = kvad("demo --minutes 0.05 --repeats 1 --out", out)
     assert result.code == 0
-    for words in ("three files", "validation loss", "'def ' continued", "verdict: exact", "speedup", "kvad chat"):
+    for words in ("three files", "validation loss", repr(demo.PROMPT), "verdict: exact", "speedup", "kvad chat"):
         assert words in result.out, words
     record = json.loads((out / "demo.json").read_text())
     assert record["exact"] is True and record["steps"] > 0 and set(record["speedup"]) == {"8", "16"}
     assert (out / "bench-cache.json").exists() and (out / "loss.png").exists()
+    config = open_checkpoint(out).config
+    assert config.max_seq_len == demo.CONTEXT >= demo.BENCH_LENGTHS[-1] + 1 and config.vocab_size <= demo.VOCAB_SIZE
+    check_next_steps(kvad, result.out)
     result = kvad("demo --minutes 0.02 --repeats 1 --json --out", out)  # replaces its own run
     record = json.loads(result.out)
     assert result.code == 0 and record["verdict"].startswith("exact") and record["steps"] != 0

@@ -125,7 +125,11 @@ def test_edited_config(kvad, native):
     path.write_text(path.read_text().replace('"max_seq_len": 96', '"max_seq_len": 80'))
     result = kvad("doctor", native)
     assert result.code == 1 and "config.json differs from its manifest" in result.out
-    assert "unless you edited it" in result.out
+    assert f"If you edited it: kvad doctor {native} --fix accepts the edit." in result.out
+    assert kvad("generate", native, "a").code == 2
+    fixed = kvad("doctor", native, "--fix")
+    assert fixed.code == 0 and "config.json: the edit is accepted" in fixed.out
+    assert kvad("doctor", native).code == 0 and kvad("generate", native, "a", "--max-tokens", 1).code == 0
     path.write_text(path.read_text().replace('"max_seq_len": 80', '"max_seq_lens": 80'))
     assert "unknown key max_seq_lens" in problems(kvad("doctor", native, "--json"))["config"]
     path.write_text("{")

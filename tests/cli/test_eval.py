@@ -196,3 +196,16 @@ def test_invalid_tag_files(folder, content, message):
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         read_tagged([path])
+
+
+def test_windows_have_the_trained_length(kvad, evaluate, tmp_path):
+    """A model that was trained on 32 tokens and whose limit is 96: beyond 32, there is a warning."""
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(TEXT * 10)
+    options = "--tokenizer byte --preset tiny --seq-len 32 --steps 1 --batch-size 1 --precision fp32"
+    model = "--set model.max_seq_len=96 --set model.hidden_size=32"
+    assert kvad("train", text, *options.split(), *model.split(), "--out", run).code == 0
+    assert evaluate(run, text)["window"] == 32 and evaluate(run, text, "--policy", "window(16)")["window"] == 32
+    assert "windows of 32 (as in training)" in kvad("eval", run, text).out
+    longer = kvad("eval", run, text, "--window", 96)
+    assert "windows of 96," in longer.out and "trained on 32" in longer.err

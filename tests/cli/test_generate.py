@@ -1,10 +1,12 @@
 """``kvad generate``: its output, its options, interrupts, and errors of one line."""
 
 import json
+import re
 import signal
 
 import pytest
 
+from kvad.cache.device.kv_cache import KVCache
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.native import open_folder, save_checkpoint
 from kvad.cli.commands import generate
@@ -71,14 +73,18 @@ def test_echo_and_ids(kvad, model, llm):
     assert kvad("generate", model, "--ids", ids.replace(" ", ","), "--max-tokens", 5, *GREEDY).out == f"{text}\n"
 
 
-def test_prompt_from_stdin_is_unchanged(kvad, model, llm):
-    result = kvad("generate", model, "-", "--max-tokens", 5, *GREEDY, stdin="né\n".encode())
-    assert result.out == llm.generate("né\n", max_tokens=5, temperature=0).text + "\n"
+@pytest.mark.parametrize(
+    ("arguments", "prompt"), [(["-"], "né\n"), ([], "né\n"), (["-", "--raw"], "né\n\n"), (["--raw"], "né\n\n")]
+)
+def test_prompt_from_stdin_loses_one_newline_unless_raw(kvad, model, llm, arguments, prompt):
+    """As ``echo TEXT | kvad generate``."""
+    result = kvad("generate", model, *arguments, "--max-tokens", 5, *GREEDY, stdin="né\n\n".encode())
+    assert result.out == llm.generate(prompt, max_tokens=5, temperature=0).text + "\n"
 
 
 @pytest.mark.parametrize("prompt", [(), ("",), ("--ids", "")])
 def test_empty_prompt_uses_opening_token(kvad, model, llm, prompt):
-    result = kvad("generate", model, *prompt, "--max-tokens", 5, *GREEDY)
+    result = kvad("generate", model, *prompt, "--max-tokens", 5, *GREEDY, stdin=b"")
     assert result.out == llm.generate([256], max_tokens=5, temperature=0).text + "\n"
     assert result.err == "kvad: the prompt is empty: generating from the opening token <|endofdoc|>\n"
 
@@ -87,7 +93,9 @@ def test_every_sampling_option_reaches_the_engine(kvad, model, monkeypatch):
     seen = []
     real = LLM.stream
     monkeypatch.setattr(
-        LLM, "stream", lambda self, prompt, sampling: (seen.append(sampling), real(self, prompt, sampling))[1]
+        LLM,
+        "stream",
+        lambda self, prompt, sampling, **salts: (seen.append(sampling), real(self, prompt, sampling, **salts))[1],
     )
     options = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8, "repetition_penalty": 1.1,
@@ -101,6 +109,31 @@ def test_every_sampling_option_reaches_the_engine(kvad, model, monkeypatch):
     bad = ((32, 120), (120,))
     given = SamplingParams(**options, logit_bias={7: -5.5, 8: 1.0}, stop=("ab",), bad_words_ids=bad, ignore_eos=True)
     assert sampling == given
+
+
+def test_a_random_seed_is_printed_and_repeats_the_output(kvad, model, llm):
+    first = kvad("generate", model, "hey", "hey", "--max-tokens", 9)
+    seed = re.fullmatch(r"kvad: seed: (\d+)\n", first.err)[1]
+    second = kvad("generate", model, "hey", "hey", "--max-tokens", 9)
+    assert second.out != first.out and second.err != first.err
+    repeated = kvad("generate", model, "hey", "hey", "--max-tokens", 9, "--seed", seed, "--json")
+    record = json.loads(repeated.out)
+    texts = [completion["choices"][0]["text"] for completion in record["completions"]]
+    assert record["seed"] == int(seed) and repeated.err == "" and texts[0] != texts[1]
+    assert texts == [done.text for done in llm.generate(["hey", "hey"], seed=int(seed), max_tokens=9)]
+    assert all(text in first.out for text in texts)
+    assert kvad("generate", model, "hey", "--max-tokens", 3, *GREEDY).err == ""
+
+
+def test_a_cache_salt_separates_requests(kvad, model, tmp_path):
+    def hits(*flags):
+        folder = ("--prefix-cache-dir", tmp_path / "blocks", "--block-size", 4)
+        result = kvad("generate", model, "hello there, you", "--max-tokens", 2, *GREEDY, "--json", *folder, *flags)
+        return json.loads(result.out)["completions"][0]["usage"]["num_cached_tokens"]
+
+    assert [hits(), hits(), hits("--cache-salt", "a"), hits("--cache-salt", "a"), hits("--cache-salt", "b")] == [
+        0, 12, 0, 12, 0,
+    ]  # fmt: skip
 
 
 def test_bad_words_and_stop_work(kvad, model):
@@ -118,12 +151,12 @@ def test_bad_words_and_stop_work(kvad, model):
 
 
 def test_json(kvad, model, llm):
-    result = kvad(f"generate {model} hey --n 2 --max-tokens 4 --logprobs 2 --prompt-logprobs 1 --stats --json")
+    result = kvad(f"generate {model} hey --n 2 --max-tokens 4 --seed 3 --logprobs 2 --prompt-logprobs 1 --stats --json")
     assert result.err == "" and result.out.count("\n") == 1
     record = json.loads(result.out)
     (completion,) = record["completions"]
-    expected = llm.generate("hey", n=2, max_tokens=4, logprobs=2, prompt_logprobs=1)
-    assert record["model"] == str(model) and record["interrupted"] is False
+    expected = llm.generate("hey", n=2, max_tokens=4, seed=3, logprobs=2, prompt_logprobs=1)
+    assert record["seed"] == 3 and record["model"] == str(model) and record["interrupted"] is False
     assert completion["prompt"] == "hey" and completion["prompt_token_ids"] == [104, 101, 121]
     assert completion["usage"]["num_prompt_tokens"] == 3 and completion["usage"]["num_completion_tokens"] == 8
     assert [s["token_ids"] for s in completion["choices"]] == [list(s.token_ids) for s in expected.choices]
@@ -230,7 +263,7 @@ def test_model_without_tokenizer_prints_ids(kvad, tmp_path):
         ("--ids 3 --stop x", "stop: requires a tokenizer"),
         ("--ids 3 --bad-word x", "--bad-word: the model has no tokenizer"),
     ):
-        result = kvad(f"generate {bare} {flags}")
+        result = kvad(f"generate {bare} {flags}", stdin=b"")
         assert result.code == 2 and message in result.err, flags
 
 
@@ -314,3 +347,35 @@ def test_cache_formats(kvad, model):
     assert "in int8-channel/" in kvad(*arguments, "--cache-key-dtype", "int8-channel").err
     refused = kvad(*arguments, "--cache-key-dtype", "int8-channel", "--layout", "contiguous")
     assert refused.code == 2 and "packs whole blocks" in refused.err and "'paged'" in refused.err
+
+
+@pytest.mark.parametrize("policy", ["heavy-hitters(16, interval=8)", "sinks(4,8)", "tova(16, interval=8)", "full"])
+def test_stats_name_the_policy_and_count_what_it_evicted(kvad, model, monkeypatch, policy):
+    """Two sequences of 2 + 64 tokens, one with the length of an eviction; the count is that of the device's edits."""
+    dropped = []
+    apply = KVCache.apply
+
+    def counted(cache, ops):
+        dropped.extend(op.num_held - op.num_retained for group in ops.evict for op in group)
+        return apply(cache, ops)
+
+    monkeypatch.setattr(KVCache, "apply", counted)
+    flags = ("--max-tokens", 63, "--ignore-eos", "--policy", policy, "--block-size", 4)
+    result = kvad("generate", model, "ab", "abc", *GREEDY, *flags, "--stats")
+    line = next(line for line in result.err.splitlines() if line.startswith("cache"))
+    evicted = re.search(r"policy (.*), (\d+) tokens? evicted per head:", line)
+    if policy == "full":
+        assert evicted is None and "policy full, all tokens:" in line
+    elif policy == "sinks(4,8)":
+        assert int(evicted[2]) == sum(length + 1 - 4 - 8 for length in (65, 66))
+    else:
+        assert evicted[1].startswith(policy.partition("(")[0]) and int(evicted[2]) == sum(dropped) > 80
+    assert "0 prefix blocks evicted" in result.err
+
+
+def test_prefix_blocks_that_were_overwritten_are_named_so(kvad, model):
+    flags = ("--max-tokens", 20, "--ignore-eos", "--block-size", 4, "--num-blocks", 12, "--max-num-seqs", 1)
+    result = kvad("generate", model, "ab" * 10, "cd" * 10, *GREEDY, *flags, "--stats", "--json")
+    stats = json.loads(result.out)["stats"]
+    assert stats["prefix_blocks_evicted"] > 0 and stats["cache"][0]["evicted_per_head"] == 0
+    assert stats["cache"][0]["policy"] == "full"

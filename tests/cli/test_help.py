@@ -1,11 +1,14 @@
 """Help pages of all commands: every option, one form of texts, and examples that parse."""
 
+import importlib.util
 import re
 import shlex
+import sys
 
 import click
 import pytest
 
+from kvad.cli import fields
 from kvad.cli.main import COMMANDS, cli
 
 
@@ -93,3 +96,13 @@ def test_examples_parse(name):
         with page_context(name_of_example) as context:
             if not isinstance(command, click.Group):
                 command.parse_args(context, rest)
+
+
+def test_no_command_needs_generic_types_of_click(monkeypatch):
+    """``click.ParamType`` cannot be subscripted before click 8.4; pyproject.toml allows 8.2."""
+    monkeypatch.setattr(click, "ParamType", type("ParamType", (), {}))
+    spec = importlib.util.spec_from_file_location("kvad_fields_with_old_click", fields.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert issubclass(module.Parsed, click.ParamType)

@@ -16,7 +16,7 @@ import pytest
 from kvad import __version__
 from kvad.cli import main as cli_main
 from kvad.cli import output, parameters
-from kvad.errors import CheckpointError, EngineError, KvadError, UsageError
+from kvad.errors import CheckpointError, EngineError, KvadError, MemoryPlanError, NetworkError, SaveError, UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,8 @@ def test_help_lists_every_command_with_its_line(kvad):
     for name, (_, short_help) in cli_main.COMMANDS.items():
         assert name in out and short_help in out
     places = [out.index(f"{title}:") for title in ("Run", "Train", "Cache", "Models", "Inspect")]
-    assert places == sorted(places) and out.endswith("kvad completion SHELL: Print the completion script of a shell.")
+    places.append(out.index("kvad completion SHELL: Print the completion script of a shell. Exit codes: 0 success"))
+    assert places == sorted(places) and out.endswith(" 143 SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,9 @@ def test_missing_module_breaks_only_its_command(kvad, monkeypatch):
 
 
 def test_version():
-    result = subprocess.run([sys.executable, "-m", "kvad", "--version"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "kvad", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert (result.returncode, result.stdout) == (0, f"kvad {__version__}\n")
 
 
@@ -118,6 +121,8 @@ def test_no_arguments_print_help_on_stderr(kvad):
         ("verfy", "; did you mean 'verify'?"),
         ("bnch", "; did you mean 'bench'?"),
         ("zzzyyy", ""),
+        ("quantise", ""),
+        ("eva", "; did you mean 'eval'?"),
     ],
 )
 def test_unknown_command_suggests_the_nearest_name(kvad, typed, suggestion):
@@ -125,13 +130,25 @@ def test_unknown_command_suggests_the_nearest_name(kvad, typed, suggestion):
     assert kvad(typed) == (2, "", message)
 
 
+def test_only_a_near_flag_is_suggested(kvad):
+    for flag, suggestion in (("--temprature", "; did you mean '--temperature'?\n"), ("--quantize", "\n")):
+        result = kvad(f"generate x {flag} 1")
+        assert result.code == 2 and result.err.startswith(f"kvad: error: No such option '{flag}'{suggestion}")
+    assert "use kvad --help" in kvad("help").err
+
+
 def test_unknown_flag_suggests_the_nearest_name(kvad, command):
     command(lambda context: None, click.Option(["--context"], type=int))
     result = kvad("probe --contxt 3")
     assert result.code == 2 and "--contxt" in result.err
-    assert "Did you mean '--context'" in result.err and "kvad probe --help" in result.err
+    assert "did you mean '--context'?" in result.err and "kvad probe --help" in result.err
     result = kvad("--debg train")
     assert result.code == 2 and "--debug" in result.err
+
+
+def caused(error, number):
+    error.__cause__ = OSError(number, "reason")
+    return error
 
 
 @pytest.mark.parametrize(
@@ -140,12 +157,23 @@ def test_unknown_flag_suggests_the_nearest_name(kvad, command):
         (UsageError("bad value", "use 3"), 2, "bad value", "use 3"),
         (CheckpointError("no config.json in x"), 2, "no config.json in x", ""),
         (EngineError("it stopped"), 1, "it stopped", ""),
+        (SaveError("cannot save x: disk full"), 1, "cannot save x: disk full", ""),
+        (caused(SaveError("cannot save x"), errno.ENOSPC), 1, "cannot save x", ""),
+        (caused(SaveError("cannot save x"), errno.EDQUOT), 1, "cannot save x", ""),
+        (caused(SaveError("cannot save x"), errno.EIO), 1, "cannot save x", ""),
+        (caused(SaveError("cannot save x", "another"), errno.EACCES), 2, "cannot save x", "another"),
+        (caused(SaveError("cannot save x"), errno.EROFS), 2, "cannot save x", ""),
+        (caused(SaveError("cannot save x"), errno.ENOTDIR), 2, "cannot save x", ""),
+        (caused(SaveError("cannot save x"), errno.EEXIST), 2, "cannot save x", ""),
+        (MemoryPlanError("it does not fit"), 1, "it does not fit", ""),
+        (NetworkError("cannot reach the hub"), 1, "cannot reach the hub", ""),
         (KvadError("two\nlines"), 1, "two lines", ""),
-        (OSError(errno.ENOSPC, "No space left", "/d/model"), 2, "/d/model: no space is left on the disk", ""),
+        (OSError(errno.ENOSPC, "No space left", "/d/model"), 1, "/d/model: no space is left on the disk", ""),
         (OSError(errno.EROFS, "Read-only", "/d"), 2, "/d: the file system is read-only", ""),
         (PermissionError(errno.EACCES, "Permission denied", "/d"), 2, "/d: permission denied", ""),
+        (OSError(errno.ENAMETOOLONG, "Too long", "/d"), 2, "/d: the name is too long", ""),
         (FileNotFoundError(errno.ENOENT, "No such file", "/d"), 2, "/d: no such file or folder", ""),
-        (ModuleNotFoundError("No module", name="matplotlib.pyplot"), 2, "this needs matplotlib", "kvad[plot]"),
+        (ModuleNotFoundError("No", name="matplotlib.pyplot"), 2, "this needs matplotlib", "pip install matplotlib"),
         (MemoryError(), 1, "out of memory", "kvad plan"),
         (RuntimeError("oops"), 1, "this is a bug in kvad: RuntimeError: oops", "--debug"),
         (OSError(errno.EIO, "I/O error"), 1, "this is a bug in kvad: OSError", "--debug"),
@@ -188,7 +216,7 @@ def test_closed_pipe(arguments):
 def test_full_disk_under_stdout_is_reported():
     with open("/dev/full", "w") as full:
         result = kvad_process("--help", stdout=full)
-    assert result.returncode == 2 and result.stderr.startswith("kvad: error: no space is left"), result
+    assert result.returncode == 1 and result.stderr.startswith("kvad: error: no space is left"), result
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -262,3 +290,9 @@ def test_console_writes_to_stderr(capsys):
     output.console().print("note")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "note\n")
+
+
+def test_closed_stdout_is_no_error(monkeypatch):
+    """As ``kvad --version >&-``."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli_main.main(["--version"]) == 0

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from kvad.engine.session import Session
 from kvad.llm import LLM
 from tests.cli.test_main import ROOT
 from tests.support.cli_checkpoints import write_model
@@ -35,6 +36,27 @@ def test_save_continue_list_show_rm(kvad, model, tmp_path, policy):
     assert json.loads(kvad("session", "show", "trip", "--json").out)["fingerprint"]["policy"] == policy
     assert kvad("session", "rm", "trip", "--json").code == 0
     assert json.loads(kvad("session", "list", "--json").out)["sessions"] == []
+
+
+@pytest.mark.parametrize("json_option", [(), ("--json",)])
+def test_continued_text_is_printed_when_the_session_changed_meanwhile(kvad, model, tmp_path, monkeypatch, json_option):
+    assert kvad("session", "save", model, "trip", "--prompt", "hello there").code == 0
+    path = tmp_path / "sessions" / "trip.session"
+    expected = kvad("session", "continue", model, "trip", *GREEDY, "--no-save").out
+    real, contents = Session.stream, []
+
+    def stream(session, *arguments, **options):
+        if not contents:  # another process continues the session while this one generates
+            contents.append(b"")
+            assert kvad("session", "continue", model, "trip", "--prompt", "no", *GREEDY).code == 0
+            contents.append(path.read_bytes())
+        return real(session, *arguments, **options)
+
+    monkeypatch.setattr(Session, "stream", stream)
+    result = kvad("session", "continue", model, "trip", *GREEDY, *json_option)
+    assert result.code == 2 and "trip.session: changed meanwhile by another session" in result.err
+    assert path.read_bytes() == contents[1]
+    assert (json.loads(result.out)["text"] + "\n" if json_option else result.out) == expected
 
 
 def test_invalid_sessions(kvad, model, tmp_path):
@@ -72,7 +94,9 @@ def test_invalid_sessions(kvad, model, tmp_path):
 def test_list_loads_no_torch(tmp_path):
     code = "import sys; from kvad.cli.main import main; main(['session', 'list']); sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "KVAD_SESSION_DIR": str(tmp_path)}
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False, timeout=60).returncode == 0
+    )
 
 
 # ---------------------------------------------------------------- chat
@@ -98,6 +122,7 @@ def test_chat_continues_after_kill_9(kvad, model, tmp_path, named, policy):
     result = subprocess.run(
         [sys.executable, "-c", KILLED, *map(str, ("chat", model, *options))],
         input=f"hello there\nand\n/save {where}\nnever\n".encode(), cwd=ROOT, capture_output=True, check=False,
+        timeout=120,
     )  # fmt: skip
     assert result.returncode == -9, result.stderr
     assert "of cache" in result.stderr.decode()

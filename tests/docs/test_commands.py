@@ -33,6 +33,7 @@ MODELS = {  # name in the pages -> how a stand-in is trained
     "runs/de-en": "pairs.tsv --preset marian-tiny --seq-len 64",
     "runs/masked": "book.txt --objective masked-lm --preset encoder-tiny",
     "runs/spans": "book.txt --objective span-corruption --preset t5-tiny",
+    "runs/classes": "reviews.tsv --objective classify --preset encoder-tiny",
     "runs/chat": "talks.jsonl --objective chat --preset tiny",
     "runs/lr-1e-3": "book.txt --preset tiny --seq-len 64 --lr 1e-3",
     "runs/lr-3e-3": "book.txt --preset tiny --seq-len 64 --lr 3e-3",
@@ -44,12 +45,14 @@ ALIASES = {  # other names of these models
     "Qwen/Qwen3-0.6B": "runs/demo", "openai-community/gpt2-large": "runs/demo",
     "Helsinki-NLP/opus-mt-de-en": "runs/de-en", "intfloat/e5-small-v2": "runs/masked",
 }  # fmt: skip
+ADAPTER = "train book.txt --init runs/demo --lora-rank 2 --seq-len 64 --out runs/lora"
 COPIES = ("runs/endless-rope", "runs/mine")  # of runs/demo
-MODEL_OF = {"translate": "runs/de-en", "embed": "runs/masked"}  # command -> MODEL, if it is not a decoder
+MODEL_OF = {"translate": "runs/de-en", "embed": "runs/masked", "classify": "runs/classes"}  # command -> MODEL
 PLACEHOLDERS = {
     "DATA": "book.txt",
     "DATA...": "book.txt",
     "FOLDER": "folder",
+    "ADAPTER": "runs/lora",
     "SESSIONS": "data/kvad/sessions",
     "/mnt/ssd": "ssd",
     "/tmp/swap": "swap",
@@ -76,12 +79,30 @@ LIMITS = {  # appended to a command that begins with these words: less work, the
     "eval": "--quiet",
 }
 UNLIMITED = ("--dry-run", "--resume")
+# What a command shows: words of it -> a pattern in its output or its HTML page.
+PROMISES = {
+    '--policy "tova(64, interval=16)"': r"dropped at step|\"evicted\"",
+    '--policy "heavy-hitters(16, interval=8)" --html': r"heavy-hitters",
+    '--policy "heavy-hitters(16, interval=8)" --block-size 4': r"dropped at step|evicted",
+    '--policy "sinks(4, 28)"': r"\. evicted",
+    '--policy "tiered(32, interval=16)"': r"quantized at step",
+    "--num-blocks 20 --swap-space 256MiB": r"[1-9]\d* preemption",
+    "--num-blocks 6 --cache-key-dtype int8-channel": r"[1-9]\d* to disk|swapped out: .* to disk",
+    "--num-blocks 12 --block-size 4": r"[1-9]\d* preemption",
+    "# reads the prefix from disk": r"[1-9]\d* from disk",
+    "--max-seq-len 128 --overflow offload": r"offloaded +[1-9]",
+    'eval MODEL text.txt --policy "sinks(4, 124)"': r"windows of .* policy sinks\(4, 124\)",
+    'session continue MODEL notes --prompt "In short:" --max-tokens 64': r"[1-9]\d* of [\d,]+ tokens restored",
+    "--inject-fault mask": r"\nfault +mask: ",
+    "--inject-fault packed": r"\nfault +packed: packed weights differ",
+    "--inject-fault table": r"\nfault +table: ",
+}
 PYTHON = "data/python"  # several pages name it, and some create it
 PAGE_WITH_CURVES = "README.md"  # the loss curve of a training command takes longer than its two steps
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands of a page: lines of its code blocks that start with kvad, without their comments."""
+    """Return the commands of a page: lines of its code blocks that start with kvad."""
     lines, fenced = [], False
     for line in page.read_text("utf-8").replace("\\\n", " ").splitlines():
         if line.startswith("```"):
@@ -89,7 +110,7 @@ def commands(page: Path) -> list[str]:
         elif fenced or line.startswith("    "):
             match = re.match(r"\s*(?:\.venv/bin/)?(kvad .*)", line)
             if match:
-                lines.append(re.sub(r"\s+#\s.*", "", match[1]))
+                lines.append(match[1])
     return lines
 
 
@@ -120,11 +141,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "docs" / "tutorials", folder / "docs")
     (folder / "recipes" / "mine.toml").write_text('[model]\npreset = "tiny"\n[tokenizer]\nkind = "byte"\n')
     with isolated(folder), contextlib.chdir(folder):
-        for name, options in MODELS.items():
-            words = ["train", *options.split(), *NARROW.split(), *LIMITS["train"].split(), "--out", name]
+        models = [f"train {options} {NARROW} --out {name}" for name, options in MODELS.items()]
+        for command in (*models, ADAPTER):
             with pytest.MonkeyPatch.context() as patch:
                 skip_curves(patch)
-                assert kvad(words) == 0, name
+                assert kvad([*command.split(), *LIMITS["train"].split()]) == 0, command
         for name in COPIES:
             shutil.copytree("runs/demo", name)
         assert kvad(["data", "create", "python", PYTHON]) == 0
@@ -155,7 +176,7 @@ def page_folder(workspace: Path, tmp_path: Path) -> Iterator[Path]:
 
 def arguments(command: str) -> tuple[list[str], str]:
     """Return the arguments of a command in the workspace, and its standard input."""
-    command, _, redirected = command.partition(" < ")
+    command, _, redirected = re.sub(r"\s+#\s.*", "", command).partition(" < ")
     words = shlex.split(command)[1:]
     aliases = {**ALIASES, "MODEL": MODEL_OF.get(words[0], ALIASES["MODEL"])}
     words = [PLACEHOLDERS.get(word, SMALLER.get(word, word)) for word in words]
@@ -165,10 +186,25 @@ def arguments(command: str) -> tuple[list[str], str]:
     ]
     words = [path for word in words for path in (sorted(glob.glob(word)) if word.endswith("*") else [word])]
     limit = next((text for start, text in LIMITS.items() if " ".join(words).startswith(start)), "")
-    if not set(words) & set(UNLIMITED):
+    if not set(words) & set(UNLIMITED) and not (words[0] == "generate" and "--max-tokens" in words):
         words += limit.split()
     text = "/quit\n" if words[0] == "chat" else ""
     return words, Path(redirected).read_text() if redirected else text
+
+
+def check_promises(command: str, words: list[str], output: str) -> None:
+    """Check that a command shows what it is an example of, and that no prompt ends in a space."""
+    assert not any(word.endswith(" ") for word in words), f"{command}: a lone space is a token that no name follows"
+    if "--html" in words:
+        output += Path(words[words.index("--html") + 1]).read_text("utf-8")
+    for part, pattern in PROMISES.items():
+        if part in command:
+            assert re.search(pattern, output), f"{command}\n{pattern}\n{output[-3000:]}"
+
+
+def test_every_promise_is_made() -> None:
+    lines = [command for commands_of_page in WITH_COMMANDS.values() for command in commands_of_page]
+    assert [part for part in PROMISES if not any(part in line for line in lines)] == []
 
 
 SLOW_PAGES = ("docs/explanation/kv-cache/verify.md", "docs/explanation/cache-quality.md")  # over ten seconds each
@@ -187,7 +223,8 @@ def test_commands_of_a_page_run(page: str, monkeypatch: pytest.MonkeyPatch, caps
             shutil.rmtree(words[3], ignore_errors=True)
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         code = kvad(words)
-        errors = capsys.readouterr().err
+        output, errors = capsys.readouterr()
         assert code == (1 if "--inject-fault" in words else 0), f"{command}\n{errors}"
+        check_promises(command, words, output + errors)
         if words[:3] == ["data", "create", "python"]:
             shorten_python_data()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvad
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import build_groups, group_bytes
@@ -35,6 +36,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("kvad.config.plugins._registered", {})
+    for plugin in ("kerple:Kerple", "gated:GatedAttention", "keydiff:KeyDiff", "log8:Log8", "parrot:FAMILY"):
+        kvad.register(plugin.partition(":")[0], plugin)
     yield tmp_path
     for name in FILES:
         sys.modules.pop(name.removesuffix(".py"), None)
@@ -54,7 +58,7 @@ def test_proof_prints_exact(folder: Path) -> None:
 
 
 def test_weights_are_counted_from_the_config(folder: Path) -> None:
-    mixer = AttentionConfig(4, 2, position=CustomPositionsConfig("kerple:Kerple"), custom_class="gated:GatedAttention")
+    mixer = AttentionConfig(4, 2, position=CustomPositionsConfig("kerple"), custom_class="gated")
     config = ModelConfig(32, 61, 96, StackConfig(2, {"L": LayerConfig(mixer, GatedMLPConfig(48))}))
     model = Transformer(config)
     assert weight_shapes(config) == {name: tuple(t.shape) for name, t in model.state_dict().items()}
@@ -89,7 +93,7 @@ def test_custom_policy_and_format_are_verified(looker: Path, capsys: pytest.Capt
 def test_custom_format_is_planned_exactly(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("plan", looker, capsys)
     config = make_looker(limit=256)[0].config
-    cache = CacheConfig(key_dtype="log8:Log8", value_dtype="log8:Log8", max_num_seqs=2, max_seq_len=32)
+    cache = CacheConfig(key_dtype="log8", value_dtype="log8", max_num_seqs=2, max_seq_len=32)
     groups = build_groups(attention_specs(config), cache)
     planned = [group_bytes(group) for group in groups]
     memory = KVCache(groups)
@@ -101,9 +105,9 @@ def test_custom_policy_and_format_are_measured(looker: Path, capsys: pytest.Capt
     few = "--lengths 128 --samples-per-cell 2 --num-texts 1 --tasks single --depths 0.25,0.75"
     output = run("bench cache-quality", looker, capsys, *few.split())
     rows = {row["cache"]: row for row in output["summary"]}
-    assert set(rows) == {"full", "keydiff:KeyDiff", "random", "log8:Log8"}
-    assert rows["full"]["recall"]["single"] == rows["log8:Log8"]["recall"]["single"] == 1
-    assert rows["keydiff:KeyDiff"]["recall"]["single"] is not None
+    assert set(rows) == {"full", "keydiff", "random", "log8"}
+    assert rows["full"]["recall"]["single"] == rows["log8"]["recall"]["single"] == 1
+    assert rows["keydiff"]["recall"]["single"] is not None
 
 
 @pytest.mark.parametrize(
@@ -119,17 +123,15 @@ def test_custom_policy_and_format_are_measured(looker: Path, capsys: pytest.Capt
 def test_invalid_formats_are_refused(folder: Path, body: str, message: str) -> None:
     (folder / "wrong.py").write_text(f"class Wrong:\n    {body}\n")
     sys.modules.pop("wrong", None)
+    kvad.register("wrong", "wrong:Wrong")
     config = make_looker(limit=64)[0].config
     with pytest.raises(ConfigError, match=message):
-        KVCache(
-            build_groups(attention_specs(config), CacheConfig(key_dtype="wrong:Wrong", max_num_seqs=1, max_seq_len=16))
-        )
+        KVCache(build_groups(attention_specs(config), CacheConfig(key_dtype="wrong", max_num_seqs=1, max_seq_len=16)))
 
 
 def test_custom_family_is_read_and_verified(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVAD_FAMILIES", "parrot=parrot:FAMILY")
     import parrot  # type: ignore[import-not-found]
 
     sizes = {"width": 32, "vocab": 61, "limit": 96, "layers": 2, "heads": 4, "hidden": 48}
@@ -151,9 +153,11 @@ def test_custom_family_is_read_and_verified(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nothing", "must name a class"), ("no.such:Thing", "cannot import"), ("kerple:Missing", "has no 'Missing'")],
+    [("absent", "cannot import"), ("missing", "has no 'Missing'"), ("keydiff", "not a subclass of torch.nn.modules")],
 )
-def test_wrong_names_are_reported(folder: Path, name: str, message: str) -> None:
+def test_wrong_plugins_are_reported(folder: Path, name: str, message: str) -> None:
+    kvad.register("absent", "no.such:Thing")
+    kvad.register("missing", "kerple:Missing")
     mixer = AttentionConfig(4, position=CustomPositionsConfig(name))
     with pytest.raises(ConfigError, match=message):
         Transformer(ModelConfig(32, 61, 96, StackConfig(1, {"L": LayerConfig(mixer, GatedMLPConfig(48))})))

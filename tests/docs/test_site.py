@@ -18,7 +18,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]  # --quiet hides warnings
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
 
@@ -43,6 +43,6 @@ def test_dead_links_fail(tmp_path: Path) -> None:
     settings = "site_name: x\nstrict: true\nvalidation: {links: {not_found: warn}}\n"
     (tmp_path / "mkdocs.yml").write_text(settings)
     built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert built.returncode != 0 and "gone.md" in built.stderr

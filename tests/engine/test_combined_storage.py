@@ -73,7 +73,7 @@ def test_a_resumed_request_aborted_before_its_step_leaves_no_copy():
 def test_a_resumed_sequence_preempted_before_its_step_has_its_encoder_input():
     llm_engine = engine(pair_config("rope"))
     outputs, state = left(llm_engine, PROMPT[:9], 3, encoder_token_ids=SOURCE)
-    requested = run(engine(pair_config("rope"), dirty=False), PROMPT[:9] + outputs, 8, encoder_token_ids=SOURCE)[1]
+    expected = run(engine(pair_config("rope"), dirty=False), PROMPT[:9] + outputs, 8, encoder_token_ids=SOURCE)[1]
     llm_engine.kv_cache_manager.reset_prefix_cache()
     encoded, encode = [], llm_engine.runner.encode
     llm_engine.runner.encode = lambda encoding: encoded.append(encoding) or encode(encoding)
@@ -82,7 +82,7 @@ def test_a_resumed_sequence_preempted_before_its_step_has_its_encoder_input():
     admit_with_encoder_input(llm_engine)
     assert seq.swapped is not None and llm_engine.kv_cache_manager.pending_swap_ins == [seq.swapped.key]
     llm_engine.scheduler._preempt(seq)
-    assert finish(llm_engine)[0][request] == requested and not encoded
+    assert finish(llm_engine)[0][request] == expected and not encoded
 
 
 # ---------------------------------------------------------------- fetched
@@ -108,12 +108,12 @@ def test_an_exception_in_a_reader_is_a_miss(tmp_path, monkeypatch):
     fields = {"prefix_cache_dir": str(tmp_path), "prefix_cache_ram": None}
     first = tiered(**fields)
     request = first.add_request(PROMPT, GREEDY)
-    requested = finish(first)[0][request]
+    expected = finish(first)[0][request]
     first.close()
     second = tiered(**fields)
     disk.broken = True
     request = second.add_request(PROMPT, GREEDY)
-    assert finish(second)[0][request] == requested
+    assert finish(second)[0][request] == expected
     assert second.metrics(request).num_cached_tokens == 0 and second.kv_cache_manager.prefix_offload.hits.misses == {
         "failed": 1
     }
@@ -160,7 +160,7 @@ def test_a_sequence_is_not_swapped_before_its_blocks_are_loaded():
     )
     prompt = PROMPT[:21]
     first = llm_engine.add_request(prompt, GREEDY, encoder_token_ids=SOURCE)
-    requested = finish(llm_engine)[0][first]
+    expected = finish(llm_engine)[0][first]
     other = llm_engine.add_request(
         PROMPT[::-1], SamplingParams(max_tokens=14, temperature=0, ignore_eos=True), encoder_token_ids=SOURCE[::-1]
     )
@@ -175,7 +175,7 @@ def test_a_sequence_is_not_swapped_before_its_blocks_are_loaded():
     )
     llm_engine.scheduler._preempt(seq)
     tokens, errors = finish(llm_engine)
-    assert not errors and tokens[request] == requested
+    assert not errors and tokens[request] == expected
 
 
 # ---------------------------------------------------------------- a step that fails
@@ -189,11 +189,11 @@ def test_blocks_of_a_failed_step_are_not_copied(way, tmp_path):
     if way == "load":
         llm_engine.add_request(PROMPT[::-1], GREEDY)  # the pool gives up what it knew
         finish(llm_engine)
-    apply, chunks = llm_engine.kv_cache.apply, []
+    apply, interrupted = llm_engine.kv_cache.apply, []
 
     def breaks(moves):
         if getattr(moves, way):
-            chunks.append(moves)
+            interrupted.append(moves)
             raise KeyboardInterrupt
         apply(moves)
 
@@ -204,7 +204,7 @@ def test_blocks_of_a_failed_step_are_not_copied(way, tmp_path):
     llm_engine.kv_cache.apply = apply
     finish(llm_engine)
     assert (
-        chunks
+        interrupted
         and not llm_engine.block_store._requested_copies
         and not llm_engine.block_store._staged_loads
         and not llm_engine.block_store._queued_keys

@@ -164,13 +164,13 @@ def test_an_equal_source_is_encoded_once(salts: tuple[str, str]) -> None:
     """While it is in use and when it is only cached; unless the salts differ."""
     engine = Engine(build(pair_config()), cache(max_source_len=24))
     source, target = text(21), text(9, vocab=VOCAB)
-    chunks_by_request, computed = [], []
+    results, computed = [], []
     for salt in salts:
         request = engine.add_request(target, greedy(4), encoder_token_ids=source, cache_salt=salt)
         before = engine.scheduler.stats().tokens
-        chunks_by_request.append(tokens_of(run_engine(engine)[request]))
+        results.append(tokens_of(run_engine(engine)[request]))
         computed.append(engine.scheduler.stats().tokens - before)
-    assert chunks_by_request[0] == chunks_by_request[1]
+    assert results[0] == results[1]
     assert computed[0] == 21 + 9 + 3
     assert computed[1] == (1 + 3 if salts[0] == salts[1] else computed[0])
 

@@ -179,6 +179,23 @@ def test_seeded_output_does_not_depend_on_the_batch() -> None:
         assert tokens(run(engine)[mine, 0]) == expected
 
 
+def test_preempted_sequences_draw_the_same_tokens() -> None:
+    model = build(model_config(), dtype=torch.float64)
+    options = SamplingParams(temperature=1, max_tokens=40, seed=3, ignore_eos=True)
+    prompts = [[i + 1] * (9 + i) for i in range(4)]
+    expected = []
+    for prompt in prompts:
+        engine = Engine(model, CACHE)
+        engine.add_request(prompt, options)
+        expected.append(tokens(run(engine)[0, 0]))
+    engine = Engine(model, dataclasses.replace(CACHE, num_blocks=32))
+    for prompt in prompts:
+        engine.add_request(prompt, options)
+    chunks = run(engine)
+    assert [tokens(chunks[i, 0]) for i in range(4)] == expected
+    assert engine.scheduler.stats().preemptions > 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
@@ -221,13 +238,13 @@ def test_a_stop_string_ends_its_sample_and_is_not_in_the_text() -> None:
 
 def test_aborted_requests_free_everything() -> None:
     engine = Engine(build(model_config()), CACHE)
-    stored = engine.add_request([1, 2, 3], GREEDY)
+    remaining = engine.add_request([1, 2, 3], GREEDY)
     gone = [engine.add_request(list(range(1, 20)), SamplingParams(max_tokens=40)) for _ in range(6)]
     engine.step()
     for request in gone:
         engine.abort_request(request)
     out = run(engine)
-    assert tokens(out[stored, 0]) and all((request, 0) not in out or not tokens(out[request, 0]) for request in gone)
+    assert tokens(out[remaining, 0]) and all((request, 0) not in out or not tokens(out[request, 0]) for request in gone)
     assert engine.kv_cache_manager.stats().used == (0,)
 
 

@@ -66,8 +66,8 @@ def advance(found: Scheduler, candidates: dict[int, tuple[tuple[int, float], ...
     assert output is not None
     every = tuple((token, -float(token)) for token in (3, 4, 5))
     results = [
-        SequenceOutput(token_id=9, candidates=candidates.get(span.sequence.token_ids[-1], every))
-        for span in output.scheduled
+        SequenceOutput(token_id=9, candidates=candidates.get(scheduled.sequence.token_ids[-1], every))
+        for scheduled in output.scheduled
     ]
     events = found.update_from_output(output, results)
     found.check()

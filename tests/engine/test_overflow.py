@@ -72,7 +72,7 @@ def test_a_sequence_in_mode_stop_without_output_waits() -> None:
     run.scheduler._batch_builder._prefill_chunk_size = 4
     run.add(3, 12, max_tokens=2, overflow="stop")
     run.run()
-    assert run.num_tokens() == {1: 5, 2: 5, 3: 2} and run.preemptions() == 1
+    assert run.tokens == {1: [1] * 5, 2: [2] * 5, 3: [3] * 2} and run.preemptions() == 1
 
 
 def test_a_request_s_mode_precedes_the_engine_s() -> None:
@@ -371,11 +371,11 @@ def test_a_full_pool_in_each_mode() -> None:
     waits = engine(**tight)
     assert generate(waits, *prompts, max_tokens=30) == alone and waits.scheduler.stats().preemptions > 0
     stops = engine(**tight, overflow="stop")
-    chunks_of_request = generate(stops, *prompts, max_tokens=30)
-    assert stops.scheduler.stats().preemptions == 0 and chunks_of_request[0] == alone[0]
-    for (tokens, _, limit), (right, _, _) in zip(chunks_of_request, alone, strict=True):
+    results = generate(stops, *prompts, max_tokens=30)
+    assert stops.scheduler.stats().preemptions == 0 and results[0] == alone[0]
+    for (tokens, _, limit), (right, _, _) in zip(results, alone, strict=True):
         assert tokens == right[: len(tokens)] and (limit == "pool") == (len(tokens) < len(right))
-    assert any(limit == "pool" for _, _, limit in chunks_of_request)
+    assert any(limit == "pool" for _, _, limit in results)
     refuses = engine(**tight, overflow="reject")
     with pytest.raises(RequestError, match="the request can need 8 blocks, but 6 of 14"):
         generate(refuses, *prompts, max_tokens=30)
@@ -453,9 +453,9 @@ def test_resolving_twice_changes_nothing(mode: str) -> None:
     cache = CacheConfig(block_size=4, max_num_seqs=2, max_seq_len=40, overflow=mode)  # type: ignore[arg-type]
     once = resolve_for_model(model_config(), cache)
     assert resolve_for_model(model_config(), once) == once and (once == cache) == (mode not in CONTINUING_MODES)
-    output = plan_memory(model_config(), cache)
-    assert output.pool == plan_memory(model_config(), once).pool
-    assert any(fit.num_seqs == 2 and fit.max_seq_len >= 40 for fit in find_fits(output, output.total))
+    plan = plan_memory(model_config(), cache)
+    assert plan.pool == plan_memory(model_config(), once).pool
+    assert any(fit.num_seqs == 2 and fit.max_seq_len >= 40 for fit in find_fits(plan, plan.total))
 
 
 def test_an_encoder_decoder_continues_past_its_limit() -> None:
@@ -471,11 +471,11 @@ def test_an_encoder_decoder_continues_past_its_limit() -> None:
     model = build(pair_config("t5"))
     on = Engine(model, cache)
     by_hand = Engine(model, replace(cache, overflow="preempt", policy="sinks(4, 20)", endless=True))
-    chunks_of_request = []
+    results = []
     for each in (on, by_hand):
         each.add_request([1, 2], SamplingParams(temperature=0, max_tokens=60), encoder_token_ids=[3, 4, 5])
         tokens = []
         while not each.idle:
             tokens += [piece.token_id for piece in each.step() if piece.token_id is not None]
-        chunks_of_request.append(tokens)
-    assert chunks_of_request[0] == chunks_of_request[1] and len(chunks_of_request[0]) == 60
+        results.append(tokens)
+    assert results[0] == results[1] and len(results[0]) == 60

@@ -235,7 +235,8 @@ def test_sessions_of_a_folder_are_listed(llm_engine, path):
     (folder / "torn.session").write_bytes(raw[:-20])
     (folder / "alien.session").write_bytes(b"{}")
     (folder / "flipped.session").write_bytes(raw[:-30] + bytes([raw[-30] ^ 1]) + raw[-29:])
-    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    command = [sys.executable, "-c", "import os; print(os.getpid())"]
+    dead = subprocess.run(command, capture_output=True, text=True, timeout=60)
     (folder / f".trip.session.{int(dead.stdout)}.01234567.tmp").write_bytes(raw[:50])
     (folder / f".trip.session.{os.getpid()}.01234567.tmp").write_bytes(raw[:50])
     states = {each.path.name: each.state for each in inspect_session(folder)}
@@ -262,6 +263,7 @@ def killed(folder, first, last):
     ran = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=120 + 10 * (last - first),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

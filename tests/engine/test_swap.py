@@ -91,14 +91,14 @@ def run_of(kind: str, way: str, folder: Path) -> tuple[Run, float]:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "contiguous"])
 def test_a_preempted_sequence_equals_its_solo_run(kind: str, way: str, tmp_path: Path) -> None:
     run, largest = run_of(kind, way, tmp_path)
-    chunks = run.swaps
+    stats = run.swaps
     assert run.preemptions > 0 and largest <= EXACT
     if way == "computed" and kind not in ("heavy-hitters", "tiered", "packed"):
-        assert chunks.recomputed == run.preemptions and not chunks.to_ram
+        assert stats.recomputed == run.preemptions and not stats.to_ram
     else:
-        assert chunks.to_disk == (run.preemptions if way == "disk" else 0) and chunks.recomputed == 0
-        assert chunks.to_ram + chunks.to_disk == run.preemptions
-    assert (chunks.swap_space.read > 0) == (way == "disk") and chunks.num_lost == 0
+        assert stats.to_disk == (run.preemptions if way == "disk" else 0) and stats.recomputed == 0
+        assert stats.to_ram + stats.to_disk == run.preemptions
+    assert (stats.swap_space.read > 0) == (way == "disk") and stats.num_lost == 0
     assert not list_temp_paths(tmp_path)
 
 

@@ -259,16 +259,22 @@ def test_beams_share_offloaded_tokens(model: Transformer, offload_dir: str) -> N
     assert totals[0] == pytest.approx(totals[1], abs=1e-9)
 
 
-@pytest.mark.parametrize(("which", "code"), [(("write_at",), errno.ENOSPC), (("read",), errno.EIO)])
+@pytest.mark.parametrize(
+    ("which", "code", "num_ks"),
+    [(("write_at",), errno.ENOSPC, 3), (("write_at",), errno.EIO, 1), (("read",), errno.EIO, 3)],
+)
 def test_the_kth_operation_fails_for_every_k(
-    model: Transformer, expected: Results, which: tuple[str, ...], code: int, offload_dir: str
+    model: Transformer, expected: Results, which: tuple[str, ...], code: int, num_ks: int, offload_dir: str
 ) -> None:
-    """After a failed operation the sequence is recomputed, with the same output."""
+    """After a failed operation the sequence is recomputed, with the same output.
+
+    ``num_ks``: number of first operations that fail, and of random ones; the last one is added.
+    """
     counting = FailingDisk(which=which)
     generate(offload_engine(model, offload_dir, counting))
     assert counting.count > 20
     rng = random.Random(len(which[0]) + code)
-    for k in sorted({0, 1, 2, counting.count - 1, *rng.sample(range(counting.count), 3)}):
+    for k in sorted({*range(num_ks), counting.count - 1, *rng.sample(range(counting.count), num_ks)}):
         disk = FailingDisk(k, which=which, code=code)
         assert generate(offload_engine(model, offload_dir, disk)) == expected
         assert disk.failed == 1
@@ -380,7 +386,7 @@ def test_the_next_start_removes_files_of_a_killed_process(offload_dir: str) -> N
         "engine = Engine(build(model_config('rope')), cache, EngineConfig(max_num_batched_tokens=24))\n"
         "generate(engine, lambda e, step: os.kill(os.getpid(), signal.SIGKILL) if step == 30 else None)\n"
     )
-    assert subprocess.run([sys.executable, "-c", script, offload_dir], check=False).returncode == -9
+    assert subprocess.run([sys.executable, "-c", script, offload_dir], check=False, timeout=120).returncode == -9
     left = list(Path(offload_dir).iterdir())
     assert left and any(path.stat().st_size for path in left)
     engine = Engine(build(model_config("rope")), offload_cache(offload_dir, offload_ram=0))

@@ -63,7 +63,7 @@ def run_tests(arguments: list[str]) -> Results:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.hf_parity.record", f"--junitxml={report}"]
-        subprocess.run([*command, *FILES, *arguments], cwd=ROOT, check=False)
+        subprocess.run([*command, *FILES, *arguments], cwd=ROOT, check=False, timeout=3600)
         return parse(report.read_text("utf-8"))
 
 
@@ -230,7 +230,9 @@ TABLE = """*4.57* and *5*: the largest difference of any output from that versio
 cache are equal; *beams*: the four best hypotheses of two searches and their scores are equal. "n of m": n of the
 family's m cases have the check; "-": none.
 """
-REFUSALS = """An unknown `model_type` is refused; the hint is the most similar known one. Refused for a reason:
+REFUSALS = """An unknown `model_type` is refused; the hint is the most similar known one, and the nearest family by the
+config's keys and the names of the tensors, with what differs. A key that kvad does not use is printed when the model
+is loaded (`config.json: not used: ...`), without those of training, metadata and generation. Refused for a reason:
 """
 
 

@@ -94,6 +94,16 @@ def draw(pieces, maps):
     return root, texts, imread(io.BytesIO(base64.b64decode(image.partition(",")[2])))[::-1]
 
 
+def test_a_large_figure_is_capped_with_labels_at_its_edges(tmp_path):
+    """Eight heads of 90 tokens: at full size 7,200 pixels wide."""
+    path, pieces = tmp_path / "heads.png", [f"t{number}" for number in range(90)]
+    assert draw_attention(pieces, [uniform(90)] * 8, [path]) == [path]
+    height, width, _ = imread(path).shape
+    assert width <= 3000 and height <= 3000
+    _, texts, _ = draw(pieces, [uniform(90)] * 8)
+    assert texts.count("t0") == 4 + 2 and "t1" not in texts and {"key", "query"} <= {*texts}
+
+
 def test_svg_has_a_shade_per_weight():
     _, texts, pixels = draw(PIECES, [MAP])
     assert "layer 2, head 5" in texts and [texts.count(piece) for piece in PIECES] == [2] * 4

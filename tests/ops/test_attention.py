@@ -23,7 +23,8 @@ from kvad.ops.merge import AttentionPart, merge_attention
 from kvad.ops.position_bias import position_bias, t5_bucket
 from tests.support.covering_array import Case, pairwise
 
-KERNELS = get_args(Kernel)
+NAMES: tuple[Kernel, ...] = get_args(get_args(Kernel)[0])  # the other member of the union is TileSizes
+KERNELS = tuple(name for name in NAMES if name != "auto")
 BOTH: tuple[Kernel, ...] = ("reference", "sdpa")
 ROWS, SLOTS = 2, 13
 SHAPES = {  # H, K, D, Dv
@@ -140,6 +141,21 @@ def reference_attention(problem: Problem) -> Tensor:
 
 def case_id(case: Case) -> str:
     return "-".join(case.values())
+
+
+def test_every_kernel_name_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parametrization without "reference" would run the fused kernel under every name."""
+    assert KERNELS == BOTH == ("reference", "sdpa")
+    calls, fused = dict.fromkeys(NAMES, 0), attention._fused
+
+    def counted(*arguments: Any) -> Any:
+        calls[kernel] += 1
+        return fused(*arguments)
+
+    monkeypatch.setattr(attention, "_fused", counted)
+    for kernel in NAMES:
+        make_problem({}).compute(kernel)
+    assert calls == {"auto": 1, "reference": 0, "sdpa": 1}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -746,6 +762,20 @@ def test_fused_kernel_in_training_equals_reference(rows, pattern, heads):
     assert (answers[0] - answers[1]).abs().max() <= 1e-12
     for fused, exact in zip(*gradients, strict=True):
         assert (fused - exact).abs().max() <= 1e-12
+
+
+def test_training_with_a_window_makes_no_whole_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are taken in blocks within the budget; neither pass makes a tensor of [L, S]."""
+    length, width = 512, 8
+    monkeypatch.setattr(attention, "MASK_BUDGET", 64 * length)
+    monkeypatch.setattr(attention, "SCORE_BUDGET", 64 * length)
+    token_positions = TokenPositions(torch.arange(length).view(1, -1), None)
+    given = [torch.randn(1, *shape, width, requires_grad=True) for shape in ((length, 2), (2, length), (2, length))]
+    mask = AttentionMask(token_positions, token_positions, AttentionPattern(window=16))
+    with Largest() as largest:
+        out = dot_product_attention(*given, mask, AttentionParams(scale=width**-0.5)).out
+        torch.autograd.grad(out.sum(), given)
+    assert largest.elements <= 64 * length, f"{largest.created_by} made {largest.elements} elements"
 
 
 def test_inference_passes_the_mask(monkeypatch):

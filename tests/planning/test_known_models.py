@@ -7,7 +7,7 @@ from kvad.checkpoint.families import find_family
 from kvad.config.model import ModelConfig, attention_specs
 from kvad.config.parameter_shapes import num_parameters
 from kvad.errors import UsageError
-from kvad.planning.known_models import KNOWN_MODELS, known_model
+from kvad.planning.known_models import KNOWN_MODELS, PUBLISHED_DTYPES, known_model, published_dtype
 
 BART = {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}
 T5 = {
@@ -149,3 +149,12 @@ def test_names_are_case_insensitive_with_suggestions():
     with pytest.raises(UsageError) as caught:
         known_model("lama-3-8b")
     assert caught.value.hint == "did you mean 'llama-3-8b'?"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gpt2", "float32"), ("llama-2-7b", "float16"), ("Llama-3-8B", "bfloat16"), ("t5-base", "float32")],
+)
+def test_published_dtypes(name, dtype):
+    assert published_dtype(name) == dtype
+    assert all(names <= KNOWN_MODELS.keys() for names in PUBLISHED_DTYPES.values())

@@ -576,7 +576,7 @@ def test_require_reports_need_and_suggestion():
     require_memory(plan, None)
     with pytest.raises(MemoryPlanError) as caught:
         require_memory(plan, 2 * GIB)
-    assert caught.value.exit_code == 2
+    assert caught.value.exit_code == 1
     for text in ("64 sequences of 1,024 tokens need", "2.00 GiB is available"):
         assert text in caught.value.message
     assert "what would fit: " in caught.value.hint and "of 1,024 tokens" in caught.value.hint
@@ -681,7 +681,8 @@ def test_decode_step_reads_the_retained_slots(policy, slots):
 
 def test_json_has_the_plan(plan_json):
     values = plan_json("mistral-7b --max-seq-len 8192 --max-num-seqs 2 --cache-dtype bfloat16 --fit-memory 40GiB")
-    plan = plan_memory(known_model("mistral-7b"), CacheConfig(max_num_seqs=2, max_seq_len=8192, dtype="bfloat16"))
+    cache = CacheConfig(max_num_seqs=2, max_seq_len=8192, dtype="bfloat16")
+    plan = plan_memory(known_model("mistral-7b"), cache, weights_dtype="bfloat16")  # as published
     assert values["bytes"]["total"] == plan.total and values["bytes"]["pool"] == plan.pool
     assert values["groups"][0]["window"] == 4096 and values["groups"][0]["max_blocks_per_seq"] == 289
     assert values["groups"][0]["bytes_per_token"] == {"payload": 32 * 8 * 256 * 2, "scales": 0, "metadata": 8}
@@ -719,10 +720,23 @@ def test_key_and_value_formats_are_planned_separately(run_plan, plan_json):
     assert "scales" not in plain and "bfloat16 keys and values" in plain
 
 
-def test_plan_that_does_not_fit_is_no_error(monkeypatch, run_plan):
-    monkeypatch.setattr("kvad.cache.sizing.fits.available_bytes", lambda: GIB)
+def test_plan_that_does_not_fit(monkeypatch, run_plan, plan_json):
+    monkeypatch.setattr("kvad.cache.sizing.available_bytes", lambda: GIB)
     code, out, _ = run_plan("llama-3-70b --fit-memory 2GiB --bandwidth 20")
-    assert code == 0 and "it does not fit" in out and "not even one sequence" in out
+    assert code == 1 and "it does not fit" in out and "not even one sequence" in out
+    code, out, _ = run_plan("llama-3.1-8b --bandwidth 20")
+    assert code == 1 and "available here: 1.00 GiB: it does not fit" in out
+    code, out, _ = run_plan("llama-3.1-8b --max-seq-len 131072 --memory 24GiB --bandwidth 20")
+    assert code == 1 and "memory: 24.00 GiB: it does not fit" in out
+    assert plan_json("gpt2")["is_too_large"] is False
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.2-1b", "llama-3.1-8b"])
+def test_one_sequence_in_the_published_dtype_is_planned(run_plan, name):
+    code, out, _ = run_plan(f"{name} --memory 24GiB --bandwidth 20")
+    assert code == 0 and "layers; 1 sequence of " in out and "   bfloat16, exact" in out
+    verdict = "not at this length; without --max-seq-len a model is loaded with room for 1 sequence of "
+    assert (verdict if name == "llama-3.1-8b" else "memory: 24.00 GiB: it fits") in out
 
 
 def test_defaults_are_those_of_the_cache():
@@ -730,8 +744,7 @@ def test_defaults_are_those_of_the_cache():
     given = {param.name: param.default for param in command.params}
     for name in ("layout", "block_size", "prefill_chunk_size"):
         assert given[name] == defaults[name]
-    assert "[default: 8]" in next(param.help for param in command.params if param.name == "max_num_seqs")
-    assert defaults["max_num_seqs"] == 8
+    assert "[default: 1]" in next(param.help for param in command.params if param.name == "max_num_seqs")
     assert given["max_num_batched_tokens"] == memory_plan.DEFAULT_BATCHED_TOKENS
 
 
@@ -822,7 +835,7 @@ def test_encoder_input_is_planned(plan_json):
 
 
 def test_text_of_a_source(run_plan):
-    code, out, err = run_plan("bart-base --max-source-len 300 --fit-memory 4GiB --bandwidth 10")
+    code, out, err = run_plan("bart-base --max-num-seqs 8 --max-source-len 300 --fit-memory 4GiB --bandwidth 10")
     assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 120
     assert "6 + 6 layers; 8 sequences of 1,024 tokens, 300 of source each, paged" in out
     assert "group 1: layers 0-5 (6): cross-attention, the whole encoder input, float32" in out
@@ -937,6 +950,38 @@ def test_broken_files(tmp_path, name, text, error, plan_error):
         (tmp_path / name).write_text(text)
     err = plan_error(tmp_path / name)
     assert error in err and name in err
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+LLAMA |= {"intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 128}
+KVAD = """{"hidden_size": 8, "vocab_size": 9, "max_seq_len": 7, "decoder": {"num_layers": %d, "layer_types": {"L":
+    {"attention": {"num_heads": 2}, "mlp": {"kind": "gated", "intermediate_size": 4}}}}}"""
+HOSTILE = {  # changes of a config, or a text; the refusal
+    "10^6 layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers: must be at most 10,000, got 1000000"),
+    "10^9 layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers: must be at most 10,000, got 1000000000"),
+    "0 layers": ({"num_hidden_layers": 0}, "decoder.num_layers: must be at least 1, got 0"),
+    "a size of 10^18": ({"hidden_size": 10**18}, "hidden_size: must be at most 1,099,511,627,776, got 1"),
+    "10^9 heads": ({"num_attention_heads": 10**9, "head_dim": 8}, "num_heads: must be at most 16,777,216, got 10"),
+    "a limit of 10^400": ({"max_position_embeddings": 10**400}, "column 166: an integer of 401 digits"),
+    "a limit of 10^99": ({"max_position_embeddings": 10**99}, "max_position_embeddings: must be at most 1,099"),
+    "a list as activation": ({"hidden_act": ["silu"]}, "hidden_act ['silu'] is not supported"),
+    "epsilon 10^300": ({"rms_norm_eps": 1e300}, "norm.eps: must be at most 1, got 1e+300"),
+    "epsilon 10^999": ('{"model_type": "llama", "rms_norm_eps": 1e999}', "column 41: a number beyond the range"),
+    "epsilon Infinity": ('{"model_type": "llama", "rms_norm_eps": Infinity}', "column 41: Infinity is not a JSON"),
+    "a key twice": ('{"model_type": "llama", "vocab_size": 5, "vocab_size": 6}', "contains 'vocab_size' twice"),
+    "100,000 lists": ("[" * 100_000, "column 101: nested too deeply"),
+    "100,000 objects": ('{"model":' * 100_000, "nested too deeply"),
+    "10^9 kvad layers": (KVAD % 10**9, "decoder.num_layers: must be at most 10,000, got 1000000000"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_config_is_refused_in_one_line(tmp_path, case, plan_error):
+    change, message = HOSTILE[case]
+    text = change if isinstance(change, str) else json.dumps({**LLAMA, **change})
+    (tmp_path / "config.json").write_text(text)
+    err = plan_error(tmp_path / "config.json")
+    assert message in err and "config.json" in err and len(err) < 500
 
 
 def test_truncated_checkpoint(checkpoint, plan_error):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_folder_is_written_and_replaced(tmp_path):
     assert names(tmp_path) == ["x"]
 
 
+def test_a_failed_file_is_named_by_the_final_folder(tmp_path):
+    """A full disk while a model is exported: the message has the folder that the user gave."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(SaveError) as caught, new_folder(tmp_path / "exp") as new:
+        raise SaveError(f"cannot write {new / 'model.safetensors'}: {full.strerror}", "Free some space.") from full
+    assert caught.value.message == f"cannot write {tmp_path}/exp/model.safetensors: No space left on device"
+    assert caught.value.hint == "Free some space." and not list(tmp_path.iterdir())
+    assert caught.value.__cause__ is full, "the exit code depends on it"
+
+
 def test_writer_error_leaves_no_files(tmp_path):
     put(tmp_path / "x", "one")
 
@@ -71,17 +82,20 @@ def test_writer_error_leaves_no_files(tmp_path):
 
 def test_old_folder_survives_every_failed_operation(tmp_path):
     for at in range(1, 100):
+        shutil.rmtree(tmp_path)
         put(tmp_path / "x", "old")
         with pytest.MonkeyPatch.context() as patch:
             disk = Disk(patch, at, no_space)
             refusal = error_of(lambda: put(tmp_path / "x", "new"))
         if disk.count < at:
             break
-        assert refusal is not None, f"operation {at}"
+        if refusal is None:  # The deletion of the old folder failed, after the new one was complete.
+            assert at > 10 and content(tmp_path / "x") == {"new"}
+            continue
         assert "No space left" in refusal.message and "complete" in refusal.hint
         assert content(tmp_path / "x") == {"old"}, f"operation {at}"
         assert names(tmp_path) == ["x"], f"operation {at}"
-    assert at >= 8, "an operation that changes the disk was not counted"
+    assert at == 13, "an operation that changes the disk was not counted"
     assert content(tmp_path / "x") == {"new"}
 
 
@@ -153,6 +167,69 @@ def test_old_folder_survives_a_kill_between_renames(tmp_path):
     assert find_interrupted(tmp_path / "x") == aside and content(aside) == {"one"}
     put(tmp_path / "y", "two")  # any save in the same folder restores it
     assert content(tmp_path / "x") == {"one"} and find_interrupted(tmp_path / "x") is None
+
+
+def test_replaced_folder_is_never_restored_in_part(tmp_path, monkeypatch):
+    """A process dies while it deletes the replaced folder, NAME is removed by hand, and another save sweeps."""
+    dead, partial = dead_pid(), []
+
+    def die(path, ignore_errors=False):
+        partial.append(path)
+        (path / "a").unlink()
+        path.rename(path.with_name(path.name.replace(f".{os.getpid()}.", f".{dead}.")))
+
+    real = shutil.rmtree
+    put(tmp_path / "x", "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.shutil, "rmtree", lambda path, **_: die(path) if path.exists() else None)
+        put(tmp_path / "x", "two")
+        real(tmp_path / "x")
+        left = tmp_path / f".z.{dead}.00000000.old"  # of a process that died before its deletion began
+        make_old(left)
+        (tmp_path / "z").mkdir()
+        atomic.recover_interrupted(tmp_path)
+    assert len(partial) == 3 and all(path.name.endswith(".tmp") for path in partial)
+    (tmp_path / "z").rmdir()
+    put(tmp_path / "y", "three")
+    assert names(tmp_path) == ["y"]
+
+
+def test_a_second_process_never_restores_what_a_living_one_has_set_aside(tmp_path, monkeypatch):
+    """Another process sweeps before and after every operation of a save; the save still replaces the folder."""
+    put(tmp_path / "x", "one")
+
+    def sweep_elsewhere():
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                monkeypatch.undo()
+                complete = [
+                    path for path in (tmp_path / "x", find_interrupted(tmp_path / "x")) if path and path.exists()
+                ]
+                atomic.recover_interrupted(tmp_path)
+                code = 0 if content(complete[0]) in ({"one"}, {"two"}) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    count = 0
+
+    def swept(real):
+        def operation(*arguments, **options):
+            nonlocal count
+            count += 1
+            sweep_elsewhere()
+            result = real(*arguments, **options)
+            sweep_elsewhere()
+            return result
+
+        return operation
+
+    for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, swept(getattr(owner, name)))
+    put(tmp_path / "x", "two")
+    monkeypatch.undo()
+    assert count >= 12 and content(tmp_path / "x") == {"two"} and names(tmp_path) == ["x"]
 
 
 def test_removed_folder_is_never_partially_visible(tmp_path, monkeypatch):

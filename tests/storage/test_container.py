@@ -3,12 +3,14 @@
 import errno
 import os
 import stat
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from kvad.errors import StorageError
 from kvad.storage.container import CacheFingerprint, Section, open_container, read_header, write_container
+from kvad.storage.filesystem import REAL_FILE_SYSTEM
 from tests.support.faulty_filesystems import FailingDisk, PowerCutDisk
 
 IDENTITY = {"model": "m", "keys": "float32"}
@@ -162,3 +164,20 @@ def test_identity_errors_name_the_part():
     assert list(here.differences({**here.parts, "shape": "x"})) == ["shape: none here, x there"]
     assert here.digest() == CacheFingerprint(keys="float32", policy="full", model="a" * 32).digest()
     assert here.digest() != CacheFingerprint(model="a" * 32, policy="full", keys="float16").digest()
+
+
+def test_a_file_that_is_renamed_during_a_listing_is_skipped(tmp_path, monkeypatch):
+    """The writer thread of a prefix cache renames temporary files while another thread lists the folder."""
+    (tmp_path / "kept").write_bytes(b"abc")
+    (tmp_path / "renamed").write_bytes(b"abc")
+    scandir = os.scandir
+
+    @contextmanager
+    def renaming(folder):
+        with scandir(folder) as entries:
+            found = list(entries)
+        (tmp_path / "renamed").unlink()
+        yield found
+
+    monkeypatch.setattr("kvad.storage.filesystem.os.scandir", renaming)
+    assert [(file.name, file.size) for file in REAL_FILE_SYSTEM.list_files(tmp_path)] == [("kept", 3)]

@@ -23,6 +23,7 @@ class ManagerHarness:
     ) -> None:
         self.setup, self.max_num_seqs = setup, setup.config.max_num_seqs
         groups = setup.groups()
+        setup.check_groups(groups)
         self.manager = manager(
             groups,
             prefix_caching=setup.config.enable_prefix_caching,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvad import register
 from kvad.cache.config import CacheConfig
 from kvad.cache.policy import TOVA
 from kvad.config import EncoderInputConfig
@@ -96,7 +97,8 @@ class DistanceBias(nn.Module):
 
 
 def custom_positions() -> ModelConfig:
-    return with_attention(shaped("none"), position=cfg.CustomPositionsConfig("tests.support.mesh_cases:DistanceBias"))
+    register("distance", DistanceBias)
+    return with_attention(shaped("none"), position=cfg.CustomPositionsConfig("distance"))
 
 
 def encoder() -> ModelConfig:

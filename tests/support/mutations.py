@@ -106,6 +106,7 @@ T_ENGINE = ("tests/engine/test_engine.py",)
 T_SOURCES = ("tests/engine/test_encoder_inputs.py",)
 T_CONTAINER = ("tests/storage/test_container.py",)
 T_ATOMIC = ("tests/storage/test_atomic.py",)
+T_DAMAGE = ("tests/test_damaged_files.py",)
 T_FAMILIES = ("tests/checkpoint/test_families.py",)
 T_PACKING = ("tests/train/data/test_packing.py",)
 T_OPTIMIZERS = ("tests/train/optim/test_optimizers.py",)
@@ -125,6 +126,22 @@ CACHE_MUTATIONS = (
         "return refs > 1 or pool.prefixes[block] is not None",
         "return refs > 1",
         T_MANAGER,
+    ),
+    Mutation(
+        "window-begins-a-layer-late",
+        "kvad/checkpoint/families/windowed.py",
+        'index >= fields.integer("max_window_layers")',
+        'index > fields.integer("max_window_layers")',
+        ("tests/checkpoint/test_families.py",),
+        "older_files",
+    ),
+    Mutation(
+        "full-layers-a-layer-early",
+        "kvad/checkpoint/families/_hf_class.py",
+        "lambda index: (index + 1) % interval != 0",
+        "lambda index: index % interval != 0",
+        ("tests/checkpoint/test_families.py",),
+        "older_files",
     ),
     Mutation("fork-without-references", MANAGER, "pool.incref(block)", "pass", T_MANAGER),
     Mutation("source-of-a-copy-never-freed", ALLOCATION, "copied_blocks.append(block)", "pass", T_MANAGER),
@@ -184,6 +201,22 @@ CACHE_MUTATIONS = (
         "spec.window <= window:",
         "spec.window >= window:",
         ("tests/cache/test_groups.py",),
+    ),
+    Mutation(
+        "sinks-beyond-the-layers-window",
+        "kvad/cache/policy.py",
+        "layer_window=layer_window if num_sinks else None",
+        "layer_window=None",
+        T_POLICIES,
+        "own_window",
+    ),
+    Mutation(
+        "disk-order-by-name",
+        DISK,
+        "key=lambda file: (file.used_ns, file.name)",
+        "key=lambda file: file.name",
+        T_DISK,
+        "order_of_use",
     ),
     Mutation(
         "hit-without-comparing-tokens",
@@ -410,6 +443,14 @@ ENGINE_MUTATIONS = (
         T_SCHEDULER,
     ),
     Mutation(
+        "waits-behind-an-aborted-sequence",
+        SCHEDULER,
+        "self._waiting.remove(seq)",
+        "self._waiting.remove(seq); self._admission.unblock = lambda: None  # type: ignore",
+        T_SCHEDULER,
+        "aborted",
+    ),
+    Mutation(
         "published-beyond-finite-logits",
         SCHEDULER,
         "tokens[start:end], start + logit_offsets.stop)",
@@ -608,6 +649,38 @@ ENGINE_MUTATIONS = (
         "penalties or over or exhaustive",
     ),
     Mutation(
+        "never-ignores-the-sign-of-the-length-penalty",
+        "kvad/engine/scheduling/beam_search.py",
+        'params.early_stopping == "never" and params.length_penalty > 0',
+        'params.early_stopping == "never"',
+        T_BEAMS,
+        "negative_penalty",
+    ),
+    Mutation(
+        "beam-ties-ignore-the-token",
+        "kvad/engine/scheduling/beam_search.py",
+        "(-child.score, child.parent, child.token)",
+        "(-child.score, child.parent)",
+        T_BEAMS,
+        "ties",
+    ),
+    Mutation(
+        "draws-ignore-the-tokens",
+        "kvad/engine/scheduling/sequence.py",
+        'self.draw_hash.update(struct.pack(f"<{len(new_tokens)}q", *new_tokens))',
+        "pass",
+        T_SAMPLER,
+        "uncorrelated or function_of_the_tokens",
+    ),
+    Mutation(
+        "draws-ignore-the-salt",
+        "kvad/engine/scheduling/sequence.py",
+        "self.sampling_params.seed, self.draw_salt, len(source)",
+        "self.sampling_params.seed, 0, len(source)",
+        T_SAMPLER,
+        "uncorrelated",
+    ),
+    Mutation(
         "beam-search-ends-one-hypothesis-late",
         "kvad/engine/scheduling/beam_search.py",
         "if len(self.finished) >= params.num_beams:",
@@ -618,6 +691,14 @@ ENGINE_MUTATIONS = (
 )
 
 OPS_MUTATIONS = (
+    Mutation(
+        "windowed-training-in-one-block",
+        ATTENTION,
+        "if new > 1 and _needs_grad(q) and mask.is_plain_causal:",
+        "if new > 1 and _needs_grad(q):",
+        T_ATTENTION,
+        "whole_mask",
+    ),
     Mutation(
         "rotation-in-the-negative-sense",
         "kvad/ops/rotary.py",
@@ -702,12 +783,20 @@ OPS_MUTATIONS = (
 )
 
 STORAGE_MUTATIONS = (
+    Mutation(
+        "session-replaces-a-changed-one",
+        "kvad/engine/session.py",
+        'if writer.get("revision") != self._revisions.get(path, ""):',
+        'if "revision" not in writer:',
+        ("tests/test_llm_sessions.py",),
+        "meanwhile",
+    ),
     Mutation("folder-name-not-flushed", ATOMIC, "fsync_path(final.parent)", "pass", T_ATOMIC),
     Mutation("renamed-before-flush", ATOMIC, "_flush_tree(temporary)", "pass", T_ATOMIC),
     Mutation(
         "single-file-not-flushed",
         ATOMIC,
-        "os.fsync(file.fileno())",
+        "fsync_path(temporary)",
         "pass",
         (*T_ATOMIC, "tests/checkpoint/test_power_loss.py"),
     ),
@@ -716,6 +805,46 @@ STORAGE_MUTATIONS = (
     ),
     Mutation(
         "longer-container-accepted", CONTAINER, "if header.nbytes != size:", "if header.nbytes > size:", T_CONTAINER
+    ),
+    Mutation(
+        "set-aside-by-a-living-process-restored",
+        ATOMIC,
+        "if not left.in_use and not (parent / left.name).exists():",
+        "if not (parent / left.name).exists():",
+        T_ATOMIC,
+    ),
+    Mutation(
+        "replaced-folder-deleted-in-place", ATOMIC, "_delete(set_aside, final)", "shutil.rmtree(set_aside)", T_ATOMIC
+    ),
+    Mutation(
+        "weights-not-compared",
+        "kvad/checkpoint/handle.py",
+        'check_file(self.path / name, entry, "crc32")',
+        "pass",
+        T_DAMAGE,
+    ),
+    Mutation(
+        "text-files-not-compared", "kvad/checkpoint/hf_layout.py", "check_text(self.path, self.files)", "pass", T_DAMAGE
+    ),
+    Mutation(
+        "resumed-step-not-compared", "kvad/train/loop/run.py", "checkpoint.folder.check_all(newest)", "pass", T_DAMAGE
+    ),
+    Mutation(
+        "adapter-sizes-only", "kvad/checkpoint/adapter.py", '"size" if is_training else "sha256"', '"size"', T_DAMAGE
+    ),
+    Mutation(
+        "prepared-tokens-not-compared",
+        "kvad/train/setup/prepared.py",
+        "self._check_hashes(self.hashes)",
+        "pass",
+        ("tests/train/setup/test_prepared.py",),
+    ),
+    Mutation(
+        "run-tokens-not-compared",
+        "kvad/train/data/token_store.py",
+        "and not find_corrupt_files(folder, hashes(manifest))",
+        "",
+        ("tests/train/data/test_token_store.py",),
     ),
     Mutation("container-not-flushed", CONTAINER, "fs.sync(file)", "pass", T_CONTAINER),
     Mutation("container-name-not-flushed", CONTAINER, "fs.sync_dir(path.parent)", "pass", T_CONTAINER),
@@ -993,6 +1122,45 @@ TRAIN_MUTATIONS = (
         "return rate > 0",
         ("tests/train/loop/test_dropout.py",),
         "share",
+    ),
+    Mutation(
+        "ragged-micro-batches-count-as-the-largest",
+        "kvad/train/loop/trainer.py",
+        "total = sum(len(batch.targets) for batch in batches)",
+        "total = len(batches) * max(len(batch.targets) for batch in batches)",
+        ("tests/train/objectives/test_all_objectives.py",),
+        "training_is_independent",
+    ),
+    Mutation(
+        "rotary-regime-of-the-batch-width",
+        COLLATE,
+        "max_seq_lens=torch.full((tokens.size,), shape.seq_len, device=shape.device)",
+        "max_seq_lens=torch.full((tokens.size,), tokens.shape[1], device=shape.device)",
+        T_PACKING,
+        "rotary_scaling",
+    ),
+    Mutation(
+        "evaluation-hides-what-step-0-hides",
+        "kvad/train/data/packed_dataset.py",
+        "row_rng(self._train.seed, EVAL_STREAM, number + index)",
+        "row_rng(self._train.seed, TRAIN_STREAM, number + index)",
+        ("tests/train/objectives/test_masked_lm.py",),
+        "draws_differ",
+    ),
+    Mutation(
+        "run-folder-not-locked",
+        "kvad/train/loop/run.py",
+        "return setup.preflight.lock_run(self.out) if self.data_parallel.is_main else nullcontext()",
+        "return nullcontext()",
+        ("tests/train/loop/test_run_lock.py",),
+    ),
+    Mutation(
+        "longer-run-with-the-old-schedule",
+        "kvad/train/loop/run.py",
+        "return TrainingRun(config or stored, corpus or paths, out, **options).resume(stored)",
+        "return TrainingRun(stored, corpus or paths, out, **options).resume(stored)",
+        ("tests/train/loop/test_run.py",),
+        "follows_the_new_length",
     ),
     Mutation(
         "worst-evaluation-is-the-best",

@@ -27,7 +27,7 @@ class Clock:
 
 
 class FakeModelRun:
-    """A scheduler, and a model whose output is always ``token``."""
+    """A scheduler, and a model whose output is ``token``, or the number of each request."""
 
     def __init__(
         self,
@@ -78,12 +78,14 @@ class FakeModelRun:
         assert output is not None
         return output
 
-    def complete(self, output: SchedulerOutput, token: int = 1, faults: Sequence[int] = ()) -> list[StreamChunk]:
+    def complete(
+        self, output: SchedulerOutput, token: int | None = None, faults: Sequence[int] = ()
+    ) -> list[StreamChunk]:
         chunks = self.scheduler.update_from_output(
-            output, [self._result(span, token, faults) for span in output.scheduled]
+            output, [self._result(scheduled, token, faults) for scheduled in output.scheduled]
         )
         self.scheduler.check()
-        self.running.append(tuple(span.sequence.request_id for span in output.scheduled))
+        self.running.append(tuple(scheduled.sequence.request_id for scheduled in output.scheduled))
         for chunk in chunks:
             if chunk.token_id is not None:
                 self.tokens.setdefault(chunk.request, []).append(chunk.token_id)
@@ -91,24 +93,27 @@ class FakeModelRun:
                 self.ends[chunk.request] = chunk.finish_reason, chunk.limit
         return chunks
 
-    def _result(self, span: ScheduledSequence, token: int, faults: Sequence[int]) -> SequenceOutput:
-        if span.sequence.request_id in faults:
+    def _result(self, scheduled: ScheduledSequence, token: int | None, faults: Sequence[int]) -> SequenceOutput:
+        if scheduled.sequence.request_id in faults:
             return SequenceOutput(error="NaN in the logits")
-        scored = span.logit_offsets[:-1] if span.is_sampled else span.logit_offsets
-        prompt = tuple(TokenLogprob(span.sequence.token_ids[span.start + i + 1], -1.0) for i in scored)
+        token = scheduled.sequence.request_id if token is None else token
+        scored = scheduled.logit_offsets[:-1] if scheduled.is_sampled else scheduled.logit_offsets
+        prompt = tuple(TokenLogprob(scheduled.sequence.token_ids[scheduled.start + i + 1], -1.0) for i in scored)
         return (
             SequenceOutput(token, TokenLogprob(token, -0.5), prompt)
-            if span.is_sampled
+            if scheduled.is_sampled
             else SequenceOutput(prompt_logprobs=prompt)
         )
 
-    def step(self, token: int = 1, faults: Sequence[int] = ()) -> list[StreamChunk]:
+    def step(self, token: int | None = None, faults: Sequence[int] = ()) -> list[StreamChunk]:
         return self.complete(self.output(), token, faults)
 
     def shape(self) -> list[tuple[int, int, int]]:
         """Run a step; return (request, start, number of tokens) of its sequences."""
         output = self.output()
-        shape = [(span.sequence.request_id, span.start, span.num_tokens) for span in output.scheduled]
+        shape = [
+            (scheduled.sequence.request_id, scheduled.start, scheduled.num_tokens) for scheduled in output.scheduled
+        ]
         self.complete(output)
         return shape
 

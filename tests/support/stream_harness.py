@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.cache.manager.prefix_index import digest
@@ -22,7 +22,7 @@ from kvad.engine.scheduling.beam_search import BeamSearch, Hypothesis, num_candi
 from kvad.engine.scheduling.request import EncoderInput, SamplingParams, SequenceOutput, StreamChunk, TokenLogprob
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.engine.scheduling.sequence import EncoderBatch, RequestMetrics, SchedulerOutput, TokenSequence
-from tests.support.streams import SETUPS, FakeKVCache, Mismatch, Setup, SoloSequence
+from tests.support.streams import FakeKVCache, Mismatch, Setup, SoloSequence
 
 VOCAB = 997
 STOP_TOKENS = frozenset(range(0, VOCAB, 17))
@@ -138,6 +138,7 @@ class SchedulerHarness:
     ) -> None:
         self.setup, self.checks_invariants, config = setup, check, setup.config
         groups = setup.groups()
+        setup.check_groups(groups)
         self.manager = manager(
             groups,
             prefix_caching=config.enable_prefix_caching,
@@ -239,19 +240,23 @@ class SchedulerHarness:
     def execute(self, output: SchedulerOutput, faults: Faults) -> list[SequenceOutput]:
         num_read_slots = [batch.num_read_slots for batch in output.sub_batches for _ in range(batch.num_seqs)]
         spans = [
-            (span.start, span.sequence.token_ids[span.start : span.start + span.num_tokens])
-            for span in output.scheduled
+            (scheduled.start, scheduled.sequence.token_ids[scheduled.start : scheduled.start + scheduled.num_tokens])
+            for scheduled in output.scheduled
         ]
-        roots = [span.sequence.request.prefix_root for span in output.scheduled]
+        roots = [scheduled.sequence.request.prefix_root for scheduled in output.scheduled]
         values = self.kv_cache.run(spans, roots, output.allocation, num_read_slots)
         results, begin = [], 0
-        for span, span_values in zip(output.scheduled, values, strict=True):
-            if fault := faults(span.sequence):
-                self.spoil(output.allocation.slots, 0, begin, span.num_tokens)
+        for scheduled, span_values in zip(output.scheduled, values, strict=True):
+            if fault := faults(scheduled.sequence):
+                self.spoil(output.allocation.slots, 0, begin, scheduled.num_tokens)
                 results.append(SequenceOutput(error="not a number", retry=fault == "retry"))
             else:
-                results.append(self.result(span.sequence, span.start, span.logit_offsets, span.is_sampled, span_values))
-            begin += span.num_tokens
+                results.append(
+                    self.result(
+                        scheduled.sequence, scheduled.start, scheduled.logit_offsets, scheduled.is_sampled, span_values
+                    )
+                )
+            begin += scheduled.num_tokens
         return results
 
     def encode(self, batch: EncoderBatch, faults: Faults) -> list[SequenceOutput]:
@@ -329,19 +334,21 @@ class SchedulerHarness:
             assert self.metrics.pop(chunk.request).finished is not None
 
     def check_sub_batches(self, output: SchedulerOutput) -> None:
-        num_tokens = sum(span.num_tokens for span in output.scheduled)
+        num_tokens = sum(scheduled.num_tokens for scheduled in output.scheduled)
         assert num_tokens == sum(batch.num_seqs * batch.num_new_tokens for batch in output.sub_batches)
         assert 0 < num_tokens <= self.setup.max_num_batched_tokens
         begin = 0
         for batch in output.sub_batches:
             spans = output.scheduled[begin : begin + batch.num_seqs]
             begin += batch.num_seqs
-            assert all(span.num_tokens == batch.num_new_tokens for span in spans)
+            assert all(scheduled.num_tokens == batch.num_new_tokens for scheduled in spans)
             assert batch.num_new_tokens <= self.setup.config.prefill_chunk_size
             by_index = output.cross_sub_batches is None
-            order: list[Any] = [span.sequence.seq_index if by_index else span.sequence.priority for span in spans]
+            order: list[Any] = [
+                scheduled.sequence.seq_index if by_index else scheduled.sequence.priority for scheduled in spans
+            ]
             assert order == sorted(order)
-        assert begin == len(output.scheduled) == len({span.sequence.seq_index for span in output.scheduled})
+        assert begin == len(output.scheduled) == len({scheduled.sequence.seq_index for scheduled in output.scheduled})
 
 
 class RandomRequests:
@@ -393,10 +400,14 @@ class RandomRequests:
         )
         if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens - 1 > max_len:
             sampling = SamplingParams(n=sampling.n, max_tokens=None)
-        source = [rng.randrange(2) for _ in range(rng.choice((1, 4, 5, 5, 14)))]
+        source = self.source()
         if rng.random() < 0.2 and not self.harness.manager.lossy:
             sampling = self.beams(len(prompt))
         self.harness.add(prompt, sampling, rng.choice((b"", b"", b"", b"other")), STOP_TOKENS, source)
+
+    def source(self) -> list[int]:
+        """Return an encoder input."""
+        return [self.rng.randrange(2) for _ in range(self.rng.choice((1, 4, 5, 5, 14)))]
 
     def beams(self, num_prompt_tokens: int) -> SamplingParams:
         """Return a search that fits into the pool, with few tokens, because its solo run is expensive."""
@@ -437,7 +448,7 @@ class RandomRequests:
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 MACHINE = settings(
     max_examples=60,
-    stateful_step_count=30,
+    stateful_step_count=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
@@ -449,9 +460,10 @@ MACHINE_LONG = settings(MACHINE, max_examples=1000, stateful_step_count=60, dera
 class StreamMachine(RuleBasedStateMachine):
     """Requests arrive, end, fail and are preempted in a pool that is nearly always full."""
 
-    @initialize(name=st.sampled_from(sorted(SETUPS)))
-    def start(self, name: str) -> None:
-        self.begin(SchedulerHarness(SETUPS[name]))
+    def __init__(self, harness: SchedulerHarness | None = None) -> None:
+        super().__init__()
+        if harness is not None:
+            self.begin(harness)
 
     def begin(self, harness: SchedulerHarness) -> None:
         self.harness = harness

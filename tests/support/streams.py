@@ -56,6 +56,17 @@ class Setup(NamedTuple):
             for group in groups
         )
 
+    def check_groups(self, groups: Sequence[CacheGroup]) -> None:
+        """Check that every layer is in one group with its own spec: ``SoloSequence`` has its rules from the groups."""
+        layers = [(layer, group.spec) for group in groups if group.lower_level is None for layer in group.layers]
+        specs = [spec for _, spec in sorted(layers, key=lambda each: each[0])]
+        if "sinks(" in str(self.config.policy) or "block-window(" in str(self.config.policy):
+            assert all(spec.window is not None for spec in specs[1:])  # The first layer is full in some setups.
+            windows = [spec.window for spec in self.specs]
+            unrestricted = {"num_sinks": 0, "window_step": 1, "layer_window": None, "renumber_positions": False}
+            specs = [spec._replace(window=own, **unrestricted) for spec, own in zip(specs, windows, strict=True)]
+        assert tuple(specs) == self.specs, "the reference would have other layers than the setup"
+
 
 def cache(**fields: object) -> CacheConfig:
     defaults = {"block_size": 4, "max_num_seqs": 4, "max_seq_len": 40, "prefill_chunk_size": 6}

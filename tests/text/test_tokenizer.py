@@ -95,7 +95,7 @@ def test_training_is_deterministic_between_processes(documents, tmp_path):
     contents = []
     for threads in ("1", "2"):
         env = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PYTHONPATH": str(Path.cwd())}
-        subprocess.run([sys.executable, "-c", program, corpus, tmp_path / threads], env=env, check=True)
+        subprocess.run([sys.executable, "-c", program, corpus, tmp_path / threads], env=env, check=True, timeout=120)
         contents.append(
             [(tmp_path / threads / kind / "tokenizer.json").read_bytes() for kind in ("bpe", "char", "word")]
         )
@@ -107,7 +107,7 @@ def test_text_imports_libraries_only_when_they_are_used():
         "import sys, kvad.text.tokenizer, kvad.text.detokenizer, kvad.text.chat_template;"
         "bad = {'torch', 'tokenizers', 'sentencepiece', 'jinja2', 'numpy'} & set(sys.modules); assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": str(Path.cwd())}, check=True)
+    subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": str(Path.cwd())}, check=True, timeout=120)
 
 
 def test_default_specials():

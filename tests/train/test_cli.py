@@ -68,19 +68,20 @@ def test_flags_override_the_run_file(corpus, tmp_path):
     assert open_folder(tmp_path / "run").config.decoder.num_layers == 1
 
 
-def test_ctrl_c_saves_and_prints_the_resume_command(corpus, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_prints_the_resume_command(corpus, tmp_path, monkeypatch, number, expected):
     real = CrossEntropyObjective.accumulate_gradients
     calls = iter(range(1000))
 
     def interrupted(*arguments):
         if next(calls) == 4:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return real(*arguments)
 
     monkeypatch.setattr(CrossEntropyObjective, "accumulate_gradients", interrupted)
     out = tmp_path / "run"
     code, _, stderr = kvad("train", corpus, "--out", out, *QUICK, "--steps", 12)
-    assert code == 130 and f"kvad train --resume --out {out}" in stderr
+    assert code == expected and f"kvad train --resume --out {out}" in stderr
     monkeypatch.undo()
     assert open_folder(out, verify=True).path.name == "step-00000005"
     code, _, stderr = kvad("train", "--resume", "--out", out)
@@ -97,7 +98,15 @@ def test_resume_with_another_configuration_is_refused(corpus, tmp_path):
     }.items():
         code, _, stderr = kvad("train", "--resume", "--out", out, *flags)
         assert code == 2 and message in stderr, stderr
-    assert kvad("train", "--resume", "--out", out, "--eval-interval", 2)[0] == 0
+    code, stdout, stderr = kvad("train", "--resume", "--out", out, "--json")
+    assert code == 0 and json.loads(stdout)["reason"] == "unchanged"
+    assert "nothing to do: the run has all 3 steps. Extend it with --steps or --minutes" in stderr
+    assert "saved:" not in stderr
+    code, _, stderr = kvad("train", "--resume", "--out", out, "--steps", 5, "--eval-interval", 2)
+    assert code == 0 and "5 steps" in stderr and "saved:" in stderr
+    for change in ("train.steps: 3 -> 5", "train.eval_interval: 250 -> 2"):
+        assert f"changed: {change}" in stderr
+    assert "learning rate: cosine over the new length: " in stderr
 
 
 @pytest.fixture
@@ -144,19 +153,28 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, monkeypatch, arguments, mess
     assert message in line
 
 
-@pytest.mark.parametrize("arguments", [["short.txt"], ["latin.txt"], ["long.txt", "--device", "tpu9"],
-                                       ["long.txt", "--batch-size", "10000000"], ["long.txt", "--seq-len", "500000000"],
-                                       ["long.txt", "--seq-len", "5000"], ["long.txt", "--set", "hidden_size=31"],
-                                       ["long.txt", "--gradient-accumulation-steps", "100000000000"],
-                                       ["long.txt", "--validation", "1e-9"]])  # fmt: skip
+@pytest.mark.parametrize(
+    ("expected", "arguments"),
+    [
+        (2, ["short.txt"]),
+        (2, ["latin.txt"]),
+        (2, ["long.txt", "--device", "tpu9"]),
+        (1, ["long.txt", "--batch-size", "10000000"]),  # 1: it does not fit into memory
+        (1, ["long.txt", "--seq-len", "500000000"]),
+        (2, ["long.txt", "--seq-len", "5000"]),
+        (2, ["long.txt", "--set", "hidden_size=31"]),
+        (1, ["long.txt", "--gradient-accumulation-steps", "100000000000"]),
+        (2, ["long.txt", "--validation", "1e-9"]),
+    ],
+)
 @pytest.mark.parametrize("there", [False, True])
-def test_bad_input_leaves_nothing_behind(bad, monkeypatch, arguments, there):
+def test_bad_input_leaves_nothing_behind(bad, monkeypatch, expected, arguments, there):
     monkeypatch.chdir(bad)
     Path("long.txt").write_text("1 is less than 2. " * 100)
     if there:
         Path("runs/x").mkdir(parents=True)
     code, _, stderr = kvad("train", "--tokenizer", "byte", "--preset", "tiny", *arguments, "--out", "runs/x")
-    assert code == 2, stderr
+    assert code == expected and "Traceback" not in stderr, stderr
     assert (not Path("runs").exists()) if not there else not list(Path("runs/x").iterdir())
 
 
@@ -175,7 +193,7 @@ def test_a_run_that_would_be_overwritten_keeps_its_tokens(corpus, tmp_path):
 )
 def test_runs_that_cannot_fit_are_refused_before_allocation(corpus, tmp_path, flags):
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, *flags)
-    assert code == 2
+    assert code == 1
     error, hint = stderr.splitlines()[-2:]
     assert error.startswith("kvad: error: training on ") and " needs about " in error and "is available" in error
     assert "--batch-size" in hint
@@ -186,13 +204,13 @@ def test_the_batch_that_would_fit_is_named(corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(sizing, "available_bytes", lambda: 3_000_000)
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch-size", "5000")
-    assert code == 2 and "2.9 MiB is available" in stderr
+    assert code == 1 and "2.9 MiB is available" in stderr
     batch = stderr.partition("This fits: --batch-size ")[2].split()[0]
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch-size", batch, "--steps", "1")
     assert code == 0 and int(batch) > 1, stderr
     monkeypatch.setattr(sizing, "available_bytes", lambda: 30_000)
     code, _, stderr = kvad("train", "--resume", "--out", tmp_path / "run")
-    assert code == 2 and "Not even --batch-size 1 fits" in stderr
+    assert code == 1 and "Not even --batch-size 1 fits" in stderr
 
 
 def test_a_run_inside_its_corpus_is_refused(bad, monkeypatch):
@@ -217,7 +235,7 @@ def test_an_out_that_is_a_file_is_refused(bad, monkeypatch, out):
     monkeypatch.chdir(bad)
     code, _, stderr = kvad("train", "latin.txt", "--encoding-errors", "replace", "--out", out, *QUICK)
     error, hint = stderr.splitlines()
-    assert code == 2 and "short.txt is a file, and a run needs a folder" in error
+    assert code == 2 and "short.txt is a file, and --out needs a folder" in error
     assert hint == "kvad: hint: Choose another folder for --out." and Path("short.txt").read_bytes() == b"ab"
 
 

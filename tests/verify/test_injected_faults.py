@@ -13,15 +13,25 @@ from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, PlainMLPConfig, RopeConfig, StackConfig
 from kvad.config.model import ModelConfig
+from kvad.engine import EngineConfig
 from kvad.errors import KvadError, UsageError
 from kvad.ops.rotary import RotaryCache
 from kvad.verify import scenario
-from kvad.verify.diagnosis import diagnose
-from kvad.verify.injected_faults import check_fault_name, inject_cache_fault
+from kvad.verify.diagnosis import Subject, diagnose
+from kvad.verify.injected_faults import check_fault_name
+from kvad.verify.reference_model import reference_model
 from kvad.verify.report import FAULTS, UNKNOWN_FAULT, MemoryCase
 from tests.support.verify_models import OPTIONS, random_model, run_verify
 
-NAMES = [name for name in FAULTS if name != UNKNOWN_FAULT]
+ENGINE_FAULTS = {  # those that need a cache of their own, or a prefix cache
+    "packed": {},
+    "prefix": {},
+    "salt": {},
+    "quantization-scale": {"dtypes": ("int8", "int4")},
+    "block-store": {"prefix_cache_ram": 1 << 24},
+    "summary": {"policies": ("tiered(8, quantized=8, interval=8, summaries=8, ratio=2)",)},
+}
+NAMES = [name for name in FAULTS if name != UNKNOWN_FAULT and name not in ENGINE_FAULTS]
 WINDOWED = LayerConfig(AttentionConfig(4, 2, window=12, logit_softcap=20.0, sink_logits=True), GatedMLPConfig(48))
 GATED, PLAIN = GatedMLPConfig(48), PlainMLPConfig(48)
 PARTIAL = RopeConfig(interleaved=True, partial_rotary_factor=0.5)
@@ -63,6 +73,29 @@ def test_every_fault_gets_its_own_name(name, layout):
         except UsageError:
             names[fault] = "impossible"
     assert names == {fault: "impossible" if is_impossible(fault, name) else fault for fault in NAMES}
+
+
+@pytest.mark.parametrize("fault", ENGINE_FAULTS)
+def test_fault_of_the_engine_gets_its_own_name(fault):
+    for case in run_verify(build("rope-gqa"), layouts=("paged",), fault=fault, **ENGINE_FAULTS[fault]).cases:
+        assert case.verdict == "broken" and case.finding.fault == fault, case.finding
+
+
+def test_wrong_salt_changes_no_number():
+    """Only the owners of the blocks show it."""
+    (case,) = run_verify(build("rope-gqa"), layouts=("paged",), fault="salt").cases
+    assert case.max_dlogit <= case.tolerance and "with salt '', not 'other'" in case.finding.evidence
+
+
+def test_block_store_is_read_and_exact():
+    (case,) = run_verify(build("rope-gqa"), layouts=("paged",), prefix_cache_ram=1 << 24).cases
+    assert case.verdict == "exact" and case.scenario_counts["loaded"] > 0
+
+
+@pytest.mark.parametrize("rotate", ["write", "read"])
+def test_summaries_of_an_intact_cache_are_those_of_the_policy(rotate):
+    options = {**ENGINE_FAULTS["summary"], "dtypes": ("float32", "int8"), "rotates": (rotate,), "layouts": ("paged",)}
+    assert {case.verdict for case in run_verify(build("rope-gqa"), **options).cases} == {"lossy by design"}
 
 
 # ---------------------------------------------------------------- other forms of the same mistakes
@@ -198,10 +231,12 @@ def test_float32_stored_as_bfloat16_is_named(layout):
 
 
 def diagnose_with(model, build_cache, layout="paged", dtype="float64", options=OPTIONS):
+    model, squeezes = model.double() if dtype == "float64" else model, scenario.num_preemptions(options)
+    references = reference_model(model, torch.float64), reference_model(model)
     streams = scenario.build_streams(model, scenario.build_prompts(model.config, options, None), options)
     cache = scenario.case_cache_config(model.config, streams, options, MemoryCase(layout, dtype))
-    model, squeezes = model.double() if dtype == "float64" else model, scenario.num_preemptions(options)
-    return diagnose(model, cache, streams, build_cache, squeezes=squeezes)
+    config = EngineConfig(cache_factory=lambda groups, **parts: build_cache(groups, parts["attention_hook"]))
+    return diagnose(Subject(model, *references, config), cache, streams, squeezes=squeezes)
 
 
 # ---------------------------------------------------------------- no false alarm
@@ -246,7 +281,7 @@ random_cases = given(CONFIGS, st.sampled_from(["paged", "contiguous"]), st.sampl
 @random_cases
 def test_intact_cache_has_no_finding(config, layout, block_size, seed):
     model, options = random_model(config, seed), {"block_size": block_size, "layouts": (layout,), "tokens": 6}
-    intact = partial(inject_cache_fault, None)
+    intact = lambda groups, hook: KVCache(groups, attention_hook=hook)  # noqa: E731
     assert diagnose_with(model, intact, layout=layout, options=dataclasses.replace(OPTIONS, **options)) is None
     assert run_verify(model, **options).verdict() == f"exact ({layout} float64)"
 
@@ -276,6 +311,9 @@ CACHE = CacheConfig(max_num_seqs=2, max_seq_len=32, prefill_chunk_size=8, block_
         ("position", "no-positions", 8, "no positions"),
         ("mask", "rope-gqa", 1, "--prefill-chunk-size 1"),
         ("mesk", "rope-gqa", 8, "did you mean 'mask'"),
+        ("quantization-scale", "rope-gqa", 8, "float32 has no scales"),
+        ("block-store", "rope-gqa", 8, "no block store"),
+        ("summary", "rope-gqa", 8, "no summaries"),
     ],
 )
 def test_impossible_faults_are_refused(fault, name, chunk, message):

@@ -145,14 +145,16 @@ def test_ranking_that_depends_on_other_sequences_is_broken(monkeypatch):
     add = PerHeadMetadata.add
     mixed = lambda self, table, mass: add(self, table, mass + mass.sum(0, keepdim=True))  # noqa: E731
     monkeypatch.setattr(PerHeadMetadata, "add", mixed)
-    (case,) = run_verify(tiny_model(), policies=("heavy-hitters(8, interval=4)",), layouts=("paged",)).cases
+    options = {"policies": ("heavy-hitters(8, interval=4)",), "layouts": ("paged",), "tokens": 12}
+    (case,) = run_verify(tiny_model(), **options).cases
     assert case.verdict == "broken" and case.finding is None
     assert "the same sequence alone" in case.reason
 
 
 def test_swapped_sequence_without_its_blocks_is_broken(monkeypatch):
     monkeypatch.setattr(KVCache, "_swap", lambda *_: None)
-    assert run_verify(tiny_model(), policies=("key-norm(8, interval=4)",), layouts=("paged",)).broken
+    (case,) = run_verify(tiny_model(), policies=("key-norm(8, interval=4)",), layouts=("paged",)).cases
+    assert case.verdict == "broken" and "swapped blocks of this sequence are lost" in case.reason
 
 
 # ---------------------------------------------------------------- needles
@@ -193,7 +195,7 @@ def test_printed_page_has_losses_and_skipped_cases(checkpoint, capsys):
 def test_json_has_the_policies(checkpoint, capsys):
     assert main(["verify", checkpoint, *COMMAND, "--policy", "all", "--layout", "contiguous", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert len(result["cases"]) == len(POLICIES) - 3 and len(result["skipped"]) == 3 and len(result["rules"]) == 12
+    assert len(result["cases"]) == len(POLICIES) - 3 and len(result["skipped"]) == 3 and len(result["rules"]) == 14
     case = result["cases"][1]
     expected = {"policy": "window(8)", "rotate": "write", "endless": False, "verdict": "exact"}
     assert case.items() >= expected.items() and case["loss"]["recall"] is None

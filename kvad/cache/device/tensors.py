@@ -16,9 +16,11 @@ offset``. Positions are stored elsewhere and decide visibility.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,13 +28,23 @@ from kvad import ops
 from kvad.cache.quantization import get_format
 
 Device = torch.device | str
+ALIGNMENT = 64  # bytes, as torch's own allocations
 
 
 def allocate_head_major(
     num_blocks: int, num_heads: int, *shape: int, dtype: torch.dtype, fill: float = 0, device: Device
 ) -> Tensor:
-    """Allocate [blocks, K, *shape] stored as [K, blocks, *shape]."""
-    return torch.full((num_heads, num_blocks, *shape), fill, dtype=dtype, device=device).transpose(0, 1)
+    """Allocate [blocks, K, *shape] stored as [K, blocks, *shape].
+
+    On a CPU the system provides zeros when they are first used, so a pool takes memory as it fills.
+    """
+    sizes = num_heads, num_blocks, *shape
+    if fill or torch.device(device).type != "cpu":
+        return torch.full(sizes, fill, dtype=dtype, device=device).transpose(0, 1)
+    num_bytes = math.prod(sizes) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).view(sizes).transpose(0, 1)
 
 
 class BlockTable:
@@ -149,6 +161,7 @@ class LayerTensor(BlockArrays):
         self, name: str, blocks: int, heads: int, block_size: int, dim: int, device: torch.device | str = "cpu"
     ) -> None:
         self.format, self.dim = get_format(name), dim
+        self.is_blockwise = self.format.is_blockwise  # every write reads it
         self._encode, self._decode = ops.quantize.get_codec(name, device)
         arrays = []
         for array in self.format.arrays(dim):
@@ -160,7 +173,7 @@ class LayerTensor(BlockArrays):
 
     def write(self, blocks: Tensor, offsets: Tensor, x: Tensor) -> None:
         """Write x [T, K, D] to slots ``offsets`` [T] of ``blocks`` [T]."""
-        assert not self.format.is_blockwise, "a per-channel format requires write_blocks"
+        assert not self.is_blockwise, "a per-channel format requires write_blocks"
         for array, part in zip(self.arrays, self._encode(x), strict=True):
             array[blocks, :, offsets] = part
 
@@ -175,7 +188,7 @@ class LayerTensor(BlockArrays):
 
     def read_per_head(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
         """Read separate blocks for each head, [R, K, n] -> [R, K, n * block_size, D]."""
-        assert not self.format.is_blockwise, "a per-channel format is read by tables"
+        assert not self.is_blockwise, "a per-channel format is read by tables"
         num_seqs, num_heads, _ = blocks.shape
         num_blocks = len(self.data)
         first_lines = torch.arange(0, num_heads * num_blocks, num_blocks, device=blocks.device)

@@ -14,12 +14,15 @@ After nano-vllm's ``engine/block_manager.py`` and vLLM's ``v1/core/block_pool.py
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from kvad.cache.groups import CacheGroup
 from kvad.cache.manager.prefix_index import PrefixNode
 from kvad.model_input import RESERVED_BLOCKS
+
+LOG = logging.getLogger(__name__)
 
 
 class BlockPool:
@@ -67,6 +70,7 @@ class BlockPool:
         self.refs[block] = 1
         prefix = self.prefixes[block]
         if prefix is not None:
+            LOG.debug("block %d is evicted from the prefix cache", block)
             if self.on_evict is not None:
                 self.on_evict(block, prefix)
             self.prefixes[block] = None

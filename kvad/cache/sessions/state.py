@@ -252,6 +252,7 @@ def save_session(
     history: Sequence[int],
     writer: Mapping[str, Any],
     fs: FileSystem = REAL_FILE_SYSTEM,
+    check_replace: Callable[[], None] | None = None,
 ) -> int:
     """Write a session atomically and durably, and return its size in bytes; on failure the previous file stays.
 
@@ -262,6 +263,7 @@ def save_session(
         history: All tokens of the session.
         writer: Metadata of the caller, plain JSON.
         fs: File system.
+        check_replace: Raises if an existing file must not be replaced.
     """
     sections = [_section("tokens", torch.tensor(state.tokens)), _section("history", torch.tensor(list(history)))]
     if state.encoder_tokens is not None:
@@ -282,7 +284,7 @@ def save_session(
         "writer": dict(writer),
     }
     return storage.container.write_container(
-        path, CONTAINER_KIND, fingerprint.parts, metadata, sections, durable=True, fs=fs
+        path, CONTAINER_KIND, fingerprint.parts, metadata, sections, durable=True, check_replace=check_replace, fs=fs
     )
 
 

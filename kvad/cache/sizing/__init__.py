@@ -10,7 +10,10 @@ if TYPE_CHECKING:
     from kvad.cache.sizing import activations as activations
     from kvad.cache.sizing import fits as fits
     from kvad.cache.sizing import memory_plan as memory_plan
+    from kvad.cache.sizing.fits import MemoryBudget as MemoryBudget
     from kvad.cache.sizing.fits import available_bytes as available_bytes
+    from kvad.cache.sizing.fits import describe_room as describe_room
+    from kvad.cache.sizing.fits import fit_plan as fit_plan
     from kvad.cache.sizing.fits import measure_bandwidth as measure_bandwidth
     from kvad.cache.sizing.fits import require_memory as require_memory
     from kvad.cache.sizing.memory_plan import GroupPlan as GroupPlan

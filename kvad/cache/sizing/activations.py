@@ -45,6 +45,7 @@ from kvad.config import (
     encoder_hidden_size,
     head_input_size,
 )
+from kvad.model_input import MAX_READ_SLOTS
 
 
 def peak_memory(
@@ -117,6 +118,7 @@ def _decoder_reads(
         whole = 0
         if group_index in shares:
             whole, slots = slots, min(slots, -(-shares[group_index].tile // rows) * group.block_size)
+        keys = rows * slots if group.spec.is_cross_attention else min(rows * slots, max(slots, MAX_READ_SLOTS))
         has_rope = any(isinstance(attention.position, cfg.RopeConfig) for attention in specs.values())
         read = AttentionRead(
             specs,
@@ -124,7 +126,8 @@ def _decoder_reads(
             tokens,
             rows,
             slots,
-            rows * slots,
+            keys,
+            keys,
             gathered=not (cache.layout == "contiguous" and rows == 1),
             unrotated=has_rope and cache.rope_at == "read",
             whole=whole,
@@ -152,7 +155,8 @@ def _encoder_reads(
         spec = widest._replace(window=None)
         group = CacheGroup(spec, tuple(layers), 1, 0, 0, key_format=computed, value_format=computed)
         num_slots = max_source_tokens(config, cache)
-        yield AttentionRead(by_name, group, tokens, cache.max_num_seqs, num_slots, tokens, tiled=tiled)
+        rows = cache.max_num_seqs
+        yield AttentionRead(by_name, group, tokens, rows, num_slots, tokens, rows * num_slots, tiled=tiled)
 
 
 def _spec_of_layer(stack: cfg.StackConfig, index: int) -> tuple[str, cfg.AttentionConfig]:

@@ -1,5 +1,8 @@
 """Caches that fit into a given memory, and the memory of this machine: available bytes and bandwidth. No torch.
 
+Sizes that were not given follow from the memory (``fit_plan``): first the pool becomes smaller than its sequences, so
+they share blocks and are preempted if it is full; then there are fewer sequences; then a sequence is shorter.
+
 Available is what the machine has, or less if control groups limit the process. Linux: ``MemAvailable`` of
 ``/proc/meminfo``, and for every memory control group of the process its limit minus its use plus the reclaimable file
 cache. Elsewhere the value of ``sysconf``, or None if unknown.
@@ -10,17 +13,21 @@ from __future__ import annotations
 import bisect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvad.cache.config import NUM_SINKS, CacheConfig, resolve_for_model
 from kvad.cache.sizing.memory_plan import MemoryPlan, plan_with
 from kvad.errors import ConfigError, MemoryPlanError, format_count
 
 MAX_PLANNED_SEQS = 4096  # upper bound of the search
+MAX_DEFAULT_SEQS = 256  # running sequences, if their number is not given
+DEFAULT_SEQS = 8  # the same, if the free memory is unknown
+DEFAULT_SEQ_TOKENS = 1024  # tokens for which a pool has room per sequence, if their number is not given
+AUTO_FRACTION = 0.9  # of the free memory; the rest is for the interpreter, torch and other processes
 BANDWIDTH_BYTES = 256 << 20  # read to measure the bandwidth; larger than any processor cache
 NUM_COLUMNS = 4096
 # (controllers in /proc/self/cgroup, mount, limit, used, droppable in memory.stat): version 2, version 1
@@ -38,8 +45,137 @@ class MemoryFit(NamedTuple):
     bytes: int
 
 
-def require_memory(plan: MemoryPlan, available: int | None) -> None:
-    """Raise MemoryPlanError, with what would fit, if the plan exceeds ``available`` bytes (None: unknown, no limit)."""
+class MemoryBudget(NamedTuple):
+    """Memory for a model and its cache, and the sizes that the caller can use, if the user gives none."""
+
+    amount: Literal["auto"] | int | float = "auto"  # bytes (int) or a fraction of the free memory; AUTO_FRACTION of it
+    max_num_seqs: int = MAX_DEFAULT_SEQS
+    max_seq_len: int | None = None  # None: the model's limit
+
+    def resolve(self, free: int | None) -> int | None:
+        """Return the bytes, given the free ones; None if unknown.
+
+        Raises:
+            ConfigError: If the amount is no size, fraction or "auto".
+        """
+        amount = self.amount
+        if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
+            return amount
+        if amount != "auto" and not (isinstance(amount, float) and 0 < amount <= 1):
+            raise ConfigError(f"memory: must be 'auto', bytes or a fraction up to 1.0, got {amount!r}")
+        fraction = amount if isinstance(amount, float) else AUTO_FRACTION
+        return None if free is None else int(fraction * free)
+
+
+def fit_plan(plan: MemoryPlan, memory_bytes: int | None, given: Collection[str]) -> MemoryPlan:
+    """Reduce sizes that were not given until the plan fits; without room for one sequence it still does not fit.
+
+    Args:
+        plan: Plan of the largest sizes of use.
+        memory_bytes: Maximum of ``total``; None: unknown.
+        given: Fields of the CacheConfig that the user gave. Sequences and their length, or the blocks: nothing changes.
+    """
+    if memory_bytes is None and "max_num_seqs" not in given:
+        return plan_with(plan, replace(plan.cache, max_num_seqs=min(plan.cache.max_num_seqs, DEFAULT_SEQS)))
+    is_strict = {"max_num_seqs", "max_seq_len"} <= set(given) or "num_blocks" in given
+    if memory_bytes is None or is_strict or plan.total <= memory_bytes:
+        return plan
+    cache = plan.cache
+    min_seqs = cache.max_num_seqs if "max_num_seqs" in given else 1
+    length = cache.max_seq_len
+    if "max_seq_len" not in given and not _fits(plan, min_seqs, length, memory_bytes):
+        # Of a long sequence's memory, a little is left for others to run next to it.
+        usual = min(cache.max_num_seqs, DEFAULT_SEQS) if _shares_blocks(plan) else min_seqs
+        choices = (_longest(plan, num_seqs, memory_bytes) for num_seqs in (max(usual, min_seqs), min_seqs))
+        length = next(filter(None, choices), min(cache.block_size, length))
+    num_seqs = min_seqs
+    if "max_num_seqs" not in given:
+        num_seqs = binary_search_max(cache.max_num_seqs, lambda n: _has_room(plan, n, length, memory_bytes)) or 1
+    return _grow_pool(_with_sizes(plan, num_seqs, length), memory_bytes)
+
+
+def _longest(plan: MemoryPlan, num_seqs: int, memory_bytes: int) -> int:
+    """Return the largest length in whole blocks below the planned one that fits, or 0."""
+    unit = plan.cache.block_size
+    high = (plan.cache.max_seq_len - 1) // unit
+    return unit * binary_search_max(high, lambda count: _fits(plan, num_seqs, unit * count, memory_bytes))
+
+
+def _fits(plan: MemoryPlan, num_seqs: int, max_seq_len: int, memory_bytes: int) -> bool:
+    """True if the sequences fit at least one after the other."""
+    try:
+        return _with_sizes(plan, num_seqs, max_seq_len).total <= memory_bytes
+    except ConfigError:  # too short for the policy
+        return False
+
+
+def _has_room(plan: MemoryPlan, num_seqs: int, max_seq_len: int, memory_bytes: int) -> bool:
+    """True if the sequences fit with a pool of at least DEFAULT_SEQ_TOKENS for each."""
+    if not _fits(plan, num_seqs, max_seq_len, memory_bytes):
+        return False
+    fitted = _grow_pool(_with_sizes(plan, num_seqs, max_seq_len), memory_bytes)
+    return pool_tokens(fitted) >= num_seqs * min(max_seq_len, DEFAULT_SEQ_TOKENS)
+
+
+def _with_sizes(plan: MemoryPlan, num_seqs: int, max_seq_len: int) -> MemoryPlan:
+    """Plan these sequences with the smallest pool: room for one of them if they can share blocks."""
+    cache = replace(plan.cache, max_num_seqs=num_seqs, max_seq_len=max_seq_len, num_blocks=None)
+    fitted = plan_with(plan, cache)
+    if not _shares_blocks(fitted):
+        return fitted
+    return plan_with(plan, replace(cache, num_blocks=_blocks_per_seq(fitted)))
+
+
+def _shares_blocks(plan: MemoryPlan) -> bool:
+    """True if a group grows with its sequences, so that ``num_blocks`` may limit it."""
+    if plan.cache.layout != "paged" or not plan.groups:
+        return False
+    try:
+        return plan_with(plan, replace(plan.cache, num_blocks=1)).pool < plan.pool
+    except ConfigError:
+        return False
+
+
+def _blocks_per_seq(plan: MemoryPlan) -> int:
+    groups = [each.group for each in plan.groups if not each.group.spec.is_cross_attention]
+    return max(group.max_blocks_per_seq for group in groups if not group.is_offloaded)
+
+
+def _grow_pool(plan: MemoryPlan, memory_bytes: int) -> MemoryPlan:
+    """Return the plan with the largest pool that fits, up to that of all sequences at full length."""
+    cache = plan.cache
+    if cache.num_blocks is None or plan.total > memory_bytes:
+        return plan
+    block_bytes = plan_with(plan, replace(cache, num_blocks=cache.num_blocks + 1)).total - plan.total
+    num_blocks = cache.num_blocks + (memory_bytes - plan.total) // block_bytes
+    if num_blocks >= cache.max_num_seqs * _blocks_per_seq(plan):
+        return plan_with(plan, replace(cache, num_blocks=None))
+    return plan_with(plan, replace(cache, num_blocks=num_blocks))
+
+
+def pool_tokens(plan: MemoryPlan) -> int:
+    """Return the tokens that all sequences together can have."""
+    cache = plan.cache
+    if cache.num_blocks is None:
+        return cache.max_num_seqs * cache.max_seq_len
+    per_seq = cache.max_seq_len / _blocks_per_seq(plan)  # more than a block if the policy keeps only a part
+    return int(cache.num_blocks * per_seq)
+
+
+def describe_room(plan: MemoryPlan) -> str:
+    """Describe what fits, such as ``room for 8 sequences of 4,096 tokens; 32,768 for one``."""
+    num_seqs, longest = plan.cache.max_num_seqs, plan.cache.max_seq_len
+    each = min(longest, max(1, pool_tokens(plan) // num_seqs))
+    noun = "text" if plan.config.decoder is None else "sequence"
+    room = f"room for {format_count(num_seqs, noun)} of {format_count(each, 'token')}"
+    return room if each == longest else f"{room}; {longest:,} for one"
+
+
+def require_memory(plan: MemoryPlan, available: int | None, limit: str = "is available") -> None:
+    """Raise MemoryPlanError, with what would fit, if the plan exceeds ``available`` bytes (None: unknown, no limit).
+
+    ``limit`` names the limit in the message.
+    """
     if available is None or plan.total <= available:
         return
     sources = f" and encoder inputs of {plan.cache.max_source_len:,}" if plan.config.encoder_input is not None else ""
@@ -52,7 +188,7 @@ def require_memory(plan: MemoryPlan, available: int | None) -> None:
     message = (
         f"{num_seqs} of {plan.cache.max_seq_len:,} tokens{sources} {verb} "
         f"{_format_bytes(plan.total)} (weights {weights}, cache {cache}, work {work}{stored}) "
-        f"and {_format_bytes(available)} is available"
+        f"and {_format_bytes(available)} {limit}"
     )
     raise MemoryPlanError(message, _advice(plan, available))
 
@@ -68,7 +204,11 @@ def _advice(plan: MemoryPlan, available: int) -> str:
     same_length = [fit for fit in fits if fit.max_seq_len == plan.cache.max_seq_len][-1:]
     same_num_seqs = [fit for fit in fits if fit.num_seqs <= plan.cache.max_num_seqs][-1:]
     options = sorted({(fit.num_seqs, fit.max_seq_len) for fit in (*same_length, *same_num_seqs, fits[0])})
-    shown = (f"{format_count(num_seqs, 'sequence')} of {max_len:,} tokens" for num_seqs, max_len in options)
+    shown = (
+        f"{format_count(num_seqs, 'sequence')} of {max_len:,} tokens "
+        f"(--max-num-seqs {num_seqs} --max-seq-len {max_len})"
+        for num_seqs, max_len in options
+    )
     return f"what would fit: {', or '.join([*shown, *_smaller_options(plan, available)])}"
 
 
@@ -150,7 +290,9 @@ def binary_search_max(high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _format_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 // 10 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

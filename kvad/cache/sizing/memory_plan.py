@@ -132,10 +132,14 @@ class MemoryPlan(PoolPlan):
         return self.cache.prefix_cache_host_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes that are in host memory for any device."""
+        return self.offload.host_bytes + (self.cache.swap_space or 0) + self.cache.prefix_cache_host_bytes
+
+    @property
     def total(self) -> int:
         """Bytes of everything."""
-        host = self.offload.host_bytes + (self.cache.swap_space or 0) + self.cache.prefix_cache_host_bytes
-        return self.weights + self.summarizer + self.pool + self.scratch + self.activations + host
+        return self.weights + self.summarizer + self.pool + self.scratch + self.activations + self.host_bytes
 
 
 def plan_memory(

@@ -12,7 +12,8 @@ Scratch: temporary memory besides activations, of one layer at a time. Per *part
     turn     rows S K D (3 c + 16)    keys stored unrotated, or renumbered sinks, and their angles
     encode   13 T K D                 new keys in float32, if their format is an integer one; for values, Dv
 
-and of the part that is attended to, one after the other:
+where ``rows S`` is at most MAX_READ_SLOTS (``model_input.py``), or S, because larger sub-batches are split; and of
+the part that is attended to, one after the other:
 
     mask     12 M                     M = min(T S, max(MASK_BUDGET, rows S)) pairs at a time; times K if heads retain
                                       or choose different tokens; twice for renumbered sinks
@@ -69,7 +70,8 @@ class AttentionRead:
     tokens: int  # queries
     rows: int  # sequences
     slots: int  # keys of each sequence
-    keys: int  # keys of all sequences
+    keys: int  # keys of a sub-batch
+    batch_slots: int  # slots of a sub-batch, padded to its longest sequence
     gathered: bool = False  # Blocks are copied out of the group.
     unrotated: bool = False  # RoPE is applied at read time.
     lower_levels: tuple[AttentionRead, ...] = ()
@@ -183,7 +185,7 @@ def _attention_bytes(read: AttentionRead, computed: str) -> int:
     """Return the bytes of masks, scores and merged outputs."""
     if read.tiled:
         return _tiled_bytes(read, computed)
-    size, row = DTYPE_BYTES[computed], read.rows * read.slots
+    size, row = DTYPE_BYTES[computed], read.batch_slots
     masks = read.masks * min(read.tokens * read.slots, max(MASK_BUDGET, row))
     total = 12 * masks * (2 if read.renumbered else 1)
     forced = read.group.has_summaries or read.watched

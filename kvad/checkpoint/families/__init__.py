@@ -1,22 +1,22 @@
 """Hugging Face families; ``FAMILIES`` maps a ``model_type`` to its file.
 
 Classes that differ only in fields and names are rows of a table (``_hf_class.py``, ``fairseq.py``).  A file is imported
-when one of its families is requested, and lists them in ``FAMILIES``.  Custom families are named in an environment
-variable, ``KVAD_FAMILIES=parrot=parrot:FAMILY,...``, never in a downloaded file.
+when one of its families is requested, and lists them in ``FAMILIES``.  A plugin that is registered under a
+``model_type`` is the family of that type.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
+from collections.abc import Mapping
+from typing import Any
 
 from kvad import config
 from kvad.checkpoint.conversion import Family
+from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, suggest
 
-__all__ = ["ENV_VARIABLE", "FAMILIES", "UNSUPPORTED", "find_family"]
-
-ENV_VARIABLE = "KVAD_FAMILIES"
+__all__ = ["FAMILIES", "UNSUPPORTED", "find_family", "scale_rope"]
 
 _TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
     "bert": ("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
@@ -26,11 +26,14 @@ _TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
     ),
     "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text", "t5gemma"),
     "gpt": ("codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt"),
-    "llama": ("granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi", "phi3", "stablelm", "starcoder2"),
+    "llama": (
+        *("ernie4_5", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "phi", "phi3", "qwen3_moe"),
+        *("seed_oss", "stablelm", "starcoder2"),
+    ),
     "neox": ("bloom", "falcon", "gpt_neox", "mpt"),
     "rotary_bert": ("modernbert", "nomic_bert", "roformer"),
     "t5": ("mt5", "t5", "umt5"),
-    "windowed": ("cohere", "cohere2", "gpt_oss", "qwen2", "qwen3", "smollm3"),
+    "windowed": (*("cohere", "cohere2", "exaone4", "glm", "glm4", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"),),
 }
 FAMILIES: dict[str, str] = {model_type: file for file, types in _TYPES.items() for model_type in types}
 
@@ -41,18 +44,27 @@ UNSUPPORTED: dict[str, str] = {  # model_type -> reason
 }
 
 
+def scale_rope(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
+    """Return the config with another RoPE scaling, the names and defaults of which are transformers' ``rope_scaling``.
+
+    The limit becomes ``factor`` times the original one, if that is longer. Layers with a window keep their rotation if
+    the model also has layers without one (Gemma 3).
+    """
+    fields = importlib.import_module("kvad.checkpoint.families._fields")
+    scaled: ModelConfig = fields.scale_rope(config, values)
+    return scaled
+
+
 def find_family(model_type: str) -> Family:
     """Return the family of a ``model_type``.
 
     Raises CheckpointError for any other; the hint is the most similar name, or why it is not supported.
     """
-    entries = [entry.partition("=") for entry in os.environ.get(ENV_VARIABLE, "").split(",") if entry.strip()]
-    custom = {name.strip(): target.strip() for name, _, target in entries}.get(model_type)
-    if custom is not None:
-        custom_family = config.plugins.load_plugin(custom, ENV_VARIABLE)
-        if not isinstance(custom_family, Family):
-            raise CheckpointError(f"{ENV_VARIABLE}: {custom} is not a Family")
-        return custom_family
+    if config.plugins.is_plugin(model_type, {*FAMILIES, *UNSUPPORTED}):
+        custom = config.plugins.load_plugin(model_type, "model_type")
+        if not isinstance(custom, Family):
+            raise CheckpointError(f"model_type: the plugin {model_type!r} is not a kvad.checkpoint.conversion.Family")
+        return custom
     if model_type in UNSUPPORTED:
         raise CheckpointError(f"model_type {model_type!r} is not supported", UNSUPPORTED[model_type])
     if model_type not in FAMILIES:

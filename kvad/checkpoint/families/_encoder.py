@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor
 
@@ -25,6 +25,16 @@ TensorLookup = Callable[[str], Tensor | None]
 POOLER = cfg.PoolingHeadConfig("first", transform=cfg.HeadTransformConfig("tanh"))
 # In files converted from TensorFlow.
 LEGACY_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+# problem_type -> activation of the scores; None: sigmoid of one label, softmax of several
+_PROBLEM_TYPES: Mapping[str, Literal["sigmoid", "none"] | None] = {
+    "regression": "none",
+    "multi_label_classification": "sigmoid",
+    "single_label_classification": None,
+}
+_CROSS_ENCODER_ACTIVATIONS = {
+    f"torch.nn.modules.{name}": activation
+    for name, activation in (("linear.Identity", "none"), ("activation.Sigmoid", "sigmoid"))
+}
 _BOTH = TensorTransform(lambda tensors, shapes: tensors[:1], lambda tensors, shapes: [tensors[0], tensors[0].clone()])
 
 
@@ -59,6 +69,23 @@ def read_labels(fields: HFConfigReader) -> tuple[str, ...]:
     return tuple(str(names[str(i)]) for i in range(len(names)))
 
 
+def read_activation(fields: HFConfigReader, num_labels: int) -> Literal["softmax", "sigmoid", "none"] | None:
+    """Return the function of a sequence classifier's scores, as transformers' text-classification pipeline does.
+
+    A cross-encoder of sentence-transformers names the function in the config.
+    """
+    cross_encoder = fields.part("sentence_transformers")
+    if "activation_fn" in cross_encoder:
+        activation: Literal["sigmoid", "none"] = cross_encoder.choice("activation_fn", _CROSS_ENCODER_ACTIVATIONS)
+        return None if activation == "sigmoid" and num_labels == 1 else activation
+    reason = "It decides how scores become probabilities."
+    fields.require_one_of(
+        "problem_type", "regression", "single_label_classification", "multi_label_classification", reason=reason
+    )
+    named = _PROBLEM_TYPES[fields.get("problem_type", "single_label_classification")]
+    return None if named == "sigmoid" and num_labels == 1 else named
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderClass(HFClass):
     """A class of encoders; ``architecture`` is the stem of the names of its tasks' classes.
@@ -90,7 +117,10 @@ class EncoderClass(HFClass):
         if match is None or match[1] not in heads:
             hint = f"Supported classes end in {', '.join(heads)}."
             raise fields.error(f"architectures {name!r} is not supported", hint)
-        return heads[match[1]]
+        head = heads[match[1]]
+        if isinstance(head, cfg.ClassificationHeadConfig) and head.level == "row":
+            return replace(head, activation=read_activation(fields, len(head.labels)))
+        return head
 
     def task_heads(self, fields: HFConfigReader, values: hf.FieldValues) -> dict[str, TaskHead]:
         """Return the heads by the suffix of the class name."""
@@ -113,6 +143,8 @@ class EncoderClass(HFClass):
             ending = "ForTokenClassification" if head.level == "token" else "ForSequenceClassification"
             content["id2label"] = {str(i): name for i, name in enumerate(head.labels)}
             content["label2id"] = {name: i for i, name in enumerate(head.labels)}
+            problem_types = [name for name, activation in _PROBLEM_TYPES.items() if activation == head.activation]
+            content |= {"problem_type": problem_types[0]} if head.activation and problem_types else {}
         else:
             ending = "ForMaskedLM" if isinstance(head, cfg.LanguageHeadConfig) else "Model"
         return {**content, "architectures": [self.architecture + ending]}

@@ -19,8 +19,13 @@ from typing import Any, NamedTuple
 from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.config import ModelConfig, head_dim
-from kvad.errors import CheckpointError
+from kvad.errors import CheckpointError, ConfigError, suggest
 
+SCALING_NAMES = (
+    *("rope_type", "type", "factor", "original_max_position_embeddings", "max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale"),
+    *("mscale_all_dim", "short_factor", "long_factor"),
+)
 ACTIVATIONS = {  # Hugging Face -> kvad
     **{name: name for name in ("gelu", "quick_gelu", "relu", "relu2", "silu", "tanh")},
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
@@ -230,24 +235,25 @@ def read_rope(
     layers differ.  A file in which both formats disagree is refused.  ``changes`` are fields of ``RopeConfig``
     that the family decides, or defaults of the class for ``theta`` and ``partial_rotary_factor``.
     """
-    current, legacy = fields.part("rope_parameters").content, fields.part("rope_scaling").content
+    current, legacy = fields.part("rope_parameters"), fields.part("rope_scaling")
     if layer_type is not None and isinstance(current.get(layer_type), Mapping):
-        current, legacy = current[layer_type], {}
-    if any(isinstance(value, Mapping) for value in current.values()):
+        current, legacy = current.part(layer_type), current.derive({})
+    if any(isinstance(value, Mapping) for value in current.content.values()):
         raise fields.error("rope_parameters by layer type are not supported")
-    if current and legacy and _scaling(fields, current, max_seq_len) != _scaling(fields, legacy, max_seq_len):
+    scaling = _scaling(fields, current if current.content else legacy, max_seq_len)
+    if current.content and legacy.content and scaling != _scaling(fields, legacy, max_seq_len):
         raise fields.error("rope_parameters and rope_scaling disagree", "Keep one of them.")
-    present = {name: value for name, value in (current or legacy).items() if value is not None}
-    outer = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")}  # of transformers 4
-    values = HFConfigReader({**outer, **present}, fields.where)
+    names = ("rope_theta", "partial_rotary_factor")  # outside in transformers 4
+    inner = current if current.content else legacy
+    values = HFConfigReader({name: inner.get(name, fields.get(name)) for name in names}, fields.where)
     theta = values.number("rope_theta", default=changes.pop("theta", 10000.0))
     fraction = values.number("partial_rotary_factor", default=changes.pop("partial_rotary_factor", 1.0))
-    scaling = _scaling(fields, current or legacy, max_seq_len)
     return cfg.RopeConfig(theta=theta, partial_rotary_factor=fraction, scaling=scaling, **changes)
 
 
-def _scaling(fields: HFConfigReader, current: Mapping[str, Any], max_seq_len: int) -> cfg.RopeScalingConfig | None:
-    values = HFConfigReader(current, f"{fields.where}: rope_scaling")
+def _scaling(fields: HFConfigReader, part: HFConfigReader, max_seq_len: int) -> cfg.RopeScalingConfig | None:
+    values = part.derive(part.content)
+    values.where = f"{fields.where}: rope_scaling"
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return None
@@ -286,6 +292,43 @@ def _scaling(fields: HFConfigReader, current: Mapping[str, Any], max_seq_len: in
         return scaling
     hint = "Supported: default, linear, dynamic, llama3, yarn, longrope."
     raise fields.error(f"rope_type {kind!r} is not supported", hint)
+
+
+def scale_rope(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
+    """Return the config with another RoPE scaling and its limit (``families.scale_rope``)."""
+    unknown = next((name for name in values if name not in SCALING_NAMES), None)
+    if unknown is not None:
+        raise ConfigError(f"rope_scaling: unknown key {unknown!r}", suggest(unknown, SCALING_NAMES))
+    content = {name: value for name, value in values.items() if name != "max_position_embeddings"}
+    limit, factor = config.max_seq_len, content.get("factor")
+    kind = content.get("rope_type", content.get("type", "default"))
+    original = content.get("original_max_position_embeddings", limit)
+    if isinstance(factor, int | float) and isinstance(original, int) and kind != "default":
+        limit = max(limit, int(factor * original))
+    limit = values.get("max_position_embeddings", limit)
+    # Dynamic scaling starts at the stored limit; for the others the limit is that of the extended model.
+    trained = config.max_seq_len if kind == "dynamic" else limit
+    reader = HFConfigReader({"original_max_position_embeddings": original}, "given")
+    scaling = _scaling(reader, HFConfigReader(content, "given"), trained)
+    if config.decoder is None or not any(_is_scaled(layer, config.decoder) for layer in _layers(config.decoder)):
+        raise ConfigError("rope_scaling: this model has no rotary positions to scale")
+    layers = {
+        letter: replace(layer, attention=replace(layer.attention, position=replace(position, scaling=scaling)))
+        if _is_scaled(layer, config.decoder) and isinstance(position := layer.attention.position, cfg.RopeConfig)
+        else layer
+        for letter, layer in config.decoder.layer_types.items()
+    }
+    return replace(config, max_seq_len=limit, decoder=replace(config.decoder, layer_types=layers))
+
+
+def _layers(stack: cfg.StackConfig) -> list[cfg.LayerConfig]:
+    return list(stack.layer_types.values())
+
+
+def _is_scaled(layer: cfg.LayerConfig, stack: cfg.StackConfig) -> bool:
+    """Return True for a layer with RoPE, unless it has a window and others have none."""
+    has_unwindowed = any(other.attention.window is None for other in _layers(stack))
+    return isinstance(layer.attention.position, cfg.RopeConfig) and not (layer.attention.window and has_unwindowed)
 
 
 def _original_max_seq_len(fields: HFConfigReader, values: HFConfigReader, max_seq_len: int) -> int:

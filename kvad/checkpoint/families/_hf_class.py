@@ -167,7 +167,7 @@ def decoder_family(*classes: HFClass, choose: Callable[[ModelConfig], str] | Non
 def with_defaults(fields: HFConfigReader, **defaults: Any) -> HFConfigReader:
     """Return the fields over the defaults of their class.  Null stays null."""
     fields.require_one_of("quantization_config", reason="Convert the weights to bfloat16 first.")
-    return HFConfigReader({**defaults, **fields.content}, fields.where)
+    return fields.derive({**defaults, **fields.content})
 
 
 def check_decoder(fields: HFConfigReader) -> None:

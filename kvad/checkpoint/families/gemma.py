@@ -124,7 +124,7 @@ def _read_rope(fields: HFConfigReader, kind: str) -> cfg.RopeConfig:
         "rope_scaling": fields.get("rope_scaling") if is_full else None,
         "rope_theta": fields.get("rope_theta" if is_full else "rope_local_base_freq"),
     }
-    return hf.read_full_rope(HFConfigReader(rope_content, fields.where), theta=1000000.0 if is_full else 10000.0)
+    return hf.read_full_rope(fields.derive(rope_content), theta=1000000.0 if is_full else 10000.0)
 
 
 def _read_gemma3_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
@@ -182,7 +182,7 @@ def _read_multimodal(fields: HFConfigReader) -> ModelConfig:
         return _TEXT.read(fields)
     text = fields.part("text_config")
     outer = {"model_type": "gemma3_text", "tie_word_embeddings": fields.get("tie_word_embeddings")}
-    return _TEXT.read(HFConfigReader({**outer, **text.content}, text.where))
+    return _TEXT.read(text.derive({**outer, **text.content}))
 
 
 # ---------------------------------------------------------------- T5Gemma

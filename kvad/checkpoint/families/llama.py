@@ -7,7 +7,7 @@ keys and values since Llama 2 70B.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvad import config as cfg
@@ -79,17 +79,63 @@ def _choose_llama(config: ModelConfig) -> str:
     return "llama" if attention.window is None else "mistral"
 
 
-# ---------------------------------------------------------------- Mixtral
+# ByteDance 2025.  Llama with biases on q, k and v.
+_SEED_OSS = _LLAMA.variant(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    fields={
+        **base.SIZES,
+        **hf.dropouts(attention="attention_dropout", residual="residual_dropout"),
+        "attention.position": hf.rope(),
+        "attention.qkv_bias": hf.flag("attention_bias", True),
+        "attention.out_bias": hf.flag("attention_out_bias"),
+        "mlp.bias": hf.flag("mlp_bias"),
+    },
+    defaults={
+        "max_position_embeddings": 524288,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+    },
+)
+
+# Baidu 2025.  Llama with rotary positions on neighboring dimensions.
+_ERNIE = _LLAMA.variant(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    fields={
+        **base.SIZES,
+        "tie_embeddings": hf.flag("tie_word_embeddings", True),
+        "attention.position": hf.rope(theta=500000.0, interleaved=True),
+        **hf.biases("use_bias"),
+        "mlp.bias": hf.flag("use_bias"),
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+    },
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128},
+)
 
 
-def _mixtral_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
-    mlp = config.stack.layer_config(0).mlp
-    assert isinstance(mlp, cfg.MoEConfig)
-    for kvad_name, hf_name in {"gate": "w1", "down": "w2", "up": "w3"}.items():
-        experts = range(mlp.num_experts)
-        names = tuple(f"{hf_prefix}.block_sparse_moe.experts.{expert}.{hf_name}.weight" for expert in experts)
-        yield tensor_rule(f"{kvad_prefix}.mlp.{kvad_name}", names, base.STACKED)
+# ---------------------------------------------------------------- Mixtures of experts
 
+
+def _expert_rules(block: str, names: Mapping[str, str]) -> base.LayerRules:
+    """Build the rules of experts that are stored one by one, as ``BLOCK.experts.0.NAME.weight``."""
+
+    def rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+        mlp = config.stack.layer_config(0).mlp
+        assert isinstance(mlp, cfg.MoEConfig)
+        for kvad_name, hf_name in names.items():
+            experts = (f"{hf_prefix}.{block}.experts.{expert}.{hf_name}.weight" for expert in range(mlp.num_experts))
+            yield tensor_rule(f"{kvad_prefix}.mlp.{kvad_name}", tuple(experts), base.STACKED)
+
+    return rules
+
+
+_ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
+_SWIGLU_EXPERTS = _expert_rules("mlp", {part: f"{part}_proj" for part in ("gate", "down", "up")})
+_NUM_EXPERTS = hf.integer("num_local_experts", "num_experts", write_as="num_experts")
+_ROUTER = hf.flag("norm_topk_prob", values=("softmax_all", "softmax_first"))
 
 # Jiang et al. 2024.  Mistral with a mixture of experts as MLP, two of eight for each token.  An expert is
 # w2(silu(w1 x) * w3 x), stored as separate tensors: transformers 5 joins them when it reads and splits them when it
@@ -105,10 +151,7 @@ _MIXTRAL = HFClass(
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
         "norm.eps": hf.number("rms_norm_eps", 1e-5),
     },
-    layer={
-        **{name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")},
-        "mlp.router": "block_sparse_moe.gate",
-    },
+    layer={**_ATTENTION, "mlp.router": "block_sparse_moe.gate"},
     mlp=cfg.MoEConfig,
     defaults={
         "max_position_embeddings": 131072,
@@ -116,7 +159,70 @@ _MIXTRAL = HFClass(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    layer_rules=_mixtral_rules,
+    layer_rules=_expert_rules("block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"}),
+)
+
+
+def _check_all_sparse(fields: HFConfigReader) -> None:
+    fields.require_one_of("decoder_sparse_step", 1, reason="Some layers would have no experts.")
+    fields.require_one_of("mlp_only_layers", [], reason="Some layers would have no experts.")
+    fields.require_one_of("use_sliding_window", False, reason="Windows are read for dense Qwen 3 models.")
+
+
+# Yang et al. 2025.  Qwen 3 with experts in every layer.
+_QWEN3_MOE = HFClass(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    {
+        **base.SIZES,
+        **_DROPOUT,
+        "attention.position": hf.rope(),
+        **hf.biases("attention_bias"),
+        "attention.qk_norm": "head",
+        "mlp.intermediate_size": hf.integer("moe_intermediate_size"),
+        "mlp.num_experts": _NUM_EXPERTS,
+        "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
+        "mlp.router": _ROUTER,
+    },
+    layer={**_ATTENTION, **base.QK_NORM, "mlp.router": "mlp.gate"},
+    mlp=cfg.MoEConfig,
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    check=_check_all_sparse,
+    layer_rules=_SWIGLU_EXPERTS,
+    constants={"pad_token_id": None, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+)
+
+
+def _check_olmoe(fields: HFConfigReader) -> None:
+    fields.require_one_of("clip_qkv", reason="This class clips after the norms of q and k.")
+
+
+# Muennighoff et al. 2024.  Llama with experts; normalizes all of q and all of k.
+_OLMOE = HFClass(
+    "olmoe",
+    "OlmoeForCausalLM",
+    {
+        **base.SIZES,
+        **_DROPOUT,
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+        "attention.position": hf.rope(),
+        **hf.biases("attention_bias"),
+        "attention.qk_norm": "full",
+        "mlp.num_experts": _NUM_EXPERTS,
+        "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
+        "mlp.router": _ROUTER,
+    },
+    layer=_QWEN3_MOE.layer,
+    mlp=cfg.MoEConfig,
+    defaults={"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
+    check=_check_olmoe,
+    layer_rules=_SWIGLU_EXPERTS,
 )
 
 
@@ -278,7 +384,11 @@ _PHI3 = HFClass(
 
 FAMILIES = (
     decoder_family(_LLAMA, _MISTRAL, _GRANITE, choose=_choose_llama),
+    decoder_family(_SEED_OSS),
+    decoder_family(_ERNIE),
     decoder_family(_MIXTRAL),
+    decoder_family(_QWEN3_MOE),
+    decoder_family(_OLMOE),
     decoder_family(_OLMO, _OLMO2, choose=_choose_olmo),
     decoder_family(_STARCODER2),
     decoder_family(_STABLELM),

@@ -29,7 +29,7 @@ def _check_roformer(fields: HFConfigReader) -> None:
             f"is_decoder {causal} with {fields.architecture} is not supported",
             "RoFormerForCausalLM is a decoder, all other classes are encoders.",
         )
-    encoder_only(HFConfigReader({**fields.content, "is_decoder": False}, fields.where))
+    encoder_only(fields.derive({**fields.content, "is_decoder": False}))
 
 
 class _RoFormerClass(EncoderClass):

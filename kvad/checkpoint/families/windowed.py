@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.checkpoint.conversion import HFConfigReader, TensorRule, TensorTransform, tensor_rule
+from kvad.checkpoint.conversion import STACKED, HFConfigReader, TensorRule, TensorTransform, tensor_rule
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
@@ -100,6 +101,119 @@ _SMOLLM3 = HFClass(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "no_rope_layer_interval": 4},
     layer_types=LayerTypes(_read_smollm3_layers, _write_smollm3_layers),
 )
+
+
+# ---------------------------------------------------------------- EXAONE 4, OLMo 3
+
+
+def _read_exaone_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
+    if fields.optional_integer("sliding_window") is None:
+        return {"G": layer}, "G" * fields.integer("num_hidden_layers")
+    return _read_cohere2_layers(fields, layer)
+
+
+def _read_olmo3_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
+    part = fields.part("rope_parameters").get("sliding_attention", {})
+    position = replace(hf.require_rope(layer.attention.position), scaling=None)
+    if part and (part.get("rope_theta", position.theta), part.get("rope_type")) != (position.theta, "default"):
+        raise fields.error("rope_parameters of layers with a window must be the unscaled ones")
+    layer_types = {"G": layer, "L": base.with_window(layer, fields, position=position)}
+    return layer_types, base.window_pattern(fields, lambda index: (index + 1) % 4 != 0)
+
+
+def _read_olmo3_rope(fields: HFConfigReader) -> cfg.RopeConfig:
+    nested = fields.part("rope_parameters").get("full_attention")
+    content = fields.content if nested is None else {**fields.content, "rope_parameters": nested}
+    return hf.read_full_rope(fields.derive(content))
+
+
+def _write_olmo3_rope(_: object, config: ModelConfig) -> dict[str, Any]:
+    layers = [config.stack.layer_config(index).attention for index in range(config.stack.num_layers)]
+    content = hf.rope_fields(next((layer for layer in layers if layer.window is None), layers[0]).position)
+    full = content["rope_parameters"]
+    unscaled = {"rope_type": "default", "rope_theta": full["rope_theta"]}
+    return {**content, "rope_parameters": {"full_attention": full, "sliding_attention": unscaled}}
+
+
+_AFTER = {**base.LAYER, **base.QK_NORM, "norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
+
+# LG AI Research 2025.  A norm after each half of a layer; RMSNorm on each head of q and k; in models with windows, only
+# these layers have positions.
+_EXAONE4 = HFClass(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    {
+        **base.SIZES,
+        **hf.dropouts(attention="attention_dropout"),
+        "attention.position": hf.rope(),
+        "attention.qk_norm": "head",
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+        "stack.norm_position": "after",
+    },
+    layer=_AFTER,
+    defaults={
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    layer_types=LayerTypes(_read_exaone_layers, base.write_layer_types),
+)
+
+# Ai2 2025.  OLMo 2 with a window in three layers of four, whose positions are not scaled.
+_OLMO3 = HFClass(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    {
+        **base.SIZES,
+        **hf.dropouts(attention="attention_dropout"),
+        "attention.position": hf.HFField(_read_olmo3_rope, _write_olmo3_rope),
+        **hf.biases("attention_bias"),
+        "attention.qk_norm": "full",
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+        "stack.norm_position": "after",
+    },
+    layer=_AFTER,
+    defaults={"max_position_embeddings": 2048, "sliding_window": 4096},
+    layer_types=LayerTypes(_read_olmo3_layers, base.write_layer_types),
+)
+
+
+# ---------------------------------------------------------------- GLM 4
+
+
+def _gate_up_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+    gate_up = f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"
+    yield tensor_rule(gate_up, f"{hf_prefix}.mlp.gate_up_proj", STACKED)
+
+
+# Zeng et al. 2024.  Rotary positions on neighboring dimensions of half a head, biases on q, k and v, fused gate and up.
+_GLM = HFClass(
+    "glm",
+    "GlmForCausalLM",
+    {
+        **base.SIZES,
+        **hf.dropouts(attention="attention_dropout"),
+        "attention.position": hf.rope(partial=0.5, interleaved=True),
+        "attention.qkv_bias": hf.flag("attention_bias", True),
+        "norm.eps": hf.number("rms_norm_eps", 1.5625e-7),
+    },
+    layer={name: base.LAYER[name] for name in base.LAYER if name not in ("mlp.gate", "mlp.up")},
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "head_dim": 128},
+    layer_rules=_gate_up_rules,
+)
+
+# Z.ai 2025, GLM-4-0414.  Norms before and after each half of a layer.
+_GLM4 = _GLM.variant(
+    "glm4",
+    "Glm4ForCausalLM",
+    fields={**_GLM.fields, "stack.norm_position": "sandwich"},
+    layer={**_GLM.layer, "norm1_after": "post_self_attn_layernorm", "norm2_after": "post_mlp_layernorm"},
+)
+
+
+def _choose_glm(config: ModelConfig) -> str:
+    return "glm4" if config.stack.norm_position == "sandwich" else "glm"
 
 
 # ---------------------------------------------------------------- Cohere
@@ -239,6 +353,9 @@ _GPT_OSS = HFClass(
 FAMILIES = (
     decoder_family(_QWEN2, _QWEN3, choose=_choose_qwen),
     decoder_family(_SMOLLM3),
+    decoder_family(_EXAONE4),
+    decoder_family(_OLMO3),
+    decoder_family(_GLM, _GLM4, choose=_choose_glm),
     decoder_family(_COHERE, _COHERE2, choose=_choose_cohere),
     decoder_family(_GPT_OSS),
 )

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 import click
 
-from kvad import cache as cache_lib
-from kvad import engine
-from kvad.cache import sizing
+from kvad import engine, storage
 from kvad.cli import line_batches, parameters
 from kvad.cli.fields import command, given_fields, option
 from kvad.cli.output import exit_with, json_line
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_TOKENS = 256  # tokens of a translation, if neither the user nor the checkpoint sets it
+OUT_SUFFIXES = (".npy", ".json", ".jsonl")  # of embed --out
 MAX_PARALLEL_LINES, MAX_SEQS = 32, 512  # default limits of translate: lines, and beams of all lines
 
 
@@ -60,7 +59,7 @@ class _TranslateOptions(line_batches.LineOptions, parameters.FormatOptions, para
     temperature: float | None = option("Sample at this temperature instead of searching [default: off]", short="-t")
     top_k: int | None = option("Sample from the K most likely tokens [default: 0, off]")
     top_p: float | None = option("Sample from the most likely tokens that together reach probability X [default: 1]")
-    seed: int | None = option("Sample with this seed [default: 0]", short="-s")
+    seed: int | None = option("Sample with this seed [default: random, printed on stderr]", short="-s")
     max_num_seqs: int | None = option(
         f"Maximum number of sequences in the cache, one per beam [default: {MAX_PARALLEL_LINES} lines]"
     )
@@ -87,8 +86,11 @@ def translate_command(options: _TranslateOptions) -> None:
         raise RequestError(f"--n-best {n_best} exceeds --num-beams {options.num_beams}", "search with more beams")
     load = load_fields(options)
     with line_batches.LineSource(options.file) as lines:
-        opened = line_batches.open_for_command(options.model, "translate")
+        opened = line_batches.open_for_command(options.model, "translate", options.rope_scaling)
         sampling = _sampling(opened, given, n_best)
+        resolved = parameters.choose_seed(engine.options.resolve_sampling(sampling, opened.generation))
+        if resolved.uses_seed:
+            sampling["seed"] = resolved.seed
         with _load(opened, sampling, load, len(options.prefix.encode())) as llm:
             code = line_batches.print_answers(lines, _task(llm, sampling, options), options)
     exit_with(code)
@@ -115,29 +117,12 @@ def _load(opened: CheckpointHandle, sampling: Mapping[str, Any], load: dict[str,
     requested = engine.options.resolve_sampling(sampling, opened.generation)
     seqs_per_line = max(requested.num_beams, requested.n)
     longest = sampling["max_tokens"] + prefix_bytes + 2  # a text has at most one token per byte
-    load.setdefault("max_seq_len", min(opened.config.max_seq_len, longest))
-    max_num_seqs = load.get("max_num_seqs") or _max_num_seqs(opened, seqs_per_line, load)
-    if max_num_seqs < seqs_per_line:
+    num_seqs = max(1, min(MAX_PARALLEL_LINES, MAX_SEQS // seqs_per_line)) * seqs_per_line
+    requested_seqs = load.get("max_num_seqs", num_seqs)
+    if requested_seqs < seqs_per_line:
         needed = f"must be at least {seqs_per_line}, the beams or samples of a line"
-        raise UsageError(f"--max-num-seqs: {needed}, got {max_num_seqs}")
-    return open_llm(opened, load, max_num_seqs=max_num_seqs)
-
-
-def _max_num_seqs(opened: CheckpointHandle, seqs_per_line: int, load: Mapping[str, Any]) -> int:
-    """Choose the number of sequences that half of the available memory can hold."""
-    available, source = sizing.available_bytes(), opened.config.encoder_input
-    assert source is not None, "an encoder-decoder has an encoder input"
-    stored = str(opened.stored_dtype).removeprefix("torch.")
-    computed = load.get("dtype") or ("float32" if stored == "float16" else stored)
-    names = {name: name.removeprefix("cache_") for name in load if name not in parameters.MODEL_FIELDS}
-    fields = {"dtype": computed, **{field: load[name] for name, field in names.items()}}
-    lines = max(1, min(MAX_PARALLEL_LINES, MAX_SEQS // seqs_per_line))
-    while lines > 1 and available is not None:
-        cache = cache_lib.CacheConfig(max_num_seqs=lines * seqs_per_line, max_source_len=source.max_seq_len, **fields)
-        if sizing.plan_memory(opened.config, cache, weights_dtype=computed).total <= available // 2:
-            break
-        lines //= 2
-    return lines * seqs_per_line
+        raise UsageError(f"--max-num-seqs: {needed}, got {requested_seqs}")
+    return open_llm(opened, {"memory": 0.5, **load}, max_num_seqs=num_seqs, max_seq_len=longest)
 
 
 def _task(
@@ -152,7 +137,9 @@ def _task(
 
     def generate(many: list[list[int]]) -> list[list[Translation]]:
         target_language = None if target_prefix is not None else language
-        completions = llm.generate(many, **sampling, target_prefix=target_prefix, language=target_language)
+        # Equal lines have equal translations, also if they are in one batch.
+        settings = {**sampling, "target_prefix": target_prefix, "language": target_language, "draw_salt": 0}
+        completions = llm.generate(many, **settings)
         return [_translations(llm, done, prefix_tokens) for done in completions]
 
     def fields(translations: Sequence[Translation]) -> dict[str, object]:
@@ -198,7 +185,9 @@ def _translations(llm: LLM, completion: Completion, prefix_tokens: list[int]) ->
 
 
 class _EncodeOptions(line_batches.LineOptions):
-    batch_size: int = option("Maximum number of lines per batch", line_batches.BATCH_LINES, common=True)
+    batch_size: int = option(
+        "Maximum number of lines per batch", line_batches.BATCH_LINES, kind=click.IntRange(1), common=True
+    )
 
 
 @command("tag", _EncodeOptions)
@@ -221,24 +210,48 @@ def tag_command(options: _EncodeOptions) -> None:
     exit_with(_answer("tag", options, task))
 
 
-@command("classify", _EncodeOptions)
-def classify_command(options: _EncodeOptions) -> None:
+class _ClassifyOptions(_EncodeOptions):
+    pairs: bool = option('Two texts per line: separated by a tab, or {"text": ..., "text_pair": ...}', common=True)
+
+
+@command("classify", _ClassifyOptions)
+def classify_command(options: _ClassifyOptions) -> None:
     """Assign a label to each line of FILE, or of standard input: the most likely `LABEL<tab>PROBABILITY`.
 
-    Every line gives one line, in order; an empty line stays empty. --json prints all labels.
+    Every line gives one line, in order; an empty line stays empty. --json prints all labels. A model of independent
+    labels (problem_type multi_label_classification) has a probability for each, a regression its value.
 
     \b
     kvad classify distilbert/distilbert-base-uncased-finetuned-sst-2-english reviews.txt
     echo "What a film." | kvad classify runs/sst2 --json
+    kvad classify cross-encoder/ms-marco-MiniLM-L6-v2 pairs.tsv --pairs
     """
 
     def plain(_number: int, labels: Sequence[engine.output.Label]) -> str:
         return "\t".join(f"{each.label}\t{each.probability:.4f}" for each in labels[:1])
 
     def task(llm: LLM) -> line_batches.LineTask[Sequence[engine.output.Label]]:
-        return line_batches.LineTask(llm.encode, llm.classify, plain, lambda labels: {"labels": labels}, ())
+        if options.pairs:
+            llm.texts.encode_pair("", "")  # a model of one text is an error of the command, not of a line
+        elif llm.generation.takes_pairs:
+            raise RequestError(f"{options.model} compares two texts, the lines have one", "use --pairs")
+        prepare = (lambda line: llm.texts.encode_pair(*_two_texts(line))) if options.pairs else llm.encode
+        return line_batches.LineTask(prepare, llm.classify, plain, lambda labels: {"labels": labels}, ())
 
     exit_with(_answer("classify", options, task))
+
+
+def _two_texts(line: str) -> tuple[str, str]:
+    """Split a line of ``--pairs``."""
+    try:
+        content = storage.strict_json.loads(line) if line.startswith("{") else line.split("\t")
+    except ValueError as error:
+        raise RequestError(f"not JSON: {error}") from None
+    texts = [content.get("text"), content.get("text_pair")] if isinstance(content, dict) else content
+    match texts:
+        case [str(first), str(second)] if first.strip() and second.strip():
+            return first, second
+    raise RequestError("must have two texts, separated by a tab or as text and text_pair of a JSON object")
 
 
 class _FillMaskOptions(_EncodeOptions):
@@ -286,19 +299,23 @@ def _filling(llm: LLM, top: int) -> line_batches.LineTask[Sequence[Sequence[engi
 
 
 class _EmbedOptions(_EncodeOptions):
-    pooling: Literal["mean", "first", "head"] | None = option(
-        "Vector of a line: the mean of its tokens, the first token, or the head's [default: the model's, else mean]"
+    pooling: Literal["mean", "first", "last", "max", "head"] | None = option(
+        "Vector of a line: mean or maximum of its tokens, the first or last token, or the head's [default: the "
+        "model's, else last for a decoder, mean for others]"
     )
+    prompt_name: str | None = option("Prompt of the model that precedes every line [default: the model's, if any]")
+    truncate: bool = option("Truncate lines that are too long, instead of refusing them", common=True)
     format: Literal["json", "npy"] | None = option("Output format [default: from the suffix of --out, else json]")
     out: Path | None = option("Output file [default: stdout]", short="-o", kind=parameters.OUTPUT_FILE)
 
 
 @command("embed", _EmbedOptions)
 def embed_command(options: _EmbedOptions) -> None:
-    """Compute a vector for each line of FILE, or of standard input.
+    """Compute a vector for each line of FILE, or of standard input, with an encoder or a decoder.
 
-    JSON is one object per line, {"line": 1, "embedding": [...]}, null for an empty line; npy is one float32 array
-    [lines, hidden_size], with NaN for an empty line.
+    JSON is one object per line, {"line": 1, "embedding": [...]}; npy is one float32 array [lines, hidden_size], with
+    NaN for a line that failed (exit code 1). An empty line is the empty text. A folder of sentence-transformers
+    decides pooling, normalization, prompts and the length at which lines are truncated.
 
     \b
     kvad embed sentence-transformers/all-MiniLM-L6-v2 sentences.txt --out sentences.npy
@@ -310,11 +327,17 @@ def embed_command(options: _EmbedOptions) -> None:
     form = options.format or ("npy" if out is not None and out.suffix == ".npy" and not as_json else "json")
     if form == "npy" and out is None:
         raise click.UsageError("--format npy needs --out FILE.")
+    if options.format is None and not as_json and out is not None and out.suffix not in OUT_SUFFIXES:
+        hint = f"Name it {out.stem}.npy or {out.stem}.jsonl, or set --format."
+        raise click.UsageError(f"--out: no format has the suffix {out.suffix or 'of a file without one'!r}. {hint}")
 
     def task(llm: LLM) -> line_batches.LineTask[list[float] | None]:
         embed = partial(llm.embed, pool=options.pooling)
         run, fields = lambda many: embed(many).float().tolist(), lambda vector: {"embedding": vector}
-        return line_batches.LineTask(llm.encode, run, None, fields, None)
+        prepare = partial(llm.texts.encode_embedding, prompt_name=options.prompt_name, truncate=options.truncate)
+        if options.prompt_name is not None:
+            prepare("a")  # an unknown prompt is an error of the command, not of a line
+        return line_batches.LineTask(prepare, run, None, fields, None, runs_empty=True)
 
     if out is None:
         exit_with(_answer("embed", options, task))
@@ -383,10 +406,11 @@ def _answer(
 ) -> int:
     """Answer all lines and return the exit code; without ``show`` the answers are printed."""
     with line_batches.LineSource(options.file) as lines:
-        opened = line_batches.open_for_command(options.model, command)
-        # An encoder needs no cache, and the decoder of an encoder-decoder is not used.
-        has_decoder = opened.config.encoder_input is not None
-        minimal_cache = {"max_seq_len": 1, "max_source_len": 1} if has_decoder else {}
+        opened = line_batches.open_for_command(options.model, command, options.rope_scaling)
+        # Nothing is generated, so the cache is minimal; an encoder has none.
+        minimal_cache = {"encoder": {}, "decoder": {"max_seq_len": 1}}.get(
+            opened.config.kind, {"max_seq_len": 1, "max_source_len": 1}
+        )
         with open_llm(opened, {**load_fields(options), **minimal_cache}, max_num_seqs=options.batch_size) as llm:
             line_batches.require_tokenizer(llm)
             return line_batches.print_answers(lines, task(llm), options, show)

@@ -6,18 +6,29 @@ Numbers go to stdout, progress and notes to stderr; ``--out`` writes JSON lines 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kvad import benchmarks, checkpoint, datasets, inspection, planning
 from kvad import text as text_lib
 from kvad.cli import output
 from kvad.cli.fields import Options, command, given_fields, option
-from kvad.cli.parameters import INTEGERS, NUMBERS, FormatOptions, JsonOption, ModelArgument, load_fields, open_llm
+from kvad.cli.parameters import (
+    INTEGERS,
+    NUMBERS,
+    DeviceOptions,
+    FormatOptions,
+    JsonOption,
+    ModelArgument,
+    load_fields,
+    model_fields,
+    open_llm,
+)
 from kvad.errors import UsageError
 from kvad.text import Tokenizer
 from kvad.train import sources
@@ -26,6 +37,7 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
 
 ResultT = TypeVar("ResultT")
+OptionsT = TypeVar("OptionsT", bound=Options)
 TOKENS = (64, 128, 256, 512)
 MAX_LENGTH = 2048  # limit of the default lengths of needle tasks
 CURVES = {"cache": "cache", "cat": "torch.cat", "recompute": "recompute"}  # curve -> its printed name
@@ -46,7 +58,34 @@ def bench_group() -> None:
     """
 
 
-class _BenchOptions(ModelArgument, FormatOptions, JsonOption):
+class _QuickOption(Options):
+    quick: bool = option("Measure less: smaller defaults for the options that are not given", common=True)
+
+
+QUICK = {  # defaults of --quick
+    "repeats": 1,
+    "new_tokens": (64, 128),
+    "variants": "int8,int4,sinks,heavy-hitters,snapkv",
+    "compression_ratios": (0.5,),
+    "depths": (0.0, 0.5, 1.0),
+    "samples_per_cell": 2,
+    "num_texts": 2,
+    "num_tokens": 4_000,
+    "span_length": 1_000,
+}
+QUICK_LENGTH = 256  # tokens of a task
+
+
+def _with_quick_defaults(options: OptionsT) -> OptionsT:
+    """Return the options, with --quick with its defaults."""
+    if not getattr(options, "quick", False):
+        return options
+    source = click.get_current_context().get_parameter_source
+    names = [field.name for field in fields(options) if field.name in QUICK]
+    return replace(options, **{name: QUICK[name] for name in names if source(name) is ParameterSource.DEFAULT})
+
+
+class _BenchOptions(ModelArgument, FormatOptions, DeviceOptions, _QuickOption, JsonOption):
     new_tokens: tuple[int, ...] | None = option(
         "Numbers of new tokens to time [default: 64,128,256,512, or what fits]", kind=INTEGERS
     )
@@ -63,6 +102,7 @@ def cache_command(options: _BenchOptions) -> None:
     kvad bench cache runs/demo
     kvad bench cache runs/demo --new-tokens 64,128,256 --repeats 5 --json >> dev/results/bench.jsonl
     """
+    options = _with_quick_defaults(options)
     prompt, lengths = options.prompt, options.new_tokens
     with open_llm(options.model, load_fields(options), max_num_seqs=1) as llm, output.ProgressLine() as progress:
         _require_decoder(llm, "cache")
@@ -81,7 +121,7 @@ class _TextOption(Options):
     )
 
 
-class _QualityOptions(ModelArgument, _TextOption, JsonOption):
+class _QualityOptions(ModelArgument, _TextOption, DeviceOptions, _QuickOption, JsonOption):
     variants: str | None = option(
         "Cache variants, such as int8,snapkv,snapkv+int8; full is always included [default: all]", metavar="NAME,..."
     )
@@ -118,15 +158,17 @@ def cache_quality_command(options: _QualityOptions) -> None:
     """Measure the loss of lossy caches: perplexity, KL, needle recall, chains of variables.
 
     \b
+    kvad bench cache-quality runs/demo --quick
     kvad bench cache-quality MODEL --variants snapkv,tiered+int4 --language english --out runs/quality
     """
+    options = _with_quick_defaults(options)
     handle, folder = checkpoint.open_checkpoint(options.model), options.summarizer
     summarizer = None if folder is None else checkpoint.summarizer.load_summarizer(folder, handle)
     learned = [benchmarks.variants.LEARNED] if summarizer else []
     known = [*benchmarks.variants.known_variants(), *learned]
     names = known if options.variants is None else options.variants.split(",")
     selected = benchmarks.select_variants(names, options.compression_ratios, summarizer)
-    with open_llm(handle, {}, max_num_seqs=1) as llm, output.ProgressLine() as progress:
+    with open_llm(handle, model_fields(options), max_num_seqs=1) as llm, output.ProgressLine() as progress:
         tokenizer = _require_decoder(llm, "cache-quality")
         quality, opening = _quality_options(options, llm.model.config.max_seq_len), opening_tokens(tokenizer)
         choose_language = benchmarks.needle_tasks.choose_language
@@ -139,7 +181,7 @@ def cache_quality_command(options: _QualityOptions) -> None:
     _print(options, result, format_quality(result), _write_quality, result.notes)
 
 
-class _StreamingOptions(ModelArgument, _TextOption, JsonOption):
+class _StreamingOptions(ModelArgument, _TextOption, DeviceOptions, _QuickOption, JsonOption):
     variant: str = option("Cache variant, with as many tokens as the model's limit", "sinks")
     policy: str | None = option("Cache policy with arguments, such as 'sinks(4,252)' [default: that of --variant]")
     num_tokens: int = option("Number of tokens to stream", 100_000)
@@ -158,7 +200,8 @@ def streaming_command(options: _StreamingOptions) -> None:
     kvad bench streaming runs/endless-rope --num-tokens 100000
     kvad bench streaming runs/endless-alibi --policy "sinks(4,252)" --out runs/endless-alibi/bench
     """
-    with open_llm(options.model, {}, max_num_seqs=1) as llm, output.ProgressLine() as progress:
+    options = _with_quick_defaults(options)
+    with open_llm(options.model, model_fields(options), max_num_seqs=1) as llm, output.ProgressLine() as progress:
         tokenizer = _require_decoder(llm, "streaming")
         selected = _streaming_variant(options.variant, options.policy, llm.model.config.max_seq_len)
         ids = _stream(tokenizer, options.text, options.num_tokens)
@@ -182,6 +225,8 @@ def _require_decoder(llm: LLM, name: str) -> Tokenizer:
 def _quality_options(options: _QualityOptions, limit: int) -> benchmarks.cache_quality.QualityOptions:
     longest = min(limit, MAX_LENGTH)
     lengths = options.lengths or tuple(dict.fromkeys(max(1, longest // part) for part in (8, 4, 2, 1)))
+    if options.quick and options.lengths is None:
+        lengths = (min(longest, QUICK_LENGTH),)
     fields = given_fields(options, benchmarks.cache_quality.QualityOptions)
     fields |= {"tasks": tuple(options.tasks.split(",")) if options.tasks else (), "lengths": lengths}
     return benchmarks.cache_quality.QualityOptions(**{**fields, "text_length": options.text_length or max(lengths)})

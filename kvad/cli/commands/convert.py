@@ -37,7 +37,7 @@ class _SaveOptions(JsonOption):
 
 
 class _ImportOptions(_SaveOptions):
-    source: str = argument("HF_DIR_OR_NAME")
+    source: str = argument("SOURCE")
     out: Path | None = argument("[OUT]")
     revision: str | None = option("Branch, tag or commit on the hub [default: main]")
     offline: bool = option("Use only the local cache of the hub")
@@ -46,7 +46,7 @@ class _ImportOptions(_SaveOptions):
 
 @command("import", _ImportOptions)
 def import_command(options: _ImportOptions) -> None:
-    """Convert a Hugging Face model, a folder or a name on the hub, to kvad's layout.
+    """Convert a Hugging Face model (a folder or a name on the hub) or a GGUF file to kvad's layout.
 
     OUT defaults to ./NAME for a model on the hub; for a folder without OUT only the plan is printed. Every command also
     accepts the Hugging Face model itself; an import is a separate folder, in the chosen dtype, with sha256 sums.
@@ -55,6 +55,7 @@ def import_command(options: _ImportOptions) -> None:
     kvad import HuggingFaceTB/SmolLM2-135M
     kvad import Helsinki-NLP/opus-mt-de-en runs/opus --save-dtype bfloat16
     kvad import ~/models/llama-3.2-1b
+    kvad import model-Q4_K_M.gguf runs/model --save-dtype bfloat16
     """
     source, out = options.source, options.out
     if out is None and not source.startswith((".", "/", "~")) and not Path(source).is_dir():  # a name on the hub
@@ -88,9 +89,13 @@ def import_command(options: _ImportOptions) -> None:
     print_result(options.as_json, {"source": source, "out": out, **plan}, line)
 
 
-class _ExportOptions(ModelArgument, _SaveOptions):
+class _ExportOptions(ModelArgument, JsonOption):
     out: Path = argument("OUT")
-    format: Literal["hf"] = option("Layout of the output", "hf")
+    to: Literal["hf", "gguf"] = option("A Hugging Face folder, or a GGUF file for llama.cpp", "hf")
+    save_dtype: Literal["float64", "float32", "bfloat16", "float16", "q8_0"] | None = option(
+        "Dtype to store; GGUF: float32, bfloat16 or q8_0 [default: as stored; GGUF: bfloat16]"
+    )
+    overwrite: bool = option("Replace a checkpoint or a file at OUT")
     family: str | None = option(
         "Hugging Face model_type, such as llama [default: the origin, or the first that fits]", metavar="TYPE"
     )
@@ -98,21 +103,50 @@ class _ExportOptions(ModelArgument, _SaveOptions):
 
 @command("export", _ExportOptions)
 def export_command(options: _ExportOptions) -> None:
-    """Convert a checkpoint to a Hugging Face folder that transformers can load.
+    """Convert a checkpoint to a Hugging Face folder that transformers can load, or to a GGUF file.
 
-    The class that reads it is printed. A model that no class of transformers can express is refused, with the reason.
+    The class or architecture that reads it is printed. A model that none can express is refused, with the reason.
 
     \b
-    kvad export runs/demo demo-hf --format hf
+    kvad export runs/demo demo-hf
     kvad export runs/demo demo-hf --family llama --save-dtype bfloat16 --overwrite
+    kvad export runs/demo demo.gguf --to gguf --save-dtype q8_0
     """
+    (_export_gguf if options.to == "gguf" else _export_hf)(options)
+
+
+def _export_hf(options: _ExportOptions) -> None:
     out = options.out
+    if options.save_dtype == "q8_0":
+        raise UsageError("--save-dtype q8_0: is a type of GGUF files", "add --to gguf")
     check_output(out, None, options.overwrite)
     opened = checkpoint.open_checkpoint(options.model)
     check_output(out, opened.path, options.overwrite)
-    reader = checkpoint.export.export_hf(opened, out, family=options.family, dtype=options.torch_dtype())
-    record = {"model": options.model, "out": out, "format": options.format, "class": reader}
+    dtype = None if options.save_dtype is None else checkpoint.native.DTYPES[options.save_dtype]
+    reader = checkpoint.export.export_hf(opened, out, family=options.family, dtype=dtype)
+    record = {"model": options.model, "out": out, "format": "hf", "class": reader}
     lines = [f"written: {out}", f"read by: transformers.{reader}.from_pretrained({str(out)!r})"]
+    print_result(options.as_json, record, lines)
+
+
+def _export_gguf(options: _ExportOptions) -> None:
+    stored, out = options.save_dtype or "bfloat16", options.out
+    if stored not in checkpoint.gguf.FILE_TYPES:
+        known = ", ".join(checkpoint.gguf.FILE_TYPES)
+        raise UsageError(f"--save-dtype {stored}: must be one of {known} for a GGUF file")
+    if options.family is not None:
+        raise UsageError("--family: names a class of transformers, not an architecture of GGUF", "leave it out")
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder, and a GGUF file would replace it", f"name a file, as in {out}.gguf")
+    if out.exists() and not options.overwrite:
+        raise UsageError(f"{out} exists", "--overwrite replaces it after the new one is complete")
+    opened = checkpoint.open_checkpoint(options.model)
+    architecture = checkpoint.gguf.export_gguf(opened, out, stored)
+    record = {"model": options.model, "out": out, "format": "gguf", "architecture": architecture, "dtype": stored}
+    lines = [
+        f"written: {out}, {format_bytes(out.stat().st_size)} in {stored}",
+        f"read by: llama.cpp, as {architecture}",
+    ]
     print_result(options.as_json, record, lines)
 
 

@@ -7,6 +7,10 @@ The parts are training, a streamed completion, ``verify``, ``bench cache`` and n
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import signal
+import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad import benchmarks, datasets, verify
+from kvad import benchmarks, checkpoint, datasets, verify
 from kvad.cli.commands.bench import bench_lines, write_results
 from kvad.cli.commands.train import draw_loss_curve
 from kvad.cli.fields import command, option
@@ -23,24 +27,25 @@ from kvad.cli.output import console, emit_json, exit_with, format_bytes, format_
 from kvad.cli.parameters import JsonOption, open_llm
 from kvad.errors import UsageError
 from kvad.train import loop, monitoring
-from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig
+from kvad.train.config import DataConfig, OptimConfig, RunConfig, TokenizerConfig, TrainConfig
 
 if TYPE_CHECKING:
     from kvad.llm import LLM
     from kvad.train.monitoring import TrainingResult
 
 RESULT = "demo.json"
-CONTEXT, LIMIT = 256, 4096  # tokens of a training row; max_seq_len of the model
+CONTEXT = 256  # tokens of a training row and the model's limit; longer rows learn less in two minutes
+VOCAB_SIZE = 1024  # more text per parameter and more steps per minute than 4,096
 PRESET = "demo"
-BENCH_LENGTHS = (64, 128, 256, 512)
-PROMPT = "def "
+BENCH_LENGTHS = (32, 64, 128, 240)
+PROMPT = "    def __init__(self"  # not "def ": byte-level BPE joins a space with the word after it
 NEXT_STEPS = (
-    ("kvad generate {out} 'class ' --stats", "continue your own text"),
-    ("kvad chat {out}", "chat with it (/kv shows the cache)"),
-    ("kvad verify {out} --inject-fault mask", "inject a fault: verify names it"),
-    ("kvad plan {out} --max-seq-len 4096 --max-num-seqs 8", "estimate the memory"),
-    ("kvad inspect {out} --attention 'def f(x):'", "show the attention of a head"),
-    ("kvad train FILES --out runs/mine", "train on your own text"),
+    ("{kvad} generate {out} 'class Node' --stats", "continue your own text"),
+    ("{kvad} chat {out}", "chat with it (/kv shows the cache)"),
+    ("{kvad} verify {out} --inject-fault mask", "inject a fault: verify names it"),
+    ("{kvad} plan {out} --max-num-seqs 8", "estimate the memory"),
+    ("{kvad} inspect {out} --attention 'def f(x):'", "show the attention of a head"),
+    ("{kvad} train {texts} --minutes 1 --out runs/mine", "train on texts (here: Python's json)"),
 )
 
 
@@ -68,10 +73,10 @@ def demo_command(options: _DemoOptions) -> None:
     outcome = _train(page, options.minutes, out, seed)
     if outcome.reason == "interrupted":
         page.write(f"stopped; the model of step {outcome.step} is in {out}")
-        exit_with(130)
+        exit_with(128 + (outcome.signal or signal.SIGINT))
     with open_llm(out, {}, max_num_seqs=4) as llm:
         completion = _generate(page, llm, seed)
-        report = _verify(page, llm)
+        report = _verify(page, llm, out)
         page.title("how much faster is it with the cache?  (kvad bench cache)")
         bench = benchmarks.bench_cache(llm, BENCH_LENGTHS, options.repeats)
     page.write("\n".join(bench_lines(bench)))
@@ -86,11 +91,26 @@ def demo_command(options: _DemoOptions) -> None:
     }  # fmt: skip
     (out / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     page.title("next")
-    for line in format_table([(step.format(out=out), text) for step, text in NEXT_STEPS]):
+    paths = {
+        "kvad": program_path(),
+        "out": shlex.quote(str(out)),
+        "texts": shlex.quote(str(Path(json.__file__).parent)),
+    }
+    for line in format_table([(step.format(**paths), text) for step, text in NEXT_STEPS]):
         page.write(f"  {line}")
     if options.as_json:
         emit_json(result)
     exit_with(1 if report.broken else 0)
+
+
+def program_path() -> str:
+    """Return how this program is called: ``kvad`` if that is on the path, else its file, else ``python -m kvad``."""
+    called = Path(sys.argv[0])
+    if shutil.which("kvad") is not None:
+        return "kvad"
+    if called.name != "kvad":
+        return f"{sys.executable} -m kvad"
+    return str(called.relative_to(Path.cwd()) if called.is_absolute() and called.is_relative_to(Path.cwd()) else called)
 
 
 @dataclass
@@ -113,10 +133,11 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
         f"corpus: {sources.description} ({sources.root}): {len(sources.files)} files, {format_bytes(sources.num_bytes)}"
     )
     config = RunConfig(
-        model={"preset": PRESET, "max_seq_len": LIMIT},
+        model={"preset": PRESET, "max_seq_len": CONTEXT},
         data=DataConfig(seq_len=CONTEXT, encoding_errors="replace"),
-        optim=OptimConfig(lr=2e-3, min_lr=1e-4),
-        train=TrainConfig(minutes=minutes, batch_size=4, eval_interval=200, eval_tokens=16384, seed=seed),
+        tokenizer=TokenizerConfig(vocab_size=VOCAB_SIZE),
+        optim=OptimConfig(lr=3e-3, min_lr=0.0),
+        train=TrainConfig(minutes=minutes, batch_size=8, eval_interval=200, eval_tokens=16384, seed=seed),
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULT).write_text("{}\n", encoding="utf-8")  # marks the folder as the demo's
@@ -148,10 +169,11 @@ def _generate(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
     return {"prompt": PROMPT, "text": text, "tokens": tokens, "seconds": seconds}
 
 
-def _verify(page: _Page, llm: LLM) -> verify.report.VerifyReport:
+def _verify(page: _Page, llm: LLM, out: Path) -> verify.report.VerifyReport:
     page.title("does the cache change the output?  (kvad verify)")
     options = verify.ScenarioOptions()
-    report = verify.verify(llm.model, verify.build_prompts(llm.model.config, options, llm.tokenizer), options)
+    model, _ = checkpoint.loader.load_model(out)  # as stored: the engine has joined the products of llm.model
+    report = verify.verify(model, verify.build_prompts(model.config, options, llm.tokenizer), options)
     for case in report.cases:
         page.write(
             f"{case.layout + ' ' + case.dtype:<22} max |dlogit| {case.max_dlogit:.1e}  "

@@ -16,7 +16,6 @@ from kvad.cache import sessions
 from kvad.cli.fields import argument, command, option
 from kvad.cli.output import emit_json, exit_with
 from kvad.cli.parameters import JsonOption
-from kvad.errors import UsageError
 
 OK_STATES = ("whole", "writing")
 ADVICE = {
@@ -29,7 +28,9 @@ ADVICE = {
 
 class _DoctorOptions(JsonOption):
     model: Path = argument("MODEL|FOLDER")
-    fix: bool = option("Remove leftovers of dead processes, and damaged files of a prefix cache")
+    fix: bool = option(
+        "Remove leftovers and damaged files of a prefix cache, or accept edited text files of a checkpoint"
+    )
     remove_damaged: bool = option("With --fix and a session folder: also remove damaged files")
 
 
@@ -40,7 +41,8 @@ def doctor_command(options: _DoctorOptions) -> None:
     Each check prints one line: `ok`, or `problem` and the remedy. Every byte is read. Exit code 1 if any check fails.
 
     Checkpoint: headers, tensors against the config, weights that are not finite, the tokenizer against the vocabulary,
-    sha256 sums. Folders: files that are whole, damaged, foreign or left by a process that died. --fix removes damaged
+    sha256 sums. --fix accepts text files that you edited, such as config.json: their sums are written into the
+    manifest. Folders: files that are whole, damaged, foreign or left by a process that died. --fix removes damaged
     files and leftovers of a prefix cache (blocks are recomputed), and leftovers of sessions; never foreign files.
 
     \b
@@ -59,12 +61,8 @@ def doctor_command(options: _DoctorOptions) -> None:
         checks = _check_sessions(folder, (*("leftover",) * fix, *("damaged",) * remove_damaged))
     elif inspection.doctor.is_cache_dir(folder):
         checks = map(_text_and_record, inspection.doctor.check_cache_dir(folder, fix=fix))
-    elif fix:
-        raise UsageError(
-            f"--fix: {folder} is neither a session folder nor a prefix cache", "copy or download a checkpoint again"
-        )
     else:
-        checks = map(_text_and_record, inspection.doctor.check_checkpoint(folder))
+        checks = map(_text_and_record, inspection.doctor.check_checkpoint(folder, fix=fix))
     findings = []
     for text, finding in checks:
         findings.append(finding)

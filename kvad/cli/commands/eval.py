@@ -86,7 +86,7 @@ def eval_command(options: EvalOptions) -> None:
     if not options.data and not options.pairs:
         raise UsageError("no data was given", "give files or folders, or --pairs SOURCE TARGET")
     has_cache = bool(options.given_cache_fields)
-    opened = checkpoint.open_checkpoint(options.model)
+    opened = checkpoint.open_checkpoint(options.model, rope_scaling=options.rope_scaling)
     task = _task(opened, options)
     _check_unused_options(task, options, has_cache=has_cache)
     run = {"lm": eval_texts, "translate": eval_pairs, "match": eval_pairs, "tag": eval_labels, "classify": eval_labels}
@@ -132,6 +132,8 @@ def _check_unused_options(task: str, options: EvalOptions, *, has_cache: bool) -
         raise UsageError("an encoder has no cache", "omit the cache options")
     if task in OBJECTIVE_TASKS and (has_cache or options.deterministic):
         raise UsageError(f"--task {task} runs without an engine", "omit its options")
+    if task in OBJECTIVE_TASKS and options.device not in (None, "cpu"):
+        raise UsageError(f"--device: --task {task} is evaluated on the CPU", "omit --device")
     if options.trained_seq_len is not None and not options.is_curve:
         raise UsageError("--trained-seq-len needs --length-multiples", "add them, or omit it")
     if options.is_curve and (has_cache or options.window or options.stride):
@@ -147,12 +149,17 @@ def _open_texts(options: EvalOptions) -> sources_lib.documents.DocumentCorpus:
 
 def eval_texts(opened: CheckpointHandle, task: str, options: EvalOptions, progress: ProgressLine) -> EvalResult:
     corpus, joined = _open_texts(options), options.document_unit == "joined"
-    is_cached, limit = bool(options.given_cache_fields), opened.config.max_seq_len
-    window = options.window if options.window is not None else limit
+    is_cached, limit, trained = bool(options.given_cache_fields), opened.config.max_seq_len, _trained_seq_len(opened)
+    window = options.window if options.window is not None else min(limit, trained or limit)
     _check_window(window, limit, options, cached=is_cached)
     stride = options.stride if options.stride is not None else max(1, window // 2)
     if not options.is_curve:
         evaluation.text.WindowOptions(window, stride)  # refuses invalid options before the model is loaded
+        if trained is not None and window > trained + 1:
+            message = (
+                f"windows of {window:,} tokens: the model was trained on {trained:,}, later tokens may be predicted"
+            )
+            note(f"{message} worse")
     with load_for_eval(opened, options, max_num_seqs=4, max_seq_len=min(limit, window)) as llm:
         tokenizer = require_tokenizer(llm)
         first = llm.texts.opening_token()
@@ -175,13 +182,14 @@ def eval_texts(opened: CheckpointHandle, task: str, options: EvalOptions, progre
         )
         stored = report.describe_cache(llm) if is_cached else None
         name = "" if first is None or bos == "none" else tokenizer.token_text(first)
+    length = " (as in training)" if window == trained else ""
     read = {"documents": len(texts), "window": window, "stride": stride, "bos": bos, "opening": name or None}
     places = {"none": "no opening token", "start": f"{name} before each text", "window": f"{name} before each window"}
     source = "all files as one text" if joined else format_count(len(texts), "text")
     size = f"{format_count(likelihood.tokens, 'token')}, {format_count(likelihood.bytes, 'byte')}"
     page = [
         ("text", f"{source}, {size}"),
-        ("read", f"windows of {window:,}, stride {stride:,}, {places[bos]}; {report.format_cache(stored)}"),
+        ("read", f"windows of {window:,}{length}, stride {stride:,}, {places[bos]}; {report.format_cache(stored)}"),
         *report.format_likelihood(likelihood, words=options.word_perplexity),
     ]
     return [{**read, "memory": stored, **report.format_likelihood_line(likelihood)}], page
@@ -205,12 +213,17 @@ def _check_window(window: int, limit: int, options: EvalOptions, *, cached: bool
         )
 
 
+def _trained_seq_len(opened: CheckpointHandle) -> int | None:
+    """Return the tokens of a training row; None if the checkpoint does not record them."""
+    state = {} if opened.training is None else opened.training.state
+    length = state.get("run", {}).get("data", {}).get("seq_len")
+    return length if isinstance(length, int) else None
+
+
 def _curve(
     opened: CheckpointHandle, llm: LLM, texts: list[Any], options: EvalOptions, progress: ProgressLine
 ) -> EvalResult:
-    state = {} if opened.training is None else opened.training.state
-    trained = options.trained_seq_len or state.get("run", {}).get("data", {}).get("seq_len")
-    trained = trained if isinstance(trained, int) else opened.config.max_seq_len
+    trained = options.trained_seq_len or _trained_seq_len(opened) or opened.config.max_seq_len
     settings: dict[str, Any] = {"multiples": options.length_multiples or evaluation.text.MULTIPLES}
     if options.max_scored_tokens is not None:
         settings["most"] = options.max_scored_tokens
@@ -325,7 +338,7 @@ def eval_objective(opened: CheckpointHandle, task: str, options: EvalOptions, pr
     limit, tokenizer = opened.config.max_seq_len, opened.tokenizer
     if opened.config.encoder_input is not None:
         limit = min(limit, opened.config.encoder_input.max_seq_len)
-    window = options.window or limit
+    window = options.window or min(limit, _trained_seq_len(opened) or limit)
     if tokenizer is None:
         raise RequestError("the model has no tokenizer, so it cannot read texts")
     if not 2 <= window <= limit:

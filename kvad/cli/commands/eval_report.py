@@ -45,7 +45,7 @@ class EvalOptions(
     encoding_errors: Literal["strict", "replace"] = option("Handling of bytes that are not UTF-8", "strict")
     suffix: tuple[str, ...] = option("Suffix of the files to read in a folder [default: all]", metavar=".EXT")
     document_unit: Literal["files", "lines", "joined"] | None = option("Unit of one text [default: files]")
-    window: int | None = option("Tokens of a window [default: the model's limit]")
+    window: int | None = option("Tokens of a window [default: those of a training row, else the model's limit]")
     stride: int | None = option("Tokens between two windows [default: half a window]")
     bos: Literal["none", "start", "window"] | None = option(
         "Put the opening token nowhere, before each text or before each window [default: start, if it exists]"

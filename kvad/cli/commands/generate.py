@@ -6,22 +6,24 @@ each under its label: the first unfinished sample is streamed, the text of later
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad import checkpoint, engine
+from kvad import cache, checkpoint, engine
+from kvad.cache import sizing
 from kvad.cli import parameters
 from kvad.cli.fields import argument, command, option
 from kvad.cli.output import emit_json, exit_with, note, print_error
 from kvad.cli.stats import RunMeter, describe_limit, stats_lines
 
 if TYPE_CHECKING:
-    from kvad import cache
+    from kvad.checkpoint import CheckpointHandle
     from kvad.engine import StreamChunk
     from kvad.engine.scheduling import SamplingParams, TokenLogprob
     from kvad.llm import LLM
@@ -42,8 +44,13 @@ class _GenerateOptions(
     stats: bool = option("Print speed and cache statistics on stderr")
     stream: bool = option("Print tokens as they are generated, or all at the end", True)
 
+    raw: bool = option("Keep the final newline of standard input")
+
     def read_prompts(self) -> list[PromptArgument]:
-        texts = [parameters.read_text_or_stdin(text) for text in self.prompt] or [""]
+        """Return the prompts; without one, what is piped into standard input, else the empty prompt."""
+        is_piped = sys.stdin is not None and not sys.stdin.isatty()
+        given = self.prompt or (("-",) if is_piped else ("",))
+        texts = [parameters.read_text_or_stdin(text, raw=self.raw) for text in given]
         return [parameters.parse_token_ids(text, "--ids") if self.ids else text for text in texts]
 
 
@@ -51,30 +58,34 @@ class _GenerateOptions(
 def generate_command(options: _GenerateOptions) -> None:
     """Continue each PROMPT.
 
-    `-` reads one from standard input unchanged, including its last newline. An empty prompt starts with the token that
-    opens every document.
+    Without a PROMPT, or for `-`, it is read from standard input, without its final newline unless --raw is given. An
+    empty prompt starts with the token that opens every document.
 
     \b
-    kvad generate runs/demo "def " --max-tokens 64 --temperature 0
-    kvad generate runs/demo "import " "class " --n 2 --seed 7 --stats
-    kvad generate runs/demo "class " --endless
+    kvad generate runs/demo "def __init__(self" --max-tokens 64 --temperature 0
+    kvad generate runs/demo "import os" "class Node" --n 2 --seed 7 --stats
+    kvad generate runs/demo "class Node" --endless
     kvad generate runs/demo - --max-seq-len 128 --overflow offload --stats < long.txt
-    kvad generate runs/demo "def " --prefix-cache-dir cache --stats
+    kvad generate runs/demo "def __init__(self" --prefix-cache-dir ./prefix-store --stats
     """
     if options.echo and options.as_json:
         raise click.UsageError("--echo and --json exclude each other: the JSON contains the prompts.")
     load, given, prompts = parameters.load_fields(options), options.sampling_fields(), options.read_prompts()
-    handle = checkpoint.open_checkpoint(options.model)
-    sampling = options.resolve(given, handle, endless=options.endless)
+    handle = checkpoint.open_checkpoint(options.model, rope_scaling=options.rope_scaling)
+    sampling = options.resolve(given, handle, endless=options.endless).with_seed()
     num_samples = len(prompts) * max(sampling.n, sampling.num_beams)
-    max_num_seqs = max(min(8, num_samples), sampling.num_beams)
-    with parameters.open_llm(handle, load, max_num_seqs=max_num_seqs) as llm, parameters.InterruptFlag() as stop:
+    max_num_seqs = max(min(sizing.fits.MAX_DEFAULT_SEQS, num_samples), sampling.num_beams)
+    longest = _longest(handle, prompts, sampling, load)
+    with (
+        parameters.open_llm(handle, load, max_num_seqs=max_num_seqs, max_seq_len=longest) as llm,
+        parameters.InterruptFlag() as stop,
+    ):
         answers = [_Answer(prompt, llm.encode(prompt), [_Sample() for _ in range(sampling.n)]) for prompt in prompts]
         for prompt in prompts:
             note_empty(llm, prompt)
         printer, meter = _Printer(llm, answers, echo=options.echo), RunMeter(llm)
         is_live = options.stream and not options.as_json
-        stream = _stream_all(llm, [answer.prompt_token_ids for answer in answers], sampling)
+        stream = _stream_all(llm, [answer.prompt_token_ids for answer in answers], sampling, options.cache_salt or "")
         with closing(stream) as chunks, closing(printer) if is_live else nullcontext():
             for index, chunk in chunks:
                 meter.add(chunk)
@@ -87,8 +98,8 @@ def generate_command(options: _GenerateOptions) -> None:
         stats = meter.stats() if options.stats else None
         if options.as_json:
             completions = [answer.record() for answer in answers]
-            record = {"model": options.model, "interrupted": stop.requested, "completions": completions}
-            emit_json({**record, "stats": stats})
+            record = {"model": options.model, "seed": sampling.seed, "interrupted": stop.requested}
+            emit_json({**record, "completions": completions, "stats": stats})
         else:
             if not options.stream:
                 printer.print_all()
@@ -96,9 +107,22 @@ def generate_command(options: _GenerateOptions) -> None:
             if stats is not None:
                 print_error("\n".join(stats_lines(stats)))
         _print_limits(llm, answers)
+    if sampling.uses_seed and options.seed is None and not options.as_json:
+        note(f"seed: {sampling.seed}")
     if stop.requested:
         note("interrupted")
         exit_with(130)
+
+
+def _longest(
+    handle: CheckpointHandle, prompts: Sequence[PromptArgument], sampling: SamplingParams, load: Mapping[str, Any]
+) -> int | None:
+    """Return the tokens of the longest sequence; None if unknown, or if the cache's policy depends on its length."""
+    continues = load.get("endless") or load.get("overflow") in cache.config.CONTINUING_MODES
+    if handle.config.kind != "decoder" or continues or sampling.max_tokens is None:
+        return None
+    encoder = engine.PromptEncoder(handle.config, handle.tokenizer, handle.generation)
+    return max(len(encoder.encode_prompt(prompt)) for prompt in prompts) + max(1, sampling.max_tokens)
 
 
 def note_empty(llm: LLM, prompt: PromptArgument) -> None:
@@ -173,11 +197,14 @@ class _Answer:
 
 
 def _stream_all(
-    llm: LLM, prompts: Sequence[list[int]], sampling: SamplingParams
+    llm: LLM, prompts: Sequence[list[int]], sampling: SamplingParams, cache_salt: str
 ) -> Generator[tuple[int, StreamChunk], None, None]:
     """Yield (prompt index, chunk) of all prompts in turn, so that they share the steps of the engine."""
     with ExitStack() as closers:
-        streams = {index: llm.stream(tokens, sampling) for index, tokens in enumerate(prompts)}
+        streams = {
+            index: llm.stream(tokens, sampling, cache_salt=cache_salt, draw_salt=prompts[:index].count(tokens))
+            for index, tokens in enumerate(prompts)
+        }
         for stream in streams.values():
             closers.callback(stream.close)
         while streams:

@@ -91,7 +91,8 @@ def inspect_command(options: _InspectOptions) -> None:
         _trace_cache(options)
         return
     source = click.get_current_context().get_parameter_source
-    trace_names = [field.name for field in fields(_TraceOptions)]
+    model_names = {field.name for field in fields(parameters.DeviceOptions)} if options.attention is not None else set()
+    trace_names = [field.name for field in fields(_TraceOptions) if field.name not in model_names]
     options.reject((name for name in trace_names if source(name) is ParameterSource.COMMANDLINE), "needs --cache.")
     if options.tree and options.attention is not None:
         raise click.UsageError("--tree and --attention exclude each other.")
@@ -176,19 +177,26 @@ def _trace(options: _InspectOptions) -> inspection.TraceReport:
         options = with_saved_options(options, header)
         history = sessions.directory.read_tokens(path, header.metadata["history"])
     load = parameters.load_fields(options)
-    opened = checkpoint.open_checkpoint(options.model)
+    opened = checkpoint.open_checkpoint(options.model, rope_scaling=options.rope_scaling)
     prompts = _prompts(opened, options, history)
     max_tokens = MAX_TOKENS if options.max_tokens is None else options.max_tokens
     longest = max(map(len, prompts)) + max(max_tokens, 1)
-    load.setdefault("max_seq_len", min(opened.config.max_seq_len, longest))
-    with parameters.open_llm(opened, load, max_num_seqs=min(MAX_SEQS, len(prompts) * (options.n or 1))) as llm:
+    num_seqs = min(MAX_SEQS, len(prompts) * (options.n or 1))
+    with parameters.open_llm(opened, load, max_num_seqs=num_seqs, max_seq_len=longest) as llm:
         given = given_fields(options, SamplingParams)
-        sampling = llm.sampling_params(**{"temperature": 0.0, "n": 1, **given, "max_tokens": max_tokens})
+        sampling = llm.sampling_params(**{"temperature": 0.0, "n": 1, "seed": 0, **given, "max_tokens": max_tokens})
         tokenizer = llm.tokenizer
         piece: Callable[[int], str] = str if tokenizer is None else tokenizer.token_text
-        state = None if path is None else llm.session(path).state
+        loaded = llm.session(path, cache_salt=options.cache_salt)
         return inspection.trace_requests(
-            llm.engine, prompts, sampling, model=str(options.model), piece=piece, resume=state, session=session or ""
+            llm.engine,
+            prompts,
+            sampling,
+            model=str(options.model),
+            piece=piece,
+            resume=loaded.state,
+            session=session or "",
+            cache_salt=loaded.cache_salt or "",
         )
 
 
@@ -252,7 +260,13 @@ def _draw(options: _InspectOptions, text: str, form: str) -> str | None:
     layers, heads = _indices("layer", options.layer, [0]), _indices("head", options.head, [0])
     target, plot = {} if options.target is None else {"target": options.target}, inspection.attention_plot
     summary = inspection.checkpoint.attention_maps(
-        options.model, text, layers=layers, heads=heads, cached=options.use_cache, **target
+        options.model,
+        text,
+        layers=layers,
+        heads=heads,
+        cached=options.use_cache,
+        **target,
+        **parameters.model_fields(options),
     )
     if form in ("png", "svg"):
         inspection.plot.draw_attention(summary.pieces, summary.maps, [options.out or sys.stdout.buffer])
@@ -278,6 +292,7 @@ def _page(summary: inspection.checkpoint.CheckpointSummary, tensors: bool) -> li
     lines = [
         f"{summary.path}: {origin}{count}, {', '.join(dtypes)}, {format_bytes(size)}",
         *(f"problem: {problem}" for problem in summary.problems),
+        *([f"config.json: not used: {', '.join(summary.unused_keys)}"] if summary.unused_keys else []),
         "",
         "config",
         *(f"  {line}" for line in inspection.checkpoint.outline_values(summary.config.to_dict())),

@@ -35,18 +35,22 @@ class _PlanOptions(
         "Maximum tokens of a sequence [default: the model's limit]", short="-c", kind=parameters.INTEGERS
     )
     max_source_len: int | None = option("Maximum tokens of the encoder input [default: the encoder's limit]")
-    max_num_seqs: tuple[int, ...] | None = option("Number of sequences [default: 8]", kind=parameters.INTEGERS)
+    max_num_seqs: tuple[int, ...] | None = option("Number of sequences [default: 1]", kind=parameters.INTEGERS)
     cache_dtype: str | None = option("Format of keys and values [default: --dtype]", metavar="FORMAT")
     cache_key_dtype: str | None = option("Format of the keys [default: --cache-dtype]", metavar="FORMAT")
     cache_value_dtype: str | None = option("Format of the values [default: --cache-dtype]", metavar="FORMAT")
     dtype: str | None = option(
-        "Dtype of the weights and the computation [default: as stored, else float32]", metavar="DTYPE"
+        "Dtype of the weights and the computation [default: as stored or published, else float32]", metavar="DTYPE"
     )
     layout: Literal["paged", "contiguous"] = option("Cache layout", "paged")
     block_size: int = option("Tokens per block (paged layout)", 16)
     deterministic: bool = option("Include the memory of batch-invariant kernels")
     prefill_chunk_size: int = option("Maximum new tokens of one sequence per step", 512)
     max_num_batched_tokens: int = option("Maximum new tokens of all sequences per step", 2048)
+    memory: int | float | Literal["auto"] | None = option(
+        "Memory to compare with: auto (what is available here), a size or a fraction of it [default: auto]",
+        kind=parameters.MEMORY,
+    )
     fit_memory: int | None = option(
         "List configurations that fit into this memory; --max-seq-len and --max-num-seqs may have several values",
         kind=parameters.POSITIVE_SIZE,
@@ -74,12 +78,14 @@ def plan_command(options: _PlanOptions) -> None:
     \b
     kvad plan runs/demo --max-seq-len 4096 --max-num-seqs 8
     kvad plan t5-base --max-source-len 512 --max-seq-len 128 --max-num-seqs 32
-    kvad plan llama-3-8b --max-seq-len 8192 --max-num-seqs 1 --cache-dtype bfloat16 --dtype bfloat16 --fit-memory 24GiB
-    kvad plan llama-3-8b --dtype bfloat16 --fit-memory 24GiB --max-seq-len 8192 --max-num-seqs 1,4
+    kvad plan llama-3-8b --memory 24GiB
+    kvad plan llama-3-8b --fit-memory 24GiB --max-seq-len 8192 --max-num-seqs 1,4
     kvad plan smollm-135m --cache-key-dtype int8 --cache-value-dtype int4
     kvad plan gpt2 --policy "sinks(4, 252)"
     kvad plan gpt2 --max-seq-len 256 --overflow offload --offload-ram 64MiB --swap-space 256MiB
-    kvad plan llama-3-8b --dtype bfloat16 --max-seq-len 8192 --max-num-seqs 8 --mesh 4x1
+    kvad plan llama-3-8b --max-seq-len 8192 --max-num-seqs 8 --mesh 4x1
+
+    Exit code 1 if the given sizes, or one sequence of one block, do not fit.
     """
     if options.list_models:
         count = config_lib.parameter_shapes.num_parameters
@@ -103,20 +109,28 @@ def plan_command(options: _PlanOptions) -> None:
         budget=options.max_num_batched_tokens,
         learned=None if summarizer is None else checkpoint.folder.read_summarizer_shape(summarizer),
         deterministic=options.deterministic,
-        max_num_seqs=max(options.max_num_seqs or (8,)),
+        max_num_seqs=max(options.max_num_seqs or (1,)),
         **fields,
     )
     report = planning.build_report(
         plan_input.name,
         planned,
-        available=sizing.available_bytes(),
+        available=_available(options),
         bandwidth=sizing.measure_bandwidth() if bandwidth is None else bandwidth * 1e9,
         measured=bandwidth is None,
         fit=options.fit_memory,
         table=_fit_table(planned, options),
         mesh=mesh,
+        given=[name for name in ("max_num_seqs", "max_seq_len") if getattr(options, name) is not None],
     )
-    print_result(options.as_json, planning.report_to_json(report), _page(report))
+    lines = _page(report, is_here=options.memory is None, toy_quality=options.quality_results is None)
+    print_result(options.as_json, planning.report_to_json(report), lines, failed=report.is_too_large)
+
+
+def _available(options: _PlanOptions) -> int | None:
+    """Return the memory to compare with."""
+    here = sizing.available_bytes()
+    return here if options.memory in (None, "auto") else sizing.MemoryBudget(options.memory).resolve(here)
 
 
 def _check_options(options: _PlanOptions) -> dict[str, Any]:
@@ -128,7 +142,7 @@ def _check_options(options: _PlanOptions) -> dict[str, Any]:
     known_names: dict[str, Iterable[str]] = {"dtype": config_lib.DTYPE_BYTES, **dict.fromkeys(names, formats)}
     for name, known in known_names.items():
         dtype = getattr(options, name)  # checked here, where the error can name the flag
-        is_custom = ":" in (dtype or "") and known is formats
+        is_custom = dtype is not None and known is formats and cache_lib.quantization.is_format(dtype)
         if dtype is not None and dtype not in known and not is_custom:
             raise UsageError(f"{flag_of(name)}: unknown dtype {dtype!r}", suggest(dtype, known))
     if options.mesh is not None and options.fit_memory is not None:
@@ -162,7 +176,7 @@ def _fit_table(planned: MemoryPlan, options: _PlanOptions) -> planning.fit.FitTa
     )
 
 
-def _page(report: PlanReport) -> list[str]:
+def _page(report: PlanReport, *, is_here: bool, toy_quality: bool) -> list[str]:
     plan, config = report.plan, report.plan.config
     num_parameters = config_lib.parameter_shapes.num_parameters(config)
     layers = format_count(config.stack.num_layers, "layer") + (" of an encoder" if config.decoder is None else "")
@@ -174,9 +188,18 @@ def _page(report: PlanReport) -> list[str]:
     if report.speeds:
         lines += ["", *_speed_lines(report)]
     if report.available is not None and not report.ranks:
-        verdict = "it fits" if plan.total <= report.available else "it does not fit"
-        lines += ["", f"available here: {format_bytes(report.available)}: {verdict}"]
-    return [*lines, "", *_fit_lines(report, report.fit)] if report.fit is not None else lines
+        source = "available here" if is_here else "memory"
+        lines += ["", f"{source}: {format_bytes(report.available)}: {_verdict(report, report.available)}"]
+    return [*lines, "", *_fit_lines(report, report.fit, toy_quality)] if report.fit is not None else lines
+
+
+def _verdict(report: PlanReport, available: int) -> str:
+    if report.plan.total <= available:
+        return "it fits"
+    if report.fitted is None or report.fitted.total > available:
+        return "it does not fit"
+    room = sizing.describe_room(report.fitted)
+    return f"not at this length; without --max-seq-len a model is loaded with {room}"
 
 
 def request_lines(plan: MemoryPlan) -> str:
@@ -311,7 +334,7 @@ def _speed_lines(report: PlanReport) -> list[str]:
     return lines
 
 
-def _fit_lines(report: PlanReport, memory: int) -> list[str]:
+def _fit_lines(report: PlanReport, memory: int, toy_quality: bool) -> list[str]:
     table, config = report.table, report.plan.config
     if not report.fits and not (table and table.rows):
         message = f"in {format_bytes(memory)} not even one sequence of one block fits"
@@ -325,7 +348,8 @@ def _fit_lines(report: PlanReport, memory: int) -> list[str]:
         return [first, *(f"  {line}" for line in format_table(rows, left=()))]
     columns: dict[str, str | Callable[[planning.fit.FitRow], str]] = {
         "seqs": "{.num_seqs:,}", "tokens each": "{.context:,}", "takes": lambda row: format_bytes(row.bytes),
-        "stored": "{.cache_format}", "policy": "{.policy}", "quality": _quality,
+        "stored": "{.cache_format}", "policy": "{.policy}",
+        "toy-model quality" if toy_quality else "quality": _quality,
     }  # fmt: skip
     return [
         first,

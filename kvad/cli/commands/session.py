@@ -27,11 +27,12 @@ from kvad.cli.parameters import (
     PromptOptions,
     SamplingFlags,
     SessionDirOption,
+    choose_seed,
     load_fields,
     load_tokenizer_of,
     open_llm,
 )
-from kvad.errors import RequestError, SaveError, StorageError, UsageError, format_count
+from kvad.errors import KvadError, RequestError, SaveError, StorageError, UsageError, format_count
 
 CacheFlagsT = TypeVar("CacheFlagsT", bound=CacheFlags)
 MAX_SHOWN_TOKENS = 32  # tokens shown from the end of a session
@@ -97,12 +98,12 @@ def session_save(options: _SaveOptions) -> None:
         sessions.directory.remove_session_leftovers(path.parent)
         sessions.directory.check_overwritable(path)
     except OSError as error:
-        raise SaveError(f"{path}: {error.strerror}", "choose another folder with --session-dir FOLDER") from None
+        raise SaveError(f"{path}: {error.strerror}", "choose another folder with --session-dir FOLDER") from error
     with open_llm(options.model, load, max_num_seqs=1) as llm:
-        session = llm.session()
+        session = llm.session(cache_salt=options.cache_salt)
         session.path, session.name = path, name
         session.append(text, encoder_input=options.source)
-        nbytes, tokens = session.save(), len(session.tokens)
+        nbytes, tokens = session.save(overwrite=options.overwrite), len(session.tokens)
     line = f"{name}: {format_count(tokens, 'token')}, {format_bytes(nbytes)} in {path}"
     print_result(options.as_json, {"session": name, "path": path, "tokens": tokens, "bytes": nbytes}, line)
 
@@ -117,14 +118,14 @@ def session_continue(options: _ContinueOptions) -> None:
     given, text = options.sampling_fields(), options.read_prompt()
     path, header = read_session_header(options.name, options)
     load = load_fields(with_saved_options(options, header))
-    handle = checkpoint.open_checkpoint(options.model)
+    handle = checkpoint.open_checkpoint(options.model, rope_scaling=options.rope_scaling)
     sampling = options.resolve(given, handle)
     with open_llm(handle, load, max_num_seqs=1) as llm:
-        session = llm.session(path)
+        session = llm.session(path, cache_salt=options.cache_salt)
         session.name = options.name
         before = len(session.tokens)
-        if "seed" not in given and not sampling.greedy:
-            sampling = dataclasses.replace(sampling, seed=session.seed)
+        if session.seed is None:
+            sampling = choose_seed(sampling)
         generated, finish_reason = "", "abort"
         with InterruptFlag() as stop, closing(session.stream(text, sampling, encoder_input=options.source)) as chunks:
             for chunk in chunks:
@@ -134,12 +135,20 @@ def session_continue(options: _ContinueOptions) -> None:
                 if stop.requested:
                     break
         result = {"session": options.name, "path": path, "model": options.model, "restored": session.reused}
-        result |= {"before": before, "missed": session.missed, "text": generated, "finish_reason": finish_reason}
-        result |= {"tokens": len(session.tokens), "bytes": None if options.no_save else session.save()}
+        result |= {"before": before, "seed": session.seed, "missed": session.missed}
+        result |= {"text": generated, "finish_reason": finish_reason}
+        result |= {"tokens": len(session.tokens), "bytes": None}
+        problem: KvadError | None = None
+        try:
+            result["bytes"] = None if options.no_save else session.save()
+        except (StorageError, SaveError) as error:
+            problem = error  # raised after the text was printed
     print_result(options.as_json, result, "")
     if not options.as_json:
         missed = f" ({session.missed})" if session.missed else ""
         note(f"{session.reused:,} of {format_count(before, 'token')} restored{missed}")
+    if problem is not None:
+        raise problem
     exit_with(130 if stop.requested else 0)
 
 
@@ -334,9 +343,13 @@ def prefix_add(options: _PrefixAddOptions) -> None:
                 "the cache of an encoder-decoder depends on its source: it has no prefix for many requests",
                 "kvad session save saves one text with its source",
             )
-        prefix = engine.pin_prefix(llm.engine, llm.encode(text), options.name, text)
+        prefix = engine.pin_prefix(
+            llm.engine, llm.encode(text), options.name, text, cache_salt=options.cache_salt or ""
+        )
     summary = _prefix_summary(Path(folder), prefix)
     print_result(options.as_json, summary, _line(summary))
+    if options.prefix_cache_dir is None:
+        note(f"other commands use it with --prefix-cache-dir {folder}")
 
 
 @command("list", _PrefixDirOption, prefix_group)
@@ -384,7 +397,8 @@ def prefix_rm(options: _NamedPrefixOptions) -> None:
     try:
         store = DiskBlockStore(folder, MAX_SIZE)
     except BlockingIOError:
-        reason = "another process uses the folder: the blocks are evicted when it needs space"
+        owner = storage.filesystem.lock_owner(folder / offload.disk_store.LOCK_NAME)
+        reason = f"{owner} uses the folder: the blocks are evicted when it needs space"
     else:
         removed = sum(key in store for key in keys)
         for key in keys:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvad import storage
 from kvad import text as text_lib
 from kvad.cli import parameters
 from kvad.cli.fields import argument, command, option
@@ -126,7 +126,7 @@ def _setting(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise UsageError(f"--set {text!r} is not NAME=VALUE", "write it like enable_thinking=false")
     try:
-        return name, json.loads(value)
+        return name, storage.strict_json.loads(value)
     except ValueError:
         return name, value
 
@@ -140,10 +140,9 @@ def _read(path: Path, flag: str) -> str:
 
 def _parse(text: str, file: Path, line: int = 0) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        where = f"line {line or error.lineno}, column {error.colno}"
-        raise DataError(f"{file} is not JSON: {where}: {error.msg}") from None
+        return storage.strict_json.loads("\n" * (line - 1) + text)  # the empty lines make the position the file's
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}") from None
 
 
 def _conversation(file: Path) -> tuple[list[Any], Any]:
@@ -151,7 +150,7 @@ def _conversation(file: Path) -> tuple[list[Any], Any]:
     text = _read(file, "--file")
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     try:
-        are_objects = len(lines) > 1 and isinstance(json.loads(lines[0][1]), dict)
+        are_objects = len(lines) > 1 and isinstance(storage.strict_json.loads(lines[0][1]), dict)
     except ValueError:
         are_objects = False
     content: Any = [_parse(line, file, number) for number, line in lines] if are_objects else _parse(text, file)

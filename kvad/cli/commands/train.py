@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -142,7 +143,7 @@ def _train(
     if data_parallel.is_main:
         _print_result(outcome, config, out, options.as_json)
     if outcome.reason == "interrupted":
-        output.exit_with(130)
+        output.exit_with(128 + (outcome.signal or signal.SIGINT))
 
 
 def _with_options(tables: Mapping[str, Any], options: _TrainOptions) -> dict[str, Any]:
@@ -176,6 +177,10 @@ def _print_result(outcome: monitoring.TrainingResult, config: RunConfig, out: Pa
     output.print_error(f"{steps}, {tokens} in {outcome.elapsed:.0f} s: {losses}")
     if config.train.keep_best and outcome.best is not None and outcome.best_step not in (None, outcome.step):
         output.print_error(f"best:  {out / 'best'}, validation {outcome.best:.4f} at step {outcome.best_step:,}")
+    if outcome.reason == "unchanged":
+        is_complete = config.train.last_step == outcome.step
+        length = f"has all {steps}" if is_complete else f"has used its {config.train.minutes:g} minutes"
+        output.print_error(f"nothing to do: the run {length}. Extend it with --steps or --minutes")
     if outcome.reason == "interrupted":
         output.print_error(f"stopped and saved. Resume with:  kvad train --resume --out {out}")
     elif config.objective.kind == "summarizer":

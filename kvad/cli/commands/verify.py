@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from kvad import benchmarks, cache, verify
+from kvad import benchmarks, cache, engine, verify
 from kvad import checkpoint as checkpoint_lib
 from kvad.cache import sizing
 from kvad.cli.commands.bench import opening_tokens
 from kvad.cli.fields import Parsed, command, flag_of, option
 from kvad.cli.output import console, exit_with, format_records, format_table, note, print_result
-from kvad.cli.parameters import JsonOption, ModelArgument
+from kvad.cli.parameters import COUNT, POSITIVE_SIZE, JsonOption, ModelArgument, WeightOptions
 from kvad.config import ModelConfig
 from kvad.errors import RequestError, UsageError, format_count, suggest
 from kvad.text import Tokenizer
 
+if TYPE_CHECKING:
+    from kvad.model import Transformer
+
 MAX_ROWS = 64  # a longer list has prompts of a single token
+PLAIN_FORMATS = ("float32", "bfloat16", "float16", "float64")
 FAULT_NAMES = tuple(name for name in verify.report.FAULTS if name != verify.report.UNKNOWN_FAULT)
 ROUND_TRIP_NAMES = ("swap", "swap-disk", "prefix-ram", "prefix-disk", "session", "offload", "offload-disk")
 COLUMNS = {
     "cache": "{.name}", "max |dlogit|": "{.max_dlogit:.2e}", "tolerance": "{.tolerance:.2e}",
-    "in float64": "{.structure:.2e}", "KL mean": "{.kl_mean:.2e}", "KL max": "{.kl_max:.2e}",
+    "in float64": "{0.structure_text}", "KL mean": "{.kl_mean:.2e}", "KL max": "{.kl_max:.2e}",
     "greedy": "{0.agree}/{0.compared}", "verdict": "{.verdict}",
 }  # fmt: skip
 LOSS_COLUMNS = ("loss of", "KL mean", "KL max", "greedy", "perplexity", "reference", "ratio", "recall")
@@ -39,13 +45,13 @@ COUNT_WORDS = {  # count -> its noun and more words
 
 
 def _names(known: Sequence[str], *, are_formats: bool = False) -> Parsed:
-    """Create the type of a list of names, or of cache formats such as ``int8/int4`` or ``package.module:Class``."""
+    """Create the type of a list of names, or of cache formats such as ``int8/int4``."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
         for name in names:
             for part in cache.quantization.split_format_name(name) if are_formats else (name,):
-                if are_formats and ":" in part:
+                if are_formats and part not in known and cache.quantization.is_format(part):
                     cache.quantization.get_format(part, "--cache-dtype")
                 elif part not in known:
                     raise UsageError(f"{part!r} is not known", suggest(part, known))
@@ -54,11 +60,13 @@ def _names(known: Sequence[str], *, are_formats: bool = False) -> Parsed:
     return Parsed("FORMAT,..." if are_formats else "NAME,...", parse, is_list=True)
 
 
-class _VerifyOptions(ModelArgument, JsonOption):
+class _VerifyOptions(ModelArgument, JsonOption, WeightOptions):
+    section = ""
     layout: tuple[str, ...] = option("Cache layouts", ("paged", "contiguous"), kind=_names(("paged", "contiguous")))
-    cache_dtype: tuple[str, ...] = option(
-        "Cache formats; int8/int4 stores keys as int8 and values as int4; package.module:Class is a custom format",
-        ("float32", "bfloat16", "float16", "float64"), kind=_names(tuple(cache.quantization.FORMATS), are_formats=True),
+    cache_dtype: tuple[str, ...] | None = option(
+        "Cache formats; int8/int4 stores keys as int8 and values as int4; a plugin is a custom format "
+        "[default: the model's dtype; of a float32 model also bfloat16,float16,float64]",
+        kind=_names(tuple(cache.quantization.FORMATS), are_formats=True), metavar="FORMAT,...",
     )  # fmt: skip
     policy: tuple[str, ...] = option(
         "Policy, such as sinks(4,60), snapkv (sized for the prompts) or all [default: full]", metavar="NAME"
@@ -75,6 +83,12 @@ class _VerifyOptions(ModelArgument, JsonOption):
         f"Also move sequences out of the cache and back: {', '.join(ROUND_TRIP_NAMES)}, or all",
         kind=_names((*ROUND_TRIP_NAMES, "all")), metavar="NAMES",
     )  # fmt: skip
+    num_beams: int | None = option("Also compare a beam search with N beams", kind=COUNT)
+    prefix_cache_ram: int | None = option(
+        "Host memory for evicted blocks, which are then read back", kind=POSITIVE_SIZE
+    )
+    summarizer: Path | None = option("Summarizer for a tiered policy with summaries")
+    against: Literal["hf"] | None = option("Verify transformers' own caches instead, on the same checkpoint")
     prompt: tuple[str, ...] = option("Prompt of a sequence [default: generated]")
     inject_fault: str | None = option(
         f"Verify a cache with an injected fault: {', '.join(FAULT_NAMES)}", metavar="FAULT"
@@ -85,17 +99,19 @@ class _VerifyOptions(ModelArgument, JsonOption):
 def verify_command(options: _VerifyOptions) -> None:
     """Compare every cache configuration with the uncached model.
 
-    The same sequences run without a cache and through every configuration: with different lengths, in chunks,
-    preempted, resumed, forked and with a shared prefix. Exit code 1 if a configuration is broken; the first difference
-    and its usual causes are printed. A policy by position must equal the model restricted to the same positions; one
-    that ranks or summarizes must depend on its own sequence only. Their loss is measured and is not a failure. With
-    --round-trip, sequences are swapped, restored, loaded from the prefix cache or offloaded, and must give
-    the same output. The sha256 of every file of the checkpoint is compared first.
+    The same sequences run through the engine that generate uses, with these options and in every configuration, and
+    through a plain model without a cache, in float64: with different lengths, in chunks, preempted, resumed, forked and
+    with a shared prefix. Exit code 1 if a configuration is broken; the first difference and its usual causes are
+    printed. The tolerance is derived from the plain model in the engine's dtype. A policy by position must equal the
+    model restricted to the same positions; one that ranks or summarizes must depend on its own sequence only. Their
+    loss is measured and is not a failure. With --round-trip, sequences are swapped, restored, loaded from the prefix
+    cache or offloaded, and must give the same output. The sha256 of every file of the checkpoint is compared first.
 
     \b
     kvad verify runs/demo
     kvad verify runs/demo --cache-dtype float32,int8,int8/int4
     kvad verify runs/demo --inject-fault mask
+    kvad verify runs/demo --dtype bfloat16 --deterministic --num-beams 4
     kvad verify runs/demo --policy "sinks(4,60)" --policy snapkv --cache-dtype float32,int8
     kvad verify runs/demo --policy all --rope-at both
     kvad verify runs/demo --round-trip all --cache-dtype float32,int8
@@ -107,6 +123,8 @@ def verify_command(options: _VerifyOptions) -> None:
     if prompts and num_prompts is not None and num_prompts != len(prompts):
         hint = "leave --num-prompts out: every --prompt is a sequence"
         raise UsageError(f"--num-prompts {num_prompts}, but {len(prompts)} prompts", hint)
+    if options.against is not None and (fault is not None or options.round_trip or options.num_beams):
+        raise UsageError("--against hf: faults, round trips and beams are those of kvad's engine", "leave them out")
     for name in ("num_prompts", "prefill_chunk_size", "block_size", "max_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -120,11 +138,13 @@ def verify_command(options: _VerifyOptions) -> None:
 
 
 def _verify(options: _VerifyOptions) -> verify.report.VerifyReport:
-    model, checkpoint = checkpoint_lib.loader.load_model(options.model, verify="tensors")
+    model, checkpoint, config = _load(options)
+    dtype = str(model.token_embedding.dtype).removeprefix("torch.")
+    available = _available_memory(options, model)
     max_tokens, block_size = verify.default_sizes(model.config, options.max_tokens, options.block_size)
     scenario = verify.ScenarioOptions(
         layouts=options.layout,
-        dtypes=options.cache_dtype,
+        dtypes=options.cache_dtype or _default_formats(dtype),
         num_seqs=options.num_prompts or len(options.prompt) or 5,
         prefill_chunk_size=options.prefill_chunk_size,
         block_size=block_size,
@@ -134,28 +154,90 @@ def _verify(options: _VerifyOptions) -> verify.report.VerifyReport:
         rotates=("write", "read") if options.rope_at == "both" else (options.rope_at,),
         endless=options.endless,
         round_trips=options.round_trip or (),
+        num_beams=options.num_beams or 1,
+        prefix_cache_ram=options.prefix_cache_ram,
     )
     tokenizer, language = checkpoint.tokenizer, None
-    prompts = _prompts(model.config, scenario, tokenizer, options.prompt)
+
+    def check_room(lengths: Sequence[int]) -> None:
+        verify.require_verify_memory(model.config, lengths, scenario, available, dtype)
+
+    prompts = _prompts(model.config, scenario, tokenizer, options.prompt, check_room)
     longest = max(map(len, prompts)) + max_tokens
     scenario = replace(scenario, policies=verify.parse_policies(options.policy, longest, block_size))
-    _check_room(model.config, scenario, prompts)
+    lengths = [len(prompt) for prompt in prompts]
+    scenario = verify.require_verify_memory(model.config, lengths, scenario, available, dtype)
     if tokenizer is not None:  # the lookup language if the tokenizer has it, else the built-in text
         texts, opening = [verify.scenario.TEXT], opening_tokens(tokenizer)
         language = benchmarks.needle_tasks.choose_language("auto", tokenizer, lambda: texts, opening)
     with console().status("verifying") as status:
+        if options.against is not None:
+            return _verify_hf(model, checkpoint, prompts, scenario, lambda label: status.update(f"verifying: {label}"))
         return verify.verify(
             model,
             prompts,
             scenario,
+            config=config,
             fault=options.inject_fault,
             language=language,
             progress=lambda label: status.update(f"verifying: {label}"),
         )
 
 
+def _load(options: _VerifyOptions) -> tuple[Transformer, checkpoint_lib.CheckpointHandle, engine.EngineConfig]:
+    """Load what ``LLM.load`` would with these options: model, opened checkpoint and options of the engine."""
+    from kvad.llm import with_adapters
+
+    handle = checkpoint_lib.open_checkpoint(options.model, rope_scaling=options.rope_scaling)
+    if options.adapter is not None:
+        handle = checkpoint_lib.adapter.merge_adapter(handle, options.adapter)
+    device = engine.options.find_device(options.device or "cpu")
+    config = engine.EngineConfig(deterministic=options.deterministic)
+    if options.max_num_batched_tokens is not None:
+        config = replace(config, max_num_batched_tokens=options.max_num_batched_tokens)
+    config = with_adapters(config, handle, options.summarizer)
+    return checkpoint_lib.loader.load_weights(handle, options.dtype, device), handle, config
+
+
+def _verify_hf(
+    model: Transformer,
+    handle: checkpoint_lib.CheckpointHandle,
+    prompts: Sequence[Sequence[int]],
+    scenario: verify.ScenarioOptions,
+    progress: Callable[[str], None],
+) -> verify.report.VerifyReport:
+    """Compare transformers' caches with the reference; a folder in kvad's layout is exported first."""
+    with tempfile.TemporaryDirectory(prefix="kvad-verify-") as temp:
+        folder = handle.path
+        if not checkpoint_lib.folder.is_hf(folder) or isinstance(handle, checkpoint_lib.adapter.AdaptedCheckpoint):
+            folder = Path(temp) / "hf"
+            checkpoint_lib.export.export_hf(handle, folder)
+        return verify.hf_caches.verify_hf(folder, model, prompts, scenario, progress)
+
+
+def _available_memory(options: _VerifyOptions, model: Transformer) -> int | None:
+    """Return the bytes that the model, its reference and the caches may use, weights included."""
+    device = model.token_embedding.device
+    if device.type == "cpu":
+        free = sizing.available_bytes()
+    else:
+        free = engine.options.free_device_bytes(device)
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        free = None if free is None else free + weights
+    return free if options.memory is None else sizing.MemoryBudget(options.memory).resolve(free)
+
+
+def _default_formats(dtype: str) -> tuple[str, ...]:
+    """Return the model's dtype first, as ``generate`` stores it; of a float32 model the other plain formats too."""
+    return tuple(dict.fromkeys((dtype, *(PLAIN_FORMATS if dtype == "float32" else ()))))
+
+
 def _prompts(
-    config: ModelConfig, options: verify.ScenarioOptions, tokenizer: Tokenizer | None, texts: tuple[str, ...]
+    config: ModelConfig,
+    options: verify.ScenarioOptions,
+    tokenizer: Tokenizer | None,
+    texts: tuple[str, ...],
+    check_room: Callable[[Sequence[int]], None],
 ) -> list[list[int]]:
     """Build the prompts; MemoryPlanError is raised first if so many would not fit."""
     if not texts:
@@ -164,12 +246,8 @@ def _prompts(
         raise RequestError("the model has no tokenizer", "omit --prompt: random tokens are used")
     else:
         prompts = [tokenizer.encode(text) for text in texts]
-    _check_room(config, options, prompts)
+    check_room([len(prompt) for prompt in prompts])
     return prompts if len(prompts) == options.num_seqs else verify.build_prompts(config, options, tokenizer)
-
-
-def _check_room(config: ModelConfig, options: verify.ScenarioOptions, prompts: Sequence[Sequence[int]]) -> None:
-    verify.require_verify_memory(config, [len(prompt) for prompt in prompts], options, sizing.available_bytes())
 
 
 # ---------------------------------------------------------------- the page
@@ -179,7 +257,7 @@ def _page(report: verify.report.VerifyReport) -> list[str]:
     tokens = ", ".join(map(str, report.rows)) + (" token" if report.rows == (1,) else " tokens")
     size = f"{format_count(len(report.rows), 'sequence')} of {tokens}, largest |logit| {report.logit_scale:.3g}"
     lines = [
-        f"reference  the model without a cache: {size}",
+        f"reference  the plain model in float64 without a cache: {size}",
         *(f"{'rules' if index == 0 else '':11}{rule}" for index, rule in enumerate(report.rules)),
     ]
     if report.injected is not None:

@@ -245,6 +245,7 @@ class ModelRunner:
             encoder_batch.sub_batches,
             no_tokens,
             max_seq_lens=limits,
+            token_type_ids=self._token_types(encoder_batch),
             slot_mappings=tuple(SlotMapping(self._integers(slots), ()) for slots in slots_per_group),
         )
         if allocation is None:
@@ -272,6 +273,15 @@ class ModelRunner:
                 logits = self.model.logits(hidden, torch.arange(len(hidden), device=hidden.device))
                 outputs[kind] = logits.split(lengths)
         return [outputs[kind][index] for index, kind in enumerate(kinds)]
+
+    def _token_types(self, encoder_batch: scheduling.sequence.EncoderBatch) -> Tensor | None:
+        """Return the token types [T] of a batch with pairs of texts, else None."""
+        inputs = [seq.request.encoder_input for seq in encoder_batch.sequences]
+        if all(each is None or each.token_types is None for each in inputs):
+            return None
+        return self._integers(
+            [kind for each in inputs if each is not None for kind in each.token_types or [0] * len(each.tokens)]
+        )
 
     def _integers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -1,12 +1,13 @@
 """Sampler: from logits to tokens, candidates, log-probabilities or errors.
 
 Sampling is a chain of small functions over [N, V], one row per sequence, each skipped if no sequence uses it. Every
-function leaves other rows unchanged bit for bit, and a draw is a function of seed, sample and position, so results do
-not depend on neighbors. Logits that are NaN or infinite, or an exception in a caller's function, are an error of that
-sequence only.
+function leaves other rows unchanged bit for bit, and a draw is a function of the sequence's seed, sample and tokens, so
+results do not depend on neighbors. Logits that are NaN or infinite, or an exception in a caller's function, are an
+error of that sequence only.
 
-Random numbers are counter-based: Philox4x32-10 (Salmon et al. 2011). ``uniform(seed, sample, position)`` is the same in
-any batch, after a preemption, and on every machine.
+Random numbers are counter-based: Philox4x32-10 (Salmon et al. 2011) with the key ``TokenSequence.draw_key()``, a hash
+of the seed and of all tokens so far, and with sample and position as the counter. A number is the same in any batch,
+after a preemption or a restore, and on every machine; sequences with other tokens draw other numbers.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ def philox(counter: Words, key: Words) -> Words:
     return np.stack((c0, c1, c2, c3))
 
 
-def uniform(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per (seed, sample, position), with 53 random bits."""
-    seed, sample, position = (np.array(values, dtype=np.uint64) for values in (seeds, samples, positions))
+def uniform(keys: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per (key, sample, position), with 53 random bits."""
+    key, sample, position = (np.array(values, dtype=np.uint64) for values in (keys, samples, positions))
     counter = np.stack((position & LOW, position >> WORD, sample, np.zeros_like(sample)))
-    words = philox(counter, np.stack((seed & LOW, seed >> WORD)))
+    words = philox(counter, np.stack((key & LOW, key >> WORD)))
     bits = ((words[0] << WORD) | words[1]) >> np.uint64(11)
     fractions: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return fractions
 
 
-NONFINITE_ERROR = "numerical error: the model's logits are NaN or infinite"
+NONFINITE_ERROR = "numerical error: the model's logits are NaN or infinite; kvad doctor MODEL finds damaged weights"
 NO_ALLOWED_TOKEN = (
     "every token is banned by allowed_tokens_fn, bad_words_ids, logit_bias, min_tokens or no_repeat_ngram_size"
 )
@@ -115,12 +116,12 @@ def sample_tokens(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[Se
     for step in SAMPLER_STEPS:
         scores = step(scores, sequences)
     tokens = scores.argmax(dim=-1)
-    drawn = [i for i, seq in enumerate(sequences) if not seq.sampling_params.greedy]
+    drawn = [i for i, seq in enumerate(sequences) if seq.sampling_params.uses_seed]
     if drawn:
         tokens[drawn] = _draw(scores[drawn], [sequences[i] for i in drawn])
     chosen = tokens.tolist()
     has_allowed = (scores.amax(dim=-1) > -math.inf).tolist()
-    requested = [(i, seq.sampling_params.logprobs) for i, seq in enumerate(sequences)]
+    requested = [(i, seq.sampling_params.logprobs) for i, seq in enumerate(sequences) if i not in beams]
     counts = {i: count for i, count in requested if count is not None}
     scored = _score(raw[list(counts)], [chosen[i] for i in counts], list(counts.values())) if counts else []
     logprobs = dict(zip(counts, scored, strict=True))
@@ -128,13 +129,17 @@ def sample_tokens(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[Se
     for i, seq in enumerate(sequences):
         is_beam = seq.sampling_params.num_beams > 1
         candidates: tuple[tuple[int, float], ...] = ()
+        candidate_logprobs: tuple[TokenLogprob, ...] = ()
         if is_beam:
             count = min(scheduling.num_candidates(seq.sampling_params, len(seq.stop_tokens)), scores.shape[-1])
             values, ids = scores[i].topk(count)
             candidates = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+            if (num_top := seq.sampling_params.logprobs) is not None:
+                candidate_logprobs = tuple(_score(raw[[i] * count], ids.tolist(), [num_top] * count))
         error = None if has_allowed[i] or is_beam else NO_ALLOWED_TOKEN
         error = error if is_finite[i] else NONFINITE_ERROR
-        results.append(SequenceOutput(chosen[i], logprobs.get(i), error=error, candidates=candidates))
+        result = SequenceOutput(chosen[i], logprobs.get(i), error=error)
+        results.append(result._replace(candidates=candidates, candidate_logprobs=candidate_logprobs))
     return results
 
 
@@ -159,8 +164,8 @@ def _score(raw: Tensor, targets: Sequence[int], num_alternatives: Sequence[int])
 
 def _draw(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Draw by inverse transform: the first token whose cumulative probability exceeds the uniform number."""
-    seeds = [seq.sampling_params.seed for seq in sequences]
-    u = uniform(seeds, [seq.sample_index for seq in sequences], [len(seq.token_ids) for seq in sequences])
+    keys = [seq.draw_key() for seq in sequences]
+    u = uniform(keys, [seq.sample_index for seq in sequences], [len(seq.token_ids) for seq in sequences])
     cumulated = scores.double().softmax(dim=-1).cumsum(dim=-1)
     threshold = torch.from_numpy(u).to(scores.device).unsqueeze(-1) * cumulated[:, -1:]
     return torch.searchsorted(cumulated, threshold, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)

@@ -8,6 +8,7 @@ arrival.
 from __future__ import annotations
 
 import heapq
+import logging
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -18,6 +19,7 @@ from kvad.engine.scheduling.preemption import PreemptionManager
 from kvad.engine.scheduling.sequence import DONE, IDLE, RUNNING, WAITING, Request, TokenSequence
 
 _priority = attrgetter("priority")
+LOG = logging.getLogger(__name__)
 MAX_PREFETCHES = 2  # sequences that load from the block store at once, besides the oldest (their bytes are in RAM)
 
 
@@ -134,6 +136,14 @@ class AdmissionQueue:
         seq.state = RUNNING
         insort(self.running, seq, key=_priority)
         metrics = seq.request.metrics
+        LOG.debug(
+            "request %d, sample %d is %s: %d of %d tokens are cached",
+            seq.request_id,
+            seq.sample_index,
+            "admitted" if not metrics.num_preemptions else "resumed",
+            seq.num_computed_tokens,
+            len(seq.token_ids),
+        )
         if metrics.admitted is None:
             metrics.admitted = now
             metrics.num_cached_tokens = seq.num_computed_tokens

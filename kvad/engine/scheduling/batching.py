@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from kvad.cache.manager import BlockAllocation, KVCacheManager
 from kvad.engine.scheduling.sequence import ScheduledSequence, TokenSequence
-from kvad.model_input import SubBatch
+from kvad.model_input import MAX_READ_SLOTS, SubBatch
 
 MIN_READ_BUCKET = 64  # slots; shorter reads share a bucket, because another sub-batch costs more than reading
 
@@ -74,7 +74,9 @@ class BatchBuilder:
         """Split sorted items into sub-batches; the second ones are those of cross-attention, if any."""
         sub_batches, begin = [], 0
         for stop in range(1, len(items) + 1):
-            if stop == len(items) or items[stop][0] >> 16 != items[begin][0] >> 16:
+            num_seqs = max(1, MAX_READ_SLOTS // min(items[begin][1].read_bucket, self._max_read_slots))
+            is_full = stop - begin == num_seqs
+            if stop == len(items) or is_full or items[stop][0] >> 16 != items[begin][0] >> 16:
                 sub_batches.append(
                     SubBatch(stop - begin, items[begin][2], self._num_read_slots(items, allocation, begin, stop))
                 )

@@ -2,10 +2,11 @@
 
 A pure function of candidates, so it can be compared with a search by hand. In each step the best
 ``num_candidates`` continuations of the live beams are considered; those of the first ``num_beams`` that end (a stop
-token, or the limit) become hypotheses, the others stay live. Scores are sums of log-probabilities divided by a penalty
-of the generated length (ends included): ``length ** a`` as in transformers and fairseq, or ``((5 + length) / 6) ** a``
-(Wu et al. 2016, eq. 14). ``early_stopping``: True ends at ``num_beams * patience`` hypotheses (Kasai et al. 2022);
-False when the best live beam at its current length would not enter; "never" when it could not even at the limit.
+token, a stop string, or the limit) become hypotheses, the others stay live. Scores are sums of log-probabilities
+divided by a penalty of the generated length (ends included): ``length ** a`` as in transformers and fairseq, or
+``((5 + length) / 6) ** a`` (Wu et al. 2016, eq. 14). ``early_stopping``: True ends at ``num_beams * patience``
+hypotheses (Kasai et al. 2022); False when the best live beam at its current length would not enter; "never" when it
+could not even at the limit.
 
 The choices equal those of transformers' ``_beam_search``, up to the order of ties. No torch.
 """
@@ -13,12 +14,12 @@ The choices equal those of transformers' ``_beam_search``, up to the order of ti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvad import cache
-from kvad.engine.scheduling.request import FinishReason, SamplingParams, StreamChunk
+from kvad.engine.scheduling.request import FinishReason, SamplingParams, StreamChunk, TokenLogprob
 
 Candidates = Sequence[tuple[int, float]]  # (token, log-probability), best first
 
@@ -38,6 +39,8 @@ class Hypothesis:
     score: float
     tokens: tuple[int, ...]
     finish: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()  # of its tokens, if requested
+    has_stop_string: bool = False  # its last token completes a stop string
 
 
 def num_candidates(sampling_params: SamplingParams, num_stop_tokens: int) -> int:
@@ -46,22 +49,41 @@ def num_candidates(sampling_params: SamplingParams, num_stop_tokens: int) -> int
 
 
 class BeamSearch:
-    """State of one search; ``max_len`` is the maximum length of a beam, prompt included."""
+    """State of one search.
+
+    ``max_len`` is the maximum length of a beam, prompt included; ``has_stop_string`` returns True if generated tokens
+    end with a stop string.
+    """
 
     def __init__(
-        self, sampling_params: SamplingParams, num_prompt_tokens: int, max_len: int, stop_tokens: frozenset[int]
+        self,
+        sampling_params: SamplingParams,
+        num_prompt_tokens: int,
+        max_len: int,
+        stop_tokens: frozenset[int],
+        has_stop_string: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
         self.sampling_params, self.num_prompt_tokens = sampling_params, num_prompt_tokens
         self.max_len, self.stop_tokens = max_len, stop_tokens
+        self._has_stop_string = has_stop_string
         self.scores = [0.0]  # scores of the live beams, best first
+        self._logprobs: list[tuple[TokenLogprob, ...]] = [()]  # of the live beams' tokens, if requested
         self.finished: list[Hypothesis] = []
         self._num_hypotheses_to_end = math.ceil(sampling_params.num_beams * sampling_params.patience)
         self._max_hypotheses = max(sampling_params.num_beams, self._num_hypotheses_to_end)
         self._improvable = True
         self._final_sequences: list[tuple[int, ...]] | None = None  # the live beams of a finished search
 
-    def advance(self, sequences: Sequence[Sequence[int]], candidates: Sequence[Candidates]) -> list[BeamCandidate]:
-        """Return the continuations that stay live, given tokens and candidates; [] at the end."""
+    def advance(
+        self,
+        sequences: Sequence[Sequence[int]],
+        candidates: Sequence[Candidates],
+        logprobs: Sequence[Mapping[int, TokenLogprob]] = (),
+    ) -> list[BeamCandidate]:
+        """Return the continuations that stay live, given tokens and candidates; [] at the end.
+
+        ``logprobs``: per live beam, the log-probabilities of the candidates by token, if requested.
+        """
         params, length = self.sampling_params, len(sequences[0]) + 1 - self.num_prompt_tokens
         last = len(sequences[0]) + 1 >= self.max_len
         all_candidates = [
@@ -72,14 +94,20 @@ class BeamSearch:
         ]
         all_candidates.sort(key=lambda child: (-child.score, child.parent, child.token))
         best = all_candidates[: num_candidates(params, len(self.stop_tokens))]
+        stopped = set[BeamCandidate]()
+        if self._has_stop_string is not None:
+            stopped = {child for child in best if self._has_stop_string(self._output(sequences, child))}
+        ended = stopped | {child for child in best if child.token in self.stop_tokens}
         for child in best[: params.num_beams] if self._improvable and not self._ends_early() else ():
-            if last or child.token in self.stop_tokens:
-                tokens = (*sequences[child.parent][self.num_prompt_tokens :], child.token)
-                reason: FinishReason = "stop" if child.token in self.stop_tokens else "length"
-                self.finished.append(Hypothesis(child.score / self._penalty(length), tokens, reason))
+            if last or child in ended:
+                score, output = child.score / self._penalty(length), self._output(sequences, child)
+                reason: FinishReason = "stop" if child in ended else "length"
+                history = self._history(child, logprobs)
+                self.finished.append(Hypothesis(score, output, reason, history, child in stopped))
         self.finished = sorted(self.finished, key=lambda hypothesis: -hypothesis.score)[: self._max_hypotheses]
-        live = [] if last else [child for child in best if child.token not in self.stop_tokens][: params.num_beams]
+        live = [] if last else [child for child in best if child not in ended][: params.num_beams]
         self.scores = [child.score for child in live]
+        self._logprobs = [self._history(child, logprobs) for child in live]
         if live and not self._over(length):
             return live
         self._final_sequences = [(*sequences[child.parent], child.token) for child in live]
@@ -93,10 +121,18 @@ class BeamSearch:
         """
         sequences = sequences if self._final_sequences is None else self._final_sequences
         live = []
-        for score, tokens in zip(self.scores, sequences, strict=False):
+        for score, tokens, logprobs in zip(self.scores, sequences, self._logprobs, strict=False):
             output = tuple(tokens[self.num_prompt_tokens :])
-            live.append(Hypothesis(score / self._penalty(max(1, len(output))), output, "length"))
+            live.append(Hypothesis(score / self._penalty(max(1, len(output))), output, "length", logprobs))
         return (self.finished + live)[: self.sampling_params.n]
+
+    def _output(self, sequences: Sequence[Sequence[int]], child: BeamCandidate) -> tuple[int, ...]:
+        return (*sequences[child.parent][self.num_prompt_tokens :], child.token)
+
+    def _history(
+        self, child: BeamCandidate, logprobs: Sequence[Mapping[int, TokenLogprob]]
+    ) -> tuple[TokenLogprob, ...]:
+        return (*self._logprobs[child.parent], logprobs[child.parent][child.token]) if logprobs else ()
 
     def _over(self, length: int) -> bool:
         params = self.sampling_params
@@ -119,12 +155,19 @@ class BeamSearch:
 def hypothesis_chunks(
     request_id: int, hypotheses: Sequence[Hypothesis], limit: cache.config.LengthLimit
 ) -> list[StreamChunk]:
-    """Return the tokens of the best hypotheses; the last chunk of each has its score."""
+    """Return the tokens of the best hypotheses; the last chunk of each has its score.
+
+    The last token of a hypothesis with a stop string has text before it, so it is not marked as a stop token: the
+    engine finds the stop string and sets the finish reason.
+    """
     chunks: list[StreamChunk] = []
     for sample, hypothesis in enumerate(hypotheses):
         *tokens, last = hypothesis.tokens or (None,)
-        chunks.extend(StreamChunk(request_id, sample, token) for token in tokens)
-        last_chunk = StreamChunk(request_id, sample, last, finish_reason=hypothesis.finish)
+        *logprobs, last_logprob = hypothesis.logprobs or [None] * max(1, len(hypothesis.tokens))
+        pairs = zip(tokens, logprobs, strict=True)
+        chunks.extend(StreamChunk(request_id, sample, token, logprob) for token, logprob in pairs)
+        finish = "length" if hypothesis.has_stop_string else hypothesis.finish
+        last_chunk = StreamChunk(request_id, sample, last, last_logprob, finish_reason=finish)
         limited_by = limit if hypothesis.finish == "length" else None
         chunks.append(last_chunk._replace(cumulative_logprob=hypothesis.score, limit=limited_by))
     return chunks

@@ -1,13 +1,14 @@
 """Request options (``SamplingParams``) and results (``StreamChunk``). Plain values, no torch.
 
 Every field of ``SamplingParams`` is applied or refused by name; ranges are checked once, here. Sampling state is a
-function of the tokens, the seed, the sample index and the position, so nothing is stored and no neighbor can change it.
+function of the tokens, the seed and the sample index, so nothing is stored and no neighbor can change it.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
 
 from kvad import cache
@@ -17,14 +18,14 @@ from kvad.errors import RequestError, suggest
 if TYPE_CHECKING:
     from torch import Tensor
 
-EncoderOutput = Literal["head", "mean", "first"]  # the head's result, or hidden states pooled
+EncoderOutput = Literal["head", "first", "last", "max", "mean"]  # the head's result, or hidden states pooled
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 100
-# Options of beam search, options that request sampling, and other options that are unavailable with beams.
+MAX_SEED = 2**64 - 1
+# Options of beam search, and options that request sampling.
 BEAM_ONLY_FIELDS = ("num_beams", "length_penalty", "length_penalty_form", "early_stopping", "patience")
 SAMPLING_ONLY_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
-NON_BEAM_FIELDS = ("logprobs", "stop", "prompt_logprobs")
 
 UnitInterval = Annotated[float, cfg.Range(0, 1, above=True)]  # (0, 1]
 Penalty = Annotated[float, cfg.Range(-100, 100)]
@@ -57,7 +58,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # strings, matched across token boundaries
     stop_token_ids: tuple[int, ...] = ()  # end a sample and are not part of its text
     ignore_eos: bool = False  # continue past the tokenizer's end tokens
-    seed: Annotated[int, cfg.Range(0, 2**64 - 1)] = 0
+    seed: Annotated[int, cfg.Range(0, MAX_SEED)] | None = None  # None: a random one for each call
     n: SampleCount = 1  # samples
     logprobs: LogprobCount | None = None  # alternatives per token; 0: only the chosen one, None: none
     prompt_logprobs: LogprobCount | None = None  # the same for prompt tokens but the first
@@ -92,6 +93,15 @@ class SamplingParams:
         """True at temperature 0 (ties: the lowest token id)."""
         return self.temperature == 0
 
+    @property
+    def uses_seed(self) -> bool:
+        """True if tokens are drawn with random numbers."""
+        return not self.greedy and self.num_beams == 1
+
+    def with_seed(self) -> SamplingParams:
+        """Return these options with a random seed if they need one and have none."""
+        return replace(self, seed=secrets.randbits(32)) if self.uses_seed and self.seed is None else self
+
     @staticmethod
     def from_options(**options: Any) -> SamplingParams:
         """Build from keywords; raise RequestError with the nearest name for an unknown one."""
@@ -120,7 +130,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
-    seed: int
+    seed: int | None
     n: int
     logprobs: int | None
     prompt_logprobs: int | None
@@ -144,7 +154,7 @@ def _check_beams(params: SamplingParams) -> None:
         return
     if params.n > params.num_beams:
         raise RequestError(f"n: must be at most num_beams ({params.num_beams}), got {params.n}")
-    for name in (*SAMPLING_ONLY_FIELDS, *NON_BEAM_FIELDS):
+    for name in SAMPLING_ONLY_FIELDS:
         if name != "temperature" and getattr(params, name) != getattr(SamplingParams, name):
             raise RequestError(
                 f"{name}: cannot be combined with num_beams={params.num_beams}", "Beam search does not sample."
@@ -159,6 +169,7 @@ class EncoderInput(NamedTuple):
 
     tokens: tuple[int, ...]
     output: EncoderOutput = "head"
+    token_types: tuple[int, ...] | None = None  # of two texts; None: all tokens have type 0
 
 
 class TokenLogprob(NamedTuple):
@@ -178,6 +189,7 @@ class SequenceOutput(NamedTuple):
     error: str | None = None  # non-finite numbers, for example; tokens and blocks must not be used
     output: Tensor | None = None  # encoder output for a request without a decoder
     candidates: tuple[tuple[int, float], ...] = ()  # best continuations of a beam (token, log-probability), best first
+    candidate_logprobs: tuple[TokenLogprob, ...] = ()  # of the candidates, if requested
     retry: bool = False  # with an error from lost data: the tokens can be recomputed
 
 

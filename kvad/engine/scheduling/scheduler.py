@@ -96,6 +96,8 @@ class Scheduler:
         encoder_input: EncoderInput | None = None,
         swapped: SwappedSequence | None = None,
         keep_state: bool = False,
+        draw_salt: int = 0,
+        has_stop_string: Callable[[Sequence[int]], bool] | None = None,
     ) -> RequestMetrics:
         """Queue a request and return its metrics, which are updated until it ends.
 
@@ -107,6 +109,8 @@ class Scheduler:
             swapped: Cached first tokens of the only sequence (``KVCacheManager.import_sequence``). Ownership passes to
                 the scheduler.
             keep_state: Return the final state with ``pop_finished_states``.
+            draw_salt: Requests with the same seed and tokens draw other numbers if it differs.
+            has_stop_string: Returns True if generated tokens end with a stop string; for a beam search.
 
         Raises:
             RequestError: If the prompt is empty or too long, the pool could never hold the tokens, or the overflow mode
@@ -123,18 +127,20 @@ class Scheduler:
         request = Request(
             request_id,
             self._arrivals,
-            sampling_params,
+            sampling_params.with_seed(),
             prefix_root,
             stop_tokens | frozenset(sampling_params.stop_token_ids),
             RequestMetrics(len(prompt) if encoder_input is None else len(encoder_input.tokens), self._clock()),
             encoder_input,
             keep_state,
+            draw_salt,
         )
         self._arrivals += 1
         if sampling_params.num_beams > 1 and not encoder_only:
             check_beams(sampling_params, limit, self.kv_cache_manager, self._admission.max_num_seqs)
             if limit > len(prompt):  # otherwise no token is generated
-                request.beams = BeamSearch(sampling_params, len(prompt), limit, request.stop_tokens)
+                stop_tokens = request.stop_tokens
+                request.beams = BeamSearch(sampling_params, len(prompt), limit, stop_tokens, has_stop_string)
         if overflow == "reject" and not encoder_only:
             num_seqs = max(sampling_params.n, sampling_params.num_beams)
             request.reserved_blocks = self._reservations.reserve(num_seqs, max(len(prompt), limit - 1))
@@ -336,7 +342,7 @@ class Scheduler:
             if seq.wants_prompt_logprobs:
                 seq.add_prompt_logprobs(end, result.prompt_logprobs)
             if is_sampled and seq.request.beams is not None:
-                seq.beam_candidates = result.candidates
+                seq.beam_candidates, seq.candidate_logprobs = result.candidates, result.candidate_logprobs
                 chunks += self._advance(seq.request, seq.request.beams)
             elif is_sampled:
                 chunks.append(self._append_sampled(seq, result))
@@ -408,7 +414,10 @@ class Scheduler:
         if request.metrics.first_token is None:
             request.metrics.first_token = self._clock()
         live = request.live_beams
-        children = beams.advance([seq.token_ids for seq in live], [seq.beam_candidates or () for seq in live])
+        logprobs = [{score.token_id: score for score in seq.candidate_logprobs} for seq in live]
+        requested = logprobs if request.sampling_params.logprobs is not None else ()
+        candidates = [seq.beam_candidates or () for seq in live]
+        children = beams.advance([seq.token_ids for seq in live], candidates, requested)
         if not children:
             return self._end_beams(request)
         self._admission.continue_beams(request, children)
@@ -439,7 +448,8 @@ class Scheduler:
             samples = range(request.sampling_params.n)
             return [StreamChunk(request.id, sample, finish_reason=reason, error=error) for sample in samples]
         request.metrics.num_completion_tokens = sum(len(hypothesis.tokens) for hypothesis in best)
-        return hypothesis_chunks(request.id, best, limit or request.sequences[0].limited_by)
+        first, *others = hypothesis_chunks(request.id, best, limit or request.sequences[0].limited_by)
+        return [first._replace(prompt_logprobs=request.sequences[0].pop_prompt_logprobs()), *others]
 
     def _end(
         self,
@@ -460,6 +470,7 @@ class Scheduler:
         elif seq in self._waiting:
             self._waiting.remove(seq)
             self._admission.unblock()
+        LOG.debug("request %d, sample %d ended: %s", seq.request_id, seq.sample_index, reason)
         self.preemption.forget(seq)
         seq.prefetch = None  # late loads write to an unreferenced buffer
         seq.state = DONE

@@ -5,8 +5,10 @@ Plain values, changed by the scheduler only. Integers only: no torch.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 from kvad import cache
@@ -47,6 +49,7 @@ class Request:
     metrics: RequestMetrics
     encoder_input: EncoderInput | None = None
     keep_state: bool = False  # its final state was requested
+    draw_salt: int = 0  # requests that differ in it draw other numbers
     beams: BeamSearch | None = None
     live_beams: list[TokenSequence] = field(default_factory=list)  # best first
     reserved_blocks: tuple[int, ...] | None = None  # per group (``limits.py``)
@@ -55,6 +58,12 @@ class Request:
     @property
     def encoder_tokens(self) -> tuple[int, ...]:
         return () if self.encoder_input is None else self.encoder_input.tokens
+
+    def draw_hash(self) -> blake2b:
+        """Return the hash of the seed, the salt and the encoder input, to which a sequence adds its tokens."""
+        source = self.encoder_tokens
+        header = struct.pack(f"<QQQ{len(source)}q", self.sampling_params.seed, self.draw_salt, len(source), *source)
+        return blake2b(header, digest_size=8)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +89,13 @@ class TokenSequence:
     num_scored_tokens: int = 0  # prompt positions whose next token is scored
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     beam_candidates: tuple[tuple[int, float], ...] | None = None  # until all beams of the request have theirs
+    candidate_logprobs: tuple[TokenLogprob, ...] = ()  # of the candidates, if requested
     swapped: SwappedSequence | None = None  # its blocks while it is swapped out
     num_recoveries: int = 0  # recomputations after offloaded tokens could not be read
     prefetch: manager.prefix_offload.PrefetchRequest | None = None  # blocks loading from the block store
     read_bucket: int = 0  # upper bound of the slots read
+    draw_hash: blake2b | None = None  # with the first ``num_hashed_tokens`` tokens
+    num_hashed_tokens: int = 0
 
     def __post_init__(self) -> None:
         request = self.request
@@ -97,6 +109,19 @@ class TokenSequence:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def draw_key(self) -> int:
+        """Return the 64-bit key of the next random number: a hash of the request's seed and of all tokens so far.
+
+        It does not depend on how the tokens were computed, so a sequence that was preempted, or a prompt that contains
+        an earlier output, draws the same numbers. Tokens may be appended or removed between two calls, not changed.
+        """
+        if self.draw_hash is None or self.num_hashed_tokens > len(self.token_ids):
+            self.draw_hash, self.num_hashed_tokens = self.request.draw_hash(), 0
+        new_tokens = self.token_ids[self.num_hashed_tokens :]
+        self.draw_hash.update(struct.pack(f"<{len(new_tokens)}q", *new_tokens))
+        self.num_hashed_tokens = len(self.token_ids)
+        return int.from_bytes(self.draw_hash.digest(), "little")
 
     def add_prompt_logprobs(self, end: int, scores: Sequence[TokenLogprob]) -> None:
         """Store the scores of prompt tokens up to position ``end``; the last prompt token scores none."""

@@ -20,15 +20,15 @@ Standard library only.
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from kvad import config as cfg
+from kvad import storage
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError, suggest
 from kvad.train.config.optim import OptimConfig
@@ -238,8 +238,9 @@ class CallbacksConfig:
 
 
 MODEL_KEYS = tuple(part.name for part in fields(ModelConfig))
-# Keys that may change on resume, because no number of the run depends on them.
+# Keys that may change on resume: the length and the device of the run, and those on which none of its numbers depends.
 RESUMABLE_KEYS = (
+    *("train.steps", "train.minutes", "train.device"),
     *(f"train.{key}" for key in ("log_interval", "eval_interval", "save_interval", "keep_checkpoints", "keep_best")),
     *("train.async_save", "train.tensorboard"),
     *(f"callbacks.{key.name}" for key in fields(CallbacksConfig)),
@@ -329,12 +330,12 @@ TABLES = tuple(part.name for part in fields(RunConfig))
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file as tables."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(storage.filesystem.read_text(path))
     except FileNotFoundError as error:
         raise ConfigError(f"no such file: {path}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number of too many digits, deep nesting
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
@@ -347,7 +348,7 @@ def apply_overrides(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]
     tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in content.items()}
     for key, text in pairs:
         try:
-            value = json.loads(text)
+            value = storage.strict_json.loads(text)
         except ValueError:
             value = text
         name, _, inner = key.partition(".")
@@ -367,17 +368,28 @@ def apply_overrides(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]
     return tables
 
 
-def config_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> list[str]:
-    """Return keys with other values but RESUMABLE_KEYS, such as ``"train.lr: 0.001 there, 0.01 here"``."""
-    differences: list[str] = []
+def config_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return keys with other values but RESUMABLE_KEYS, such as ``"optim.lr: 0.001 there, 0.01 here"``."""
+    changes = _changed_keys(stored, wanted)
+    return [f"{key}: {there!r} there, {here!r} here" for key, there, here in changes if key not in RESUMABLE_KEYS]
+
+
+def resumable_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return RESUMABLE_KEYS with other values, such as ``"train.steps: 1000 -> 2000"``."""
+    changes = _changed_keys(stored, wanted)
+    return [f"{key}: {there!r} -> {here!r}" for key, there, here in changes if key in RESUMABLE_KEYS]
+
+
+def _changed_keys(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     for key in sorted({*stored, *wanted}):
         dotted = f"{where}{key}"
         there, here = stored.get(key), wanted.get(key)
         if isinstance(there, Mapping) and isinstance(here, Mapping):
-            differences += config_differences(there, here, f"{dotted}.")
-        elif there != here and dotted not in RESUMABLE_KEYS:
-            differences.append(f"{dotted}: {there!r} there, {here!r} here")
-    return differences
+            yield from _changed_keys(there, here, f"{dotted}.")
+        elif there != here:
+            yield dotted, there, here
 
 
 def _with_nulls(table: Mapping[str, Any]) -> dict[str, Any]:

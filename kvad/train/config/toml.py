@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvad import storage
 from kvad.train.config.run import RunConfig
 
 RUN_FILE = "run.toml"
@@ -36,7 +37,7 @@ def format_run_file(config: RunConfig, corpus: Any = None) -> str:
 def is_run_file(path: Path) -> bool:
     """Return True for a file written by ``format_run_file``."""
     try:
-        return path.read_bytes().startswith(HEAD.encode())
+        return storage.filesystem.read_bytes(path).startswith(HEAD.encode())
     except OSError:
         return False
 

@@ -239,7 +239,7 @@ def random_state(device: str) -> dict[str, Tensor]:
 def restore_random_state(state: Mapping[str, Tensor], device: str) -> None:
     """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["rng"])
-    if "rng_device" in state:
+    if "rng_device" in state and torch.device(device).type == "cuda":  # a resumed run may use another device
         torch.cuda.set_rng_state(state["rng_device"], device)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -71,11 +72,13 @@ def resume_model(
 ) -> TrainingResult:
     """Continue from the newest checkpoint of the run in ``out``, bit for bit if steps limit it (``trainer.py``).
 
-    A given ``config`` may differ from the run's in how often it logs, evaluates and saves; a given ``corpus`` must be
-    equal to the run's.
+    A given ``config`` may differ from the run's in ``RESUMABLE_KEYS`` (length, device, how often it logs, evaluates and
+    saves); every change is logged. With another length, the learning rate is that of a run which had it from the start.
+    A given ``corpus`` must be equal to the run's. The result's ``reason`` is "unchanged" if the run had all its steps.
 
     Raises:
         ConfigError: Names what differs.
+        UsageError: If a process is training in ``out``.
         CheckpointError: If there is no run, or a model that it needs has changed.
     """
     stored, paths = read_run_config(out)
@@ -146,16 +149,22 @@ class TrainingRun:
 
     def train(self, overwrite: bool) -> TrainingResult:
         """Train from the first step, as ``train_model``."""
+        with self._lock():
+            return self._train(overwrite)
+
+    def _lock(self) -> AbstractContextManager[None]:
+        """Return the lock of the run folder, which rank 0 holds."""
+        return setup.preflight.lock_run(self.out) if self.data_parallel.is_main else nullcontext()
+
+    def _train(self, overwrite: bool) -> TrainingResult:
         out, group = self.out, self.data_parallel
         self.replaces_run = setup.preflight.check_run_folder(self.config, self.corpus, out, overwrite)
-        if group.is_main:
-            setup.preflight.check_writable(out)
         self._check_options()
         self.open_initial()
         self._check_memory()
         tokenizer = self.initial.tokenizer
         group.check_data_equal(lambda: self.run_data.tokens_fingerprint(tokenizer))
-        with setup.preflight.cleanup_on_error(out), group.main_first():
+        with group.main_first():
             self.run_data.open(out / setup.preflight.TOKENS_FOLDER, tokenizer)
         self.build()
         for line in self.initial.summary():
@@ -164,17 +173,24 @@ class TrainingRun:
 
     def resume(self, stored: RunConfig) -> TrainingResult:
         """Continue the run in ``out``, whose configuration is ``stored``, as ``resume_model``."""
+        with self._lock():
+            return self._resume(stored)
+
+    def _resume(self, stored: RunConfig) -> TrainingResult:
         newest, group = checkpoint.folder.list_steps(self.out)[-1], self.data_parallel
+        checkpoint.folder.check_all(newest)  # every byte, because the run continues bit for bit
         state = checkpoint.handle.read_training_state(newest)
         assert state is not None, "read_run_config checked it"
         self._check_options()
         group.check_world_size(state.state.get("world_size", 1))
+        trainer_state = TrainerState(**state.state["trainer_state"])
         self._open_stored(stored, state.state.get("initial_model"))
+        self._log_changes(stored, trainer_state)
         self._check_memory()
         with group.main_first():
             self._reopen_data(state)
         self.build()
-        return self.fit(TrainerState(**state.state["trainer_state"]), state)
+        return self.fit(trainer_state, state)
 
     def _check_options(self) -> None:
         config, group = self.config, self.data_parallel
@@ -211,6 +227,29 @@ class TrainingRun:
             _check_same(stored, self.config, self.initial)
         self._open_texts(self.initial.pretrained, template=checkpoint.folder.locate(self.out))
 
+    def _log_changes(self, stored: RunConfig, state: TrainerState) -> None:
+        """Log changed keys and their effect; raise ConfigError if the run would end before its newest checkpoint."""
+        before, after = stored.train, self.config.train
+        if after.last_step is not None and after.last_step < state.step:
+            raise ConfigError(
+                f"train.steps: must be at least {state.step}, the steps of the run so far, got {after.last_step}",
+                "Give more steps, or start a new run.",
+            )
+        for change in config_lib.run.resumable_changes(stored.to_dict(), self.config.to_dict()):
+            self.log(f"changed: {change}")
+        if (before.last_step, before.minutes) == (after.last_step, after.minutes):
+            return
+        schedules = [optim.schedules.Schedule(self.config.optim, train, self.width) for train in (before, after)]
+        self.log(optim.schedules.describe_change(schedules[0], schedules[1], state.step, state.elapsed))
+        objective = self.config.objective
+        if objective.scheduled_sampling and objective.scheduled_sampling_steps is None:
+            self.log("scheduled sampling: rises over the new length")
+
+    @property
+    def width(self) -> int | None:
+        """Hidden size of the trained model; None for a summarizer."""
+        return None if self.is_summarizer else self.initial.model_config.hidden_size
+
     def _open_texts(self, pretrained: CheckpointHandle | None, template: Path | None = None) -> None:
         self.corpus = resolve_corpus(self.config.objective.kind, self.corpus)
         self.run_data = RunData(self.config, self.corpus, self.log, start=pretrained, template=template)
@@ -239,8 +278,7 @@ class TrainingRun:
         if isinstance(self.module, Transformer):
             apply_acceleration(self.module, train)
         self.objective = self.initial.build_objective(config, self.module, Autocast(self.precision, train.device))
-        width = None if self.is_summarizer else self.initial.model_config.hidden_size
-        self.optimization = OptimizersContainer(self.module, config.optim, train, width)
+        self.optimization = OptimizersContainer(self.module, config.optim, train, self.width)
 
     def fit(self, state: TrainerState, stored: checkpoint.handle.TrainingState | None) -> TrainingResult:
         """Train from ``state``; ``stored`` is the training state of a resumed run."""
@@ -278,6 +316,8 @@ class TrainingRun:
                 return memory.out_of_memory(where, status)
             return MemoryPlanError(f"out of memory {where}", f"{status}. Lower train.batch_size or data.seq_len.")
 
+        if stored is not None:
+            trainer.checkpoint = checkpoint.folder.list_steps(self.out)[-1]
         with metrics, setup.memory_estimate.translate_oom(out_of_memory):
             return trainer.fit()
 

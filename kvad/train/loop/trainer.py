@@ -75,8 +75,11 @@ class Trainer:
         self.checkpoint = Path()  # newest checkpoint reported by this run
 
     def fit(self) -> TrainingResult:
-        """Train to the end, or to the end of the step in which SIGINT or SIGTERM arrives; then save."""
-        began = self.clock() - self.state.elapsed
+        """Train to the end, or to the end of the step in which SIGINT or SIGTERM arrives; then save.
+
+        A resumed run that has all of its steps is left unchanged.
+        """
+        began, before = self.clock() - self.state.elapsed, (self.state.step, self.state.val_step)
         self._notify("on_start", self._start_report())
         with _stop_signals() as stop, ops.malloc.keep_freed_memory():
             try:
@@ -88,14 +91,16 @@ class Trainer:
                 raise NumericalError(error.message, f"{status}; {error.hint or advice}") from error
             finally:
                 self.checkpointer.close()
-        outcome = self._outcome(checkpoint)
+        is_unchanged = (self.state.step, self.state.val_step) == before
+        outcome = self._outcome(checkpoint, is_unchanged, stop.number)
         self._notify("on_end", outcome)
         return outcome
 
-    def _run(self, stop: threading.Event, began: float) -> Path:
+    def _run(self, stop: _StopEvent, began: float) -> Path:
         """Run all steps and return the folder of the last checkpoint."""
         config, state = self.config, self.state
-        saved: int | None = None  # step of the last save that was started
+        # step of the last save that was started
+        saved = state.step if self.checkpointer.has_checkpoint else None
         self.data_parallel.check_weights_equal(self.model, state.step)
         while not self.data_parallel.any_rank(stop.is_set()) and not self._is_over():
             before = self.clock()
@@ -242,23 +247,33 @@ class Trainer:
             limits.append(60 * config.minutes - state.elapsed)
         return max(0.0, min(limits)) if limits else None
 
-    def _outcome(self, checkpoint: Path) -> TrainingResult:
+    def _outcome(self, checkpoint: Path, is_unchanged: bool, number: int | None) -> TrainingResult:
         s = self.state
-        reason: Literal["done", "interrupted"] = "done" if self._is_over() else "interrupted"
-        return TrainingResult(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint, s.best_step)
+        reason: Literal["done", "interrupted", "unchanged"] = "interrupted"
+        if self._is_over():
+            reason, number = "unchanged" if is_unchanged else "done", None
+        numbers = (s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed)
+        return TrainingResult(reason, *numbers, checkpoint, s.best_step, number)
+
+
+class _StopEvent(threading.Event):
+    """Event set by a signal."""
+
+    number: int | None = None  # the signal
 
 
 @contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
+def _stop_signals() -> Iterator[_StopEvent]:
     """Yield an event set by SIGINT or SIGTERM (in the main thread); a second SIGINT interrupts at once."""
-    stop = threading.Event()
+    stop = _StopEvent()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
-    def handle(_number: int, _frame: object) -> None:
+    def handle(number: int, _frame: object) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
+        stop.number = number
         stop.set()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

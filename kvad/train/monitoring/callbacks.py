@@ -116,7 +116,8 @@ class TrainingContext:
 class TrainingResult:
     """Result of a run; ``checkpoint`` holds its last step."""
 
-    reason: Literal["done", "interrupted"]  # interrupted by a signal
+    # interrupted by a signal; unchanged: a resumed run had all of its steps
+    reason: Literal["done", "interrupted", "unchanged"]
     step: int
     loss: float | None
     val_loss: float | None
@@ -125,6 +126,7 @@ class TrainingResult:
     elapsed: float
     checkpoint: Path
     best_step: int | None = None
+    signal: int | None = None  # number of the signal that interrupted it
 
 
 class Callback:

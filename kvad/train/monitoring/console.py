@@ -76,7 +76,8 @@ class PlainProgress(callbacks.Callback):
         self._print(f"warning: {report.text}")
 
     def on_end(self, outcome: callbacks.TrainingResult) -> None:
-        self._print(f"saved: {outcome.checkpoint}")
+        if outcome.reason != "unchanged":
+            self._print(f"saved: {outcome.checkpoint}")
 
     def status_line(self) -> str:
         last, evaluation = self.last, self.evaluation

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from kvad import storage
-from kvad.errors import KvadError, SaveError
+from kvad.errors import DataError, KvadError, SaveError
 from kvad.train.monitoring import callbacks
 
 if TYPE_CHECKING:
@@ -30,13 +30,17 @@ if TYPE_CHECKING:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return every complete line; one truncated by a kill is skipped."""
+    """Return every complete line; one truncated by a kill, or damaged, is skipped."""
     lines = []
-    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            content = json.loads(line)
-            if isinstance(content, dict):
-                lines.append(content)
+    try:
+        content = storage.filesystem.read_bytes(path) if path.exists() else b""
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    for line in content.splitlines():
+        with suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                lines.append(values)
     return lines
 
 
@@ -106,8 +110,9 @@ class MetricsFile(LoggedSteps):
 
     def on_end(self, outcome: callbacks.TrainingResult) -> None:
         super().on_end(outcome)
-        if outcome.reason == "done":
-            self._write("end", {**dataclasses.asdict(outcome), "checkpoint": outcome.checkpoint.name})
+        if outcome.reason != "interrupted":
+            same = {"reason": "done", "checkpoint": outcome.checkpoint.name}  # whether or not it was resumed
+            self._write("end", {**dataclasses.asdict(outcome), **same})
 
     def __enter__(self) -> Self:
         return self

@@ -55,7 +55,7 @@ class Schedule:
     """Learning rate of a run; ``width`` is the model's hidden size, without which noam_factor is a ConfigError."""
 
     def __init__(self, config: OptimConfig, train: TrainConfig, width: int | None = None) -> None:
-        self._config, self._train = config, train
+        self._config, self._train, self.name = config, train, config.schedule
         warmup = config.warmup_steps
         self._warmup = min(100, math.ceil((train.last_step or 1000) / 10)) if warmup is None else warmup
         self.peak = self._peak(width)
@@ -99,6 +99,14 @@ class Schedule:
         if config.schedule == "linear":
             return lr + (config.min_lr - lr) * ratio
         return config.min_lr + (lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * ratio))
+
+
+def describe_change(before: Schedule, after: Schedule, step: int, elapsed: float) -> str:
+    """Describe the learning rate of step ``step`` (from 0) after a change of the run's length."""
+    old, new, name = before.lr(step, elapsed), after.lr(step, elapsed), after.name
+    if old == new:
+        return f"learning rate: {name}, unchanged by the new length"
+    return f"learning rate: {name} over the new length: {new:.2e} at step {step + 1:,}, it was {old:.2e}"
 
 
 def schedule_differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvad import checkpoint
+from kvad import checkpoint, storage
 from kvad import model as model_lib
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.config import ModelConfig
@@ -22,6 +22,7 @@ from kvad.errors import CheckpointError
 from kvad.text import Tokenizer
 from kvad.train.config import RunConfig, SummarizerConfig
 
+EMBEDDING_FIELDS = ("pooling", "normalize", "max_embed_tokens", "lowercase", "prompts", "prompt_name")
 CheckpointSnapshot = checkpoint.handle.CheckpointSnapshot
 
 
@@ -155,7 +156,8 @@ def writer_like(opened: CheckpointHandle) -> FullCheckpointWriter:
 
 def writer_for_new_head(opened: CheckpointHandle, config: ModelConfig) -> FullCheckpointWriter:
     """Return a writer for a new head: in its own family's layout, else another one, else kvad's."""
-    generation = replace(opened.generation, pooling=None, normalize=False)
+    embedding = {name: getattr(GenerationConfig(), name) for name in EMBEDDING_FIELDS}
+    generation = replace(opened.generation, takes_pairs=False, **embedding)
     layout = None
     for family in (opened.origin, None):
         try:
@@ -168,5 +170,8 @@ def writer_for_new_head(opened: CheckpointHandle, config: ModelConfig) -> FullCh
 
 def _generation_bytes(before: bytes | None, generation: GenerationConfig) -> bytes:
     """Return ``generation_config.json`` with all tokens that end an answer."""
-    content = checkpoint.generation_config.generation_json(generation) or {} if before is None else json.loads(before)
+    if before is None:
+        content = checkpoint.generation_config.generation_json(generation) or {}
+    else:
+        content = storage.strict_json.loads(before)
     return json.dumps({**content, "eos_token_id": list(generation.eos_token_ids)}, indent=2).encode()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvad import checkpoint
+from kvad import checkpoint, storage
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.errors import ConfigError, DataError, UsageError
 from kvad.text import Tokenizer, load_tokenizer
@@ -81,7 +81,8 @@ class CorpusOpener:
         """Open a source's prepared folders, and its other texts as one corpus."""
         kind, data = self.config.objective.kind, self.config.data
         files = [item[0] for item in named.files if len(item) == 1] if isinstance(named, PairPaths) else list(named)
-        folders = [path for path in files if data_lib.token_store.is_prepared(path)]
+        store = data_lib.token_store
+        folders = [path for path in files if store.is_prepared(path) or store.has_tokens(path)]
         if folders and data.order == "stream":
             raise ConfigError(
                 f"data.order: 'stream' reads texts, but {folders[0]} is prepared", 'Use order = "sequential".'
@@ -185,7 +186,7 @@ class CorpusOpener:
         template_file, tokenizer = self.config.objective.chat_template, self.config.tokenizer.path
         if template_file is not None:
             try:
-                return chat.ChatTemplate(Path(template_file).read_text("utf-8"))
+                return chat.ChatTemplate(storage.filesystem.read_text(Path(template_file)))
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"objective.chat_template: cannot read {template_file}: {error}") from error
         if self.start is not None:
@@ -266,4 +267,7 @@ def tokenizer_path(path: str | Path) -> Path:
 
 def load_tokenizer_from(path: str | Path) -> Tokenizer:
     """Load the tokenizer of a file, a folder, a run or prepared data; raises TokenizerError."""
-    return load_tokenizer(tokenizer_path(path))
+    folder = tokenizer_path(path)
+    if checkpoint.folder.is_model(folder):
+        checkpoint.folder.check_text(folder, checkpoint.folder.list_files(folder))
+    return load_tokenizer(folder)

@@ -158,8 +158,13 @@ def generation_config_for(data: PackedDataset, tokenizer: Tokenizer) -> Generati
     """Return the generation settings stored in the run's checkpoints."""
     if isinstance(data.transform, objectives.denoising.SpanCorruption):
         return objectives.denoising.span_generation_config(data.transform.special_tokens)
-    end = data.packer.turn_end() if isinstance(data.packer, data_lib.packers.WholeTextPacker) else None
-    if end is None or end not in tokenizer.special_tokens.names().values():
+    specials = tokenizer.special_tokens
+    if isinstance(data.packer, data_lib.packers.WholeTextPacker):
+        end, pad = data.packer.turn_end(), specials.pad
+        ends: tuple[int, ...] = (end,) if end is not None and end in specials.names().values() else ()
+    else:  # a decoder of documents; as in GPT-2, the token that ends them also pads
+        ends = specials.end_ids if data.transform is None else ()
+        pad = specials.pad if specials.pad is not None or not ends else ends[0]
+    if not ends:
         return GenerationConfig()
-    pad = tokenizer.special_tokens.pad
-    return GenerationConfig(eos_token_ids=(end,), pad_token_id=pad, sampling={"temperature": 1.0})
+    return GenerationConfig(eos_token_ids=ends, pad_token_id=pad, sampling={"temperature": 1.0})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kvad import checkpoint
+from kvad import checkpoint, storage
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.train import config as config_lib
 from kvad.train import data as data_lib
@@ -19,6 +21,8 @@ from kvad.train.setup.corpora import CorpusArgument
 from kvad.train.sources import PairPaths
 
 TOKENS_FOLDER = "data"  # folder of the tokens within a run folder
+LOCK_FILE = ".lock"  # of a run folder in which a process is training
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)  # of file systems without locks
 RUN_TEXT_SUFFIXES = (".json", ".jsonl", ".svg", ".toml")  # files of a run folder that a corpus would read as text
 
 
@@ -79,9 +83,7 @@ def check_is_run(out: Path) -> None:
 
 def check_output_folder(out: Path, corpus: CorpusArgument, suffixes: Sequence[str]) -> None:
     """Raise UsageError if ``out`` is a file, or a folder that a corpus would read."""
-    existing = _nearest_existing(out)
-    if not existing.is_dir():
-        raise UsageError(f"{existing} is a file, and a run needs a folder", "Choose another folder for --out.")
+    _check_not_a_file(out)
     if suffixes and not set(suffixes) & set(RUN_TEXT_SUFFIXES):
         return
     for folder in () if isinstance(corpus, PairPaths) else corpus:
@@ -97,15 +99,59 @@ def check_output_folder(out: Path, corpus: CorpusArgument, suffixes: Sequence[st
 
 def check_writable(out: Path) -> None:
     """Check that the folder can be created and written to; it is removed again."""
-    existing = _nearest_existing(out)
-    if not existing.is_dir():
-        raise UsageError(f"{existing} is a file, and {out} must be a folder", "Choose another --out.")
-    with cleanup_on_error(out, always=True):
+    with _created_folder(out, always=True), _translate_disk_errors(out):
+        Path(tempfile.mkdtemp(prefix=".", dir=out)).rmdir()
+
+
+@contextmanager
+def lock_run(out: Path) -> Iterator[None]:
+    """Create a run folder and lock it, until the block ends or the process dies.
+
+    If the block fails, folders that are still empty are removed. A file system without locks is not locked.
+
+    Raises:
+        UsageError: If the path leads through a file, or a run is writing to the folder.
+        SaveError: If the folder cannot be written to.
+    """
+    path = out / LOCK_FILE
+    with _created_folder(out):
+        lock: int | None = None
+        with _translate_disk_errors(out):
+            try:
+                lock = storage.REAL_FILE_SYSTEM.lock(path)
+            except BlockingIOError:
+                owner = storage.filesystem.lock_owner(path)
+                raise UsageError(
+                    f"{out} is in use: {owner} is training there", "Wait until it ends, or choose another --out."
+                ) from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
         try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()
+            if lock is not None:
+                os.close(lock)
+
+
+@contextmanager
+def _created_folder(out: Path, *, always: bool = False) -> Iterator[None]:
+    """Create a folder for the block, with ``cleanup_on_error``; raise UsageError if a file is in the way."""
+    _check_not_a_file(out)
+    with cleanup_on_error(out, always=always):
+        with _translate_disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
-            Path(tempfile.mkdtemp(prefix=".", dir=out)).rmdir()
-        except OSError as error:
-            raise SaveError(f"cannot write {out}: {error.strerror or error}", "Choose another --out.") from error
+        yield
+
+
+@contextmanager
+def _translate_disk_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"cannot write {out}: {error.strerror or error}", "Choose another --out.") from error
 
 
 def check_callbacks(config: CallbacksConfig, callbacks: Sequence[Callback]) -> None:
@@ -130,6 +176,13 @@ def cleanup_on_error(out: Path, *, always: bool = False) -> Iterator[None]:
         for path in () if keeps_folders else missing:
             with suppress(OSError):
                 path.rmdir()
+
+
+def _check_not_a_file(out: Path) -> None:
+    """Raise UsageError if a path cannot be a folder because it, or a parent, is a file."""
+    existing = _nearest_existing(out)
+    if not existing.is_dir():
+        raise UsageError(f"{existing} is a file, and --out needs a folder", "Choose another folder for --out.")
 
 
 def _nearest_existing(out: Path) -> Path:

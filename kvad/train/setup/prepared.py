@@ -11,7 +11,7 @@ validation split of examples is fixed when they are prepared, because their labe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +38,23 @@ class PreparedData:
         self.folder = folder
         self.manifest = data_lib.token_store.read_manifest(folder)
         wrong = f"{folder} cannot be used"
-        if self.manifest.get("prepared") != VERSION:
-            raise DataError(
-                f"{wrong}: it was prepared by another version of kvad",
-                f"Prepare it again: kvad data prepare TEXTS --overwrite --out {folder}",
-            )
+        again = f"Prepare it again: kvad data prepare TEXTS --overwrite --out {folder}"
+        if not self.manifest:
+            raise DataError(f"{wrong}: its {data_lib.token_store.MANIFEST} is missing or damaged", again)
+        if "prepared" not in self.manifest:
+            raise DataError(f"{wrong}: it has tokens that kvad data prepare did not write", "Name the texts instead.")
+        if self.manifest["prepared"] != VERSION:
+            raise DataError(f"{wrong}: it was prepared by another version of kvad", again)
         try:
             incomplete = next(data_lib.token_store.find_incomplete_files(folder, self.manifest), None)
+            self.hashes = data_lib.token_store.hashes(self.manifest)  # sha256 of every file, by name
         except (KeyError, TypeError) as error:
             raise DataError(f"{wrong}: its manifest is damaged ({error})", "Prepare it again.") from None
         if incomplete is not None:
             path, size, expected = incomplete
             problem = "is missing" if size < 0 else f"has {size:,} bytes instead of {expected:,}"
             raise DataError(f"{path} {problem}", "Prepare it again.")
+        self._check_hashes(self.manifest.get("files", {}))
         self.tokenizer: Tokenizer = load_tokenizer(folder / data_lib.token_store.TOKENIZER)
         self.store = TokenStore(folder, self.manifest)
         # Content: "documents", "pairs", or the objective that it is prepared for; and the default objective for it.
@@ -101,6 +105,22 @@ class PreparedData:
         if self.manifest["largest"] >= tokenizer.vocab_size:
             self.check_tokens()
             raise self._vocabulary_error(self.manifest["largest"], "according to its manifest")
+
+    def check_files(self) -> None:
+        """Raise DataError if a file differs from its hash; reads all files.
+
+        A token outside the vocabulary is named in the error.
+        """
+        try:
+            self._check_hashes(self.hashes)
+        except DataError:
+            self.check_tokens()
+            raise
+
+    def _check_hashes(self, expected: Mapping[str, str]) -> None:
+        for name in data_lib.token_store.find_corrupt_files(self.folder, expected):
+            message = f"{self.folder / name} differs from its manifest: another sha256"
+            raise DataError(message, "The file is damaged. Prepare it again.")
 
     def check_tokens(self) -> None:
         """Raise DataError if a token is outside the vocabulary; reads all tokens."""

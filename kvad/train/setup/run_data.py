@@ -66,7 +66,7 @@ class RunData:
     def find_corrupt(self) -> list[Path]:
         """Return files of prepared data whose hashes differ from the manifest; reads all of them."""
         find = data_lib.token_store.find_corrupt_files
-        return [data.folder / name for data in self._prepared for name in find(data.folder, data.manifest)]
+        return [data.folder / name for data in self._prepared for name in find(data.folder, data.hashes)]
 
     def make_tokenizer(self) -> Tokenizer:
         """Return the named tokenizer, that of prepared data, or one trained on all texts (both sides of pairs)."""
@@ -112,7 +112,7 @@ class RunData:
         for prepared in self._prepared:
             named = self._config.init or self._config.tokenizer.path or "RUN"
             prepared.check(tokenizer, "the run's tokenizer is", named)
-            prepared.check_tokens()
+            prepared.check_files()
         self.fingerprint, note = self.tokens_fingerprint(tokenizer), ""
         self._log(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
         single = self._single

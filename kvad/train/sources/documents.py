@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from kvad import storage
 from kvad.errors import DataError, format_count, suggest_path
 from kvad.text import Tokenizer
 from kvad.train.sources.formats import FORMATS, TextPiece, bare_suffix, detect_format, open_decompressed, read_blocks
@@ -22,6 +24,7 @@ from kvad.train.sources.formats import FORMATS, TextPiece, bare_suffix, detect_f
 FrameFn = Callable[[int, list[int]], list[int]]  # (index of a text, its ids) -> framed ids
 Progress = Callable[[int, int], None]  # (characters read, tokens made), in total
 
+TOKEN_FILE = re.compile(r"offsets\.bin|tokens-\d{5}\.bin")  # of a token store (``data/token_store.py``)
 PROBE_BYTES = 8192  # a zero byte within these means binary
 
 
@@ -193,7 +196,7 @@ def probe_file(path: Path, name: str, *, hashed: bool = True, may_be_empty: bool
     if not first and not may_be_empty:
         raise NotTextError(f"{path} is empty", "A corpus needs text.")
     try:
-        with path.open("rb") as file:
+        with storage.filesystem.open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest() if hashed else ""
         return CorpusFile(path, name, path.stat().st_size, digest)
     except OSError as error:
@@ -219,6 +222,9 @@ def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:
 
     for folder, inner, names in os.walk(named, onerror=fail):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
+        if not suffixes and any(map(TOKEN_FILE.fullmatch, names)):
+            hint = "Name that folder itself to train on it, or select text files with --suffix."
+            raise DataError(f"{folder} has tokens, as kvad data prepare writes them, and no text", hint)
         for name in sorted(names):
             path = Path(folder, name)
             is_selected = not suffixes or path.suffix in suffixes or bare_suffix(path) in suffixes

@@ -18,6 +18,7 @@ may see a space there). ``FORMATS`` is the table: a custom reader is one functio
 from __future__ import annotations
 
 import codecs
+import errno
 import gzip
 import io
 import json
@@ -28,6 +29,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from kvad import storage
 from kvad import text as text_lib
 from kvad.errors import DataError, suggest
 
@@ -63,7 +65,7 @@ def detect_format(path: Path, format: str) -> str:
 def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     """Open a file's decompressed bytes; DataErrors, also from the block, name the file."""
     try:
-        with path.open("rb") as raw:
+        with storage.filesystem.open_regular(path) as raw:
             if path.suffix == ".gz":
                 with gzip.GzipFile(fileobj=raw) as file:
                     yield cast("BinaryIO", file)
@@ -76,7 +78,8 @@ def open_decompressed(path: Path) -> Iterator[BinaryIO]:
     except (EOFError, zlib.error, gzip.BadGzipFile, _DamagedFileError) as error:
         raise DataError(f"{path} is damaged or truncated: {error}", "Compress it again.") from None
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        hint = "Write it to a file; a corpus is read more than once." if error.errno == errno.EINVAL else ""
+        raise DataError(f"cannot read {path}: {error.strerror}", hint) from error
 
 
 class _DamagedFileError(Exception):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
-from kvad.cache.device.tensors import BlockTable, LayerTensor
+from kvad.cache.device.tensors import ALIGNMENT, BlockTable, LayerTensor, allocate_head_major
 from kvad.cache.groups import build_groups, group_bytes
 from kvad.cache.quantization import FORMATS
 from kvad.config.model import AttentionSpec
@@ -18,6 +20,21 @@ from kvad.ops.quantize import CODECS
 
 PER_TOKEN = [name for name, each in FORMATS.items() if not each.is_blockwise]
 BLOCKS, HEADS, SIZE, DIM = 9, 2, 4, 6
+
+
+def resident_bytes() -> int:
+    """Memory of this process in RAM (Linux)."""
+    return int(Path("/proc/self/statm").read_text("utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux reports the resident memory")
+def test_a_pool_takes_memory_as_it_fills() -> None:
+    before = resident_bytes()
+    pool = allocate_head_major(1 << 16, 4, 16, 16, dtype=torch.bfloat16, device="cpu")  # 128 MiB
+    assert resident_bytes() - before < 32 << 20
+    assert pool.shape == (1 << 16, 4, 16, 16) and pool.data_ptr() % ALIGNMENT == 0 and not pool[::4999].any()
+    pool.fill_(1)
+    assert resident_bytes() - before > 96 << 20
 
 
 def empty(name: str, blocks: int = BLOCKS) -> LayerTensor:
@@ -37,7 +54,15 @@ def read(store: LayerTensor, blocks: list[list[int]], slots: int = 99) -> Tensor
 
 
 CONSECUTIVE = ([[7]], [[2], [3], [4]], [[2, 3, 4]], [[2, 3], [4, 5]])
-GATHERED = ([[6, 2, 5], [3, 0, 0]], [[4], [2]], [[2, 4, 3]], [[4, 3, 2]], [[2, 2, 4]], [[2, 3], [3, 4]])
+GATHERED = (
+    [[6, 2, 5], [3, 0, 0]],
+    [[4], [2]],
+    [[2, 4, 3]],
+    [[4, 3, 2]],
+    [[2, 2, 4]],
+    [[2, 3], [3, 4]],
+    [[2, 3], [0, 0]],
+)
 
 
 @pytest.mark.parametrize("blocks", CONSECUTIVE + GATHERED)
@@ -48,6 +73,7 @@ def test_a_read_follows_the_table_and_copies_only_if_it_must(name, blocks):
     for slots in (SIZE * len(blocks[0]), 3):
         result = read(store, blocks, slots)
         num_slots = BlockTable(torch.tensor(blocks), SIZE, slots).slots
+        assert num_slots == result.shape[2] == (3 if len(blocks[0]) == 1 and slots == 3 else SIZE * len(blocks[0]))
         assert torch.equal(result, expected[:, :, :num_slots])
         is_view = result.untyped_storage().data_ptr() == store.data.untyped_storage().data_ptr()
         assert name != "float64" or is_view == (blocks in CONSECUTIVE)

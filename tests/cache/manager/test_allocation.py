@@ -118,15 +118,17 @@ def test_a_tiered_policy_demotes_block_by_block():
     """recent 4, quantized 8, 4 summaries of ratio 2: each block becomes two slots of a block of summaries."""
     manager = under(LEVELS)
     manager.add_sequence(0, [0], b"")
-    quantized, merged = [], []
+    quantized, merged, held = [], [], []
     for _ in range(8):
         ops = manager.write(0, 4).block_ops
+        held.append(list(manager.blocks(0, 1)))
         quantized.append(ops.quantize[1])
         merged.append(ops.merge[2])
         assert not (ops.quantize[0] or ops.quantize[2] or ops.merge[0] or ops.merge[1])
         assert len(manager.blocks(0)) <= 2 >= len(manager.blocks(0, 1))
     # At 8: tokens 0..3, block 2 -> quantized block 2. At 16 there is a third: the first one is merged.
     assert quantized[:5] == [(), (), ((2, 2),), ((3, 3),), ((2, 4),)]
+    assert held[4] == [3, 4]
     # At 24 there is a second block of summaries: one too many.
     merges = [MergeOp(2, 2, 0, 2), MergeOp(3, 2, 2, 2), MergeOp(4, 3, 0, 3), MergeOp(2, 3, 2, 3)]
     assert merged == [(), (), (), (), *((op,) for op in merges)]

@@ -23,8 +23,12 @@ def contiguous(*specs, max_seq_len=12):
 def test_a_sequence_grows_block_by_block():
     manager = paged()
     assert manager.add_sequence(0, [1, 2, 3], b"") == 0
-    steps = [manager.write(0, tokens) for tokens in ([1, 2, 3], [4], [5], [6, 7, 8, 9, 10])]
+    steps, tables = [], []  # A table is the sequence's own list, which grows.
+    for tokens in ([1, 2, 3], [4], [5], [6, 7, 8, 9, 10]):
+        steps.append(manager.write(0, tokens))
+        tables.append([list(table) for table in steps[-1].block_tables[0]])
     assert [step.slots for step in steps] == [([8, 9, 10],), ([11],), ([12],), ([13, 14, 15, 16, 17],)]
+    assert tables == [[[2]], [[2]], [[2, 3]], [[2, 3, 4]]]
     assert [step.block_ops.clear for step in steps] == [((2,),), ((),), ((3,),), ((4,),)]
     assert not any(step.block_ops.copy[0] for step in steps)
     assert manager.blocks(0) == [2, 3, 4] and manager.seq_len(0) == 10
@@ -180,6 +184,14 @@ def test_a_live_prefix_is_never_evicted():
     manager.free(0)
     # Block 4 was free (half full), block 3 stays evictable.
     assert manager.allocate((1, 4)).block_tables == ([[2, 4]],)
+
+
+def test_a_preempted_sequence_hits_its_own_blocks():
+    manager, tokens = paged(blocks=5), list(range(11))
+    manager.add(0, tokens)
+    manager.free(0)
+    assert manager.add_sequence(0, tokens, b"") == 8
+    assert manager.stats().hit_tokens == 8
 
 
 def test_a_window_needs_only_its_last_blocks_for_a_hit():

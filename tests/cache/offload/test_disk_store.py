@@ -13,6 +13,7 @@ import pytest
 from kvad.cache.offload.disk_store import LOCK_NAME, MAX_FAILURES, DiskBlockStore, remove_leftovers
 from kvad.errors import ConfigError, StorageError
 from kvad.storage.container import Section
+from kvad.storage.filesystem import lock_owner
 from kvad.storage.temp_paths import temp_path
 from tests.support.faulty_filesystems import FailingDisk, PowerCutDisk
 
@@ -69,6 +70,19 @@ def test_size_is_limited_and_the_least_recently_used_entry_is_evicted(tmp_path):
     store.release()
     smaller = make(tmp_path, 2 * (BLOCK + 2000))
     assert smaller.stats().bytes <= smaller.max_bytes and smaller.stats().num_blocks == 2 and get(smaller, 6)
+
+
+def test_the_order_of_use_survives_reopening(tmp_path):
+    store = make(tmp_path, entries=(1, 2, 3))
+    for second, number in enumerate((1, 3, 2)):  # Files written at once may have equal times.
+        os.utime(store._path(key(number)), (second, second))
+    assert get(store, 1)
+    store.release()
+    again = make(tmp_path)
+    assert again.eviction_order() == (key(3), key(2), key(1))
+    again.release()
+    smaller = make(tmp_path, 2 * (BLOCK + 2000))
+    assert get(smaller, 1) and get(smaller, 2) and not get(smaller, 3)
 
 
 def test_pinned_entries_are_not_evicted(tmp_path):
@@ -251,8 +265,12 @@ def test_a_folder_locked_by_another_process_is_refused_until_it_ends(tmp_path):
         assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
         with pytest.raises(BlockingIOError):
             make(tmp_path)
+        assert lock_owner(tmp_path / LOCK_NAME) == f"process {holder.pid}"
         holder.kill()
     assert put(make(tmp_path), 1)
+    assert lock_owner(tmp_path / LOCK_NAME) == "this process"
+    (tmp_path / LOCK_NAME).write_text("")  # of a version before, or on a full disk
+    assert lock_owner(tmp_path / LOCK_NAME) == lock_owner(tmp_path / "none") == "another process"
 
 
 def test_a_process_locks_a_folder_once(tmp_path):

@@ -352,7 +352,7 @@ def test_files_of_a_killed_process_are_removed_at_the_next_start(tmp_path):
     assert child.stdout is not None and child.stdout.readline() == b"stored\n"
     assert SwapFiles(tmp_path).swept == 0 and len(files_in(tmp_path)) >= 3, "files of a living process were removed"
     child.send_signal(signal.SIGKILL)
-    child.wait()
+    child.wait(timeout=60)
     child.stdout.close()
     assert len(files_in(tmp_path)) >= 3
     assert SwapFiles(tmp_path).swept >= 3 and not files_in(tmp_path)
@@ -361,7 +361,7 @@ def test_files_of_a_killed_process_are_removed_at_the_next_start(tmp_path):
 
 def test_only_swap_files_are_removed(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
+    dead.wait(timeout=60)
     other = tmp_path / f".model.{dead.pid}.0123abcd.tmp"
     swapped = tmp_path / f".{FILE_PREFIX}5.{dead.pid}.0123abcd.tmp"
     for path in (other, swapped, tmp_path / f".{swapped.name}.{dead.pid}.0123abcd.tmp"):

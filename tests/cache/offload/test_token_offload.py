@@ -80,6 +80,13 @@ def test_lines_are_read_from_ram_and_disk_in_any_order(offload_file):
     assert [path.stat().st_size for path in offload_file.paths] == [ON_DISK * LINE] * LAYERS
 
 
+def test_a_rewritten_line_is_read(offload_file):
+    first, second = fill(offload_file), fill(offload_file, 10)
+    for layer in range(LAYERS):
+        lines, lost = read(offload_file, layer, ALL)
+        assert not lost and (lines == second[layer]).all() and not (lines == first[layer]).all()
+
+
 def test_files_are_private_and_removed_on_close(offload_file):
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in offload_file.paths)
     offload_file.close()
@@ -183,9 +190,9 @@ def test_files_are_removed_by_their_process_or_after_its_death(tmp_path, offload
     command, other = [sys.executable, "-c", CHILD, str(tmp_path)], tmp_path / "notes.txt"
     other.write_text("notes")
     files = {*offload_file.paths, other}
-    assert subprocess.run(command, check=False).returncode == 0
+    assert subprocess.run(command, check=False, timeout=120).returncode == 0
     assert set(tmp_path.iterdir()) == files
-    assert subprocess.run([*command, str(int(signal.SIGKILL))], check=False).returncode == -9
+    assert subprocess.run([*command, str(int(signal.SIGKILL))], check=False, timeout=120).returncode == -9
     assert len(list(tmp_path.iterdir())) == len(files) + LAYERS
     assert remove_temp_files(tmp_path, lambda name: name.startswith(FILE_PREFIX)) == LAYERS
     assert set(tmp_path.iterdir()) == files

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from kvad.benchmarks.cache_speed import ConcatCache
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import build_groups
@@ -93,3 +95,23 @@ def test_doubling_the_length_quadruples_the_products_but_not_the_memory(build: B
         positions = TokenPositions(torch.arange(n)[None])
         queries = AttentionMask(positions, positions, AttentionPattern()).max_queries_per_block(heads=8, scores=True)
         assert 1 <= queries < n and queries * n * 8 <= SCORE_BUDGET
+
+
+@pytest.mark.parametrize("n", [4, 16])
+def test_torch_cat_copies_the_whole_cache_at_every_step(n: int, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """004 section 4.4: a step's copy is as long as the text, so a text of n tokens copies n (n + 1) / 2 of them."""
+    model, copied, concatenate = build(), list[int](), torch.cat
+
+    def counting(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+        joined = concatenate(tensors, dim)
+        if joined.dim() == 4:  # keys or values [1, K, S, D]
+            copied.append(joined.numel())
+        return joined
+
+    monkeypatch.setattr("torch.cat", counting)
+    cache = ConcatCache(model)
+    for t in range(n):
+        at = torch.tensor([t])
+        model(ModelInput(at % 32, at, (SubBatch(1, 1, t + 1),), torch.tensor([0])), cache)
+    sizes = [spec.num_kv_heads * (spec.head_dim + spec.value_dim) for spec in attention_specs(model.config)]
+    assert sum(copied) == sum(sizes) * n * (n + 1) // 2

@@ -86,7 +86,7 @@ def test_empty_prompt_begins_with_the_document_token(build: Build) -> None:
         one, other = (llm.generate(p, temperature=0, max_tokens=4, ignore_eos=True) for p in ("", [opening]))
         assert len(one.tokens) == 4 and one.tokens == other.tokens
     with LLM(build(), None, cache) as llm, pytest.raises(RequestError, match="no opening token"):
-        llm.generate([])
+        llm.generate([[]])
 
 
 def test_unknown_word_becomes_unk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,9 @@ from kvad.model_input import AttentionParams, AttentionPattern, TokenPositions
 from kvad.ops.attention import AttentionMask, AttentionOutput, Kernel, dot_product_attention
 
 Attend = Callable[..., AttentionOutput]
-KERNELS = get_args(Kernel)
+NAMES: tuple[Kernel, ...] = get_args(get_args(Kernel)[0])  # the other member of the union is TileSizes
+KERNELS = tuple(name for name in NAMES if name != "auto")
+assert KERNELS == ("reference", "sdpa")
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -145,3 +147,22 @@ def test_rows_of_100_and_50_with_nan_above(kernel: Kernel) -> None:
     leaky[1, 50] = 50 - 1  # one slot too many must fail the test
     reading = AttentionMask(TokenPositions(newest), TokenPositions(leaky), AttentionPattern())
     assert bool(dot_product_attention(q, k, v, reading, AttentionParams(8**-0.5), kernel=kernel).out[1].isnan().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_default_kernel_is_the_fused_one(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """004 sections 3.3 and 4.14: FlashAttention is torch's fused kernel, called once for a whole cache."""
+    fused, calls = torch.nn.functional.scaled_dot_product_attention, list[tuple[int, ...]]()
+
+    def counting(q: Tensor, k: Tensor, *rest: object, **options: object) -> Tensor:
+        calls.append(tuple(k.shape))
+        out: Tensor = fused(q, k, *rest, **options)
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
+    q, k = random(1, 1, 2, 8).to(dtype), random(1, 2, 300, 8).to(dtype)
+    mask = AttentionMask(
+        TokenPositions(torch.tensor([[299]])), TokenPositions(torch.arange(300).unsqueeze(0)), AttentionPattern()
+    )
+    dot_product_attention(q, k, k, mask, AttentionParams(scale=8**-0.5))
+    assert calls == [(1, 2, 300, 8)]

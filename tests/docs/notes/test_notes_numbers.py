@@ -207,3 +207,10 @@ def test_logits_are_the_final_states_times_the_table(tie: bool, build: Build, hi
     logits = model.logits(states, torch.tensor([3, 0]))
     assert logits.shape == (2, 32)
     np.testing.assert_allclose(logits.numpy(), states.numpy()[[3, 0]] @ w.T, rtol=0, atol=1e-12)
+
+
+def test_tying_saves_one_table(build: Build) -> None:
+    """004 section 1.4: tied, the model has V d parameters fewer."""
+    tied, separate = (build(tie=tie) for tie in (True, False))
+    num_parameters = [sum(parameter.numel() for parameter in model.parameters()) for model in (tied, separate)]
+    assert num_parameters[1] - num_parameters[0] == tied.embedding.tokens.weight.numel()

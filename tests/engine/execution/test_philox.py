@@ -51,15 +51,15 @@ def test_any_counter_and_key(counter: list[int], key: list[int]) -> None:
 
 
 @given(st.integers(0, 2**64 - 1), word, st.integers(0, 2**40))
-def test_uniform_is_53_bits_of_the_first_two_words(seed: int, sample: int, position: int) -> None:
-    """The whole seed is the key; position and sample are the counter, so that no two of them share a draw."""
-    first, second, *_ = plain_philox([position % 2**32, position >> 32, sample, 0], [seed % 2**32, seed >> 32])
-    (u,) = uniform([seed], [sample], [position])
+def test_uniform_is_53_bits_of_the_first_two_words(key: int, sample: int, position: int) -> None:
+    """Position and sample are the counter, so that no two of them share a draw of one key."""
+    first, second, *_ = plain_philox([position % 2**32, position >> 32, sample, 0], [key % 2**32, key >> 32])
+    (u,) = uniform([key], [sample], [position])
     assert 0 <= u < 1 and u == ((first << 32 | second) >> 11) / 2**53
 
 
 def test_a_draw_does_not_depend_on_others() -> None:
-    rows = [(seed, sample, position) for seed in (0, 1, 2**63) for sample in (0, 7) for position in (0, 1, 2**33)]
+    rows = [(key, sample, position) for key in (0, 1, 2**63) for sample in (0, 7) for position in (0, 1, 2**33)]
     together = uniform(*zip(*rows, strict=True))
     assert len(set(together.tolist())) == len(rows)
     for row, u in zip(rows, together, strict=True):
@@ -67,11 +67,11 @@ def test_a_draw_does_not_depend_on_others() -> None:
     assert uniform([], [], []).shape == (0,)
 
 
-@pytest.mark.parametrize("axis", ["seed", "sample", "position"])
+@pytest.mark.parametrize("axis", ["key", "sample", "position"])
 def test_draws_are_even_along_every_axis(axis: str) -> None:
     """Chi-square of 100 cells, and no correlation from one draw to the next: 40,000 counters in a row."""
     n, zeros = 40_000, [3] * 40_000
-    u = uniform(*(range(n) if name == axis else zeros for name in ("seed", "sample", "position")))
+    u = uniform(*(range(n) if name == axis else zeros for name in ("key", "sample", "position")))
     counts = np.bincount((u * 100).astype(int), minlength=100)
     chi_square = ((counts - n / 100) ** 2 / (n / 100)).sum()
     assert 50 < chi_square < 160  # 99 degrees of freedom: 1e-4 to 1 - 1e-4 is 53 to 160

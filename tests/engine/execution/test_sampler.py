@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ from kvad.engine.execution.sampler import (
     sample_tokens,
     uniform,
 )
-from kvad.engine.scheduling.request import SamplingParams, SequenceOutput
+from kvad.engine.scheduling.request import EncoderInput, SamplingParams, SequenceOutput
 from kvad.engine.scheduling.sequence import TokenSequence
 from tests.support.sequences import token_sequence
 
@@ -469,22 +470,59 @@ def test_seeds_samples_and_positions_each_make_another_draw() -> None:
     assert len({token(5, 0, n) for n in range(1, 21)}) > 15
 
 
+def first_draws(keys: Sequence[int]) -> np.ndarray:
+    return uniform(keys, [0] * len(keys), [3] * len(keys))
+
+
+def test_draws_of_different_prompts_seeds_and_salts_are_uncorrelated() -> None:
+    """4,000 sequences that differ in one number: even draws, and no correlation from one to the next."""
+    n = 4000
+    prompts = [job([5, i, 7], 3, seed=1).draw_key() for i in range(n)]
+    seeds = [job([5, 6, 7], 3, seed=i).draw_key() for i in range(n)]
+    salted = [job([5, 6, 7], 3, seed=1) for _ in range(n)]
+    for salt, sequence in enumerate(salted):
+        sequence.request.draw_salt = salt
+    draws = [first_draws(keys) for keys in (prompts, seeds, [sequence.draw_key() for sequence in salted])]
+    for u in draws:
+        counts = np.bincount((u * 20).astype(int), minlength=20)
+        assert ((counts - n / 20) ** 2 / (n / 20)).sum() < limit(19)
+        assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 4.5 / math.sqrt(n)
+    assert max(abs(np.corrcoef(draws)[i, j]) for i, j in ((0, 1), (0, 2), (1, 2))) < 4.5 / math.sqrt(n)
+    assert len(set(first_draws([1] * n).tolist())) == 1  # one key for all prompts would be one draw
+
+
+def test_a_draw_is_a_function_of_the_tokens() -> None:
+    """Not of how they were computed: appended one by one, or removed and appended again."""
+    tokens = [5, 6, 7, 8, 9]
+    sequence = job(tokens[:2], 2, seed=3)
+    keys = []
+    for token in (*tokens[2:], None):
+        keys.append(sequence.draw_key())
+        sequence.token_ids += [] if token is None else [token]
+    assert keys == [job(tokens[:n], 2, seed=3).draw_key() for n in range(2, 6)] and len(set(keys)) == 4
+    assert keys == [job(tokens[:n], 1, seed=3).draw_key() for n in range(2, 6)]  # the prompt may contain an output
+    del sequence.token_ids[3:]
+    assert sequence.draw_key() == keys[1]
+    translated = job(tokens, 5, seed=3)
+    translated.request.encoder_input = EncoderInput((1, 2))
+    assert translated.draw_key() != keys[-1]
+
+
 def test_a_draw_inverts_the_cumulated_probabilities() -> None:
     """The first token at which the sum exceeds u; a token of no probability is never drawn, at either end."""
     row = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, 0.5, -math.inf]])
     p = row[0].double().softmax(-1).cumsum(-1).tolist()
     for number in range(300):
-        u = float(uniform([9], [number], [1])[0])
-        token = int(sampler._draw(row, [job(number=number, seed=9)])[0])
+        sequence = job(number=number, seed=9)
+        u = float(uniform([sequence.draw_key()], [number], [1])[0])
+        token = int(sampler._draw(row, [sequence])[0])
         assert token == next(i for i, x in enumerate(p) if x > u)
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-53])
 def test_the_ends_of_the_unit_interval(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least and the greatest number that can be drawn still give tokens that may be."""
-    import numpy as np
-
-    monkeypatch.setattr(sampler, "uniform", lambda seeds, *_: np.full(len(seeds), u))
+    monkeypatch.setattr(sampler, "uniform", lambda keys, *_: np.full(len(keys), u))
     rows = logits_of(200, seed=5, spread=5.0)
     rows[:, [0, 3, VOCAB - 1]] = -math.inf
     tokens = sampler._draw(rows, [job()] * 200).tolist()

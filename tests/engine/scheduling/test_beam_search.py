@@ -15,7 +15,7 @@ from zlib import crc32
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutput
 
 from kvad.cache.config import CacheConfig
@@ -41,15 +41,23 @@ def table(vocab: int, seed: int, spread: float = 1.5) -> Logits:
     return lambda text: of(tuple(text))
 
 
-def search(logits: Logits, prompt: Sequence[int], sampling: SamplingParams, limit: int) -> list[Hypothesis]:
+def search(
+    logits: Logits,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    limit: int,
+    has_stop_string: Callable[[Sequence[int]], bool] | None = None,
+) -> list[Hypothesis]:
     """Search without a cache: the logits of each live beam are recomputed."""
     stops = frozenset(sampling.stop_token_ids)
-    group = BeamSearch(sampling, len(prompt), limit, stops)
+    group = BeamSearch(sampling, len(prompt), limit, stops, has_stop_string)
     texts = [list(prompt)]
     while True:
         jobs = [token_sequence(sampling, text, len(prompt), 0, stops, limit) for text in texts]
         chosen = sample_tokens(torch.stack([logits(text) for text in texts]), jobs)
-        children = group.advance(texts, [each.candidates for each in chosen])
+        scores = [{score.token_id: score for score in each.candidate_logprobs} for each in chosen]
+        requested = scores if sampling.logprobs is not None else ()
+        children = group.advance(texts, [each.candidates for each in chosen], requested)
         if not children:
             return group.best_hypotheses(texts)
         texts = [[*texts[child.parent], child.token] for child in children]
@@ -181,6 +189,43 @@ def test_the_search_equals_transformers(early: bool | str, power: float) -> None
     assert len(lengths) > (1 if power > 1 else 3), "texts of many lengths"
 
 
+@pytest.mark.parametrize("early", [True, False, "never"])
+def test_a_search_with_stop_strings_equals_transformers(early: bool | str) -> None:
+    """transformers ends a beam by a stopping criterion; here it is two tokens in a row, as a string may be."""
+
+    def ends(tokens: Sequence[int]) -> bool:
+        return tuple(tokens[-2:]) in ((1, 2), (4, 4), (0, 5))
+
+    def criterion(ids: Tensor, _: object) -> Tensor:
+        return torch.tensor([ends(row[2:]) for row in ids.tolist()])
+
+    stopped = 0
+    for seed in range(6):
+        sampling = SamplingParams(num_beams=3, n=3, stop_token_ids=(3,), early_stopping=early)  # type: ignore[arg-type]
+        logits = table(7, seed)
+        found = search(logits, [6, 6], sampling, 14, ends)
+        expected = hf_beams(logits, [6, 6], sampling, 14, stopping_criteria=StoppingCriteriaList([criterion]))
+        for mine, other in zip(found, expected, strict=True):
+            assert mine.tokens == other.tokens and abs(mine.score - other.score) < 1e-5
+            assert mine.has_stop_string == ends(mine.tokens)
+            assert mine.finish == ("stop" if ends(mine.tokens) or mine.tokens[-1] == 3 else "length")
+        stopped += sum(each.has_stop_string for each in found)
+    assert stopped > 3
+
+
+def test_log_probabilities_of_hypotheses_are_the_model_s() -> None:
+    for seed, limit in ((0, 12), (1, 12), (2, 4)):
+        sampling = SamplingParams(num_beams=3, n=3, stop_token_ids=(3,), logprobs=2, length_penalty=0.0)
+        logits = table(7, seed)
+        for hypothesis in search(logits, [6], sampling, limit):
+            assert [score.token_id for score in hypothesis.logprobs] == list(hypothesis.tokens)
+            assert math.isclose(sum(score.logprob for score in hypothesis.logprobs), hypothesis.score, abs_tol=1e-5)
+            for at, score in enumerate(hypothesis.logprobs):
+                model = logits([6, *hypothesis.tokens[:at]]).log_softmax(-1)
+                assert math.isclose(score.logprob, float(model[score.token_id]), abs_tol=1e-6)
+                assert [token for token, _ in score.top_logprobs] == model.topk(2).indices.tolist()
+
+
 def evens(text: Sequence[int]) -> list[int]:
     return [token for token in range(9) if token % 2 == len(text) % 2 or token == 3]
 
@@ -224,14 +269,14 @@ def played(
     sampling: SamplingParams, turns: Sequence[Sequence[Sequence[tuple[int, float]]]], limit: int = 99
 ) -> tuple[BeamSearch, list[list[int]], list[list[BeamCandidate]]]:
     """Pass the candidates of each live beam, step by step, until the search ends."""
-    group, texts, chunks = BeamSearch(sampling, 1, limit, frozenset({END})), [[9]], []
+    group, texts, steps = BeamSearch(sampling, 1, limit, frozenset({END})), [[9]], []
     for candidates in turns:
         children = group.advance(texts, candidates)
-        chunks.append(children)
+        steps.append(children)
         if not children:
             break
         texts = [[*texts[child.parent], child.token] for child in children]
-    return group, texts, chunks
+    return group, texts, steps
 
 
 def test_the_two_length_penalties() -> None:
@@ -248,6 +293,30 @@ def test_the_two_length_penalties() -> None:
         group, texts, _ = played(sampling, turns)
         found = [(round(each.score, 9), each.tokens) for each in group.best_hypotheses(texts)]
         assert found == expected
+
+
+def test_never_with_a_negative_penalty_compares_at_the_current_length() -> None:
+    """With a negative penalty scores fall with the length: -0.2 x 2 may still win, although -0.2 x 98 could not.
+
+    Endings: -2.0 x 1 and -3.0 x 2; then -0.3 x 3 = -0.9 is the best of all.
+    """
+    turns = [
+        [[(A, -0.1), (END, -2.0), (B, -3.0)]],
+        [[(A, -0.1), (END, -2.9)], [(A, -9.0), (B, -9.5)]],
+        [[(END, -0.1), (A, -5.0)], [(A, -9.0), (B, -9.5)]],
+        [[(A, -9.0), (B, -9.5)], [(A, -9.0), (B, -9.5)]],
+    ]
+    sampling = SamplingParams(num_beams=2, n=2, length_penalty=-1.0, early_stopping="never", stop_token_ids=(END,))
+    group, texts, _ = played(sampling, turns)
+    found = [(round(each.score, 9), each.tokens) for each in group.best_hypotheses(texts)]
+    assert found == [(-0.9, (A, A, END)), (-2.0, (END,))]
+
+
+def test_ties_go_to_the_first_beam_then_to_the_lowest_token() -> None:
+    turns = [[[(B, -1.0), (A, -1.0)]], [[(B, -1.0), (A, -1.0)], [(B, -1.0), (A, -1.0)]]]
+    _, _, steps = played(SamplingParams(num_beams=2), turns)
+    assert [(child.parent, child.token) for child in steps[0]] == [(0, A), (0, B)]
+    assert [(child.parent, child.token) for child in steps[1]] == [(0, A), (0, B)]
 
 
 # Two beams.  After two tokens -1.0 and -1.2 have ended and -1.5 lives.  As long as it is now it is worth -0.75 a token,
@@ -272,8 +341,8 @@ ENDINGS = [
 )
 def test_the_end_of_a_search(early: bool | str, power: float, turns: int, scores: tuple[float, float]) -> None:
     sampling = SamplingParams(num_beams=2, n=2, early_stopping=early, length_penalty=power, stop_token_ids=(END,))  # type: ignore[arg-type]
-    group, texts, chunks = played(sampling, ENDINGS)
-    assert len(chunks) == turns and chunks[-1] == []
+    group, texts, steps = played(sampling, ENDINGS)
+    assert len(steps) == turns and steps[-1] == []
     assert [round(each.score, 6) for each in group.best_hypotheses(texts)] == pytest.approx(scores)
 
 
@@ -282,8 +351,8 @@ def test_early_stopping_never_considers_the_longest_text() -> None:
     turns = [[[(END, -1.0), (A, -3.0)]], [[(END, -0.5), (A, -3.0)]], [[(END, -0.1), (A, -0.1)]]]
     for early, ended in ((False, 2), ("never", 3)):
         sampling = SamplingParams(num_beams=2, n=2, early_stopping=early, stop_token_ids=(END,))  # type: ignore[arg-type]
-        _, _, chunks = played(sampling, turns, limit=11)
-        assert len(chunks) == ended, early
+        _, _, steps = played(sampling, turns, limit=11)
+        assert len(steps) == ended, early
 
 
 def test_patience_waits_for_more_endings() -> None:
@@ -291,33 +360,33 @@ def test_patience_waits_for_more_endings() -> None:
     turns = [[[(END, -1.0), (A, -1.0)]]] + [[[(END, -0.5 / 2**i), (A, -0.2)], []] for i in range(6)]
     for patience, ended in ((0.5, 1), (1.0, 2), (1.5, 3), (2.0, 4)):
         sampling = SamplingParams(num_beams=2, n=1, early_stopping=True, patience=patience, stop_token_ids=(END,))
-        group, _, chunks = played(sampling, turns)
-        assert len(chunks) == ended and chunks[-1] == []
+        group, _, steps = played(sampling, turns)
+        assert len(steps) == ended and steps[-1] == []
         assert len(group.finished) == ended
 
 
 def test_live_beams_complete_the_hypotheses() -> None:
     """If fewer than n hypotheses ended, live beams are returned with their present length."""
-    group, texts, chunks = played(
+    group, texts, steps = played(
         SamplingParams(num_beams=3, n=3, stop_token_ids=(END,)), [[[(A, -1.0), (B, -1.5), (END, -2.0)]]]
     )
-    assert chunks == [[BeamCandidate(0, A, -1.0), BeamCandidate(0, B, -1.5)]]
+    assert steps == [[BeamCandidate(0, A, -1.0), BeamCandidate(0, B, -1.5)]]
     assert [each.tokens for each in group.best_hypotheses(texts)] == [(END,), (A,), (B,)]
     assert [each.finish for each in group.best_hypotheses(texts)] == ["stop", "length", "length"]
 
 
 def test_an_end_below_the_best_beams_is_not_a_hypothesis() -> None:
     """A stop token at rank 3 of 2 beams ends no hypothesis and continues none."""
-    group, texts, chunks = played(
+    group, texts, steps = played(
         SamplingParams(num_beams=2, stop_token_ids=(END,)), [[[(A, -1.0), (B, -1.1), (END, -1.2)]]]
     )
-    assert [child.token for child in chunks[0]] == [A, B] and group.finished == [] and len(texts) == 2
+    assert [child.token for child in steps[0]] == [A, B] and group.finished == [] and len(texts) == 2
 
 
 def test_at_the_limit_the_best_beams_end() -> None:
     turns = [[[(A, -1.0), (B, -1.1)]], [[(A, -1.0), (END, -1.5), (B, -7.0)], [(B, -0.2), (A, -9.0)]]]
-    group, texts, chunks = played(SamplingParams(num_beams=2, n=2, stop_token_ids=(END,)), turns, limit=3)
-    assert chunks[-1] == []
+    group, texts, steps = played(SamplingParams(num_beams=2, n=2, stop_token_ids=(END,)), turns, limit=3)
+    assert steps[-1] == []
     assert [(each.tokens, each.finish) for each in group.best_hypotheses(texts)] == [
         ((B, B), "length"),
         ((A, A), "length"),
@@ -325,10 +394,10 @@ def test_at_the_limit_the_best_beams_end() -> None:
 
 
 def test_banned_tokens_are_not_candidates() -> None:
-    group, _, chunks = played(
+    group, _, steps = played(
         SamplingParams(num_beams=2, stop_token_ids=(END,)), [[[(A, -1.0), (B, -math.inf), (END, -math.inf)]]]
     )
-    assert chunks == [[BeamCandidate(0, A, -1.0)]] and group.finished == []
+    assert steps == [[BeamCandidate(0, A, -1.0)]] and group.finished == []
 
 
 @pytest.mark.parametrize(("beams", "stops", "looked_at"), [(2, 0, 4), (2, 1, 4), (3, 2, 9), (4, 5, 24)])
@@ -540,9 +609,6 @@ def test_searches_that_do_not_fit_are_rejected(options: dict[str, Any], words: s
         ({"top_p": 0.5}, "top_p: cannot be combined with num_beams=2"),
         ({"min_p": 0.1}, "min_p: cannot be combined with num_beams=2"),
         ({"typical_p": 0.5}, "typical_p: cannot be combined with num_beams=2"),
-        ({"stop": ("x",)}, "stop: cannot be combined with num_beams=2"),
-        ({"logprobs": 0}, "logprobs: cannot be combined with num_beams=2"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs: cannot be combined with num_beams=2"),
         ({"temperature": 0.7}, "temperature: cannot be combined with num_beams=2, got 0.7"),
         ({"num_beams": 0}, "num_beams: must be from 1 to 128, got 0"),
         ({"num_beams": 129}, "num_beams: must be from 1 to 128, got 129"),

@@ -199,14 +199,18 @@ class StoreRequests(RandomRequests):
     def __init__(self, setup: Setup, seed: int, **parts: Any) -> None:
         super().__init__(setup, seed, store_seed=seed, **parts)
 
+    def source(self) -> list[int]:
+        """Return one of three encoder inputs, because a sequence loads only the blocks of its own input."""
+        return self.rng.choice(([1], [0, 1, 1, 0, 1], [0, 1, 1, 0, 0]))
+
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_stream_equals_its_solo_run_with_a_block_store(name: str) -> None:
     harness = StoreRequests(SETUPS[name], 1).run(1000)
     assert isinstance(harness, StoreHarness) and harness.manager.prefix_offload is not None
     store = harness.block_store
-    assert min(store.stored, store.loaded, store.failed, harness.manager.prefix_offload.hits.tokens["disk"]) > 2
-    assert store.dropped and (harness.num_aborted_loads or name == "translating")
+    assert min(store.stored, store.loaded, store.failed, harness.manager.prefix_offload.hits.tokens["disk"]) > 4
+    assert store.dropped and harness.num_aborted_loads
     assert not name.endswith("-collisions") or store.refused
 
 
@@ -227,7 +231,7 @@ class StoreMachine(StreamMachine):
     harness: StoreHarness
 
     @initialize(name=st.sampled_from(sorted(SETUPS)), seed=st.integers(0, 1 << 16))
-    def start(self, name: str, seed: int) -> None:  # type: ignore[override]
+    def start(self, name: str, seed: int) -> None:
         self.begin(StoreHarness(SETUPS[name], store_seed=seed))
 
     @rule(seed=st.integers(0, 1))

@@ -95,7 +95,7 @@ def test_sequences_of_similar_length_share_a_sub_batch() -> None:
         harness.add(number, length, max_tokens=8)
     harness.step()
     output = harness.output()
-    assert [(span.sequence.request_id, span.start) for span in output.scheduled] == [
+    assert [(scheduled.sequence.request_id, scheduled.start) for scheduled in output.scheduled] == [
         (1, 5),
         (2, 17),
         (3, 60),
@@ -107,13 +107,25 @@ def test_sequences_of_similar_length_share_a_sub_batch() -> None:
     harness.complete(output)
 
 
+def test_sub_batches_read_a_limited_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvad.engine.scheduling.batching.MAX_READ_SLOTS", 200)
+    harness = FakeModelRun(rows=4, budget=2000, chunk=512)
+    for number in (1, 2, 3, 4):
+        harness.add(number, 60, max_tokens=4)
+    assert harness.output().sub_batches == (SubBatch(3, 60, 60), SubBatch(1, 60, 60))  # 64 slots each
+    harness = FakeModelRun(rows=2, budget=2000, chunk=512, limit=512)
+    for number in (1, 2):
+        harness.add(number, 300, max_tokens=4)
+    assert harness.output().sub_batches == (SubBatch(1, 300, 300), SubBatch(1, 300, 300))
+
+
 def test_sub_batches_have_equally_many_new_tokens() -> None:
     harness = FakeModelRun(rows=4, budget=64, chunk=8)
     for number, length in enumerate((8, 3, 8, 3)):
         harness.add(number, length, max_tokens=4)
     output = harness.output()
     assert output.sub_batches == (SubBatch(2, 3, 4), SubBatch(2, 8, 8))
-    assert [span.sequence.seq_index for span in output.scheduled] == [1, 3, 0, 2]
+    assert [scheduled.sequence.seq_index for scheduled in output.scheduled] == [1, 3, 0, 2]
     harness.complete(output)
 
 
@@ -169,7 +181,9 @@ def test_a_preempted_sequence_keeps_its_tokens_and_hits_its_blocks() -> None:
         output = harness.scheduler.schedule()
         if output is None:
             break
-        seen += [(span.sequence.request_id, span.start, span.num_tokens) for span in output.scheduled]
+        seen += [
+            (scheduled.sequence.request_id, scheduled.start, scheduled.num_tokens) for scheduled in output.scheduled
+        ]
         harness.complete(output)
     # Request 2 never restarts at 0: its first blocks are still published, so it continues behind them.
     assert [item for item in seen if item[0] == 2 and item[1] == 0] == [(2, 0, 8)]
@@ -284,6 +298,21 @@ def test_finish_ends_one_sample() -> None:
     assert harness.scheduler.finish_sequence(9, 0) == []
 
 
+def test_the_next_waiting_sequence_is_admitted_when_the_first_one_is_aborted() -> None:
+    """Four blocks: request 2 needs four and waits, and request 3, which needs one, waits behind it."""
+    harness = FakeModelRun(blocks=4, budget=64, chunk=64, prefix=False)
+    harness.add(1, 4, max_tokens=9)
+    harness.step()
+    harness.add(2, 15, max_tokens=1)
+    harness.add(3, 3, max_tokens=1)
+    for _ in range(2):
+        harness.step()
+        assert harness.running[-1] == (1,)
+    harness.scheduler.abort_request(2)
+    harness.step()
+    assert sorted(harness.running[-1]) == [1, 3]
+
+
 def test_abort_running_waiting_and_in_flight() -> None:
     harness = FakeModelRun(rows=1, budget=8)
     for number in (1, 2, 3):
@@ -328,14 +357,14 @@ def test_samples_share_the_prompt_and_copy_on_write() -> None:
     harness = FakeModelRun(budget=64)
     harness.add(1, 6, n=3, max_tokens=3)
     output = harness.output()
-    assert [(span.sequence.sample_index, span.start, span.num_tokens) for span in output.scheduled] == [(0, 0, 6)]
+    assert [
+        (scheduled.sequence.sample_index, scheduled.start, scheduled.num_tokens) for scheduled in output.scheduled
+    ] == [(0, 0, 6)]
     harness.complete(output)
     output = harness.output()
-    assert [(span.sequence.sample_index, span.start, span.num_tokens) for span in output.scheduled] == [
-        (0, 6, 1),
-        (1, 5, 1),
-        (2, 5, 1),
-    ]
+    assert [
+        (scheduled.sequence.sample_index, scheduled.start, scheduled.num_tokens) for scheduled in output.scheduled
+    ] == [(0, 6, 1), (1, 5, 1), (2, 5, 1)]
     # Block 3 holds positions 4 and 5; all three write into it: two copies, the last one has it to itself.
     assert output.allocation.block_ops.copy == (((3, 4, 2), (3, 5, 1)),)
     assert output.allocation.block_tables == ([[2, 4], [2, 5], [2, 3]],)
@@ -353,10 +382,10 @@ def test_samples_wait_for_the_prompt_and_let_others_pass() -> None:
     assert harness.shape() == [(2, 0, 2), (1, 0, 4)]
     assert harness.shape() == [(2, 2, 1), (1, 4, 4)]
     output = harness.output()
-    assert [(span.sequence.request_id, span.sequence.sample_index, span.start) for span in output.scheduled] == [
-        (1, 0, 8),
-        (1, 1, 7),
-    ]
+    assert [
+        (scheduled.sequence.request_id, scheduled.sequence.sample_index, scheduled.start)
+        for scheduled in output.scheduled
+    ] == [(1, 0, 8), (1, 1, 7)]
     harness.complete(output)
     harness.run()
 
@@ -391,7 +420,7 @@ def test_abort_ends_every_sample() -> None:
 def wanted(harness: FakeModelRun) -> list[tuple[range, bool]]:
     output = harness.output()
     harness.complete(output)
-    return [(span.logit_offsets, span.is_sampled) for span in output.scheduled]
+    return [(scheduled.logit_offsets, scheduled.is_sampled) for scheduled in output.scheduled]
 
 
 def test_logits_are_computed_at_the_end_of_every_span() -> None:
@@ -411,7 +440,7 @@ def test_prompt_logprobs_are_returned_once_and_complete() -> None:
     assert wanted(harness) == [(range(4), False)]
     assert wanted(harness) == [(range(4), False)]
     output = harness.output()
-    assert [(span.logit_offsets, span.is_sampled) for span in output.scheduled] == [(range(2), True)]
+    assert [(scheduled.logit_offsets, scheduled.is_sampled) for scheduled in output.scheduled] == [(range(2), True)]
     (chunk,) = harness.complete(output)
     assert [score.token_id for score in chunk.prompt_logprobs] == [101 + i for i in range(9)]
     assert chunk.token_id == 1
@@ -493,37 +522,39 @@ def test_metrics_of_the_latest_requests_are_kept(monkeypatch: pytest.MonkeyPatch
         harness.scheduler.metrics(1)
 
 
-def doctor_seat(scheduler: Scheduler) -> None:
+def corrupt_index(scheduler: Scheduler) -> None:
     scheduler._running[0].seq_index = scheduler._running[1].seq_index
 
 
-def doctor_lost(scheduler: Scheduler) -> None:
+def corrupt_queue(scheduler: Scheduler) -> None:
     scheduler._waiting.pop()
 
 
-def doctor_order(scheduler: Scheduler) -> None:
+def corrupt_order(scheduler: Scheduler) -> None:
     scheduler._running.reverse()
 
 
-def doctor_length(scheduler: Scheduler) -> None:
+def corrupt_length(scheduler: Scheduler) -> None:
     scheduler._running[0].num_computed_tokens -= 1
 
 
-def doctor_state(scheduler: Scheduler) -> None:
+def corrupt_state(scheduler: Scheduler) -> None:
     scheduler._waiting[0].state = "running"
 
 
-def doctor_seats(scheduler: Scheduler) -> None:
+def corrupt_free_indices(scheduler: Scheduler) -> None:
     scheduler._admission.free_indices.append(0)
 
 
-@pytest.mark.parametrize("doctor", [doctor_seat, doctor_lost, doctor_order, doctor_length, doctor_state, doctor_seats])
-def test_check_detects_inconsistent_states(doctor: Callable[[Scheduler], None]) -> None:
+@pytest.mark.parametrize(
+    "corrupt", [corrupt_index, corrupt_queue, corrupt_order, corrupt_length, corrupt_state, corrupt_free_indices]
+)
+def test_check_detects_inconsistent_states(corrupt: Callable[[Scheduler], None]) -> None:
     harness = FakeModelRun(rows=2)
     for number in (1, 2, 3):
         harness.add(number, 3)
     harness.step()
-    doctor(harness.scheduler)
+    corrupt(harness.scheduler)
     with pytest.raises(AssertionError):
         harness.scheduler.check()
 

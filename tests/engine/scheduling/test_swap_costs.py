@@ -44,12 +44,12 @@ def test_an_expensive_copy_is_retried_later() -> None:
     costs.record("out", 8 * MIB, 60.0)  # the machine slept
     nbytes, tokens = MIB, 1000
     assert not costs.swap_is_cheaper(nbytes, tokens)
-    is_cheaper = 0
+    num_calls = 0
     while not costs.swap_is_cheaper(nbytes, tokens):
         costs.decay()
-        is_cheaper += 1
-        assert is_cheaper < 200
-    assert is_cheaper > 5
+        num_calls += 1
+        assert num_calls < 200
+    assert num_calls > 5
     assert 0 < DECAY_FACTOR < 1
 
 

@@ -154,7 +154,7 @@ class SwapRequests(RandomRequests):
         super().operate()
 
 
-def run(name: str, seed: int = 1, num_operations: int = 250, **parts: Any) -> SwapHarness:
+def run(name: str, seed: int = 1, num_operations: int = 300, **parts: Any) -> SwapHarness:
     harness = SwapRequests(SETUPS[name], seed, **parts).run(num_operations)
     assert isinstance(harness, SwapHarness)
     return harness
@@ -163,14 +163,14 @@ def run(name: str, seed: int = 1, num_operations: int = 250, **parts: Any) -> Sw
 @pytest.mark.parametrize("name", EXACT + LOSSY)
 def test_sequences_swapped_to_a_slow_disk(name: str) -> None:
     stats = run(name, disk=UnluckyDisk(random.Random(0))).preemption.stats()
-    assert stats.swap_space.written > 3 and stats.swap_space.read > 3 and not stats.num_lost
+    assert stats.swap_space.written > 5 and stats.swap_space.read > 5 and not stats.num_lost
     assert stats.swap_space.failed == 0
 
 
 @pytest.mark.parametrize("name", EXACT + LOSSY)
 def test_sequences_swapped_to_memory(name: str) -> None:
     stats = run(name, ram=1 << 30).preemption.stats()
-    assert stats.to_ram > 3 and stats.to_disk == 0
+    assert stats.to_ram > 5 and stats.to_disk == 0
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -181,10 +181,11 @@ def test_sequences_swapped_or_recomputed_at_random(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", "translating", "ranked", "tiered"])
-def test_a_disk_that_fails_and_changes_data(name: str) -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_disk_that_fails_and_changes_data(name: str, seed: int) -> None:
     """Sequences that cannot be recomputed end with an error, no others do, and no stream is wrong."""
-    disk = UnluckyDisk(random.Random(1), fail=0.2, spoil=0.2)
-    harness = run(name, num_operations=800, disk=disk, preempt_probability=0.1)
+    disk = UnluckyDisk(random.Random(seed), fail=0.2, spoil=0.2)
+    harness = run(name, seed, num_operations=800, disk=disk, preempt_probability=0.1)
     assert disk.failed and disk.spoiled and harness.preemption.stats().num_lost > 0
     assert (harness.num_lost > 0) == harness.manager.lossy
 
@@ -214,7 +215,7 @@ class SwapMachine(StreamMachine):
         seed=st.integers(0, 999),
         bad=st.sampled_from((0.0, 0.0, 0.2)),
     )
-    def start(self, name: str, ram: int | None, seed: int, bad: float) -> None:  # type: ignore[override]
+    def start(self, name: str, ram: int | None, seed: int, bad: float) -> None:
         rng = random.Random(seed)
         self.begin(SwapHarness(SETUPS[name], rng, ram=ram, disk=UnluckyDisk(rng, bad, bad), swap_probability=0.8))
 
@@ -266,13 +267,13 @@ def test_others_run_while_a_sequence_is_read() -> None:
     assert seq.swapped is not None and seq.state == "waiting"
     for _ in range(3):
         output = harness.schedule()
-        assert output is not None and [span.sequence.request_id for span in output.scheduled] == [first]
+        assert output is not None and [scheduled.sequence.request_id for scheduled in output.scheduled] == [first]
         harness.update(output)
         assert harness.swap_space.record(seq.swapped.key).state == "reading"
     files.work(10)
     output = harness.schedule()
-    assert output is not None and {span.sequence.request_id for span in output.scheduled} == {first, second}
-    assert [span.num_tokens for span in output.scheduled] == [1, 1], "it was recomputed"
+    assert output is not None and {scheduled.sequence.request_id for scheduled in output.scheduled} == {first, second}
+    assert [scheduled.num_tokens for scheduled in output.scheduled] == [1, 1], "it was recomputed"
     harness.update(output)
     files.late.jobs = lambda: 1
     harness.drain()
@@ -286,7 +287,7 @@ def test_a_sequence_that_is_in_memory_is_restored_at_once() -> None:
     assert harness.preempt(only).swapped is not None
     other = add(harness, [5], 1)
     output = harness.schedule()
-    assert output is not None and only in {span.sequence.request_id for span in output.scheduled}
+    assert output is not None and only in {scheduled.sequence.request_id for scheduled in output.scheduled}
     harness.update(output)
     harness.drain()
     assert other not in harness.expected
@@ -337,7 +338,7 @@ def test_a_sequence_whose_copy_failed_is_not_restored(name: str) -> None:
     harness.preempt(requests[1])
     output = harness.scheduler.schedule()
     assert output is not None
-    assert [span.sequence.request_id for span in output.scheduled] == requests[:1]
+    assert [scheduled.sequence.request_id for scheduled in output.scheduled] == requests[:1]
     harness.expects_losses = True
     results = [SequenceOutput(error="out of memory")] * len(output.scheduled)
     harness.compare(harness.scheduler.update_from_output(output, results))

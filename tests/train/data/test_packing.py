@@ -163,6 +163,21 @@ def test_summary_reports_packing():
     assert "100.0% filled, 0.0% padding" in document_dataset(Tokens(*range(5, 60)), config()).summary()[1]
 
 
+@pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
+def test_rotary_scaling_follows_the_context_of_the_run(position):
+    """A batch of short rows is rotated as rows of ``data.seq_len`` tokens are, not by its width."""
+    scaled = build(model_config(position), dtype=torch.float64)
+    shape = CollateConfig.of_run(RunConfig.from_dict({"data": {"seq_len": 64}}))
+    step = collate_rows([[Segment(np.arange(1, 9), np.arange(2, 10))]], shape).model_input
+    assert step.sub_batches[0].num_new_tokens < 20 < 64, "the original limit is 20"
+
+    def hidden(limit):
+        return scaled(step._replace(max_seq_lens=torch.full_like(step.token_ids, limit)), NoCache(scaled.config))
+
+    assert (hidden(8) - hidden(64)).abs().max() > 1e-6, "the regimes differ"
+    assert torch.equal(scaled(step, NoCache(scaled.config)), hidden(64))
+
+
 def test_token_outside_the_vocabulary_is_refused():
     rows = [[Segment(np.array([3, 70000]), np.array([1, 2]))]]
     with pytest.raises(DataError, match=r"token id 70,000 is outside the model's vocabulary of 300"):

@@ -133,3 +133,14 @@ def test_a_tokenizer_without_a_separator_is_refused(texts, tmp_path):
 
     with pytest.raises(DataError, match="no token that opens a document"):
         open_store(tmp_path / "data", open_corpus([texts]), Mute())
+
+
+@pytest.mark.parametrize("name", ["tokens-00000.bin", "offsets.bin", "manifest.json"])
+def test_a_damaged_store_is_written_again(texts, tmp_path, name):
+    folder, corpus = tmp_path / "data", open_corpus([texts])
+    open_store(folder, corpus, BYTE)
+    assert open_store(folder, corpus, BYTE)[1]
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:8] + bytes([content[8] ^ 1]) + content[9:])
+    store, found = open_store(folder, corpus, BYTE)
+    assert not found and stream(store) == EXPECTED and open_store(folder, corpus, BYTE)[1]

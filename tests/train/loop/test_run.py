@@ -24,6 +24,7 @@ from kvad.train.monitoring.callbacks import Callback
 from kvad.train.monitoring.metrics import MetricsFile, read_metrics
 from kvad.train.objectives.cross_entropy import CrossEntropyObjective
 from kvad.train.optim.optimizer import OptimizersContainer
+from kvad.train.optim.schedules import Schedule
 from kvad.train.setup.objective_factory import resolve_objective
 from kvad.train.sources.documents import open_corpus
 from tests.support.training_runs import StopAt, assert_resume_is_exact, hashes, losses, metric_lines, tiny_shape
@@ -52,8 +53,10 @@ def test_the_loss_falls_and_the_run_is_a_checkpoint(corpus, tmp_path, run_config
     assert "checkpoints: Hugging Face's layout, read by transformers as LlamaForCausalLM" in listener.stages
     with LLM.load(out, max_num_seqs=1) as llm:
         assert llm.generate("1 is", max_tokens=3, temperature=0).usage.num_completion_tokens == 3
-    before = hashes(out), losses(out)
-    assert resume_model(out).step == 60 and (hashes(out), losses(out)) == before, "a finished run does not change"
+    before = hashes(out), losses(out), outcome.checkpoint.stat().st_ino
+    again = resume_model(out)
+    assert (again.reason, again.step, again.checkpoint) == ("unchanged", 60, outcome.checkpoint)
+    assert (hashes(out), losses(out), outcome.checkpoint.stat().st_ino) == before, "a finished run is not saved again"
 
 
 def test_micro_batches_make_the_updates_of_one_batch(corpus, tmp_path, run_config):
@@ -280,7 +283,8 @@ def stopped(corpus, tmp_path, run_config):
     ("change", "message"),
     [
         ({"lr": 5e-3}, r"optim.lr: 0.001 there, 0.005 here"),
-        ({"steps": 99}, r"train.steps: 12 there, 99 here"),
+        ({"batch_size": 2}, r"train.batch_size: 4 there, 2 here"),
+        ({"steps": 2}, r"train.steps: must be at least 3, the steps of the run so far, got 2"),
         ({"data": {"validation_fraction": 0.2}}, r"data.validation_fraction: 0.1 there, 0.2 here"),
         ({"tokenizer": {"kind": "char"}}, r"tokenizer.kind: 'byte' there, 'char' here"),
         ({"model": {"preset": "tiny"}}, r"model.hidden_size: 32 there, 128 here"),
@@ -291,8 +295,62 @@ def test_another_configuration_is_refused(stopped, run_config, change, message):
         resume_model(stopped, config=run_config(**change))
 
 
-def test_keys_without_effect_on_numbers_may_change(stopped, run_config):
-    assert resume_model(stopped, config=run_config(eval_interval=4, save_interval=3, log_interval=2)).step == 12
+def test_keys_without_effect_on_numbers_may_change(stopped, run_config, listener):
+    config = run_config(eval_interval=4, save_interval=3, log_interval=2)
+    assert resume_model(stopped, config=config, callbacks=[listener]).step == 12
+    changed = [line for line in listener.stages if line.startswith("changed")]
+    assert changed == [f"changed: train.{key}_interval: {old} -> {new}" for key, old, new in CHANGED]
+
+
+CHANGED = (("eval", 5, 4), ("log", 1, 2), ("save", 5, 3))
+
+
+@pytest.mark.parametrize("stop", [7, None])
+def test_a_longer_run_continues_as_if_it_had_been_longer_from_the_start(corpus, tmp_path, run_config, stop):
+    """With a rate that does not depend on the length, every number of the longer run is equal."""
+    schedule = {"schedule": "constant", "warmup_steps": 3}
+    train_model(run_config(steps=20, **schedule), [corpus], tmp_path / "whole")
+    parts = tmp_path / "parts"
+    train_model(run_config(**schedule), [corpus], parts, callbacks=[StopAt(stop)] if stop else [])
+    outcome = resume_model(parts, config=run_config(steps=20, **schedule), callbacks=[StopAt(16)])
+    assert (outcome.reason, outcome.step) == ("interrupted", 16)
+    assert read_run_config(parts)[0].train.steps == 20
+    assert resume_model(parts).reason == "done"
+    assert losses(parts) == losses(tmp_path / "whole") and hashes(parts) == hashes(tmp_path / "whole")
+    assert metric_lines(parts, "end")[0]["step"] == 20 and len(metric_lines(parts, "end")) == 1
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_the_rate_of_a_longer_run_follows_the_new_length(corpus, tmp_path, run_config, listener, schedule):
+    options = {"schedule": schedule, "warmup_steps": 2}
+    train_model(run_config(**options), [corpus], tmp_path / "run")
+    longer = run_config(steps=16, **options)
+    resume_model(tmp_path / "run", config=longer, callbacks=[listener])
+    rates = [Schedule(longer.optim, longer.train).lr(step, 0.0) for step in range(12, 16)]
+    assert [report.lr for report in listener.steps] == rates
+    before = Schedule(longer.optim, run_config(**options).train).lr(12, 0.0)
+    assert "changed: train.steps: 12 -> 16" in listener.stages
+    (line,) = (line for line in listener.stages if line.startswith("learning rate"))
+    shown = f"over the new length: {rates[0]:.2e} at step 13, it was {before:.2e}"
+    assert line.endswith(shown if schedule != "constant" else "constant, unchanged by the new length")
+
+
+def test_a_run_that_is_ended_where_it_stopped_is_evaluated(stopped, run_config):
+    outcome = resume_model(stopped, config=run_config(steps=3))
+    assert (outcome.reason, outcome.step) == ("done", 3) and outcome.val_loss is not None
+    assert resume_model(stopped).reason == "unchanged" and read_run_config(stopped)[0].train.steps == 3
+
+
+def test_a_run_that_the_clock_ended_continues_with_more_minutes(corpus, tmp_path, run_config):
+    config = run_config(steps=None, minutes=1.0, eval_interval=1000, save_interval=1000)
+    clock = map(float, itertools.count()).__next__
+    first = train_model(config, [corpus], tmp_path / "run", clock=clock)
+    second = resume_model(
+        tmp_path / "run",
+        config=dataclasses.replace(config, train=dataclasses.replace(config.train, minutes=2.0)),
+        clock=clock,
+    )
+    assert second.reason == "done" and second.step > 1.5 * first.step and 110 <= second.elapsed <= 121
 
 
 def test_another_tokenizer_is_refused(stopped, run_config, tmp_path):

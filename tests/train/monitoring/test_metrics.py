@@ -62,6 +62,6 @@ def test_a_missing_package_is_reported(corpus, tmp_path, monkeypatch, capsys):
     err = capsys.readouterr().err.splitlines()
     assert err == [
         "kvad: error: this needs tensorboard, which is not installed",
-        "kvad: hint: pip install 'kvad[tensorboard]'",
+        "kvad: hint: pip install tensorboard, or the extra 'tensorboard' of kvad",
     ]
     assert not (tmp_path / "run").exists()

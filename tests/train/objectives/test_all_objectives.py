@@ -11,11 +11,15 @@ import torch
 from kvad.config.layers import ClassificationHeadConfig, LanguageHeadConfig
 from kvad.errors import ConfigError, UsageError
 from kvad.model.no_cache import NoCache
+from kvad.train.config.optim import OptimConfig
 from kvad.train.config.presets import MODEL_PRESETS
-from kvad.train.config.run import RunConfig
+from kvad.train.config.run import RunConfig, TrainConfig
 from kvad.train.loop import dry_run
 from kvad.train.loop.dry_run import plan_training
+from kvad.train.loop.trainer import Trainer, TrainerState
+from kvad.train.monitoring.callbacks import Callback
 from kvad.train.objectives.cross_entropy import Autocast
+from kvad.train.optim.optimizer import OptimizersContainer
 from kvad.train.setup.corpora import resolve_corpus
 from kvad.train.setup.objective_factory import OBJECTIVE_TOPOLOGY, build_objective, resolve_objective, with_head
 from kvad.train.setup.run_data import RunData
@@ -101,6 +105,49 @@ def test_gradient_is_independent_of_micro_batches(kind, options, files, tmp_path
     assert summed == pytest.approx(whole[0], rel=1e-12)
     assert (got - whole[1]).abs().max() <= 1e-12 * whole[1].abs().max()
     assert len(set(sizes)) > 1 or kind in ("next-token", "masked-lm"), "micro-batches of equal size would test little"
+
+
+class Unsaved:
+    """Stands in for the checkpointer of a Trainer."""
+
+    has_checkpoint = False
+
+    def save(self):
+        pass
+
+    wait = close = save
+
+    def finished(self):
+        return []
+
+
+def trained(files, folder, batch, accumulate):
+    """Losses, gradient norms and weights of four steps of Trainer.fit in float64.
+
+    The rate of Adam without ``eps``, or a clipped norm, would hide a factor of the gradient.
+    """
+    data, model, objective = dataset_of("seq2seq", files, folder, batch=batch, accumulate=accumulate)
+    train = TrainConfig(steps=4, batch_size=batch, gradient_accumulation_steps=accumulate, precision="fp32")
+    config, steps = OptimConfig(eps=1.0, max_grad_norm=1e9, lr=0.5, warmup_steps=0), []
+
+    class Recorder(Callback):
+        def on_step(self, report):
+            steps.append((report.loss, report.grad_norm))
+
+    optimization = OptimizersContainer(model, config, train)
+    Trainer(model, objective, optimization, data, train, TrainerState(), Unsaved(), callbacks=[Recorder()]).fit()
+    targets = [[len(batch.targets) for batch in data.micro_batches(step)] for step in range(4)]
+    return steps, torch.cat([p.detach().flatten() for p in model.parameters()]), targets
+
+
+def test_training_is_independent_of_micro_batches(files, tmp_path):
+    """Trainer.fit computes the mean over all targets of a step, although its micro-batches have different numbers."""
+    steps, weights, _ = trained(files, tmp_path / "whole", 4, 1)
+    split_steps, split_weights, targets = trained(files, tmp_path / "split", 1, 4)
+    assert all(len(set(counts)) > 1 for counts in targets)
+    for one, other in zip(steps, split_steps, strict=True):
+        assert other == pytest.approx(one, rel=1e-12)
+    assert (split_weights - weights).abs().max() <= 1e-12 * weights.abs().max()
 
 
 @pytest.mark.parametrize("kind", KINDS)

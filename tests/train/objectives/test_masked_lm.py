@@ -110,6 +110,7 @@ def test_draws_differ_by_step_and_row_but_not_by_evaluation():
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.model_input.token_ids, other.model_input.token_ids)
     assert not torch.equal(first[0].model_input.token_ids, first[1].model_input.token_ids)
+    assert set(first[0].model_input.logit_indices.tolist()) != indices[0], "the same rows, hidden as in step 0"
     assert row_rng(0, TRAIN_STREAM, 1).random() != row_rng(0, EVAL_STREAM, 1).random()
 
 

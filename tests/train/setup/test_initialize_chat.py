@@ -1,5 +1,6 @@
 """Chat training from a pretrained model: chat template and end-of-turn tokens."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -25,10 +26,15 @@ def config(base, **objective):
 
 @pytest.fixture(scope="module")
 def base(files, tmp_path_factory):  # noqa: F811
-    """A decoder without template, whose documents end with <|endofdoc|>."""
+    """A decoder without template, whose documents end with <|endofdoc|>; generation does not stop at it."""
     data = {"seq_len": 128, "document_unit": "lines"}
     run = tiny_config(data=data, tokenizer={"kind": "bpe", "vocab_size": 300}, steps=2)
-    return train_model(run, [files / "next-token"], tmp_path_factory.mktemp("base") / "run").checkpoint
+    folder = train_model(run, [files / "next-token"], tmp_path_factory.mktemp("base") / "run").checkpoint
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"eos_token_id": None}))
+    assert settings["eos_token_id"] is not None and kvad("doctor", folder, "--fix")[0] == 0
+    return folder
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])

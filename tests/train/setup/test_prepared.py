@@ -13,6 +13,7 @@ from kvad.model_input import AttentionPattern
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.config.toml import dumps
+from kvad.train.data import token_store
 from kvad.train.data.token_store import is_prepared
 from kvad.train.loop import run as job
 from kvad.train.setup.prepared import PreparedData
@@ -116,7 +117,7 @@ def test_mismatched_prepared_data_is_refused(prepared, tmp_path):
     with pytest.raises(DataError, match=r"the run's tokenizer is not the tokenizer that made the tokens"):
         run_data(prepared).open(tmp_path / "x", char)
     char.save(prepared / "tokenizer")
-    with pytest.raises(DataError, match=r"tokenizer is not the tokenizer that made the tokens .*Prepare it again"):
+    with pytest.raises(DataError, match=r"tokenizer.json differs from its manifest: another sha256 .*Prepare it again"):
         PreparedData(prepared)
 
 
@@ -146,7 +147,7 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
     first = "the first is token 1 of document 1, at byte 0 of "
 
     def refused(message, content=manifest, data=None):
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps({**content, "checksum": token_store._checksum(content)}))
         if data is not None:
             shard.write_bytes(data)
         code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
@@ -160,6 +161,72 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
     assert code == 1 and out.startswith("damaged: "), out
     refused("tokens-00000.bin has", data=tokens[:-2])
     refused("its manifest is damaged", {"prepared": manifest["prepared"]})
+
+
+def resealed(folder, **changes):
+    """Write changed keys of a manifest, with its checksum."""
+    manifest = json.loads((folder / "manifest.json").read_text()) | changes
+    manifest["checksum"] = token_store._checksum(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"a": 1}', None])
+def test_a_folder_of_tokens_is_never_read_as_text(prepared, run, tmp_path, content):
+    """A damaged or missing manifest is an error, also of a folder with text files; the hint's command works."""
+    (prepared / "notes.txt").write_text("some text " * 50)
+    (prepared / "manifest.json").unlink()
+    if content is not None:
+        (prepared / "manifest.json").write_bytes(content)
+    for command in ("train", "data prepare"):
+        code, _, err = kvad(
+            *command.split(), *([run()] if command == "train" else []), prepared, "--out", tmp_path / "x"
+        )
+        assert code == 2 and "cannot be used: " in err and not (tmp_path / "x").exists(), err
+    if content != b'{"a": 1}':
+        with pytest.raises(
+            DataError, match=r"manifest.json is missing or damaged .*kvad data prepare TEXTS --overwrite"
+        ):
+            PreparedData(prepared)
+        text = tmp_path / "text.txt"
+        text.write_text("some text " * 50)
+        code, _, err = kvad("data", "prepare", text, "--tokenizer", "byte", "--overwrite", "--out", prepared)
+        assert code == 0 and PreparedData(prepared).manifest["documents"] == 1, err
+
+
+def test_one_changed_value_of_the_manifest_is_noticed(prepared):
+    """The manifest has a checksum of its content, not of its spelling."""
+    path = prepared / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest, indent=4, sort_keys=True))
+    PreparedData(prepared)
+    for key in ("held", "tokens", "documents", "fingerprint", "kind", "cuts"):
+        path.write_text(json.dumps(manifest | {key: [3] if key == "cuts" else manifest[key] * 2 or 1}))
+        with pytest.raises(DataError, match=r"manifest.json is missing or damaged"):
+            PreparedData(prepared)
+
+
+@pytest.mark.parametrize("change", [(1, 10**6), (0, 1), (-1, 5)])
+def test_offsets_must_ascend_to_the_number_of_tokens(prepared, change):
+    """Also if the hashes are those of these offsets."""
+    path = prepared / "offsets.bin"
+    offsets = np.fromfile(path, "<u8")
+    offsets[change[0]] = offsets[change[0]] + change[1] if change[0] else 1
+    offsets.tofile(path)
+    resealed(prepared, offsets=hashlib.sha256(path.read_bytes()).hexdigest())
+    with pytest.raises(DataError, match=r"offsets.bin: must ascend from 0 to the [\d,]+ tokens"):
+        PreparedData(prepared)
+
+
+def test_changed_tokens_are_refused_before_the_first_step(prepared, run, tmp_path):
+    """Tokens inside the vocabulary, an offset and the tokenizer are compared with their hashes."""
+    for name in ("tokens-00000.bin", "offsets.bin", "tokenizer/tokenizer.json"):
+        path = prepared / name
+        content = path.read_bytes()
+        path.write_bytes(content[:9] + bytes([content[9] ^ 1]) + content[10:])
+        code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+        assert code == 2 and name in err and not (tmp_path / "run").exists(), err
+        path.write_bytes(content)
+    assert kvad("train", run(), prepared, "--out", tmp_path / "run")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,16 @@ def test_invalid_paths_are_refused(tree, name, message):
         open_corpus([tree / name])
 
 
+@pytest.mark.parametrize("name", ["offsets.bin", "tokens-00000.bin"])
+def test_a_folder_of_tokens_is_never_read_as_text(tree, name):
+    """Its manifest and tokenizer are JSON; a suffix selects other files."""
+    (tree / "a" / name).write_bytes(b"\1\0")
+    (tree / "a" / "manifest.json").write_text("{}")
+    with pytest.raises(DataError, match=r"a has tokens, as kvad data prepare writes them, and no text .*--suffix"):
+        open_corpus([tree])
+    assert len(open_corpus([tree], suffixes=[".txt"]).sources) == 2
+
+
 def test_corpus_without_text_is_refused(tree):
     with pytest.raises(DataError, match=r"no text files ending in \.md in .*tree \(Select files with --suffix"):
         open_corpus([tree], suffixes=[".md"])

@@ -1,0 +1,28 @@
+"""GGUF, llama.cpp's format: one file with config, tokenizer and tensors, read and written through Hugging Face's names.
+
+| module | content |
+|---|---|
+| `architectures` | pairs of GGUF architectures and Hugging Face classes, with their keys |
+| `reader` | a GGUF file as a checkpoint; quantized tensors are dequantized when they are read |
+| `tokenizer` | the tokenizer in the metadata, from and to ``tokenizer.json`` |
+| `writer` | export of a checkpoint in float32, bfloat16 or Q8_0 |
+
+The file format and the dequantization are the ``gguf`` package's (``pip install 'kvad[gguf]'``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvad.checkpoint.gguf import architectures as architectures
+    from kvad.checkpoint.gguf import reader as reader
+    from kvad.checkpoint.gguf import tokenizer as tokenizer
+    from kvad.checkpoint.gguf import writer as writer
+    from kvad.checkpoint.gguf.reader import GGUFCheckpoint as GGUFCheckpoint
+    from kvad.checkpoint.gguf.writer import FILE_TYPES as FILE_TYPES
+    from kvad.checkpoint.gguf.writer import export_gguf as export_gguf
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,0 +1,187 @@
+"""A GGUF file, opened as the Hugging Face checkpoint that it was made from."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvad import storage
+from kvad.checkpoint.conversion import HFConfigReader
+from kvad.checkpoint.gguf import tokenizer
+from kvad.checkpoint.gguf.architectures import Architecture, FileContents, config_json, find_architecture
+from kvad.checkpoint.hf_layout import HFCheckpoint
+from kvad.errors import CheckpointError
+from kvad.text import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import gguf
+
+# Tensors that are part of the config.
+_CONFIG_TENSORS = ("rope_freqs.weight",)
+_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class GGUFCheckpoint(HFCheckpoint):
+    """A GGUF file; quantized tensors are dequantized one at a time, and stored as bfloat16 by default."""
+
+    @cached_property
+    def _reader(self) -> gguf.GGUFReader:
+        import gguf
+
+        with storage.filesystem.open_regular(self.path):
+            pass  # refuses a FIFO or a device
+        try:
+            return gguf.GGUFReader(self.path)
+        except Exception as error:  # the package raises ValueError, IndexError, KeyError and others
+            hint = "It is no GGUF file, or incomplete. Download or copy it again."
+            raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}", hint) from error
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """The file's keys and values; a float is the shortest decimal that rounds to it."""
+        try:
+            values = {name: field.contents() for name, field in self._reader.fields.items()}
+        except (IndexError, KeyError, UnicodeDecodeError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: the metadata cannot be read: {error}", "Download it again.") from error
+        if int(values.get("split.count", 1)) > 1:
+            raise CheckpointError(f"{self.path} is one of {values['split.count']} parts", "Merge them with gguf-split.")
+        return {name: float(str(np.float32(v))) if isinstance(v, float) else v for name, v in values.items()}
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return find_architecture(self.metadata.get("general.architecture"), str(self.path))
+
+    @cached_property
+    def fields(self) -> HFConfigReader:
+        """The equivalent ``config.json``."""
+        raw = RawTensors(self.path, self._reader)
+        contents = FileContents(self.metadata, frozenset(raw), lambda name: raw[name].tolist())
+        content = config_json(self.architecture, contents, str(self.path))
+        if "token_embd.weight" not in raw:
+            raise CheckpointError(f"{self.path}: tensor token_embd.weight is missing")
+        content["vocab_size"] = raw.shape("token_embd.weight")[0]
+        return HFConfigReader({**content, **tokenizer.token_ids(self.metadata)}, str(self.path))
+
+    @cached_property
+    def tensors(self) -> GGUFTensors:  # type: ignore[override]
+        """Tensors by Hugging Face's names."""
+        return GGUFTensors(self)
+
+    @cached_property
+    def tokenizer_folder(self) -> Path:
+        """A temporary folder with the tokenizer's files, deleted at exit."""
+        has_tokenizer = tokenizer.has_tokenizer(self.metadata)
+        files = tokenizer.tokenizer_files(self.metadata, str(self.path)) if has_tokenizer else {}
+        folder = Path(tempfile.mkdtemp(prefix="kvad-gguf-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, "utf-8")
+        return folder
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer in the metadata, or None."""
+        return load_tokenizer(self.tokenizer_folder) if tokenizer.has_tokenizer(self.metadata) else None
+
+    def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors in ``dtype`` (None: ``stored_dtype``)."""
+        yield from super().weights_as(dtype or self.stored_dtype)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the largest tensor, bfloat16 if it is quantized."""
+        return self.tensors.dtype(max(self.tensors, key=self.tensors.bytes))
+
+
+class RawTensors(Mapping[str, Tensor]):
+    """Tensors of a GGUF file by its own names, dequantized."""
+
+    def __init__(self, path: Path, reader: gguf.GGUFReader) -> None:
+        self.path = path
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+
+    def __getitem__(self, name: str) -> Tensor:
+        from gguf import quants
+
+        tensor = self._tensors[name]
+        plain = _PLAIN.get(tensor.tensor_type.name)
+        try:
+            if plain is not None:
+                return torch.from_numpy(np.array(tensor.data)).view(plain).view(self.shape(name))
+            return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type)).view(self.shape(name))
+        except (NotImplementedError, RuntimeError, ValueError, IndexError) as error:
+            message = f"{self.path}: tensor {name} ({tensor.tensor_type.name}) cannot be dequantized: {error}"
+            raise CheckpointError(message) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _PLAIN.get(self._tensors[name].tensor_type.name, torch.bfloat16)
+
+    def bytes(self, name: str) -> int:
+        return int(self._tensors[name].n_bytes)
+
+
+class GGUFTensors(Mapping[str, Tensor]):
+    """Tensors of a GGUF file by Hugging Face's names; one without such a name has its own."""
+
+    def __init__(self, checkpoint: GGUFCheckpoint) -> None:
+        self.path, self._checkpoint = checkpoint.path, checkpoint
+        self._raw = RawTensors(checkpoint.path, checkpoint._reader)
+        family, config = checkpoint.family, checkpoint.family.read(checkpoint.fields)
+        find = name_finder(checkpoint.architecture, config.decoder.num_layers if config.decoder else 0)
+        hf_names = [name for rule in family.tensor_rules(config) for name in rule.hf_names]
+        hf_names += [name for name in family.head or () if name not in hf_names]
+        names = {find(name): name for name in hf_names}
+        self._names = {names.get(name, name): name for name in self._raw if name not in _CONFIG_TENSORS}
+
+    def __getitem__(self, name: str) -> Tensor:
+        raw_name = self._names[name]
+        tensor = self._raw[raw_name]
+        return self._checkpoint.architecture.convert(raw_name, tensor, self._checkpoint.fields.content)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._raw.shape(self._names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._raw.dtype(self._names[name])
+
+    def bytes(self, name: str) -> int:
+        return self._raw.bytes(self._names[name])
+
+
+def name_finder(architecture: Architecture, num_layers: int) -> Any:
+    """Return a function from a tensor's name in Hugging Face's files to that in a GGUF file, or None."""
+    import gguf
+
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(arch, num_layers)
+    return lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))

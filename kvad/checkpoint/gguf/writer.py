@@ -1,0 +1,142 @@
+"""Export of a checkpoint to one GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvad import config as config_lib
+from kvad import storage
+from kvad.checkpoint.conversion import HFConfigReader, write_tensors
+from kvad.checkpoint.gguf import tokenizer
+from kvad.checkpoint.gguf.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    FileContents,
+    config_json,
+    llama3_divisors,
+    metadata,
+)
+from kvad.checkpoint.gguf.reader import name_finder
+from kvad.checkpoint.handle import CheckpointHandle
+from kvad.checkpoint.hf_layout import HFLayout, choose_family
+from kvad.errors import CheckpointError
+
+FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+
+
+def export_gguf(handle: CheckpointHandle, out: Path, stored: str = "bfloat16") -> str:
+    """Write a GGUF file, replacing ``out`` once the new one is complete.
+
+    Matrices are stored in ``stored``, vectors in float32, as llama.cpp's converter does; a matrix whose rows are no
+    multiple of 32 is stored in float16 instead of Q8_0.
+
+    Returns:
+        The name of the architecture.
+
+    Raises:
+        CheckpointError: If no architecture can express the model, which names the difference, or if llama.cpp has no
+            tokenizer like its own.
+    """
+    import gguf
+
+    layout, architecture, values = _choose(handle)
+    values |= tokenizer.metadata(handle.tokenizer, handle.tokenizer_folder, handle.generation, handle.config.vocab_size)
+    with storage.atomic.new_file(out) as temp_path:
+        writer = gguf.GGUFWriter(temp_path, architecture.name)
+        writer.add_name(out.stem)
+        writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[stored]])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for name, value in values.items():
+            _add(writer, name, value)
+        for name, tensor in _tensors(handle, layout, architecture):
+            _add_tensor(writer, name, tensor, stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return architecture.name
+
+
+def _choose(handle: CheckpointHandle) -> tuple[HFLayout, Architecture, dict[str, Any]]:
+    """Return the layout that has an architecture, and its metadata: the checkpoint's own family, or the first."""
+    by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
+    reasons = []
+    for model_type in dict.fromkeys([handle.origin, *by_type]):
+        if model_type in by_type:
+            try:
+                layout, architecture = choose_family(handle.config, model_type), by_type[model_type]
+                values = metadata(architecture, layout.content, handle.config.vocab_size)
+                _check_read_back(handle, layout, architecture, values)
+                return layout, architecture, values
+            except CheckpointError as error:
+                reasons.append(error.message)
+    raise CheckpointError("no architecture of GGUF can hold this model", f"The first one tried: {reasons[0]}.")
+
+
+def _tensors(handle: CheckpointHandle, layout: HFLayout, architecture: Architecture) -> Any:
+    """Yield the tensors in the layout of GGUF, by its names."""
+    config = handle.config
+    assert config.decoder is not None, config.kind
+    find = name_finder(architecture, config.decoder.num_layers)
+    divisors = llama3_divisors(layout.content)
+    if divisors is not None:
+        yield "rope_freqs.weight", divisors
+    for hf_name, tensor in write_tensors(layout.family, config, dict(handle.weights())):
+        name = find(hf_name)
+        if name is None:
+            raise CheckpointError(f"GGUF's {architecture.name} has no tensor like {hf_name}")
+        yield name, architecture.convert(name, tensor, layout.content, write=True)
+
+
+def _check_read_back(
+    handle: CheckpointHandle, layout: HFLayout, architecture: Architecture, values: dict[str, Any]
+) -> None:
+    """Raise CheckpointError for the first part of the config that a reader of the file would see otherwise."""
+    names, divisors = set(), llama3_divisors(layout.content)
+    tied = handle.config.tie_embeddings
+    for rule in layout.family.tensor_rules(handle.config):
+        names |= set(rule.hf_names)
+    decoder = handle.config.decoder
+    find = name_finder(architecture, decoder.num_layers if decoder else 0)
+    written = {find(name) for name in names} | ({"output.weight"} if not tied else set())
+    content = config_json(architecture, FileContents(values, frozenset(filter(None, written)), lambda _: []), "GGUF")
+    content["vocab_size"] = handle.config.vocab_size
+    if divisors is not None:
+        content["rope_scaling"] = layout.content["rope_scaling"]
+    read_back = config_lib.canonical_config(layout.family.read(HFConfigReader(content, "GGUF")))
+    for part, value in config_lib.canonical_config(handle.config).items():
+        if read_back.get(part) != value and not part.startswith("dropout."):  # used in training only
+            difference = f"{part} is {value!r}, would become {read_back.get(part)!r}"
+            raise CheckpointError(f"GGUF's {architecture.name} cannot express this model: {difference}")
+
+
+def _add(writer: Any, name: str, value: Any) -> None:
+    """Add a value under a key, with the type that llama.cpp's converter uses."""
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, value)
+
+
+def _add_tensor(writer: Any, name: str, tensor: Tensor, stored: str) -> None:
+    import gguf
+    from gguf import quants
+
+    values = tensor.detach().to(torch.float32).contiguous().numpy()
+    if stored == "float32" or tensor.dim() < 2:
+        writer.add_tensor(name, values)
+        return
+    kind = gguf.GGMLQuantizationType.BF16 if stored == "bfloat16" else gguf.GGMLQuantizationType.Q8_0
+    if stored == "q8_0" and values.shape[-1] % 32:
+        kind = gguf.GGMLQuantizationType.F16
+    writer.add_tensor(name, quants.quantize(values, kind), raw_dtype=kind)

@@ -1,0 +1,148 @@
+"""The model that every engine is compared with: unpacked weights, plain kernels, any dtype.
+
+``reference_model`` builds a second ``Transformer`` from the weights as they are when it is called, before an engine
+packs them. Every product is ``F.linear`` of one layer's weight, attention is the reference kernel, and nothing is
+joined, tiled or fused. Activations have the requested dtype; weights stay in the stored one and are converted where
+they are used, one matrix at a time, so a float64 reference of a model of N bytes needs little more than N bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvad import model as model_lib
+from kvad import ops
+from kvad.model import Transformer
+from kvad.model_input import CacheProtocol, ModelInput, SubBatch
+
+SLICE = 1 << 13  # rows of the output matrix that are converted at a time
+
+
+class WholeSequence(NamedTuple):
+    """Tokens of one sequence and of its encoder input; ``limit`` decides the rotary regime."""
+
+    tokens: Sequence[int]
+    limit: int
+    source: Sequence[int] | None = None
+
+
+class ReferenceModel(Transformer):
+    """A Transformer with plain kernels; build it with ``reference_model``."""
+
+    compute_dtype: torch.dtype
+
+    def logits(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Compute logits [N, V] from hidden [T, E], for ``SLICE`` tokens of the vocabulary at a time."""
+        head, selected = self.head, hidden.index_select(0, indices)
+        if not isinstance(head, model_lib.heads.LanguageHead):
+            return super().logits(hidden, indices)
+        selected, slices = head.pre_logits(selected), []
+        weight = self.token_embedding if head.weight is None else head.weight
+        for low in range(0, len(weight), SLICE):
+            bias = None if head.bias is None else head.bias[low : low + SLICE].to(hidden.dtype)
+            slices.append(F.linear(selected, weight[low : low + SLICE].to(hidden.dtype), bias))
+        logits = torch.cat(slices, dim=-1) * head.spec.logit_scale
+        cap = head.spec.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def whole_logits(
+        self, sequences: Sequence[WholeSequence], cache: CacheProtocol, *, last_only: bool = False
+    ) -> list[Tensor]:
+        """Compute [T, V] of each sequence (``last_only``: [1, V]), all in one pass over the weights."""
+        model_input = self._whole_input([(each.tokens, each.limit) for each in sequences])
+        sources = [each.source for each in sequences if each.source is not None]
+        if sources:
+            encoder_input = self._whole_input([(source, len(source)) for source in sources])
+            model_input = model_input._replace(encoder_input=encoder_input)
+        ends = torch.tensor([len(each.tokens) for each in sequences], device=model_input.positions.device).cumsum(0)
+        indices = ends - 1 if last_only else model_input.logit_indices
+        # Kernels for inference are not used while gradients are recorded; no weight requires one.
+        with torch.enable_grad():
+            logits = self.logits(self(model_input, cache), indices).cpu()
+        return list(logits.split([1 if last_only else len(each.tokens) for each in sequences]))
+
+    def _whole_input(self, rows: Sequence[tuple[Sequence[int], int]]) -> ModelInput:
+        device = self.token_embedding.device
+        token_ids = torch.tensor([token for tokens, _ in rows for token in tokens], dtype=torch.int64, device=device)
+        positions = torch.cat([torch.arange(len(tokens), device=device) for tokens, _ in rows])
+        limits = torch.cat([torch.full((len(tokens),), limit, device=device) for tokens, limit in rows])
+        sub_batches = tuple(SubBatch(1, len(tokens), len(tokens)) for tokens, _ in rows)
+        indices = torch.arange(len(token_ids), device=device)
+        return ModelInput(token_ids, positions, sub_batches, indices, max_seq_lens=limits)
+
+
+def reference_model(model: Transformer, dtype: torch.dtype | None = None) -> ReferenceModel:
+    """Build the reference of ``model`` in ``dtype`` (default: the model's) from its weights as they are now.
+
+    Weights are shared, not copied: an engine that packs them binds its layers to a copy.
+    """
+    with torch.device("meta"):
+        reference = ReferenceModel(model.config).eval().requires_grad_(False)
+    reference.load_state_dict({name: x.detach() for name, x in model.state_dict().items()}, assign=True)
+    reference.compute_dtype = model.token_embedding.dtype if dtype is None else dtype
+    reference.kernel = "reference"
+    for own, stack in ((reference.encoder, model.encoder), (reference.decoder, model.decoder)):
+        if own is not None and stack is not None:
+            # Custom encodings may have constants, and are small.
+            own.positions = copy.deepcopy(stack.positions).to(reference.compute_dtype).requires_grad_(False)
+    for parent in list(reference.modules()):
+        for name, part in [*parent.named_children(), *vars(parent).items()]:
+            if isinstance(part, ops.linear.Linear):
+                setattr(parent, name, _PlainLinear(part))
+            elif isinstance(part, ops.linear.PackedLinear):
+                setattr(parent, name, _separate_products)
+        if isinstance(parent, model_lib.layers.MixtureOfExperts):
+            parent.register_forward_pre_hook(_convert_experts)
+            parent.register_forward_hook(_restore_experts)
+        elif isinstance(parent, model_lib.layers.Embedding):
+            parent.register_forward_pre_hook(_convert_embedded, with_kwargs=True)
+            parent.compute_dtype = reference.compute_dtype  # type: ignore[assignment]
+    return reference
+
+
+class _PlainLinear(nn.Module):
+    """One product with one weight, converted to the dtype of its input."""
+
+    def __init__(self, layer: ops.linear.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def _separate_products(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    return [layer(x) for layer in layers]
+
+
+def _convert_experts(module: nn.Module, inputs: tuple[Tensor]) -> None:
+    stored = {name: x for name, x in module._parameters.items() if x is not None}
+    module.stored = stored  # type: ignore[assignment]
+    for name, x in stored.items():
+        module._parameters[name] = x.to(inputs[0].dtype)  # type: ignore[assignment]
+
+
+def _restore_experts(module: nn.Module, _inputs: object, _output: object) -> None:
+    stored: Any = module.stored
+    module._parameters.update(stored)
+
+
+def _convert_embedded(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace the table by the rows of the step's tokens, in the reference's dtype."""
+    tokens, positions, *rest = args
+    table = rest[0] if rest else kwargs.get("table")
+    assert isinstance(module, model_lib.layers.Embedding)
+    if table is None:
+        assert module.tokens is not None
+        table = module.tokens.weight
+    ids, inverse = tokens.unique(return_inverse=True)
+    dtype: Any = module.compute_dtype
+    return (inverse, positions), {**kwargs, "table": table[ids].to(dtype)}
