@@ -67,6 +67,7 @@ SMALLER = {
     "4096": "256",
     "8192": "300",
     "10000": "300",
+    "2000": "4",
 }
 _BENCH = "--tasks single --depths 0.5 --samples-per-cell 1 --num-texts 1 --text-length 24 --text book.txt"
 LIMITS = {  # appended to a command that begins with these words: less work, the same code path

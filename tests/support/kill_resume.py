@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,30 @@ class Run:
         """Run one child: from the newest checkpoint, or from the beginning."""
         count_more_operations(killer)
         if self.uncopied and out.name == "parts":
-            async_checkpointer.AsyncCheckpointer._copy = lambda self, group, tensors: tensors  # type: ignore[method-assign]
+            save_without_copy()
         if list_steps(out):
             loop.resume_model(out)
         else:
             loop.train_model(self.config, self.corpus, out)
+
+
+def save_without_copy() -> None:
+    """Write the tensors that are being trained, after three more micro-batches or 0.2 s each: they have changed."""
+    batches, save = threading.Semaphore(0), native.save_tensors
+    accumulate = cross_entropy.CrossEntropyObjective.accumulate_gradients
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        batches.release()
+        return accumulate(*arguments, **options)
+
+    def save_late(*arguments: Any) -> None:
+        for _ in range(3):
+            batches.acquire(timeout=0.2)
+        save(*arguments)
+
+    cross_entropy.CrossEntropyObjective.accumulate_gradients = count  # type: ignore[method-assign]
+    native.save_tensors = save_late
+    async_checkpointer.AsyncCheckpointer._copy = lambda self, group, tensors: tensors  # type: ignore[method-assign]
 
 
 def count_more_operations(killer: Killer) -> None:
