@@ -251,7 +251,7 @@ def llama3_divisors(content: Mapping[str, Any]) -> Tensor | None:
     width = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
     frequencies = content["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     wavelengths = 2 * math.pi / frequencies
-    original, low, high = (scaling[f"{name}"] for name in (
+    original, low, high = (scaling[name] for name in (
         "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"
     ))  # fmt: skip
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)

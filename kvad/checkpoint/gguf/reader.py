@@ -141,41 +141,20 @@ class RawTensors(Mapping[str, Tensor]):
         return int(self._tensors[name].n_bytes)
 
 
-class GGUFTensors(Mapping[str, Tensor]):
-    """Tensors of a GGUF file by Hugging Face's names; one without such a name has its own."""
+class GGUFTensors(RawTensors):
+    """Tensors of a GGUF file by Hugging Face's names, in its layout; one without such a name has its own."""
 
     def __init__(self, checkpoint: GGUFCheckpoint) -> None:
-        self.path, self._checkpoint = checkpoint.path, checkpoint
-        self._raw = RawTensors(checkpoint.path, checkpoint._reader)
+        super().__init__(checkpoint.path, checkpoint._reader)
+        self._architecture, self._content = checkpoint.architecture, checkpoint.fields.content
         family, config = checkpoint.family, checkpoint.family.read(checkpoint.fields)
         find = name_finder(checkpoint.architecture, config.decoder.num_layers if config.decoder else 0)
         hf_names = [name for rule in family.tensor_rules(config) for name in rule.hf_names]
-        hf_names += [name for name in family.head or () if name not in hf_names]
-        names = {find(name): name for name in hf_names}
-        self._names = {names.get(name, name): name for name in self._raw if name not in _CONFIG_TENSORS}
+        names = {find(name): name for name in (*hf_names, *(family.head or ()))}
+        self._tensors = {names.get(name, name): self._tensors[name] for name in self if name not in _CONFIG_TENSORS}
 
     def __getitem__(self, name: str) -> Tensor:
-        raw_name = self._names[name]
-        tensor = self._raw[raw_name]
-        return self._checkpoint.architecture.convert(raw_name, tensor, self._checkpoint.fields.content)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._raw.shape(self._names[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._raw.dtype(self._names[name])
-
-    def bytes(self, name: str) -> int:
-        return self._raw.bytes(self._names[name])
+        return self._architecture.convert(self._tensors[name].name, super().__getitem__(name), self._content)
 
 
 def name_finder(architecture: Architecture, num_layers: int) -> Any:

@@ -39,6 +39,7 @@ _SPLITS: dict[str, dict[str, Any]] = {  # tokenizer.ggml.pre -> pre_tokenizer of
 }
 _ALIASES = {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _ALIASES |= dict.fromkeys(("starcoder", "refact", "command-r", "codeshell"), "smollm")
+_PLAIN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token; all are false
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
@@ -73,25 +74,16 @@ def tokenizer_files(values: Mapping[str, Any], where: str) -> dict[str, str]:
         _byte_level(values, tokens, types, where) if kind == "gpt2" else _sentencepiece(values, tokens, types, where)
     )
     added = [
-        {"id": i, "content": tokens[i], "special": kind != _USER, **dict.fromkeys(_PLAIN_FLAGS, False)}
-        for i, kind in enumerate(types)
-        if kind in (_CONTROL, _USER, _UNKNOWN)
+        {"id": i, "content": tokens[i], "special": type_ != _USER, **dict.fromkeys(_PLAIN_FLAGS, False)}
+        for i, type_ in enumerate(types)
+        if type_ in (_CONTROL, _USER, _UNKNOWN)
     ]
     names = {
         role: tokens[i] for role, key in _ROLES.items() if 0 <= (i := values.get(f"{_PREFIX}{key}", -1)) < len(tokens)
     }
-    adds_bos = bool(values.get(f"{_PREFIX}add_bos_token", kind == "llama")) and "bos" in names
-    processor = (
-        _bos_processor(names["bos"], values[f"{_PREFIX}bos_token_id"]) if adds_bos else parts.pop("processor", None)
-    )
-    parts.pop("processor", None)
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "post_processor": processor,
-    }
+    if values.get(f"{_PREFIX}add_bos_token", kind == "llama") and "bos" in names:
+        parts["post_processor"] = _bos_processor(names["bos"], values[f"{_PREFIX}bos_token_id"])
+    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **{f"{role}_token": name for role, name in names.items()}}
     if template := values.get("tokenizer.chat_template"):
         config["chat_template"] = template
@@ -101,15 +93,12 @@ def tokenizer_files(values: Mapping[str, Any], where: str) -> dict[str, str]:
     }
 
 
-_PLAIN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-
-
 def _bos_processor(name: str, token_id: int) -> dict[str, Any]:
-    bos, text, pair = {"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}, "B"
-    second = {"Sequence": {"id": pair, "type_id": 1}}
+    """Return the post-processor that adds the first token."""
+    single = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {name: {"id": name, "ids": [token_id], "tokens": [name]}}
-    single = [bos, text]
-    return {"type": "TemplateProcessing", "single": single, "pair": [*single, second], "special_tokens": special}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
 
 
 def _vocabulary(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
@@ -127,7 +116,7 @@ def _byte_level(values: Mapping[str, Any], tokens: Sequence[str], types: Sequenc
         "normalizer": {"type": "NFC"} if split == "qwen2" else None,
         "pre_tokenizer": _SPLITS[split],
         "decoder": _BYTE_LEVEL,
-        "processor": {**_BYTE_LEVEL, "trim_offsets": False},
+        "post_processor": {**_BYTE_LEVEL, "trim_offsets": False},
         "model": {
             **model,
             "ignore_merges": split == "llama-bpe",
@@ -166,6 +155,7 @@ def _sentencepiece(
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
+        "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {**model, "vocab": vocabulary, "merges": [list(merge[-2:]) for merge in sorted(merges)]},
     }
