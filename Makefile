@@ -53,13 +53,19 @@ test-lower-bounds:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) scripts/lower_bounds
 
 # Both versions of transformers, each in a separate environment, compute the reference outputs again (equal up to
-# rounding if nothing changed), and load what kvad trains and exports.
+# rounding if nothing changed), and load what kvad trains and exports. So do the libraries that write quantized files, and
+# llama.cpp, which is compiled once (15 minutes on one core).
 oracle: $(TEST_STAMP)
 	VENV=$(VENV) tests/hf_parity/environments.sh $(ORACLES)
 	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.hf_parity.make --out $(ORACLES)/goldens || exit 1; done
 	$(PY) -m tests.hf_parity.compare
 	$(PY) -m tests.hf_parity.compare --new $(ORACLES)/goldens
 	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.hf_parity.steps || exit 1; done
+	VENV=$(VENV) tests/file_parity/environments.sh $(ORACLES)
+	$(ORACLES)/quantizers/bin/python tests/file_parity/make_quantized.py $(ORACLES)/quantized.safetensors
+	rm -rf $(ORACLES)/gguf && mkdir $(ORACLES)/gguf && $(PY) -m tests.file_parity.export_gguf $(ORACLES)/gguf
+	$(ORACLES)/llama-cpp/bin/python tests/file_parity/make_llama_cpp.py $(ORACLES)/gguf $(ORACLES)/llama_cpp.npz
+	$(PY) -m tests.file_parity.compare $(ORACLES)
 	$(PY) -m pytest -n $(JOBS) tests/hf_parity tests/checkpoint tests/model $(TEST_ARGS)
 
 test-gpu: $(TEST_STAMP)

@@ -13,12 +13,29 @@ lines are read, and a name is imported at its first use::
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 _IMPORT = re.compile(r"^    from (\S+) import (\w+) as \2$", re.MULTILINE)
+
+
+class CallablePackage(ModuleType):
+    """A package that is also a function: ``kvad.train(...)`` calls ``kvad.api.train``."""
+
+    def __call__(self, *arguments: object, **settings: object) -> object:
+        return self._function()(*arguments, **settings)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function())
+
+    def _function(self) -> Callable[..., object]:
+        function: Callable[..., object] = getattr(importlib.import_module("kvad.api"), self.__name__.partition(".")[2])
+        return function
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:

@@ -139,6 +139,14 @@ def suggest_path(missing: Path) -> Path | None:
     return missing.with_name(close[0]) if close and close[0] != missing.name else None
 
 
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UsageError for the first setting that is not known."""
+    choices = list(known)
+    for name in given:
+        if name not in choices:
+            raise UsageError(f"unknown setting {name!r}", suggest(name, choices))
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``"did you mean 'x'?"`` for the nearest known word, or the list of known words."""
     choices = list(known)

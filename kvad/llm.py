@@ -12,45 +12,41 @@ language="eng_Latn")``. An encoder embeds, tags, classifies or fills masks, depe
 from __future__ import annotations
 
 import dataclasses
-import logging
-import warnings
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Unpack, get_args, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvad import checkpoint
-from kvad import config as cfg
 from kvad import engine as engine_lib
-from kvad import model as model_lib
 from kvad import text as text_lib
 from kvad.cache import CacheConfig, sessions
-from kvad.cache.sizing import MemoryBudget, MemoryPlan, available_bytes, describe_room, plan_memory, require_memory
+from kvad.cache.sizing import MemoryBudget, MemoryPlan
 from kvad.checkpoint import CheckpointHandle, GenerationConfig, open_checkpoint
 from kvad.engine import Completion, Engine, EngineConfig, ForwardTrace, PromptEncoder, Session, StreamChunk
 from kvad.engine.scheduling import SamplingOptions, SamplingParams
-from kvad.errors import RequestError, suggest
+from kvad.errors import RequestError
 from kvad.model import NoCache, Transformer
-from kvad.model_input import ModelInput, SubBatch
+from kvad.model_input import ModelInput
 from kvad.text import Tokenizer
 
 options = engine_lib.options
 output = engine_lib.output
-T = TypeVar("T")
 PromptInput = options.PromptInput
 RequestHandle = engine_lib.client.RequestHandle
 GenerateOptions = options.GenerateOptions
 ScoreOptions = options.ScoreOptions
 Prompts = Sequence[str] | Sequence[Sequence[int]]
-EmbedPooling = Literal["mean", "first", "last", "max", "head"]
+EmbedPooling = engine_lib.encoder_tasks.EmbedPooling
 ProgressFn = Callable[[int, int], object]
-ENGINE_FIELDS = ("deterministic", "max_num_batched_tokens")  # LoadOptions that are fields of EngineConfig
-LOG = logging.getLogger(__name__)
+ENGINE_FIELDS = (
+    "deterministic",
+    "max_num_batched_tokens",
+    "max_inter_token",
+)  # LoadOptions that are fields of EngineConfig
 
 
 class LLM:
@@ -81,8 +77,8 @@ class LLM:
         self.texts = PromptEncoder(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
         self._client = engine_lib.client.EngineClient(self.engine)
         self._kind = model.config.kind
-        self._is_encoder_decoder = self._kind == "encoder-decoder"
-        self._supported = options.supported_tasks(model.config)  # hint of errors about other tasks
+        self._requests = engine_lib.submission.RequestSubmitter(self._client, self.texts)
+        self._tasks = engine_lib.encoder_tasks.EncoderTasks(self._client, self.texts)
 
     @staticmethod
     def load(
@@ -130,23 +126,17 @@ class LLM:
             handle = checkpoint.adapter.merge_adapter(handle, Path(adapter))
         if rope_scaling is not None:
             checkpoint.loader.scale_rope(handle, rope_scaling)
-        compute_dtype = dtype or str(handle.stored_dtype).removeprefix("torch.")
-        if dtype is None and compute_dtype == "float16" and torch_device.type == "cpu":
-            compute_dtype = "float32"  # float16 on a CPU is storage only
-        plan = _plan_memory(
-            handle, cache_config, fields, memory, torch_device, compute_dtype, summarizer, engine_fields
+        plan = engine_lib.loading.plan_checkpoint(
+            handle, cache_config, fields, memory, torch_device, dtype, summarizer, engine_fields
         )
         engine_config = EngineConfig(swap_dir=swap_dir, **engine_fields)
-        if handle.unused_keys:
-            warnings.warn(f"{handle.path}: config.json: not used: {', '.join(handle.unused_keys)}", stacklevel=2)
-        for name in handle.generation.ignored_fields:
-            warnings.warn(f"{handle.path}: generation_config.json: {name} is not applied", stacklevel=2)
+        engine_lib.loading.warn_unused(handle)
         llm = LLM(
             checkpoint.loader.load_weights(handle, dtype, torch_device),
             handle.tokenizer,
             plan.cache,
             generation=handle.generation,
-            engine_config=with_adapters(engine_config, handle, summarizer),
+            engine_config=engine_lib.loading.with_adapters(engine_config, handle, summarizer),
             name=str(handle.path if isinstance(path, CheckpointHandle) else path),
             chat_template_fingerprint=text_lib.chat_template.template_fingerprint(handle.tokenizer_folder),
             tokenizer_folder=handle.tokenizer_folder,
@@ -195,7 +185,7 @@ class LLM:
             RequestError: If a prompt or an option cannot be served.
             NumericalError: If logits are NaN or infinite.
         """
-        submit = self._submitter(sampling_params, settings)
+        submit = self._requests.generation(sampling_params, settings)
         results: Completion | list[Completion] = self._client.run_each(prompts, submit, RequestHandle.result, progress)
         return results
 
@@ -227,7 +217,7 @@ class LLM:
         rendered = template.render(
             messages, tools=tools, generation_prompt=not continue_final, continue_final=continue_final
         )
-        tokens = self._tokenizer().encode(rendered.text, specials=True)
+        tokens = self.texts.require_tokenizer().encode(rendered.text, specials=True)
         return self.generate(tokens, sampling_params, **settings)
 
     @cached_property
@@ -239,7 +229,7 @@ class LLM:
         self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
     ) -> Generator[StreamChunk, None, None]:
         """Yield chunks of one prompt's samples; closing the iterator aborts the rest."""
-        handle = self._submitter(sampling_params, settings)(prompt)
+        handle = self._requests.generation(sampling_params, settings)(prompt)
         try:
             yield from handle.chunks()
         finally:
@@ -270,7 +260,7 @@ class LLM:
         session = Session(
             self._client,
             self.texts,
-            self._resolve_sampling,
+            self._requests.resolve_sampling,
             path=path,
             name=session_name,
             model=self.name,
@@ -280,18 +270,6 @@ class LLM:
         if path is not None and path.exists():
             session.load()
         return session
-
-    def _resolve_sampling(self, sampling_params: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
-        if sampling_params is None:
-            return options.resolve_sampling(fields, self.generation)
-        if not isinstance(sampling_params, SamplingParams):
-            raise RequestError(
-                f"sampling_params: must be SamplingParams, got {sampling_params!r}", "Pass its fields as keywords."
-            )
-        if fields:
-            name = next(iter(fields))
-            raise RequestError(f"sampling_params= and {name}= are both given", "Set it in the SamplingParams.")
-        return sampling_params
 
     # ------------------------------------------------------------ tensors and scores
 
@@ -319,37 +297,25 @@ class LLM:
             source_language: Language of the encoder input.
             cache_salt: Cached blocks are shared only with requests of the same salt.
         """
-        if self._is_encoder_decoder and encoder_input is None:
-            message = "encoder_input: this model scores targets of an encoder input"
-            raise RequestError(message, "Give the text that the targets answer.")
-        self._check_encoder_input(encoder_input)
-        source = None if encoder_input is None else self.texts.encode_source(encoder_input, source_language)
-        sampling_params = SamplingParams(max_tokens=0, prompt_logprobs=top_logprobs)
-
-        def submit(text: PromptInput) -> RequestHandle:
-            tokens = self.texts.encode_prompt(text) if source is None else self.texts.encode_target(text)
-            queue = partial(self.engine.add_request, tokens, sampling_params, cache_salt=cache_salt)
-            return self._client.submit(partial(queue, encoder_token_ids=source), sampling_params, tokens)
-
-        def read_score(handle: RequestHandle) -> output.TextScore:
-            scores = handle.result().prompt_logprobs
-            logprobs, alternatives = [score.logprob for score in scores], [score.top_logprobs for score in scores]
-            return output.TextScore(tuple(handle.token_ids), (None, *logprobs), ((), *alternatives))
-
-        results: output.TextScore | list[output.TextScore] = self._client.run_each(texts, submit, read_score)
+        submit = self._requests.scoring(
+            encoder_input, source_language, top_logprobs=top_logprobs, cache_salt=cache_salt
+        )
+        results: output.TextScore | list[output.TextScore] = self._client.run_each(
+            texts, submit, engine_lib.submission.read_score
+        )
         return results
 
     @torch.inference_mode()
     def logits(self, tokens: PromptInput, encoder_input: PromptInput | None = None) -> Tensor:
-        """Return logits [T, V] without a cache, by the engine's weights and kernels.
+        """Return logits [T, V] without a cache, from each layer's own weights: no products are joined.
 
-        ``kvad verify`` compares engines with a reference that shares neither.
+        The attention kernel is the engine's. ``kvad verify`` compares engines with a reference that shares nothing.
 
         For an encoder-decoder, ``tokens`` are the target's; for an encoder, the head's output is returned: [T, V], [T,
         labels], or [labels] or [E] if the head pools the text.
         """
         self._client.check_open()
-        self._check_encoder_input(encoder_input)
+        self._requests.check_encoder_input(encoder_input)
         if self._kind == "decoder":
             model_input = self._model_input(self.texts.encode_prompt(tokens, whole=True))
         elif self._kind == "encoder":
@@ -359,10 +325,11 @@ class LLM:
                 raise RequestError("encoder_input: required by this model", "Give the text to translate.")
             model_input = self._model_input(self.texts.encode_target(tokens))
             model_input = model_input._replace(encoder_input=self._model_input(self.texts.encode_source(encoder_input)))
-        hidden = self.model(model_input, NoCache(self.model.config, kernel=self.model.kernel))
-        if self.model.config.pools_sequence:
-            return self.model.pooled_outputs(hidden, model_input)[0]
-        return self.model.logits(hidden, model_input.logit_indices)
+        with torch.enable_grad():  # layers join products for inference only; inference mode records no gradients
+            hidden = self.model(model_input, NoCache(self.model.config, kernel=self.model.kernel))
+            if self.model.config.pools_sequence:
+                return self.model.pooled_outputs(hidden, model_input)[0]
+            return self.model.logits(hidden, model_input.logit_indices)
 
     def embed(
         self,
@@ -386,32 +353,7 @@ class LLM:
         Raises:
             RequestError: If a text is too long, the prompt is unknown, or the head does not pool.
         """
-        if pool is not None and pool not in get_args(EmbedPooling):
-            raise RequestError(f"pool: unknown mode {pool!r}", suggest(str(pool), get_args(EmbedPooling)))
-        if pool == "head" and not isinstance(self.model.config.head, cfg.PoolingHeadConfig):
-            raise RequestError("pool: this model's head does not pool", "Use mean or first.")
-        _, items = engine_lib.client.normalize_prompts(texts)
-        inputs = [self.texts.encode_embedding(text, prompt_name, truncate=truncate) for text in items]
-        if not inputs:
-            return torch.empty(0, self.model.config.hidden_size)
-        if self._kind == "decoder":
-            stacked = self._embed_with_decoder(inputs, pool or self.generation.pooling or "last")
-        else:
-            pooling = pool or self.generation.pooling or "mean"
-            stacked = torch.stack(self._encode_each(inputs, lambda ids, out: out, pooling))
-        return F.normalize(stacked, dim=-1) if pool is None and self.generation.normalize else stacked
-
-    @torch.inference_mode()
-    def _embed_with_decoder(self, inputs: Sequence[Sequence[int]], pool: EmbedPooling) -> Tensor:
-        """Return the pooled hidden states [N, E] of a decoder, computed without a cache, text by text."""
-        assert pool != "head", "a decoder's head does not pool"
-        self._client.check_open()
-        vectors = []
-        for ids in inputs:
-            model_input = self._model_input(ids)
-            hidden = self.model(model_input, NoCache(self.model.config, kernel=self.model.kernel))
-            vectors.append(model_lib.heads.pool_hidden(hidden, model_input.sub_batches, pool)[0].cpu())
-        return torch.stack(vectors)
+        return self._tasks.embed(texts, pool, prompt_name, truncate=truncate)
 
     @overload
     def tag(self, texts: PromptInput) -> tuple[output.TokenLabel, ...]: ...  # type: ignore[overload-overlap]
@@ -419,8 +361,7 @@ class LLM:
     def tag(self, texts: Prompts) -> list[tuple[output.TokenLabel, ...]]: ...
     def tag(self, texts: PromptInput | Prompts) -> Any:
         """Return the words of one or many texts with their labels, from a head that labels tokens."""
-        head, tokenizer = self._classification_head("token", "label tokens"), self._tokenizer()
-        return self._encode_each(texts, lambda ids, out: output.label_tokens(tokenizer, ids, out, head))
+        return self._tasks.tag(texts)
 
     @overload
     def classify(  # type: ignore[overload-overlap]
@@ -438,12 +379,7 @@ class LLM:
         Raises:
             RequestError: If the model does not classify texts, or takes two texts where one is given, or the reverse.
         """
-        head = self._classification_head("row", "label whole texts")
-        if text_pairs is not None:
-            texts = self._pair(texts, text_pairs)
-        elif self.generation.takes_pairs and not _has_only_ids(texts):
-            raise RequestError("text_pairs: this model compares two texts, got one", "Give text_pairs=.")
-        return self._encode_each(texts, lambda ids, out: output.rank_labels(out, head))
+        return self._tasks.classify(texts, text_pairs)
 
     @overload
     def fill_mask(  # type: ignore[overload-overlap]
@@ -453,10 +389,7 @@ class LLM:
     def fill_mask(self, texts: Prompts, *, top: int = 5) -> list[tuple[tuple[output.MaskPrediction, ...], ...]]: ...
     def fill_mask(self, texts: PromptInput | Prompts, *, top: int = 5) -> Any:
         """Return the ``top`` most probable tokens for each mask of one or many texts."""
-        if self._kind != "encoder" or not isinstance(self.model.config.head, cfg.LanguageHeadConfig):
-            raise RequestError("this model does not fill masks", self._supported)
-        tokenizer = self._tokenizer()
-        return self._encode_each(texts, lambda ids, out: output.fill_masks(tokenizer, ids, out, top), specials=True)
+        return self._tasks.fill_mask(texts, top)
 
     def trace(
         self,
@@ -483,7 +416,7 @@ class LLM:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        return self._tokenizer().decode(tokens)
+        return self.texts.require_tokenizer().decode(tokens)
 
     def sampling_params(self, **settings: Unpack[SamplingOptions]) -> SamplingParams:
         """Return these options over the checkpoint's defaults; raise RequestError for invalid ones."""
@@ -510,142 +443,5 @@ class LLM:
 
     # ------------------------------------------------------------ internals
 
-    def _check_encoder_input(self, encoder_input: PromptInput | None) -> None:
-        if encoder_input is not None and not self._is_encoder_decoder:
-            raise RequestError("encoder_input: this model has no encoder input", "Omit encoder_input=.")
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer", "Pass token ids to logits().")
-        return self.tokenizer
-
     def _model_input(self, ids: Sequence[int]) -> ModelInput:
-        tokens = torch.tensor(ids, dtype=torch.int64, device=self.engine.device)
-        positions = torch.arange(len(ids), device=tokens.device)
-        sub_batch = SubBatch(1, len(ids), len(ids))
-        return ModelInput(tokens, positions, (sub_batch,), positions, max_seq_lens=torch.full_like(positions, len(ids)))
-
-    def _submitter(
-        self, sampling_params: SamplingParams | None, settings: GenerateOptions
-    ) -> Callable[[PromptInput], RequestHandle]:
-        """Return the function that submits one prompt with these settings."""
-        fields: dict[str, Any] = dict(settings)
-        target_prefix, language = fields.pop("target_prefix", None), fields.pop("language", None)
-        source_language, cache_salt = fields.pop("source_language", None), fields.pop("cache_salt", "")
-        draw_salt = fields.pop("draw_salt", None)
-        params = self._resolve_sampling(sampling_params, fields).with_seed()
-        if language is not None:
-            if fields.get("forced_bos_token_id") is not None:
-                message = "language= and forced_bos_token_id= are both given"
-                raise RequestError(message, "A language is a forced first token.")
-            if not isinstance(target_prefix, str | None):
-                message = "language= and target_prefix= as ids are both given"
-                raise RequestError(message, "Ids are the whole start of the target.")
-            params = dataclasses.replace(params, forced_bos_token_id=self.texts.language_token(language))
-        if self._kind == "encoder":
-            raise RequestError("this model is an encoder and cannot continue a text", self._supported)
-        start: list[int] = []
-        if self._is_encoder_decoder:
-            target_prefix = None if target_prefix == "" else target_prefix
-            start = self.texts.encode_target(target_prefix, params.forced_bos_token_id)
-            if target_prefix is not None:
-                params = dataclasses.replace(params, forced_bos_token_id=None)
-        elif target_prefix is not None or source_language is not None:
-            message = "target_prefix= and source_language= require an encoder-decoder"
-            raise RequestError(message, "Put the text into the prompt.")
-
-        num_equal = Counter[tuple[int, ...]]()
-
-        def submit(prompt: PromptInput) -> RequestHandle:
-            source = self.texts.encode_source(prompt, source_language) if self._is_encoder_decoder else None
-            tokens = self.texts.encode_prompt(prompt) if source is None else source  # counted as the prompt
-            salt = num_equal[tuple(tokens)] if draw_salt is None else draw_salt
-            num_equal[tuple(tokens)] += 1
-            queue = partial(self.engine.add_request, tokens if source is None else start, encoder_token_ids=source)
-            queue = partial(queue, sampling_params=params, cache_salt=cache_salt, draw_salt=salt)
-            return self._client.submit(queue, params, tokens)
-
-        return submit
-
-    def _encode_each(
-        self,
-        texts: Any,
-        convert: Callable[[list[int], Tensor], T],
-        encoder_output: EmbedPooling = "head",
-        *,
-        specials: bool = False,
-    ) -> Any:
-        """Return the converted encoder output of one or many texts."""
-        if self.model.encoder is None:
-            raise RequestError("this model has no encoder", "It continues prompts.")
-
-        def submit(text: PromptInput) -> RequestHandle:
-            ids = self.texts.encode_source(text, specials=specials)
-            token_types = text.token_types if isinstance(text, engine_lib.client.EncodedPair) else None
-            queue = partial(self.engine.add_encoder_request, ids, encoder_output, token_types)
-            return self._client.submit(queue, SamplingParams(), ids)
-
-        return self._client.run_each(texts, submit, lambda handle: convert(handle.token_ids, handle.encoder_output()))
-
-    def _pair(self, texts: Any, text_pairs: Any) -> Any:
-        """Return one encoded pair, or a list of them."""
-        if isinstance(texts, str) and isinstance(text_pairs, str):
-            return self.texts.encode_pair(texts, text_pairs)
-        first, second = ([] if isinstance(each, str) else list(each) for each in (texts, text_pairs))
-        if len(first) != len(second) or not all(isinstance(text, str) for text in (*first, *second)):
-            raise RequestError("text_pairs: must have one text for each text of texts", "Give two texts, or two lists.")
-        return [self.texts.encode_pair(*pair) for pair in zip(first, second, strict=True)]
-
-    def _classification_head(self, level: str, task: str) -> cfg.ClassificationHeadConfig:
-        head = self.model.config.head
-        if not isinstance(head, cfg.ClassificationHeadConfig) or head.level != level:
-            raise RequestError(f"this model does not {task}", self._supported)
-        return head
-
-
-def _has_only_ids(texts: Any) -> bool:
-    """Return True for token ids of one or many texts, whose pairs are encoded already."""
-    return not isinstance(texts, str) and not any(isinstance(text, str) for text in texts)
-
-
-def with_adapters(config: EngineConfig, handle: CheckpointHandle, summarizer: str | Path | None) -> EngineConfig:
-    """Load the summarizer, if any, and add the fingerprint of a merged adapter."""
-    if summarizer is not None:
-        config = dataclasses.replace(config, summarizer=checkpoint.summarizer.load_summarizer(Path(summarizer), handle))
-    if isinstance(handle, checkpoint.adapter.AdaptedCheckpoint):
-        config = dataclasses.replace(config, adapter_fingerprint=handle.adapter_fingerprint)
-    return config
-
-
-def _plan_memory(
-    handle: CheckpointHandle,
-    cache: CacheConfig | None,
-    fields: Mapping[str, Any],
-    memory: Literal["auto"] | int | float | MemoryBudget,
-    device: torch.device,
-    dtype: str,
-    summarizer: str | Path | None,
-    engine_fields: Mapping[str, Any],
-) -> MemoryPlan:
-    """Plan the given cache, or one that fits into the free memory of the device, and log its size."""
-    budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)
-    is_host = device.type == "cpu"
-    free = available_bytes() if is_host else options.free_device_bytes(device)
-    settings: options.PlanSettings = {**engine_fields}  # type: ignore[typeddict-item]
-    if summarizer is not None:
-        settings["summarizer_shape"] = checkpoint.folder.read_summarizer_shape(Path(summarizer))
-    if cache is not None:
-        plan = plan_memory(handle.config, cache, weights_dtype=dtype, **settings)
-        require_memory(plan, free if is_host or free is None else free + plan.host_bytes)
-        return plan
-    plan = options.plan_cache(handle.config, fields, budget, free, is_host=is_host, weights_dtype=dtype, **settings)
-    longest, requested = plan.cache.max_seq_len, fields.get("max_seq_len", budget.max_seq_len)
-    LOG.info("%s: %s", handle.path, describe_room(plan))
-    if longest < min(handle.config.max_seq_len, requested or handle.config.max_seq_len):
-        LOG.warning(
-            "memory: sequences end at %s tokens, since more do not fit; the model's limit is %s. "
-            "A smaller --cache-dtype, a --policy or more --memory allows longer ones.",
-            f"{longest:,}",
-            f"{handle.config.max_seq_len:,}",
-        )
-    return plan
+        return engine_lib.encoder_tasks.text_input(ids, self.engine.device)

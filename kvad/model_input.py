@@ -76,9 +76,9 @@ class ModelInput(NamedTuple):
     sub_batches: tuple[SubBatch, ...]
     logit_indices: Tensor  # [N] indices in T
     document_ids: Tensor | None = None  # [T] in packed training
-    # [T] maximum length of each token's sequence, fixed at admission; it determines the frequencies of dynamic and
-    # longrope scaling. None: the model's max_seq_len.
-    max_seq_lens: Tensor | None = None
+    # [T] number of tokens of each token's sequence, later ones of its prompt included; it chooses the frequencies of
+    # dynamic and longrope scaling. None: more than the original length.
+    seq_lens: Tensor | None = None
     slot_mappings: tuple[SlotMapping, ...] = ()  # one per cache group; () for NoCache
     # The encoder's tokens, encoded whole before the decoder's. With NoCache its sub-batches match the decoder's one by
     # one, and sequence r attends to the encoder's sequence r // (num_seqs / encoder's num_seqs). With a cache it is
@@ -191,6 +191,16 @@ class RelativeBuckets(NamedTuple):
     bidirectional: bool
 
 
+class DisentangledBias(NamedTuple):
+    """DeBERTa's bias (He et al. 2021, eq. 4): a query times a projected distance, plus a key times another."""
+
+    query_rows: Tensor | None  # [2 span, H, D] distances projected as queries, multiplied by keys; None: no such term
+    key_rows: Tensor | None  # [2 span, H, D] distances projected as keys, multiplied by queries
+    span: int  # rows of one direction
+    num_buckets: int | None
+    max_distance: int
+
+
 class PositionBias(Protocol):
     """Bias of a custom position encoding: data, with one function of positions."""
 
@@ -205,9 +215,10 @@ class AttentionParams(NamedTuple):
     scale: float
     logit_softcap: float | None = None
     rotary: Rotary | None = None
-    bias: AlibiSlopes | RelativeBuckets | PositionBias | None = None
+    bias: AlibiSlopes | RelativeBuckets | PositionBias | Tensor | None = None  # a tensor: [R, H, L, S] of a sub-batch
     sink_logits: Tensor | None = None  # [H], added to the softmax's denominator only
     dropout: float = 0.0  # rate of softmax weights set to zero in training; 0 with a cache
+    disentangled: DisentangledBias | None = None  # of encoders: NoCache computes the bias of each sub-batch from it
 
 
 class CacheView(Protocol):
@@ -222,6 +233,17 @@ class CacheView(Protocol):
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Write k [T, K, D], v [T, K, Dv] of the encoder's output, once for all steps that read it."""
+        ...
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """Convolve each sequence and channel causally: x [T, C], kernel [C, W], the oldest input first -> [T, C]."""
+        ...
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        """Apply a gated recurrence to each sequence and channel, after ``convolve``: x, log_decay [T, C] -> [T, C].
+
+        ``h = a h_before + sqrt(1 - a^2) x`` with ``a = exp(log_decay)``; a sequence begins with ``h = x``.
+        """
         ...
 
 

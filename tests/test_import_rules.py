@@ -210,7 +210,7 @@ def test_every_public_name_of_a_door_loads(package):
 
 
 def test_public_names_of_kvad():
-    assert kvad.__all__ == ["LLM", "KvadError", "__version__", "register"]
+    assert kvad.__all__ == ["LLM", "KvadError", "__version__", "plan", "register", "train", "verify"]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         kvad.nothing  # noqa: B018
 

@@ -73,12 +73,26 @@ def test_generate_equals_the_uncached_model(llm):
     assert len(done.choices) == 1 and done.choices[0].text == done.text and done.prompt_logprobs == ()
 
 
+def test_padding_rows_of_the_embedding_are_never_sampled(tmp_path):
+    """Qwen's table has more rows than its tokenizer has tokens; here nearly every row is padding."""
+    with LLM.load(write_model(tmp_path / "padded", padding=20_000)) as llm:
+        vocab, prompts = llm.tokenizer.vocab_size, ["a", "b"]
+        drawn = llm.generate(prompts, max_tokens=8, temperature=1.0, seed=3, logprobs=4, ignore_eos=True)
+        greedy = llm.generate(prompts, max_tokens=8, temperature=0, ignore_eos=True)
+        beams = llm.generate("a", max_tokens=4, num_beams=2, temperature=0)
+        assert max(token for done in [*drawn, *greedy, beams] for token in done.tokens) < vocab
+        assert [done.finish_reason for done in [*drawn, *greedy]] == ["length"] * 4
+        logits = llm.logits("a")[-1]
+        assert logits.argmax() >= vocab and greedy[0].tokens[0] == logits[:vocab].argmax()
+
+
 def test_timings_do_not_include_waiting_for_the_result(llm, monkeypatch):
     """The clock counts steps: the long request is read first, when the short one is long finished."""
     steps = llm.engine.scheduler.stats
     monkeypatch.setattr(llm.engine.scheduler, "_clock", lambda: float(steps().steps))
     collectors = [
-        llm._submitter(SamplingParams(max_tokens=n, temperature=0, ignore_eos=True), {})(PROMPT) for n in (40, 4)
+        llm._requests.generation(SamplingParams(max_tokens=n, temperature=0, ignore_eos=True), {})(PROMPT)
+        for n in (40, 4)
     ]
     long, short = (collector.result().timings for collector in collectors)
     assert (long.total, short.total) == (39 + long.first_token, 3 + short.first_token)
@@ -328,6 +342,17 @@ def test_logits(llm):
     assert logits.shape == (len(PROMPT), 257) and logits.dtype == torch.float64
     assert torch.equal(logits, llm.logits(list(PROMPT.encode())))
     assert (llm.logits(PROMPT[:7]) - logits[:7]).abs().max() <= 1e-10
+
+
+def test_logits_use_no_joined_product(folder, monkeypatch):
+    """So a wrong one shows: the engine's log-probabilities differ from them."""
+    split = torch.split
+    with LLM.load(folder, dtype="float64", max_num_seqs=2, block_size=4) as loaded:
+        expected, true = loaded.logits(PROMPT), loaded.score(PROMPT).total_logprob
+        wrong = lambda x, sizes, dim: split(1.05 * x, sizes, dim=dim)  # noqa: E731
+        monkeypatch.setattr("kvad.ops.linear.torch.split", wrong)
+        assert torch.equal(loaded.logits(PROMPT), expected)
+        assert abs(loaded.score(PROMPT).total_logprob - true) > 1e-2
 
 
 @pytest.mark.parametrize("cached", [False, True])

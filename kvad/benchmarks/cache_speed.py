@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvad import config, ops
@@ -148,7 +149,7 @@ def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
 
 def _count(llm: LLM, prompt: int, mark: int) -> FlopCount:
     groups = llm.engine.kv_cache.groups
-    numbers = sum(len(g.layers) * g.spec.num_kv_heads * (g.spec.head_dim + g.spec.value_dim) for g in groups)
+    numbers = sum(len(g.layers) * g.spec.kv_size for g in groups)
     sizes = [group_bytes(group) for group in groups]
     stored = sum(size.per_token_payload + size.per_token_scales for size in sizes) / numbers  # bytes per number
     element = config.DTYPE_BYTES[_dtype(llm)]
@@ -214,7 +215,7 @@ class _Bench:
         positions = torch.arange(first, first + len(tokens), device=ids.device)
         sub_batches = (SubBatch(1, len(tokens), first + len(tokens)),)
         last, limits = torch.tensor([len(tokens) - 1], device=ids.device), torch.full_like(positions, limit)
-        model_input = ModelInput(ids, positions, sub_batches, last, max_seq_lens=limits)
+        model_input = ModelInput(ids, positions, sub_batches, last, seq_lens=limits)
         return int(self.model.logits(self.model(model_input, cache), last).argmax())
 
     def _recomputed(self, total: int) -> Iterator[int]:
@@ -259,6 +260,21 @@ class _ConcatView:
 
     def write(self, k: Tensor, v: Tensor) -> None:
         raise AssertionError("self-attention reads no source")
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        keys, layer = self.cache.keys, self.layer
+        keys[layer] = torch.cat((keys[layer], x.unsqueeze(0).unsqueeze(0)), dim=2)
+        history = F.pad(keys[layer][0], (0, 0, kernel.shape[1] - 1, 0))[:, -(kernel.shape[1] - 1 + len(x)) :]
+        return ops.recurrence.causal_convolution(history, kernel)[0]
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        values, layer = self.cache.values, self.layer
+        start = values[layer].shape[2]
+        state = values[layer][:, 0, -1] if start else x.new_zeros(1, x.shape[1])
+        is_first = torch.arange(start, start + len(x), device=x.device).unsqueeze(0) == 0
+        states = ops.recurrence.gated_recurrence(state, x.unsqueeze(0), log_decay.unsqueeze(0), is_first)
+        values[layer] = torch.cat((values[layer], states.unsqueeze(1)), dim=2)
+        return states[0]
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         assert k is not None and v is not None

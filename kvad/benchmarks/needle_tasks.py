@@ -172,6 +172,13 @@ class EnglishLanguage(HaystackLanguage):
         return sum(part in text for part in parts) / len(parts)
 
 
+def opening_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the token that opens every training text of this model, if any."""
+    specials = tokenizer.special_tokens
+    first = specials.separator if specials.separator is not None else specials.bos
+    return [] if first is None else [first]
+
+
 def choose_language(
     name: str, tokenizer: Tokenizer, texts: Callable[[], Sequence[str]], opening: Sequence[int] = ()
 ) -> HaystackLanguage:

@@ -99,10 +99,10 @@ class UncachedScorer:
         model = self._model
         longest = max(len(row.tokens) for row in rows)
         assert longest <= self._limit + 1, f"a row of {longest} tokens, and the limit is {self._limit}"
-        model_input = self._model_input([row.tokens[:-1] for row in rows], rows, 1)
+        model_input = self._model_input([row.tokens[:-1] for row in rows], rows)
         if rows[0].source is not None:
             sources = [row.source for row in rows if row.source is not None]
-            model_input = model_input._replace(encoder_input=self._model_input(sources, rows, 0))
+            model_input = model_input._replace(encoder_input=self._model_input(sources, rows))
         hidden = model(model_input, self._cache)
         targets = torch.cat([row.tokens[1:] for row in rows]).to(hidden.device)
         size, indices = max(1, LOGITS // model.config.vocab_size), torch.arange(len(hidden), device=hidden.device)
@@ -112,17 +112,15 @@ class UncachedScorer:
         sizes = [len(row.tokens) - 1 for row in rows]
         return [RowScores(*both) for both in zip(nats.split(sizes), hits.split(sizes), strict=True)]
 
-    def _model_input(self, parts: Sequence[Tensor], rows: Sequence[ScoredRow], more: int) -> ModelInput:
-        """Build the input of a part of each row, its tokens or its source; neighbors of one shape share a sub-batch.
-
-        ``more``: further tokens of each row, up to its limit.
-        """
+    def _model_input(self, parts: Sequence[Tensor], rows: Sequence[ScoredRow]) -> ModelInput:
+        """Build the input of a part of each row, its tokens or its source; neighbors of one shape share a sub-batch."""
         device, lengths = self._model.token_embedding.device, [len(part) for part in parts]
         shapes = groupby(zip(lengths, map(_shape, rows), strict=True))
         sub_batches = tuple(SubBatch(len(list(equal)), length, length) for (length, _), equal in shapes)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        limits = torch.cat([torch.full((length,), length + more) for length in lengths]).to(device)
-        return ModelInput(torch.cat(list(parts)).to(device), positions, sub_batches, positions[:0], max_seq_lens=limits)
+        seq_lens = torch.cat([torch.full((length,), length) for length in lengths]).to(device)
+        tokens = torch.cat(list(parts)).to(device)
+        return ModelInput(tokens, positions, sub_batches, positions[:0], seq_lens=seq_lens)
 
 
 def _shape(row: ScoredRow) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class CacheConfig:
     layout: Literal["paged", "contiguous"] = "paged"
     dtype: str = "float32"  # format of keys and values (quantization.py), unless the next two are given
     key_dtype: str | None = None
-    value_dtype: str | None = None
+    value_dtype: str | None = None  # no-op for latent attention, whose values are part of the keys
     block_size: cfg.PositiveInt = 16  # slots per block; no-op for contiguous, where a block holds a sequence
     max_num_seqs: cfg.PositiveInt = 8  # maximum number of running sequences
     max_seq_len: cfg.PositiveInt  # maximum tokens per sequence

@@ -1,6 +1,7 @@
 """Cache groups: number and bytes of blocks, computed as integers for the pools and for ``kvad plan`` alike.
 
-These functions return exactly the bytes that KVCache allocates. No torch.
+These functions return exactly the bytes that KVCache allocates. No torch. Of latent attention
+(``AttentionSpec.values_in_keys``) only keys are stored, in the keys' format.
 
 Layers with equal specs share block tables: one ``CacheGroup``. For a sequence of length ``n``, a group holds:
 
@@ -61,10 +62,12 @@ class CacheGroup(NamedTuple):
     value_format: str = "float32"
 
     @property
-    def tensor_formats(self) -> tuple[tuple[CacheFormat, int], tuple[CacheFormat, int]]:
-        """(format, head dim) of a layer's keys, and of its values."""
-        keys, values = get_format(self.key_format, "keys"), get_format(self.value_format, "values")
-        return (keys, self.spec.head_dim), (values, self.spec.value_dim)
+    def tensor_formats(self) -> tuple[tuple[CacheFormat, int], ...]:
+        """(format, head dim) of a layer's keys, and of its values, unless they are part of the keys."""
+        keys = get_format(self.key_format, "keys"), self.spec.head_dim
+        if self.spec.values_in_keys:
+            return (keys,)
+        return keys, (get_format(self.value_format, "values"), self.spec.value_dim)
 
     @property
     def weight_format(self) -> str:
@@ -103,8 +106,13 @@ class GroupBytes(NamedTuple):
         return self.payload + self.scales + self.metadata
 
 
-def build_groups(specs: Sequence[AttentionSpec], config: CacheConfig) -> tuple[CacheGroup, ...]:
-    """Build the cache groups: token groups by their first layer, lower groups, cross-attention groups."""
+def build_groups(
+    specs: Sequence[AttentionSpec], config: CacheConfig, computed: str = "float32"
+) -> tuple[CacheGroup, ...]:
+    """Build the cache groups: token groups by their first layer, lower groups, cross-attention groups.
+
+    ``computed`` is the dtype of the computation, in which states are stored.
+    """
     layers: dict[tuple[AttentionSpec, StatefulPolicy | None], list[int]] = {}
     for index, spec in enumerate(config.restrict(specs)):
         if not spec.causal and not spec.is_cross_attention:
@@ -122,9 +130,8 @@ def build_groups(specs: Sequence[AttentionSpec], config: CacheConfig) -> tuple[C
             "cache.num_blocks: no layer keeps all tokens of a sequence",
             "Omit it: the size follows from cache.max_num_seqs, cache.prefill_chunk_size and cache.policy",
         )
-    keys, values = config.token_formats
     layer_groups = [
-        _build_group(spec, policy, tuple(layer_indices), config)._replace(key_format=keys, value_format=values)
+        _with_formats(_build_group(spec, policy, tuple(layer_indices), config), *_formats(spec, config, computed))
         for (spec, policy), layer_indices in layers.items()
     ]
     token_groups = [group for group in layer_groups if not group.spec.is_cross_attention]
@@ -178,10 +185,8 @@ def _lower_groups(group: CacheGroup, group_index: int, first: int, config: Cache
         num_blocks = config.num_blocks if policy.quantized == -1 else None
         group = _with_blocks(base, blocks_per_seq, config, num_blocks)
         lower_groups.append(
-            group._replace(
-                key_format=policy.key_format,
-                value_format=policy.value_format,
-                lower_level=LowerLevel(group_index, group_index, max_level_blocks),
+            _with_formats(group, policy.key_format, policy.value_format)._replace(
+                lower_level=LowerLevel(group_index, group_index, max_level_blocks)
             )
         )
     if policy.summaries:
@@ -195,13 +200,28 @@ def _lower_groups(group: CacheGroup, group_index: int, first: int, config: Cache
     return lower_groups
 
 
+def _formats(spec: AttentionSpec, config: CacheConfig, computed: str) -> tuple[str, str]:
+    """Return the formats of new keys and values.
+
+    Nothing of a state is rounded, since an error would reach all later tokens: a convolution's inputs have the dtype of
+    the computation, and states at least float32, in which they are computed.
+    """
+    states = computed, "float64" if computed == "float64" else "float32"
+    return states if spec.is_state else config.token_formats
+
+
+def _with_formats(group: CacheGroup, keys: str, values: str) -> CacheGroup:
+    """Set the formats; values that are part of the keys have theirs."""
+    return group._replace(key_format=keys, value_format=keys if group.spec.values_in_keys else values)
+
+
 def _check_widths(group: CacheGroup) -> None:
-    spec, layer = group.spec, group.layers[0]
-    both = (group.key_format, group.value_format)
-    for side, name, dim in zip(("key", "value"), both, (spec.head_dim, spec.value_dim), strict=True):
-        if get_format(name, f"cache.{side}_dtype").needs_even_dim and dim % 2:
+    layer = group.layers[0]
+    for side, (fmt, dim) in zip(("key", "value"), group.tensor_formats, strict=False):
+        if fmt.needs_even_dim and dim % 2:
             raise ConfigError(
-                f"cache.{side}_dtype: {name} packs two numbers per byte, but the {side} dim of layer {layer} is {dim}",
+                f"cache.{side}_dtype: {fmt.name} packs two numbers per byte, but the {side} dim of layer {layer} is "
+                f"{dim}",
                 f"cache.{side}_dtype='int8' takes any dimension",
             )
 

@@ -93,13 +93,13 @@ class CombinedPolicy(CachePolicy):
 def restrict_specs(
     specs: Sequence[AttentionSpec], policy: CachePolicy, block_size: int, *, renumber: bool
 ) -> tuple[AttentionSpec, ...]:
-    """Restrict the specs of a model's layers to a policy; cross-attention is unchanged.
+    """Restrict the specs of a model's layers to a policy; cross-attention and states are unchanged.
 
     ``renumber`` is ``renumber_positions`` of ``kvad.model_input.AttentionPattern``.
     """
     restricted = []
     for layer, spec in enumerate(specs):
-        if not spec.is_cross_attention:
+        if not spec.is_cross_attention and not spec.is_state:
             spec = policy.for_layer(layer).restrict(spec, block_size)
             spec = spec._replace(
                 renumber_positions=renumber and spec._replace(renumber_positions=True).pattern.renumbers_sinks

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvad.checkpoint import loader as loader
     from kvad.checkpoint import native as native
     from kvad.checkpoint import peft as peft
+    from kvad.checkpoint import quantized as quantized
     from kvad.checkpoint import safetensors_header as safetensors_header
     from kvad.checkpoint import safetensors_io as safetensors_io
     from kvad.checkpoint import summarizer as summarizer

@@ -226,6 +226,10 @@ class AdaptedCheckpoint(CheckpointHandle):
         return self.base.stored_dtype
 
     @property
+    def quantization(self) -> str | None:
+        return self.base.quantization
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The base's tensors, without the adapter."""
         return self.base.tensors
@@ -256,6 +260,8 @@ class AdaptedCheckpoint(CheckpointHandle):
         if fingerprint is not None and base_fingerprint(self.base) != fingerprint:
             message = f"{self.adapter.path}: this adapter was trained on another model than {self.base.path}"
             raise CheckpointError(message, f"Its base was {self.adapter.base}.")
+        if self.quantization is not None:  # the base's tensors are float32
+            dtype = dtype or self.stored_dtype
         for name, tensor in self.base.weights():
             factors = self.factors.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
             if factors is None:

@@ -167,7 +167,9 @@ def read_tensors(
 
     used: set[str] = set()
     copies: dict[str, str] = {}  # name -> tensor that it must equal
-    for rule in family.tensor_rules(config):
+    rules = family.tensor_rules(config)
+    stored = _unstack_experts(rules, stored)
+    for rule in rules:
         stored_names = {name: _stored_name(family, name, stored) for name in rule.hf_names}
         present = {name: stored_name for name, stored_name in stored_names.items() if stored_name is not None}
         used.update(present.values())
@@ -191,6 +193,23 @@ def read_tensors(
         refuse(extra)
     if report is None:
         _check_constants(family, config, stored, where)
+
+
+def _unstack_experts(rules: Iterable[TensorRule], stored: HFTensors) -> HFTensors:
+    """Replace stacked experts, which transformers 5 can write, by one view per expert if the rules name these."""
+    views: dict[str, Tensor] = {}
+    stacks: set[str] = set()
+    for rule in rules:
+        match = re.fullmatch(r"(.*\.experts)\.0\.(gate|up|down)_proj\.weight", rule.hf_names[0])
+        if match is None or rule.hf_names[0] in stored:
+            continue
+        block, part = match.groups()
+        stack = f"{block}.down_proj" if part == "down" else f"{block}.gate_up_proj"
+        if stack in stored and len(stored[stack]) == len(rule.hf_names):
+            halves = (stored[stack],) * 2 if part == "down" else stored[stack].chunk(2, dim=1)
+            views |= zip(rule.hf_names, halves[part == "up"].unbind(), strict=True)
+            stacks.add(stack)
+    return {**{name: stored[name] for name in stored if name not in stacks}, **views} if views else stored
 
 
 def find_mismatches(family: Family, config: ModelConfig, stored: HFTensors, where: str) -> list[str]:
@@ -223,8 +242,9 @@ def _check_constants(family: Family, config: ModelConfig, stored: HFTensors, whe
         stored_name = _find_name(name, stored, family)
         if stored_name is None:
             continue
-        num_rows = min(len(stored[stored_name]), len(table))
-        rows, expected = stored[stored_name][:num_rows].float(), table[:num_rows].float()
+        stored_table, table = torch.atleast_1d(stored[stored_name]), torch.atleast_1d(table)
+        num_rows = min(len(stored_table), len(table))
+        rows, expected = stored_table[:num_rows].float(), table[:num_rows].float()
         if rows.shape != expected.shape or not torch.allclose(rows, expected, rtol=0.0, atol=1e-2):
             raise CheckpointError(f"{where}: {stored_name} differs from the table that the config describes")
 
@@ -262,7 +282,8 @@ def _find_name(name: str, stored: HFTensors, family: Family) -> str | None:
     variants = family.name_variants.items()
     spellings = [name, *(name.removesuffix(suffix) + other for suffix, other in variants if name.endswith(suffix))]
     for spelling in spellings:
-        for candidate in (spelling, spelling.removeprefix(prefix), prefix + spelling):
+        nested = spelling.replace("model.", f"model.{prefix}", 1)  # model.language_model.layers
+        for candidate in (spelling, spelling.removeprefix(prefix), prefix + spelling, nested):
             if candidate in stored:
                 return candidate
     return None
@@ -304,7 +325,7 @@ _HARMLESS_KEYS = """
     gradient_checkpointing output_attentions output_hidden_states output_past output_router_logits output_scores
     return_dict return_dict_in_generate tf_legacy_loss torchscript use_bfloat16 use_cache cache_implementation
     embd_pdrop initializer_factor initializer_range init_std pretraining_tp router_aux_loss_coef
-    router_jitter_noise scale_init_gpt label_smoothing
+    input_jitter_noise router_jitter_noise scale_init_gpt label_smoothing
 """
 _HARMLESS_PARTS = ("dropout", "pdrop", "layerdrop", "summary_", "pooler_")  # of training and of other heads
 _HARMLESS_IN_CLASS: Mapping[str, str] = {  # model_type -> keys that its class of transformers does not use either
@@ -312,14 +333,28 @@ _HARMLESS_IN_CLASS: Mapping[str, str] = {  # model_type -> keys that its class o
         ("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"), "num_hidden_layers"
     ),
     **dict.fromkeys(("t5", "mt5", "umt5"), "is_encoder_decoder num_decoder_layers scale_decoder_outputs"),
+    "albert": "down_scale_factor gap_size net_structure_type num_memory_blocks",
     "biogpt": "layer_norm_eps",
     "bloom": "slow_but_exact",
     "codegen": "n_ctx",
     "cohere2": "_sliding_window_pattern",
+    "deepseek_v2": "aux_loss_alpha ep_size head_dim n_group qk_head_dim seq_aux topk_group",
+    "deepseek_v3": "aux_loss_alpha ep_size head_dim num_nextn_predict_layers qk_head_dim seq_aux",
+    "deberta-v2": "conv_act conv_groups legacy",
     "exaone4": "layer_types sliding_window_pattern",
     "falcon": "multi_query num_kv_heads num_ln_in_parallel_attn rope_parameters rope_theta",
     "gemma3_text": "_sliding_window_pattern",
+    "gemma3": "boi_token_index eoi_token_index image_token_index mm_tokens_per_image vision_config",
+    "gemma4": "audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id "
+    "image_token_id video_token_id vision_config vision_soft_tokens_per_image",
+    "mistral3": "image_token_id image_token_index multimodal_projector_bias projector_hidden_act spatial_merge_size "
+    "vision_config vision_feature_layer",
+    "gemma4_text": "moe_intermediate_size num_experts top_k_experts use_double_wide_mlp vocab_size_per_layer_input",
+    "glm4_moe_lite": "head_dim num_nextn_predict_layers qk_head_dim",
     "gpt2": "n_ctx",
+    "lfm2": "block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_swiglu block_use_xavier_init "
+    "conv_dim conv_dim_out conv_use_xavier_init num_heads use_pos_enc",
+    "recurrent_gemma": "final_w_init_variance_scale head_dim w_init_variance_scale",
     "gpt_bigcode": "attention_softmax_in_fp32 num_key_value_heads scale_attention_softmax_in_fp32",
     "modernbert": "deterministic_flash_attn initializer_cutoff_factor reference_compile repad_logits_with_grad "
     "sparse_pred_ignore_index sparse_prediction",
@@ -327,6 +362,11 @@ _HARMLESS_IN_CLASS: Mapping[str, str] = {  # model_type -> keys that its class o
     "mpt": "attn_impl embedding_fraction expansion_ratio init_device learned_pos_emb verbose",
     "phi3": "original_max_position_embeddings",
     "qwen2": "max_window_layers",
+    "dots1": "max_window_layers sliding_window",
+    "ernie4_5_moe": "moe_norm_min",
+    "glm4_moe": "head_dim num_nextn_predict_layers",
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), "position_embedding_type"),
+    "qwen2_moe": "max_window_layers sliding_window",
     "qwen3": "max_window_layers",
     "qwen3_moe": "intermediate_size",
     "t5gemma": "is_decoder vocab_size",
@@ -392,10 +432,11 @@ class HFConfigReader:
         """Return the dotted keys with a value that nothing has looked up, except harmless ones."""
 
         def walk(content: Mapping[str, Any], prefix: str) -> Iterator[str]:
+            types = {self.model_type, str(content.get("model_type", ""))}  # the whole config's, and this part's
             for key, value in content.items():
                 name = f"{prefix}{key}"
                 if name not in self._used:
-                    yield from () if _is_harmless(self.model_type, key, value) else (name,)
+                    yield from () if any(_is_harmless(kind, key, value) for kind in types) else (name,)
                 elif isinstance(value, Mapping) and any(used.startswith(f"{name}.") for used in self._used):
                     yield from walk(value, f"{name}.")
 

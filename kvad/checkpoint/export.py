@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvad import storage, text
+from kvad import config, storage, text
 from kvad.checkpoint.adapter import AdaptedCheckpoint
 from kvad.checkpoint.conversion import write_tensors
 from kvad.checkpoint.folder import CONFIG, write_json
@@ -43,12 +43,17 @@ def export_hf(
     layout = choose_family(handle.config, family or handle.origin)
     with storage.atomic.new_folder(out) as temp_folder:
         write_hf_config(temp_folder, layout, handle.generation, dtype or handle.stored_dtype)
-        tensors = write_tensors(layout.family, handle.config, dict(handle.weights()))
-        casts = ((name, tensor.to(dtype=dtype) if tensor.is_floating_point() else tensor) for name, tensor in tensors)
+        tensors = write_tensors(layout.family, handle.config, dict(handle.weights_as(dtype)))
+        casts = ((name, tensor.to(dtype=dtype) if _is_cast(name, tensor) else tensor) for name, tensor in tensors)
         write_sharded(temp_folder, casts)
         write_embedding(temp_folder, handle.generation, handle.config.hidden_size)
         _copy_tokenizer(handle, temp_folder)
     return layout.hf_class
+
+
+def _is_cast(name: str, tensor: Tensor) -> bool:
+    """Return True if a tensor is stored in the chosen dtype."""
+    return tensor.is_floating_point() and not config.parameter_shapes.is_float32(name)
 
 
 def _copy_tokenizer(handle: CheckpointHandle, folder: Path) -> None:

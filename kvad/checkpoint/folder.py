@@ -161,7 +161,7 @@ def check_readable_weights(folder: Path) -> None:
     check_no_file(folder)
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}")
-    check_unquantized(folder / CONFIG, str(folder))
+    check_quantization(folder / CONFIG, str(folder))
     if not has_weights(folder):
         refuse_weights(str(folder), sorted(os.listdir(folder)))
 
@@ -184,16 +184,23 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MODEL, INDEX, PICKLE, PICKLE_INDEX))
 
 
-def check_unquantized(path: Path, where: str) -> None:
-    """Raise CheckpointError for the ``config.json``, if any, of a quantized model."""
+QUANTIZATIONS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")  # methods that kvad dequantizes
+
+
+def check_quantization(path: Path, where: str) -> None:
+    """Raise CheckpointError for the ``config.json``, if any, of a model quantized by a method that is not read."""
     content = read_json(path) if path.is_file() else {}
     for key in ("quantization_config", "compression_config"):
         if entry := content.get(key):
             method = entry.get("quant_method") if isinstance(entry, dict) else None
+            if key == "quantization_config" and method in QUANTIZATIONS:
+                continue
             kind = method.upper() if isinstance(method, str) and method.isprintable() else key
+            hint = "Use the model that it was made from; the model card names it."
+            if method == "bitsandbytes":
+                hint += " Or load it with transformers, call model.dequantize(), and save it."
             raise CheckpointError(
-                f"{where} is quantized ({kind[:40]}), and kvad reads only unquantized weights",
-                "Use the model that it was made from; the model card names it.",
+                f"{where} is quantized ({kind[:40]}), and kvad reads only {', '.join(QUANTIZATIONS)}", hint
             )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from kvad import storage
 from kvad.checkpoint.folder import read_json, write_json
-from kvad.config import Pooling
+from kvad.config import Activation, Pooling
 from kvad.errors import CheckpointError
 
 GENERATION_FILE = "generation_config.json"
@@ -23,6 +23,15 @@ POOLING_MODES: Mapping[str, Pooling] = {  # of sentence-transformers
     "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "last",
 }
+_ACTIVATIONS: Mapping[str, Activation | None] = {  # of a Dense module, by its class in torch.nn
+    "Identity": None,
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")  # of sentence-transformers, in this order
+_DENSE_NAMES = {"module_input_name": "sentence_embedding", "module_output_name": None}
 SOURCE_EOS_KEY = "source_end_token_id"  # field of kvad; transformers leaves this to the tokenizer
 
 # Fields that kvad does not apply, with the values that have no effect.
@@ -31,8 +40,6 @@ IGNORED_FIELDS: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": ([],),
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1.0,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0.0,),
     "penalty_alpha": (0.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
@@ -59,7 +66,7 @@ class GenerationConfig:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences that are never completed
     sampling: Mapping[str, int | float | bool | str] | None = None  # fields of ``SamplingParams``
     # Of a sentence-transformers folder:
-    pooling: Pooling | None = None
+    pooling: Pooling | Literal["head"] | None = None  # head: the pooling head's output (a Dense module)
     normalize: bool = False  # vectors have length 1
     max_embed_tokens: int | None = None  # longer texts are truncated
     lowercase: bool = False  # texts are lowercased first
@@ -75,26 +82,75 @@ class GenerationConfig:
         return [*source, self.source_eos_token_id]
 
 
+class DenseModule(NamedTuple):
+    """A Dense module of sentence-transformers: ``activation(W x + b)`` of the pooled vector."""
+
+    folder: Path
+    pooling: Pooling
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: Activation | None
+
+
+def read_dense(folder: Path) -> DenseModule | None:
+    """Read the Dense module of a sentence-transformers folder, if any.
+
+    Raises:
+        CheckpointError: If its options are invalid or not supported.
+    """
+    names = _read_modules(folder)
+    if "Dense" not in names:
+        return None
+    path = folder / names["Dense"]
+    content, file = read_json(path / "config.json"), path / "config.json"
+    bias, sizes = content.get("bias", True), [content.get(key, 0) for key in ("in_features", "out_features")]
+    if not all(type(size) is int and size > 0 for size in sizes) or type(bias) is not bool:
+        raise CheckpointError(f"{file}: in_features, out_features: must be sizes, and bias true or false")
+    name = content.get("activation_function", "torch.nn.modules.activation.Tanh")
+    module, _, kind = str(name).rpartition(".")
+    if not module.startswith("torch.nn") or kind not in _ACTIVATIONS:
+        raise CheckpointError(f"{file}: activation_function {name!r} is not supported")
+    inputs = {content.get(key, default) for key, default in _DENSE_NAMES.items()} - {None}
+    if inputs != {"sentence_embedding"} or content.get("use_residual", False) is not False:
+        raise CheckpointError(f"{file}: only a module that replaces the sentence's vector is supported")
+    pooling = _read_pooling(folder / names["Pooling"], has_prompts=False) if "Pooling" in names else None
+    if pooling is None:
+        raise CheckpointError(f"{folder}: a Dense module requires a Pooling module with one pooling mode")
+    return DenseModule(path, pooling, sizes[0], sizes[1], bias, _ACTIVATIONS[kind])
+
+
+def _read_modules(folder: Path) -> dict[str, str]:
+    """Return the folders of a sentence-transformers model by the kind of their module; {} for another folder."""
+    modules = folder / "modules.json"
+    if not modules.exists():
+        return {}
+    try:
+        entries = storage.strict_json.loads(storage.filesystem.read_text(modules))
+        pairs = [(str(entry["type"]).rpartition(".")[2], str(entry["path"])) for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{modules}: cannot read the modules: {error}") from error
+    for kind, name in pairs:
+        if kind not in _MODULES:
+            hint = f"Only {', '.join(_MODULES)} are. Without modules.json: kvad embed --pooling mean."
+            raise CheckpointError(f"{modules}: {kind} is not supported", hint)
+        if set(name) & set("/\\:") or name in (".", ".."):
+            raise CheckpointError(f"{modules}: path: must be a folder's name, got {name[:80]!r}")
+    kinds = [kind for kind, _ in pairs]
+    if kinds != [kind for kind in _MODULES if kind in kinds]:
+        raise CheckpointError(f"{modules}: the modules {', '.join(kinds)} are not supported in this order")
+    return dict(pairs)
+
+
 def read_embedding(folder: Path) -> dict[str, Any]:
     """Read how a sentence-transformers folder embeds texts, as fields of ``GenerationConfig``; {} for another folder.
 
     Raises:
         CheckpointError: If a file is invalid, or a module or option is not supported.
     """
-    modules = folder / "modules.json"
-    if not modules.exists():
+    names = _read_modules(folder)
+    if not names:
         return {}
-    try:
-        entries = storage.strict_json.loads(storage.filesystem.read_text(modules))
-        names = {str(entry["type"]).rpartition(".")[2]: str(entry["path"]) for entry in entries}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{modules}: cannot read the modules: {error}") from error
-    for kind, name in names.items():
-        if kind not in ("Transformer", "Pooling", "Normalize"):
-            hint = "Only Transformer, Pooling and Normalize are. Without modules.json: kvad embed --pooling mean."
-            raise CheckpointError(f"{modules}: {kind} is not supported", hint)
-        if set(name) & set("/\\:") or name in (".", ".."):
-            raise CheckpointError(f"{modules}: path: must be a folder's name, got {name[:80]!r}")
     config = _read_optional(folder / "config_sentence_transformers.json")
     prompts, prompt_name = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
@@ -103,10 +159,14 @@ def read_embedding(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}/config_sentence_transformers.json: default_prompt_name: no such prompt")
     length = _read_optional(folder / names.get("Transformer", "") / "sentence_bert_config.json")
     max_tokens = length.get("max_seq_length")
+    if max_tokens is None:  # as in sentence-transformers; a tokenizer without a limit has 1e30
+        limit = _read_optional(folder / names.get("Transformer", "") / "tokenizer_config.json").get("model_max_length")
+        max_tokens = limit if type(limit) is int and 0 < limit < 2**31 else None
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise CheckpointError(f"{folder}/sentence_bert_config.json: max_seq_length: must be a number of tokens")
+    pooling = _read_pooling(folder / names["Pooling"], bool(prompts)) if "Pooling" in names else None
     return {
-        "pooling": _read_pooling(folder / names["Pooling"], bool(prompts)) if "Pooling" in names else None,
+        "pooling": "head" if "Dense" in names else pooling,
         "normalize": "Normalize" in names,
         "max_embed_tokens": max_tokens,
         "lowercase": length.get("do_lower_case") is True,
@@ -180,7 +240,8 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, int | float | bool | str]:
     if fields.get("do_sample", False):
         names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
     elif isinstance(fields.get("num_beams"), int) and fields["num_beams"] > 1:
-        names |= {"num_beams": "num_beams", "length_penalty": "length_penalty", "early_stopping": "early_stopping"}
+        beam_names = "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"
+        names |= dict(zip(beam_names, beam_names, strict=True))
     sampling = {kvad_name: fields[hf_name] for hf_name, kvad_name in names.items() if fields.get(hf_name) is not None}
     return sampling if fields.get("do_sample", False) else {**sampling, "temperature": 0.0}
 
@@ -222,6 +283,9 @@ def write_embedding(folder: Path, generation: GenerationConfig, hidden_size: int
     pool, normalize = generation.pooling, generation.normalize
     if pool is None:
         return
+    if pool == "head":
+        message = "a model with a Dense module cannot be written as a Hugging Face folder"
+        raise CheckpointError(message, "Use the folder that it came from, or kvad import.")
     parts = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalize else [])]
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}

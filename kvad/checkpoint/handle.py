@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvad import config as config_lib
 from kvad.checkpoint.folder import MODEL, TRAINING, check_file, read_json
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.safetensors_io import open_file_tensors
@@ -91,6 +92,11 @@ class CheckpointHandle(ABC):
         """The dtype of most of the stored weights."""
 
     @property
+    def quantization(self) -> str | None:
+        """Description of the file's quantization, or None; its matrices are dequantized when they are read."""
+        return None
+
+    @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
         """Memory-mapped tensors by their names in the file."""
@@ -106,9 +112,10 @@ class CheckpointHandle(ABC):
                 check_file(self.path / name, entry, "crc32")
 
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors in ``dtype`` (None: as stored)."""
+        """Yield all tensors in ``dtype`` (None: as stored); some are never rounded below float32."""
         for name, tensor in self.weights():
-            yield name, tensor if dtype is None else tensor.to(dtype)
+            is_stored = dtype is None or (config_lib.parameter_shapes.is_float32(name) and dtype.itemsize < 4)
+            yield name, tensor if is_stored else tensor.to(dtype)
 
     @property
     def tokenizer_folder(self) -> Path:

@@ -22,9 +22,10 @@ from kvad import config as config_lib
 from kvad.checkpoint import generation_config
 from kvad.checkpoint.conversion import Family, HFConfigReader, read_tensors, resolve_config
 from kvad.checkpoint.families import FAMILIES, find_family
-from kvad.checkpoint.folder import CONFIG, check_readable_weights, check_text, check_unquantized, read_json, write_json
-from kvad.checkpoint.generation_config import GENERATION_FILE, GenerationConfig
+from kvad.checkpoint.folder import CONFIG, check_quantization, check_readable_weights, check_text, read_json, write_json
+from kvad.checkpoint.generation_config import GENERATION_FILE, DenseModule, GenerationConfig
 from kvad.checkpoint.handle import CheckpointHandle
+from kvad.checkpoint.quantized import DequantizedTensors, QuantizationScheme, read_scheme
 from kvad.checkpoint.safetensors_io import ShardedTensors, open_tensors
 from kvad.config import ClassificationHeadConfig, ModelConfig
 from kvad.errors import CheckpointError, TokenizerError, UsageError, suggest
@@ -32,6 +33,8 @@ from kvad.text import Tokenizer
 
 # Tried in this order before all others: the simplest class that can hold a model.
 PREFERRED_FAMILIES = {"decoder": ("llama", "gpt2"), "encoder": ("bert",), "encoder-decoder": ("marian", "bart", "t5")}
+
+_CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # their matrices are [in, out], those of a quantized file [out, in]
 
 MAX_COMPARED_LAYERS = 200  # of an unknown config, whose tensors are compared with those of every family
 
@@ -105,10 +108,22 @@ def _content(layout: HFLayout, generation: GenerationConfig, dtype: torch.dtype)
 
 def read_hf_config(path: Path) -> tuple[ModelConfig, str | None]:
     """Read the model and the dtype of a ``config.json``, without looking at any weights."""
-    check_unquantized(path, str(path))
-    fields = HFConfigReader(read_json(path), str(path))
+    check_quantization(path, str(path))
+    fields, _ = _split_quantization(HFConfigReader(read_json(path), str(path)))
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     return _family(fields).read_config(fields), dtype if isinstance(dtype, str) else None
+
+
+def _split_quantization(fields: HFConfigReader) -> tuple[HFConfigReader, QuantizationScheme | None]:
+    """Return a config without its quantization, and the quantization."""
+    scheme = read_scheme(fields)
+    if scheme is None:
+        return fields, None
+    if fields.model_type in _CONV1D_FAMILIES:
+        message = f"a quantized {fields.model_type} is not supported: its matrices may be transposed"
+        raise fields.error(message, "Use the model that it was made from.")
+    content = {key: value for key, value in fields.content.items() if key != "quantization_config"}
+    return fields.derive(content), scheme
 
 
 def _family(fields: HFConfigReader, read_tensor_names: Callable[[], Collection[str]] = tuple) -> Family:
@@ -189,9 +204,23 @@ class HFCheckpoint(CheckpointHandle):
     """A checkpoint in Hugging Face's layout, with tensors under kvad's names."""
 
     @cached_property
-    def fields(self) -> HFConfigReader:
+    def _fields_and_scheme(self) -> tuple[HFConfigReader, QuantizationScheme | None]:
         check_readable_weights(self.path)
-        return HFConfigReader(read_json(self.path / CONFIG), str(self.path / CONFIG))
+        return _split_quantization(HFConfigReader(read_json(self.path / CONFIG), str(self.path / CONFIG)))
+
+    @property
+    def fields(self) -> HFConfigReader:
+        """The ``config.json`` without its quantization."""
+        return self._fields_and_scheme[0]
+
+    @property
+    def scheme(self) -> QuantizationScheme | None:
+        """The quantization of the file, or None."""
+        return self._fields_and_scheme[1]
+
+    @property
+    def quantization(self) -> str | None:
+        return None if self.scheme is None else self.scheme.description
 
     @cached_property
     def family(self) -> Family:
@@ -199,6 +228,23 @@ class HFCheckpoint(CheckpointHandle):
 
     @cached_property
     def config(self) -> ModelConfig:
+        config, dense = self.transformer_config, self.dense
+        if dense is None:
+            return config
+        if config.kind != "encoder" or dense.in_features != config.hidden_size:
+            message = f"{dense.folder}: a Dense module must follow an encoder of width {dense.in_features}"
+            raise CheckpointError(message, f"This is {config.kind} with width {config.hidden_size}.")
+        transform = config_lib.HeadTransformConfig(dense.activation, dense.bias, output_size=dense.out_features)
+        return replace(config, head=config_lib.PoolingHeadConfig(dense.pooling, transform=transform))
+
+    @cached_property
+    def dense(self) -> DenseModule | None:
+        """The Dense module of a sentence-transformers folder; it is the head of ``config``."""
+        return generation_config.read_dense(self.path)
+
+    @cached_property
+    def transformer_config(self) -> ModelConfig:
+        """The config of the model in ``config.json``, without a Dense module."""
         config = self.family.read_config(self.fields)
         check_text(self.path, self.files)
         is_resolved = not config.tie_embeddings and self.family.resolve is None
@@ -228,14 +274,26 @@ class HFCheckpoint(CheckpointHandle):
         return tokenizer
 
     @cached_property
-    def tensors(self) -> ShardedTensors:
-        """Tensors by Hugging Face's names."""
-        return open_tensors(self.path)
+    def tensors(self) -> ShardedTensors | DequantizedTensors:
+        """Tensors by Hugging Face's names; quantized ones are dequantized when they are read."""
+        stored = open_tensors(self.path)
+        if self.scheme is None:
+            return stored
+        rules = self.family.tensor_rules(self.family.read_config(self.fields))
+        expected = {name for rule in rules for name in rule.hf_names}
+        return DequantizedTensors(stored, self.scheme, self._config_dtype, expected)
+
+    @property
+    def _config_dtype(self) -> torch.dtype:
+        """The dtype in ``config.json`` of a quantized model, bfloat16 if it has none."""
+        name = self.fields.get("dtype", self.fields.get("torch_dtype"))
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.float32)}
+        return dtypes.get(name, torch.bfloat16) if isinstance(name, str) else torch.bfloat16
 
     @property
     def unused_keys(self) -> tuple[str, ...]:
         self.family.read_config(self.fields)
-        return self.fields.unused_keys()
+        return (*self.fields.unused_keys(), *(self.scheme.unused_keys if self.scheme is not None else ()))
 
     @property
     def origin(self) -> str:
@@ -243,10 +301,30 @@ class HFCheckpoint(CheckpointHandle):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """The dtype of the largest tensor."""
+        """The dtype of the largest tensor, or of the config of a quantized model."""
+        if self.scheme is not None:
+            return self._config_dtype
         return self.tensors.dtype(max(self.tensors, key=self.tensors.bytes))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield kvad's tensors, mapped or computed one rule at a time."""
         self.check_weights()
-        yield from read_tensors(self.family, self.config, self.tensors, str(self.path))
+        tensors = read_tensors(self.family, self.transformer_config, self.tensors, str(self.path))
+        if self.dense is None:
+            yield from tensors
+            return
+        yield from ((name, tensor) for name, tensor in tensors if not name.startswith("head."))
+        yield from self._dense_weights(self.dense)
+
+    def _dense_weights(self, dense: DenseModule) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a Dense module by kvad's names."""
+        stored = open_tensors(dense.folder)
+        shapes: dict[str, tuple[int, ...]] = {"weight": (dense.out_features, dense.in_features)}
+        shapes |= {"bias": (dense.out_features,)} if dense.bias else {}
+        if {name: stored.shape(name) for name in stored} != {f"linear.{name}": shape for name, shape in shapes.items()}:
+            raise CheckpointError(f"{dense.folder}: the tensors must be {shapes}, named linear.*")
+        yield from ((f"head.transform.dense.{name}", stored[f"linear.{name}"]) for name in shapes)
+
+    def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors in ``dtype`` (None: as stored, or ``stored_dtype`` if they are quantized)."""
+        yield from super().weights_as(dtype if self.quantization is None else dtype or self.stored_dtype)

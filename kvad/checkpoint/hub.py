@@ -31,10 +31,25 @@ SMALL = [
     *("config.json", "generation_config.json", ADAPTER_CONFIG, "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*"),
     *("*.model", "*.spm", "*.tiktoken"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "[0-9]_*/config.json"),
 ]
 LARGE = ["*.safetensors"]
 # The hub matches patterns against full paths.  The other files are copies of the same weights, or unrelated.
-IGNORED_PATTERNS = ["*/*", "consolidated*", "adapter_model*", "*.fp16*", "*.fp32*", "*.bin", "*.pt", "*.pth", "*.py"]
+IGNORED_PATTERNS = [
+    *(
+        "[!0-9]*/*",
+        "[0-9][!_]*/*",
+        "*_*/*/*",
+    ),  # of the folders, 1_Pooling and 2_Dense of sentence-transformers are read
+    "consolidated*",
+    "adapter_model*",
+    "*.fp16*",
+    "*.fp32*",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.py",
+]
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^\s@]+))?")
@@ -132,7 +147,7 @@ def _fetch(request: _HubRequest, token: str | None, weights: bool) -> Path:
         folder = snapshot(request.revision, SMALL)
         if not weights:
             return folder
-        folder_lib.check_unquantized(folder / CONFIG, str(request))
+        folder_lib.check_quantization(folder / CONFIG, str(request))
         if not request.offline:
             folder = snapshot(folder.name, LARGE)  # of the same commit, even if another was pushed meanwhile
         if not folder_lib.has_weights(folder):

@@ -33,7 +33,7 @@ from kvad.checkpoint.folder import (
 from kvad.checkpoint.handle import CheckpointHandle, TrainingState, read_training_state
 from kvad.checkpoint.native import check_tensors, new_checkpoint
 from kvad.checkpoint.safetensors_io import open_file_tensors, save_tensors
-from kvad.config import attention_specs, canonical_config
+from kvad.config import attention_specs, canonical_config, is_later_default
 from kvad.errors import CheckpointError
 from kvad.model import Summarizer
 
@@ -42,7 +42,9 @@ SAMPLED_ELEMENTS = 64  # per tensor
 
 def sampled_fingerprint(handle: CheckpointHandle) -> str:
     """Fingerprint a model, independent of its layout, by config and sampled elements."""
-    digest = hashlib.blake2b(json.dumps(canonical_config(handle.config), sort_keys=True).encode(), digest_size=16)
+    fields = canonical_config(handle.config).items()
+    hashed = {name: value for name, value in fields if not is_later_default(name, value)}
+    digest = hashlib.blake2b(json.dumps(hashed, sort_keys=True).encode(), digest_size=16)
     for name, tensor in sorted(handle.weights()):
         elements = tensor.reshape(-1)
         sample = elements[:: max(1, len(elements) // SAMPLED_ELEMENTS)][:SAMPLED_ELEMENTS].double()

@@ -15,12 +15,14 @@ A subclass of ``Options`` is a frozen dataclass. The flag is the field's name, i
 the default, and sections by the class that declares a field: ``--help`` shows the command's own options and common
 ones, ``--help-all`` all of them. No torch.
 
-Help pages name values in one form: a size is SIZE, a count N, another number X, a folder FOLDER, a file FILE.
+Help pages name values in one form: a size is SIZE, a count N, another number X, a folder FOLDER, a file FILE. Counts of
+tokens may be written as 8k or 1M.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 OptionsT = TypeVar("OptionsT", bound="Options")
 _HELP_ALL = "kvad.help_all"  # key of Context.meta
 _METAVARS = {int: "N", float: "X", Path: "FOLDER"}
+_COUNT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[km])\s*", re.IGNORECASE)
+TOKEN_COUNTS = ("tokens", "seq_len", "source_len", "chunk_size", "vocab_size")  # parts of the names of such options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +167,14 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, section: str) -> click.
         **({"required": True} if field.default is dataclasses.MISSING else default),
     )
     built.section, built.is_common = section, setting.common or not section
+    built.counts_tokens = hint is int and any(part in field.name for part in TOKEN_COUNTS)
     return built
+
+
+def parse_count(text: str) -> int | None:
+    """Parse ``8k`` or ``1M`` (powers of 1024, as of sizes); return None for other texts."""
+    match = _COUNT.fullmatch(text)
+    return None if match is None else int(float(match["number"]) * 1024 ** (1 + "km".index(match["unit"].lower())))
 
 
 def _click_type(hint: Any) -> Any:
@@ -223,6 +234,11 @@ class SectionedOption(click.Option):
 
     section = ""
     is_common = True  # shown by --help
+    counts_tokens = False  # 8k is 8,192
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        count = parse_count(value) if self.counts_tokens and isinstance(value, str) else None
+        return super().type_cast_value(ctx, value if count is None else str(count))
 
 
 class SectionedCommand(click.Command):
@@ -240,16 +256,28 @@ class SectionedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"": []}
+        show_all = ctx.meta.get(_HELP_ALL)
         for param in self.get_params(ctx):
             if isinstance(param, click.Argument):
                 continue
             section = param.section if isinstance(param, SectionedOption) else ""
-            is_shown = ctx.meta.get(_HELP_ALL) or not isinstance(param, SectionedOption) or param.is_common
+            is_shown = show_all or not isinstance(param, SectionedOption) or param.is_common
             if is_shown and (record := param.get_help_record(ctx)):
-                sections.setdefault(section, []).append(record)
+                flags, text = record
+                title, table = text.partition("\n")[::2]  # a table of names is shown by --help-all
+                text = f"{title.strip().rstrip(':')}; --help-all lists them." if table and not show_all else text
+                sections.setdefault(section, []).append((flags, text))
         for title, records in sections.items():
             with formatter.section(title or "Options"):
                 formatter.write_dl(records, col_max=30)
+
+
+class CommandGroup(click.Group):
+    """A group whose help shows the whole first sentence of each command."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(limit=200)) for name, each in self.commands.items()])
 
 
 def _show_all(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

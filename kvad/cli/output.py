@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from kvad import storage
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.console import Console
@@ -67,25 +69,7 @@ def emit_json(result: object) -> None:
 
 def json_line(result: object) -> str:
     """Format ``result`` as JSON: dataclasses become objects, paths strings, NaN and infinities null."""
-    return json.dumps(_plain(result), ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _plain(value._asdict())
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"emit_json: {type(value).__name__} has no JSON form")
+    return json.dumps(storage.strict_json.plain_value(result), ensure_ascii=False, allow_nan=False)
 
 
 def format_bytes(num_bytes: float) -> str:

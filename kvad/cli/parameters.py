@@ -20,7 +20,7 @@ import click
 from kvad import cache, checkpoint, engine, storage
 from kvad import text as text_lib
 from kvad.cache import CacheConfig, sessions, sizing
-from kvad.cli.fields import Options, Parsed, argument, flag_of, given_fields, option
+from kvad.cli.fields import Options, Parsed, argument, flag_of, given_fields, option, parse_count
 from kvad.cli.output import note
 from kvad.engine import scheduling
 from kvad.engine.scheduling import SamplingParams
@@ -35,6 +35,7 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 PairFiles = tuple[tuple[Path, Path], ...]
 UNITS = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kmgt])(?P<kind>ib|b|)|b?)\s*", re.IGNORECASE)
+_TIME = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|)\s*")
 MAX_TOKENS = 128  # default of --max-tokens if the checkpoint has none
 
 # ---------------------------------------------------------------- types of values
@@ -79,7 +80,7 @@ def parse_token_ids(text: str, flag: str) -> list[int]:
 
 def _parse_list(number: type[int] | type[float], noun: str, example: str, text: str) -> tuple[float, ...]:
     try:
-        return tuple(number(part) for part in text.split(","))
+        return tuple(number(parse_count(part) or part) for part in text.split(","))
     except ValueError:
         raise UsageError(f"{text!r} is not a list of {noun}", f"write them like {example}") from None
 
@@ -115,11 +116,21 @@ def parse_memory(text: str) -> Literal["auto"] | int | float:
         raise UsageError(error.message, "write it like auto, 8GiB or 0.5 (of the free memory)") from None
 
 
+def parse_seconds(text: str) -> float:
+    """Parse a time such as ``100ms``, ``0.5s`` or ``2`` (seconds)."""
+    match = _TIME.fullmatch(text)
+    seconds = 0.0 if match is None else float(match["number"]) * (1e-3 if match["unit"] == "ms" else 1.0)
+    if not seconds:
+        raise UsageError(f"{text!r} is not a time above 0", "write it like 100ms or 0.5s")
+    return seconds
+
+
 FORMAT = _FormatName(tuple(cache.quantization.FORMATS))
 SIZE, POSITIVE_SIZE = Parsed("SIZE", parse_bytes), Parsed("SIZE", _parse_positive_bytes)
 INTEGERS = Parsed("N,...", partial(_parse_list, int, "whole numbers", "128,256"), is_list=True)
 NUMBERS = Parsed("X,...", partial(_parse_list, float, "numbers", "0.25,0.5"), is_list=True)
 MEMORY = Parsed("SIZE|FRACTION", parse_memory)
+SECONDS = Parsed("TIME", parse_seconds)
 COUNT = click.IntRange(min=1)
 OUTPUT_FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -153,6 +164,10 @@ class DeviceOptions(Options):
     max_num_batched_tokens: int | None = option(
         f"Maximum new tokens of all sequences per step [default: {sizing.memory_plan.DEFAULT_BATCHED_TOKENS}]",
         kind=COUNT,
+    )
+    max_inter_token: float | None = option(
+        "Longest time between tokens of running sequences while prompts are read, such as 100ms [default: none]",
+        kind=SECONDS,
     )
     verbose: int | None = option(
         "Print the log on stderr: full pools, preempted sequences; -vv also every scheduled sequence and block",
@@ -315,7 +330,10 @@ class CacheFlags(
 
 
 # Keywords of LLM.load that do not concern the cache.
-MODEL_FIELDS = ("device", "dtype", "memory", "max_num_batched_tokens", "adapter", "deterministic", "rope_scaling")
+MODEL_FIELDS = (
+    "device", "dtype", "memory", "max_num_batched_tokens", "max_inter_token", "adapter", "deterministic",
+    "rope_scaling",
+)  # fmt: skip
 _LOAD_NAMES = (*MODEL_FIELDS, "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "swap_dir")
 
 
@@ -420,6 +438,12 @@ class SamplingFlags(Options):
         "Never repeat a sequence of N tokens; 0 is off [default: 0]", of=SamplingParams
     )
     num_beams: int | None = option("Beams of a beam search; 1 is sampling", of=SamplingParams)
+    num_beam_groups: int | None = option(
+        "Split the beams into N groups that avoid each other's tokens", of=SamplingParams
+    )
+    diversity_penalty: float | None = option(
+        "Subtract X from a token's log-probability per beam of an earlier group that chose it", of=SamplingParams
+    )
     length_penalty: float | None = option("Divide beam scores by length ** X", of=SamplingParams)
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -471,7 +495,7 @@ def check_sampling_ranges(fields: Mapping[str, Any]) -> None:
     """
     beam_names = () if "num_beams" in fields else scheduling.request.BEAM_ONLY_FIELDS
     beam_fields = {name: fields[name] for name in beam_names if name in fields}
-    SamplingParams(num_beams=2, **beam_fields)
+    SamplingParams(**{"num_beams": 2 * beam_fields.get("num_beam_groups", 1), **beam_fields})
     SamplingParams(**{name: value for name, value in fields.items() if name not in beam_fields})
 
 

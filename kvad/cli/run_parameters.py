@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from kvad import api
 from kvad.cli.fields import Options, given_fields, is_given, option
 from kvad.cli.parameters import PairFiles
 from kvad.errors import UsageError, suggest
 from kvad.train import setup, sources
-from kvad.train.config import CallbacksConfig, DataConfig, OptimConfig, RunConfig, TokenizerConfig, TrainConfig
+from kvad.train.config import DataConfig, TokenizerConfig
 
 TOKENIZER_KINDS = ("bpe", "byte", "char", "word")
 PAIRS_HELP = "Two parallel files: line n of TARGET answers line n of SOURCE"
 
-# Options are keys of these tables under their own name; others are in RENAMED_KEYS.
-TABLES = {
-    "data": DataConfig, "tokenizer": TokenizerConfig, "optim": OptimConfig, "train": TrainConfig,
-    "callbacks": CallbacksConfig,
-}  # fmt: skip
+# Options are keys of the tables of ``kvad.train`` under their own name, but for these.
 RENAMED_KEYS = {
     "preset": "model.preset", "suffix": "data.file_suffixes", "field": "data.text_field",
     "validation_fraction": "data.validation_fraction", "objective": "objective.kind", "lora_rank": "lora.rank",
@@ -69,7 +65,9 @@ def merge_options(tables: Mapping[str, Any], options: CorpusOptions) -> dict[str
     """Merge the given options into the tables of a run file."""
     merged = {name: dict(value) if isinstance(value, Mapping) else value for name, value in tables.items()}
     given = {
-        f"{table}.{key}": value for table, kind in TABLES.items() for key, value in given_fields(options, kind).items()
+        f"{table}.{key}": value
+        for table, kind in api.training.SETTING_TABLES.items()
+        for key, value in given_fields(options, kind).items()
     }
     given |= {key: value for name, key in RENAMED_KEYS.items() if is_given(value := getattr(options, name, None))}
     if (tokenizer := options.tokenizer) is not None:
@@ -78,28 +76,5 @@ def merge_options(tables: Mapping[str, Any], options: CorpusOptions) -> dict[str
             raise UsageError(f"--tokenizer {tokenizer!r} is neither a kind nor a file", hint)
         given["tokenizer.kind" if tokenizer in TOKENIZER_KINDS else "tokenizer.path"] = tokenizer
     for key, value in given.items():
-        set_key(merged, key, value)
+        api.training.set_key(merged, key, value)
     return merged
-
-
-def set_key(tables: dict[str, Any], key: str, value: object) -> None:
-    """Set ``table.key``; RunConfig refuses a table that is none."""
-    table, _, name = key.partition(".")
-    inner = tables.setdefault(table, {})
-    if isinstance(inner, dict):
-        inner[name] = list(value) if isinstance(value, tuple) else value
-
-
-def with_seq_len(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
-    """Set ``data.seq_len`` of a run that starts from a checkpoint and does not set it in ``tables``.
-
-    It becomes that of ``stored``, the run that is resumed, else at most what the checkpoint allows.
-
-    Raises:
-        CheckpointError: If the model cannot be opened.
-    """
-    if "seq_len" in tables.get("data", {}) or (config.init is None and config.summarizer.model is None):
-        return config
-    if stored is not None:
-        return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=stored.data.seq_len))
-    return setup.initialize.clamp_seq_len(config)

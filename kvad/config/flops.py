@@ -29,8 +29,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from kvad.config.layers import LanguageHeadConfig
-from kvad.config.model import AttentionDims, ModelConfig, attention_dims, attention_specs, head_input_size
+from kvad.config.layers import DisentangledConfig, LanguageHeadConfig, RecurrentMixer, TokenMixer
+from kvad.config.model import ModelConfig, attention_dims, attention_specs, head_input_size, kv_size
 from kvad.config.parameter_shapes import parameters
 
 Part = Literal["encoder", "source", "decoder", "head"]  # source: keys and values of cross-attention
@@ -147,16 +147,25 @@ def _stack_cost(
     assert bool(source) == (config.kind == "encoder-decoder" and part == "decoder"), "only a decoder reads a source"
     costs = [_linear_cost(config, part, new, element)]
     for layer, num_read in zip(stack.layer_configs, slots or [new] * stack.num_layers, strict=True):
-        dims = attention_dims(config, layer.attention)
-        costs += [_attention_cost(dims, new, num_read, stored), Cost(bytes_written=round(new * dims.kv_size * stored))]
+        written = round(new * kv_size(config, layer.attention) * stored)
+        costs += [_attention_cost(config, layer.attention, new, num_read, stored), Cost(bytes_written=written)]
         if layer.cross_attention is not None:
-            costs.append(_attention_cost(attention_dims(config, layer.cross_attention), new, source, stored))
+            costs.append(_attention_cost(config, layer.cross_attention, new, source, stored))
     return sum_costs(costs)
 
 
-def _attention_cost(dims: AttentionDims, new: int, num_read: int, stored: float) -> Cost:
+def _attention_cost(config: ModelConfig, attention: TokenMixer, new: int, num_read: int, stored: float) -> Cost:
+    dims = attention_dims(config, attention)
     numbers = dims.num_heads * (dims.head_dim + dims.value_dim)  # of a token's queries and outputs
-    return Cost(attention=2 * new * num_read * numbers, bytes_read=round(num_read * dims.kv_size * stored))
+    read = round(num_read * kv_size(config, attention) * stored)
+    if isinstance(attention, RecurrentMixer):
+        return Cost(attention=2 * new * attention.kernel_size * dims.head_dim, bytes_read=read)
+    cost = Cost(attention=2 * new * num_read * numbers, bytes_read=read)
+    if isinstance(attention.position, DisentangledConfig):  # the table is projected, and multiplied by q or k
+        position, width = attention.position, dims.num_heads * dims.head_dim
+        table = 2 * position.span * width * (position.content_to_position + position.position_to_content)
+        cost = sum_costs([cost, Cost(projections=2 * table * config.hidden_size, attention=2 * table * new)])
+    return cost
 
 
 class _ConfigKey:
@@ -181,10 +190,19 @@ def _linear_sizes(key: _ConfigKey) -> Mapping[tuple[Part, int, int], int]:
             active = parameter.experts_per_token
             num_experts = parameter.shape[0] if active else 1
             owner = _part_of(config, parameter.name)
-            sizes[owner, num_experts, active or 1] += math.prod(parameter.shape) // num_experts
+            size = math.prod(parameter.shape) // num_experts
+            sizes[owner, num_experts, active or 1] += size * _num_uses(config, parameter.name)
     if config.tie_embeddings and isinstance(config.head, LanguageHeadConfig):
         sizes["head", 1, 1] += config.vocab_size * head_input_size(config)
     return sizes
+
+
+def _num_uses(config: ModelConfig, name: str) -> int:
+    """Return the number of layers that use a matrix: several, if layers share their parameters."""
+    stack, pieces = config.encoder, name.split(".")
+    if stack is None or stack.num_distinct_layers is None or pieces[:2] != ["encoder", "layers"]:
+        return 1
+    return sum(stack.parameter_index(index) == int(pieces[2]) for index in range(stack.num_layers))
 
 
 def _linear_cost(config: ModelConfig, part: Part, tokens: int, element: int) -> Cost:

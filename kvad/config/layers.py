@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from kvad.config.serialization import Fraction, NonNegativeInt, PositiveFloat, Range
 
@@ -84,8 +84,22 @@ class LongRopeScalingConfig:
     kind: Literal["longrope"] = "longrope"
 
 
+@dataclass(frozen=True)
+class ProportionalScalingConfig:
+    """Rotation of the pairs with the highest frequencies only (Gemma 4); the frequencies are those of a full head."""
+
+    fraction: Fraction  # of the pairs (i, i + D/2)
+    factor: PositiveFloat = 1.0  # divides the frequencies
+    kind: Literal["proportional"] = "proportional"
+
+
 RopeScalingConfig = (
-    LinearScalingConfig | DynamicScalingConfig | Llama3ScalingConfig | YarnScalingConfig | LongRopeScalingConfig
+    LinearScalingConfig
+    | DynamicScalingConfig
+    | Llama3ScalingConfig
+    | YarnScalingConfig
+    | LongRopeScalingConfig
+    | ProportionalScalingConfig
 )
 
 
@@ -120,6 +134,27 @@ class T5BiasConfig:
     bidirectional: bool = False
     shared: bool = True  # one table for all layers of the stack (T5), else one per layer (UMT5)
     kind: Literal["t5"] = "t5"
+
+
+@dataclass(frozen=True)
+class DisentangledConfig:
+    """Disentangled attention of an encoder (DeBERTa, He et al. 2021): terms of content and relative position.
+
+    A table of distances, shared by the stack, is projected by each layer's matrices of q and k. Distances beyond half
+    of ``num_buckets`` share rows, whose width grows logarithmically up to ``max_distance`` (DeBERTa-v2).
+    """
+
+    max_distance: Size
+    num_buckets: Size | None = None  # rows of the table in one direction; None: max_distance, a row per distance
+    content_to_position: bool = True  # the term of queries and positions
+    position_to_content: bool = True  # the term of positions and keys
+    norm: NormConfig | None = None  # of the table's rows
+    kind: Literal["disentangled"] = "disentangled"
+
+    @property
+    def span(self) -> int:
+        """Rows of the table in one direction."""
+        return self.num_buckets or self.max_distance
 
 
 @dataclass(frozen=True)
@@ -180,18 +215,49 @@ class DropoutConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA, DeepSeek-V2, 2024, sec. 2.1): keys and values of all heads from one vector.
+
+    The cache stores the normalized latent of a token and the rotated part of its key, which all heads share.
+    """
+
+    kv_lora_rank: Size  # numbers of the latent
+    qk_nope_head_dim: Size  # numbers of a head's query that are not rotated
+    qk_rope_head_dim: Size  # numbers that are rotated
+    v_head_dim: Size  # numbers of a head's value
+    q_lora_rank: Size | None = None  # numbers of the queries' latent; None: one matrix
+    norm: NormConfig | None = None  # norm of both latents; None: the layer's
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers of a head's query; its root divides q.k."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class QueryScalingConfig:
+    """Growth of queries with their position p (Llama 4): times 1 + beta ln(1 + floor(p / original_max_seq_len))."""
+
+    beta: PositiveFloat
+    original_max_seq_len: Length
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Multi-head attention: ``num_heads`` query heads share ``num_kv_heads`` key-value heads (MHA, GQA, MQA).
 
     ``qk_norm`` normalizes q and k: ``head`` per head with one weight for all heads, ``each`` per head with a weight for
-    each, ``full`` over the whole projection.
+    each, ``full`` over the whole projection. ``latent`` replaces the matrices of q, k and v; it determines
+    ``num_kv_heads`` (1), ``head_dim`` and ``value_dim``, and ``qkv_bias`` belongs to the matrices to its vectors.
     """
 
     num_heads: Size
     num_kv_heads: Size | None = None  # None: num_heads
     head_dim: Size | None = None  # None: hidden_size / num_heads
     value_dim: Size | None = None  # None: head_dim
-    position: RopeConfig | AlibiConfig | T5BiasConfig | CustomPositionsConfig | None = field(default_factory=RopeConfig)
+    position: RopeConfig | AlibiConfig | T5BiasConfig | DisentangledConfig | CustomPositionsConfig | None = field(
+        default_factory=RopeConfig
+    )
     causal: bool = True
     window: Length | None = None
     qkv_bias: bool = False
@@ -202,15 +268,74 @@ class AttentionConfig:
     logit_softcap: PositiveFloat | None = None
     sink_logits: bool = False  # one learned logit per head joins the softmax's denominator
     softmax_scale: Literal["default", "none"] | float = "default"  # "default": 1/sqrt(head_dim); "none": 1 (T5)
+    latent: LatentConfig | None = None  # multi-head latent attention (MLA)
+    query_scaling: QueryScalingConfig | None = None
+    values_from_keys: bool = False  # v is k before its norm, without a matrix (Gemma 4)
+    value_norm: bool = False  # RMSNorm without weight on each head of v, with the layer's epsilon (Gemma 4)
     custom_class: str | None = None  # plugin with a custom attention (docs/contributing/extending.md)
+
+
+class RecurrentMixer:
+    """Base of mixers without attention: the next token reads a state of fixed size, not all earlier tokens.
+
+    The constants are the values of ``AttentionConfig`` that apply to every mixer.
+    """
+
+    num_heads: ClassVar[int] = 1
+    num_kv_heads: ClassVar[int] = 1
+    position: ClassVar[None] = None
+    causal: ClassVar[bool] = True
+    window: ClassVar[None] = None
+    qk_norm: ClassVar[Literal["none"]] = "none"
+    logit_softcap: ClassVar[None] = None
+    sink_logits: ClassVar[bool] = False
+    softmax_scale: ClassVar[Literal["none"]] = "none"
+    latent: ClassVar[None] = None
+    query_scaling: ClassVar[None] = None
+    values_from_keys: ClassVar[bool] = False
+    custom_class: ClassVar[None] = None
+
+
+@dataclass(frozen=True)
+class ShortConvConfig(RecurrentMixer):
+    """Gated short convolution (LFM2, Liquid AI 2025): ``out(c * conv(b * x))`` with ``b, c, x = input(h)``.
+
+    The convolution is causal, with one kernel per channel. The cache stores the input of the last tokens.
+    """
+
+    kernel_size: Size = 3  # tokens that an output depends on, its own included
+    bias: bool = False  # of the two matrices and of the convolution
+    kind: Literal["short_conv"] = "short_conv"
+
+
+@dataclass(frozen=True)
+class GatedRecurrenceConfig(RecurrentMixer):
+    """Recurrent block of Griffin (De et al. 2024, sec. 2.3 and 2.4): ``out(act(gate(h)) * lru(conv(input(h))))``.
+
+    The RG-LRU has a state of ``width`` numbers: ``s = a s_before + sqrt(1 - a^2) (i * x)`` with
+    ``a = exp(-8 softplus(decay) r)``. Its gates i and r are sigmoids of ``num_blocks`` square matrices, each for its
+    share of x. The cache stores the convolution's inputs and the states of the last tokens.
+    """
+
+    width: Size
+    num_blocks: Size  # of both gates' matrices
+    kernel_size: Size = 4  # of the convolution, which has a bias, like the other matrices
+    activation: Activation = "gelu_tanh"
+    kind: Literal["gated_recurrence"] = "gated_recurrence"
+
+
+TokenMixer = AttentionConfig | ShortConvConfig | GatedRecurrenceConfig
 
 
 @dataclass(frozen=True)
 class PlainMLPConfig:
-    """MLP with two matrices: ``down(act(up(x)))``."""
+    """MLP with two matrices: ``down(act(up(x)))``.
+
+    ``xielu`` (Huang & Schlag 2024) has two learned numbers per layer, ``alpha_p`` and ``alpha_n``.
+    """
 
     intermediate_size: Size
-    activation: Activation = "gelu"
+    activation: Literal[Activation, "xielu"] = "gelu"
     bias: bool = False
     kind: Literal["plain"] = "plain"
 
@@ -229,9 +354,11 @@ class GatedMLPConfig:
 class MoEConfig:
     """Mixture of experts (Shazeer et al. 2017): each token is routed to its best gated MLPs.
 
-    ``router``: ``softmax_first`` renormalizes the best weights of a softmax over all experts (Mixtral);
-    ``softmax_last`` is a softmax over the best logits. The results differ only by rounding. ``softmax_all`` leaves the
-    weights of the softmax over all experts as they are: they sum to less than one (OLMoE).
+    ``router`` turns logits into scores: a softmax over all experts, or a sigmoid of each (DeepSeek-V3). The best
+    scores, plus ``selection_bias`` if any, choose the experts; their scores alone, divided by their sum if
+    ``renormalize`` and multiplied by ``routed_scale``, are the weights. If the experts form ``num_groups``, only
+    experts of each token's best ``num_groups_per_token`` can be chosen: a group counts by its best expert
+    (DeepSeek-V2), with ``selection_bias`` by the sum of its best two (DeepSeek-V3).
     ``swiglu_alpha`` and ``swiglu_limit`` are GPT-OSS's form, ``(up + 1) * gate * sigmoid(alpha * gate)`` with the gate
     clamped to at most the limit and up to [-limit, limit].
     """
@@ -241,8 +368,18 @@ class MoEConfig:
     num_experts_per_token: Size
     activation: Activation = "silu"
     bias: bool = False
+    router: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
-    router: Literal["softmax_first", "softmax_last", "softmax_all"] = "softmax_first"
+    renormalize: bool = True
+    routed_scale: float = 1.0
+    selection_bias: bool = False  # float32, per expert; balances the experts' load in training
+    num_groups: Size = 1
+    num_groups_per_token: Size = 1
+    # PhiMoE's SparseMixer (Liu et al. 2023): each of two experts, best first, is weighted by a softmax over the
+    # remaining experts whose logit differs from the best by at most 2 sparsemixer_jitter of the larger magnitude.
+    sparsemixer_jitter: Fraction | None = None
+    shared_size: Size | None = None  # intermediate size of a gated MLP that all tokens use, if any
+    shared_gate: bool = False  # its output is multiplied by a sigmoid (Qwen2-MoE)
     swiglu_alpha: float | None = None
     swiglu_limit: PositiveFloat | None = None
     kind: Literal["moe"] = "moe"
@@ -250,13 +387,14 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One Transformer layer: attention, cross-attention if any, MLP."""
+    """One Transformer layer: attention or another mixer of tokens, cross-attention if any, MLP."""
 
-    attention: AttentionConfig
+    attention: TokenMixer
     mlp: PlainMLPConfig | GatedMLPConfig | MoEConfig
     norm: NormConfig = field(default_factory=NormConfig)
     cross_attention: AttentionConfig | None = None  # attention to the encoder's output
     pre_attention_norm: bool = True  # False: none (ModernBERT's first layer, whose input the embedding normalizes)
+    output_scale: bool = False  # a learned number multiplies the layer's output (Gemma 4)
 
 
 @dataclass(frozen=True)
@@ -274,6 +412,8 @@ class StackConfig:
     norm_position: Literal["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"] = "pre"
     final_norm: bool = True  # a norm after the last layer
     residual_scale: float = 1.0  # multiplies the output of each branch (Granite)
+    # Layers with parameters; each is applied in equally many consecutive places (ALBERT). None: num_layers.
+    num_distinct_layers: LayerCount | None = None
 
     def layer_type(self, index: int) -> str:
         """Return the letter of layer ``index``."""
@@ -282,6 +422,10 @@ class StackConfig:
     def layer_config(self, index: int) -> LayerConfig:
         """Return the configuration of layer ``index``."""
         return self.layer_types[self.layer_type(index)]
+
+    def parameter_index(self, index: int) -> int:
+        """Return the number of the layer whose parameters layer ``index`` uses."""
+        return index * (self.num_distinct_layers or self.num_layers) // self.num_layers
 
     @property
     def layer_configs(self) -> tuple[LayerConfig, ...]:

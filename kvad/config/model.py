@@ -115,15 +115,17 @@ def canonical_config(config: ModelConfig) -> dict[str, Any]:
         fields = to_dict(stack).items()
         values |= {f"{name}.{key}": value for key, value in fields if key not in ("layer_types", "layer_pattern")}
         for index, layer in enumerate(stack.layer_configs):
-            cross = None if layer.cross_attention is None else _filled(config, layer.cross_attention)
-            filled = replace(layer, attention=_filled(config, layer.attention), cross_attention=cross)
+            attention, cross = layer.attention, layer.cross_attention
+            cross = None if cross is None else _filled(config, cross)
+            attention = _filled(config, attention) if isinstance(attention, cfg.AttentionConfig) else attention
+            filled = replace(layer, attention=attention, cross_attention=cross)
             values |= _flat(f"{name}.layers.{index}", to_dict(filled))
     return values
 
 
 def _filled(config: ModelConfig, attention: cfg.AttentionConfig) -> cfg.AttentionConfig:
-    dims = attention_dims(config, attention)
-    scale = {"default": dims.head_dim**-0.5, "none": 1.0}.get(str(attention.softmax_scale), attention.softmax_scale)
+    dims, scale = attention_dims(config, attention), attention.softmax_scale
+    scale = {"default": query_dim(config, attention) ** -0.5, "none": 1.0}.get(str(scale), scale)
     return replace(attention, softmax_scale=scale, **dims._asdict())
 
 
@@ -143,21 +145,41 @@ class AttentionDims(NamedTuple):
     head_dim: int  # D
     value_dim: int  # Dv
 
-    @property
-    def kv_size(self) -> int:
-        """K (D + Dv): numbers of a token's keys and values."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
-
-def attention_dims(config: ModelConfig, attention: cfg.AttentionConfig) -> AttentionDims:
-    """Return the sizes of an attention layer of this model."""
+def attention_dims(config: ModelConfig, attention: cfg.TokenMixer) -> AttentionDims:
+    """Return the sizes of an attention layer of this model, as its cache has them."""
+    if isinstance(attention, cfg.ShortConvConfig):
+        return AttentionDims(1, 1, config.hidden_size, 0)
+    if isinstance(attention, cfg.GatedRecurrenceConfig):
+        return AttentionDims(1, 1, attention.width, attention.width)
     heads, dim = attention.num_heads, head_dim(config, attention)
+    if attention.latent is not None:
+        return AttentionDims(heads, 1, dim, attention.latent.kv_lora_rank)
     return AttentionDims(heads, attention.num_kv_heads or heads, dim, attention.value_dim or dim)
 
 
-def head_dim(config: ModelConfig, attention: cfg.AttentionConfig) -> int:
-    """Return the head dim of a layer: its own, or hidden_size / num_heads."""
+def head_dim(config: ModelConfig, attention: cfg.TokenMixer) -> int:
+    """Return the head dim of a layer's cache: its own, or hidden_size / num_heads."""
+    if isinstance(attention, cfg.RecurrentMixer):
+        return attention_dims(config, attention).head_dim
+    if attention.latent is not None:
+        return attention.latent.qk_rope_head_dim + attention.latent.kv_lora_rank
     return attention.head_dim or config.hidden_size // attention.num_heads
+
+
+def rotary_dim(config: ModelConfig, attention: cfg.TokenMixer) -> int:
+    """Return the leading dims of a head to which ``partial_rotary_factor`` applies."""
+    return head_dim(config, attention) if attention.latent is None else attention.latent.qk_rope_head_dim
+
+
+def kv_size(config: ModelConfig, attention: cfg.TokenMixer) -> int:
+    """Return K (D + Dv), the stored numbers of a token's keys and values."""
+    return _spec(config, attention, config.max_seq_len).kv_size
+
+
+def query_dim(config: ModelConfig, attention: cfg.TokenMixer) -> int:
+    """Return the numbers of a head's query, whose root divides q.k by default."""
+    return head_dim(config, attention) if attention.latent is None else attention.latent.qk_head_dim
 
 
 def encoder_hidden_size(config: ModelConfig) -> int:
@@ -180,7 +202,8 @@ def head_input_size(config: ModelConfig) -> int:
 class AttentionSpec(NamedTuple):
     """Requirements of an attention layer on its cache. Layers with equal specs form a cache group.
 
-    The last four fields are set by a policy (``cache/policy.py``) and defined at ``model_input.AttentionPattern``.
+    ``num_sinks`` to ``renumber_positions`` are set by a policy (``cache/policy.py``) and defined at
+    ``model_input.AttentionPattern``.
     """
 
     causal: bool
@@ -193,11 +216,27 @@ class AttentionSpec(NamedTuple):
     window_step: int = 1
     layer_window: int | None = None
     renumber_positions: bool = False
+    values_in_keys: bool = False  # values are the last ``value_dim`` numbers of the keys, and are not stored (MLA)
+    # A key is the input of a convolution, a value a state after this token: policies and quantized formats do not
+    # apply. The window has the tokens that the next one reads.
+    is_state: bool = False
 
     @property
     def kv_size(self) -> int:
-        """K (D + Dv): numbers of a token's keys and values."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
+        """K (D + Dv): stored numbers of a token's keys and values."""
+        return self.num_kv_heads * (self.head_dim + (0 if self.values_in_keys else self.value_dim))
+
+    @property
+    def dims(self) -> str:
+        """Head dim of the keys, and of the values if they are stored and differ, such as "64" or "192 + 128"."""
+        has_one = self.values_in_keys or self.head_dim == self.value_dim
+        return f"{self.head_dim}" if has_one else f"{self.head_dim} + {self.value_dim}"
+
+    @property
+    def is_summarizable(self) -> bool:
+        """True if a trained summarizer can merge the layer's tokens; a latent is key and value at once."""
+        is_full = self.causal and not self.is_cross_attention and self.window is None
+        return is_full and not self.values_in_keys
 
     @property
     def pattern(self) -> AttentionPattern:
@@ -224,10 +263,15 @@ def encoder_attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
     return tuple(_spec(config, layer.attention, max_len) for layer in config.encoder.layer_configs)
 
 
-def _spec(config: ModelConfig, attention: cfg.AttentionConfig, max_len: int) -> AttentionSpec:
+def _spec(config: ModelConfig, attention: cfg.TokenMixer, max_len: int) -> AttentionSpec:
+    if isinstance(attention, cfg.RecurrentMixer):
+        _, kv_heads, dim, value_dim = attention_dims(config, attention)
+        sizes = attention.kernel_size, kv_heads, dim, value_dim
+        return AttentionSpec(True, *sizes, values_in_keys=value_dim == 0, is_state=True)
     window = attention.window if attention.window is not None and attention.window < max_len else None
     _, kv_heads, dim, value_dim = attention_dims(config, attention)
-    return AttentionSpec(attention.causal, window, kv_heads, dim, value_dim)
+    values_in_keys = attention.latent is not None
+    return AttentionSpec(attention.causal, window, kv_heads, dim, value_dim, values_in_keys=values_in_keys)
 
 
 # ---------------------------------------------------------------- validation
@@ -253,6 +297,7 @@ def _check_model(config: ModelConfig) -> None:
 
 def _check_stack(config: ModelConfig, stack: cfg.StackConfig, where: str) -> None:
     pattern, norm_position = stack.layer_pattern, stack.norm_position
+    _check_distinct_layers(config, stack, where)
     _require(pattern != "", f"{where}.layer_pattern: must not be empty", "name a type per layer, as in 'LLLG'")
     for letter in pattern:
         if letter not in stack.layer_types:
@@ -261,13 +306,48 @@ def _check_stack(config: ModelConfig, stack: cfg.StackConfig, where: str) -> Non
     for letter, layer in stack.layer_types.items():
         at = f"{where}.layer_types.{letter}"
         _require(letter in pattern, f"{at}: is not used by layer_pattern {pattern!r}", "omit it")
-        _check_attention(config, layer.attention, f"{at}.attention")
+        if isinstance(layer.attention, cfg.AttentionConfig):
+            _check_attention(config, layer.attention, f"{at}.attention")
+        else:
+            message = f"{at}.attention.kind: {layer.attention.kind} must be in a decoder without an encoder"
+            _require(where == "decoder" and config.encoder is None, message)
+            if isinstance(layer.attention, cfg.GatedRecurrenceConfig):
+                width, blocks = layer.attention.width, layer.attention.num_blocks
+                _require(width % blocks == 0, f"{at}.attention.num_blocks: must divide width {width}, got {blocks}")
         if isinstance(layer.mlp, cfg.MoEConfig):
-            num_experts, least = layer.mlp.num_experts, layer.mlp.num_experts_per_token
-            _require(num_experts >= least, f"{at}.mlp.num_experts: must be at least {least}, got {num_experts}")
+            _check_experts(layer.mlp, f"{at}.mlp")
         message = f"{at}.pre_attention_norm: must be true with norm_position {norm_position}"
         _require(layer.pre_attention_norm or norm_position == "pre", message, "only norm_position pre allows false")
         _check_cross_attention(config, stack, layer, where, at)
+
+
+def _check_experts(mlp: cfg.MoEConfig, at: str) -> None:
+    least, num_groups = mlp.num_experts_per_token, mlp.num_groups
+    _require(mlp.num_experts >= least, f"{at}.num_experts: must be at least {least}, got {mlp.num_experts}")
+    divides = mlp.num_experts % num_groups == 0
+    _require(divides, f"{at}.num_groups: must divide the {mlp.num_experts} experts, got {num_groups}")
+    most, size = mlp.num_groups_per_token, mlp.num_experts // num_groups
+    _require(most <= num_groups, f"{at}.num_groups_per_token: must be at most {num_groups}, got {most}")
+    message = f"{at}.num_experts_per_token: must be at most {most * size}, the experts of {most} groups, got {least}"
+    _require(least <= most * size, message)
+    is_pair = size > 1 or num_groups == 1 or not mlp.selection_bias
+    _require(is_pair, f"{at}.num_groups: must leave two experts per group with selection_bias, got {num_groups}")
+    is_plain = mlp.router == "softmax" and not mlp.selection_bias and num_groups == 1 and mlp.routed_scale == 1.0
+    message = (
+        f"{at}.sparsemixer_jitter: must be used with a softmax router of two experts per token and no other options"
+    )
+    _require(mlp.sparsemixer_jitter is None or (is_plain and least == 2), message, "omit it")
+    _require(
+        mlp.shared_size is not None or not mlp.shared_gate, f"{at}.shared_gate: there is no shared expert", "omit it"
+    )
+
+
+def _check_distinct_layers(config: ModelConfig, stack: cfg.StackConfig, where: str) -> None:
+    distinct, at = stack.num_distinct_layers, f"{where}.num_distinct_layers"
+    if distinct is not None:
+        _require(config.decoder is None, f"{at}: must be null in a model with a decoder", "only encoders share layers")
+        _require(len(stack.layer_types) == 1, f"{at}: must be null with several layer types")
+        _require(distinct <= stack.num_layers, f"{at}: must be at most num_layers {stack.num_layers}, got {distinct}")
 
 
 def _check_cross_attention(
@@ -284,6 +364,7 @@ def _check_cross_attention(
     _require(stack.norm_position in ("pre", "post", "sandwich"), message, "use pre, post or sandwich")
     _check_attention(config, cross, at)
     is_plain = not cross.causal and cross.window is None and cross.position is None
+    _require(not cross.values_from_keys and not cross.value_norm, f"{at}: must have no values_from_keys, value_norm")
     _require(is_plain, f"{at}: must have no mask, window or positions", "set causal = false, position = null")
 
 
@@ -302,9 +383,13 @@ def _check_encoder_input(config: ModelConfig) -> None:
         message = "encoder_input.hidden_size: must equal hidden_size, because the token table is shared"
         _require(table_size is not None or source.hidden_size in (None, config.hidden_size), message, hint)
     if source.hidden_size is not None and config.encoder is not None:
-        for letter, layer in config.encoder.layer_types.items():
+        for letter, attention in ((letter, layer.attention) for letter, layer in config.encoder.layer_types.items()):
             message = f"missing key encoder.layer_types.{letter}.attention.head_dim"
-            _require(layer.attention.head_dim is not None, message, "encoder_input.hidden_size needs it")
+            _require(
+                isinstance(attention, cfg.AttentionConfig) and attention.head_dim is not None,
+                message,
+                "encoder_input.hidden_size needs it",
+            )
     _check_embedding(encoder_hidden_size(config), source.embedding, source.max_seq_len, "encoder_input.embedding")
 
 
@@ -340,16 +425,24 @@ def _check_attention(config: ModelConfig, attention: cfg.AttentionConfig, where:
     message = f"{where}.num_kv_heads: must divide num_heads {heads}, got {kv_heads}"
     _require(kv_heads is None or heads % kv_heads == 0, message)
     message = f"{where}.num_heads: must divide hidden_size {config.hidden_size}, got {heads}"
-    has_head_dim = attention.head_dim is not None or config.hidden_size % heads == 0
+    has_head_dim = (attention.head_dim or attention.latent) is not None or config.hidden_size % heads == 0
     _require(has_head_dim, message, f"or set {where}.head_dim")
     has_norm = attention.qk_norm_config is None or attention.qk_norm != "none"
     _require(has_norm, f"{where}.qk_norm_config: must be null with qk_norm none", "omit it")
+    if attention.values_from_keys:
+        message = f"{where}.values_from_keys: must be false with value_dim, qk_norm full or a custom class"
+        is_plain = attention.value_dim in (None, attention.head_dim) and attention.qk_norm != "full"
+        _require(is_plain and attention.custom_class is None and attention.latent is None, message, "omit it")
+    if attention.latent is not None:
+        _check_latent(attention, where)
     where = f"{where}.position"
     if isinstance(position, cfg.AlibiConfig):
         message = f"{where}.round_to_bfloat16: must be false in a layer that is not causal"
         _require(attention.causal or not position.round_to_bfloat16, message)
     if isinstance(position, cfg.RopeConfig):
-        _check_rope(position, head_dim(config, attention), where)
+        _check_rope(position, rotary_dim(config, attention), where)
+    if isinstance(position, cfg.DisentangledConfig):
+        _check_disentangled(config, attention, position, where)
     if isinstance(position, cfg.T5BiasConfig):
         directions = 2 if position.bidirectional else 1
         num_buckets, num_exact = position.num_buckets, position.num_buckets // directions // 2
@@ -357,6 +450,31 @@ def _check_attention(config: ModelConfig, attention: cfg.AttentionConfig, where:
         _require(num_buckets >= 2 * directions, message)
         message = f"{where}.max_distance: must exceed the {num_exact} exact buckets, got {position.max_distance}"
         _require(position.max_distance > num_exact, message)
+
+
+def _check_disentangled(
+    config: ModelConfig, attention: cfg.AttentionConfig, position: cfg.DisentangledConfig, where: str
+) -> None:
+    is_full = attention.num_kv_heads in (None, attention.num_heads)
+    is_plain = config.decoder is None and not attention.causal and is_full
+    message = f"{where}: disentangled needs an encoder without a decoder"
+    _require(is_plain, message, "and num_kv_heads equal to num_heads")
+    has_terms = position.content_to_position or position.position_to_content
+    _require(has_terms, f"{where}.content_to_position: one of the two terms must be true", "use position null")
+    half = (position.num_buckets or 2) // 2
+    message = f"{where}.max_distance: must exceed half of num_buckets by 2, got {position.max_distance}"
+    _require(half >= 1 and position.max_distance >= half + 2, message)
+
+
+def _check_latent(attention: cfg.AttentionConfig, where: str) -> None:
+    hint = "the latent determines it: omit it"
+    for name in ("num_kv_heads", "head_dim", "value_dim"):
+        _require(getattr(attention, name) is None, f"{where}.{name}: must be null with latent attention", hint)
+    others = attention.qk_norm == "none" and attention.clip_qkv is None and attention.custom_class is None
+    message = f"{where}: latent attention has no qk_norm, clip_qkv or custom_class"
+    _require(others, message, "omit them")
+    message = f"{where}.position: must be rope with latent attention"
+    _require(isinstance(attention.position, cfg.RopeConfig) and attention.causal, message, "in a causal layer")
 
 
 def _check_rope(rope: cfg.RopeConfig, dim: int, where: str) -> None:

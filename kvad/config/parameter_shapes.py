@@ -55,7 +55,7 @@ def summarizer_shapes(specs: Sequence[AttentionSpec], summarizer_shape: Summariz
     """Return the shape of every tensor of a ``model.Summarizer``, for the causal layers without a window."""
     shapes: dict[str, TensorShape] = {}
     for index, spec in enumerate(specs):
-        if spec.causal and not spec.is_cross_attention and spec.window is None:
+        if spec.is_summarizable:
             both, (ratio, hidden), name = spec.head_dim + spec.value_dim, summarizer_shape, f"layers.{index}"
             shapes[f"{name}.query"] = (spec.num_kv_heads, 2, both)
             shapes[f"{name}.position_bias"] = (spec.num_kv_heads, 2, ratio)
@@ -82,9 +82,28 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in weight_shapes(config).values())
 
 
+def num_active_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters that one token uses: all but those of the experts that it does not choose."""
+    count = 0
+    for parameter in parameters(config):
+        active, size = parameter.experts_per_token, math.prod(parameter.shape)
+        count += size // parameter.shape[0] * active if active else size
+    return count
+
+
 def weight_bytes(config: ModelConfig, dtype: str) -> int:
     """Return the bytes of all weights."""
-    return num_parameters(config) * DTYPE_BYTES[dtype]
+    return sum(math.prod(shape) * number_bytes(name, dtype) for name, shape in weight_shapes(config).items())
+
+
+def number_bytes(name: str, dtype: str) -> int:
+    """Return the bytes per number of a tensor of a model in ``dtype``."""
+    return max(DTYPE_BYTES[dtype], 4) if is_float32(name) else DTYPE_BYTES[dtype]
+
+
+def is_float32(name: str) -> bool:
+    """Return True if a tensor (of kvad or Hugging Face) is never rounded to a dtype below float32."""
+    return name.endswith((".selection_bias", ".e_score_correction_bias"))
 
 
 def lookup_bytes(config: ModelConfig, dtype: str) -> int:
@@ -143,7 +162,7 @@ def _embedding(name: str, width: int, vocab: int | None, embed: cfg.EmbeddingCon
 
 
 def _stack(name: str, config: ModelConfig, stack: cfg.StackConfig, width: int) -> Parameters:
-    for index, layer in enumerate(stack.layer_configs):
+    for index, layer in enumerate(stack.layer_configs[: stack.num_distinct_layers]):
         yield from _layer(f"{name}.layers.{index}", config, stack, layer, width)
     if stack.final_norm:
         yield from _norm(f"{name}.norm", (width,), stack.layer_config(stack.num_layers - 1).norm)
@@ -151,6 +170,10 @@ def _stack(name: str, config: ModelConfig, stack: cfg.StackConfig, width: int) -
         position = kind.attention.position
         if isinstance(position, cfg.T5BiasConfig) and position.shared:
             yield Parameter(f"{name}.relative_bias.{letter}", (position.num_buckets, kind.attention.num_heads))
+        if isinstance(position, cfg.DisentangledConfig):
+            yield Parameter(f"{name}.relative_embedding.{letter}.weight", (2 * position.span, width))
+            if position.norm is not None:
+                yield from _norm(f"{name}.relative_embedding.{letter}.norm", (width,), position.norm)
         if isinstance(position, cfg.CustomPositionsConfig):
             cls = load_plugin(position.name, "position.name")
             dim = head_dim(config, kind.attention)
@@ -174,7 +197,12 @@ def _head(config: ModelConfig) -> Parameters:
 
 
 def _layer(name: str, config: ModelConfig, stack: cfg.StackConfig, layer: cfg.LayerConfig, width: int) -> Parameters:
-    yield from _attention(f"{name}.attention", config, layer.attention, layer.norm, width, width)
+    if isinstance(layer.attention, cfg.AttentionConfig):
+        yield from _attention(f"{name}.attention", config, layer.attention, layer.norm, width, width)
+    elif isinstance(layer.attention, cfg.ShortConvConfig):
+        yield from _short_conv(f"{name}.attention", layer.attention, width)
+    else:
+        yield from _gated_recurrence(f"{name}.attention", layer.attention, width)
     if layer.cross_attention is not None:
         source = encoder_hidden_size(config)
         yield from _attention(f"{name}.cross_attention", config, layer.cross_attention, layer.norm, width, source)
@@ -186,6 +214,8 @@ def _layer(name: str, config: ModelConfig, stack: cfg.StackConfig, layer: cfg.La
         norms += [f"{norm}_after" for norm in norms]
     for norm in norms:
         yield from _norm(f"{name}.{norm}", (width,), layer.norm)
+    if layer.output_scale:
+        yield Parameter(f"{name}.output_scale", (1,))
 
 
 def _attention(
@@ -193,10 +223,14 @@ def _attention(
 ) -> Parameters:
     """Yield the parameters of one attention; ``source`` is the input size of keys and values."""
     heads, kv_heads, dim, value_dim = attention_dims(config, attention)
-    yield from _linear(f"{name}.q", width, heads * dim, attention.qkv_bias)
-    yield from _linear(f"{name}.k", source, kv_heads * dim, attention.qkv_bias)
-    yield from _linear(f"{name}.v", source, kv_heads * value_dim, attention.qkv_bias)
-    yield from _linear(f"{name}.out", heads * value_dim, width, attention.out_bias)
+    if attention.latent is not None:
+        yield from _latent(name, attention, attention.latent, attention.latent.norm or norm, width)
+    else:
+        yield from _linear(f"{name}.q", width, heads * dim, attention.qkv_bias)
+        yield from _linear(f"{name}.k", source, kv_heads * dim, attention.qkv_bias)
+        if not attention.values_from_keys:
+            yield from _linear(f"{name}.v", source, kv_heads * value_dim, attention.qkv_bias)
+        yield from _linear(f"{name}.out", heads * value_dim, width, attention.out_bias)
     if attention.qk_norm != "none":
         for part, count in (("q_norm", heads), ("k_norm", kv_heads)):
             shapes: dict[str, TensorShape] = {"head": (dim,), "each": (count, dim), "full": (count * dim,)}
@@ -207,6 +241,45 @@ def _attention(
         yield Parameter(f"{name}.relative_bias", (attention.position.num_buckets, heads))
     if attention.custom_class is not None:
         yield from _custom(name, load_plugin(attention.custom_class, "attention.custom_class"), config, attention)
+
+
+def _latent(
+    name: str, attention: cfg.AttentionConfig, latent: cfg.LatentConfig, norm: cfg.NormConfig, width: int
+) -> Parameters:
+    """Yield the matrices and norms of latent attention (``model.LatentAttention``)."""
+    heads, rank, bias = attention.num_heads, latent.kv_lora_rank, attention.qkv_bias
+    queries = heads * latent.qk_head_dim
+    if latent.q_lora_rank is None:
+        yield from _linear(f"{name}.q", width, queries, False)
+    else:
+        yield from _linear(f"{name}.q_down", width, latent.q_lora_rank, bias)
+        yield from _norm(f"{name}.q_norm", (latent.q_lora_rank,), norm)
+        yield from _linear(f"{name}.q_up", latent.q_lora_rank, queries, False)
+    yield from _linear(f"{name}.kv_down", width, rank + latent.qk_rope_head_dim, bias)
+    yield from _norm(f"{name}.kv_norm", (rank,), norm)
+    yield from _linear(f"{name}.kv_up", rank, heads * (latent.qk_nope_head_dim + latent.v_head_dim), False)
+    yield from _linear(f"{name}.out", heads * latent.v_head_dim, width, attention.out_bias)
+
+
+def _short_conv(name: str, conv: cfg.ShortConvConfig, width: int) -> Parameters:
+    yield from _linear(f"{name}.input", width, 3 * width, conv.bias)
+    yield Parameter(f"{name}.conv.weight", (width, conv.kernel_size))
+    if conv.bias:
+        yield Parameter(f"{name}.conv.bias", (width,))
+    yield from _linear(f"{name}.out", width, width, conv.bias)
+
+
+def _gated_recurrence(name: str, mixer: cfg.GatedRecurrenceConfig, width: int) -> Parameters:
+    size, blocks = mixer.width // mixer.num_blocks, mixer.num_blocks
+    yield Parameter(f"{name}.decay", (mixer.width,))
+    for part in ("gate", "input"):
+        yield from _linear(f"{name}.{part}", width, mixer.width, True)
+    yield Parameter(f"{name}.conv.weight", (mixer.width, mixer.kernel_size))
+    yield Parameter(f"{name}.conv.bias", (mixer.width,))
+    for part in ("input_gate", "decay_gate"):
+        yield Parameter(f"{name}.{part}.weight", (blocks, size, size), is_matrix=True)
+        yield Parameter(f"{name}.{part}.bias", (blocks, size))
+    yield from _linear(f"{name}.out", mixer.width, width, True)
 
 
 def _custom(name: str, cls: Any, *args: object, **options: object) -> Parameters:
@@ -220,14 +293,22 @@ def _mlp(name: str, width: int, mlp: cfg.PlainMLPConfig | cfg.GatedMLPConfig | c
     sizes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}  # outputs, inputs
     if isinstance(mlp, cfg.MoEConfig):
         yield from _linear(f"{name}.router", width, mlp.num_experts, mlp.router_bias)
+        if mlp.selection_bias:
+            yield Parameter(f"{name}.selection_bias", (mlp.num_experts,))
         for part, shape in sizes.items():
             yield Parameter(f"{name}.{part}", (mlp.num_experts, *shape), True, mlp.num_experts_per_token)
             if mlp.bias:
                 yield Parameter(f"{name}.{part}_bias", (mlp.num_experts, shape[0]), False, mlp.num_experts_per_token)
+        if mlp.shared_size is not None:
+            yield from _mlp(f"{name}.shared", width, cfg.GatedMLPConfig(mlp.shared_size, mlp.activation, mlp.bias))
+        if mlp.shared_gate:
+            yield from _linear(f"{name}.shared_gate", width, 1, False)
         return
     for part, (outputs, inputs) in sizes.items():
         if part != "gate" or isinstance(mlp, cfg.GatedMLPConfig):
             yield from _linear(f"{name}.{part}", inputs, outputs, mlp.bias)
+    if mlp.activation == "xielu":
+        yield from (Parameter(f"{name}.{part}", (1,)) for part in ("alpha_p", "alpha_n"))
 
 
 def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Parameters:

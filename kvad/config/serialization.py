@@ -164,6 +164,20 @@ def to_dict(value: Any) -> Any:
     return value
 
 
+def changed_fields(value: Any) -> Any:
+    """Convert as ``to_dict``, without the fields of dataclasses that have their default."""
+    if isinstance(value, Mapping):
+        return {key: changed_fields(item) for key, item in value.items()}
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return to_dict(value)
+    fields = [(field.name, getattr(value, field.name), _default(field)) for field in dataclasses.fields(value)]
+    return {name: changed_fields(item) for name, item, default in fields if item != default}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def from_dict(cls: type[T], data: Any, where: str = "") -> T:
     """Build the dataclass ``cls`` from JSON values; ``where`` is the dotted key of ``data``, for errors."""
     return typing.cast("T", _read(cls, data, where))
@@ -208,6 +222,9 @@ def _read_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
         if len(classes) == 1:
             return _read(classes[0], data, where)
         by_kind = {str(getattr(each, "kind", each)): each for each in classes}
+        without_kind = next((each for each in classes if not hasattr(each, "kind")), None)
+        if without_kind is not None and "kind" not in data:
+            return _read(without_kind, data, where)
         if "kind" not in data:
             raise ConfigError(f"missing key {where}.kind", f"known: {', '.join(sorted(by_kind))}")
         name = data["kind"]
@@ -247,3 +264,20 @@ def _with_kind(field: dataclasses.Field[Any], data: Any) -> Any:
         return data
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     return {**data, "kind": default.kind} if dataclasses.is_dataclass(default) and hasattr(default, "kind") else data
+
+
+# ---------------------------------------------------------------- fingerprints
+
+# Fields that fingerprints contain only if they differ from these defaults: those of earlier versions stay valid.
+LATER_FIELDS: Mapping[str, Any] = {
+    **dict.fromkeys(("latent", "query_scaling", "num_distinct_layers", "shared_size", "sparsemixer_jitter")),
+    **dict.fromkeys(("value_norm", "values_from_keys", "output_scale", "selection_bias", "shared_gate"), False),
+    **dict.fromkeys(("num_groups", "num_groups_per_token", "routed_scale"), 1),
+    "renormalize": True,
+}
+
+
+def is_later_default(name: str, value: object) -> bool:
+    """Return True for a field of ``LATER_FIELDS``, by its dotted name, that has its default."""
+    field = name.rpartition(".")[2]
+    return field in LATER_FIELDS and value == LATER_FIELDS[field]

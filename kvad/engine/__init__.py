@@ -8,8 +8,13 @@ from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvad.engine import client as client
+    from kvad.engine import encoder_tasks as encoder_tasks
+    from kvad.engine import loading as loading
     from kvad.engine import options as options
     from kvad.engine import output as output
+    from kvad.engine import submission as submission
+    from kvad.engine.attention_page import AttentionMap as AttentionMap
+    from kvad.engine.attention_page import attention_to_html as attention_to_html
     from kvad.engine.client import PromptEncoder as PromptEncoder
     from kvad.engine.engine import Engine as Engine
     from kvad.engine.engine import StepTimes as StepTimes

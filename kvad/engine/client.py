@@ -201,7 +201,7 @@ class PromptEncoder:
     def encode_continuation(self, text: PromptInput) -> list[int]:
         """Return the token ids of text appended to a prompt, without opening tokens."""
         if text and isinstance(text, str):
-            tokens = self._require_tokenizer(self.tokenizer).encode(text)
+            tokens = self.require_tokenizer().encode(text)
         else:
             tokens = _integers(text or ())
         check_ids("text", tokens, self.config.vocab_size)
@@ -242,7 +242,7 @@ class PromptEncoder:
         if name is not None and name not in prompts:
             hint = suggest(name, prompts) if prompts else "This model has none."
             raise RequestError(f"unknown prompt {name!r}", hint)
-        tokenizer = self._require_tokenizer(self.tokenizer)
+        tokenizer = self.require_tokenizer()
         tokenizer = tokenizer.source_tokenizer or tokenizer
         text = text if name is None else prompts[name] + text
         ids = tokenizer.encode(text.lower() if self.generation.lowercase else text)
@@ -264,7 +264,7 @@ class PromptEncoder:
         Raises:
             RequestError: If the tokenizer or the model does not take two texts, or they are too long.
         """
-        tokenizer, num_types = self._require_tokenizer(self.tokenizer), self.config.embedding.num_token_types
+        tokenizer, num_types = self.require_tokenizer(), self.config.embedding.num_token_types
         ids, token_types = tokenizer.add_pair_tokens(tokenizer.encode(first), tokenizer.encode(second))
         if num_types and max(token_types) >= num_types:
             message = f"this model has {format_count(num_types, 'token type')}, two texts need {max(token_types) + 1}"
@@ -291,7 +291,7 @@ class PromptEncoder:
             tokens = [start_token]
             if prefix:
                 tokens += [] if first is None else [first]
-                tokens += self._require_tokenizer(self.tokenizer).encode(prefix)
+                tokens += self.require_tokenizer().encode(prefix)
         check_ids("target", tokens, self.config.vocab_size, self.config.max_seq_len)
         return tokens
 
@@ -318,14 +318,15 @@ class PromptEncoder:
     ) -> list[int]:
         if not isinstance(text, str):
             return _integers(text)
-        tokenizer = self._require_tokenizer(tokenizer)
+        tokenizer = self.require_tokenizer() if tokenizer is None else tokenizer
         ids = tokenizer.encode(text, specials=specials)
         return tokenizer.add_special_tokens(ids, language=language) if ids else []
 
-    def _require_tokenizer(self, tokenizer: Tokenizer | None) -> Tokenizer:
-        if tokenizer is None:
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; RequestError without one."""
+        if self.tokenizer is None:
             raise RequestError("this model has no tokenizer", "Give token ids.")
-        return tokenizer
+        return self.tokenizer
 
 
 def normalize_prompts(prompts: Any) -> tuple[bool, list[Any]]:

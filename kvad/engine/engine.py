@@ -79,16 +79,19 @@ class Engine:
         sizing.check_policy(model.config, cache, deterministic=config.deterministic)
         if sum(parameter.nbytes for parameter in model.parameters()) <= MAX_PACKED_BYTES:
             model.fuse_projections()
-        groups = build_groups(attention_specs(model.config), cache)
+        computed = str(model.token_embedding.dtype).removeprefix("torch.")
+        groups = build_groups(attention_specs(model.config), cache, computed)
         summarizer = config.summarizer
         if summarizer is not None:
             _check_summarizer(summarizer, groups)
             summarizer = summarizer.to(self.device)
-        self.limits = LengthLimits.from_config(model.config.max_seq_len, cache)
+        max_len = model.config.max_seq_len
+        short_lens = model_lib.positions.short_regime_lens(model.config.stack, max_len)
+        self.limits = LengthLimits.from_config(max_len, cache, short_lens)
         self._weights_fingerprint = config.weights_fingerprint
         self._summaries = "" if summarizer is None else summarizer.fingerprint()
         with ExitStack() as resources:  # an error here leaves no file, thread or lock behind
-            self.kv_cache = self._build_kv_cache(groups, summarizer)
+            self.kv_cache: KVCache = self._build_kv_cache(groups, summarizer)
             resources.callback(self.kv_cache.release)
             self.block_store = open_block_store(cache, groups, lambda: self.cache_fingerprint(""))
             if self.block_store is not None:
@@ -102,6 +105,8 @@ class Engine:
                 watermark=cache.watermark,
                 block_store=self.block_store,
             )
+            max_inter_token = config.max_inter_token
+            self._step_costs = None if max_inter_token is None else scheduling.step_costs.StepCosts(max_inter_token)
             self.preemption = self._build_preemption()
             resources.callback(self.preemption.close)
             self.kv_cache.copier.on_copied = self.preemption.on_copied
@@ -112,6 +117,7 @@ class Engine:
                 prefill_chunk_size=min(cache.prefill_chunk_size, cache.max_seq_len),  # the window's pool is that large
                 limit=self.limits,
                 preemption=self.preemption,
+                step_costs=self._step_costs,
             )
             self._resources = resources.pop_all()
         self.runner = ModelRunner(model, self.kv_cache)
@@ -179,14 +185,14 @@ class Engine:
         request, texts = self._next_request, dict[tuple[int, int], OutputTextStream]()
         if self.tokenizer is not None:
             texts = {(request, i): OutputTextStream(self.tokenizer, sampling_params) for i in range(sampling_params.n)}
-        regime = self.rope_regime(prompt_token_ids, sampling_params)
-        prefix_root = self._root(regime, cache_salt, encoder_token_ids)
+        regime = self.limits.rope_regime(len(prompt_token_ids))
+        prefix_root = self._root(cache_salt, encoder_token_ids)
         resume_point = self.state_keeper.resume(
             resume,
             prompt_token_ids,
             sampling_params,
-            prefix_root=prefix_root,
-            regime=regime,
+            prefix_root=scheduling.sequence.regime_root(prefix_root, regime),
+            regime=str(regime),
             cache_salt=cache_salt,
             encoder_tokens=encoder_token_ids,
         )
@@ -206,7 +212,7 @@ class Engine:
         metrics.resume_miss_reason = resume_point.miss_reason
         self.state_keeper.begin(resume_point)
         if keep_state:
-            self.state_keeper.track(request, regime, cache_salt)
+            self.state_keeper.track(request, cache_salt)
         self._texts.update(texts)
         self._next_request += 1
         return request
@@ -280,19 +286,23 @@ class Engine:
         if self.scheduler.idle:
             self.flush_offload()
             ops.malloc.trim_heap()
-        self.times.total += time.perf_counter() - step_start
+        seconds = time.perf_counter() - step_start
+        self.times.total += seconds
+        if self._step_costs is not None and output.encoder_batch is None:
+            self._step_costs.record([scheduled.num_tokens for scheduled in output.scheduled], seconds)
         return chunks
 
     def _execute(self, output: scheduling.SchedulerOutput) -> list[SequenceOutput]:
         start = time.perf_counter()
         logits = self.runner.execute(output)
         self.times.model += time.perf_counter() - start
-        results = sample_outputs(output, logits)
+        num_tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
+        results = sample_outputs(output, logits, num_tokens)
         for index, reason in self.kv_cache.failed_rows([batch.num_seqs for batch in output.sub_batches]).items():
             results[index] = SequenceOutput(error=reason, retry=True)
-        num_tokens = sum(scheduled.num_tokens for scheduled in output.scheduled)
-        if num_tokens > 2 * len(output.scheduled):  # most of them are prompt tokens
-            self.preemption.costs.record("compute", num_tokens, time.perf_counter() - start)
+        num_computed = sum(scheduled.num_tokens for scheduled in output.scheduled)
+        if num_computed > 2 * len(output.scheduled):  # most of them are prompt tokens
+            self.preemption.costs.record("compute", num_computed, time.perf_counter() - start)
         return results
 
     def _encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
@@ -358,23 +368,18 @@ class Engine:
             return frozenset() if sampling_params.ignore_eos else self.config.stop_tokens
         return frozenset(self.tokenizer.special_tokens.end_ids)
 
-    def _root(self, regime: str, cache_salt: str, encoder_token_ids: Sequence[int] | None = None) -> bytes:
-        """Return the start of the block hash chain, unique to the conditions of the computation."""
+    def _root(self, cache_salt: str, encoder_token_ids: Sequence[int] | None = None) -> bytes:
+        """Return the start of the block hash chain, unique to the computation except for its rotary regime."""
         encoder_part = "" if encoder_token_ids is None else str(list(encoder_token_ids))
         policy_parts = f"{self.cache.resolved_policy}\0{self.cache.endless}\0{self.cache.rope_at}\0{self._summaries}"
-        root_parts = f"{cache_salt}\0{self.cache.format_name}\0{policy_parts}\0{regime}\0{encoder_part}"
+        root_parts = f"{cache_salt}\0{self.cache.format_name}\0{policy_parts}\0{encoder_part}"
         return hashlib.blake2b(self._root_seed + root_parts.encode(), digest_size=16).digest()
 
-    def block_keys(self, tokens: Sequence[int], sampling_params: SamplingParams, *, cache_salt: str = "") -> list[str]:
+    def block_keys(self, tokens: Sequence[int], *, cache_salt: str = "") -> list[str]:
         """Return the block store's keys of the full blocks of a prompt."""
-        prefix_root = self._root(self.rope_regime(tokens, sampling_params), cache_salt)
+        regime = self.limits.rope_regime(len(tokens))
+        prefix_root = scheduling.sequence.regime_root(self._root(cache_salt), regime)
         return self.kv_cache_manager.block_keys(tokens, prefix_root)
-
-    def rope_regime(self, tokens: Sequence[int], sampling_params: SamplingParams) -> str:
-        """Return the rotary regime of such a request, if it depends on the length."""
-        max_len = self.limits.max_len_for(sampling_params)[0]
-        num_requested = len(tokens) + (max_len if sampling_params.max_tokens is None else sampling_params.max_tokens)
-        return self.runner.rope_regime(min(max_len, num_requested, self.model.config.max_seq_len))
 
     def cache_fingerprint(self, regime: str, *, cache_salt: str = "", template: str = "") -> CacheFingerprint:
         """Return the fingerprint of everything that this engine's keys and values depend on.
@@ -466,7 +471,7 @@ def pin_prefix(
             if chunk.error is not None:
                 raise RequestError(f"the prefix cannot be computed: {chunk.error}")
     engine.flush_offload()
-    keys = engine.block_keys(tokens, sampling_params, cache_salt=cache_salt)
+    keys = engine.block_keys(tokens, cache_salt=cache_salt)
     try:
         stored, parts = tuple(engine.block_store.pin_blocks(keys)), engine.cache_fingerprint("").parts
         pinned_prefix = PinnedPrefix(name, stored, len(keys) * block_size, text[:80], parts)

@@ -6,6 +6,7 @@ Every check raises a RequestError that names the reason, before the request is q
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ class EngineConfig:
     """Options of an engine besides its model, its cache and its tokenizer."""
 
     max_num_batched_tokens: int = 2048  # new tokens per step
+    # Longest time between two tokens of a running sequence, in seconds: in a step in which sequences decode, others
+    # read as many prompt tokens as measured steps allow. None: up to max_num_batched_tokens.
+    max_inter_token: float | None = None
     kernel: ops.attention.Kernel = "auto"
     # Logits and tokens of a request are independent of the batch and of chunking, bit for bit (CPU, one process; other
     # machines, builds and numbers of threads round differently).
@@ -48,6 +52,11 @@ class EngineConfig:
     swap_dir: str | Path | None = None  # for preempted sequences when ``cache.swap_space`` is full
     cost_model: scheduling.preemption.SwapCostModel | None = None  # decides between swapping and recomputing
     fs: FileSystem = REAL_FILE_SYSTEM  # for offloaded and swapped tokens
+
+    def __post_init__(self) -> None:
+        if self.max_inter_token is not None and not 0 < self.max_inter_token < math.inf:
+            message = f"max_inter_token: must be above 0 seconds, got {self.max_inter_token}"
+            raise ConfigError(message, "Give 0.1, or omit it for no bound.")
 
 
 class CacheOptions(TypedDict, total=False):
@@ -88,6 +97,7 @@ class LoadOptions(CacheOptions, total=False):
     deterministic: bool
     swap_dir: str | Path | None
     max_num_batched_tokens: int  # new tokens of all sequences per step
+    max_inter_token: float | None  # longest time between two tokens of a running sequence, in seconds
 
 
 class PlanSettings(TypedDict, total=False):

@@ -33,7 +33,7 @@ class StateKeeper:
     def __init__(self, kv_cache: KVCache, kv_cache_manager: KVCacheManager) -> None:
         self._kv_cache, self._kv_cache_manager = kv_cache, kv_cache_manager
         self.engine_id = object()
-        self._tracked: dict[int, tuple[str, str]] = {}  # request -> rope regime, salt
+        self._tracked: dict[int, str] = {}  # request -> salt
         self._states: dict[int, SequenceState] = {}
 
     def resume(
@@ -84,21 +84,20 @@ class StateKeeper:
         if resume_point.swapped is not None and resume_point.pending_restore is not None:
             self._kv_cache.swapped[resume_point.swapped.key] = resume_point.pending_restore
 
-    def track(self, request: int, regime: str, cache_salt: str) -> None:
+    def track(self, request: int, cache_salt: str) -> None:
         """Capture the state of this request when it ends."""
-        self._tracked[request] = regime, cache_salt
+        self._tracked[request] = cache_salt
 
     def collect(self, finished: Sequence[scheduling.sequence.FinishedState]) -> None:
         """Copy the states of ended requests to the host before the next step overwrites them."""
         for finished_state in finished:
-            tracked = self._tracked.pop(finished_state.request, None)
-            if tracked is not None:
-                regime, cache_salt = tracked
+            cache_salt = self._tracked.pop(finished_state.request, None)
+            if cache_salt is not None:
                 self._states[finished_state.request] = sessions.state.capture(
                     self._kv_cache,
                     finished_state.layout,
                     finished_state.tokens,
-                    regime=regime,
+                    regime=str(finished_state.rope_regime),
                     salt=cache_salt,
                     engine_id=self.engine_id,
                 )

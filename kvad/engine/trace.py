@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad import ops
+from kvad._html import notebook_frame
 from kvad.cache import CacheConfig, build_groups
 from kvad.cache.device import KVCache
 from kvad.cache.manager import KVCacheManager, TokenSpan
 from kvad.config import attention_specs
+from kvad.engine.attention_page import AttentionMap, attention_to_html
 from kvad.errors import RequestError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol, ModelInput, SlotMapping, SubBatch
@@ -45,12 +47,32 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class ForwardTrace:
-    """Trace of a text: printable ``token_texts``, ``layers`` by index, ``logits`` [T, V]."""
+    """Trace of a text: printable ``token_texts``, ``layers`` by index, ``logits`` [T, V]; ``heads``: None is all.
+
+    A notebook shows the attention weights as a page (``attention_page.py``).
+    """
 
     tokens: tuple[int, ...]
     token_texts: tuple[str, ...]
     layers: dict[int, LayerTrace]
     logits: Tensor
+    heads: tuple[int, ...] | None = None
+
+    @property
+    def attention_maps(self) -> tuple[AttentionMap, ...]:
+        """The weights of every traced layer and head as lists."""
+        return tuple(
+            AttentionMap(layer, head, weights)
+            for layer, trace in self.layers.items()
+            for head, weights in zip(self.heads or range(len(trace.weights)), trace.weights.tolist(), strict=True)
+        )
+
+    def to_html(self, title: str = "attention") -> str:
+        """Return the attention weights as a self-contained page."""
+        return attention_to_html(self.token_texts, self.attention_maps, title)
+
+    def _repr_html_(self) -> str:
+        return notebook_frame(self.to_html(), 800)
 
 
 class _Recorder:
@@ -88,7 +110,8 @@ def trace_forward(
         for hook in hooks:
             hook.remove()
     layer_traces = {layer: _layer(recorder, layer, len(tokens), heads) for layer in layers}
-    return ForwardTrace(tuple(tokens), tuple(token_texts), layer_traces, logits)
+    head_indices = None if heads is None else tuple(heads)
+    return ForwardTrace(tuple(tokens), tuple(token_texts), layer_traces, logits, head_indices)
 
 
 def _checked_layers(stack: cfg.StackConfig, layers: Sequence[int] | None, heads: Sequence[int] | None) -> list[int]:
@@ -97,7 +120,11 @@ def _checked_layers(stack: cfg.StackConfig, layers: Sequence[int] | None, heads:
     for layer in layers or ():
         if layer not in all_layers:
             raise RequestError(f"layers: must be in 0..{all_layers[-1]}, got {layer}")
-    chosen = list(all_layers if layers is None else layers)
+    with_attention = [at for at in all_layers if isinstance(stack.layer_config(at).attention, cfg.AttentionConfig)]
+    for layer in layers or ():
+        if layer not in with_attention:
+            raise RequestError(f"layers: layer {layer} has no attention", f"Layers with attention: {with_attention}")
+    chosen = with_attention if layers is None else list(layers)
     for layer in chosen:
         num_heads = stack.layer_config(layer).attention.num_heads
         for head in heads or ():
@@ -114,7 +141,7 @@ def _cached(model: Transformer, tokens: Sequence[int], recorder: _Recorder) -> T
         dtype=str(model.token_embedding.dtype).removeprefix("torch."),
         enable_prefix_caching=False,
     )
-    groups = build_groups(attention_specs(model.config), config)
+    groups = build_groups(attention_specs(model.config), config, config.dtype)
     device = model.token_embedding.device
     cache = KVCache(groups, device=device, attention_hook=recorder.record_attention)
     manager = KVCacheManager(groups, prefix_caching=False, max_num_seqs=1)
@@ -149,7 +176,7 @@ def _run(
         positions=offsets + start,
         sub_batches=(SubBatch(1, num_tokens, start + num_tokens),),
         logit_indices=offsets,
-        max_seq_lens=torch.full_like(offsets, len(tokens)),
+        seq_lens=torch.full_like(offsets, len(tokens)),
         slot_mappings=slot_mappings,
     )
     return model.logits(model(model_input, cache), offsets)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from kvad import verify
+import kvad.verify as verify  # kvad.verify is also a function
 from kvad.cache import CacheConfig
 from kvad.engine import PromptEncoder
 from kvad.errors import UsageError
@@ -59,7 +59,7 @@ class CheckCache(_ModelCallback):
     """At every evaluation: compares held-out rows, token by token through a paged cache, with the uncached model.
 
     ``rows`` rows of at most ``tokens`` tokens. Logs the largest difference of a logit and the expected rounding
-    (``verify/replay.py``); a larger difference is marked. UsageError, before training, for an encoder.
+    (``verify/references.py``); a larger difference is marked. UsageError, before training, for an encoder.
     """
 
     handles = "check_cache"
@@ -102,7 +102,7 @@ def _stream(tokens: Sequence[int], source: Sequence[int] | None = None) -> verif
 @torch.no_grad()
 def _compare_cached(
     model: Transformer, rows: Sequence[verify.replay.ReplayStream]
-) -> tuple[verify.report.Comparison, float, verify.replay.Tolerance]:
+) -> tuple[verify.report.Comparison, float, verify.references.Tolerance]:
     """Compare a cache that gets one token at a time with the float64 reference.
 
     Returns:
@@ -119,10 +119,14 @@ def _compare_cached(
     build = verify.reference_model.reference_model
     exact, plain = build(model, torch.float64), build(model)
     replayed = verify.replay.replay_streams(model, cache, rows)
-    sequences = [verify.reference_model.WholeSequence(row.prompt, row.limit, row.source) for row in rows]
+    sequences = [verify.reference_model.WholeSequence(row.prompt, row.source) for row in rows]
     no_cache = NoCache(model.config, kernel="reference")
-    reference = verify.replay.compute_reference(exact, plain, sequences, no_cache)
-    return verify.replay.compare_logits(replayed, reference.logits, tie_below=0.0), reference.scale, reference.tolerance
+    reference = verify.references.compute_reference(exact, plain, sequences, no_cache)
+    return (
+        verify.references.compare_logits(replayed, reference.logits, tie_below=0.0),
+        reference.scale,
+        reference.tolerance,
+    )
 
 
 def _dtype(model: Transformer) -> str:

@@ -1,39 +1,19 @@
 """Attention weights as text for a terminal or JSON, from plain lists of numbers.
 
-``plot.draw_attention`` draws them as a figure.
+``plot.draw_attention`` draws them as a figure, ``engine/attention_page.py`` as an HTML page.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
+from kvad.engine import AttentionMap
+
 SHADES = " ░▒▓█"
 LABEL_WIDTH = 14  # columns of a token next to its row in a terminal
-
-
-class AttentionMap(NamedTuple):
-    """Attention weights of one head: a row per query, a column per key."""
-
-    layer: int
-    head: int
-    weights: Sequence[Sequence[float]]  # [L, S]
-    side: str = ""  # of a model with an encoder: "encoder", "decoder" or "cross" (from decoder to encoder)
-    queries: Sequence[str] | None = None  # tokens; None: those of the text, on both sides
-    keys: Sequence[str] | None = None
-
-    @property
-    def name(self) -> str:
-        """Name, as in ``layer 2, head 5``."""
-        place = f"layer {self.layer}, head {self.head}"
-        return f"{self.side}, {place}" if self.side else place
-
-    def tokens(self, pieces: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-        """Return the (queries, keys) of this map; ``pieces`` are the text's tokens."""
-        return pieces if self.queries is None else self.queries, pieces if self.keys is None else self.keys
 
 
 def shade(weight: float) -> str:

@@ -29,6 +29,7 @@ from kvad.errors import EngineError, RequestError, format_count
 from kvad.inspection import sequence_trace as states
 from kvad.inspection import trace_report
 from kvad.inspection.sequence_trace import ReadableBlocks, SequenceTrace, TokenOrigin, ratio_of, scatter_by_position
+from kvad.inspection.trace_renderer import CacheTrace
 from kvad.inspection.trace_report import Reason, SequenceEventRecord, StateChange, TraceReport
 from kvad.model_input import TokenPositions
 
@@ -71,7 +72,7 @@ def trace_requests(
             chunks = engine.step()
             tracer.on_outputs(chunks)
             with_output |= {chunk.request for chunk in chunks}
-        return tracer.report(model, piece)
+        return CacheTrace(*tracer.report(model, piece))
 
 
 class _TracedRunner(ModelRunner):
@@ -128,6 +129,7 @@ class CacheTracer:
         # Since the last step:
         self.preemptions: list[tuple[scheduling.sequence.TokenSequence, scheduling.preemption.PreemptionRecord]] = []
         self._latest: list[SequenceTrace] = []
+        self._recorder = states.BlockRecorder(self.manager, self.kv_cache.groups)
         self._before = engine.runner, engine.kv_cache.attention_hook, engine.kv_cache.eviction_hook
 
     def __enter__(self) -> CacheTracer:
@@ -212,9 +214,9 @@ class CacheTracer:
                 self._compare(row, index, work)
             row.length = work.start + work.num_tokens
             spans.append(trace_report.StepSpan(row.number, work.start, work.num_tokens))
-        self.steps.append(
-            trace_report.TraceStep(self.step, tuple(spans), tuple(pool.num_live for pool in self.manager.pools))
-        )
+        used = tuple(pool.num_live for pool in self.manager.pools)
+        pool, tables = self._recorder.pool_changes(), self._recorder.table_changes(self.rows.values(), self._latest)
+        self.steps.append(trace_report.TraceStep(self.step, tuple(spans), used, pool, tuple(tables)))
 
     def on_outputs(self, chunks: Sequence[StreamChunk]) -> None:
         """Record what an engine step published, and which sequences ended."""
@@ -419,6 +421,7 @@ class CacheTracer:
             steps=tuple(self.steps),
             rows=tuple(self._sequence_report(row, piece) for row in self.rows.values()),
             storage=states.storage_usage(self.engine, self.steps),
+            end=self._recorder.pool_changes(),
         )
 
     def _sequence_report(self, row: SequenceTrace, piece: Callable[[int], str]) -> trace_report.SequenceReport:

@@ -21,10 +21,12 @@ from kvad import text as text_lib
 from kvad.cache import sizing
 from kvad.cache.sizing import MemoryPlan
 from kvad.config import ModelConfig
+from kvad.engine import AttentionMap
 from kvad.errors import CheckpointError, RequestError, TokenizerError, UsageError
-from kvad.inspection.attention_plot import AttentionMap
 from kvad.planning import plan_target, read_target
 from kvad.text import Tokenizer
+
+MAX_WEIGHTS = 20_000_000  # of a drawing of attention: one head of 4,472 tokens
 
 
 class TokenizerSummary(NamedTuple):
@@ -51,6 +53,7 @@ class CheckpointSummary:
     checked: bool  # all of them match the manifest's sha256
     unused_keys: tuple[str, ...] = ()  # of a Hugging Face config.json
     origin: str | None = None  # the model_type of a folder in Hugging Face's layout
+    quantization: str | None = None  # of the file's matrices, which are dequantized when they are loaded
 
     @property
     def num_parameters(self) -> int:
@@ -69,21 +72,25 @@ class AttentionSummary(NamedTuple):
 
 
 def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSummary:
-    """Summarize a folder, a run or a name on the hub; ``check`` reads every file and imports torch.
+    """Summarize a folder, a run, a GGUF file or a name on the hub; ``check`` reads every file and imports torch.
 
     Raises:
         CheckpointError: If the checkpoint is incomplete, or ``check`` finds a changed file.
         ConfigError: If the config is invalid.
         UsageError: If a folder without manifest is to be checked.
     """
-    path = checkpoint.folder.locate(checkpoint.hub.resolve_model_path(folder))
-    if check and not checkpoint.folder.is_native(path):
-        raise UsageError(f"{path}: a Hugging Face folder has no manifest to check against", f"kvad doctor {path}")
+    path = checkpoint.hub.resolve_model_path(folder)
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    path = path if is_gguf else checkpoint.folder.locate(path)
+    is_hf = is_gguf or checkpoint.folder.is_hf(path)
+    if check and (is_gguf or not checkpoint.folder.is_native(path)):
+        kind = "GGUF file" if is_gguf else "Hugging Face folder"
+        raise UsageError(f"{path}: a {kind} has no manifest to check against", "" if is_gguf else f"kvad doctor {path}")
     if check:
         checkpoint.native.open_folder(path, verify=True)
     files = checkpoint.folder.list_files(path) if (path / checkpoint.folder.MANIFEST).is_file() else None
     target, problems = read_target(str(path)), list[str]()
-    if files is None and checkpoint.folder.is_native(path):
+    if files is None and not is_gguf and checkpoint.folder.is_native(path):
         problems.append(
             f"{checkpoint.folder.MANIFEST} is missing: whether these files are those that were saved cannot be known"
         )
@@ -92,8 +99,13 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
             checkpoint.folder.check_file(path / name, entry, "sha256" if checkpoint.folder.is_text(name) else "size")
         except CheckpointError as error:
             problems.append(error.message)
-    read = _hf_contents if checkpoint.folder.is_hf(path) else _native_contents
-    tensors, parameters, tokenizer = read(path, target.config, problems)
+    handle: checkpoint.hf_layout.HFCheckpoint | None = None
+    if is_hf:
+        handle = checkpoint.gguf.GGUFCheckpoint(path) if is_gguf else checkpoint.hf_layout.HFCheckpoint(path)
+    if handle is None:
+        tensors, parameters, tokenizer = _native_contents(path, target.config, problems)
+    else:
+        tensors, parameters, tokenizer = _hf_contents(handle, target.config, problems)
     summary = None
     if tokenizer is not None:
         summary = TokenizerSummary(tokenizer.kind, tokenizer.vocab_size, tokenizer.special_tokens.names())
@@ -108,8 +120,9 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
         training=_training(path),
         files=None if files is None else len(files),
         checked=check,
-        unused_keys=checkpoint.hf_layout.HFCheckpoint(path).unused_keys if target.origin is not None else (),
+        unused_keys=() if handle is None else handle.unused_keys,
         origin=target.origin,
+        quantization=None if handle is None else handle.quantization,
     )
 
 
@@ -123,11 +136,10 @@ def _native_contents(path: Path, config: ModelConfig, problems: list[str]) -> _C
     return tensors, cfg.parameter_shapes.component_sizes(shapes), tokenizer
 
 
-def _hf_contents(path: Path, config: ModelConfig, problems: list[str]) -> _Contents:
-    """Do the same for a Hugging Face folder, with tensors on torch's meta device."""
+def _hf_contents(handle: checkpoint.hf_layout.HFCheckpoint, config: ModelConfig, problems: list[str]) -> _Contents:
+    """Do the same for a Hugging Face folder or a GGUF file, with tensors on torch's meta device."""
     import torch
 
-    handle = checkpoint.hf_layout.HFCheckpoint(path)
     stored, tokenizer = handle.tensors, None
     meta = {name: torch.empty(stored.shape(name), dtype=stored.dtype(name), device="meta") for name in stored}
     tensors = tuple(
@@ -136,7 +148,7 @@ def _hf_contents(path: Path, config: ModelConfig, problems: list[str]) -> _Conte
         )
         for name in stored
     )
-    problems += checkpoint.conversion.find_mismatches(handle.family, config, meta, str(path))
+    problems += checkpoint.conversion.find_mismatches(handle.family, handle.transformer_config, meta, str(handle.path))
     try:
         tokenizer = handle.tokenizer
     except TokenizerError as error:
@@ -182,12 +194,11 @@ def attention_maps(
         if target is not None:
             raise RequestError("--target: a decoder has no separate target", "Leave it out.")
         traced = llm.trace(text, layers=layers, heads=heads, cached=cached)
-    maps = tuple(
-        AttentionMap(layer, head, weights)
-        for layer, trace in traced.layers.items()
-        for head, weights in zip(heads or range(len(trace.weights)), trace.weights.tolist(), strict=True)
-    )
-    return AttentionSummary(tuple(traced.tokens), tuple(traced.token_texts), maps)
+    count = sum(trace.weights.numel() for trace in traced.layers.values())
+    if count > MAX_WEIGHTS:
+        message = f"{count:,} attention weights are too many to draw, at most {MAX_WEIGHTS:,}"
+        raise RequestError(message, "Choose fewer layers or heads, or a shorter text.")
+    return AttentionSummary(tuple(traced.tokens), tuple(traced.token_texts), traced.attention_maps)
 
 
 def outline_values(values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -212,8 +223,10 @@ def summary_to_json(summary: CheckpointSummary) -> Mapping[str, object]:
     return {
         "path": summary.path,
         "origin": summary.origin,
+        "quantization": summary.quantization,
         "config": summary.config.to_dict(),
         "parameters": {"total": summary.num_parameters, **summary.parameters},
+        "active_parameters": cfg.parameter_shapes.num_active_parameters(summary.config),
         "tensors": tensors,
         "problems": summary.problems,
         "unused_keys": summary.unused_keys,

@@ -17,6 +17,7 @@ Position = (
     | cfg.RopeConfig
     | cfg.AlibiConfig
     | cfg.T5BiasConfig
+    | cfg.DisentangledConfig
     | cfg.CustomPositionsConfig
     | None
 )
@@ -46,6 +47,7 @@ ENCODING_SUPPORT: Mapping[str, EncodingSupport] = {
     ),
     "alibi": _BIAS,
     "t5": _BIAS,
+    "disentangled": EncodingSupport(*["only encoders have it, which have no cache"] * 3),
     "none": EncodingSupport("exact; no position enters k or v", "nothing to renumber", "exact"),
     "custom": EncodingSupport("as its class has it", "as its class has it", "exact for equal prefixes"),
     "source": EncodingSupport(
@@ -88,6 +90,9 @@ def describe_position(spec: Position) -> str:
         ways = "both ways" if spec.bidirectional else "one way"
         whose = "one table for the stack's layers of this kind" if spec.shared else "a table per layer"
         return f"T5 bias, {spec.num_buckets} buckets up to distance {spec.max_distance:,}, {ways}, {whose}"
+    if isinstance(spec, cfg.DisentangledConfig):
+        buckets = "" if spec.num_buckets is None else f", {spec.num_buckets} buckets each way"
+        return f"disentangled, distances up to {spec.max_distance:,}{buckets}, one table for the stack"
     if isinstance(spec, cfg.CustomPositionsConfig):
         options = ", ".join(f"{name} {value}" for name, value in spec.options.items())
         return f"positions by {spec.name}{f' ({options})' if options else ''}"
@@ -101,7 +106,9 @@ def _scaling(spec: cfg.RopeScalingConfig) -> str:
     factor = "" if spec.factor is None else f", factor {spec.factor:g}"
     if isinstance(spec, cfg.LinearScalingConfig):
         return f"linear scaling{factor}"
-    regime = ", by a row's limit, fixed when it is admitted" if spec.kind in ("dynamic", "longrope") else ""
+    if isinstance(spec, cfg.ProportionalScalingConfig):
+        return f"{spec.fraction:.4g} of the pairs{factor}"
+    regime = ", other frequencies beyond it" if spec.kind in ("dynamic", "longrope") else ""
     return f"{spec.kind} scaling{factor}, made for {spec.original_max_seq_len:,}{regime}"
 
 
@@ -126,13 +133,14 @@ def describe_embedding(spec: cfg.EmbeddingConfig) -> Iterator[str]:
 
 
 def describe_attention(spec: cfg.AttentionConfig, dim: int) -> Iterator[str]:
-    kv_heads, value_dim = spec.num_kv_heads or spec.num_heads, spec.value_dim or dim
-    sharing = {spec.num_heads: "each has its own key-value head", 1: "one key-value head for all"}
-    shared = sharing.get(kv_heads, f"{kv_heads} key-value heads, {spec.num_heads // kv_heads} queries each")
-    if spec.num_heads == 1:
-        shared = "one key-value head"
-    dims = f"{dim}" if dim == value_dim else f"{dim}, values of {value_dim}"
-    yield f"{spec.num_heads} heads of {dims}; {shared}"
+    if spec.latent is not None:
+        latent = spec.latent
+        queries = "" if latent.q_lora_rank is None else f", queries from {latent.q_lora_rank}"
+        dims = f"{latent.qk_nope_head_dim} + {latent.qk_rope_head_dim} rotated, values of {latent.v_head_dim}"
+        yield f"{spec.num_heads} heads of {dims}{queries}"
+        yield f"the cache stores a latent of {latent.kv_lora_rank} and a key of {latent.qk_rope_head_dim} for all heads"
+    else:
+        yield _describe_heads(spec, dim)
     more = []
     if spec.softmax_scale != "default":
         more.append("no scale" if spec.softmax_scale == "none" else f"scale {spec.softmax_scale:.6g}")
@@ -152,9 +160,42 @@ def describe_attention(spec: cfg.AttentionConfig, dim: int) -> Iterator[str]:
         more.append(f"bias of {'q, k, v' if spec.qkv_bias else 'the output'}")
     if spec.custom_class is not None:
         more.append(f"custom attention, {spec.custom_class}")
+    more += _describe_values_and_scaling(spec)
     if more:
         yield "; ".join(more)
     yield describe_position(spec.position)
+
+
+def _describe_values_and_scaling(spec: cfg.AttentionConfig) -> Iterator[str]:
+    if spec.values_from_keys:
+        yield "v is k before its norm"
+    if spec.value_norm:
+        yield "v is normalized per head"
+    if spec.query_scaling is not None:
+        beta, length = spec.query_scaling.beta, spec.query_scaling.original_max_seq_len
+        yield f"queries grow by {beta:g} ln(1 + floor(position / {length:,}))"
+
+
+def _describe_heads(spec: cfg.AttentionConfig, dim: int) -> str:
+    kv_heads, value_dim = spec.num_kv_heads or spec.num_heads, spec.value_dim or dim
+    sharing = {spec.num_heads: "each has its own key-value head", 1: "one key-value head for all"}
+    shared = sharing.get(kv_heads, f"{kv_heads} key-value heads, {spec.num_heads // kv_heads} queries each")
+    if spec.num_heads == 1:
+        shared = "one key-value head"
+    dims = f"{dim}" if dim == value_dim else f"{dim}, values of {value_dim}"
+    return f"{spec.num_heads} heads of {dims}; {shared}"
+
+
+def describe_recurrent(spec: cfg.ShortConvConfig | cfg.GatedRecurrenceConfig) -> tuple[str, list[str]]:
+    """Describe a mixer without attention: title and lines."""
+    if isinstance(spec, cfg.GatedRecurrenceConfig):
+        lines = [
+            f"a state of {spec.width:,}, gates of {spec.num_blocks} blocks, {spec.activation}",
+            f"after a convolution of {spec.kernel_size} tokens",
+        ]
+        return "gated recurrence (RG-LRU)", lines
+    lines = [f"gates before and after a kernel of {spec.kernel_size} per channel{', biases' * spec.bias}"]
+    return f"short convolution over {spec.kernel_size} tokens", lines
 
 
 def describe_mlp(spec: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig) -> tuple[str, list[str]]:
@@ -165,9 +206,22 @@ def describe_mlp(spec: cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig) 
         return f"{title} of {spec.intermediate_size:,}", [f"{spec.activation}{biases}"]
     form = spec.activation if spec.swiglu_alpha is None else f"(up + 1) gate sigmoid({spec.swiglu_alpha:g} gate)"
     clip = "" if spec.swiglu_limit is None else f", cut to {spec.swiglu_limit:g}"
-    router = f"router {spec.router}{' with bias' * spec.router_bias}"
-    lines = [f"a token goes to {spec.num_experts_per_token} of them, {router}", f"{form}{clip}{biases}"]
+    lines = [f"a token goes to {spec.num_experts_per_token} of them, {_describe_router(spec)}", f"{form}{clip}{biases}"]
+    if spec.num_groups > 1:
+        lines.append(f"from the best {spec.num_groups_per_token} of {spec.num_groups} groups of experts")
+    if spec.shared_size is not None:
+        lines.append(f"a shared gated MLP of {spec.shared_size:,}{' times a sigmoid' * spec.shared_gate}")
     return f"{spec.num_experts} experts of {spec.intermediate_size:,}", lines
+
+
+def _describe_router(spec: cfg.MoEConfig) -> str:
+    """Describe scores and weights: ``router sigmoid with bias and selection bias, renormalized, times 2.5``."""
+    biases = " and ".join(["bias"] * spec.router_bias + ["selection bias"] * spec.selection_bias)
+    if spec.sparsemixer_jitter is not None:
+        return f"router sparsemixer within {spec.sparsemixer_jitter:g}" + f" with {biases}" * bool(biases)
+    parts = [f"router {spec.router}" + f" with {biases}" * bool(biases)]
+    parts += ["renormalized"] * spec.renormalize + [f"times {spec.routed_scale:g}"] * (spec.routed_scale != 1.0)
+    return ", ".join(parts)
 
 
 def describe_head(config: ModelConfig) -> tuple[str, list[str]]:

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvad import engine
 from kvad.config import attention_specs
+from kvad.engine import AttentionMap
 from kvad.errors import RequestError
-from kvad.inspection.attention_plot import AttentionMap
 from kvad.llm import LLM
 from kvad.model import NoCache
-from kvad.model_input import ModelInput, SubBatch
 from kvad.text import Tokenizer
 from kvad.train.monitoring import greedy_decode
 
@@ -34,7 +34,7 @@ def encoder_decoder_maps(
     assert config.encoder is not None
     source = llm.encode(text)
     device = model.token_embedding.device
-    read = _step(source, device)
+    read = engine.encoder_tasks.text_input(source, device)
     words = None if llm.tokenizer is None else llm.tokenizer.source_tokenizer or llm.tokenizer
     pieces = _pieces(source, words)
     encoder: dict[int, Tensor] = {}  # layer -> [H, L, S]
@@ -46,7 +46,7 @@ def encoder_decoder_maps(
         ids = llm.texts.encode_target(target) if target is not None else _answer(llm, source)
         target_pieces = _pieces(ids, llm.tokenizer)
         cache = NoCache(config, attention_hook=lambda trace: decoder.update({trace.layer: trace.weights[0].float()}))
-        model(_step(ids, device)._replace(encoder_input=read), cache)
+        model(engine.encoder_tasks.text_input(ids, device)._replace(encoder_input=read), cache)
     elif target is not None:
         raise RequestError("an encoder reads no target", "leave --target out")
     sides = {
@@ -68,14 +68,6 @@ def encoder_decoder_maps(
         if head < len(weights[layer])
     )
     return tuple(source), pieces, maps
-
-
-def _step(ids: Sequence[int], device: torch.device) -> ModelInput:
-    every = torch.arange(len(ids), device=device)
-    sub_batch = SubBatch(1, len(ids), len(ids))
-    return ModelInput(
-        torch.tensor(ids, device=device), every, (sub_batch,), every, max_seq_lens=torch.full_like(every, len(ids))
-    )
 
 
 def _pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 
 from kvad import config as cfg
 from kvad.cache import CacheConfig, CacheGroup, build_groups, group_bytes
-from kvad.config import ModelConfig, attention_specs, encoder_hidden_size, head_dim
+from kvad.config import ModelConfig, attention_dims, attention_specs, encoder_hidden_size
 from kvad.errors import format_count, with_article
 from kvad.inspection import component_text
 from kvad.inspection.component_text import ENCODING_SUPPORT, describe_allowed, describe_norm
@@ -148,8 +148,8 @@ class _Builder:
         return _node("stack", title, lines, children=children, facts=facts)
 
     def layers(self, side: str, stack: cfg.StackConfig, letter: str, indices: list[int]) -> TreeNode:
-        layer, times = stack.layer_types[letter], len(indices)
-        first = f"{side}.layers.{indices[0]}"
+        layer, times = stack.layer_types[letter], len({stack.parameter_index(index) for index in indices})
+        first = f"{side}.layers.{stack.parameter_index(indices[0])}"
         parts: list[TreeNode] = []
         for name, title in _order(stack, layer):
             tensors = self.below(f"{first}.{name}")
@@ -158,7 +158,14 @@ class _Builder:
                 shared = {"relative (shared)": self.shapes[table]} if table in self.shapes else {}
                 custom = self.below(f"{side}.positions.{letter}")
                 shared |= {f"positions.{tensor}": shape for tensor, shape in custom.items()}
-                parts.append(self.attention(side, layer.attention, tensors, shared, times))
+                rows = self.below(f"{side}.relative_embedding.{letter}")
+                shared |= {f"distances.{tensor} (shared)": shape for tensor, shape in rows.items()}
+                mixer = layer.attention
+                if isinstance(mixer, cfg.AttentionConfig):
+                    parts.append(self.attention(side, mixer, tensors, shared, times))
+                else:
+                    title, lines = component_text.describe_recurrent(mixer)
+                    parts.append(_node("attention", title, lines, tensors, times=times, facts=asdict(mixer)))
             elif name == "cross_attention" and layer.cross_attention is not None:
                 parts.append(self.attention(side, layer.cross_attention, tensors, {}, times, cross=True))
             elif name == "mlp":
@@ -167,17 +174,21 @@ class _Builder:
                 parts.append(_node("mlp", mlp_title, mlp_lines, tensors, times=times, facts=size))
             else:
                 parts.append(_node("norm", f"{title}: {describe_norm(layer.norm)}", [], tensors, times=times))
+        if layer.output_scale:
+            scale = {"output_scale": self.shapes[f"{first}.output_scale"]}
+            parts.append(_node("norm", "learned scale of the output", [], scale, times=times))
         of_kind = f" (of kind {letter})" if len(stack.layer_types) > 1 else ""
-        title = f"{'layer' if times == 1 else 'layers'} {fold_indices(indices)}{of_kind}"
-        per_layer = sum(_count(self.below(f"{first}.{name}")) for name, _ in _order(stack, layer))
-        lines = [f"{format_count(per_layer, 'parameter')} each"] if times > 1 else []
+        title = f"{'layer' if len(indices) == 1 else 'layers'} {fold_indices(indices)}{of_kind}"
+        lines = [f"{format_count(_count(self.below(first)), 'parameter')} each"] if times > 1 else []
+        if times < len(indices):
+            lines.append(f"they share {format_count(times, 'set')} of parameters")
         return _node("layers", title, lines, children=parts, facts={"layers": indices, "kind": letter})
 
     def attention(
         self, side: str, mixer: cfg.AttentionConfig, tensors: Shapes, shared: Shapes, times: int, *, cross: bool = False
     ) -> TreeNode:
         config = self.config
-        dim, kv_heads = head_dim(config, mixer), mixer.num_kv_heads or mixer.num_heads
+        _, kv_heads, dim, value_dim = attention_dims(config, mixer)
         source = config.encoder_input if side == "encoder" else None
         limit = config.max_seq_len if source is None else source.max_seq_len
         window = mixer.window if mixer.window is not None and mixer.window < limit else None
@@ -194,7 +205,8 @@ class _Builder:
             "num_heads": mixer.num_heads,
             "num_kv_heads": kv_heads,
             "head_dim": dim,
-            "value_dim": mixer.value_dim or dim,
+            "value_dim": value_dim,
+            "values_in_keys": mixer.latent is not None,
             "window": window,
             "position": kind,
             "allows": ENCODING_SUPPORT[kind]._asdict() if cached else None,
@@ -247,11 +259,13 @@ def _group(config: ModelConfig, number: int, group: CacheGroup) -> TreeNode:
     layers = [index % config.decoder.num_layers for index in group.layers]
     visible = "all tokens" if mixer.window is None else f"the last {mixer.window:,} tokens"
     visible = "the source" if mixer.is_cross_attention else visible
-    dims = f"{mixer.head_dim}" if mixer.head_dim == mixer.value_dim else f"{mixer.head_dim} + {mixer.value_dim}"
     row = "source" if mixer.is_cross_attention else "row"
     length = group.max_blocks_per_seq * group.block_size
+    held, dims = format_count(mixer.num_kv_heads, "key-value head"), mixer.dims
+    if mixer.is_state:
+        held, dims = "state", f"{mixer.kv_size}"
     lines = (
-        f"{format_count(mixer.num_kv_heads, 'key-value head')} of {dims}, of {visible}",
+        f"{held} of {dims}, of {visible}",
         f"{size.per_token_payload:,} bytes per token",
         f"{size.per_seq:,} bytes of the longest {row}, {format_count(length, 'slot')} with their positions",
     )

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from kvad import storage
+from kvad.engine import AttentionMap
 from kvad.errors import DataError, SaveError, UsageError, suggest
-from kvad.inspection.attention_plot import AttentionMap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,17 @@ from kvad.cache.device import EvictionEvent
 from kvad.engine import Engine, scheduling
 from kvad.errors import format_count
 from kvad.inspection import trace_report
-from kvad.inspection.trace_report import STATES, BlockUse, Reason, StateChange, StorageReport, TraceStep
+from kvad.inspection.trace_report import (
+    STATES,
+    BlockChange,
+    BlockUse,
+    Reason,
+    StateChange,
+    StorageReport,
+    TableChange,
+    TraceStep,
+)
+from kvad.model_input import RESERVED_BLOCKS
 
 NAMES = tuple(STATES)  # a state's code is its index here
 SIGNS = "".join(STATES.values())
@@ -99,6 +109,62 @@ class SequenceTrace:
                 published = (index, block) in self.published
                 uses.append(BlockUse(index, block, used, *ends, refs, published, tuple(shares)))
         return uses
+
+
+class BlockRecorder:
+    """Records what each step changes in the pools and in the block tables of the sequences."""
+
+    def __init__(self, kv_cache_manager: manager.KVCacheManager, groups: Sequence[CacheGroup]) -> None:
+        self._pools, self._groups = kv_cache_manager.pools, groups
+        self._blocks = [dict.fromkeys(range(RESERVED_BLOCKS, len(pool.refs)), (0, False)) for pool in self._pools]
+        self._tables: dict[tuple[int, int], tuple[tuple[int, int, int, int], ...]] = {}
+
+    def pool_changes(self) -> tuple[BlockChange, ...]:
+        """Return the blocks whose references or publication changed since the last call."""
+        changes = []
+        for index, (pool, known) in enumerate(zip(self._pools, self._blocks, strict=True)):
+            for block, before in known.items():
+                now = pool.refs[block], pool.prefixes[block] is not None
+                if now != before:
+                    known[block] = now
+                    changes.append(BlockChange(index, block, *now))
+        return tuple(changes)
+
+    def table_changes(
+        self, rows: Iterable[SequenceTrace], computed: Collection[SequenceTrace]
+    ) -> Iterator[TableChange]:
+        """Yield the changed tables; those of sequences that are swapped out or ended are empty.
+
+        Args:
+            rows: All sequences.
+            computed: Those of this step.
+        """
+        for row in rows:
+            is_gone = row.is_swapped or (row.finish is not None and row not in computed)
+            for index, group in enumerate(self._groups if is_gone or row in computed else ()):
+                key = row.number, index
+                now = () if is_gone else table_entries(row.tables[index], group)
+                before = self._tables.get(key, ())
+                if now != before:
+                    self._tables[key] = now
+                    equal = (at for at, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1])
+                    start = next(equal, min(len(before), len(now)))
+                    yield TableChange(row.number, index, start, now[start:])
+
+
+def table_entries(table: ReadableBlocks, group: CacheGroup) -> tuple[tuple[int, int, int, int], ...]:
+    """Return (block, filled slots, first position, last position) of each block that the sequence can read.
+
+    If heads retain different tokens, the slots are those of the head with most of them.
+    """
+    held = torch.cat(list(table.held.values())) if isinstance(table.held, dict) else table.held.unsqueeze(0)
+    in_blocks = held.unflatten(1, (len(table.blocks), group.block_size)) if table.blocks else held.new_empty(1, 0, 1)
+    used = (in_blocks >= 0).sum(2).amax(0)
+    far = torch.iinfo(in_blocks.dtype).max
+    first = in_blocks.masked_fill(in_blocks < 0, far).amin((0, 2)) if table.blocks else used
+    last = in_blocks.amax((0, 2)) if table.blocks else used
+    entries = zip(table.blocks, used.tolist(), first.tolist(), last.tolist(), strict=True)
+    return tuple((block, count, low if count else -1, high if count else -1) for block, count, low, high in entries)
 
 
 def ratio_of(group: CacheGroup) -> int:

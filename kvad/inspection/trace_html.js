@@ -11,9 +11,10 @@ const make = (tag, text, kind) => {
 };
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const LABEL = 130, BARS = 44, HIGH = 15, UNWRITTEN = names.indexOf("unwritten"), EVICTED = names.indexOf("evicted");
-const last = data.steps.length;
+const last = data.steps.length, end = last + 1; // the slider's last stop: every sequence has ended
+const MOST_BLOCKS = 512; // of a pool that are drawn
 const met = new Set(["hot", "evicted", "unwritten", ...data.rows.flatMap((row) => row.lines.flatMap((line) => line.changes.map((c) => c.state)))]);
-const view = { row: 0, step: last, at: -1, pinned: false, lines: [], wide: 8, timer: 0 };
+const view = { row: 0, step: last, at: -1, pinned: false, lines: [], wide: 8, timer: 0, pools: [], tables: [] };
 
 const spans = (name, values) => {
   const runs = [];
@@ -50,9 +51,11 @@ function tally(row) {
   }));
 }
 
+let spansOf = []; // the elements of the sequence's tokens
+
 function words(row) {
   const every = row.lines.map((line) => heads(row, line));
-  [...$("words").children].forEach((span, at) => {
+  spansOf.forEach((span, at) => {
     const counts = names.map(() => 0);
     view.lines.forEach((codes, n) => { counts[codes[at]] += every[n]; });
     const most = counts.indexOf(Math.max(...counts));
@@ -64,6 +67,101 @@ function words(row) {
     const gone = counts[EVICTED] / counts.reduce((a, b) => a + b, 0);
     span.style.opacity = alive ? String(1 - 0.6 * gone) : "";
   });
+}
+
+// The pools and the block tables after a step; every step holds only what it changed.
+function replayBlocks(step) {
+  view.pools = data.groups.map(() => new Map());
+  view.tables = data.rows.map(() => data.groups.map(() => []));
+  for (const each of data.steps.slice(0, step)) {
+    for (const block of each.pool) view.pools[block.group].set(block.block, block);
+    for (const table of each.tables) {
+      const entries = view.tables[table.row][table.group];
+      entries.splice(table.start, entries.length, ...table.entries);
+    }
+  }
+  if (step === end) {
+    for (const block of data.end) view.pools[block.group].set(block.block, block);
+    view.tables = data.rows.map(() => data.groups.map(() => []));
+  }
+}
+const owner = (number) => `hsl(${(215 + number * 137.5) % 360} 58% 46%)`;
+const touched = data.groups.map((_, group) => {
+  const known = new Set();
+  for (const step of data.steps) for (const block of step.pool) if (block.group === group) known.add(block.block);
+  return [...known].sort((a, b) => a - b);
+});
+
+// One square: its color is its owner, two owners share it.
+function square(number, rows, state, entry, size) {
+  const box = make("div", String(number), "block" + (rows.length ? " used" : "") + (state && state.is_cached ? " cached" : ""));
+  const colors = rows.map(owner), part = 100 / (colors.length || 1);
+  if (colors.length === 1) box.style.background = colors[0];
+  if (colors.length > 1) {
+    box.style.background = `linear-gradient(90deg, ${colors.map((c, n) => `${c} ${n * part}% ${(n + 1) * part}%`).join(", ")})`;
+    box.append(make("s", `\u00d7${colors.length}`));
+  }
+  const facts = [`block ${number}`, rows.length ? `${spans("sequence", rows)}` : state && state.is_cached ? "no sequence" : "free"];
+  if (state && state.is_cached) facts.push("in the prefix cache");
+  if (entry) {
+    const fill = make("em");
+    fill.style.width = `${(100 * entry[1]) / size}%`;
+    box.append(fill);
+    facts.push(entry[1] ? `${entry[1]} of ${size} slots, tokens ${entry[2]}\u2013${entry[3]}` : "empty");
+    box.dataset.first = entry[2]; box.dataset.last = entry[3];
+  }
+  box.title = facts.join(", ");
+  return box;
+}
+
+function pools() {
+  $("pools").replaceChildren(...data.groups.map((group, index) => {
+    const owners = new Map(), card = make("div", undefined, "pool"), strip = make("div", undefined, "strip");
+    view.tables.forEach((tables, number) => tables[index].forEach(([block]) => {
+      if (!owners.has(block)) owners.set(block, []);
+      owners.get(block).push(number);
+    }));
+    const states = view.pools[index], drawn = touched[index].slice(0, MOST_BLOCKS);
+    const live = [...states.values()].filter((each) => each.references).length;
+    const cached = [...states.values()].filter((each) => each.is_cached && !each.references).length;
+    const kind = group.state === "hot" ? "" : `, ${group.state}`;
+    card.append(make("h3", `${spans("layer", group.layers)}${kind}: ${live} of ${group.blocks} blocks in use, ` +
+      `${cached} kept for reuse, ${group.blocks - live - cached} free; ${group.block_size} slots each`));
+    strip.append(...drawn.map((block) => square(block, owners.get(block) || [], states.get(block))));
+    const rest = group.blocks - drawn.length;
+    if (rest > 0) strip.append(make("span", `and ${rest} blocks that were never used`, "dim"));
+    card.append(strip, ...view.tables.map((tables, number) => [tables[index], number]).filter(([table]) => table.length).map(([table, number]) => {
+      const line = make("div", undefined, "table");
+      line.dataset.row = number;
+      line.append(make("b", `sequence ${number}`), ...table.map((entry) =>
+        square(entry[0], owners.get(entry[0]), states.get(entry[0]), entry, group.block_size)));
+      return line;
+    }));
+    return card;
+  }));
+}
+
+// Marks the blocks of the chosen sequence that hold the token under the pointer.
+function holders() {
+  for (const box of document.querySelectorAll("#pools .table .block")) {
+    const inside = view.at >= 0 && Number(box.dataset.first) <= view.at && view.at <= Number(box.dataset.last);
+    box.classList.toggle("at", inside && Number(box.parentNode.dataset.row) === view.row);
+  }
+}
+
+function sentence(row) {
+  const counts = names.map(() => 0), step = Math.min(view.step, last);
+  row.tokens.forEach((_, at) => {
+    const codes = view.lines.map((line) => line[at]), held = codes.filter((code) => code !== EVICTED && code !== UNWRITTEN);
+    counts[held.length ? held[0] : codes.includes(EVICTED) ? EVICTED : UNWRITTEN] += 1;
+  });
+  const kinds = { hot: "in its own blocks", shared: "in blocks that others may use too", quantized: "in a smaller format",
+    summarized: "in summaries", offloaded: "outside the pool", swapped: "swapped out", evicted: "dropped by every head",
+    unwritten: "not computed yet" };
+  const parts = names.map((name, code) => [name, counts[code]]).filter(([, count]) => count).map(([name, count]) => `${count} ${kinds[name]}`);
+  $("sentence").textContent = (view.step === end ? "After the last step all sequences have ended; " : `After step ${step}, `) +
+    `of the ${row.tokens.length} tokens of sequence ${view.row}, ${parts.join(", ").replace(" ", " are ")}. ` +
+    (last ? "Move the slider to see which step computed, moved or dropped what." : "");
 }
 
 function map(row) {
@@ -152,12 +250,22 @@ function show() {
   const row = data.rows[view.row];
   view.lines = replay(row, view.step);
   $("step").value = view.step;
-  const span = view.step ? data.steps[view.step - 1].spans.find((each) => each.row === view.row) : undefined;
+  const span = view.step && view.step <= last ? data.steps[view.step - 1].spans.find((each) => each.row === view.row) : undefined;
   const did = span ? `: tokens ${span.start}\u2013${span.start + span.count - 1}` : "";
-  const used = view.step ? data.steps[view.step - 1].used.map((n, g) => `${n} of ${data.groups[g].blocks}`).join(", ") : "0";
-  $("now").textContent = `step ${view.step} of ${last}${did}; blocks in use: ${used}`;
+  $("now").textContent = view.step === end ? "the end" : `step ${view.step} of ${last}${did}`;
   $("events").textContent = row.events.filter((each) => each.step <= view.step).map((each) => `step ${each.step}: ${each.text}`).join("; ");
-  tally(row); words(row); map(row); story(row);
+  replayBlocks(view.step);
+  tally(row); words(row); map(row); story(row); pools(); holders(); sentence(row);
+}
+
+// Scrolls the map and the text to the tokens that the step computed.
+function follow() {
+  const each = view.step && view.step <= last ? data.steps[view.step - 1].spans.find((span) => span.row === view.row) : undefined;
+  if (!each) return;
+  const at = each.start + each.count - 1, box = $("scroll"), x = LABEL + at * view.wide;
+  if (x < box.scrollLeft + LABEL || x > box.scrollLeft + box.clientWidth - 40) box.scrollLeft = x - box.clientWidth / 2;
+  const span = spansOf[at], pane = $("words"), y = span.offsetTop - pane.offsetTop;
+  if (y < pane.scrollTop || y > pane.scrollTop + pane.clientHeight - 30) pane.scrollTop = y - pane.clientHeight / 2;
 }
 
 function point(at, hold) {
@@ -166,24 +274,36 @@ function point(at, hold) {
   if (at === view.at && !hold) return;
   view.at = at;
   const row = data.rows[view.row];
-  words(row); map(row); story(row);
+  words(row); map(row); story(row); holders();
 }
 
 function choose(number) {
   view.row = number; view.at = -1; view.pinned = false;
   const row = data.rows[number];
-  $("words").replaceChildren(...row.pieces.map((piece, at) => {
+  spansOf = row.pieces.map((piece, at) => {
     const span = make("span", piece);
     span.addEventListener("mouseenter", () => point(at, false));
     span.addEventListener("click", () => point(at, true));
     return span;
-  }));
+  });
+  // A token with a line break ends its line; "\\n" is how the report writes the break.
+  $("words").replaceChildren(...spansOf.flatMap((span, at) => (row.pieces[at].includes("\\n") ? [span, make("br")] : [span])));
   $("rows").value = number;
   blocks(row);
   show();
 }
 
-$("title").textContent = data.model || "a run";
+$("title").textContent = `KV cache of ${data.model || "a run"}, step by step`;
+$("paging").textContent = data.layout === "paged"
+  ? "A square is a block of slots in the pool; a sequence's table lists the blocks that hold its tokens, in order."
+  : "A square is a block of the pool; in the contiguous layout a sequence has one.";
+$("owners").replaceChildren(...data.rows.slice(0, 12).map((_, number) => {
+  const key = make("span", undefined, "key"), box = make("i");
+  box.style.background = owner(number);
+  key.append(box, `sequence ${number}`);
+  return key;
+}), make("span", "\u00d72: read by two sequences", "key"), make("span", "outlined: in the prefix cache", "key"),
+make("span", "line at the bottom: filled slots", "key"));
 $("facts").textContent = `${data.policy}, ${data.layout}, ${data.layers} layers, ${last} steps`;
 $("groups").replaceChildren(...data.groups.map((group) => make("p",
   `${spans("layer", group.layers)}: ${group.state === "hot" ? group.policy : group.state}, ${group.stored}, ` +
@@ -195,15 +315,18 @@ $("rows").replaceChildren(...data.rows.map((row, number) => {
   return option;
 }));
 $("rows").addEventListener("change", (event) => choose(Number(event.target.value)));
-$("step").max = last;
-$("step").addEventListener("input", (event) => { view.step = Number(event.target.value); show(); });
+$("step").max = end;
+const go = (step) => { view.step = Math.max(0, Math.min(end, step)); show(); follow(); };
+$("step").addEventListener("input", (event) => go(Number(event.target.value)));
+$("back").addEventListener("click", () => go(view.step - 1));
+$("next").addEventListener("click", () => go(view.step + 1));
 $("play").addEventListener("click", () => {
   if (view.timer) { clearInterval(view.timer); view.timer = 0; $("play").textContent = "Play"; return; }
-  if (view.step >= last) view.step = 0;
+  if (view.step >= end) view.step = 0;
   $("play").textContent = "Pause";
   view.timer = setInterval(() => {
-    view.step += 1; show();
-    if (view.step >= last) { clearInterval(view.timer); view.timer = 0; $("play").textContent = "Play"; }
+    go(view.step + 1);
+    if (view.step >= end) { clearInterval(view.timer); view.timer = 0; $("play").textContent = "Play"; }
   }, Math.max(30, Math.min(400, 12000 / (last || 1))));
 });
 const under = (event) => {
@@ -216,6 +339,6 @@ addEventListener("resize", () => map(data.rows[view.row]));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
 // #row=1&step=40&token=7 opens the page there.
 const asked = new URLSearchParams(location.hash.slice(1)), number = (name) => (asked.has(name) ? Number(asked.get(name)) : NaN);
-if (number("step") >= 0 && number("step") <= last) view.step = number("step");
+if (number("step") >= 0 && number("step") <= end) view.step = number("step");
 if (data.rows.length) choose(data.rows[number("row")] ? number("row") : 0);
 if (data.rows.length && data.rows[view.row].tokens[number("token")] !== undefined) point(number("token"), true);

@@ -4,23 +4,18 @@ The text is a map of signs, one per token, that needs no color and no terminal. 
 If there are more tokens than columns, neighbors share a cell that shows the most common state; lists that are
 shortened state their full length.
 
-The HTML file (map, text and a slider over the steps) is self-contained: page, style and script (``trace_html.*``) and
-the report as JSON are embedded, and its content security policy forbids any other script and any request. Text of the
-model is data: it is embedded without a single ``<``, and the script shows it as text. Without scripts a reader gets
-the terminal's map.
+The HTML file (map, text, blocks, block tables and a slider over the steps) is self-contained (``kvad/_html.py``):
+``trace_html.*`` and the report as JSON are embedded. Without scripts a reader gets the terminal's map.
 """
 
 from __future__ import annotations
 
-import html
-import json
 import math
 import textwrap
-from base64 import b64encode
 from collections.abc import Collection, Iterator, Sequence
-from hashlib import sha256
 from pathlib import Path
 
+from kvad._html import notebook_frame, self_contained_page
 from kvad.errors import format_count
 from kvad.inspection import trace_report
 from kvad.inspection.attention_plot import ruler
@@ -228,20 +223,17 @@ def _token_histories(sequence: SequenceReport, lines: Sequence[GroupTrace], toke
 
 def trace_to_html(report: TraceReport) -> str:
     """Build the whole file."""
-    page, style, script = (
-        Path(__file__).with_name(f"trace_html.{ending}").read_text(encoding="utf-8") for ending in ("html", "css", "js")
-    )
-    data = json.dumps(trace_report.trace_to_json(report), allow_nan=False, separators=(",", ":"))
-    return page.format(
-        rules=f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
-        title=html.escape(f"{report.model}: {report.policy}"),
-        style=style,
-        text=html.escape(trace_to_text(report)),
-        # No HTML parser can leave this JSON: the three characters with a meaning in HTML are escaped.
-        data=data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
-        script=script,
+    return self_contained_page(
+        Path(__file__).parent,
+        "trace_html",
+        title=f"{report.model}: {report.policy}",
+        text=trace_to_text(report),
+        data=trace_report.trace_to_json(report),
     )
 
 
-def _digest(source: str) -> str:
-    return f"sha256-{b64encode(sha256(source.encode()).digest()).decode()}"
+class CacheTrace(TraceReport):
+    """A trace that a notebook shows as its page."""
+
+    def _repr_html_(self) -> str:
+        return notebook_frame(trace_to_html(self), 900)

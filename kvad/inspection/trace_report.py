@@ -142,12 +142,35 @@ class StepSpan(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count
 
 
+class BlockChange(NamedTuple):
+    """A block of a group's pool from a step on."""
+
+    group: int
+    block: int
+    references: int  # sequences that reference it
+    is_cached: bool  # in the prefix cache: a later sequence with the same tokens finds it
+
+
+class TableChange(NamedTuple):
+    """The block table of sequence ``row`` in a group from a step on: as before up to index ``start``, then ``entries``.
+
+    An entry is (block, filled slots, first position, last position); -1, -1 if the block is empty.
+    """
+
+    row: int
+    group: int
+    start: int
+    entries: tuple[tuple[int, int, int, int], ...]
+
+
 class TraceStep(NamedTuple):
-    """One step."""
+    """One step, and what it changed in the pools and the block tables."""
 
     step: int
     spans: tuple[StepSpan, ...]
     used: tuple[int, ...]  # referenced blocks of each group
+    pool: tuple[BlockChange, ...] = ()
+    tables: tuple[TableChange, ...] = ()
 
 
 class StorageReport(NamedTuple):
@@ -173,10 +196,11 @@ class TraceReport(NamedTuple):
     steps: tuple[TraceStep, ...]
     rows: tuple[SequenceReport, ...]
     storage: tuple[StorageReport, ...] = ()
+    end: tuple[BlockChange, ...] = ()  # blocks that changed when the last sequences ended, which frees their tables
 
 
 def trace_to_json(report: TraceReport) -> dict[str, Any]:
-    """Build plain objects, lists, numbers and texts (schema: docs/kv-cache.md); numbers are rounded to 6 digits."""
+    """Build plain values, numbers rounded to 6 digits (schema: docs/explanation/kv-cache/inspect.md)."""
     plain: dict[str, Any] = {"schema": SCHEMA, "states": STATES, **_plain(report)}
     for row, fields in zip(report.rows, plain["rows"], strict=True):
         fields["counts"] = dict(count_states(row))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvad.model import layers as layers
     from kvad.model import lora as lora
     from kvad.model import positions as positions
+    from kvad.model import recurrent as recurrent
     from kvad.model import summarizer as summarizer
     from kvad.model import transformer as transformer
     from kvad.model.no_cache import NoCache as NoCache

@@ -15,9 +15,9 @@ from torch import nn
 from kvad import config as cfg
 from kvad import ops
 from kvad.errors import ConfigError
-from kvad.model.attention import Attention
+from kvad.model.attention import Attention, LatentAttention
 from kvad.model.heads import ClassificationHead, LanguageHead
-from kvad.model.layers import MixtureOfExperts
+from kvad.model.layers import MixtureOfExperts, Router
 from kvad.model.transformer import Transformer
 
 MatmulShape = ops.batch_invariant.MatmulShape
@@ -40,9 +40,10 @@ def make_batch_invariant(model: Transformer) -> ops.batch_invariant.TileSizes:
     for module in model.modules():
         if isinstance(module, (ops.linear.Linear, LanguageHead, ClassificationHead, MixtureOfExperts)):
             module.tiles = tiles
-        f = getattr(module, "activation", None)
-        if callable(f) and getattr(f, "func", None) is not ops.batch_invariant.elementwise:
-            module.activation = partial(ops.batch_invariant.elementwise, f)  # type: ignore[assignment]
+        for name in ("activation", "sigmoid"):
+            f = getattr(module, name, None)
+            if callable(f) and getattr(f, "func", None) is not ops.batch_invariant.elementwise:
+                setattr(module, name, partial(ops.batch_invariant.elementwise, f))
     return attention
 
 
@@ -56,10 +57,14 @@ def _check(model: Transformer) -> None:
     stacks = (model.config.decoder, model.config.encoder)
     for layer in (layer for stack in stacks if stack is not None for layer in stack.layer_types.values()):
         position, name = layer.attention.position, layer.attention.custom_class
+        if isinstance(position, cfg.DisentangledConfig):
+            raise ConfigError("deterministic: is not supported with disentangled attention")
         if isinstance(position, cfg.CustomPositionsConfig):
             name = position.name
         if name is not None:
             raise ConfigError(f"deterministic: is not supported with the custom class {name}")
+        if isinstance(layer.attention, cfg.GatedRecurrenceConfig):
+            raise ConfigError("deterministic: is not supported with a gated recurrence")
 
 
 def _attentions(model: Transformer) -> Iterator[MatmulShape]:
@@ -81,8 +86,13 @@ def _products(model: Transformer) -> Iterator[MatmulShape]:
             yield MatmulShape(pack.shape[1], pack.shape[0], dtype, layers[0].bias is not None)
             packed.update(layers)
     for module in model.modules():
-        if isinstance(module, ops.linear.Linear) and module not in packed:
-            yield MatmulShape(module.in_features, module.out_features, dtype, module.bias is not None)
+        if isinstance(module, LatentAttention):
+            latent = module.latent
+            yield MatmulShape(latent.qk_nope_head_dim, latent.kv_lora_rank, dtype)
+            yield MatmulShape(latent.kv_lora_rank, latent.v_head_dim, dtype)
+        elif isinstance(module, ops.linear.Linear) and module not in packed:
+            computed = torch.promote_types(dtype, torch.float32) if isinstance(module, Router) else dtype
+            yield MatmulShape(module.in_features, module.out_features, computed, module.bias is not None)
         elif isinstance(module, MixtureOfExperts):
             for weight, bias in ((module.gate, module.gate_bias), (module.down, module.down_bias)):
                 yield MatmulShape(weight.shape[2], weight.shape[1], dtype, bias is not None)

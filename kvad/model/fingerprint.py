@@ -6,15 +6,17 @@ about a second per gigabyte and core.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvad.config import ModelConfig
+from kvad.config import ModelConfig, is_later_default
 from kvad.model.transformer import Transformer
 
 HASH_CHUNK = 1 << 24  # bytes; large tensors are divided, so that all cores hash
@@ -31,13 +33,23 @@ def state_fingerprint(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
     names = sorted(state)
     chunks = [chunk for name in names for chunk in _chunks(state[name])]
     shapes = [f"{name} {state[name].dtype} {tuple(state[name].shape)}" for name in names]
-    fields = config.to_dict()
+    fields = _hashed_fields(config)
     del fields["dropout"]  # used in training only
     digest = blake2b(json.dumps([fields, shapes], sort_keys=True).encode(), digest_size=16)
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # hashing releases the GIL
         for chunk_digest in pool.map(_hash, chunks):
             digest.update(chunk_digest)
     return digest.hexdigest()
+
+
+def _hashed_fields(value: Any) -> Any:
+    """Convert a config as ``to_dict``, without ``LATER_FIELDS`` that have their default."""
+    if dataclasses.is_dataclass(value):
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {name: _hashed_fields(item) for name, item in fields if not is_later_default(name, item)}
+    if isinstance(value, Mapping):
+        return {key: _hashed_fields(item) for key, item in value.items()}
+    return [_hashed_fields(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _chunks(tensor: Tensor) -> list[Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,20 @@ def _relu2(x: Tensor) -> Tensor:
 def _quick_gelu(x: Tensor) -> Tensor:
     """Compute x sigmoid(1.702 x) (Hendrycks & Gimpel 2016, sec. 2)."""
     return x * torch.sigmoid(1.702 * x)
+
+
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Tensor:
+    """Compute xIELU (Huang & Schlag 2024, eq. 9): a_p x^2 + x/2 above 0, a_n (e^x - 1 - x) + x/2 below.
+
+    The slopes are a_p = softplus(alpha_p) and a_n = 1/2 + softplus(alpha_n).
+    """
+    positive, negative = F.softplus(alpha_p.to(x.dtype)), 0.5 + F.softplus(alpha_n.to(x.dtype))
+    below = torch.expm1(x.clamp(max=-1e-6)) - x
+    return torch.where(x > 0, positive * x * x, negative * below) + 0.5 * x
+
+
+def _inverse_softplus(value: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([math.log(math.expm1(value))]))
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -77,18 +93,35 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
+class RelativeEmbedding(nn.Module):
+    """Table of distances of disentangled attention (``config.DisentangledConfig``), and its norm."""
+
+    def __init__(self, width: int, spec: cfg.DisentangledConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2 * spec.span, width))
+        self.norm = None if spec.norm is None else Norm(width, spec.norm)
+
+    def forward(self) -> Tensor:
+        """Return the rows [2 span, E]."""
+        return self.weight if self.norm is None else self.norm(self.weight)
+
+
 class PlainMLP(nn.Module):
     """MLP: up, activation, down."""
 
     def __init__(self, width: int, spec: cfg.PlainMLPConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
-        self.activation = ACTIVATIONS[spec.activation]
+        is_learned = spec.activation == "xielu"
+        self.activation: Callable[..., Tensor] = xielu if is_learned else ACTIVATIONS[spec.activation]
+        self.alpha_p = _inverse_softplus(0.8) if is_learned else None
+        self.alpha_n = _inverse_softplus(0.3) if is_learned else None
         self.up = ops.linear.Linear(width, spec.intermediate_size, spec.bias)
         self.down = ops.linear.Linear(spec.intermediate_size, width, spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(apply_dropout(self.activation(self.up(x)), self.dropout, self))
+        alphas = () if self.alpha_p is None else (self.alpha_p, self.alpha_n)
+        out: Tensor = self.down(apply_dropout(self.activation(self.up(x), *alphas), self.dropout, self))
         return out
 
 
@@ -110,6 +143,22 @@ class GatedMLP(nn.Module):
         return out
 
 
+class Routing(NamedTuple):
+    """Routing of T tokens in one layer."""
+
+    logits: Tensor  # [T, experts], at least float32
+    experts: Tensor  # indices [T, experts per token]
+
+
+class Router(ops.linear.Linear):
+    """Linear layer that is computed in the dtype of its input, also under autocast (Fedus et al. 2021, sec. 2.4)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            return ops.linear.linear(input, self.weight.to(input.dtype), bias, self.tiles)
+
+
 class MixtureOfExperts(nn.Module):
     """Mixture of experts (``config.MoEConfig``). Each expert is computed once, for the tokens routed to it."""
 
@@ -118,8 +167,11 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, width: int, spec: cfg.MoEConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.spec, self.dropout = spec, dropout
-        self.activation = ACTIVATIONS[spec.activation] if spec.swiglu_alpha is None else torch.sigmoid
-        self.router = ops.linear.Linear(width, spec.num_experts, spec.router_bias)
+        self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+        self.activation = ACTIVATIONS[spec.activation] if spec.swiglu_alpha is None else self.sigmoid
+        self.router = Router(width, spec.num_experts, spec.router_bias)
+        biases = torch.zeros(spec.num_experts) if spec.selection_bias else None
+        self.selection_bias = None if biases is None else nn.Parameter(biases, requires_grad=False)
         self.gate = nn.Parameter(torch.empty(spec.num_experts, spec.intermediate_size, width))
         self.up = nn.Parameter(torch.empty(spec.num_experts, spec.intermediate_size, width))
         self.down = nn.Parameter(torch.empty(spec.num_experts, width, spec.intermediate_size))
@@ -127,26 +179,64 @@ class MixtureOfExperts(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(hidden)) if spec.bias else None
         self.up_bias = nn.Parameter(torch.zeros(hidden)) if spec.bias else None
         self.down_bias = nn.Parameter(torch.zeros(spec.num_experts, width)) if spec.bias else None
+        shared = None if spec.shared_size is None else cfg.GatedMLPConfig(spec.shared_size, spec.activation, spec.bias)
+        self.shared = None if shared is None else GatedMLP(width, shared, dropout)
+        self.shared_gate = ops.linear.Linear(width, 1, bias=False) if spec.shared_gate else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the experts: x [T, E] -> [T, E]."""
-        share, chosen = self.route(x)
-        out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            token, rank = (chosen == expert).nonzero(as_tuple=True)
-            out.index_add_(0, token, self._expert(expert, x[token]) * share[token, rank].unsqueeze(-1))
+    def forward(self, x: Tensor, routings: list[Routing] | None = None) -> Tensor:
+        """Apply the experts: x [T, E] -> [T, E]; the routing is appended to ``routings``, if given."""
+        logits = self.router(x.to(torch.promote_types(x.dtype, torch.float32)))
+        weights, experts = self._choose(logits)
+        if routings is not None:
+            routings.append(Routing(logits, experts))
+        out = self._combine(x, weights.to(x.dtype), experts)
+        if self.shared is None:
+            return out
+        shared: Tensor = self.shared(x)
+        return out + (shared if self.shared_gate is None else self.sigmoid(self.shared_gate(x)) * shared)
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose experts by logits [T, experts]: their weights and indices, [T, n] each."""
+        spec = self.spec
+        if spec.sparsemixer_jitter is not None:
+            return _sparsemixer(logits, spec.sparsemixer_jitter)
+        scores = self.sigmoid(logits) if spec.router == "sigmoid" else logits.softmax(dim=-1)
+        ranking = scores.detach()
+        if self.selection_bias is not None:
+            ranking = ranking + self.selection_bias.to(ranking.dtype)
+        if spec.num_groups > 1:
+            ranking = self._mask_groups(ranking)
+        experts = ranking.topk(spec.num_experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if spec.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20)
+        return weights * spec.routed_scale, experts
+
+    def _mask_groups(self, ranking: Tensor) -> Tensor:
+        """Set the ranking [T, experts] to -inf outside each token's best groups."""
+        groups = ranking.unflatten(-1, (self.spec.num_groups, -1))
+        values = groups.amax(dim=-1) if self.selection_bias is None else groups.topk(2, dim=-1).values.sum(dim=-1)
+        best = values.topk(self.spec.num_groups_per_token, dim=-1).indices
+        is_outside = torch.ones_like(values, dtype=torch.bool).scatter_(-1, best, False)
+        masked: Tensor = groups.masked_fill(is_outside.unsqueeze(-1), -math.inf)
+        return masked.flatten(-2)
+
+    def _combine(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Sum the outputs of the chosen experts, in the order of their indices.
+
+        Example: experts [[2, 0], [0, 1]] sorted are 0 0 1 2, of tokens 0 1 1 0, and end at 2, 3 and 4.
+        """
+        ordered, order = experts.flatten().sort(stable=True)
+        tokens, shares = order // experts.shape[1], weights.flatten()[order].unsqueeze(-1)
+        indices = torch.arange(self.spec.num_experts, device=x.device)
+        ends = torch.searchsorted(ordered, indices, right=True).tolist()
+        out, low = torch.zeros_like(x), 0
+        for expert, high in enumerate(ends):
+            if low < high:
+                rows = tokens[low:high]
+                out.index_add_(0, rows, self._expert(expert, x.index_select(0, rows)) * shares[low:high])
+            low = high
         return out
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose experts for x [T, E]: their weights [T, n] and indices [T, n]."""
-        logits = self.router(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if self.spec.router != "softmax_last":
-            best, chosen = logits.to(wide).softmax(dim=-1).topk(self.spec.num_experts_per_token, dim=-1)
-            total = best.sum(dim=-1, keepdim=True) if self.spec.router == "softmax_first" else 1.0
-            return (best / total).to(x.dtype), chosen
-        best, chosen = logits.topk(self.spec.num_experts_per_token, dim=-1)
-        return best.to(wide).softmax(dim=-1).to(x.dtype), chosen
 
     def _expert(self, index: int, x: Tensor) -> Tensor:
         def bias(biases: Tensor | None) -> Tensor | None:
@@ -162,6 +252,27 @@ class MixtureOfExperts(nn.Module):
             inner = self.activation(gate) * up
         inner = apply_dropout(inner, self.dropout, self)
         return ops.linear.linear(inner, self.down[index], bias(self.down_bias), self.tiles)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Convert the parameters, but never round the selection bias below float32."""
+        biases = None if self.selection_bias is None else self.selection_bias.data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if biases is not None and self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
+            self.selection_bias.data = biases.to(self.selection_bias.device)
+        return self
+
+
+def _sparsemixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Choose two experts as PhiMoE does at inference; see ``config.MoEConfig.sparsemixer_jitter``."""
+    weights, experts, remaining = [], [], logits
+    for _ in range(2):
+        with torch.no_grad():
+            top, best = remaining.max(dim=-1, keepdim=True)
+            is_far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * jitter
+        weights.append(remaining.masked_fill(is_far, -math.inf).softmax(dim=-1).gather(-1, best))
+        experts.append(best)
+        remaining = remaining.scatter(-1, best, -math.inf)
+    return torch.cat(weights, dim=-1), torch.cat(experts, dim=-1)
 
 
 def build_mlp(

@@ -49,6 +49,10 @@ class LoraLinear(ops.linear.Linear):
         base = ops.linear.linear(input, self.weight, self.bias, self.tiles)
         return base + self.scale * ops.linear.linear(low, self.lora_b)
 
+    def effective_weight(self) -> Tensor:
+        """Return W + scale B A [out, in]; products with it have no dropout."""
+        return self.weight + self.scale * (self.lora_b @ self.lora_a)
+
 
 def add_adapters(model: Transformer, parts: Iterable[str], rank: int, scale: float, dropout: float = 0.0) -> None:
     """Freeze the model and add adapters to the linear layers ``parts``; outputs do not change, because B is zero."""

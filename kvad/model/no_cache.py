@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvad import ops
@@ -35,22 +36,22 @@ class NoCache:
         kernel: ops.attention.Kernel = "auto",
         attention_hook: ops.sub_batch.AttentionHook | None = None,
     ) -> None:
-        self._specs = attention_specs(config) if specs is None else tuple(specs)
-        self._exact_rope = exact_rope or any(spec.renumber_positions for spec in self._specs)
+        self.specs = attention_specs(config) if specs is None else tuple(specs)
+        self._exact_rope = exact_rope or any(spec.renumber_positions for spec in self.specs)
         self._kernel, self._attention_hook = kernel, attention_hook
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
         angles = ops.rotary.RotaryCache(model_input.positions, exact=self._exact_rope)
         layouts: dict[AttentionPattern, list[_SubBatchLayout]] = {}
         views: list[CacheView] = []
-        for spec in (spec for spec in self._specs if not spec.is_cross_attention):
+        for spec in (spec for spec in self.specs if not spec.is_cross_attention):
             pattern = spec.pattern
             if pattern not in layouts:
                 layouts[pattern] = _self_attention_layouts(model_input, pattern)
             views.append(_View(len(views), layouts[pattern], angles, self._kernel, self._attention_hook))
         if model_input.encoder_input is not None:
             cross = _cross_attention_layouts(model_input, model_input.encoder_input)
-            while len(views) < len(self._specs):
+            while len(views) < len(self.specs):
                 views.append(_View(len(views), cross, None, self._kernel, self._attention_hook))
         return views
 
@@ -137,5 +138,31 @@ class _View:
             part = ops.merge.AttentionPart(queries, keys, values, layout.mask)
             span = slice(*layout.span)
             call = ops.sub_batch.SubBatchCall(self.layer, index, span, self.kernel, self.attention_hook)
+            if params.disentangled is not None:
+                positions = layout.mask.queries.position, layout.mask.keys.position
+                terms = ops.position_bias.disentangled_bias(params.disentangled, queries, keys, positions, params.scale)
+                params = params._replace(bias=terms)
             outs.append(ops.sub_batch.attend_sub_batch(call, part, params).out.flatten(0, 1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        outs = []
+        for index, layout in enumerate(self.layouts):
+            inputs = _by_sequence(x, layout.queries, layout.span)
+            history, documents = F.pad(inputs, (0, 0, kernel.shape[1] - 1, 0)), layout.mask.queries.document_id
+            out = ops.recurrence.causal_convolution(history, kernel, documents)
+            keys = inputs.unsqueeze(1)
+            part = ops.merge.AttentionPart(inputs.unsqueeze(2), keys, keys, layout.mask)
+            call = ops.sub_batch.SubBatchCall(self.layer, index, slice(*layout.span), self.kernel, self.attention_hook)
+            ops.sub_batch.trace_inputs(call, part, out)
+            outs.append(out.flatten(0, 1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        outs = []
+        for layout in self.layouts:
+            inputs, decay = (_by_sequence(each, layout.queries, layout.span) for each in (x, log_decay))
+            is_first = ops.recurrence.first_tokens(layout.mask.queries.document_id, inputs)
+            states = ops.recurrence.gated_recurrence(torch.zeros_like(inputs[:, 0]), inputs, decay, is_first)
+            outs.append(states.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

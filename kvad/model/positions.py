@@ -1,8 +1,10 @@
 """Position encodings as functions of positions and a config.
 
 Sinusoidal embeddings (Vaswani et al. 2017, sec. 3.5), RoPE frequencies with their scalings (Su et al. 2021; linear,
-dynamic NTK, Llama 3, YaRN, LongRoPE) and ALiBi slopes (Press et al. 2021). No tensor depends on the current length of a
-sequence, only on its maximum length, which is fixed at admission.
+dynamic NTK, Llama 3, YaRN, LongRoPE) and ALiBi slopes (Press et al. 2021).
+
+Dynamic and longrope scaling have two regimes: a sequence of at most ``original_max_seq_len`` tokens has the frequencies
+of that length, a longer one those of the model's maximum length. Its other tokens decide, never how many may follow.
 """
 
 from __future__ import annotations
@@ -43,22 +45,35 @@ def alibi_slopes(heads: int) -> list[float]:
     return (slopes + between)[:heads]
 
 
-def depends_on_length(rope: cfg.RopeConfig) -> bool:
-    """Return True if the frequencies depend on the maximum length of the sequence."""
-    return isinstance(rope.scaling, (cfg.DynamicScalingConfig, cfg.LongRopeScalingConfig))
+def query_scale(spec: cfg.QueryScalingConfig, positions: Tensor) -> Tensor:
+    """Compute the factor [T] of queries at positions [T] (``config.QueryScalingConfig``), in float64."""
+    periods = torch.div(positions, spec.original_max_seq_len, rounding_mode="floor")
+    return 1 + spec.beta * torch.log1p(periods.to(torch.float64))
 
 
-def rope_regime(rope: cfg.RopeConfig, max_seq_len: int) -> int:
-    """Return a number that is equal for maximum lengths with equal frequencies."""
-    if isinstance(rope.scaling, cfg.DynamicScalingConfig):
-        return max(max_seq_len, rope.scaling.original_max_seq_len)
-    if isinstance(rope.scaling, cfg.LongRopeScalingConfig):
-        return int(max_seq_len > rope.scaling.original_max_seq_len)
-    return 0
+def short_regime_len(rope: cfg.RopeConfig, max_seq_len: int) -> int | None:
+    """Return the number of tokens beyond which a sequence has other frequencies; None if it never has.
+
+    Args:
+        rope: The encoding.
+        max_seq_len: The model's maximum length.
+    """
+    if not isinstance(rope.scaling, (cfg.DynamicScalingConfig, cfg.LongRopeScalingConfig)):
+        return None
+    original = rope.scaling.original_max_seq_len
+    return original if original < max_seq_len else None
+
+
+def short_regime_lens(stack: cfg.StackConfig, max_seq_len: int) -> tuple[int, ...]:
+    """Return the distinct ``short_regime_len`` of a stack's layers, ascending; () for most models."""
+    mixers = [layer.attention for layer in stack.layer_types.values()]
+    ropes = [mixer.position for mixer in mixers if isinstance(mixer, cfg.AttentionConfig)]
+    lens = [short_regime_len(rope, max_seq_len) for rope in ropes if isinstance(rope, cfg.RopeConfig)]
+    return tuple(sorted({length for length in lens if length is not None}))
 
 
 def rope_frequencies(rope: cfg.RopeConfig, dim: int, max_seq_len: int) -> Tensor:
-    """Return radians per position of each pair, [D_rot/2] in float32, for sequences of at most ``max_seq_len``."""
+    """Return radians per position of each pair, [D_rot/2] in float32, of the regime of ``max_seq_len`` tokens."""
     rotated = int(dim * rope.partial_rotary_factor)
     exponent = torch.arange(0, rotated, 2, dtype=torch.int64).to(torch.float32) / rotated
     scaling = rope.scaling
@@ -69,6 +84,9 @@ def rope_frequencies(rope: cfg.RopeConfig, dim: int, max_seq_len: int) -> Tensor
     frequencies = 1.0 / (theta**exponent)
     if isinstance(scaling, cfg.LinearScalingConfig):
         return frequencies / scaling.factor
+    if isinstance(scaling, cfg.ProportionalScalingConfig):
+        is_rotated = torch.arange(rotated // 2) < int(scaling.fraction * rotated // 2)
+        return frequencies / scaling.factor * is_rotated
     if isinstance(scaling, cfg.Llama3ScalingConfig):
         return _llama3(frequencies, scaling)
     if isinstance(scaling, cfg.YarnScalingConfig):

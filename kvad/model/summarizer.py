@@ -72,11 +72,11 @@ class Summarizer(nn.Module):
         self.ratio, self.hidden = ratio, hidden
         self.layers = nn.ModuleDict()
         for index, spec in enumerate(specs):
-            if spec.causal and not spec.is_cross_attention and spec.window is None:
+            if spec.is_summarizable:
                 sizes = spec.num_kv_heads, spec.head_dim, spec.value_dim
                 self.layers[str(index)] = LayerSummarizer(*sizes, ratio, hidden)
         if not self.layers:
-            raise ConfigError("summarizer: the model must have a causal layer without a window")
+            raise ConfigError("summarizer: the model must have a causal layer without a window or latent attention")
 
     def by_layer(self) -> dict[int, LayerSummarizer]:
         """Return the layers' summarizers by layer index, as KVCache takes them."""

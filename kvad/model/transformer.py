@@ -6,8 +6,12 @@ trains (NoCache, packed documents), prefills, decodes and computes the uncached 
     embedding.tokens.weight  [.positions.weight]  [.token_types.weight]  [.norm.*]  [.projection.*]
     [encoder_embedding.*]                          the same for the encoder of an encoder-decoder
     decoder.layers.{i}.attention.{q,k,v,out}.{weight,bias}  .{q,k}_norm.weight  .sink_logits  .relative_bias
+    decoder.layers.{i}.attention.{input,conv,out}.{weight,bias}    of a short convolution
+    decoder.layers.{i}.attention.{gate,input,conv,input_gate,decay_gate,out}.{weight,bias}  .decay    of a recurrence
+    decoder.layers.{i}.attention.{q_down,q_up,kv_down,kv_up,out}.{weight,bias}  .{q,kv}_norm.weight   latent attention
     decoder.layers.{i}.cross_attention.{q,k,v,out}.{weight,bias}
-    decoder.layers.{i}.mlp.{up,gate,down}.{weight,bias}  .mlp.router.*  .norm{1,2,_cross}.*  [.norm{1,2,_cross}_after.*]
+    decoder.layers.{i}.mlp.{up,gate,down}.{weight,bias}  .norm{1,2,_cross}.*  [.norm{1,2,_cross}_after.*]
+    decoder.layers.{i}.mlp.{router,shared_gate}.*  .mlp.shared.{up,gate,down}.*  .mlp.selection_bias
     decoder.relative_bias.{type}  decoder.norm.*   the same for encoder.*
     [head.transform.{dense,norm}.*]  [head.weight]  [head.bias]
 """
@@ -16,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +29,22 @@ from torch.utils.checkpoint import checkpoint
 
 from kvad import config as cfg
 from kvad import ops
-from kvad.config import ModelConfig, encoder_attention_specs, encoder_hidden_size, head_dim
+from kvad.config import ModelConfig, encoder_attention_specs, encoder_hidden_size, head_dim, rotary_dim
 from kvad.model.attention import Attention, CrossAttention, PositionEncoding, build_attention
 from kvad.model.heads import ClassificationHead, LanguageHead, PoolingHead, build_head, pool_hidden
-from kvad.model.layers import Embedding, GatedMLP, Norm, apply_dropout, build_mlp
+from kvad.model.layers import (
+    Embedding,
+    GatedMLP,
+    MixtureOfExperts,
+    Norm,
+    RelativeEmbedding,
+    Routing,
+    apply_dropout,
+    build_mlp,
+)
 from kvad.model.no_cache import NoCache
-from kvad.model.positions import alibi_slopes, depends_on_length, rope_attention_factor, rope_frequencies
+from kvad.model.positions import alibi_slopes, query_scale, rope_attention_factor, rope_frequencies, short_regime_len
+from kvad.model.recurrent import build_recurrent
 from kvad.model_input import AlibiSlopes, AttentionParams, CacheProtocol, CacheView, ModelInput, RelativeBuckets, Rotary
 
 
@@ -40,7 +55,11 @@ class TransformerLayer(nn.Module):
         super().__init__()
         position = self.norm_position = stack.norm_position
         self.residual, self.dropout = stack.residual_scale, config.dropout.residual
-        self.attention = build_attention(config, spec.attention, spec.norm, width)
+        self.attention = (
+            build_attention(config, spec.attention, spec.norm, width)
+            if isinstance(spec.attention, cfg.AttentionConfig)
+            else build_recurrent(spec.attention, width)
+        )
         cross = spec.cross_attention
         self.cross_attention = None if cross is None else CrossAttention(config, cross, spec.norm, width)
         self.mlp = build_mlp(width, spec.mlp, config.dropout.hidden)
@@ -55,19 +74,41 @@ class TransformerLayer(nn.Module):
         self.norm1_after = norm(sandwich)
         self.norm_cross_after = norm(sandwich and spec.cross_attention is not None)
         self.norm2_after = norm(sandwich)
+        self.output_scale = nn.Parameter(torch.ones(1)) if spec.output_scale else None
 
-    def forward(self, x: Tensor, view: CacheView, cross_view: CacheView | None, encoding: PositionEncoding) -> Tensor:
-        """Apply the layer: x [T, E] -> [T, E]."""
+    def forward(
+        self,
+        x: Tensor,
+        view: CacheView,
+        cross_view: CacheView | None,
+        encoding: PositionEncoding,
+        routings: list[Routing] | None = None,
+    ) -> Tensor:
+        """Apply the layer: x [T, E] -> [T, E]; the experts' routing is appended to ``routings``, if given."""
+        out = self._branches(x, view, cross_view, encoding, routings)
+        return out if self.output_scale is None else out * self.output_scale
+
+    def _branches(
+        self,
+        x: Tensor,
+        view: CacheView,
+        cross_view: CacheView | None,
+        encoding: PositionEncoding,
+        routings: list[Routing] | None,
+    ) -> Tensor:
+        mlp: Callable[[Tensor], Tensor] = self.mlp
+        if routings is not None and isinstance(self.mlp, MixtureOfExperts):
+            mlp = partial(self.mlp, routings=routings)
         if self.norm_position in ("parallel", "parallel_pair"):
             normed = _norm(self.norm1, x)
-            mlp_out = self._dropout(self.mlp(normed if self.norm2 is None else self.norm2(x)))
+            mlp_out = self._dropout(mlp(normed if self.norm2 is None else self.norm2(x)))
             return self._add(x, self._dropout(self.attention(normed, view, encoding)) + mlp_out)
         x = self._branch(x, lambda h: self.attention(h, view, encoding), self.norm1, self.norm1_after)
         if self.cross_attention is not None:
             assert cross_view is not None, "this layer has cross-attention"
             attend, encoder_view = self.cross_attention, cross_view
             x = self._branch(x, lambda h: attend(h, encoder_view), self.norm_cross, self.norm_cross_after)
-        return self._branch(x, self.mlp, self.norm2, self.norm2_after)
+        return self._branch(x, mlp, self.norm2, self.norm2_after)
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: Norm | None, after: Norm | None) -> Tensor:
         if self.norm_position == "post":
@@ -85,6 +126,12 @@ class TransformerLayer(nn.Module):
         return x + (branch if self.residual == 1.0 else self.residual * branch)
 
 
+def _apply_layer(layer: TransformerLayer, *inputs: Any) -> tuple[Tensor, list[Routing]]:
+    """Return the output and the routing of a layer; without side effects, because checkpointing repeats the call."""
+    routings: list[Routing] = []
+    return layer(*inputs, routings), routings
+
+
 def _norm(norm: Norm | None, x: Tensor) -> Tensor:
     if norm is None:
         return x
@@ -100,33 +147,54 @@ class LayerStack(nn.Module):
         self.config, self.spec, self.max_seq_len = config, spec, max_seq_len
         self.checkpoint_activations = False  # in training: recompute activations in the backward pass
         configs = spec.layer_configs
-        self.layers = nn.ModuleList(TransformerLayer(config, spec, layer, width) for layer in configs)
+        distinct = configs[: spec.num_distinct_layers]
+        self.layers = nn.ModuleList(TransformerLayer(config, spec, layer, width) for layer in distinct)
         self.norm = Norm(width, configs[-1].norm) if spec.final_norm else None
         self.relative_bias = nn.ParameterDict()
         self.positions = nn.ModuleDict()
+        self.relative_embedding = nn.ModuleDict()
         for letter, kind in spec.layer_types.items():
             position = kind.attention.position
             if isinstance(position, cfg.T5BiasConfig) and position.shared:
                 self.relative_bias[letter] = nn.Parameter(torch.zeros(position.num_buckets, kind.attention.num_heads))
+            if isinstance(position, cfg.DisentangledConfig):
+                self.relative_embedding[letter] = RelativeEmbedding(width, position)
             if isinstance(position, cfg.CustomPositionsConfig):
                 cls = cfg.plugins.load_plugin(position.name, "position.name", nn.Module)
                 self.positions[letter] = cls(kind.attention, head_dim(config, kind.attention), **position.options)
         self._constants: dict[tuple[str, torch.device], PositionEncoding] = {}
 
     def forward(
-        self, x: Tensor, model_input: ModelInput, views: Sequence[CacheView], cross: Sequence[CacheView] = ()
+        self,
+        x: Tensor,
+        model_input: ModelInput,
+        views: Sequence[CacheView],
+        cross: Sequence[CacheView] = (),
+        routings: list[Routing] | None = None,
     ) -> Tensor:
-        """Apply all layers: x [T, E] -> [T, E], with one view per layer and one per cross-attention, if any."""
+        """Apply all layers: x [T, E] -> [T, E], with one view per layer and one per cross-attention, if any.
+
+        The routing of each layer with experts is appended to ``routings``, if given.
+        """
         encodings = {letter: self.position_encoding(letter, model_input) for letter in self.spec.layer_types}
-        cross_views: Sequence[CacheView | None] = cross or [None] * len(self.layers)
+        layers = self.layers if self.spec.num_distinct_layers is None else self._repeated_layers()
+        cross_views: Sequence[CacheView | None] = cross or [None] * len(layers)
         recompute = self.checkpoint_activations and self.training and torch.is_grad_enabled()
-        for index, (layer, view, cross_view) in enumerate(zip(self.layers, views, cross_views, strict=True)):
+        for index, (layer, view, cross_view) in enumerate(zip(layers, views, cross_views, strict=True)):
             encoding = encodings[self.spec.layer_type(index)]
+            if (scaling := getattr(self.spec.layer_config(index).attention, "query_scaling", None)) is not None:
+                view = _ScaledQueriesView(view, query_scale(scaling, model_input.positions))
             if recompute:  # in the backward pass, with the same random numbers (Chen et al. 2016, sec. 4)
-                x = checkpoint(layer, x, _RecomputedView(view), cross_view, encoding, use_reentrant=False)
+                inputs = (layer, x, _RecomputedView(view), cross_view, encoding)
+                x, layer_routings = checkpoint(_apply_layer, *inputs, use_reentrant=False)
+                if routings is not None:
+                    routings += layer_routings
             else:
-                x = layer(x, view, cross_view, encoding)
+                x = layer(x, view, cross_view, encoding, routings)
         return x if self.norm is None else self.norm(x)
+
+    def _repeated_layers(self) -> list[nn.Module]:
+        return [self.layers[self.spec.parameter_index(index)] for index in range(self.spec.num_layers)]
 
     def position_encoding(self, letter: str, model_input: ModelInput) -> PositionEncoding:
         """Return the encoding shared by layers of a type: rotary frequencies, slopes or a bias table.
@@ -137,15 +205,23 @@ class LayerStack(nn.Module):
         if isinstance(position, cfg.CustomPositionsConfig):
             encoding: PositionEncoding = self.positions[letter](model_input)
             return encoding
+        if isinstance(position, cfg.DisentangledConfig):
+            rows: Tensor = self.relative_embedding[letter]()
+            return rows
         if isinstance(position, cfg.T5BiasConfig):
             table = self.relative_bias[letter] if position.shared else None
             return None if table is None else RelativeBuckets(table, position.max_distance, position.bidirectional)
-        device, max_seq_lens = model_input.token_ids.device, model_input.max_seq_lens
-        if isinstance(position, cfg.RopeConfig) and max_seq_lens is not None and depends_on_length(position):
-            return self._rotary_for(letter, position, max_seq_lens)
+        device, seq_lens = model_input.token_ids.device, model_input.seq_lens
         if (letter, device) not in self._constants:
             self._constants[letter, device] = self._constant(letter, position, device)
-        return self._constants[letter, device]
+        encoding = self._constants[letter, device]
+        if isinstance(encoding, Rotary) and encoding.inv_freq.dim() == 2:  # two regimes
+            assert isinstance(position, cfg.RopeConfig)
+            short_len = short_regime_len(position, self.max_seq_len)
+            assert short_len is not None
+            regimes = 1 if seq_lens is None else (seq_lens > short_len).to(torch.int64)
+            return encoding._replace(inv_freq=encoding.inv_freq[regimes])
+        return encoding
 
     def constants(self) -> list[Tensor]:
         """Return the position constants that have been created so far."""
@@ -162,16 +238,11 @@ class LayerStack(nn.Module):
             return AlibiSlopes(rounded, position.factor, position.round_to_bfloat16)
         if position is None:
             return None
-        table = rope_frequencies(position, head_dim(self.config, attention), self.max_seq_len)
+        dim, short_len = rotary_dim(self.config, attention), short_regime_len(position, self.max_seq_len)
+        table = rope_frequencies(position, dim, self.max_seq_len)
+        if short_len is not None:  # [2, D_rot/2], one row per regime
+            table = torch.stack((rope_frequencies(position, dim, short_len), table))
         return Rotary(table.to(device), position.interleaved, rope_attention_factor(position, self.max_seq_len))
-
-    def _rotary_for(self, letter: str, position: cfg.RopeConfig, max_seq_lens: Tensor) -> Rotary:
-        """Return frequencies per token, by the maximum length of the token's sequence."""
-        dim = head_dim(self.config, self.spec.layer_types[letter].attention)
-        distinct, indices = max_seq_lens.unique(return_inverse=True)
-        tables = torch.stack([rope_frequencies(position, dim, int(n)) for n in distinct.tolist()])
-        factor = rope_attention_factor(position, self.max_seq_len)
-        return Rotary(tables.to(max_seq_lens.device)[indices], position.interleaved, factor)
 
 
 class Transformer(nn.Module):
@@ -198,20 +269,21 @@ class Transformer(nn.Module):
         assert stack is not None
         return stack
 
-    def forward(self, model_input: ModelInput, cache: CacheProtocol) -> Tensor:
+    def forward(self, model_input: ModelInput, cache: CacheProtocol, routings: list[Routing] | None = None) -> Tensor:
         """Return hidden states [T, E]; the cache's views write and read keys and values.
 
-        If there is an ``encoder_input``, the encoder runs first and its keys and values are written; without decoder
-        tokens, the encoder's output is returned.
+        The routing of each layer with experts is appended to ``routings``, if given. If there is an ``encoder_input``,
+        the encoder runs first and its keys and values are written; without decoder tokens, the
+        encoder's output is returned.
         """
         if self.decoder is None:
-            return self.encode(model_input)
+            return self.encode(model_input, routings=routings)
         views = list(cache.open(model_input))
         layers = len(self.decoder.layers)
         self_views, cross_views = views[:layers], views[layers:]
         encoder_output: Tensor | None = None
         if model_input.encoder_input is not None:
-            encoder_output = self.encode(model_input.encoder_input)
+            encoder_output = self.encode(model_input.encoder_input, routings=routings)
             for layer, view in zip(self.decoder.layers, cross_views, strict=True):
                 assert isinstance(layer, TransformerLayer) and layer.cross_attention is not None
                 layer.cross_attention.write_encoder_output(encoder_output, view)
@@ -220,11 +292,16 @@ class Transformer(nn.Module):
             return encoder_output
         embedded = self.embedding(model_input.token_ids, model_input.positions)
         hidden = apply_dropout(embedded, self.config.dropout.embedding, self)
-        out: Tensor = self.decoder(hidden, model_input, self_views, cross_views)
+        out: Tensor = self.decoder(hidden, model_input, self_views, cross_views, routings=routings)
         return apply_dropout(out, self.config.dropout.output, self)
 
-    def encode(self, model_input: ModelInput, attention_hook: ops.sub_batch.AttentionHook | None = None) -> Tensor:
-        """Return the encoder's output [T, E], without a cache."""
+    def encode(
+        self,
+        model_input: ModelInput,
+        attention_hook: ops.sub_batch.AttentionHook | None = None,
+        routings: list[Routing] | None = None,
+    ) -> Tensor:
+        """Return the encoder's output [T, E], without a cache; ``routings`` as in ``forward``."""
         assert self.encoder is not None, "this model has no encoder"
         token_ids, positions = model_input.token_ids, model_input.positions
         if self.encoder_embedding is None:
@@ -235,7 +312,7 @@ class Transformer(nn.Module):
         x = apply_dropout(x, self.config.dropout.embedding, self)
         specs = encoder_attention_specs(self.config)
         no_cache = NoCache(self.config, specs=specs, kernel=self.kernel, attention_hook=attention_hook)
-        out: Tensor = self.encoder(x, model_input, no_cache.open(model_input))
+        out: Tensor = self.encoder(x, model_input, no_cache.open(model_input), routings=routings)
         return apply_dropout(out, self.config.dropout.output, self)
 
     @property
@@ -278,14 +355,14 @@ class Transformer(nn.Module):
             if isinstance(module, CrossAttention):
                 yield module.kv, (module.k, module.v)
             elif isinstance(module, Attention):
-                yield module.qkv, (module.q, module.k, module.v)
+                yield module.qkv, module.input_projections()
             elif isinstance(module, GatedMLP):
                 yield module.gate_up, (module.gate, module.up)
 
     def _init_weights(self) -> None:
         depth = max(len(stack.layers) for stack in (self.encoder, self.decoder) if stack is not None)
         residual = 0.02 / math.sqrt(2 * depth)
-        last = ("attention.out.weight", "cross_attention.out.weight", "mlp.down.weight", "mlp.down")
+        last = ("attention.out.weight", "mlp.down.weight", "mlp.down", "mlp.shared.down.weight")
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
@@ -312,6 +389,31 @@ class _RecomputedView:
 
     def write(self, k: Tensor, v: Tensor) -> None:
         self.view.write(k, v)
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self.view.convolve(x, kernel)
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        return self.view.recur(x, log_decay)
+
+
+class _ScaledQueriesView(NamedTuple):
+    """A view whose queries are multiplied by a scale [T] per token, which commutes with their rotation."""
+
+    view: CacheView
+    scale: Tensor
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
+        return self.view.attend(q * self.scale.to(q.dtype)[:, None, None], k, v, params)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        self.view.write(k, v)
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self.view.convolve(x, kernel)
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        return self.view.recur(x, log_decay)
 
 
 class _RecomputedBias(NamedTuple):

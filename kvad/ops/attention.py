@@ -128,8 +128,10 @@ class AttentionMask:
         spread = TokenPositions(*(None if x is None else x.unsqueeze(1) for x in tensors))  # type: ignore[arg-type]
         return self.pattern.visible(spread, self.keys)
 
-    def bias(self, bias: AlibiSlopes | RelativeBuckets | PositionBias, low: int, high: int) -> Tensor:
+    def bias(self, bias: AlibiSlopes | RelativeBuckets | PositionBias | Tensor, low: int, high: int) -> Tensor:
         """Return the position bias [R, H, high - low, S] of queries low..high."""
+        if isinstance(bias, Tensor):
+            return bias[:, :, low:high]
         table = None
         if isinstance(bias, (AlibiSlopes, RelativeBuckets)):
             table = bias.slopes if isinstance(bias, AlibiSlopes) else bias.table

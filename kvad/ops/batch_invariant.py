@@ -80,12 +80,13 @@ def pad_to(x: Tensor, dim: int, size: int) -> Tensor:
     return out
 
 
-def elementwise(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def elementwise(f: Callable[..., Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
     """Apply f with the same instructions for every element: in whole vectors, and without a split between threads."""
     flat = x.reshape(-1)
     if flat.numel() % VECTOR:
         flat = pad_to(flat, 0, -(-flat.numel() // VECTOR) * VECTOR)
-    out = f(flat) if flat.numel() <= SERIAL else torch.cat([f(chunk) for chunk in flat.split(SERIAL)])
+    chunks = [f(chunk, *parameters) for chunk in flat.split(SERIAL)]
+    out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     return out[: x.numel()].view(x.shape)
 
 

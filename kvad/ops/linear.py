@@ -49,6 +49,10 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, self.tiles)
 
+    def effective_weight(self) -> Tensor:
+        """Return the matrix [out, in] that ``forward`` multiplies by."""
+        return self.weight
+
 
 class PackedLinear:
     """Several products of one input, ``(x W1, x W2, ...)``, computed by one kernel after ``pack``.

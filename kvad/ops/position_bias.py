@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.model_input import AlibiSlopes, AttentionPattern, PositionBias, RelativeBuckets
+from kvad.model_input import AlibiSlopes, AttentionPattern, DisentangledBias, PositionBias, RelativeBuckets
 
 
 def expand_kv_heads(x: Tensor, heads: int) -> Tensor:
@@ -50,6 +50,39 @@ def position_bias(
         return F.embedding(bucket[:, 0], bias.table).permute(0, 3, 1, 2)
     heads = torch.arange(bias.table.shape[1], device=bucket.device).view(1, -1, 1, 1)
     return bias.table[expand_kv_heads(bucket, heads.numel()), heads]
+
+
+def disentangled_bias(
+    bias: DisentangledBias, q: Tensor, k: Tensor, positions: tuple[Tensor, Tensor], scale: float
+) -> Tensor:
+    """Compute DeBERTa's bias [R, H, L, S] of q [R, L, H, D] and k [R, H, S, D].
+
+    Logit (i, j) has ``scale`` times q_i . key_rows[d] + k_j . query_rows[d], where d is the row of the distance i - j
+    (He et al. 2021, eq. 4: the distance of the second term is j - i, and its rows are in the opposite order).
+    ``positions`` are those of queries [R, L] and keys [R, S].
+    """
+    distance = positions[0].unsqueeze(-1) - positions[1].unsqueeze(-2)
+    bucket = distance if bias.num_buckets is None else log_bucket(distance, bias.num_buckets, bias.max_distance)
+    rows = (bucket + bias.span).clamp(0, 2 * bias.span - 1).unsqueeze(1).expand(-1, q.shape[2], -1, -1)
+    terms = []
+    if bias.key_rows is not None:
+        terms.append(torch.einsum("rlhd,phd->rhlp", q, bias.key_rows).gather(-1, rows))
+    if bias.query_rows is not None:
+        terms.append(torch.einsum("rhsd,phd->rhsp", k, bias.query_rows).gather(-1, rows.mT).mT)
+    return scale * sum(terms[1:], terms[0])
+
+
+def log_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """Return DeBERTa-v2's bucket of a distance: itself up to half of the buckets, then logarithmic, with its sign.
+
+    Example (8 buckets, 20): distances 0 .. 20 -> 0 1 2 3 4 5 5 6 6 6 6 7 7 7 7 7 8 8 8 8 8.
+    """
+    half = num_buckets // 2
+    inside = (distance < half) & (distance > -half)
+    size = torch.where(inside, half - 1, distance.abs())
+    ratio = torch.log(size / half) / torch.log(torch.tensor((max_distance - 1) / half))
+    bucket = (torch.ceil(ratio * (half - 1)) + half) * distance.sign()
+    return torch.where(size <= half, distance, bucket.to(distance.dtype))
 
 
 def t5_bucket(ahead: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:

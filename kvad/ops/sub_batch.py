@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -106,6 +107,24 @@ def attend_sub_batch(
         scores, weights = output.scores, output.weights
         attention_hook(AttentionTrace(call.layer, call.sub_batch, q, k, v, positions, scores, weights, output.out))
     return output
+
+
+def trace_inputs(call: SubBatchCall, part: AttentionPart, out: Tensor) -> None:
+    """Report a convolution to the hook as attention without weights: its inputs are queries, keys and values.
+
+    Args:
+        call: The layer and the sub-batch.
+        part: New inputs [R, L, 1, C], all readable ones [R, 1, S, C] twice, and their mask.
+        out: Output [R, L, C].
+    """
+    if call.attention_hook is not None:
+        q, k, v, mask = part
+        visible = mask.pattern.visible(mask.queries, mask.keys).unsqueeze(1)
+        scores = (q.transpose(1, 2) @ k.transpose(2, 3)).masked_fill(~visible, -math.inf)
+        positions, weights = mask.keys.position, visible.to(q.dtype)
+        call.attention_hook(
+            AttentionTrace(call.layer, call.sub_batch, q, k, v, positions, scores, weights, out.unsqueeze(2))
+        )
 
 
 def _attend_renumbered(

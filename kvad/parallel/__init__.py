@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kvad.parallel import mesh as mesh
     from kvad.parallel import process_groups as process_groups
     from kvad.parallel.distributed_cache import build_follower_cache as build_follower_cache
     from kvad.parallel.distributed_cache import leader_cache_factory as leader_cache_factory

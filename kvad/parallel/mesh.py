@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvad import config as cfg
 from kvad.cache import CacheGroup, CachePolicy
-from kvad.config import ModelConfig
+from kvad.config import ModelConfig, attention_specs
 from kvad.errors import ConfigError, UsageError
 
 
@@ -108,11 +108,24 @@ def check_model_fits_mesh(config: ModelConfig, mesh: Mesh) -> None:
                 f"mesh: must have at most {stack.num_layers} stages, the layers of the {name}, got {mesh}",
                 f"use at most {stack.num_layers} stages",
             )
+        if mesh.pipeline_parallel > 1 and stack.num_distinct_layers is not None:
+            raise ConfigError(
+                f"mesh: must have one stage, because layers of the {name} share parameters, got {mesh}",
+                f"divide by heads only: {mesh.tensor_parallel}x1",
+            )
+    if mesh.size > 1 and any(spec.is_state for spec in attention_specs(config)):
+        message = "mesh: must be 1x1 for a model with layers that are not attention"
+        raise ConfigError(f"{message}, got {mesh}", "their states are not divided among ranks")
     attentions = _attention_configs(config)
     for where, attention in attentions.items():
         if attention.custom_class is not None and mesh.tensor_parallel > 1:
             raise ConfigError(
                 f"mesh {mesh}: {where}.custom_class: {attention.custom_class} cannot be divided by heads",
+                f"divide by layers only: 1x{mesh.size}",
+            )
+        if attention.latent is not None and mesh.tensor_parallel > 1:
+            raise ConfigError(
+                f"mesh {mesh}: {where}: the latent of all heads cannot be divided by heads",
                 f"divide by layers only: 1x{mesh.size}",
             )
         if not _fits(attention, mesh.tensor_parallel):
@@ -136,7 +149,8 @@ def _attention_configs(config: ModelConfig) -> dict[str, cfg.AttentionConfig]:
     attentions: dict[str, cfg.AttentionConfig | None] = {}
     for name, stack in (("decoder", config.decoder), ("encoder", config.encoder)):
         for letter, layer in ({} if stack is None else stack.layer_types).items():
-            attentions[f"{name}.layer_types.{letter}.attention"] = layer.attention
+            if isinstance(layer.attention, cfg.AttentionConfig):
+                attentions[f"{name}.layer_types.{letter}.attention"] = layer.attention
             attentions[f"{name}.layer_types.{letter}.cross_attention"] = layer.cross_attention
     return {where: attention for where, attention in attentions.items() if attention is not None}
 

@@ -14,7 +14,7 @@ keeps and what a rank's KVCache allocates, because both use ``weight_shards`` an
 =====================================  ===============================================================================
 q, k, v; gate, up of an MLP            by rows (outputs): heads of this rank, a share of the intermediate size
 out; down                              by columns (inputs); each rank has a part of the sum, the first has the bias
-experts                                each expert by its intermediate size; the router is replicated
+experts                                each expert, shared or not, by its intermediate size; the router is replicated
 norms of q and k                       by heads if there is a weight per head or per number, else replicated
 sink logits, relative bias (T5)        by heads
 embeddings, the head                   replicated on every rank
@@ -225,9 +225,10 @@ def plan_ranks(plan: MemoryPlan, mesh: Mesh) -> tuple[RankPlan, ...]:
     layers = plan.config.stack.num_layers
     plans = []
     for rank in mesh.all_ranks():
-        num_parameters = sum(math.prod(map(len, shard)) for shard in weight_shards(plan.config, rank).values())
+        shards, dtype = weight_shards(plan.config, rank), plan.weights_dtype
+        number_bytes = cfg.parameter_shapes.number_bytes
+        weights = sum(math.prod(map(len, shard)) * number_bytes(name, dtype) for name, shard in shards.items())
         pools = tuple(group_bytes(group) for group in shard_groups(groups, rank))
-        weights = num_parameters * cfg.DTYPE_BYTES[plan.weights_dtype]
         plans.append(RankPlan(mesh=rank, layers=layer_range(layers, rank), weights=weights, groups=pools))
     return tuple(plans)
 
@@ -245,7 +246,7 @@ def _tensor_slice(pieces: list[str], shape: tuple[int, ...], config: ModelConfig
     whole = tuple(map(range, shape))
     stack: cfg.StackConfig | None = {"encoder": config.encoder, "decoder": config.decoder}.get(pieces[0])
     child = pieces[1]
-    if stack is None or child == "positions":
+    if stack is None or child in ("positions", "relative_embedding"):
         return whole
     if child == "norm":
         return whole if mesh.is_last_stage else None
@@ -256,7 +257,7 @@ def _tensor_slice(pieces: list[str], shape: tuple[int, ...], config: ModelConfig
         return None
     layer = stack.layer_config(index)
     attention = {"attention": layer.attention, "cross_attention": layer.cross_attention}.get(part)
-    if attention is not None:
+    if isinstance(attention, cfg.AttentionConfig):
         return _attention_slice(names, whole, config, attention, mesh)
     return _mlp_slice(names, whole, mesh) if part == "mlp" else whole
 
@@ -264,6 +265,9 @@ def _tensor_slice(pieces: list[str], shape: tuple[int, ...], config: ModelConfig
 def _attention_slice(
     names: list[str], whole: ShardSlice, config: ModelConfig, attention: cfg.AttentionConfig, mesh: Mesh
 ) -> ShardSlice | None:
+    if attention.latent is not None:
+        assert mesh.tensor_parallel == 1, "check_model_fits_mesh refuses latent attention"
+        return whole
     num_heads, num_kv_heads, dim, value_dim = attention_dims(config, attention)
     queries, keys = query_head_range(num_heads, mesh), kv_head_range(num_kv_heads, mesh)
     match names:
@@ -290,9 +294,11 @@ def _times(heads: range, dim: int) -> range:
 
 def _mlp_slice(names: list[str], whole: ShardSlice, mesh: Mesh) -> ShardSlice | None:
     """Return the slice of ``up.weight``, or, of experts, which have an extra first dim, ``up`` or ``up_bias``."""
-    module, _, leaf = names[0].partition("_")
-    if module == "router":
+    if names[0] == "shared":
+        return _mlp_slice(names[1:], whole, mesh)
+    if names[0] in ("router", "shared_gate", "selection_bias", "alpha_p", "alpha_n"):
         return whole
+    module, _, leaf = names[0].partition("_")
     is_experts, is_bias = len(names) == 1, "bias" in (leaf, names[-1])
     if module == "down" and is_bias:
         return whole if mesh.tensor_rank == 0 else None

@@ -80,6 +80,7 @@ def _shard_parameters(model: Transformer, cuts: dict[str, ShardSlice]) -> None:
 def _shard_layer(layer: model_lib.transformer.TransformerLayer, process_groups: ProcessGroups) -> None:
     for attention in (layer.attention, layer.cross_attention):
         if attention is not None:
+            assert isinstance(attention, model_lib.attention.Attention), "check_model_fits_mesh refuses other mixers"
             _shard_attention(attention, process_groups)
     mlp = layer.mlp
     if isinstance(mlp, (model_lib.layers.PlainMLP, model_lib.layers.GatedMLP)):

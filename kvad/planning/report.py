@@ -54,7 +54,7 @@ class DecodeSpeed(NamedTuple):
     tokens_per_second: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanReport:
     """Result of ``kvad plan``."""
 
@@ -71,6 +71,21 @@ class PlanReport:
     fitted: MemoryPlan | None = (
         None  # largest plan that fits into ``available``, if sizes that were not given may shrink
     )
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        sizes = {"weights": plan.weights, "cache": plan.pool, "total": plan.total, "available": self.available}
+        texts = [
+            f"{name} {size / 2**30:,.2f} GiB" if size >= 2**30 else f"{name} {size / 2**20:.1f} MiB"
+            for name, size in sizes.items()
+            if size is not None
+        ]
+        verdict = "does not fit" if self.is_too_large else "fits"
+        return f"PlanReport({self.name!r}: {', '.join(texts)}: {verdict})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values, as ``kvad plan --json`` prints it; all sizes in bytes."""
+        return storage.strict_json.plain_value(dict(report_to_json(self)))  # type: ignore[return-value]
 
     @property
     def is_too_large(self) -> bool:
@@ -231,6 +246,7 @@ def report_to_json(report: PlanReport) -> Mapping[str, object]:
         "name": report.name,
         "kind": report.plan.config.kind,
         "parameters": config_lib.parameter_shapes.num_parameters(report.plan.config),
+        "active_parameters": config_lib.parameter_shapes.num_active_parameters(report.plan.config),
         **memory_to_json(report.plan),
         "available": report.available,
         "is_too_large": report.is_too_large,

@@ -66,7 +66,7 @@ class CacheFingerprint:
         tokenizer   and template: how text became token ids ("" if ids were given)
         keys        values, policy, rotate, endless, summaries: cache formats and policy
         computed    dtype of the computation, and whether it is batch-invariant
-        regime      rotary regime, if it depends on the maximum length of the sequence
+        regime      rotary regime, which depends on the sequence's length (dynamic, longrope)
         salt        of the tenant: stored blocks are found only by requests with the same salt
         version     of this list
 

@@ -6,10 +6,13 @@ other than ValueError for deep nesting. Here each of these is a ValueError of on
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100  # nested objects and lists
@@ -116,3 +119,22 @@ def _deep_position(text: str) -> str:
 
 def _position(text: str, start: int) -> str:
     return f"line {text.count(chr(10), 0, start) + 1}, column {start - text.rfind(chr(10), 0, start)}"
+
+
+def plain_value(value: object) -> object:
+    """Return JSON values: dataclasses and named tuples become dicts, paths strings, NaN and infinities None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain_value(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form")

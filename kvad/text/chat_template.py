@@ -6,10 +6,10 @@ equals that of ``transformers.apply_chat_template(tokenize=False)`` character by
 name, so encode it with ``encode(text, specials=True)``.
 
 Templates are untrusted code: ``template_worker.py`` renders them with Jinja's immutable sandbox in a process without
-torch that is started once and renders any number of templates, with limits of time, memory and output. The limit of
-time is CPU time of that process: neither a busy machine nor this process's garbage collector counts. A process that
-exceeds a limit ends, and the next render starts another. Input is plain data only: str, int, float, bool, None, lists
-and dicts; a tuple becomes a list. No torch.
+torch that is started once and renders any number of templates, with limits of work, memory and output. Work is counted
+in steps, the same on every machine; CPU time only ends single operations that never return, and memory those that
+hoard: then the process ends, and the next render starts another. Only the calling thread waits. Input is plain data
+only: str, int, float, bool, None, lists and dicts; a tuple becomes a list. No torch.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ MAX_SOURCE = 1 << 16  # characters of a template; the longest in use have about 
 MAX_NESTING = 200  # levels of lists and objects within each other
 MAX_WORKERS = 4  # renders at the same time, each in a process of about 20 MB
 MAX_SPANS = 16 << 20  # bytes of a reply in addition to its text
-START_SECONDS, WAIT_FACTOR = 60.0, 20.0  # a render waits so long, and for each second of CPU, on a busy machine
+START_SECONDS, WAIT_FACTOR = 60.0, 6.0  # a render waits so long, and for each second of CPU, on a busy machine
 T = TypeVar("T")
 START = "import sys; sys.path += sys.argv[1:]; from template_worker import main; main()"
 
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """Limits of one render. Its memory is limited by ``template_worker.MAX_MEMORY``."""
+    """Limits of one render. Its memory is limited by ``template_worker.MAX_MEMORY``, on Linux."""
 
-    seconds: float = 1.0  # CPU time of compiling and rendering
+    steps: int = 10_000_000  # lines of Python, of compiling and of rendering; about 20,000 messages
+    seconds: float = 10.0  # CPU time of both, for single operations that take long
     output: int = 4 << 20  # characters
 
 
@@ -268,7 +269,8 @@ def render_template(
     if len(source) > MAX_SOURCE:
         raise ChatTemplateError(f"the chat template has {len(source):,} characters; the limit is {MAX_SOURCE:,}")
     clock = (now or datetime.now()).isoformat()
-    request = {"source": source, "values": values, "now": clock, "max_output": limits.output, "seconds": limits.seconds}
+    request = {"source": source, "values": values, "now": clock, "seconds": limits.seconds}
+    request |= {"max_output": limits.output, "max_steps": limits.steps}
     body = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
     pool = _pool(os.getpid())
     worker = pool.get()

@@ -3,6 +3,10 @@
 Standard input and output carry requests and replies: eight bytes of length (big endian), then JSON in UTF-8. The
 process ends with its input, if a render exceeds its CPU time (signal SIGPROF), and if it runs out of memory (status
 ENOMEM). It imports no other module of kvad, so that it starts within a tenth of a second.
+
+Work is counted in steps: lines of Python that run, of the compiled template, of Jinja and of the standard library.
+Their number is a function of the template and its values, so a render that ends by it ends on every machine alike. A
+step may be one long operation in C (a dict of equal hashes); the CPU time limits it.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 from jinja2 import Template, nodes
@@ -34,6 +39,29 @@ MAX_TEMPLATES = 16  # compiled templates that are cached
 
 class _Failure(Exception):
     """Failure whose message is complete."""
+
+
+class _TooManySteps(BaseException):
+    """Ends a render from the trace function; Jinja handles ``Exception`` in places."""
+
+
+@contextlib.contextmanager
+def _step_limit(max_steps: int) -> Iterator[None]:
+    """Raise ``_TooManySteps`` after ``max_steps`` lines of Python."""
+    remaining = max_steps
+
+    def trace(_frame: FrameType, _event: str, _argument: object) -> Any:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
+            raise _TooManySteps
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 class _Generated(str):
@@ -75,19 +103,24 @@ class _Environment(ImmutableSandboxedEnvironment):
         texts = list(parts)
         return texts[0] if len(texts) == 1 and isinstance(texts[0], _Generated) else "".join(texts)
 
-    def answer(self, source: str, values: dict[str, Any], now: str, max_output: int) -> dict[str, Any]:
+    def answer(self, source: str, values: dict[str, Any], now: str, max_output: int, max_steps: int) -> dict[str, Any]:
         """Render a template; return its "text" and "spans" (see RenderedChat), or an "error"."""
+        too_many = f"takes more than {max_steps:,} steps"
         try:
-            template = self.compiled(source)
-        except Exception as error:
-            return {"error": f"the chat template cannot be read: {_syntax_problem(error)}"}
+            with _step_limit(max_steps):
+                template = self.compiled(source)
+        except (_TooManySteps, Exception) as error:
+            problem = f"its compilation {too_many}" if isinstance(error, _TooManySteps) else _syntax_problem(error)
+            return {"error": f"the chat template cannot be read: {problem}"}
         try:
             values = {"strftime_now": datetime.fromisoformat(now).strftime, **values}
-            return self._write(template, values, max_output)
+            with _step_limit(max_steps):
+                return self._write(template, values, max_output)
         except MemoryError:
             raise
-        except Exception as error:
-            return {"error": f"the chat template{_line(template, error)} {_problem(error)[:1000]}"}
+        except (_TooManySteps, Exception) as error:
+            problem = too_many if isinstance(error, _TooManySteps) else _problem(error)[:1000]
+            return {"error": f"the chat template{_line(template, error)} {problem}"}
 
     def _write(self, template: Template, values: dict[str, Any], max_output: int) -> dict[str, Any]:
         self.blocks = []
@@ -115,7 +148,7 @@ def _raise_exception(message: object) -> None:
     raise _Failure(f"refuses: {message}")
 
 
-def _syntax_problem(error: Exception) -> str:
+def _syntax_problem(error: BaseException) -> str:
     match error:
         case TemplateSyntaxError():
             return f"line {error.lineno}: {error.message}"
@@ -126,7 +159,7 @@ def _syntax_problem(error: Exception) -> str:
     return str(error)
 
 
-def _problem(error: Exception) -> str:
+def _problem(error: BaseException) -> str:
     match error:
         case _Failure():
             return str(error)
@@ -137,7 +170,7 @@ def _problem(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {error}"
 
 
-def _line(template: Template, error: Exception) -> str:
+def _line(template: Template, error: BaseException) -> str:
     """Return `` (line 3)`` for the innermost template line of an error, or ""."""
     lines = [n for frame, n in walk_tb(error.__traceback__) if frame.f_code.co_filename == template.filename]
     return f" (line {template.get_corresponding_lineno(lines[-1])})" if lines else ""

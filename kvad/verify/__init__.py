@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-from kvad._lazy import lazy_names
+from kvad._lazy import CallablePackage, lazy_names
 
 if TYPE_CHECKING:
     from kvad.verify import hf_caches as hf_caches
     from kvad.verify import reference_model as reference_model
+    from kvad.verify import references as references
     from kvad.verify import replay as replay
     from kvad.verify import report as report
     from kvad.verify import scenario as scenario
@@ -19,4 +21,5 @@ if TYPE_CHECKING:
     from kvad.verify.scenario import parse_policies as parse_policies
     from kvad.verify.scenario import require_verify_memory as require_verify_memory
 
+sys.modules[__name__].__class__ = CallablePackage  # kvad.verify(...)
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvad import model as model_lib
 from kvad.config import attention_specs
 from kvad.errors import UsageError
 from kvad.model import NoCache, Transformer
-from kvad.verify import diagnosis, mismatch, replay, report, scenario
+from kvad.verify import diagnosis, mismatch, references, replay, report, scenario, signatures
 from kvad.verify.reference_model import ReferenceModel, WholeSequence, reference_model
 
 CACHES = ("none", "DynamicCache", "StaticCache", "QuantizedCache")
@@ -52,13 +53,15 @@ def verify_hf(
         import transformers
     except ImportError:
         raise UsageError("--against hf: transformers is not installed", "pip install transformers") from None
+    if any(spec.values_in_keys for spec in attention_specs(model.config)):
+        raise UsageError("--against hf: is not supported for latent attention", "Verify kvad's cache: omit --against.")
     exact, plain = reference_model(model, torch.float64), reference_model(model)
     streams = scenario.build_streams(model, prompts, dataclasses.replace(options, prefix_hit=False))
     hf_model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=plain.compute_dtype)
     hf_model = hf_model.to(plain.token_embedding.device).eval()
-    sequences = [WholeSequence(stream.tokens(0), stream.limit) for stream in streams]
+    sequences = [WholeSequence(stream.tokens(0)) for stream in streams]
     no_cache = NoCache(exact.config, kernel="reference")
-    reference = replay.compute_reference(exact, plain, sequences, no_cache)
+    reference = references.compute_reference(exact, plain, sequences, no_cache)
     run = _Comparison(hf_model, exact, streams, reference, options.prefill_chunk_size)
     cases, skipped = list[report.CaseReport](), list[report.SkippedCase]()
     for name in CACHES:
@@ -87,7 +90,7 @@ class _Comparison:
         model: Any,
         exact: ReferenceModel,
         streams: Sequence[replay.ReplayStream],
-        reference: replay.ReferenceLogits,
+        reference: references.ReferenceLogits,
         chunk: int,
     ) -> None:
         self.model, self.exact, self.streams, self.reference = model, exact, streams, reference.logits
@@ -100,7 +103,7 @@ class _Comparison:
         pieces: dict[replay.SequenceKey, list[tuple[int, Tensor]]] = {}
         for index, (logits, _) in enumerate(runs):
             pieces[index, 0] = [(0, logits)]
-        comparison = replay.compare_logits(replay.ReplayResult(pieces), self.reference, 2 * self.bound.max_dlogit)
+        comparison = references.compare_logits(replay.ReplayResult(pieces), self.reference, 2 * self.bound.max_dlogit)
         within, finding = self.bound.allows(comparison), None
         verdict: report.Verdict = "within tolerance"
         if not within:
@@ -131,6 +134,7 @@ class _Comparison:
         cache, parts, low = self._build(name, stream.limit), list[Tensor](), 0
         while low < ids.shape[1]:
             high = min(low + self.chunk, len(stream.prompt)) if low < len(stream.prompt) else low + 1
+            high = max(high, self._first_chunk(ids.shape[1]))
             positions = torch.arange(low, high, device=ids.device)
             output = self.model(ids[:, low:high], past_key_values=cache, use_cache=True, cache_position=positions)
             parts.append(output.logits[0].cpu())
@@ -139,6 +143,12 @@ class _Comparison:
         stored = [(layer.keys, layer.values) for layer in cache.layers]
         keys = [(k[0, :, :length].cpu(), v[0, :, :length].cpu()) for k, v in stored if k is not None and k.dim() == 4]
         return torch.cat(parts), keys
+
+    def _first_chunk(self, length: int) -> int:
+        """Return the tokens that transformers must compute at once: generation drops the cache there."""
+        config = self.exact.config
+        short_lens = model_lib.positions.short_regime_lens(config.stack, config.max_seq_len)
+        return max((original + 1 for original in short_lens if original < length), default=0)
 
     def _build(self, name: str, limit: int) -> Any:
         import transformers
@@ -182,7 +192,7 @@ class _Comparison:
         have: Tensor,
         want: Tensor,
         close: float,
-    ) -> diagnosis.Explanation:
+    ) -> signatures.Explanation:
         """Name the fault of one layer's keys or values [K, T, D] by the tests of an engine's slots."""
         gap = (have - want).abs().amax(dim=(0, 2))
         wrong = (gap > close * float(want.abs().max())).nonzero().squeeze(-1)
@@ -197,4 +207,4 @@ class _Comparison:
             expected=torch.arange(have.shape[1]),
             same=lambda x, y, dim: mismatch.first_difference(x, y, close, dim) is None,
         )
-        return diagnosis.name_stored(case, what, have, want, wrong)
+        return signatures.name_stored(case, what, have, want, wrong)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from kvad import cache as cache_lib
 from kvad import config as cfg
-from kvad import ops
+from kvad import model as model_lib
+from kvad import ops, parallel
 from kvad.cache import CacheConfig, CacheGroup, build_groups
 from kvad.cache.device import KVCache
 from kvad.config import ModelConfig, attention_specs
@@ -35,7 +36,10 @@ LOWER_FORMATS = {"float64": "float32", "float32": "bfloat16", "float16": "bfloat
 AttentionInputs = tuple[Tensor, Tensor, AttentionParams]  # q, k, params
 
 
-def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig) -> None:
+RANK_FAULTS = ("rank-heads", "prefix", "salt")  # those that a mesh can have
+
+
+def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig, mesh: parallel.Mesh | None = None) -> None:
     """Check that a fault exists and is possible for this model and cache.
 
     Raises:
@@ -85,6 +89,16 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig) -> Non
             "this cache has no summaries",
             "Use --policy tiered.",
         ),
+        "state": (
+            any(group.spec.is_state for group in groups),
+            "all layers of this model are attention",
+            "Use --inject-fault cursor.",
+        ),
+        "rank-heads": (
+            mesh is not None and mesh.tensor_parallel > 1,
+            "this engine has one tensor rank",
+            "Use --mesh 2x1.",
+        ),
         "layer": (
             _first_shared_layers(groups) is not None,
             "no two layers of this model share a cache group",
@@ -92,8 +106,22 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig) -> Non
         ),
     }
     is_possible, reason, hint = requirements.get(fault, (True, "", ""))
+    if mesh is not None and fault not in RANK_FAULTS:
+        is_possible, reason, hint = False, f"it is injected into one process, not a mesh of {mesh}", "Omit --mesh."
     if not is_possible:
         raise UsageError(f"--inject-fault {fault}: {reason}", hint)
+
+
+def check_fault(fault: str, config: ModelConfig, caches: Sequence[CacheConfig], mesh: parallel.Mesh | None) -> None:
+    """Raise the first UsageError if a fault is possible in none of the caches."""
+    errors = list[UsageError]()
+    for cache in caches:
+        try:
+            check_fault_name(fault, config, cache, mesh)
+        except UsageError as error:
+            errors.append(error)
+    if len(errors) == len(caches):
+        raise errors[0]
 
 
 def inject_cache_fault(fault: str | None, groups: Sequence[CacheGroup], **options: Any) -> KVCache:
@@ -106,8 +134,8 @@ def inject_cache_fault(fault: str | None, groups: Sequence[CacheGroup], **option
         return KVCache(lower_groups, **options)
     if fault in MAPPING_FAULTS or fault in INPUT_FAULTS:
         return _FaultyKVCache(fault, groups, **options)
-    if fault == "quantization-scale":
-        return _ScalelessKVCache(groups, **options)
+    if fault in ("quantization-scale", "state"):
+        return (_StatelessKVCache if fault == "state" else _ScalelessKVCache)(groups, **options)
     kv_cache = KVCache(groups, **options)
     if fault == "layer":
         pair = _first_shared_layers(groups)
@@ -149,7 +177,7 @@ def inject_engine_fault(fault: str | None, engine: Engine) -> None:
     """Inject a fault of the engine's prefix cache, before the first request."""
     if fault == "salt":
         root = engine._root
-        setattr(engine, "_root", lambda regime, _salt, source=None: root(regime, "", source))  # noqa: B010
+        setattr(engine, "_root", lambda _salt, source=None: root("", source))  # noqa: B010
     elif fault == "prefix":
         _ignore_parents(engine)
     elif fault == "block-store" and engine.block_store is not None:
@@ -173,6 +201,15 @@ def _ignore_parents(engine: Engine) -> None:
         return add_sequence(seq_index, [*other[:size], *token_ids[size:]], *rest)
 
     setattr(manager, "add_sequence", add)  # noqa: B010
+
+
+def give_heads_of_first_rank(model: Transformer, mesh: parallel.Mesh) -> None:
+    """``rank-heads``: the shard of q, k and v that this rank will take is that of the stage's first rank."""
+    for module in model.modules():
+        if isinstance(module, model_lib.attention.Attention):
+            for layer in (module.q, module.k, module.v):
+                for parameter in (x for x in (layer.weight, layer.bias) if x is not None):
+                    parameter.data = parameter.data.roll(len(parameter) // mesh.tensor_parallel * mesh.tensor_rank, 0)
 
 
 def _half_as_many(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,6 +268,16 @@ class _ScalelessKVCache(KVCache):
         return super().open(model_input)
 
 
+class _StatelessKVCache(KVCache):
+    """Loses all states before every step."""
+
+    def open(self, model_input: ModelInput) -> Sequence[CacheView]:
+        for group, positions in zip(self.groups, self.positions, strict=True):
+            if group.spec.is_state:
+                positions.fill_(-1)
+        return super().open(model_input)
+
+
 @dataclass
 class _FaultyView:
     view: CacheView
@@ -244,6 +291,12 @@ class _FaultyView:
 
     def write(self, k: Tensor, v: Tensor) -> None:
         self.view.write(k, v)
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self.view.convolve(x, kernel)
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        return self.view.recur(x, log_decay)
 
 
 def _write_one_slot_early(mapping: SlotMapping, group: CacheGroup, model_input: ModelInput) -> SlotMapping:

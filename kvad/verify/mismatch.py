@@ -29,7 +29,7 @@ from kvad.verify.replay import ReplayStream, SequenceKey
 
 
 class AttentionCall(NamedTuple):
-    """One layer in one step: the model's tensors, not yet rotated."""
+    """One layer in one step: the model's tensors, not yet rotated; a convolution's inputs are its q, k and v."""
 
     layer: int
     q: Tensor  # [T, H, D]
@@ -78,6 +78,16 @@ class _RecordingView:
     def write(self, k: Tensor, v: Tensor) -> None:
         self.view.write(k, v)
 
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        self.recorder.seen.clear()
+        out, inputs = self.view.convolve(x, kernel), x.unsqueeze(1)
+        params, seen = AttentionParams(scale=1.0), tuple(self.recorder.seen)
+        self.recorder.listener(_on_host(AttentionCall(self.layer, inputs, inputs, inputs, params, seen)))
+        return out
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        return self.view.recur(x, log_decay)
+
 
 def _on_host(value: Any) -> Any:
     """Copy the tensors of nested tuples to the host."""
@@ -116,7 +126,7 @@ def reference_layers(
     recorder.wrap(
         NoCache(model.config, specs=specs, exact_rope=exact, kernel="reference", attention_hook=recorder.seen.append)
     )
-    model.whole_logits([WholeSequence(stream.tokens(sample), stream.limit, stream.source)], recorder, last_only=True)
+    model.whole_logits([WholeSequence(stream.tokens(sample), stream.source)], recorder, last_only=True)
     return layers
 
 

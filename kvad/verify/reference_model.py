@@ -25,10 +25,9 @@ SLICE = 1 << 13  # rows of the output matrix that are converted at a time
 
 
 class WholeSequence(NamedTuple):
-    """Tokens of one sequence and of its encoder input; ``limit`` decides the rotary regime."""
+    """Tokens of one sequence and of its encoder input."""
 
     tokens: Sequence[int]
-    limit: int
     source: Sequence[int] | None = None
 
 
@@ -55,11 +54,10 @@ class ReferenceModel(Transformer):
         self, sequences: Sequence[WholeSequence], cache: CacheProtocol, *, last_only: bool = False
     ) -> list[Tensor]:
         """Compute [T, V] of each sequence (``last_only``: [1, V]), all in one pass over the weights."""
-        model_input = self._whole_input([(each.tokens, each.limit) for each in sequences])
+        model_input = self._whole_input([each.tokens for each in sequences])
         sources = [each.source for each in sequences if each.source is not None]
         if sources:
-            encoder_input = self._whole_input([(source, len(source)) for source in sources])
-            model_input = model_input._replace(encoder_input=encoder_input)
+            model_input = model_input._replace(encoder_input=self._whole_input(sources))
         ends = torch.tensor([len(each.tokens) for each in sequences], device=model_input.positions.device).cumsum(0)
         indices = ends - 1 if last_only else model_input.logit_indices
         # Kernels for inference are not used while gradients are recorded; no weight requires one.
@@ -67,14 +65,14 @@ class ReferenceModel(Transformer):
             logits = self.logits(self(model_input, cache), indices).cpu()
         return list(logits.split([1 if last_only else len(each.tokens) for each in sequences]))
 
-    def _whole_input(self, rows: Sequence[tuple[Sequence[int], int]]) -> ModelInput:
+    def _whole_input(self, rows: Sequence[Sequence[int]]) -> ModelInput:
         device = self.token_embedding.device
-        token_ids = torch.tensor([token for tokens, _ in rows for token in tokens], dtype=torch.int64, device=device)
-        positions = torch.cat([torch.arange(len(tokens), device=device) for tokens, _ in rows])
-        limits = torch.cat([torch.full((len(tokens),), limit, device=device) for tokens, limit in rows])
-        sub_batches = tuple(SubBatch(1, len(tokens), len(tokens)) for tokens, _ in rows)
+        token_ids = torch.tensor([token for tokens in rows for token in tokens], dtype=torch.int64, device=device)
+        positions = torch.cat([torch.arange(len(tokens), device=device) for tokens in rows])
+        seq_lens = torch.cat([torch.full((len(tokens),), len(tokens), device=device) for tokens in rows])
+        sub_batches = tuple(SubBatch(1, len(tokens), len(tokens)) for tokens in rows)
         indices = torch.arange(len(token_ids), device=device)
-        return ModelInput(token_ids, positions, sub_batches, indices, max_seq_lens=limits)
+        return ModelInput(token_ids, positions, sub_batches, indices, seq_lens=seq_lens)
 
 
 def reference_model(model: Transformer, dtype: torch.dtype | None = None) -> ReferenceModel:
@@ -111,10 +109,13 @@ class _PlainLinear(nn.Module):
 
     def __init__(self, layer: ops.linear.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight, self.bias, self.tiles = layer.weight, layer.bias, None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+    def effective_weight(self) -> Tensor:
+        return self.weight
 
 
 def _separate_products(x: Tensor, *layers: nn.Module) -> list[Tensor]:

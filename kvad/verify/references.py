@@ -1,4 +1,7 @@
-"""References for lossy caches: quantized uncached model, loss and needle recall.
+"""Comparison of logits with a reference: distance, tolerance, loss, recall, and the reference of lossy formats.
+
+``compare_logits`` compares in logits, in nats and by greedy token. ``derive_tolerance`` derives the tolerance from the
+plain model in the engine's dtype.
 
 ``QuantizedNoCache`` is the uncached model whose keys and values pass through a format and back. A per-token
 format makes a token's stored key a function of that key alone, so a cache of that format must equal this model up to
@@ -13,9 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,28 +26,24 @@ from torch import Tensor
 from kvad import benchmarks, ops
 from kvad import cache as cache_lib
 from kvad.cache import CacheConfig
+from kvad.config import AttentionSpec, attention_specs
 from kvad.engine import Engine
 from kvad.errors import KvadError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import AttentionParams, CacheProtocol, CacheView, ModelInput
-from kvad.verify.replay import ReplayResult, ReplayStream, SequenceKey, compare_logits
-from kvad.verify.report import LossReport, NeedleScore
+from kvad.verify.reference_model import ReferenceModel, WholeSequence
+from kvad.verify.replay import ReplayResult, ReplayStream, SequenceKey
+from kvad.verify.report import EXACT, Comparison, LossReport, MemoryCase, NeedleScore, TokenDivergence
 
 
 class QuantizedNoCache:
-    """``inner`` (a ``NoCache``) with keys and values quantized to the given formats.
+    """``inner`` with keys and values quantized to the given formats; values that are part of the keys have theirs.
 
     ``rotate``: encode keys rotated ("write") or as the model gave them; ``exact``: as in ``RotaryCache``.
     """
 
     def __init__(
-        self,
-        inner: NoCache | CacheProtocol,
-        keys: str,
-        values: str,
-        *,
-        rotate: Literal["write", "read"] = "write",
-        exact: bool = False,
+        self, inner: NoCache, keys: str, values: str, *, rotate: Literal["write", "read"] = "write", exact: bool = False
     ) -> None:
         for name in (keys, values):
             assert not cache_lib.quantization.get_format(name).is_blockwise, "whole blocks: not a matter of one token"
@@ -52,12 +51,12 @@ class QuantizedNoCache:
         self._rotates, self._exact = rotate == "write", exact
 
     def open(self, model_input: ModelInput) -> Sequence[CacheView]:
-        views = self._inner.open(model_input)
-        if not self._rotates:
-            return [_QuantizedView(view, *self._codecs) for view in views]
-        there = ops.rotary.RotaryCache(model_input.positions, exact=self._exact)
-        back = ops.rotary.RotaryCache(-model_input.positions, exact=True) if self._exact else None
-        return [_QuantizedView(view, *self._codecs, there, back) for view in views]
+        there = ops.rotary.RotaryCache(model_input.positions, exact=self._exact) if self._rotates else None
+        back = ops.rotary.RotaryCache(-model_input.positions, exact=True) if self._rotates and self._exact else None
+        (keys, values), pairs = self._codecs, zip(self._inner.open(model_input), self._inner.specs, strict=False)
+        return [
+            _QuantizedView(view, keys, None if spec.values_in_keys else values, there, back) for view, spec in pairs
+        ]
 
 
 @dataclasses.dataclass
@@ -70,14 +69,14 @@ class _QuantizedView:
 
     view: CacheView
     keys: ops.quantize.FormatCodec
-    values: ops.quantize.FormatCodec
+    values: ops.quantize.FormatCodec | None  # None: the last numbers of the quantized keys
     there: ops.rotary.RotaryCache | None = None  # rotates keys
     back: ops.rotary.RotaryCache | None = None
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         if k is None or v is None:
             return self.view.attend(q, k, v, params)
-        rotary = params.rotary
+        rotary, value_dim = params.rotary, v.shape[-1]
         if rotary is None or self.there is None:
             k = _quantize_dequantize(self.keys, k)
         else:
@@ -86,14 +85,182 @@ class _QuantizedView:
                 k = self.back.rotate(k, rotary._replace(factor=1 / rotary.factor))
             else:
                 q, params = self.there.rotate(q, rotary), params._replace(rotary=None)
-        return self.view.attend(q, k, _quantize_dequantize(self.values, v), params)
+        v = k[..., -value_dim:] if self.values is None else _quantize_dequantize(self.values, v)
+        return self.view.attend(q, k, v, params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
+        assert self.values is not None, "cross-attention stores its values"
         self.view.write(_quantize_dequantize(self.keys, k), _quantize_dequantize(self.values, v))
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self.view.convolve(x, kernel)
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        return self.view.recur(x, log_decay)
 
 
 def _quantize_dequantize(codec: ops.quantize.FormatCodec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x), x.dtype)
+
+
+NOISE_FACTOR = 4.0  # largest |dlogit|, in those of the plain model in the same dtype
+RMS_FACTOR = 2.0  # root mean square of the dlogits, likewise
+
+
+class Tolerance(NamedTuple):
+    """Largest allowed distance of an engine's logits from the float64 reference."""
+
+    max_dlogit: float
+    rms_dlogit: float
+
+    def allows(self, comparison: Comparison) -> bool:
+        """Return True if both distances are within the tolerance."""
+        return comparison.max_dlogit <= self.max_dlogit and comparison.rms_dlogit <= self.rms_dlogit
+
+
+def derive_tolerance(noise: Comparison, dtype: torch.dtype, scale: float) -> Tolerance:
+    """Derive the tolerance from the plain uncached model in the engine's dtype.
+
+    Args:
+        noise: The plain model's logits compared with the same float64 reference.
+        dtype: The engine's dtype.
+        scale: The reference's largest |logit|.
+    """
+    if dtype == torch.float64:
+        return Tolerance(EXACT, EXACT)
+    final = torch.finfo(dtype).eps * scale  # for a plain model that happens to round nothing
+    return Tolerance(NOISE_FACTOR * noise.max_dlogit + final, RMS_FACTOR * noise.rms_dlogit + final / 8)
+
+
+class ReferenceLogits(NamedTuple):
+    """Logits [T, V] of whole sequences in float64, the largest |logit|, and the tolerance of a model's dtype."""
+
+    logits: dict[SequenceKey, Tensor]
+    scale: float
+    tolerance: Tolerance
+
+
+def compute_reference(
+    exact: ReferenceModel, plain: ReferenceModel, sequences: Sequence[WholeSequence], cache: CacheProtocol
+) -> ReferenceLogits:
+    """Compute sequences without a cache in float64 (``exact``) and in the engine's dtype (``plain``)."""
+    logits = {(number, 0): each for number, each in enumerate(exact.whole_logits(sequences, cache))}
+    pieces = {(number, 0): [(0, each)] for number, each in enumerate(plain.whole_logits(sequences, cache))}
+    scale = max(float(each.abs().max()) for each in logits.values())
+    noise = compare_logits(ReplayResult(dict(pieces)), logits, 0.0)
+    return ReferenceLogits(logits, scale, derive_tolerance(noise, plain.compute_dtype, scale))
+
+
+class UncachedLogits:
+    """Logits of the reference by policy and format, each computed once.
+
+    Args:
+        models: The reference in float64 and in the engine's dtype.
+        streams: The sequences.
+        endless: Rotate by exact angles under a policy, as an endless cache does.
+        progress: Called with what is computed.
+    """
+
+    def __init__(
+        self,
+        models: tuple[ReferenceModel, ReferenceModel],
+        streams: Sequence[ReplayStream],
+        *,
+        endless: bool,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.exact, self.plain = models
+        self.config, self._endless, self._progress = self.exact.config, endless, progress
+        self._full = tuple(attention_specs(self.config))
+        keys = [(index, sample) for index, stream in enumerate(streams) for sample in range(len(stream.forced_tokens))]
+        self._sequences = {key: _whole(streams[key[0]], key[1]) for key in keys}
+        self._computed: dict[tuple[object, ...], dict[SequenceKey, Tensor]] = {}
+        self.scale = max(float(logits.abs().max()) for logits in self.logits().values())
+
+    def clear(self) -> None:
+        """Drop what a policy or a format changes."""
+        self._computed = {key: logits for key, logits in self._computed.items() if key[1:] == (self._full, None)}
+
+    def logits(
+        self, specs: Sequence[AttentionSpec] | None = None, case: MemoryCase | None = None, *, plain: bool = False
+    ) -> dict[SequenceKey, Tensor]:
+        """Compute [T, V] of each sequence without a cache, in float64 or (``plain``) in the engine's dtype.
+
+        ``specs``: the layers under a policy (None: without one). ``case``: keys and values pass through its formats.
+        """
+        specs = self._full if specs is None else tuple(specs)
+        key = (plain, specs, case and (case.dtype, case.rotate))
+        if key not in self._computed:
+            if key[1:] != (self._full, None):
+                self._progress("the reference" + (f" of {case.name}" if case else " under the policy"))
+            exact = self._endless and specs != self._full
+            no_cache = NoCache(self.config, specs=specs, exact_rope=exact, kernel="reference")
+            cache: CacheProtocol = no_cache
+            if case is not None:
+                formats = cache_lib.quantization.split_format_name(case.dtype)
+                rotate: Literal["write", "read"] = "read" if case.rotate == "read" else "write"
+                cache = QuantizedNoCache(no_cache, *formats, rotate=rotate, exact=case.endless)
+            model = self.plain if plain else self.exact
+            whole = model.whole_logits(list(self._sequences.values()), cache)
+            self._computed[key] = dict(zip(self._sequences, whole, strict=True))
+        return self._computed[key]
+
+    def tolerance(self, specs: Sequence[AttentionSpec], rounded: MemoryCase | None) -> Tolerance:
+        """Derive the tolerance from the plain model, whose keys and values pass through ``rounded``'s formats."""
+        noise = self._noise(specs, rounded)
+        if not math.isfinite(noise.max_dlogit):  # an overflow of the format excuses nothing
+            noise = self._noise(specs, None)
+        return derive_tolerance(noise, self.plain.compute_dtype, self.scale)
+
+    def _noise(self, specs: Sequence[AttentionSpec], case: MemoryCase | None) -> Comparison:
+        pieces = {key: [(0, logits)] for key, logits in self.logits(specs, case, plain=True).items()}
+        return compare_logits(ReplayResult(pieces), self.logits(specs), 0.0)
+
+
+def _whole(stream: ReplayStream, sample: int) -> WholeSequence:
+    return WholeSequence(stream.tokens(sample), stream.source)
+
+
+def compare_logits(
+    replayed: ReplayResult, reference: Mapping[SequenceKey, Tensor], tie_below: float, before: int | None = None
+) -> Comparison:
+    """Compare with ``reference`` [T, V] per sequence, only the positions below ``before`` if given.
+
+    NaN on either side counts as an infinite difference.
+    """
+    worst, squares, count, kl, divergences = 0.0, 0.0, 0, [], []
+    for key, pieces in replayed.pieces.items():
+        for start, piece in pieces:
+            have = piece[: None if before is None else max(0, before - start)].double()
+            true = reference[key][start : start + len(have)].double()
+            gap = (have - true).abs().nan_to_num(nan=torch.inf)
+            worst, count = max(worst, float(gap.max()) if len(have) else 0.0), count + gap.numel()
+            squares += float(gap.square().sum())
+            p, q = true.log_softmax(-1), have.log_softmax(-1)
+            kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0))  # KL(reference || cache) in nats
+            best, chosen = true.argmax(-1), have.argmax(-1)
+            for at in (best != chosen).nonzero().squeeze(-1).tolist():
+                top = true[at].topk(min(2, true.shape[-1])).values
+                lead, tokens = float(top[0] - top[-1]), (int(best[at]), int(chosen[at]))
+                divergences.append(TokenDivergence(*key, start + at, *tokens, lead, lead < tie_below))
+    every = torch.cat(kl)
+    return Comparison(
+        max_dlogit=worst,
+        rms_dlogit=math.sqrt(squares / max(count, 1)),
+        kl_mean=float(every.mean()),
+        kl_max=float(every.max()),
+        agree=len(every) - len(divergences),
+        compared=len(every),
+        ties=sum(divergence.tie for divergence in divergences),
+        first_divergence=min(divergences, key=lambda d: (d.tie, d.position, d.row, d.sample), default=None),
+    )
+
+
+def format_loss(dtype: str, computed: str = "float32") -> str:
+    """Return the larger loss of keys and values of a ``computed`` dtype: "none", "rounding", "lossy"."""
+    names = cache_lib.quantization.split_format_name(dtype)
+    losses = ("none" if name == computed else cache_lib.quantization.get_format(name).loss for name in names)
+    return max(losses, key=("none", "rounding", "lossy").index)
 
 
 MAX_NATS = 700.0  # exp of more is not finite

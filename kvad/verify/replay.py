@@ -4,14 +4,11 @@
 position by position, also after the first difference. It adds no code path: packed products, input buffers, chunks,
 sub-batches, prefix hits, forks and preemptions are the engine's. ``ScenarioCounts`` counts them, so an event that did
 not occur is noticed.
-
-``compare_logits`` compares logits with the reference: in logits, in nats and by greedy token.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kvad import benchmarks
-from kvad import cache as cache_lib
 from kvad.cache import CacheConfig, CacheGroup
 from kvad.engine import Engine, EngineConfig, scheduling
 from kvad.engine.execution import ManagedCache, ModelRunner
@@ -29,8 +25,7 @@ from kvad.engine.scheduling import SamplingParams, ScheduledSequence, SchedulerO
 from kvad.errors import EngineError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol, ModelInput, SubBatch
-from kvad.verify.reference_model import ReferenceModel, WholeSequence
-from kvad.verify.report import EXACT, Comparison, MismatchFinding, TokenDivergence
+from kvad.verify.report import MismatchFinding
 
 SequenceKey = tuple[int, int]  # (stream, sample)
 WrapCache = Callable[[Engine], ManagedCache]
@@ -48,7 +43,7 @@ class ReplayStream(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Maximum length that the scheduler allows; it decides the rotary regime."""
+        """Maximum length that the scheduler allows."""
         return len(self.prompt) + len(self.forced_tokens[0])
 
     def tokens(self, sample: int) -> tuple[int, ...]:
@@ -76,7 +71,10 @@ class ScenarioCounts:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Logits of a replay: per sequence (first position, logits [n, V]) of each span, recomputed ones too, by time."""
+    """Logits of a replay: per sequence (first position, logits [n, V]) of each span, recomputed ones too, by time.
+
+    Spans before a sequence exceeds the original length of its rotary scaling are left out: it is recomputed there.
+    """
 
     pieces: dict[SequenceKey, list[tuple[int, Tensor]]]
     counts: ScenarioCounts = field(default_factory=ScenarioCounts)
@@ -305,6 +303,14 @@ class ReplayEngine(AbstractContextManager["ReplayEngine"]):
         request = scheduled.sequence.request_id
         return self.requests.get(request, -1 - request), scheduled.sequence.sample_index
 
+    def is_compared(self, scheduled: ScheduledSequence) -> bool:
+        """Return True for a sequence of the streams, in the rotary regime of its whole length."""
+        key = self.key(scheduled)
+        if key[0] < 0:
+            return False
+        length = len(self.streams[key[0]].tokens(key[1]))
+        return scheduled.sequence.rope_regime == self.engine.limits.rope_regime(length)
+
     def check_histories(self, output: SchedulerOutput) -> None:
         """Check the blocks of a step that is about to run."""
         finding = self._histories.check(output, self.requests)
@@ -329,7 +335,7 @@ class ReplayEngine(AbstractContextManager["ReplayEngine"]):
             counts.longest = max(counts.longest, end)
             counts.forks += not reached and key[1] > 0 and scheduled.start == scheduled.sequence.num_prompt_tokens - 1
             self._reached[key] = max(reached, end)
-            if self.watch is None:
+            if self.watch is None and self.is_compared(scheduled):
                 self.result.pieces.setdefault(key, []).append((scheduled.start, piece.cpu()))
 
 
@@ -386,17 +392,16 @@ def replay_streams(
 def run_uncached(
     model: Transformer,
     tokens: Sequence[int],
-    limit: int | None = None,
     kv_cache: CacheProtocol | None = None,
     source: Sequence[int] | None = None,
     *,
     last_only: bool = False,
 ) -> Tensor:
-    """Compute [T, V], the logits of a whole sequence of at most ``limit`` tokens without a cache.
+    """Compute [T, V], the logits of a whole sequence without a cache.
 
     ``last_only``: [1, V], those after its last token.
     """
-    model_input = run_whole_sequence(model, tokens, limit)
+    model_input = run_whole_sequence(model, tokens)
     if last_only:
         model_input = model_input._replace(logit_indices=model_input.logit_indices[-1:])
     if source is not None:
@@ -404,99 +409,9 @@ def run_uncached(
     return model.logits(model(model_input, kv_cache or NoCache(model.config)), model_input.logit_indices)
 
 
-def run_whole_sequence(model: Transformer, tokens: Sequence[int], limit: int | None = None) -> ModelInput:
+def run_whole_sequence(model: Transformer, tokens: Sequence[int]) -> ModelInput:
     """Build the input of one whole sequence, with logits at every position."""
     token_ids = torch.tensor(tokens, dtype=torch.int64, device=model.token_embedding.device)
     positions = torch.arange(len(tokens), device=token_ids.device)
-    limits = torch.full_like(positions, len(tokens) if limit is None else limit)
-    return ModelInput(token_ids, positions, (SubBatch(1, len(tokens), len(tokens)),), positions, max_seq_lens=limits)
-
-
-NOISE_FACTOR = 4.0  # largest |dlogit|, in those of the plain model in the same dtype
-RMS_FACTOR = 2.0  # root mean square of the dlogits, likewise
-
-
-class Tolerance(NamedTuple):
-    """Largest allowed distance of an engine's logits from the float64 reference."""
-
-    max_dlogit: float
-    rms_dlogit: float
-
-    def allows(self, comparison: Comparison) -> bool:
-        """Return True if both distances are within the tolerance."""
-        return comparison.max_dlogit <= self.max_dlogit and comparison.rms_dlogit <= self.rms_dlogit
-
-
-def derive_tolerance(noise: Comparison, dtype: torch.dtype, scale: float) -> Tolerance:
-    """Derive the tolerance from the plain uncached model in the engine's dtype.
-
-    Args:
-        noise: The plain model's logits compared with the same float64 reference.
-        dtype: The engine's dtype.
-        scale: The reference's largest |logit|.
-    """
-    if dtype == torch.float64:
-        return Tolerance(EXACT, EXACT)
-    final = torch.finfo(dtype).eps * scale  # for a plain model that happens to round nothing
-    return Tolerance(NOISE_FACTOR * noise.max_dlogit + final, RMS_FACTOR * noise.rms_dlogit + final / 8)
-
-
-class ReferenceLogits(NamedTuple):
-    """Logits [T, V] of whole sequences in float64, the largest |logit|, and the tolerance of a model's dtype."""
-
-    logits: dict[SequenceKey, Tensor]
-    scale: float
-    tolerance: Tolerance
-
-
-def compute_reference(
-    exact: ReferenceModel, plain: ReferenceModel, sequences: Sequence[WholeSequence], cache: CacheProtocol
-) -> ReferenceLogits:
-    """Compute sequences without a cache in float64 (``exact``) and in the engine's dtype (``plain``)."""
-    logits = {(number, 0): each for number, each in enumerate(exact.whole_logits(sequences, cache))}
-    pieces = {(number, 0): [(0, each)] for number, each in enumerate(plain.whole_logits(sequences, cache))}
-    scale = max(float(each.abs().max()) for each in logits.values())
-    noise = compare_logits(ReplayResult(dict(pieces)), logits, 0.0)
-    return ReferenceLogits(logits, scale, derive_tolerance(noise, plain.compute_dtype, scale))
-
-
-def compare_logits(
-    replayed: ReplayResult, reference: Mapping[SequenceKey, Tensor], tie_below: float, before: int | None = None
-) -> Comparison:
-    """Compare with ``reference`` [T, V] per sequence, only the positions below ``before`` if given.
-
-    NaN on either side counts as an infinite difference.
-    """
-    worst, squares, count, kl, divergences = 0.0, 0.0, 0, [], []
-    for key, pieces in replayed.pieces.items():
-        for start, piece in pieces:
-            have = piece[: None if before is None else max(0, before - start)].double()
-            true = reference[key][start : start + len(have)].double()
-            gap = (have - true).abs().nan_to_num(nan=torch.inf)
-            worst, count = max(worst, float(gap.max()) if len(have) else 0.0), count + gap.numel()
-            squares += float(gap.square().sum())
-            p, q = true.log_softmax(-1), have.log_softmax(-1)
-            kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0))  # KL(reference || cache) in nats
-            best, chosen = true.argmax(-1), have.argmax(-1)
-            for at in (best != chosen).nonzero().squeeze(-1).tolist():
-                top = true[at].topk(min(2, true.shape[-1])).values
-                lead, tokens = float(top[0] - top[-1]), (int(best[at]), int(chosen[at]))
-                divergences.append(TokenDivergence(*key, start + at, *tokens, lead, lead < tie_below))
-    every = torch.cat(kl)
-    return Comparison(
-        max_dlogit=worst,
-        rms_dlogit=math.sqrt(squares / max(count, 1)),
-        kl_mean=float(every.mean()),
-        kl_max=float(every.max()),
-        agree=len(every) - len(divergences),
-        compared=len(every),
-        ties=sum(divergence.tie for divergence in divergences),
-        first_divergence=min(divergences, key=lambda d: (d.tie, d.position, d.row, d.sample), default=None),
-    )
-
-
-def format_loss(dtype: str, computed: str = "float32") -> str:
-    """Return the larger loss of keys and values of a ``computed`` dtype: "none", "rounding", "lossy"."""
-    names = cache_lib.quantization.split_format_name(dtype)
-    losses = ("none" if name == computed else cache_lib.quantization.get_format(name).loss for name in names)
-    return max(losses, key=("none", "rounding", "lossy").index)
+    seq_lens = torch.full_like(positions, len(tokens))
+    return ModelInput(token_ids, positions, (SubBatch(1, len(tokens), len(tokens)),), positions, seq_lens=seq_lens)

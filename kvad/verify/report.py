@@ -7,6 +7,7 @@ No torch: the command line reads the names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -46,6 +47,10 @@ class FaultDescription(NamedTuple):
 
 
 FAULTS: dict[str, FaultDescription] = {
+    "rank-heads": FaultDescription(
+        "a rank of a mesh has the heads of another rank",
+        "a shard of q, k or v cut at the offset of another rank, or shards received in another order",
+    ),
     "mask": FaultDescription(
         "queries attend to keys that they may not see",
         "a mask of one chunk without the offset of its first query, or none at all while prefilling; "
@@ -75,6 +80,10 @@ FAULTS: dict[str, FaultDescription] = {
     "layer": FaultDescription(
         "a layer reads another layer's keys",
         "two layers share one store, or stores are indexed by the layer's index in its group",
+    ),
+    "state": FaultDescription(
+        "the state that earlier tokens left is lost",
+        "a state set to zero for every chunk, or not copied when a sequence is preempted, forked or resumed",
     ),
     "neighbor": FaultDescription(
         "a sequence reads another sequence's keys",
@@ -248,6 +257,21 @@ class CaseReport(Comparison, MemoryCase):
         return "-" if self.structure is None else f"{self.structure:.2e}"
 
 
+def length_notes(longest: int, windows: Iterable[int], retained: Mapping[str, int], limit: int | None) -> list[str]:
+    """Return notes about windows, policies (with the tokens that each retains) and a limit that no sequence exceeds."""
+    notes = [
+        f"no sequence of up to {longest} tokens exceeds the window of {window}: give a longer --prompt"
+        for window in sorted(set(windows))
+        if longest <= window
+    ]
+    for policy, num_tokens in retained.items():
+        if longest <= num_tokens:
+            notes.append(f"{policy} keeps all of a sequence of up to {longest} tokens: give a longer --prompt")
+    if limit is not None and longest <= limit:
+        notes.append(f"no sequence of up to {longest} tokens exceeds the model's limit of {limit}")
+    return notes
+
+
 @dataclass(frozen=True)
 class RoundTripResult:
     """Sequences that left the cache and returned."""
@@ -261,7 +285,7 @@ class RoundTripResult:
     reason: str = ""  # why nothing moved, or why it was skipped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
     """Everything that ``kvad verify`` prints. ``broken``: exit code 1."""
 
@@ -279,6 +303,9 @@ class VerifyReport:
     @property
     def broken(self) -> bool:
         return "broken" in {*(case.verdict for case in self.cases), *(item.verdict for item in self.round_trips)}
+
+    def __repr__(self) -> str:
+        return f"VerifyReport({self.verdict()}; {self.positions:,} positions in {self.seconds:.1f} s)"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, with ``verdict``, ``broken`` and a finding's texts."""

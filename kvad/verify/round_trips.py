@@ -1,10 +1,13 @@
-"""Sequences that leave the cache and return (swap space, prefix cache, session, offload), with the logits on the way.
+"""Sequences that leave the cache and return (swap space, prefix cache, session, offload), and beam searches.
 
 The engines are those of ``kvad.verify.replay``, so a sequence that was away can be compared with the reference of
 ``kvad.verify.run``, position by position, like one that stayed.
 
 ``RoundTripRun.moved`` is the amount that took the round trip: if it is 0, nothing was tested. An impossible
 configuration is refused by the engine with its own error.
+
+The tokens of a beam search are not known before it runs, so its computed spans are recorded with all tokens before
+them. Afterwards the reference computes each beam that is no prefix of another.
 """
 
 from __future__ import annotations
@@ -15,12 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from kvad import benchmarks
 from kvad import cache as cache_lib
 from kvad.cache import CacheConfig
 from kvad.cache.sessions import load_session, save_session
-from kvad.engine import EngineConfig, scheduling
+from kvad.engine import Engine, EngineConfig, scheduling
+from kvad.engine.execution import ModelRunner
+from kvad.engine.scheduling import SamplingParams, SchedulerOutput
 from kvad.errors import UsageError, suggest
 from kvad.model import Transformer
+from kvad.verify.reference_model import WholeSequence
 from kvad.verify.replay import ReplayEngine, ReplayResult, ReplayStream
 
 LARGE_RAM = 1 << 40  # bytes of host memory: no bound
@@ -207,3 +216,79 @@ def _run_first_samples(run: ReplayEngine, *, from_middle: bool = False) -> None:
     for index in range(len(run.streams)):
         run.submit(index, start=run.middle(index) if from_middle else None)
     run.run()
+
+
+# ---------------------------------------------------------------- beam search
+
+MAX_BEAM_TOKENS = 8  # of a beam: each step adds beams that the reference computes
+
+
+class BeamSpan(NamedTuple):
+    """Logits of a computed span, ``tokens`` up to its end."""
+
+    stream: int
+    tokens: tuple[int, ...]
+    regime: int  # rotary regime; a beam that exceeds the original length is recomputed in another one
+    logits: Tensor
+
+    def is_part_of(self, other: BeamSpan) -> bool:
+        """Return True if the other span continues this one."""
+        return self.regime == other.regime and other.tokens[: len(self.tokens)] == self.tokens
+
+
+class BeamRun(NamedTuple):
+    """Logits of a search by sequence number, and the sequences that the reference computes."""
+
+    replay: ReplayResult
+    sequences: list[WholeSequence]
+
+
+class _SpanRunner(ModelRunner):
+    """Computes the logits of every position, and records them with their tokens."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.model, engine.kv_cache)
+        self.spans: list[BeamSpan] = []
+
+    def execute(self, output: SchedulerOutput) -> Tensor:
+        logits, first, requested = super().execute(benchmarks.scorers.with_all_logits(output)), 0, list[int]()
+        for scheduled in output.scheduled:
+            tokens = tuple(scheduled.sequence.token_ids[: scheduled.start + scheduled.num_tokens])
+            part = logits[first : first + scheduled.num_tokens].cpu()
+            self.spans.append(BeamSpan(scheduled.sequence.request_id, tokens, scheduled.sequence.rope_regime, part))
+            requested += [first + offset for offset in scheduled.logit_offsets]
+            first += scheduled.num_tokens
+        return logits[requested]
+
+
+def run_beams(
+    model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], num_beams: int, config: EngineConfig
+) -> BeamRun:
+    """Search from each stream's prompt with ``num_beams`` beams.
+
+    Raises:
+        ConfigError, RequestError: If the engine does not support it.
+    """
+    cache = replace(cache, max_num_seqs=max(num_beams, cache.max_num_seqs), num_blocks=None)
+    engine = Engine(model, cache, config)
+    runner = engine.runner = _SpanRunner(engine)
+    counts = [min(MAX_BEAM_TOKENS, len(stream.forced_tokens[0])) for stream in streams]
+    try:
+        for stream, count in zip(streams, counts, strict=True):
+            sampling = SamplingParams(max_tokens=count, temperature=0, num_beams=num_beams, ignore_eos=True)
+            engine.add_request(stream.prompt, sampling, encoder_token_ids=stream.source, cache_salt=stream.salt)
+        benchmarks.scorers.run_engine(engine)
+    finally:
+        engine.close()
+    sequences, run = list[WholeSequence](), ReplayResult({})
+    for index, stream in enumerate(streams):
+        spans = [span for span in runner.spans if span.stream == index]
+        longest = list[BeamSpan]()
+        for span in sorted(spans, key=lambda span: (-len(span.tokens), span.tokens)):
+            if not any(span.is_part_of(other) for other in longest):
+                longest.append(span)
+        for span in spans:
+            number = next(n for n, other in enumerate(longest, len(sequences)) if span.is_part_of(other))
+            run.pieces.setdefault((number, 0), []).append((len(span.tokens) - len(span.logits), span.logits))
+        sequences += [WholeSequence(span.tokens, stream.source) for span in longest]
+    return BeamRun(run, sequences)

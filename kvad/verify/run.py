@@ -22,6 +22,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,21 +31,19 @@ import torch
 from torch import Tensor
 
 from kvad import benchmarks
-from kvad import cache as cache_lib
 from kvad.cache import CacheConfig, build_groups
 from kvad.cache.device import KVCache
 from kvad.config import AttentionSpec, attention_specs
 from kvad.engine import Engine, EngineConfig
 from kvad.errors import ConfigError, EngineError, KvadError, RequestError, StorageError, UsageError
 from kvad.model import NoCache, Transformer
-from kvad.model_input import CacheProtocol
-from kvad.verify import replay, report, scenario
-from kvad.verify.beams import run_beams
+from kvad.verify import references, replay, report, scenario
 from kvad.verify.diagnosis import Subject, diagnose
-from kvad.verify.injected_faults import check_fault_name, inject_cache_fault, inject_engine_fault, inject_model_fault
-from kvad.verify.reference_model import WholeSequence, reference_model
-from kvad.verify.references import NeedleRecall, QuantizedNoCache, compare_loss
-from kvad.verify.round_trips import ROUND_TRIPS, check_round_trip, run_round_trip
+from kvad.verify.injected_faults import check_fault, inject_cache_fault, inject_engine_fault, inject_model_fault
+from kvad.verify.mesh import MeshRanks, check_mesh_options
+from kvad.verify.reference_model import reference_model
+from kvad.verify.references import NeedleRecall, compare_loss
+from kvad.verify.round_trips import ROUND_TRIPS, check_round_trip, run_beams, run_round_trip
 from kvad.verify.summaries import SummaryCheck
 
 
@@ -81,16 +80,18 @@ def verify(
         label = "--round-trip" if options.round_trips else "--num-beams"
         message = f"--inject-fault and {label}: a fault is injected into the configurations only"
         raise UsageError(message, "Give one of them.")
+    check_mesh_options(options, config or EngineConfig())
     run = _Run(model, prompts, options, config or EngineConfig(), fault, language, progress)
-    cases = tuple(run.run_case(case) for case in run.cases)
+    with run.open_ranks():
+        cases = tuple(run.run_case(case) for case in run.cases)
     round_trips = tuple(run.round_trip(case, method) for case in run.cases for method in options.round_trips)
     if options.num_beams > 1:
         round_trips += tuple(run.search(case) for case in run.cases)
     has_policy = any(case.policy != "full" for case in run.cases)
     result = report.VerifyReport(
         rows=tuple(len(s.tokens(i)) for s in run.streams for i in range(len(s.forced_tokens))),
-        positions=sum(len(t) for t in run.reference().values()),
-        logit_scale=run.scale,
+        positions=sum(len(t) for t in run.uncached.logits().values()),
+        logit_scale=run.uncached.scale,
         injected=fault,
         cases=cases,
         notes=tuple(run.notes()),
@@ -123,7 +124,7 @@ class _Structure(NamedTuple):
 
 
 class _Run:
-    """The reference logits, and the replays of every case."""
+    """The replays of every case, compared with the reference."""
 
     def __init__(
         self,
@@ -147,25 +148,23 @@ class _Run:
         progress("the continuations of the prompts")
         self.streams = scenario.build_streams(model, prompts, options, config, self.cases[0] if self.cases else None)
         if fault is not None:
-            self._check_fault(fault)
-        self._references: dict[tuple[object, ...], dict[replay.SequenceKey, Tensor]] = {}
+            check_fault(fault, self.config, [self.plan(case).cache for case in self.cases], options.mesh)
         self._structures: dict[report.MemoryCase, _Structure] = {}
         self._findings: dict[report.MemoryCase, report.MismatchFinding | None] = {}
         self._needles: NeedleRecall | None = None
+        self.ranks: MeshRanks | None = None
         self._policy = "full"
         progress("the reference")
-        self.scale = max(float(logits.abs().max()) for logits in self.reference().values())
+        models = self.exact, self.plain
+        self.uncached = references.UncachedLogits(models, self.streams, endless=options.endless, progress=progress)
 
-    def _check_fault(self, fault: str) -> None:
-        """Raise the first UsageError if the fault is possible in no case."""
-        errors = list[UsageError]()
-        for case in self.cases:
-            try:
-                check_fault_name(fault, self.config, self.plan(case).cache)
-            except UsageError as error:
-                errors.append(error)
-        if len(errors) == len(self.cases):
-            raise errors[0]
+    def open_ranks(self) -> AbstractContextManager[object]:
+        """Start the other ranks of the mesh, if there is one."""
+        if self.options.mesh is None:
+            return nullcontext()
+        models = [self.model] if self.double in (None, self.model) else [self.model, self.double]
+        self.ranks = MeshRanks(self.options.mesh, models, self.fault)
+        return self.ranks
 
     def _possible(self, prompts: Sequence[Sequence[int]]) -> tuple[list[report.MemoryCase], list[report.SkippedCase]]:
         """Split the cases into possible and skipped ones; raises the first ConfigError if none is possible."""
@@ -188,71 +187,37 @@ class _Run:
         first_loss = scenario.first_loss_length(build_groups(self.plain_specs, cache))
         return _Plan(case, cache, tuple(cache.restrict(self.plain_specs)), first_loss)
 
-    def reference(
-        self,
-        specs: Sequence[AttentionSpec] | None = None,
-        case: report.MemoryCase | None = None,
-        *,
-        plain: bool = False,
-    ) -> dict[replay.SequenceKey, Tensor]:
-        """Compute [T, V] of each sequence without a cache, in float64 or (``plain``) in the engine's dtype.
-
-        ``specs``: the layers under a policy (None: without one). ``case``: keys and values pass through its formats.
-        """
-        specs = self.plain_specs if specs is None else tuple(specs)
-        key = (plain, specs, case and (case.dtype, case.rotate))
-        if key not in self._references:
-            if key[1:] != (self.plain_specs, None):
-                self.progress("the reference" + (f" of {case.name}" if case else " under the policy"))
-            exact = self.options.endless and specs != self.plain_specs
-            cache: CacheProtocol = NoCache(self.config, specs=specs, exact_rope=exact, kernel="reference")
-            if case is not None:
-                formats, rope_at = cache_lib.quantization.split_format_name(case.dtype), self.plan(case).cache.rope_at
-                cache = QuantizedNoCache(cache, *formats, rotate=rope_at, exact=case.endless)
-            keys = [(i, sample) for i, stream in enumerate(self.streams) for sample in range(len(stream.forced_tokens))]
-            rows = [(self.streams[index], sample) for index, sample in keys]
-            sequences = [WholeSequence(stream.tokens(sample), stream.limit, stream.source) for stream, sample in rows]
-            model = self.plain if plain else self.exact
-            self._references[key] = dict(zip(keys, model.whole_logits(sequences, cache), strict=True))
-        return self._references[key]
-
-    def tolerance(self, plan: _Plan) -> replay.Tolerance:
+    def tolerance(self, plan: _Plan) -> references.Tolerance:
         """Derive the tolerance of a case from the plain model, whose keys and values are rounded as the case's."""
         if plan.case.dtype == "float64" and self.double is not None:
-            return replay.derive_tolerance(self._noise(plan.specs, None), torch.float64, self.scale)
-        rounded = plan.case if replay.format_loss(plan.case.dtype, self.computed) == "rounding" else None
-        noise = self._noise(plan.specs, rounded)
-        if not math.isfinite(noise.max_dlogit):  # an overflow of the format excuses nothing
-            noise = self._noise(plan.specs, None)
-        return replay.derive_tolerance(noise, self.plain.compute_dtype, self.scale)
-
-    def _noise(self, specs: Sequence[AttentionSpec], case: report.MemoryCase | None) -> report.Comparison:
-        pieces = {key: [(0, logits)] for key, logits in self.reference(specs, case, plain=True).items()}
-        return replay.compare_logits(replay.ReplayResult(pieces), self.reference(specs), 0.0)
+            return references.Tolerance(report.EXACT, report.EXACT)
+        rounds = references.format_loss(plan.case.dtype, self.computed) == "rounding"
+        return self.uncached.tolerance(plan.specs, plan.case if rounds else None)
 
     def _start_policy(self, policy: str) -> None:
         if policy != self._policy:
-            self._policy, unrestricted = policy, (self.plain_specs, None)
-            self._references = {key: logits for key, logits in self._references.items() if key[1:] == unrestricted}
+            self._policy = policy
+            self.uncached.clear()
             self._structures.clear()
 
     def run_case(self, case: report.MemoryCase) -> report.CaseReport:
         began = time.perf_counter()
         self._start_policy(case.policy)
         plan, structure = self.plan(case), self._structure_of(case)
-        bound, reference = self.tolerance(plan), self.reference(plan.specs)
+        bound, reference = self.tolerance(plan), self.uncached.logits(plan.specs)
         is_double = case.dtype == "float64" and structure is not None
         result = structure.replayed if is_double and structure is not None else self._replay(plan, self.model)
-        is_lossy_format = replay.format_loss(case.dtype) == "lossy"
+        is_lossy_format = references.format_loss(case.dtype) == "lossy"
         if is_lossy_format and structure is not None:
             structure = max(structure, self._structure(plan, quantized=True), key=lambda each: each.distance)
-        comparison = before_loss = replay.compare_logits(result, reference, 2 * bound.max_dlogit)
+        comparison = before_loss = references.compare_logits(result, reference, 2 * bound.max_dlogit)
         if plan.first_loss is not None:
-            before_loss = replay.compare_logits(result, reference, 2 * bound.max_dlogit, plan.first_loss)
+            before_loss = references.compare_logits(result, reference, 2 * bound.max_dlogit, plan.first_loss)
+        reason = result.failure or ("" if structure is None else structure.reason)
         verdict, finding = self._verdict(plan, structure, result, comparison, before_loss, bound)
         loss = None
         if (case.policy != "full" or is_lossy_format) and not result.failure:
-            loss = self._measure_loss(plan, result, self.reference(), bound.max_dlogit)
+            loss = self._measure_loss(plan, result, self.uncached.logits(), bound.max_dlogit)
         return report.CaseReport(
             **vars(case),
             **vars(comparison),
@@ -264,11 +229,8 @@ class _Run:
             scenario_counts=dataclasses.asdict(result.counts),
             finding=finding,
             loss=loss,
-            reason=self._reason(result, structure) if verdict == "broken" and finding is None else "",
+            reason=reason if verdict == "broken" and finding is None else "",
         )
-
-    def _reason(self, result: replay.ReplayResult, structure: _Structure | None) -> str:
-        return result.failure or ("" if structure is None else structure.reason)
 
     def _structure_of(self, case: report.MemoryCase) -> _Structure | None:
         """Run a case's policy and layout in float64, once; None without a float64 copy of the model."""
@@ -283,8 +245,8 @@ class _Run:
         replayed = self._replay(plan, self.double)
         if replayed.failure:
             return _Structure(replayed, math.inf, replayed.failure)
-        reference = self.reference(plan.specs, plan.case if quantized else None)
-        distance = replay.compare_logits(replayed, reference, 2 * report.EXACT, plan.first_loss).max_dlogit
+        reference = self.uncached.logits(plan.specs, plan.case if quantized else None)
+        distance = references.compare_logits(replayed, reference, 2 * report.EXACT, plan.first_loss).max_dlogit
         if plan.first_loss is None:
             return _Structure(replayed, distance)
         alone = self._distance_from_alone(plan, replayed)
@@ -307,7 +269,9 @@ class _Run:
             stream = self.streams[number]
             stream = replay.ReplayStream(stream.prompt, (stream.forced_tokens[sample],), source=stream.source)
             alone = self._run_streams(cache, self.double, [stream])
-            comparison = replay.compare_logits(replay.ReplayResult({(0, 0): pieces}), {(0, 0): alone.logits(0)}, 0.0)
+            comparison = references.compare_logits(
+                replay.ReplayResult({(0, 0): pieces}), {(0, 0): alone.logits(0)}, 0.0
+            )
             largest = max(largest, comparison.max_dlogit)
         return largest
 
@@ -322,9 +286,12 @@ class _Run:
         self, cache: CacheConfig, model: Transformer, streams: Sequence[replay.ReplayStream], squeezes: int = 0
     ) -> replay.ReplayResult:
         """Run streams on an engine with the injected fault, if any."""
+        config = self.engine_config
+        if self.ranks is not None:
+            model, config = self.ranks.prepare(model, cache, config)
         with (
             inject_model_fault(self.fault, model),
-            replay.ReplayEngine(model, cache, streams, self.engine_config, wrap=self._wrap) as run,
+            replay.ReplayEngine(model, cache, streams, config, wrap=self._wrap) as run,
         ):
             if any(group.has_summaries for group in run.engine.kv_cache.groups):
                 SummaryCheck(run.engine, run.result.findings)
@@ -369,9 +336,9 @@ class _Run:
             except (ConfigError, RequestError, StorageError) as error:
                 reason = _full_message(error).replace(f"{folder}/", "")
                 return report.RoundTripResult(case.name, method, None, 0, unit, "skipped", reason)
-        reference = self.reference(plan.specs, None if case.dtype == "float64" else case)
+        reference = self.uncached.logits(plan.specs, None if case.dtype == "float64" else case)
         reference = {key: reference[key] for key in run.replay.pieces}
-        distance = replay.compare_logits(run.replay, reference, 2 * report.EXACT, plan.first_loss).max_dlogit
+        distance = references.compare_logits(run.replay, reference, 2 * report.EXACT, plan.first_loss).max_dlogit
         if plan.first_loss is not None:
             distance = max(distance, self._distance_from_alone(plan, run.replay))
         verdict: Literal["exact", "broken", "recomputed"] = "exact" if run.moved else "recomputed"
@@ -385,7 +352,7 @@ class _Run:
         name, plan = f"{self.options.num_beams} beams", self.plan(case)
         self.progress(f"{case.name} with {name}")
         result = partial(report.RoundTripResult, case.name, name, unit="tokens")
-        if plan.first_loss is not None or replay.format_loss(case.dtype, self.computed) != "none":
+        if plan.first_loss is not None or references.format_loss(case.dtype, self.computed) != "none":
             reason = "the reference of a beam is the model with the same keys and values"
             return result(max_dlogit=None, moved=0, verdict="skipped", reason=reason)
         prompts = [stream for stream in self.streams if stream.after is None]
@@ -395,9 +362,9 @@ class _Run:
             return result(max_dlogit=None, moved=0, verdict="skipped", reason=_full_message(error))
         exact = self.options.endless and plan.specs != self.plain_specs
         cache = NoCache(self.config, specs=plan.specs, exact_rope=exact, kernel="reference")
-        reference = replay.compute_reference(self.exact, self.plain, run.sequences, cache)
+        reference = references.compute_reference(self.exact, self.plain, run.sequences, cache)
         bound = reference.tolerance
-        comparison = replay.compare_logits(run.replay, reference.logits, 2 * bound.max_dlogit)
+        comparison = references.compare_logits(run.replay, reference.logits, 2 * bound.max_dlogit)
         return result(
             max_dlogit=comparison.max_dlogit,
             moved=comparison.compared,
@@ -411,7 +378,7 @@ class _Run:
         result: replay.ReplayResult,
         comparison: report.Comparison,
         before_loss: report.Comparison,
-        bound: replay.Tolerance,
+        bound: references.Tolerance,
     ) -> tuple[report.Verdict, report.MismatchFinding | None]:
         """Return the verdict, and the finding of a broken engine; ``before_loss``: only before the first eviction."""
         if result.failure:
@@ -422,7 +389,7 @@ class _Run:
             finding = self._diagnose(self.plan(dataclasses.replace(plan.case, dtype="float64")))
             is_rounding = finding is not None and finding.fault == "dtype"  # each precision has its own
             return "broken", (self._diagnose(plan) or finding) if finding is None or is_rounding else finding
-        is_finite, loss = math.isfinite(comparison.max_dlogit), replay.format_loss(plan.case.dtype, self.computed)
+        is_finite, loss = math.isfinite(comparison.max_dlogit), references.format_loss(plan.case.dtype, self.computed)
         if loss == "lossy" and is_finite:
             return "lossy by design", None
         within = bound.allows(before_loss) and before_loss.agree + before_loss.ties == before_loss.compared
@@ -445,9 +412,11 @@ class _Run:
             model, plain = self.model, self.plain
             if case.dtype == "float64" and self.double is not None:
                 model, plain = self.double, self.exact
+            if self.ranks is not None:
+                return self.ranks.diagnose(model, plan.cache, self.streams[0], self.exact)
             prepare = partial(inject_engine_fault, self.fault)
             subject = Subject(model, self.exact, plain, self.engine_config, prepare)
-            lossy = replay.format_loss(case.dtype, self.computed) != "none"
+            lossy = references.format_loss(case.dtype, self.computed) != "none"
             squeezes = scenario.num_preemptions(self.options)
             with inject_model_fault(self.fault, model):
                 self._findings[case] = diagnose(subject, plan.cache, self.streams, squeezes=squeezes, lossy=lossy)
@@ -458,21 +427,17 @@ class _Run:
         notes = []
         if self.double is None:
             notes.append("no room for a float64 copy of the weights: the structure of no configuration was verified")
-        longest = max(stream.limit for stream in self.streams)
-        for window in sorted({spec.window for spec in self.plain_specs if spec.window is not None}):
-            if longest <= window:
-                notes.append(
-                    f"no sequence of up to {longest} tokens exceeds the window of {window}: give a longer --prompt"
-                )
+        retained = {}
         for plan in {case.policy: self.plan(case) for case in self.cases if case.policy != "full"}.values():
             lengths = [spec.window + spec.num_sinks for spec in plan.specs if spec.window is not None]
             lengths += [] if plan.first_loss is None else [plan.first_loss]
-            if longest <= min(lengths, default=0):
-                finding = f"{plan.case.policy} keeps all of a sequence of up to {longest} tokens"
-                notes.append(f"{finding}: give a longer --prompt")
-        limit = self.config.max_seq_len
-        if self.options.endless and longest <= limit:
-            notes.append(f"no sequence of up to {longest} tokens exceeds the model's limit of {limit}")
+            retained[plan.case.policy] = min(lengths, default=0)
+        notes += report.length_notes(
+            max(stream.limit for stream in self.streams),
+            [spec.window for spec in self.plain_specs if spec.window is not None],
+            retained,
+            self.config.max_seq_len if self.options.endless else None,
+        )
         if self.options.prefix_hit and "contiguous" in self.options.layouts:
             notes.append("contiguous: a sequence is one block, so there are no prefix hits to verify")
         if self._needles is not None and self._needles.reason:

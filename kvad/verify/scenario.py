@@ -22,7 +22,7 @@ from itertools import product
 
 import torch
 
-from kvad import benchmarks, planning
+from kvad import benchmarks, parallel, planning
 from kvad import cache as cache_lib
 from kvad import config as cfg
 from kvad.cache import CacheConfig, CacheGroup, build_groups, parse_policy
@@ -34,7 +34,8 @@ from kvad.errors import ConfigError, EngineError, KvadError, MemoryPlanError, Us
 from kvad.model import Transformer
 from kvad.text import Tokenizer
 from kvad.verify.reference_model import SLICE
-from kvad.verify.replay import ReplayResult, ReplayStream, format_loss
+from kvad.verify.references import format_loss
+from kvad.verify.replay import ReplayResult, ReplayStream
 from kvad.verify.report import MemoryCase
 
 NUM_PREEMPTIONS = 2  # preemptions to force
@@ -77,6 +78,7 @@ class ScenarioOptions:
     structure: bool = True  # run each cache in float64 too; needs a float64 copy of the weights
     prefix_cache_ram: int | None = None  # bytes of the block store in RAM
     num_beams: int = 1  # also search with so many beams, if more than 1
+    mesh: parallel.Mesh | None = None  # the engines run on these ranks
 
     def __post_init__(self) -> None:
         numbers = {"num-prompts": self.num_seqs, "prefill-chunk-size": self.prefill_chunk_size}
@@ -278,8 +280,10 @@ def unsupported_reason(
     """Return why this configuration is impossible, or None."""
     try:
         cache = case_cache_config(config, streams, options, case)
-        build_groups(attention_specs(config), cache)
+        groups = build_groups(attention_specs(config), cache)
         check_policy(config, cache)
+        if options.mesh is not None:
+            parallel.mesh.check_cache_fits_mesh(groups, options.mesh)
     except KvadError as error:
         return error
     positions = (layer.attention.position for layer in config.stack.layer_types.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,17 @@ from kvad.cache.device.tensors import LayerTensor, gather_metadata
 from kvad.cache.quantization import split_format_name
 from tests.support.covering_array import Case, full, pairwise
 from tests.support.driver import Run, Stream, drive, worst
-from tests.support.random_models import HEADS, NORMS, POSITIONS, SOURCE_VOCAB, VOCAB, build, model_config, pair_config
+from tests.support.random_models import (
+    HEADS,
+    NORMS,
+    POSITIONS,
+    SOURCE_VOCAB,
+    STATES,
+    VOCAB,
+    build,
+    model_config,
+    pair_config,
+)
 
 SCENARIOS = ("solo", "ragged", "chunked", "mixed", "preempted", "prefix-hit", "forked", "long-and-short")
 AXES = {
@@ -112,7 +123,7 @@ def happened(case: Case, run: Run) -> None:
         assert run.widest == 4
     if scenario == "preempted" and is_paged and case["heads"] != "window":
         assert run.preemptions > 0
-    if scenario == "prefix-hit" and is_paged and case["position"] != "rope-dynamic":  # other limits, other keys
+    if scenario == "prefix-hit" and is_paged:
         assert run.hit_tokens >= 16 + 24 + 24
     if scenario == "forked":
         assert run.copies > 0
@@ -124,19 +135,20 @@ def check_encoded(case: Case, streams: list[Stream], run: Run) -> None:
     """Check how many encoder tokens were encoded."""
     scenario = case["scenario"]
     lengths = [len(stream.source or ()) for stream in streams]
+    is_recomputed = case["position"] in ("rope-dynamic", "rope-longrope")  # beyond 20 tokens, also its encoder input
     if scenario == "forked":
-        assert run.merged_cross_steps > 0 and run.encoded == sum(lengths), "samples share one encoder input"
+        assert run.merged_cross_steps > 0
+        assert run.encoded == sum(lengths) or is_recomputed, "samples share one encoder input"
     elif scenario in ("prefix-hit", "source-hit"):
-        depends_on_limit = case["position"] in ("rope-dynamic", "rope-longrope")  # other limits, other prefix roots
         num_different = 1 if scenario == "prefix-hit" else 2
-        is_shared = case["layout"] == "paged" and not depends_on_limit
+        is_shared = case["layout"] == "paged"
         assert not is_shared or run.encoded == num_different * lengths[0], "an equal input is encoded once"
-    elif scenario != "preempted":
+    elif scenario != "preempted" and not is_recomputed:
         assert run.encoded == sum(lengths)
     if scenario == "source-hit":
         assert run.hit_tokens == 0, "a target's blocks depend on its encoder input"
     if scenario in ("ragged", "long-and-short"):
-        assert run.encodings == 1, "inputs of all lengths are encoded together"
+        assert run.encodings == 1 or is_recomputed, "inputs of all lengths are encoded together"
 
 
 def measure(case: Case) -> float:
@@ -144,6 +156,8 @@ def measure(case: Case) -> float:
     dtype = torch.float32 if case["dtype"] in ("float32", "bfloat16", "float16") else torch.float64
     kind = case["position"], case["norm"], case["heads"]
     config = pair_config(*kind, own=case["vocab"] == "own") if "vocab" in case else model_config(*kind)
+    if case["heads"] in STATES and config.decoder is not None:
+        config = replace(config, decoder=replace(config.decoder, num_layers=3))
     model, streams = build(config, dtype=dtype), streams_of(case["scenario"], draw)
     if "vocab" in case:
         streams = with_sources(case["scenario"], streams, draw)
@@ -165,6 +179,19 @@ def case_id(case: Case) -> str:
 @pytest.mark.parametrize("case", pairwise(AXES) + pairwise(PAIR_AXES), ids=case_id)
 def test_a_cache_changes_nothing(case: Case) -> None:
     assert measure(case) <= TOLERANCE[case["dtype"]]
+
+
+@pytest.mark.parametrize("heads", STATES)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("layout", AXES["layout"])
+def test_a_cache_of_states_changes_nothing(layout: str, scenario: str, heads: str) -> None:
+    assert measure(exact_case(layout=layout, scenario=scenario, heads=heads)) <= TOLERANCE["float64"]
+
+
+@pytest.mark.parametrize("heads", STATES)
+def test_states_are_never_quantized(heads: str) -> None:
+    """An int8 cache of a model equals the reference whose keys and values alone are quantized."""
+    assert measure(exact_case(dtype="int8", scenario="chunked", heads=heads)) <= TOLERANCE["int8"]
 
 
 @pytest.mark.long(minutes=60)

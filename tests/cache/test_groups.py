@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvad.cache.policy import Sinks, Window
 from kvad.config.model import AttentionSpec
 from kvad.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 FULL = AttentionSpec(True, None, 2, 8, 8)
 LOCAL = AttentionSpec(True, 6, 2, 8, 8)
 HEAD_64 = AttentionSpec(True, None, 1, 64, 64)
@@ -25,6 +27,20 @@ def groups_of(*specs: AttentionSpec, **fields: object) -> tuple[CacheGroup, ...]
 def group_of(*specs: AttentionSpec, **fields: object) -> CacheGroup:
     (group,) = groups_of(*specs, **fields)
     return group
+
+
+def test_a_latent_cache_stores_no_values_and_the_documented_bytes():
+    page = (ROOT / "docs/explanation/kv-cache.md").read_text(encoding="utf-8")
+    latent = AttentionSpec(True, None, 1, 576, 512, values_in_keys=True)
+    for layers, heads, expected in ((27, 16, 31_104), (61, 128, 70_272)):
+        plain = AttentionSpec(True, None, heads, 192, 128)
+        sizes = [
+            sum(group_bytes(group).per_token_payload for group in groups_of(*[spec] * layers, dtype="bfloat16"))
+            for spec in (latent, plain)
+        ]
+        assert sizes[0] == expected and f"| {sizes[1]:,} | {sizes[0]:,} | {sizes[1] / sizes[0]:.1f} |" in page
+    (group,) = groups_of(latent, key_dtype="int4", value_dtype="bfloat16")
+    assert group.value_format == "int4" and group_bytes(group).per_token_payload == 288
 
 
 def test_layers_with_equal_specs_share_a_group_in_order_of_first_layer():

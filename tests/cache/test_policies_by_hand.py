@@ -26,7 +26,7 @@ from tests.support.driver import Stream, drive
 from tests.support.random_models import VOCAB, build, model_config
 
 EXACT = 1e-10
-ENCODINGS = ("rope", "rope-partial", "alibi", "t5", "none")
+ENCODINGS = ("rope", "rope-partial", "rope-yarn", "alibi", "t5", "none")
 BUDGET, INTERVAL, RECENT, SINKS, WINDOW = 12, 8, 3, 2, 4
 KV_HEADS, GROUP = 3, 2
 
@@ -52,7 +52,7 @@ def rotate(x: Tensor, angle: float, rotary: Rotary) -> Tensor:
     head, rest = x[: 2 * half], x[2 * half :]
     pairs = head.view(half, 2) if rotary.interleaved else head.view(2, half).T
     angles = angle * rotary.inv_freq.double()
-    rotated = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    rotated = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.full_like(angles, rotary.factor), angles)
     real = torch.view_as_real(rotated)
     return torch.cat((real.flatten() if rotary.interleaved else real.T.flatten(), rest))
 
@@ -204,7 +204,8 @@ def difference(
 
 @pytest.mark.parametrize("kind", [SimulatedEviction, SimulatedSummaries])
 @pytest.mark.parametrize(
-    ("position", "rope_at"), [(name, "write") for name in ENCODINGS] + [("rope", "read"), ("t5", "read")]
+    ("position", "rope_at"),
+    [(name, "write") for name in ENCODINGS] + [("rope", "read"), ("rope-yarn", "read"), ("t5", "read")],
 )
 def test_a_model_equals_the_simulation(kind, position, rope_at, monkeypatch):
     assert difference(kind, position, rope_at, 64 if rope_at == "write" else 7, monkeypatch) <= EXACT

@@ -177,7 +177,7 @@ def renumbered_logits(model: Transformer, tokens: Sequence[int], sinks: int, win
 
 
 ENDLESS = {
-    "position": ("rope", "rope-partial", "alibi", "t5", "none"),
+    "position": ("rope", "rope-partial", "rope-yarn", "alibi", "t5", "none"),
     "chunk": ("1", "7", "64"),
     "rotate": ("write", "read"),
     "layout": ("paged", "contiguous"),

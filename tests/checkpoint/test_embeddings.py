@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import processors
 from torch import Tensor
 
+from kvad.checkpoint.generation_config import GenerationConfig, write_embedding
 from kvad.cli.main import main
-from kvad.errors import RequestError
+from kvad.errors import CheckpointError, RequestError
 from kvad.llm import LLM
 from tests.checkpoint.test_classifiers import SIZES, WORDS
 
@@ -111,3 +113,96 @@ def test_a_longer_text_is_refused_or_truncated(folder: Path, capsys: pytest.Capt
         expected = reference(folder, [long], "mean", limit=40)
         torch.testing.assert_close(llm.embed(long, truncate=True), expected, atol=1e-5, rtol=1e-4)
     assert "tokens were truncated to 40" in capsys.readouterr().err
+
+
+# --- Dense modules
+
+
+def write_dense(
+    folder: Path, activation: str, bias: bool, pooling: str = "mean_tokens"
+) -> tuple[Tensor, Tensor | None]:
+    """Add a Dense module before the normalization; return its matrix and bias."""
+    write_modules(folder, pooling, prompt=False)
+    modules = json.loads((folder / "modules.json").read_text())
+    dense = {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    (folder / "modules.json").write_text(json.dumps([*modules[:2], dense, {**modules[2], "path": "3_Normalize"}]))
+    (folder / "2_Dense").mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(10, 24, generator=generator)
+    offset = torch.randn(10, generator=generator) if bias else None
+    content = {"in_features": 24, "out_features": 10, "bias": bias, "activation_function": activation}
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(content))
+    tensors = {"linear.weight": weight} if offset is None else {"linear.weight": weight, "linear.bias": offset}
+    save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    return weight, offset
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "encoder", "encoder")
+
+
+@pytest.mark.parametrize(("activation", "bias"), [("activation.Tanh", True), ("linear.Identity", False)])
+def test_a_dense_module_is_applied_between_pooling_and_normalization(
+    encoder: Path, capsys: pytest.CaptureFixture[str], activation: str, bias: bool
+) -> None:
+    """As in sentence-transformers: the activation of W x + b, then the length is 1."""
+    weight, offset = write_dense(encoder, f"torch.nn.modules.{activation}", bias)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
+    model, expected = transformers.AutoModel.from_pretrained(encoder).eval(), []
+    for text in TEXTS:
+        ids = tokenizer(text.lower(), truncation=True, max_length=LIMIT, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            out = weight @ model(input_ids=ids).last_hidden_state[0].mean(0) + (0 if offset is None else offset)
+        out = torch.tanh(out) if activation.endswith("Tanh") else out
+        expected.append(out / out.norm())
+    with LLM.load(encoder, dtype="float32", max_seq_len=8) as llm:
+        torch.testing.assert_close(llm.embed(TEXTS), torch.stack(expected), atol=1e-5, rtol=1e-4)
+        assert llm.embed("home", pool="mean").shape == (1, 24)
+    assert main(["inspect", str(encoder)]) == 0 and "problem" not in capsys.readouterr().out
+    assert main(["import", str(encoder), str(encoder / "native")]) == 0
+    with LLM.load(encoder / "native", dtype="float32", max_seq_len=8) as llm:
+        torch.testing.assert_close(llm.embed(TEXTS), torch.stack(expected), atol=1e-5, rtol=1e-4)
+    assert main(["export", str(encoder), str(encoder / "out")]) == 2
+    assert "bert cannot express this model" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="a model with a Dense module cannot be written"):
+        write_embedding(encoder, GenerationConfig(pooling="head"), 24)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation_function": "os.system"}, "activation_function 'os.system' is not supported"),
+        ({"activation_function": "torch.nn.modules.activation.Softplus"}, "is not supported"),
+        ({"in_features": 25}, "must follow an encoder of width 25"),
+        ({"out_features": "many"}, "in_features, out_features: must be sizes"),
+        ({"out_features": 11}, "the tensors must be"),
+        ({"bias": False}, "the tensors must be"),
+        ({"use_residual": True}, "only a module that replaces the sentence's vector"),
+        ({"module_input_name": "token_embeddings"}, "only a module that replaces the sentence's vector"),
+    ],
+)
+def test_other_dense_modules_are_refused(encoder: Path, change: dict[str, Any], message: str) -> None:
+    write_dense(encoder, "torch.nn.modules.activation.Tanh", bias=True)
+    path = encoder / "2_Dense" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(CheckpointError, match=message):
+        LLM.load(encoder)
+
+
+def test_a_decoder_with_a_dense_module_is_refused(folder: Path) -> None:
+    if "decoder" in folder.name:
+        write_dense(folder, "torch.nn.modules.activation.Tanh", bias=True)
+        with pytest.raises(CheckpointError, match="must follow an encoder"):
+            LLM.load(folder)
+
+
+def test_the_tokenizer_limits_texts_if_the_folder_does_not(encoder: Path) -> None:
+    """sentence-transformers truncates at the tokenizer's model_max_length; 1e30 is no limit."""
+    write_modules(encoder, "mean_tokens", prompt=False)
+    (encoder / "sentence_bert_config.json").unlink()
+    path = encoder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 7}))
+    long = "cat " * 60
+    with LLM.load(encoder, dtype="float32", max_seq_len=8) as llm:
+        torch.testing.assert_close(llm.embed(long), reference(encoder, [long], "mean", limit=7), atol=1e-5, rtol=1e-4)

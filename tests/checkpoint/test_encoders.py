@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +24,9 @@ from kvad.config.layers import (
 from kvad.config.model import ModelConfig
 from kvad.config.parameter_shapes import weight_shapes
 from kvad.errors import CheckpointError
+from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
+from tests.support.golden_models import whole_input
 
 SMALL = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
 DISTIL = {"vocab_size": 11, "dim": 12, "n_layers": 2, "n_heads": 3, "hidden_dim": 20, "max_position_embeddings": 16}
@@ -31,17 +35,22 @@ STEMS = {
     "roberta": "Roberta",
     "roberta-prelayernorm": "RobertaPreLayerNorm",
     "distilbert": "DistilBert",
+    "xlm-roberta-xl": "XLMRobertaXL",
     "mpnet": "MPNet",
+    "albert": "Albert",
+    "deberta-v2": "DebertaV2",
     "electra": "Electra",
     "roformer": "RoFormer",
     "modernbert": "ModernBert",
     "nomic_bert": "NomicBert",
 }
+DEBERTA = {"relative_attention": True, "share_att_key": True, "pos_att_type": ["c2p", "p2c"]}
 ENDINGS = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "Model")
 
 
 def fields(model_type: str, ending: str, **options: Any) -> HFConfigReader:
     small = DISTIL if model_type == "distilbert" else {**SMALL, "max_position_embeddings": 16}
+    small = {**small, **DEBERTA} if model_type == "deberta-v2" else small
     content = {"model_type": model_type, "architectures": [STEMS[model_type] + ending], **small, **options}
     return HFConfigReader(content, "config.json")
 
@@ -81,7 +90,7 @@ def test_every_task_round_trips(model_type: str, ending: str, tied: bool) -> Non
     assert back.keys() == stored.keys() and all(torch.equal(back[name], stored[name]) for name in stored)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "mpnet"])
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "mpnet", "albert"])
 def test_a_base_model_has_a_pooler_if_its_file_has(model_type: str) -> None:
     family = find_family(model_type)
     config = family.read(fields(model_type, "Model"))
@@ -101,6 +110,28 @@ def test_a_base_model_is_recognized_for_every_class_name(model_type: str) -> Non
     base = family.read(fields(model_type, "Model"))
     config, _ = load(family, family.read(fields(model_type, "ForMaskedLM")), file_of(family, base))
     assert config == base
+
+
+def test_layers_of_a_group_share_parameters() -> None:
+    """A group's layers have one set of tensors, which each of them applies."""
+    family, config, stored = case("albert", "Model", num_hidden_layers=4, num_hidden_groups=2)
+    assert [config.stack.parameter_index(index) for index in range(4)] == [0, 0, 1, 1]
+    names = {name.split(".")[2] for name in stored if name.startswith("encoder.albert_layer_groups")}
+    assert names == {"0", "1"}
+    _, weights = load(family, config, stored)
+    copied = replace(config, encoder=replace(config.stack, num_distinct_layers=None))
+    copies = {
+        name: weights[re.sub(r"layers\.(\d)", lambda match: f"layers.{int(match[1]) // 2}", name)]
+        for name in weight_shapes(copied)
+    }
+    assert torch.equal(*(hidden_states(each, tensors) for each, tensors in ((config, weights), (copied, copies))))
+
+
+def hidden_states(config: ModelConfig, weights: Mapping[str, Tensor]) -> Tensor:
+    model = Transformer(config).eval()
+    model.load_state_dict(weights)
+    with torch.no_grad():
+        return model(whole_input(torch.arange(7)), NoCache(config))
 
 
 def test_old_norm_names_and_unused_heads() -> None:
@@ -215,6 +246,17 @@ def test_both_formats_of_modernbert_layers() -> None:
         ("roberta", "ForMaskedLM", {"pad_token_id": 20}),
         ("mpnet", "ForMaskedLM", {"relative_attention_num_buckets": 16}),
         ("roformer", "ForMaskedLM", {"rotary_value": True}),
+        ("albert", "ForMaskedLM", {"inner_group_num": 2}),
+        ("deberta-v2", "Model", {"relative_attention": False}),
+        ("deberta-v2", "Model", {"share_att_key": False}),
+        ("deberta-v2", "Model", {"pos_att_type": ["c2p", "p2p"]}),
+        ("deberta-v2", "Model", {"pos_att_type": []}),
+        ("deberta-v2", "Model", {"conv_kernel_size": 3}),
+        ("deberta-v2", "Model", {"embedding_size": 6}),
+        ("deberta-v2", "Model", {"attention_head_size": 5}),
+        ("deberta-v2", "Model", {"pooler_hidden_size": 5}),
+        ("deberta-v2", "ForSequenceClassification", {"pooler_hidden_act": "mish"}),
+        ("deberta-v2", "ForMaskedLM", {"legacy": False}),
         ("modernbert", "ForMaskedLM", {"layer_types": ["full_attention", "chunked_attention"]}),
         ("modernbert", "ForSequenceClassification", {"classifier_pooling": "max"}),
         ("modernbert", "ForMaskedLM", {"rope_theta": 500.0}),

@@ -21,6 +21,7 @@ from kvad.errors import CheckpointError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from tests.hf_parity.steps import TOLERANCE, logits_of, reference_logits
+from tests.support.lab_models import write_foreign
 from tests.support.random_models import build
 from tests.support.trained_models import configs
 
@@ -69,6 +70,20 @@ def test_export_and_import_round_trip(kind: str, tmp_path: Path) -> None:
     if kind == "encoder-decoder":
         generation = opened.generation
         assert (generation.decoder_start_token_id, generation.eos_token_ids, generation.pad_token_id) == (1, (2,), 0)
+
+
+def test_selection_biases_stay_float32(tmp_path: Path) -> None:
+    foreign = write_foreign(tmp_path / "foreign", "glm4-moe")
+    name = "decoder.layers.1.mlp.selection_bias"
+    before = dict(open_checkpoint(foreign).weights())[name]
+    assert not torch.equal(before, before.bfloat16().float())
+    model, handle = load_model(foreign, dtype="bfloat16")
+    assert torch.equal(model.get_parameter(name), before) and model.token_embedding.dtype == torch.bfloat16
+    export_hf(handle, tmp_path / "hf", dtype=torch.bfloat16)
+    import_hf(handle, tmp_path / "native", dtype=torch.bfloat16)
+    for folder in ("hf", "native"):
+        stored = dict(open_checkpoint(tmp_path / folder).weights())
+        assert torch.equal(stored[name], before) and stored["decoder.norm.weight"].dtype == torch.bfloat16
 
 
 def test_a_tied_matrix_is_written_once(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvad.checkpoint import hf_layout
-from kvad.checkpoint.conversion import HFConfigReader, write_tensors
+from kvad.checkpoint.conversion import HFConfigReader, read_tensors, resolve_config, write_tensors
 from kvad.checkpoint.families import FAMILIES, find_family
 from kvad.checkpoint.families._hf_class import with_attention
 from kvad.checkpoint.hf_layout import choose_family, describe_nearest_family
@@ -71,6 +71,29 @@ def test_unused_keys_of_a_config_are_listed(case: tuple[str, str]) -> None:
     rope = {name: {**content[name], "mystery": 7} for name in ("rope_parameters",) if _has_scaling(content, name)}
     changed = {**content, "mystery_scale": 3, "num_beams": 9, "mystery_dropout": 0.5, "mystery_null": None, **rope}
     assert unused(changed) == (*(f"{name}.mystery" for name in rope), "mystery_scale")
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "glm4-moe", "deepseek-v3"])
+def test_stacked_experts_of_transformers_5_are_read(name: str) -> None:
+    """``save_original_format=False`` writes one tensor of all experts, gate above up."""
+    golden = GoldenModel(("5", name))
+    single = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight")
+    blocks = {match[1] for tensor_name in golden.stored if (match := single.fullmatch(tensor_name))}
+    stacked = {name: tensor for name, tensor in golden.stored.items() if not single.fullmatch(name)}
+    for block in blocks:
+        count = sum(name.startswith(f"{block}.") and name.endswith(".up_proj.weight") for name in golden.stored)
+        parts = {
+            part: torch.stack([golden.stored[f"{block}.{i}.{part}_proj.weight"] for i in range(count)])
+            for part in ("gate", "up", "down")
+        }
+        stacked[f"{block}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+        stacked[f"{block}.down_proj"] = parts["down"]
+    weights = dict(read_tensors(golden.family, golden.config, stored=stacked, where="model.safetensors"))
+    assert blocks and all(torch.equal(weights[name], tensor) for name, tensor in golden.weights.items())
+    block = next(iter(blocks))
+    fewer = {**stacked, f"{block}.down_proj": stacked[f"{block}.down_proj"][1:]}
+    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj\.weight is missing"):
+        dict(read_tensors(golden.family, golden.config, stored=fewer, where="model.safetensors"))
 
 
 def _has_scaling(content: dict[str, Any], name: str) -> bool:
@@ -133,14 +156,60 @@ def test_a_dropped_tensor_is_detected() -> None:
 
 def test_every_family_has_a_case() -> None:
     tested = {meta["config"]["model_type"] for meta in META.values()}
-    assert set(FAMILIES) <= tested | {"gemma3"}, sorted(set(FAMILIES) - tested)  # its text is read: gemma3_text
+    assert set(FAMILIES) <= tested | set(MULTIMODAL), sorted(set(FAMILIES) - tested)
 
 
-def test_gemma3_is_written_as_its_text_model() -> None:
-    config = GoldenModel(("4.57", "gemma3")).config
-    layout = choose_family(config, "gemma3")
-    assert layout.content["model_type"] == "gemma3_text"
-    assert layout.family.read(HFConfigReader(layout.content, "config.json")) == config
+# Families whose text is read -> a case of the text model.
+MULTIMODAL = {"gemma3": "gemma3", "gemma4": "gemma4", "mistral3": "ministral3"}
+
+
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_the_text_of_a_multimodal_file_is_read(model_type: str) -> None:
+    """Names are those of the hub's files, or those of transformers' modules; it is written as its text model."""
+    golden = GoldenModel(("5", MULTIMODAL[model_type]))
+    text = golden.meta["config"]
+    fields = HFConfigReader({"model_type": model_type, "text_config": text, "vision_config": {}}, "config.json")
+    family = find_family(model_type)
+    config = family.read_config(fields)
+    assert fields.unused_keys() == ()
+    for prefix in ("language_model.model.", "model.language_model."):
+        stored = {name.replace("model.", prefix, 1): tensor for name, tensor in golden.stored.items()}
+        stored["model.vision_tower.patch_conv.weight"] = torch.zeros(2)
+        assert resolve_config(family, config, stored) == golden.config
+        weights = dict(read_tensors(family, golden.config, stored, "model.safetensors"))
+        assert all(torch.equal(weights[name], tensor) for name, tensor in golden.weights.items())
+    layout = choose_family(golden.config, model_type)
+    assert layout.content["model_type"] == text["model_type"]
+    assert layout.family.read(HFConfigReader(layout.content, "config.json")) == golden.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: must be 0"),
+        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input: must be 0"),  # the default of the class
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2"),
+        ({"enable_moe_block": True}, "enable_moe_block True"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
+        ({"layer_types": ["full_attention", *["sliding_attention"] * 4]}, "the last layer must be full_attention"),
+        ({"per_layer_config": {"4": {"head_dim": 16}}}, "per_layer_config is not supported"),
+        ({"per_layer_config": {"2": {"head_dim": 16}, "4": {"head_dim": 8}}}, "per_layer_config is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type 'yarn'"),
+    ],
+)
+def test_gemma_4_with_other_parts_is_refused(changes: dict[str, Any], message: str) -> None:
+    content = {**META["5", "gemma4"]["config"], **changes}
+    with pytest.raises(CheckpointError, match=message):
+        find_family("gemma4_text").read(HFConfigReader(content, "config.json"))
+
+
+def test_sizes_of_gemma_4_by_layer_or_for_the_model() -> None:
+    """Newer files have the sizes of full layers by layer."""
+    content = META["5", "gemma4"]["config"]
+    older = {name: value for name, value in content.items() if name != "per_layer_config"}
+    older |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    family = find_family("gemma4_text")
+    assert family.read(HFConfigReader(older, "")) == family.read(HFConfigReader(content, ""))
 
 
 @pytest.mark.parametrize("scale", [2.0, 0.9])
@@ -177,12 +246,26 @@ def test_every_cache_is_exact(case: tuple[str, str]) -> None:
     assert all(entry.max_dlogit <= 1e-10 for entry in report.cases if entry.dtype == "float64")
 
 
-@pytest.mark.parametrize("case", [case for case in READ if "layer_types" in META[case]["config"]], ids=case_id)
+# Classes that are newer and always write layer_types; by default every layer of Ministral has a window.
+NEWER = ("gemma4_text", "ministral")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in READ
+        if "layer_types" in (content := META[case]["config"]) and content["model_type"] not in NEWER
+    ],
+    ids=case_id,
+)
 def test_older_files_without_layer_types_are_the_same_model(case: tuple[str, str]) -> None:
     """Files written before transformers 4.53 have the rule only: an interval, a first layer, or the class's default."""
     content = META[case]["config"]
     older = {key: value for key, value in content.items() if key != "layer_types"}
     if content["model_type"] == "gemma3_text":
         older["sliding_window_pattern"] = 3  # the golden's own; the class's is 6
+    if content["model_type"].startswith("lfm2"):
+        older["full_attn_idxs"] = [at for at, kind in enumerate(content["layer_types"]) if kind == "full_attention"]
     family = find_family(content["model_type"])
     assert family.read(HFConfigReader(older, "")) == family.read(HFConfigReader(content, ""))

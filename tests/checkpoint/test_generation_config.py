@@ -72,7 +72,8 @@ def test_limits_and_prompts_are_read_and_written_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "pooling", "message"),
     [
-        (["Transformer", "Pooling", "Dense"], MEAN, "Dense is not supported"),
+        (["Transformer", "Pooling", "LSTM"], MEAN, "LSTM is not supported"),
+        (["Transformer", "Pooling", "Normalize", "Dense"], MEAN, "Normalize, Dense are not supported in this order"),
         (
             ["Transformer", "Pooling"],
             {"pooling_mode_weightedmean_tokens": True},
@@ -143,12 +144,14 @@ def test_fields_are_defaults_or_reported_as_ignored() -> None:
         "num_beams": 4,
         "length_penalty": 0.8,
         "encoder_no_repeat_ngram_size": 3,
-        "num_beam_groups": 1,
+        "num_beam_groups": 2,
+        "diversity_penalty": 0.5,
     }
     generation = read_generation_config({}, fields)
     assert (generation.decoder_start_token_id, generation.eos_token_ids) == (3, (2, 5))
     assert (generation.suppress_tokens, generation.bad_words_ids) == ((7,), ((8, 9),))
-    assert generation.sampling == {"max_tokens": 39, "num_beams": 4, "length_penalty": 0.8, "temperature": 0.0}
+    beams = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "length_penalty": 0.8}
+    assert generation.sampling == {"max_tokens": 39, "temperature": 0.0, **beams}
     assert generation.ignored_fields == ("encoder_no_repeat_ngram_size",)
     assert read_generation_config({"eos_token_id": 1, "num_beams": 4}, None).sampling is None
 

@@ -9,10 +9,11 @@ import torch
 
 from kvad.checkpoint import gguf as gguf_lib
 from kvad.checkpoint import open_checkpoint
+from kvad.checkpoint.export import export_hf
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import save_checkpoint
-from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, RopeConfig, StackConfig
+from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, RopeConfig, ShortConvConfig, StackConfig
 from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError, KvadError
 from kvad.llm import LLM
@@ -47,6 +48,15 @@ CLASSES = {
     "gemma3": ("Gemma3", {**GEMMA, "rope_theta": 1e6}),
     "stablelm": ("StableLm", {**HEADS, "partial_rotary_factor": 0.25, "use_qkv_bias": True}),
     "starcoder2": ("Starcoder2", {**HEADS, "use_bias": True, "sliding_window": None}),
+    "phi3": ("Phi3", {**HEADS, "sliding_window": None, "pad_token_id": 0}),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {
+            **HEADS, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "nemotron": ("Nemotron", {**HEADS, "partial_rotary_factor": 0.5}),
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "vocab_size": 320}),
 }  # fmt: skip
 HF_CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3": "Gemma3ForCausalLM"}
@@ -203,6 +213,10 @@ def test_the_commands_read_and_write_a_file(tmp_path, capsys):
     greedy = ("def hello", "--max-tokens", 8, "--temperature", 0)
     expected = run(capsys, "generate", folder, *greedy)
     assert run(capsys, "generate", file, *greedy).out == expected.out and expected.code == 0
+    shown = run(capsys, "inspect", file)
+    assert shown.code == 0 and "problem" not in shown.out and "quantized" not in shown.out, shown
+    refused = run(capsys, "inspect", file, "--check")
+    assert refused.code == 2 and "a GGUF file has no manifest" in refused.err
     assert run(capsys, "plan", file).code == 0 and run(capsys, "tokenize", file, "def hello").code == 0
     assert run(capsys, "verify", file, "--max-tokens", 4, "--num-prompts", 2, "--layout", "paged").code == 0
     assert run(capsys, "import", file, tmp_path / "back").code == 0
@@ -212,6 +226,61 @@ def test_the_commands_read_and_write_a_file(tmp_path, capsys):
     refused = run(capsys, "export", folder, file, "--to", "gguf", "--save-dtype", "float16", "--overwrite")
     assert refused.code == 2 and "must be one of float32, bfloat16, q8_0" in refused.err
     assert run(capsys, "export", folder, tmp_path / "x", "--save-dtype", "q8_0").code == 2
+
+
+def test_inspect_names_the_quantization_of_a_mixture_of_experts(tmp_path, capsys):
+    from tests.file_parity.cases import write_case
+    from tests.support.cli_checkpoints import run
+
+    for case in ("mixtral", "gpt-oss"):
+        file = tmp_path / f"{case}.gguf"
+        gguf_lib.export_gguf(open_checkpoint(write_case(case, tmp_path / case)), file, "q8_0")
+        shown = run(capsys, "inspect", file)
+        assert shown.code == 0 and "problem" not in shown.out and "quantized: GGUF, Q8_0" in shown.out, shown
+        original = dict(open_checkpoint(tmp_path / case).weights())
+        for name, tensor in open_checkpoint(file).weights():
+            assert (tensor - original[name]).abs().max() <= 0.6 / 127 * original[name].abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda parts: parts.pop("blk.0.ffn_up_exps.weight"), "experts.0.w3.weight is missing"),
+        (lambda parts: parts.update({"blk.0.ffn_up_exps.weight": np.zeros((5, 96, 32), np.float32)}), "Config and"),
+        (lambda parts: parts.update({"blk.0.ffn_up_exps.weight": np.zeros((4, 96, 64), np.float32)}), "has 4 experts"),
+        (lambda parts: parts.update({"blk.0.ffn_up_exps.weight": np.zeros((6, 96, 64), np.float32)}), "has 6 experts"),
+        (lambda parts: parts.update({"blk.0.ffn_gate_inp.weight": np.zeros((4, 64), np.float32)}), "Config and"),
+        (lambda parts: parts.update({"blk.0.ffn_gate.0.weight": np.zeros((96, 64), np.float32)}), "is extra"),
+    ],
+)
+def test_damaged_experts_are_refused(tmp_path, change, message):
+    from tests.file_parity.cases import write_case
+
+    handle, file = open_checkpoint(write_case("mixtral", tmp_path / "hf")), tmp_path / "m.gguf"
+    layout, architecture, values = gguf_lib.writer._choose(handle)
+    parts = {name: tensor.numpy() for name, tensor in gguf_lib.writer._tensors(handle, layout, architecture)}
+    change(parts)
+    write(file, values, [(name, np.ascontiguousarray(array), None) for name, array in parts.items()])
+    with pytest.raises(CheckpointError, match=message):
+        dict(open_checkpoint(file).weights())
+
+
+@pytest.mark.parametrize(
+    ("case", "difference"), [("starcoder2", "window is 8"), ("phi3", "window is 8"), ("smollm3", "attention.position")]
+)
+def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(tmp_path, case, difference):
+    from tests.support.lab_models import write_foreign
+
+    with pytest.raises(CheckpointError, match=f"GGUF's {case} cannot express this model: .*{difference}"):
+        gguf_lib.export_gguf(open_checkpoint(write_foreign(tmp_path / "m", case)), tmp_path / "m.gguf")
+
+
+def test_a_hugging_face_folder_made_of_a_file_has_the_dtype_of_the_file(tmp_path):
+    make("qwen3", tmp_path / "hf")
+    gguf_lib.export_gguf(open_checkpoint(tmp_path / "hf"), tmp_path / "m.gguf", "q8_0")
+    export_hf(open_checkpoint(tmp_path / "m.gguf"), tmp_path / "out")
+    assert {tensor.dtype for _, tensor in open_checkpoint(tmp_path / "out").weights()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_damage_is_refused_or_harmless(tmp_path):
@@ -241,7 +310,8 @@ def test_damage_is_refused_or_harmless(tmp_path):
     ("key", "value", "message"),
     [
         ("general.architecture", "mamba", "general.architecture 'mamba' is not read"),
-        ("llama.expert_count", 4, "llama.expert_count 4 is not supported"),
+        ("llama.expert_count", 4, "llama.expert_used_count is missing"),
+        ("llama.expert_shared_count", 1, "llama.expert_shared_count 1 is not supported"),
         ("llama.rope.dimension_count", 4, "rope.dimension_count must be the head's width 8, got 4"),
         ("llama.rope.scaling.type", "su", "rope.scaling.type 'su' is not supported"),
         ("tokenizer.ggml.pre", "viking", "tokenizer.ggml.pre 'viking' is not read"),
@@ -262,11 +332,12 @@ def test_what_is_not_read_is_refused_by_its_key(tmp_path, key, value, message):
         _ = read.config, read.tokenizer
 
 
-def test_a_model_that_gguf_cannot_express_is_refused(tmp_path):
+@pytest.mark.parametrize("mixer", [AttentionConfig(4, 2, window=16), ShortConvConfig()])
+def test_a_model_that_gguf_cannot_express_is_refused(tmp_path, mixer):
     folder = tmp_path / "m"
     config = ModelConfig(
         hidden_size=32, vocab_size=300, max_seq_len=96,
-        decoder=StackConfig(1, {"L": LayerConfig(AttentionConfig(4, 2, window=16), GatedMLPConfig(40))}),
+        decoder=StackConfig(1, {"L": LayerConfig(mixer, GatedMLPConfig(40))}),
     )  # fmt: skip
     save_checkpoint(folder, config, build(config).float().state_dict(), None)
     with pytest.raises(CheckpointError, match="no architecture of GGUF can hold this model"):

@@ -133,6 +133,7 @@ class FakeHub:
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in chosen:
+            (self.folder / name).parent.mkdir(exist_ok=True)
             (self.folder / name).write_text(self.files[name])
         return str(self.folder)
 
@@ -146,10 +147,14 @@ NEEDED = [
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
     *("spiece.model", "source.spm", "model.safetensors.index.json"),
     *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
 ]
 OTHERS = [
     *("README.md", "pytorch_model.bin", "modeling_x.py", "tokenization_x.py", "tokenizer_x.py", "original/model.pth"),
     *("onnx/model.safetensors", "consolidated.safetensors", "model.fp16.safetensors", "x-q4.gguf", "training_args.bin"),
+    *("1_Pooling/x.py", "2_Dense/pytorch_model.bin", "2_Dense/x/config.json", "4bit/model.safetensors"),
+    *("original/config.json", "onnx_1/config.json", "1_x/tokenizer.json"),
     *("original/tokenizer.model", "flax_model.msgpack", "events.tfevents", "adapter_model.safetensors"),
 ]
 
@@ -157,7 +162,8 @@ OTHERS = [
 def test_only_needed_files_are_requested(monkeypatch, tmp_path):
     fake = FakeHub(monkeypatch, tmp_path, dict.fromkeys([*NEEDED, *OTHERS], "{}"))
     assert resolve_model_path("org/name") == fake.folder
-    assert sorted(path.name for path in fake.folder.iterdir()) == sorted(NEEDED)
+    files = (path for path in fake.folder.rglob("*") if path.is_file())
+    assert sorted(str(path.relative_to(fake.folder)) for path in files) == sorted(NEEDED)
 
 
 def test_revision_and_token_are_passed_on(monkeypatch, tmp_path):
@@ -191,9 +197,9 @@ def test_a_local_folder_hides_a_hub_name_without_prefix(monkeypatch, tmp_path):
 
 
 def test_an_unreadable_model_is_refused_before_its_weights_are_downloaded(monkeypatch, tmp_path):
-    config = json.dumps({"quantization_config": {"quant_method": "gptq"}})
+    config = json.dumps({"quantization_config": {"quant_method": "hqq"}})
     fake = FakeHub(monkeypatch, tmp_path, {"config.json": config, "model.safetensors": ""})
-    assert "org/name@v1 is quantized (GPTQ)" in refusal("org/name@v1") and len(fake.calls) == 1
+    assert "org/name@v1 is quantized (HQQ)" in refusal("org/name@v1") and len(fake.calls) == 1
 
 
 def test_a_repository_without_safetensors(monkeypatch, tmp_path):
@@ -458,8 +464,12 @@ KINDS = {
     "pickles": ({}, ["a.ckpt", "b.ckpt"], "safe_serialization=True"),
     "pth": (None, ["consolidated.00.pth", "params.json"], "only consolidated.00.pth"),
     "gguf": (None, ["m-q4_k_m.gguf", "README.md"], "only m-q4_k_m.gguf (GGUF is llama.cpp's format"),
-    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["model.safetensors"], "quantized (GPTQ)"),
-    "awq": ({"quantization_config": {"quant_method": "awq"}}, ["model.safetensors"], "Use the model that it was made"),
+    "hqq": ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, ["model.safetensors"], "quantized (HQQ)"),
+    "eetq": (
+        {"quantization_config": {"quant_method": "eetq"}},
+        ["model.safetensors"],
+        "Use the model that it was made",
+    ),
     "quantized": ({"quantization_config": {"bits": 4}}, ["model.safetensors"], "quantized (quantization_config)"),
     "oddly": ({"quantization_config": {"quant_method": "a\nb"}}, ["model.safetensors"], "(quantization_config)"),
     "compressed": ({"compression_config": {"x": 1}}, ["model.safetensors"], "quantized (compression_config)"),

@@ -33,6 +33,16 @@ FILES: dict[str, dict[str, Any]] = {
     "xglm": {"vocab_size": 97, "d_model": 48, "attention_heads": 6, "num_layers": 3, "ffn_dim": 52},
     "biogpt": BODY,
     "gpt_bigcode": GPT,
+    **dict.fromkeys(("arcee", "nemotron", "jais2", "nanochat"), BODY),
+    "ministral": {**BODY, "num_key_value_heads": 2},
+    **{name: {**BODY, "head_dim": 8, "num_key_value_heads": 2} for name in ("internlm3", "iquestcoder", "helium")},
+    "apertus": {**BODY, "rope_parameters": {"rope_theta": 500.0}},
+    "cwm": {**BODY, "num_key_value_heads": 2, "rope_parameters": {"rope_theta": 500.0}},
+    "ministral3": {
+        **BODY,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8},
+    },
 }
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("openai-gpt", {"afn": "gelu_new"}, "afn 'gelu_new'"),
@@ -64,6 +74,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("xglm", {"add_cross_attention": True}, "add_cross_attention True"),
     ("biogpt", {"add_cross_attention": True}, "add_cross_attention True"),
     ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention True"),
+    ("arcee", {"hidden_act": "xielu"}, "hidden_act 'xielu'"),
+    ("apertus", {"hidden_act": "mish"}, "hidden_act 'mish'"),
+    ("apertus", {"rope_parameters": None}, "rope_scaling is missing"),
+    ("cwm", {"rope_parameters": None}, "rope_parameters is missing"),
+    ("nanochat", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
+    ("helium", {"head_dim": 6}, "must equal hidden_size 48, got 36"),
+    ("internlm3", {"qkv_bias": True}, "qkv_bias and bias differ"),
+    ("iquestcoder", {"clip_qkv": 8.0}, "clip_qkv 8.0"),
+    ("iquestcoder", {"use_sliding_window": True}, "use_sliding_window True"),
+    ("ministral3", {"rope_parameters": {"original_max_position_embeddings": 8}}, "llama_4_scaling_beta is missing"),
+    (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 8,
+                "max_position_embeddings": 9,
+            }
+        },
+        "max_position_embeddings 9",
+    ),
 ]
 
 

@@ -259,6 +259,17 @@ def test_set_changes_the_sampling(chat):
         assert message in chat(line).err
 
 
+def test_saved_chat_keeps_its_system_message(chat, tmp_path):
+    folder, path = write_model(tmp_path / "chatty"), tmp_path / "x.json"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}")
+    whole = chat("hi", "you", options=(*GREEDY, "--system", "S"), at=folder).out
+    first = chat("hi", f"/save {path}", options=(*GREEDY, "--system", "S"), at=folder).out
+    result = chat(f"/load {path}", "/system", "you", at=folder)
+    assert "system message: S" in result.err and first + result.out == whole
+    path.write_text(path.read_text("utf-8").replace('"system": "S"', '"system": 1'), "utf-8")
+    assert "is not a chat that /save wrote" in chat(f"/load {path}", at=folder).err
+
+
 def test_system_message_can_be_changed(chat, tmp_path):
     folder = write_model(tmp_path / "chatty")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}")

@@ -13,7 +13,7 @@ from kvad.errors import UsageError
 from tests.cli.test_help import PAGES
 from tests.support.cli_checkpoints import write_model
 
-NAMES = {"device", "dtype", "memory", "max_num_batched_tokens", "verbose"}
+NAMES = {"device", "dtype", "memory", "max_num_batched_tokens", "max_inter_token", "verbose"}
 # Commands with a MODEL that do not run it, or have the options in other files.
 NO_ENGINE = {"import", "export", "merge", "tokenize", "chat-template", "session show", "plan", "doctor"}
 RUN_MODEL = [
@@ -78,6 +78,11 @@ def test_device_and_dtype_are_used(kvad, model, monkeypatch):
     assert kvad(f"generate {model} a -n 1 --max-num-batched-tokens 7 --prefill-chunk-size 3").code == 0
     assert loads[-1].engine.config.max_num_batched_tokens == 7
     assert loads[-1].engine.cache.prefill_chunk_size == 3
+    for text, seconds in (("100ms", 0.1), ("0.5s", 0.5), ("2", 2.0)):
+        assert kvad(f"generate {model} a -n 1 --max-inter-token {text}").code == 0
+        assert loads[-1].engine.config.max_inter_token == pytest.approx(seconds)
+    result = kvad(f"generate {model} a -n 1 --max-inter-token 0ms")
+    assert result.code == 2 and "--max-inter-token: '0ms' is not a time above 0" in result.err
 
 
 def test_memory_below_one_block(kvad, model):
@@ -90,7 +95,7 @@ def test_memory_below_one_block(kvad, model):
 def test_model_with_a_long_limit(kvad, tmp_path, monkeypatch):
     """Its whole limit would need 30 GiB: `generate` needs less, `chat` gets less and reports it."""
     model = write_model(tmp_path / "long", limit=80_000_000)
-    monkeypatch.setattr(kvad_llm, "available_bytes", lambda: 64 << 20)
+    monkeypatch.setattr("kvad.engine.loading.available_bytes", lambda: 64 << 20)
     result = kvad("generate", model, "def", "-n", "4", "--seed", "1")
     assert result.code == 0 and "memory:" not in result.err
     result = kvad("chat", model, "-n", "4", "--seed", "1", "-v", stdin=b"a\n")

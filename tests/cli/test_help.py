@@ -68,6 +68,36 @@ def test_short_help_lists_common_options():
     assert "--help-all" not in flags_of(page("tokenize"))
 
 
+def test_tables_of_names_are_in_the_full_help():
+    short, full = page("generate", all_options=False), page("generate")
+    assert "[default: full]; --help-" in short and "snapkv(B)" not in short and "snapkv(B)" in full
+    assert "offload    the same" not in short and "offload    the same" in full
+
+
+@pytest.mark.parametrize("name", ["data", "session", "prefix", "bench"])
+def test_groups_list_whole_sentences(name):
+    text = "".join(page(name).partition("Commands:")[2].split())
+    for child in PAGES[name].commands.values():
+        assert "".join(child.help.partition(". ")[0].partition("\n\n")[0].split()).rstrip(".") in text
+    assert "..." not in text
+
+
+@pytest.mark.parametrize(("text", "value"), [("8k", 8192), ("1M", 2**20), ("1.5K", 1536), ("300", 300)])
+def test_counts_of_tokens_have_units(text, value):
+    options = {param.name: param for param in PAGES["generate"].params}
+    for name in ("max_tokens", "max_seq_len", "prefill_chunk_size"):
+        assert options[name].type_cast_value(click.Context(cli), text) == value
+    lengths = next(param for param in PAGES["plan"].params if param.name == "max_seq_len")
+    assert lengths.type.convert(f"{text},64", lengths, None) == (value, 64)
+
+
+@pytest.mark.parametrize(("command", "name", "text"), [("train", "steps", "10k"), ("generate", "max_tokens", "8x")])
+def test_other_numbers_have_no_units(command, name, text):
+    param = next(param for param in PAGES[command].params if param.name == name)
+    with pytest.raises(click.BadParameter, match="is not a valid int"):
+        param.type_cast_value(click.Context(cli), text)
+
+
 def test_cache_defaults_are_those_of_the_dataclass():
     assert "Tokens per block [default: 16]." in page("generate")
     assert "Cache layout [default: paged]." in page("generate")

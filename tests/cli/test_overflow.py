@@ -34,7 +34,7 @@ def whole(llm):
 def test_help_lists_every_policy(kvad):
     assert [name.partition("(")[0] for name in POLICY_HELP] == list(POLICIES)
     for command in ("generate", "chat", "translate", "plan"):
-        lines = kvad(command, "--help").out.splitlines()
+        lines = kvad(command, "--help-all").out.splitlines()
         for name, text in (*POLICY_HELP.items(), *OVERFLOW_MODES.items()):
             assert any(name in line and text in line for line in lines), (command, name)
 

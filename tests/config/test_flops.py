@@ -15,7 +15,8 @@ from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput, SubBatch
-from tests.support.lab_models import ENCODERS, MIXTURES, PAIRS, encoder, pair, tiny
+from tests.support.golden_models import GoldenModel
+from tests.support.lab_models import CONFIGS, ENCODERS, MIXTURES, PAIRS, encoder, pair, tiny
 
 NARROW = {
     "narrow table": tiny(
@@ -50,9 +51,9 @@ def model_of(config):
     return Transformer(config).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", [*MIXTURES, "narrow table"])
+@pytest.mark.parametrize("name", [*MIXTURES, "narrow table", "latent", "latent bias"])
 def test_flops_of_a_decoder(name):
-    config = {**MIXTURES, **NARROW}[name]
+    config = {**CONFIGS, **MIXTURES, **NARROW}[name]
     model, step = model_of(config), step_of(7)
     measured = counted(lambda: model.logits(model(step, NoCache(config, kernel="reference")), step.logit_indices))
     assert measured == flops.uncached_pass(config, 7).flops
@@ -113,6 +114,16 @@ def test_the_encoder_input_is_encoded_once_with_a_cache(name):
     }
     assert read.bytes_written == 9 * weight_bytes[True]
     assert flops.cached_pass(config, 1, 10, source=9).bytes_read == 10 * weight_bytes[False] + 9 * weight_bytes[True]
+
+
+@pytest.mark.parametrize("name", ["albert", "deberta-v2"])
+def test_flops_of_shared_layers_and_disentangled_attention(name):
+    golden = GoldenModel(("5", name))
+    model, step = golden.model().requires_grad_(False), step_of(7, num_logits=torch.arange(7))
+    cost = flops.uncached_pass(golden.config, 7)
+    plain = cost._replace(attention=2 * 7 * 7 * 2 * golden.config.hidden_size * golden.config.stack.num_layers)
+    measured = counted(lambda: model.logits(model(step, NoCache(golden.config)), step.logit_indices))
+    assert measured == cost.flops - uncounted_flops(golden.config, plain)
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, "narrow encoder"])

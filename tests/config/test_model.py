@@ -96,6 +96,7 @@ def test_every_field_survives_json():
 @pytest.mark.parametrize("cls", typing.get_args(cfg.RopeScalingConfig), ids=lambda cls: cls.__name__)
 def test_scalings_are_selected_by_their_kind(cls):
     given = {"factor": 2.0, "original_max_seq_len": 32, "short_factor": (1.0, 1.0), "long_factor": (2.0, 2.0)}
+    given["fraction"] = 0.5
     scaling = cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
     rope = cfg.RopeConfig(scaling=scaling)
     assert from_dict(cfg.RopeConfig, to_dict(rope)) == rope
@@ -161,7 +162,7 @@ WRONG_KEYS = [  # changes, message, hint
         f"unknown key {P}.num_buckets",
         "known: interleaved, kind, partial_rotary_factor, scaling, theta",
     ),
-    ({f"{P}": {"kind": 3}}, f"{P}.kind: unknown kind 3", "known: alibi, custom, rope, t5"),
+    ({f"{P}": {"kind": 3}}, f"{P}.kind: unknown kind 3", "known: alibi, custom, disentangled, rope, t5"),
     ({f"{P}.scaling": {"kind": "yarm"}}, f"{P}.scaling.kind: unknown kind 'yarm'", "did you mean 'yarn'?"),
     ({f"{P}.scaling": {"kind": "yarn", "factor": 2.0}}, f"missing key {P}.scaling.original_max_seq_len", ""),
     ({"decoder.layer_pattern": "LG"}, "decoder.layer_pattern: unknown layer type 'G'", "known: L"),
@@ -297,8 +298,14 @@ ONE_VALUE = [  # key, value, message
     (f"{P}.partial_rotary_factor", 1.5, "must rotate an even number of dims, got 1.5 of head_dim 8 = 12"),
     (f"{P}.partial_rotary_factor", 0.4, "must rotate an even number of dims, got 0.4 of head_dim 8 = 3"),
     (f"{P}.theta", 0.0, "must be above 0, got 0.0"),
+    ("decoder.num_distinct_layers", 1, "must be null in a model with a decoder"),
+    (P, {"kind": "disentangled", "max_distance": 8}, "disentangled needs an encoder without a decoder"),
 ]
+LATENT = {f"{A}.head_dim": None, f"{A}.latent": vars(cfg.LatentConfig(12, 6, 4, 5))}
 SEVERAL_VALUES = [  # changes, message
+    (LATENT | {f"{A}.head_dim": 8}, f"{A}.head_dim: must be null with latent attention"),
+    (LATENT | {f"{A}.qk_norm": "head"}, f"{A}: latent attention has no qk_norm, clip_qkv or custom_class"),
+    (LATENT | {P: None}, f"{P}: must be rope with latent attention"),
     ({f"{A}.head_dim": None, "hidden_size": 25}, f"{A}.num_heads: must divide hidden_size 25, got 6"),
     ({"embedding.norm": {"eps": -1.0}}, "embedding.norm.eps: must be at least 0, got -1.0"),
     (
@@ -308,6 +315,10 @@ SEVERAL_VALUES = [  # changes, message
     (
         {P: {"kind": "alibi", "round_to_bfloat16": True}, f"{A}.causal": False},
         f"{P}.round_to_bfloat16: must be false in a layer that is not causal",
+    ),
+    (
+        {f"{A}.values_from_keys": True, f"{A}.value_dim": 5},
+        f"{A}.values_from_keys: must be false with value_dim, qk_norm full or a custom class",
     ),
     (scaling("linear", factor=0.0), f"{P}.scaling.factor: must be above 0, got 0.0"),
     (scaling("dynamic", original_max_seq_len=0), f"{P}.scaling.original_max_seq_len: must be at least 1, got 0"),
@@ -357,6 +368,10 @@ def test_invalid_values_are_refused_by_name(changes, message):
         t5(num_buckets=4, max_distance=2, bidirectional=True),
         scaling("yarn", beta_fast=1.0),
         scaling("longrope"),
+        {f"{P}.scaling": {"kind": "proportional", "fraction": 0.25}},
+        {f"{A}.query_scaling": {"beta": 0.1, "original_max_seq_len": 8}},
+        {f"{A}.values_from_keys": True, f"{A}.value_norm": True, f"{L}.output_scale": True},
+        {f"{L}.mlp": {"kind": "plain", "intermediate_size": 8, "activation": "xielu"}},
         {f"{L}.norm.eps": 0.0, f"{A}.position": None},
     ],
 )
@@ -369,7 +384,7 @@ def test_values_at_the_limits_are_accepted_and_run(changes):
 
     config = ModelConfig.from_dict(small_config(**changes))
     positions = torch.arange(64)
-    step = ModelInput(positions, positions, (SubBatch(1, 64, 64),), positions, max_seq_lens=torch.full((64,), 64))
+    step = ModelInput(positions, positions, (SubBatch(1, 64, 64),), positions, seq_lens=torch.full((64,), 64))
     model = Transformer(config)
     with torch.no_grad():
         assert bool(model.logits(model(step, NoCache(config)), step.logit_indices).isfinite().all())
@@ -428,6 +443,12 @@ def test_attention_specs_of_an_encoder_decoder():
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def mixture(**options):
+    """A change of the encoder's MLP to a mixture of 8 experts."""
+    sizes = {"intermediate_size": 8, "num_experts": 8, "num_experts_per_token": 2}
+    return {f"{X}.mlp": {"kind": "moe", **sizes, **options}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -452,6 +473,19 @@ def test_attention_specs_of_an_encoder_decoder():
             {f"{X}.mlp": {"kind": "moe", "intermediate_size": 8, "num_experts": 2, "num_experts_per_token": 3}},
             f"{X}.mlp.num_experts: must be at least 3",
         ),
+        (mixture(num_groups=3), f"{X}.mlp.num_groups: must divide the 8 experts, got 3"),
+        (mixture(num_groups=4, num_groups_per_token=5), f"{X}.mlp.num_groups_per_token: must be at most 4, got 5"),
+        (
+            mixture(num_groups=4, num_groups_per_token=1, num_experts_per_token=3),
+            f"{X}.mlp.num_experts_per_token: must be at most 2, the experts of 1 groups, got 3",
+        ),
+        (
+            mixture(num_groups=8, num_groups_per_token=4, selection_bias=True),
+            f"{X}.mlp.num_groups: must leave two experts per group with selection_bias, got 8",
+        ),
+        (mixture(sparsemixer_jitter=0.1, router="sigmoid"), f"{X}.mlp.sparsemixer_jitter: must be used with a softmax"),
+        (mixture(sparsemixer_jitter=0.1, num_experts_per_token=3), f"{X}.mlp.sparsemixer_jitter: must be used with"),
+        (mixture(shared_gate=True), f"{X}.mlp.shared_gate: there is no shared expert"),
         (
             {f"{X}.pre_attention_norm": False, "encoder.norm_position": "post"},
             f"{X}.pre_attention_norm: must be true with norm_position post",

@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from kvad.config.layers import MoEConfig
-from kvad.config.parameter_shapes import mismatches, parameters, weight_shapes
+from kvad.config.parameter_shapes import (
+    mismatches,
+    num_active_parameters,
+    num_parameters,
+    parameters,
+    weight_bytes,
+    weight_shapes,
+)
 from kvad.model.heads import ClassificationHead, LanguageHead
 from kvad.model.layers import MixtureOfExperts
 from kvad.model.transformer import Transformer
@@ -75,3 +82,15 @@ def test_mismatch_names_the_changed_tensor():
     name = "decoder.layers.0.mlp.up.weight"
     (line,) = mismatches(EVERY["plain"], {**shapes, name: (1, 2)})
     assert line.startswith(f"{name} is [1, 2]")
+
+
+def test_active_parameters_leave_out_the_experts_that_a_token_does_not_choose():
+    config = EVERY["experts"]  # 2 layers, 8 experts of 3 matrices [40, 24], 2 of which are chosen
+    assert num_parameters(config) - num_active_parameters(config) == 2 * 6 * 3 * 40 * 24
+    assert num_active_parameters(EVERY["window"]) == num_parameters(EVERY["window"])
+
+
+def test_selection_biases_take_four_bytes():
+    config = EVERY["experts shared"]  # 2 layers of 4 experts
+    assert weight_bytes(config, "bfloat16") == 2 * num_parameters(config) + 2 * 2 * 4
+    assert weight_bytes(config, "float32") == 4 * num_parameters(config)

@@ -14,6 +14,7 @@ from kvad.config.serialization import (
     PositiveFloat,
     PositiveInt,
     Range,
+    changed_fields,
     check_fields,
 )
 from kvad.errors import ConfigError, RequestError
@@ -122,3 +123,11 @@ def test_the_error_class_is_chosen_by_the_caller():
 def test_every_constrained_field_is_checked():
     """No annotation of the example is ignored, except Any and the fixed tuple, whose types are plain."""
     assert {name for name, _, _ in INVALID} | {"pair", "parts", "part", "anything"} == {f.name for f in fields(Example)}
+
+
+def test_changed_fields_omit_defaults():
+    example = Example(count=2, parts={"a": Inner(), "b": Inner(3)}, part=Other(0.5), factors=(1.0,))
+    assert changed_fields(example) == {
+        "count": 2, "parts": {"a": {}, "b": {"size": 3}}, "part": {"rate": 0.5}, "factors": [1.0]
+    }  # fmt: skip
+    assert changed_fields(Example()) == {}

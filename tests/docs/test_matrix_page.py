@@ -72,13 +72,13 @@ def test_every_cell_has_a_result() -> None:
 
 
 def test_every_encoding_and_topology_has_a_column() -> None:
-    """A custom encoding is covered by docs/contributing/extending.md."""
+    """A custom encoding is covered by docs/contributing/extending.md; disentangled attention has no cache."""
     hints = (
         typing.get_type_hints(cfg.AttentionConfig)["position"],
         typing.get_type_hints(cfg.EmbeddingConfig)["position"],
     )
     kinds = {kind.kind for hint in hints for kind in typing.get_args(hint) if hasattr(kind, "kind")}
-    assert kinds == {*cells.ENCODINGS, "custom"} - {"none"}
+    assert kinds == {*cells.ENCODINGS, "custom", "disentangled"} - {"none"}
     assert {cells.config_of(each, "rope").kind for each in cells.TOPOLOGIES} == set(cells.TOPOLOGIES)
     assert set(SIZED) == set(POLICIES)
 

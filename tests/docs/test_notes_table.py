@@ -22,6 +22,7 @@ VERDICT = re.compile(
     r"(?:holds|corrected|measured otherwise)(?:: |$)"
     r"|planned: (?:architectures|cache in depth|training)(?: \(|; |$)"
 )
+UNTESTED = re.compile(r"holds: (?:as a reading|as an observation|\[measured\])")  # a command or a page shows it
 ROW = re.compile(r"^\| *(\d{3})-([\d.]+)-(\d+) *\|")
 
 HEADINGS: dict[str, dict[str, str]] = {
@@ -212,21 +213,24 @@ def pointers(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+def row_errors(row: Row) -> list[str]:
+    """Return the errors of one row."""
+    out, planned = [], row.verdict.startswith("planned")
+    if row.section not in HEADINGS.get(row.note, {}):
+        out.append("the notes have no such section")
+    if not VERDICT.match(row.verdict):
+        out.append(f"verdict {row.verdict!r}")
+    if not planned and not pointers(row.shows):
+        out.append("nothing shows it")
+    elif not planned and "::" not in row.shows and not UNTESTED.match(row.verdict):
+        out.append("no test shows it")
+    return out + list(filter(None, map(pointer_error, pointers(row.implements) + pointers(row.shows))))
+
+
 def page_errors(page: str) -> list[str]:
     """Return every error of the page, one line each."""
     rows = parse(page)
-    out = []
-    for row in rows:
-        planned = row.verdict.startswith("planned")
-        if row.section not in HEADINGS.get(row.note, {}):
-            out.append(f"{row.name}: the notes have no such section")
-        if not VERDICT.match(row.verdict):
-            out.append(f"{row.name}: verdict {row.verdict!r}")
-        if not planned and not pointers(row.shows):
-            out.append(f"{row.name}: nothing shows it")
-        for pointer in pointers(row.implements) + pointers(row.shows):
-            if why := pointer_error(pointer):
-                out.append(f"{row.name}: {why}")
+    out = [f"{row.name}: {error}" for row in rows for error in row_errors(row)]
     for note, sections in HEADINGS.items():
         covered = [row.section for row in rows if row.note == note]
         for code, heading in sections.items():
@@ -283,8 +287,9 @@ def changed_page(page: str, row: str, cell: str, into: str) -> str:
         ("shows", "`tests/docs/notes/test_notes_cache.py::test_nothing`", "defines no test_nothing"),
         ("shows", "`tests/docs/notes/test_notes_cache.py::tiny`", "test_notes_cache.py defines no tiny"),
         ("shows", "`tests/docs/test_notes_table.py::parse`", "parse is not a test"),
-        ("shows", "`kvad frobnicate`", "no command 'frobnicate'"),
+        ("shows", "`tests/docs/test_notes_table.py::test_wrong_cell_is_detected`, `kvad frobnicate`", "no command"),
         ("shows", "common sense", "nothing shows it"),
+        ("shows", "`kvad verify`", "no test shows it"),
         ("verdict", "obvious", "verdict 'obvious'"),
         ("verdict", "planned: some day", "verdict 'planned: some day'"),
         ("verdict", "planned: stores", "verdict 'planned: stores'"),

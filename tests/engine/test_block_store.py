@@ -68,7 +68,7 @@ def uncached_tokens(engine, *prompts, new=6):
     for prompt in prompts:
         tokens = list(prompt)
         for _ in range(new):
-            tokens.append(int(uncached(engine.model, tokens, limit=len(prompt) + new)[-1].argmax()))
+            tokens.append(int(uncached(engine.model, tokens)[-1].argmax()))
         results.append(tokens[len(prompt) :])
     return results
 
@@ -109,7 +109,7 @@ def test_another_engine_uses_stored_blocks_with_equal_output(tmp_path, heads, po
     full_text = PROMPT + tokens
     actual, cached = logits_of(second, full_text)
     assert cached == 44 and hits(second).tokens == {"disk": 44} and not hits(second).misses["unknown"]
-    wanted = uncached(second.model, full_text, limit=len(full_text) + 1)[-1]
+    wanted = uncached(second.model, full_text)[-1]
     assert (actual - wanted).abs().max() <= 1e-10
     assert second.block_store.stats().bytes_in > 0
     second.close()
@@ -516,8 +516,7 @@ def test_the_queue_of_writes_is_bounded(tmp_path):
 
 def same_key(engine):
     """Two first blocks whose keys are the same eight bits."""
-    regime = engine.rope_regime(PROMPT, SamplingParams(max_tokens=2))
-    root, found = engine._root(regime, ""), {}
+    root, found = engine._root(""), {}
     for token in range(1, 60):
         (key,) = engine.kv_cache_manager.block_keys([token] * 4, root)
         if key in found:
@@ -540,9 +539,24 @@ def test_a_block_with_another_prefix_is_rejected(tmp_path, monkeypatch, compared
     generate(engine, [b] * 4 + [2], new=2)
     prompt = [b] * 4 + [1] * 8 + [2]
     actual, cached = logits_of(engine, prompt)
-    near = (actual - uncached(engine.model, prompt, limit=len(prompt) + 1)[-1]).abs().max() <= 1e-10
+    near = (actual - uncached(engine.model, prompt)[-1]).abs().max() <= 1e-10
     assert (near, cached) == ((True, 4) if compared else (False, 12))
     assert hits(engine).misses["collision"] == 1 + compared, "and B's own block has A's key"
+    engine.close()
+
+
+def test_a_block_with_another_history_and_equal_neighbors_is_rejected(tmp_path):
+    """A's third block is requested after B: its key, its tokens and those of the block before it are equal."""
+    engine = make_engine(tmp_path)
+    engine.kv_cache_manager._prefix_cache.prefixes._hash = lambda data: digest(data)[:1]
+    a, b = same_key(engine)
+    generate(engine, [a] * 4 + [1] * 8 + [2], new=2)
+    assert engine.block_store.flush()
+    engine.kv_cache_manager.reset_prefix_cache()
+    prompt = [b] * 4 + [1] * 8 + [2]
+    generate(engine, prompt[:9], new=2)
+    actual, cached = logits_of(engine, prompt)
+    assert (actual - uncached(engine.model, prompt)[-1]).abs().max() <= 1e-10 and cached == 8
     engine.close()
 
 
@@ -553,9 +567,7 @@ def test_missing_loads_are_detected(tmp_path, monkeypatch):
     monkeypatch.setattr(PrefixOffload, "take_loads", lambda self: ())
     engine = make_engine(tmp_path)
     actual, cached = logits_of(engine, PROMPT)
-    assert (
-        cached == 40 and not (actual - uncached(engine.model, PROMPT, limit=len(PROMPT) + 1)[-1]).abs().max() <= 1e-10
-    )
+    assert cached == 40 and not (actual - uncached(engine.model, PROMPT)[-1]).abs().max() <= 1e-10
     engine.close()
 
 

@@ -21,7 +21,10 @@ from kvad.config.model import ModelConfig
 from kvad.engine import Engine, EngineConfig
 from kvad.errors import ConfigError
 from kvad.llm import LLM
+from kvad.model.batch_invariant import make_batch_invariant
+from kvad.model.layers import xielu
 from kvad.model.no_cache import NoCache
+from kvad.model.positions import short_regime_lens
 from kvad.model.transformer import Transformer
 from kvad.ops import batch_invariant, sub_batch
 from kvad.ops.attention import dot_product_attention
@@ -36,6 +39,7 @@ from kvad.ops.batch_invariant import (
 from tests.cache.test_cached_equals_uncached import SCENARIOS, cache_of, happened, streams_of, with_sources
 from tests.support.covering_array import Case, pairwise
 from tests.support.driver import Run, Stream, drive, fresh_step
+from tests.support.golden_models import GoldenModel
 from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 
 DTYPES = ("float32", "bfloat16")
@@ -44,7 +48,7 @@ AXES = {
     "dtype": DTYPES,
     "position": ("none", "learned", "sinusoidal", "rope", "rope-longrope", "alibi", "t5"),
     "norm": ("pre", "post", "sandwich", "parallel"),
-    "heads": ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix"),
+    "heads": ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix", "latent"),
     "scenario": SCENARIOS,
 }
 PAIRS = AXES | {"heads": ("mha", "gqa", "value-dim", "softcap", "sinks", "window-mix"), "vocab": ("shared", "own")}
@@ -62,9 +66,14 @@ def case_id(case: Case) -> str:
 
 @torch.inference_mode()
 def full_text(model: Transformer, stream: Stream, sample: int) -> Tensor:
-    """[T, V] in one pass."""
-    step = fresh_step(stream.tokens(sample), source=stream.source)
-    return model.logits(model(step, NoCache(model.config, kernel=model.kernel)), step.logit_indices)
+    """[T, V] in one pass per rotary regime: a sequence is recomputed when it outgrows the original length."""
+    tokens = stream.tokens(sample)
+    parts: list[Tensor] = []
+    for end in (*short_regime_lens(model.config.stack, model.config.max_seq_len), len(tokens)):
+        step = fresh_step(tokens[:end], source=stream.source)
+        logits = model.logits(model(step, NoCache(model.config, kernel=model.kernel)), step.logit_indices)
+        parts.append(logits[sum(map(len, parts)) :])
+    return torch.cat(parts)
 
 
 def differences(model: Transformer, streams: list[Stream], run: Run) -> int:
@@ -105,6 +114,10 @@ def experts(config: ModelConfig, clip: float | None) -> ModelConfig:
         bias=True,
         swiglu_limit=clip,
         swiglu_alpha=None if clip is None else 1.7,
+        router="softmax" if clip is None else "sigmoid",
+        selection_bias=clip is not None,
+        shared_size=24,
+        shared_gate=True,
     )
     kinds = {letter: replace(layer, mlp=mlp) for letter, layer in config.decoder.layer_types.items()}
     return replace(config, decoder=replace(config.decoder, layer_types=kinds))
@@ -271,12 +284,13 @@ def test_a_row_of_a_product_has_the_same_bits_at_any_index(outer: int, inner: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_element_has_the_same_bits_at_any_index(dtype: torch.dtype) -> None:
     x = (3 * torch.randn(70_000, generator=torch.Generator().manual_seed(0))).to(dtype)
-    for f in (F.silu, F.gelu, torch.sigmoid):
-        right = elementwise(f, x)
-        torch.testing.assert_close(right, f(x))
+    slopes = torch.tensor([0.2], dtype=dtype), torch.tensor([-1.0], dtype=dtype)
+    for f, *rest in ((F.silu,), (F.gelu,), (torch.sigmoid,), (xielu, *slopes)):
+        right = elementwise(f, x, *rest)
+        torch.testing.assert_close(right, f(x, *rest))
         for low, high in ((0, 1), (3, 20), (63, 130), (16_000, 33_333)):
-            assert torch.equal(elementwise(f, x[low:high]), right[low:high])
-        assert torch.equal(elementwise(f, x.view(700, 100)[:, 3:50]), right.view(700, 100)[:, 3:50])
+            assert torch.equal(elementwise(f, x[low:high], *rest), right[low:high])
+        assert torch.equal(elementwise(f, x.view(700, 100)[:, 3:50], *rest), right.view(700, 100)[:, 3:50])
 
 
 def test_tiles_cover_all_rows() -> None:
@@ -300,6 +314,13 @@ def test_threads(count: int, threads: None) -> None:
     assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) == 0
 
 
+def test_short_convolutions_are_batch_invariant() -> None:
+    model = build(model_config(heads="short-conv", layers=3), dtype=torch.float32)
+    streams = streams_of("mixed", random.Random(7))
+    case = {"layout": "paged", "dtype": "float32", "heads": "short-conv", "scenario": "mixed"}
+    assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) == 0
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -311,6 +332,9 @@ def refused(model: Transformer, dtype: str = "float32") -> str:
 
 def test_unsupported_models_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float16" in refused(build(model_config(), dtype=torch.float16), "float16")
+    assert "gated recurrence" in refused(build(model_config(heads="recurrence"), dtype=torch.float32))
+    with pytest.raises(ConfigError, match="is not supported with disentangled attention"):
+        make_batch_invariant(GoldenModel(("5", "deberta-v2")).model())
     assert "is not supported on meta" in refused(build(model_config(), dtype=torch.float32).to("meta"))
     real = F.linear
     monkeypatch.setattr(F, "linear", lambda x, *rest: real(x, *rest) + 1e-6 * torch.arange(len(x))[:, None])

@@ -90,24 +90,23 @@ def test_a_prefix_s_root_covers_the_formats() -> None:
     outputs = [{"dtype": "int8"}, {"dtype": "int4"}, {"key_dtype": "int8"}, {"value_dtype": "int8"}]
     outputs.append({"key_dtype": "int8", "value_dtype": "int4"})
     configs = [CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, **each) for each in outputs]  # type: ignore[arg-type]
-    assert len({Engine(model, cache)._root("", "") for cache in configs}) == len(configs)
+    assert len({Engine(model, cache)._root("") for cache in configs}) == len(configs)
     same = CacheConfig(max_num_seqs=1, max_seq_len=24, block_size=4, key_dtype="int8", value_dtype="int8")
-    assert Engine(model, same)._root("", "") == Engine(model, configs[0])._root("", "")
+    assert Engine(model, same)._root("") == Engine(model, configs[0])._root("")
 
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
-def test_sequences_of_another_rotary_regime_share_no_blocks(position: str) -> None:
-    model = build(model_config(position))
-    engine = Engine(model, CACHE)
+def test_prompts_share_blocks_within_a_rotary_regime_only(position: str) -> None:
+    engine = Engine(build(model_config(position)), CACHE)
     prompt = list(range(1, 17))
-    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))  # a limit of 18: the short regime
-    run(engine)
-    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20))  # a limit of 36: the long one
-    run(engine)
-    assert engine.kv_cache_manager.stats().hit_tokens == 0
-    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20))
-    run(engine)
-    assert engine.kv_cache_manager.stats().hit_tokens == 12
+    # The original length is 20: the second request is recomputed at 21 tokens, and leaves blocks of both regimes.
+    for tokens, max_tokens, hits in ((prompt, 1, 0), (prompt, 20, 12), (prompt + [9] * 8, 1, 16), (prompt, 2, 12)):
+        before = engine.kv_cache_manager.stats().hit_tokens
+        request = engine.add_request(tokens, SamplingParams(temperature=0, max_tokens=max_tokens))
+        metrics = engine.metrics(request)
+        run(engine)
+        assert metrics.num_cached_tokens == hits and metrics.num_preemptions == 0
+        assert engine.kv_cache_manager.stats().hit_tokens - before == hits
 
 
 def test_requests_with_another_salt_share_no_blocks() -> None:

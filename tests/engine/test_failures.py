@@ -11,6 +11,7 @@ import torch
 
 from kvad.cache.config import CacheConfig
 from kvad.engine.execution import sampler
+from kvad.engine.execution.sampler import sample_outputs
 from kvad.engine.output import OutputTextStream
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import EngineError, KvadError, RequestError
@@ -69,7 +70,9 @@ def test_all_requests_of_a_failed_step_get_the_error(monkeypatch: pytest.MonkeyP
         list(stream)
 
 
-def test_a_token_unknown_to_the_tokenizer_fails_its_sample() -> None:
+def test_a_token_unknown_to_the_tokenizer_fails_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler never chooses one; here it does."""
+    monkeypatch.setattr("kvad.engine.engine.sample_outputs", lambda output, logits, _: sample_outputs(output, logits))
     tokenizer = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
     llm = make(tokenizer=tokenizer)
     unknown = tokenizer.vocab_size + 1

@@ -54,6 +54,17 @@ CACHES = {
     "int8, heavy-hitters": (
         model_config("rope"), {"key_dtype": "int8", "value_dtype": "int8", "policy": "heavy-hitters(16, 8)"},
     ),
+    "latent": (model_config("rope", heads="latent"), {}),
+    "latent int8, heavy-hitters": (
+        model_config("rope", heads="latent"), {"key_dtype": "int8", "policy": "heavy-hitters(16, 8)"},
+    ),
+    "latent, tiered": (
+        model_config("rope", heads="latent"),
+        {"policy": "tiered(12, quantized=8, summaries=8, ratio=2, interval=8)"},
+    ),
+    "latent, keys by channel": (
+        model_config("rope", heads="latent"), {"key_dtype": "int4-channel", "residual_length": 8},
+    ),
     "translating": (pair_config("rope"), {}),
     "translating t5": (pair_config("t5", own=True), {"policy": "window(11)"}),
     "translating under ranks": (pair_config("rope"), {"policy": "heavy-hitters(16, 8)"}),
@@ -319,8 +330,8 @@ def test_unsupported_states_are_rejected():
 def test_an_unused_state_has_a_reason():
     config = model_config("rope-dynamic")
     llm_engine = engine(config)
-    outputs, state = left(llm_engine, PROMPT, 3)
-    request, _, _ = run(llm_engine, PROMPT + outputs, 60, resume=state)
+    outputs, state = left(llm_engine, PROMPT[:9], 3)
+    request, _, _ = run(llm_engine, PROMPT[:9] + outputs + PROMPT, 3, resume=state)
     assert (llm_engine.metrics(request).num_cached_tokens, llm_engine.metrics(request).resume_miss_reason[:13]) == (
         0,
         "rope_regime: ",
@@ -391,3 +402,21 @@ def test_keys_are_rotated_back_before_they_are_summarized(monkeypatch):
         other = engine(config, dirty=False, **fields)
         _, _, found = run(other, PROMPT[:28] + outputs, 20, resume=moved(state, other, rotaries=rotaries))
         assert (worst(found, scores) <= EXACT) == fine
+
+
+@pytest.mark.parametrize("position", ["rope", "rope-yarn"])
+def test_a_file_has_the_rotaries_that_summaries_need(position, tmp_path):
+    """Frequencies and pairs of dimensions; the next step summarizes tokens from the file."""
+    config, fields = model_config(position), CACHES["tiered, sinks"][1]
+    first = engine(config, **fields)
+    outputs, state = left(first, PROMPT[:28], 13)
+    save(first, state, tmp_path / "a.session")
+    _, _, scores = run(engine(config, **fields), PROMPT[:28] + outputs, 20)
+    (rotary,) = {(each.interleaved, each.factor) for each in state.rotaries.values()}
+    assert rotary == ((True, pytest.approx(1 + 0.1 * math.log(4))) if position == "rope-yarn" else (False, 1.0))
+    for change in ({}, {"interleaved": not rotary[0]}):
+        other = engine(config, dirty=False, **fields)
+        loaded = load(other, tmp_path / "a.session").state
+        rotaries = {layer: each._replace(**change) for layer, each in loaded.rotaries.items()}
+        _, _, found = run(other, PROMPT[:28] + outputs, 20, resume=moved(loaded, other, rotaries=rotaries))
+        assert (worst(found, scores) <= EXACT) == (not change), change

@@ -186,7 +186,7 @@ def test_another_model_s_summarizer_is_rejected():
 def test_caches_with_another_summarizer_share_no_prefix():
     model = build(model_config())
     summarizers = [None, summarizer_of(model), summarizer_of(model, seed=1)]
-    roots = {Engine(model, cache_of(), EngineConfig(summarizer=one))._root("", "") for one in summarizers}
+    roots = {Engine(model, cache_of(), EngineConfig(summarizer=one))._root("") for one in summarizers}
     assert len(roots) == 3
 
 

@@ -90,7 +90,10 @@ def streams(config: ModelConfig) -> list[Stream]:
 CONFIGS = {
     **{position: model_config(position) for position in POSITIONS},
     **{f"{position}, pair": pair_config(position) for position in ("none", "learned", "rope", "alibi", "t5")},
-    **{heads: model_config("rope", heads=heads) for heads in ("mqa", "value-dim", "softcap", "sinks", "window-mix")},
+    **{
+        heads: model_config("rope", heads=heads)
+        for heads in ("mqa", "value-dim", "softcap", "sinks", "window-mix", "latent")
+    },
     "value-dim, alibi": model_config("alibi", heads="value-dim"),
 }
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvad.engine.trace import LayerTrace, trace_forward
+from kvad.errors import RequestError
 from tests.support.driver import uncached
 from tests.support.random_models import build, model_config
 
@@ -27,6 +28,13 @@ def test_cached_and_uncached_traces_are_equal(position: str, heads: str) -> None
             held = ~b.isnan()  # a window lets old keys go: there the cache has nothing to show
             assert torch.allclose(a[held], b[held], atol=1e-10), (layer, name)
             assert held.all() or (name in "kv" and heads == "window"), name
+
+
+def test_layers_without_attention_are_left_out_or_refused() -> None:
+    model = build(model_config("rope", heads="short-conv", layers=3))
+    assert list(trace_forward(model, TOKENS, PIECES, cached=True).layers) == [1]
+    with pytest.raises(RequestError, match="layer 2 has no attention"):
+        trace_forward(model, TOKENS, PIECES, layers=[1, 2])
 
 
 def test_the_parts_of_a_trace_are_consistent() -> None:

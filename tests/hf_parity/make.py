@@ -40,8 +40,9 @@ class Unavailable(Exception):
 
 def build(case: Case) -> Any:
     """Build the model as its class initializes it; only shapes and fixed tables are used."""
-    if not hasattr(transformers, case.model) or not hasattr(transformers, case.config):
-        raise Unavailable(f"transformers {transformers.__version__} has no {case.model}")
+    missing = [name for name in (case.model, case.config) if not hasattr(transformers, name)]
+    if missing:
+        raise Unavailable(f"transformers {transformers.__version__} has no {missing[0]}")
     if ORACLE in case.without:
         raise Unavailable(f"transformers {transformers.__version__} {case.without[ORACLE]}")
     torch.manual_seed(0)

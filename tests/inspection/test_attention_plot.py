@@ -1,14 +1,17 @@
-"""Attention maps from plain lists: terminal cells, figures, JSON."""
+"""Attention maps from plain lists: terminal cells, figures, JSON, HTML."""
 
 import base64
 import io
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 from matplotlib.image import imread
 
+from kvad.engine import attention_to_html
+from kvad.errors import RequestError
 from kvad.inspection.attention_plot import SHADES, AttentionMap, attention_to_json, attention_to_text, shade
 from kvad.inspection.plot import draw_attention
 
@@ -136,3 +139,38 @@ def test_json():
     assert found["tokens"] == [1, 2, 3, 4] and found["pieces"] == list(PIECES)
     assert found["attention"][1] == {"layer": 2, "head": 5, "weights": [list(row) for row in WEIGHTS]}
     assert attention_to_json((1,), ("a",), [AttentionMap(0, 0, [[math.nan]])])["attention"][0]["weights"] == [[None]]
+
+
+# ---------------------------------------------------------------- HTML
+
+
+def page_data(source):
+    """Return the JSON that a page embeds."""
+    return json.loads(source.partition('id="data">')[2].partition("</script>")[0])
+
+
+def test_html_page_holds_every_weight():
+    pieces = ("<b>&", "</script><script>alert(1)", "c", "\u2028")
+    weights = [[1.0, 0, 0, 0], [0.25, 0.75, 0, 0], [0.1, 0.2, 0.7, 0], [math.nan, 0.5, 0.25, 0.25]]
+    cross = AttentionMap(1, 3, [[0.5, 0.5]], "cross", ("q",), ("k", "l"))
+    source = attention_to_html(pieces, [AttentionMap(2, 5, weights), cross], "<title>")
+    data = page_data(source)
+    assert data["texts"] == [list(pieces), ["q"], ["k", "l"]] and data["title"] == "<title>"
+    assert [one["name"] for one in data["maps"]] == ["layer 2, head 5", "cross, layer 1, head 3"]
+    raw = base64.b64decode(data["maps"][0]["weights"])
+    codes = [int.from_bytes(raw[at : at + 2], "little") for at in range(0, len(raw), 2)]
+    assert codes[12] == 65535 and codes[:2] == [65534, 0]
+    assert all(
+        abs(code / 65534 - weight) < 1e-5
+        for code, weight in zip(codes[:12], (x for row in weights[:3] for x in row), strict=True)
+    )
+    assert source.count("<script") == 2 and "<b>" not in source and "alert(1)" in source
+    code = source.rpartition("<script>")[2]
+    assert not re.search(r"https?:|fetch\(|XMLHttp|eval\(|innerHTML|document\.write", code)
+    assert set(re.findall(r'\$\("([a-z]+)"\)', code)) <= set(re.findall(r'id="([a-z]+)"', source))
+
+
+def test_html_page_refuses_too_many_weights(monkeypatch):
+    monkeypatch.setattr("kvad.engine.attention_page.MAX_WEIGHTS", 15)
+    with pytest.raises(RequestError, match="at most 15 weights, got 16"):
+        attention_to_html("abcd", [AttentionMap(0, 0, [[0.25] * 4] * 4)])

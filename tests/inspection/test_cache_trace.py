@@ -315,6 +315,64 @@ def test_lossy_sequence_is_swapped_out_and_in():
         assert sum(count_states(row).values()) == LAYERS * KV * 60
 
 
+# ---------------------------------------------------------------- blocks and block tables
+
+
+def replay_blocks(trace):
+    """Yield (step, pools, tables) after each step, from the recorded changes."""
+    pools = [{} for _ in trace.groups]
+    tables = {(row, group): () for row in range(len(trace.rows)) for group in range(len(trace.groups))}
+    for step in trace.steps:
+        for block in step.pool:
+            pools[block.group][block.block] = block
+        for change in step.tables:
+            key = change.row, change.group
+            tables[key] = tables[key][: change.start] + change.entries
+        yield step, [dict(pool) for pool in pools], dict(tables)
+
+
+BLOCK_RUNS = {
+    "full": {"prompts": (PROMPT, BRANCH)},
+    "samples": {"n": 2, "tokens": 6},
+    "window(7)": {"policy": "window(7)"},
+    "heavy-hitters": {"policy": "heavy-hitters(16, 8)"},
+    "tiered": {"policy": "tiered(8, quantized=8, summaries=4, ratio=4, interval=8)"},
+    "preempted": {"prompts": (PROMPT, PROMPT[::-1]), "max_num_seqs": 2, "num_blocks": 20},
+}
+
+
+@pytest.mark.parametrize("case", BLOCK_RUNS)
+def test_recorded_tables_and_pools_agree(case):
+    """The references of a block are the tables that list it, and live blocks are those of ``used``."""
+    trace, engine = traced(**BLOCK_RUNS[case])
+    for step, pools, tables in replay_blocks(trace):
+        live = [sum(block.references > 0 for block in pool.values()) for pool in pools]
+        assert tuple(live) == step.used
+        listed = Counter((group, entry[0]) for (_, group), entries in tables.items() for entry in entries)
+        references = {(n, b.block): b.references for n, pool in enumerate(pools) for b in pool.values() if b.references}
+        assert listed == references
+        for span in step.spans:
+            newest = max(entry[3] for group in range(len(trace.groups)) for entry in tables[span.row, group])
+            assert newest == span.start + span.count - 1
+    at_end = {(n, block): each.is_cached for n, pool in enumerate(pools) for block, each in pool.items()}
+    at_end |= {(change.group, change.block): change.is_cached for change in trace.end}
+    for group, pool in enumerate(engine.kv_cache_manager.pools):
+        assert {block for block, node in enumerate(pool.prefixes) if node is not None} == {
+            block for (number, block), is_cached in at_end.items() if number == group and is_cached
+        }
+    assert all(change.references == 0 for change in trace.end)
+
+
+def test_table_lists_filled_slots_and_positions():
+    trace, _ = traced("full", tokens=3)
+    (_, _, tables) = list(replay_blocks(trace))[-1]
+    entries = tables[0, 0]
+    assert [entry[1:] for entry in entries] == [(4, 4 * n, 4 * n + 3) for n in range(8)]
+    shared, _ = traced("full", (PROMPT, BRANCH))
+    both = [tables for _, _, tables in replay_blocks(shared) if tables[0, 0] and tables[1, 0]]
+    assert [entry[0] for entry in both[0][0, 0][:5]] == [entry[0] for entry in both[0][1, 0][:5]]
+
+
 # ---------------------------------------------------------------- beyond the pool
 
 
@@ -380,7 +438,7 @@ def test_prefix_is_read_from_the_disk_store_of_an_earlier_engine(tmp_path):
 def test_damaged_block_is_named(tmp_path):
     engine = build_engine(prefix_cache_dir=str(tmp_path), max_num_seqs=1)
     trace_prompts(engine, PROMPT)
-    keys = engine.block_keys(PROMPT, SamplingParams())
+    keys = engine.block_keys(PROMPT)
     engine.close()
     (third,) = tmp_path.glob(f"*{keys[2]}.kv")
     third.write_bytes(third.read_bytes()[:-3])
@@ -555,10 +613,12 @@ def test_failed_trace_removes_its_hooks(monkeypatch):
 # ---------------------------------------------------------------- JSON
 
 KEYS = {
-    "": {"schema", "model", "policy", "layout", "layers", "states", "groups", "steps", "rows", "storage"},
+    "": {"schema", "model", "policy", "layout", "layers", "states", "groups", "steps", "rows", "storage"} | {"end"},
     "storage": {"location", "bytes", "limit", "blocks", "of", "peak", "text"},
     "groups": {"state", "layers", "kv_heads", "policy", "stored", "block_size", "blocks", "bytes"},
-    "steps": {"step", "spans", "used"},
+    "steps": {"step", "spans", "used", "pool", "tables"},
+    "pool": {"group", "block", "references", "is_cached"},
+    "tables": {"row", "group", "start", "entries"},
     "spans": {"row", "start", "count"},
     "rows": {"request", "sample", "prompt", "num_prefix_hits", "tokens", "pieces", "finish", "error", "counts", "lines"}
     | {"blocks", "attention_mass", "events", "restored"},
@@ -578,6 +638,7 @@ def test_json_has_the_documented_keys():
     row = plain["rows"][0]
     lists = {name: plain[name] for name in ("groups", "storage", "steps")}
     lists |= {name: row[name] for name in ("lines", "blocks", "events")} | {"spans": plain["steps"][0]["spans"]}
+    lists |= {name: plain["steps"][0][name] for name in ("pool", "tables")}
     lists["changes"] = [change for line in row["lines"] for change in line["changes"]]
     for name, items in lists.items():
         assert items and all(set(item) == KEYS[name] for item in items)
@@ -696,6 +757,14 @@ def test_html_page_loads_nothing():
     assert "prefers-color-scheme: dark" in source
     ids = set(re.findall(r'\$\("([a-z]+)"\)', found.data["script"]))
     assert ids <= {attrs.get("id") for _, attrs in found.tags}
+
+
+def test_notebook_shows_the_page_in_a_sandbox():
+    trace, _ = traced("full", tokens=3)
+    frame = trace._repr_html_()
+    assert frame.startswith('<iframe sandbox="allow-scripts"') and frame.count("<") == 2
+    ((tag, attrs),) = ParsedPage(frame).tags
+    assert tag == "iframe" and attrs["srcdoc"] == trace_to_html(trace)
 
 
 # ---------------------------------------------------------------- the command

@@ -20,6 +20,7 @@ from kvad.inspection.checkpoint import AttentionSummary, outline_values, summari
 from kvad.llm import LLM
 from kvad.model.no_cache import NoCache
 from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config import RunConfig
 from kvad.verify.replay import run_whole_sequence
 from tests.cli.test_main import assert_loads_no_torch
 from tests.hf_parity import checkpoint as references
@@ -45,6 +46,23 @@ def test_printed_page(checkpoint, inspect):
     for part, count in found.parameters.items():
         assert not count or f"{part:<12}{count:>16,}" in out
     assert "decoder.layers.0.attention.q.weight" not in out
+    assert "residual_scale" not in out and "config, without defaults (--json has every value)" in out
+
+
+def test_experts_that_a_token_does_not_use_are_stated(tmp_path, inspect):
+    folder = write_checkpoint(tmp_path / "model", EVERY["experts"])
+    code, out, _ = inspect(folder)
+    found = summarize_checkpoint(folder)
+    assert code == 0 and f"{found.num_parameters - 2 * 6 * 3 * 40 * 24:,} parameters used by a token" in out
+
+
+def test_defaults_of_a_run_are_omitted(tmp_path, inspect):
+    run = {**RunConfig().to_dict(), "train": {**RunConfig().to_dict()["train"], "steps": 7}}
+    training = TrainingState({"w.m": torch.zeros(3)}, {"step": 7, "run": run})
+    folder = write_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000007", CONFIG, training=training)
+    _, out, _ = inspect(folder)
+    shown = out.partition("training, without defaults")[2]
+    assert "run.train.steps" in shown and "run.optim" not in shown and "run.summarizer" not in shown
 
 
 def test_tensors_option_lists_tensors(checkpoint, inspect):
@@ -297,6 +315,12 @@ def test_attention_in_a_file(calls, inspect, tmp_path):
     assert (tmp_path / "a.txt").read_text().startswith("layer 0, head 0")
     assert write("a.png", "--head", "all")[:2] == (0, "")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    for name, option in (("a.html", "--out"), ("b.html", "--html")):
+        code, out, err = inspect("m", "--attention", "def", "--layer", "all", option, tmp_path / name)
+        assert (code, out) == (0, "") and err == f"kvad: {tmp_path / name}: open it in a browser\n"
+        assert "layer 2, head 0" in (tmp_path / name).read_text()
+    code, _, err = inspect("m", "--attention", "def", "--html", tmp_path / "c.html", "--out", tmp_path / "d.png")
+    assert code == 2 and "--out and --html exclude each other" in err
     code, _, err = write("none/a.txt")
     assert code == 2 and "no such file or folder" in err
 
@@ -313,6 +337,13 @@ def test_attention_weights_of_a_decoder(checkpoint, cached):
     assert all(weight == 0 for i, row in enumerate(windowed.weights) for weight in row[: max(0, i - 4)])
     every = checkpoint_lib.attention_maps(checkpoint, "quick fox", layers=None, heads=None)
     assert len(every.maps) == 5 * 4
+
+
+def test_too_many_weights_are_refused_in_one_line(checkpoint, monkeypatch):
+    monkeypatch.setattr(checkpoint_lib, "MAX_WEIGHTS", 5 * 4 * 81 - 1)
+    with pytest.raises(RequestError, match="1,620 attention weights are too many to draw, at most 1,619"):
+        checkpoint_lib.attention_maps(checkpoint, "quick fox", layers=None, heads=None)
+    assert len(checkpoint_lib.attention_maps(checkpoint, "quick fox", layers=[0], heads=None).maps) == 4
 
 
 @pytest.mark.parametrize("name", ["pair", "pair of widths", "pair window"])
@@ -393,7 +424,10 @@ def test_unknown_layer_or_head_is_refused(checkpoint, inspect, option, number):
         (["--tree", "--check"], "--check and --tree exclude each other"),
         (["--tree", "--layer", "1"], "--layer needs --attention TEXT"),
         (["--tree", "--format", "terminal"], "--tree has no format terminal: text, svg, mermaid, json"),
-        (["--attention", "x", "--format", "mermaid"], "--attention has no format mermaid: terminal, svg, png, json"),
+        (
+            ["--attention", "x", "--format", "mermaid"],
+            "--attention has no format mermaid: terminal, svg, png, html, json",
+        ),
         (["--tree", "--out", "tree.png"], "tree.png: the suffix is not a known format"),
         (["--tree", "--json", "--format", "svg"], "exclude each other"),
     ],

@@ -20,6 +20,7 @@ from kvad.inspection.plot import draw_boxes
 from kvad.planning.known_models import KNOWN_MODELS, known_model
 from tests.cli.test_main import assert_loads_no_torch
 from tests.hf_parity import checkpoint as references
+from tests.support.golden_models import GoldenModel
 from tests.support.lab_models import CONFIGS, ENCODERS, EVERY, LAYER_NORM, PAIRS, tiny, write_checkpoint
 
 NAMES = [*EVERY, *KNOWN_MODELS]
@@ -209,7 +210,7 @@ def test_support_table_equals_the_design():
         ),
         (
             tiny(AttentionConfig(4, head_dim=8, position=cfg.RopeConfig(scaling=cfg.DynamicScalingConfig(2.0, 32)))),
-            ["dynamic scaling, factor 2, made for 32", "by a row's limit"],
+            ["dynamic scaling, factor 2, made for 32", "made for 32, other frequencies"],
         ),
         (
             tiny(AttentionConfig(4, head_dim=8, position=cfg.RopeConfig(scaling=cfg.YarnScalingConfig(4.0, 16)))),
@@ -220,6 +221,15 @@ def test_support_table_equals_the_design():
             ["slopes times 0.5, rounded to bfloat16"],
         ),
         (tiny(mlp=MoEConfig(40, 8, 2, router_bias=True)), ["8 experts of 40", "goes to 2 of them", "with bias"]),
+        (
+            tiny(mlp=MoEConfig(40, 8, 2, selection_bias=True, num_groups=4, num_groups_per_token=2, routed_scale=2.5)),
+            ["router softmax with selection bias, renormalized, times 2.5", "the best 2 of 4 groups of experts"],
+        ),
+        (
+            tiny(mlp=MoEConfig(40, 8, 2, router="sigmoid", renormalize=False, shared_size=56, shared_gate=True)),
+            ["of them, router sigmoid", "a shared gated MLP of 56 times a sigmoid"],
+        ),
+        (tiny(mlp=MoEConfig(40, 8, 2, sparsemixer_jitter=0.01)), ["router sparsemixer within 0.01"]),
         (tiny(mlp=MoEConfig(40, 2, 1, swiglu_alpha=1.7, swiglu_limit=7.0)), ["sigmoid(1.7 gate), cut to 7"]),
         (
             tiny(AttentionConfig(4, softmax_scale=0.25, clip_qkv=8.0, qkv_bias=True)),
@@ -228,6 +238,15 @@ def test_support_table_equals_the_design():
         (
             tiny(head=LanguageHeadConfig(logit_scale=0.5, logit_softcap=30.0, bias=True), tie_embeddings=False),
             ["times 0.5, softcap 30, bias", "of its own"],
+        ),
+        (
+            CONFIGS["latent"],
+            [
+                "4 heads of 6 + 4 rotated, values of 5, queries from 14",
+                "the cache stores a latent of 12 and a key of 4 for all",
+                "kv_down 16x24",
+                "1 key-value head of 16, of all tokens",
+            ],
         ),
         (CONFIGS["learned"], ["learned positions, a table of 66, offset 2", "eviction: exact until the table ends"]),
         (CONFIGS["t5 per layer"], ["8 buckets up to distance 16, one way, a table per layer"]),
@@ -327,6 +346,17 @@ def test_tree_of_checkpoint_known_model_and_config(tmp_path, inspect):
     assert code == 0 and out.startswith("t5-small, an encoder-decoder") and "60,506,624" in out
 
 
+def test_parts_of_newer_families_are_described():
+    def text(name):
+        return model_tree.tree_to_text(build_model_tree(GoldenModel(("5", name)).config, name))
+
+    assert "learned scale of the output" in text("gemma4") and "v is k before its norm" in text("gemma4")
+    assert "queries grow by 0.3 ln(1 + floor(position / 16))" in text("ministral3")
+    assert "they share 2 sets of parameters" in text("albert")
+    assert "disentangled, distances up to 20, 8 buckets each way" in text("deberta-v2")
+    assert "distances.weight (shared) 16x36" in text("deberta-v2")
+
+
 def test_tree_of_every_hf_family(tmp_path):
     """Every family of Hugging Face's that kvad reads, as transformers writes it."""
     from kvad.planning.report import read_target
@@ -355,7 +385,9 @@ def test_formats_and_files(tmp_path, inspect):
     assert json.loads(first) == json.loads(second) and json.loads(first)["parameters"] == 124_439_808
     for name, start in (("a.svg", "<?xml"), ("a.txt", "gpt2"), ("a.mmd", "flowchart"), ("a.json", "{")):
         code, out, err = inspect("gpt2", "--tree", "--out", tmp_path / name)
-        assert (code, out, err) == (0, "", "") and (tmp_path / name).read_text().startswith(start)
+        assert (code, out, err) == (0, "", f"kvad: {tmp_path / name}: written\n") and (
+            tmp_path / name
+        ).read_text().startswith(start)
 
 
 def test_unknown_name_is_refused(inspect):

@@ -117,7 +117,7 @@ def run_kvad(model: Transformer, tokens: Tensor, kernel: Kernel) -> Tensor:
         torch.arange(length).repeat(rows),
         (SubBatch(rows, length, length),),
         torch.arange(len(flat)),
-        max_seq_lens=torch.full_like(flat, length),
+        seq_lens=torch.full_like(flat, length),
     )
     return model.logits(model(step, NoCache(model.config, kernel=kernel)), step.logit_indices).view(rows, length, -1)
 
@@ -201,9 +201,10 @@ FACTORS = {"short_factor": (1.0, 1.1, 1.2, 1.3), "long_factor": (2.0, 3.0, 4.0, 
 
 
 def scaled(scaling: Any, atol: float = 1e-10, **reference_model: Any) -> Case:
-    """Run 23 tokens in a model trained for 16."""
+    """Run ``LENGTH`` tokens, the limit, in a model trained for 16."""
     options = {"max_position_embeddings": 16, "rope_scaling": reference_model}
-    return Case(llama(**options), one_kind(grouped(RopeConfig(100.0, scaling=scaling))), LLAMA, atol=atol)
+    config = one_kind(grouped(RopeConfig(100.0, scaling=scaling)), max_seq_len=LENGTH)
+    return Case(llama(**options), config, LLAMA, atol=atol)
 
 
 def mistral() -> Case:

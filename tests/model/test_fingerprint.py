@@ -1,10 +1,14 @@
 """A model's fingerprint depends on every number of the model and on nothing else."""
 
 import copy
+import dataclasses
 
 import torch
 
-from kvad.model.fingerprint import HASH_CHUNK, weights_fingerprint
+from kvad.checkpoint.families._hf_class import with_attention
+from kvad.config import layers as cfg
+from kvad.config.serialization import LATER_FIELDS
+from kvad.model.fingerprint import HASH_CHUNK, state_fingerprint, weights_fingerprint
 from kvad.model.transformer import Transformer
 from kvad.train.config.presets import MODEL_PRESETS
 
@@ -43,3 +47,15 @@ def test_dtype_and_config_change_the_fingerprint():
     other = Transformer(MODEL_PRESETS["tiny"](300, 128)).eval()
     other.load_state_dict(one.state_dict(), strict=False)
     assert weights_fingerprint(one) != weights_fingerprint(other)
+
+
+def test_later_fields_are_hashed_only_if_they_differ_from_their_default():
+    """Fingerprints of earlier versions stay valid (tests/test_golden_files.py), and a changed field changes them."""
+    classes = cfg.AttentionConfig, cfg.LayerConfig, cfg.StackConfig, cfg.MoEConfig
+    defaults = {field.name: field.default for each in classes for field in dataclasses.fields(each)}
+    assert {name: defaults[name] for name in LATER_FIELDS} == LATER_FIELDS
+    config, stack = model().config, model().config.stack
+    scaling = cfg.QueryScalingConfig(0.1, 8)
+    layers = {"L": with_attention(stack.layer_types["L"], query_scaling=scaling)}
+    scaled = dataclasses.replace(config, decoder=dataclasses.replace(stack, layer_types=layers))
+    assert state_fingerprint(config, {}) != state_fingerprint(scaled, {})

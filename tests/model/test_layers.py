@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.model.heads import LanguageHead, PoolingHead, pool_hidden
-from kvad.model.layers import ACTIVATIONS, Embedding, GatedMLP, Norm, PlainMLP, build_mlp
+from kvad.model.layers import ACTIVATIONS, Embedding, GatedMLP, Norm, PlainMLP, Routing, build_mlp
 from kvad.model_input import SubBatch
 
 WIDTH, VOCAB = 12, 17
@@ -184,10 +184,9 @@ def test_pooled_output_is_transformed_and_normalized() -> None:
 # ---------------------------------------------------------------- experts
 
 
-@pytest.mark.parametrize("router", ["softmax_first", "softmax_last"])
 @pytest.mark.parametrize(("alpha", "clip"), [(None, None), (1.702, 0.5)])
-def test_experts_are_the_best_of_each_token(router: Any, alpha: float | None, clip: float | None) -> None:
-    spec = cfg.MoEConfig(7, 5, 2, bias=True, router_bias=True, router=router, swiglu_alpha=alpha, swiglu_limit=clip)
+def test_experts_are_the_best_of_each_token(alpha: float | None, clip: float | None) -> None:
+    spec = cfg.MoEConfig(7, 5, 2, bias=True, router_bias=True, swiglu_alpha=alpha, swiglu_limit=clip)
     experts = randomise(build_mlp(WIDTH, spec))
     x = random(6, WIDTH, seed=3)
     out = experts(x)
@@ -204,6 +203,94 @@ def test_experts_are_the_best_of_each_token(router: Any, alpha: float | None, cl
             inner = (up + 1) * gate * torch.sigmoid(alpha * gate) if alpha else ACTIVATIONS["silu"](gate) * up
             expected = expected + share * (experts.down[i] @ inner + experts.down_bias[i])
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+
+
+def weighted_experts(spec: cfg.MoEConfig, logits: list[float], biases: list[float]) -> dict[int, float]:
+    """Route one token by the papers' formulas, without tensors: weight by expert."""
+    exponentials = [math.exp(logit) for logit in logits]
+    scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    if spec.router == "softmax":
+        scores = [x / sum(exponentials) for x in exponentials]
+    ranking = [score + bias for score, bias in zip(scores, biases, strict=True)]
+    size = spec.num_experts // spec.num_groups
+    groups = [ranking[low : low + size] for low in range(0, spec.num_experts, size)]
+    values = [sum(sorted(group)[-2:]) if spec.selection_bias else max(group) for group in groups]
+    best = sorted(range(spec.num_groups), key=lambda group: -values[group])[: spec.num_groups_per_token]
+    allowed = [expert for expert in range(spec.num_experts) if expert // size in best]
+    chosen = sorted(allowed, key=lambda expert: -ranking[expert])[: spec.num_experts_per_token]
+    total = sum(scores[expert] for expert in chosen) if spec.renormalize else 1.0
+    return {expert: spec.routed_scale * scores[expert] / total for expert in chosen}
+
+
+def sparsemixer_weights(logits: list[float], jitter: float) -> dict[int, float]:
+    """Route one token by the rule of PhiMoE, without tensors."""
+    weights: dict[int, float] = {}
+    for _ in range(2):
+        left = [expert for expert in range(len(logits)) if expert not in weights]
+        best = max(left, key=lambda expert: logits[expert])
+        top = logits[best]
+        near = [i for i in left if (top - logits[i]) / max(abs(logits[i]), top) <= 2 * jitter]
+        weights[best] = math.exp(top) / sum(math.exp(logits[i]) for i in near)
+    return weights
+
+
+ROUTERS = {
+    "plain": cfg.MoEConfig(7, 6, 2, renormalize=False),
+    "scaled": cfg.MoEConfig(7, 6, 3, routed_scale=2.5),
+    "sigmoid": cfg.MoEConfig(7, 6, 2, router="sigmoid", router_bias=True),
+    "sigmoid, not renormalized": cfg.MoEConfig(7, 6, 2, router="sigmoid", renormalize=False, routed_scale=0.5),
+    "selection bias": cfg.MoEConfig(7, 6, 2, selection_bias=True),
+    "groups, DeepSeek-V2": cfg.MoEConfig(7, 8, 3, renormalize=False, num_groups=4, num_groups_per_token=2),
+    "groups, DeepSeek-V3": cfg.MoEConfig(
+        7, 8, 3, router="sigmoid", selection_bias=True, num_groups=4, num_groups_per_token=2, shared_size=9
+    ),
+    "shared, Qwen2-MoE": cfg.MoEConfig(7, 6, 2, renormalize=False, shared_size=10, shared_gate=True),
+    "sparsemixer, PhiMoE": cfg.MoEConfig(7, 6, 2, sparsemixer_jitter=0.2),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers(name: str) -> None:
+    spec = ROUTERS[name]
+    experts = randomise(build_mlp(WIDTH, spec))
+    x = random(9, WIDTH, seed=4) / 3
+    routings: list[Routing] = []
+    out = experts(x, routings)
+    (routing,) = routings
+    for token, y, logits, chosen in zip(x, out, routing.logits.tolist(), routing.experts.tolist(), strict=True):
+        biases = experts.selection_bias.tolist() if spec.selection_bias else [0.0] * spec.num_experts
+        if spec.sparsemixer_jitter is None:
+            weights = weighted_experts(spec, logits, biases)
+        else:
+            weights = sparsemixer_weights(logits, spec.sparsemixer_jitter)
+        assert set(chosen) == set(weights)
+        expected = torch.zeros(WIDTH, dtype=torch.float64)
+        for i, weight in weights.items():
+            inner = ACTIVATIONS["silu"](experts.gate[i] @ token) * (experts.up[i] @ token)
+            expected = expected + weight * (experts.down[i] @ inner)
+        if spec.shared_size is not None:
+            shared = experts.shared
+            inner = ACTIVATIONS["silu"](shared.gate.weight @ token) * (shared.up.weight @ token)
+            gate = torch.sigmoid(experts.shared_gate.weight[0] @ token) if spec.shared_gate else 1.0
+            expected = expected + gate * (shared.down.weight @ inner)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+
+
+def test_selection_bias_and_router_have_at_least_float32() -> None:
+    spec = cfg.MoEConfig(7, 64, 2, router="sigmoid", selection_bias=True)
+    experts = randomise(build_mlp(WIDTH, spec))
+    biases, weight = experts.selection_bias.float(), experts.router.weight.bfloat16()
+    half = experts.float().bfloat16()
+    assert torch.equal(half.selection_bias, biases) and half.gate.dtype == torch.bfloat16
+    x = random(5, WIDTH, seed=4).bfloat16()
+    routings: list[Routing] = []
+    assert half(x, routings).dtype == torch.bfloat16
+    torch.testing.assert_close(routings[0].logits, x.float() @ weight.float().T, rtol=1e-6, atol=1e-6)
+
+
+def test_selection_bias_is_not_trained() -> None:
+    experts = build_mlp(WIDTH, cfg.MoEConfig(7, 4, 2, selection_bias=True))
+    assert [name for name, x in experts.named_parameters() if not x.requires_grad] == ["selection_bias"]
 
 
 def test_norms_per_head_and_without_weight() -> None:

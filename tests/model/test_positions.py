@@ -30,10 +30,9 @@ from kvad.config.layers import SinusoidalPositionsConfig as Sinusoidal
 from kvad.model.no_cache import NoCache
 from kvad.model.positions import (
     alibi_slopes,
-    depends_on_length,
     rope_attention_factor,
     rope_frequencies,
-    rope_regime,
+    short_regime_len,
     sinusoidal_embedding,
 )
 from kvad.model.transformer import Transformer
@@ -170,16 +169,13 @@ def test_unscaled_frequencies_equal_the_formula() -> None:
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_equal_regimes_have_equal_frequencies(name: str) -> None:
-    """The root of a prefix hash contains the regime: two limits may share keys only if their frequencies are equal."""
+def test_a_model_has_two_regimes_if_their_frequencies_differ(name: str) -> None:
     rope = RopeConfig(THETA, scaling=SCALINGS[name][0])
-    limits = [1, 63, 64, 65, 66, 128, 1000]
-    tables = {n: rope_frequencies(rope, DIM, n) for n in limits}
-    for a in limits:
-        for b in limits:
-            assert (rope_regime(rope, a) == rope_regime(rope, b)) == torch.equal(tables[a], tables[b]), (a, b)
-    varies = len({rope_regime(rope, n) for n in limits}) > 1
-    assert depends_on_length(rope) == varies == (name.startswith("longrope") or name == "dynamic")
+    for max_seq_len in (1, 63, 64, 65, 128, 1000):
+        short, long = (rope_frequencies(rope, DIM, n) for n in (min(ORIGINAL, max_seq_len), max_seq_len))
+        expected = None if torch.equal(short, long) else ORIGINAL
+        assert short_regime_len(rope, max_seq_len) == expected, max_seq_len
+    assert (short_regime_len(rope, 1000) is not None) == (name.startswith("longrope") or name == "dynamic")
 
 
 # ---------------------------------------------------------------- regime of a sequence
@@ -189,33 +185,34 @@ def test_equal_regimes_have_equal_frequencies(name: str) -> None:
 def logits_of(
     model: Transformer, rows: list[tuple[list[int], int | None]], sub_batches: list[SubBatch] | None = None
 ) -> Tensor:
+    """Return the logits of (the first tokens of a sequence, its number of tokens)."""
     tokens = torch.tensor([token for row, _ in rows for token in row])
     positions = torch.cat([torch.arange(len(row)) for row, _ in rows])
     limits = None
     if all(limit is not None for _, limit in rows):
         limits = torch.tensor([limit for row, limit in rows for _ in row])
     split_at = tuple(sub_batches or [SubBatch(1, len(row), len(row)) for row, _ in rows])
-    step = ModelInput(tokens, positions, split_at, torch.arange(len(tokens)), max_seq_lens=limits)
+    step = ModelInput(tokens, positions, split_at, torch.arange(len(tokens)), seq_lens=limits)
     return model.logits(model(step, NoCache(model.config, kernel="reference")), step.logit_indices)
 
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
-def test_sequences_with_different_limits_equal_solo_runs(position: str) -> None:
+def test_sequences_of_different_lengths_equal_solo_runs(position: str) -> None:
     model = build(model_config(position))
     draw = torch.Generator().manual_seed(0)
     texts = [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in (9, 9, 14)]
-    limits = [19, 60, 90]  # the first is within the original length of 20, the others beyond
+    limits = [20, 60, 90]  # the first is within the original length of 20, the others beyond
     together = logits_of(model, list(zip(texts, limits, strict=True)), [SubBatch(2, 9, 9), SubBatch(1, 14, 14)])
     solo = torch.cat([logits_of(model, [row]) for row in zip(texts, limits, strict=True)])
     torch.testing.assert_close(together, solo, rtol=0, atol=1e-12)
     other = torch.cat([logits_of(model, [(text, 19)]) for text in texts])
     assert float((other - solo)[9:].abs().max()) > 1e-3  # the regime matters
-    # the model's limit
+    torch.testing.assert_close(logits_of(model, [(texts[2], 21)]), logits_of(model, [(texts[2], 90)]))  # two regimes
     torch.testing.assert_close(logits_of(model, [(texts[2], None)]), logits_of(model, [(texts[2], 96)]))
 
 
 @pytest.mark.parametrize("position", ["rope", "rope-partial"])
-def test_other_encodings_ignore_the_limit(position: str) -> None:
+def test_other_encodings_ignore_the_length(position: str) -> None:
     model, text = build(model_config(position)), list(range(12))
     assert torch.equal(logits_of(model, [(text, 13)]), logits_of(model, [(text, 90)]))
 

@@ -67,6 +67,8 @@ def test_window_layers_have_no_summarizer():
     assert list(Summarizer(attention_specs(model_config("rope", "pre", "window-mix")), 4).by_layer()) == [1]
     with pytest.raises(ConfigError, match=r"^summarizer: the model must have a causal layer without a window"):
         Summarizer(attention_specs(model_config("rope", "pre", "window")), 4)
+    with pytest.raises(ConfigError, match=r"without a window or latent attention$"):
+        Summarizer(attention_specs(model_config(heads="latent")), 4)
 
 
 def test_fingerprint_depends_on_the_weights():

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.model import transformer
+from kvad.model.lora import adapter_factors, add_adapters, merge_weight
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput, SubBatch
@@ -29,7 +30,7 @@ EXACT = 1e-10
 POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-partial", "alibi", "t5", "t5-each")
 PLACES = ("pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair")
 FORMS = ("interleaved", "concat", "fairseq")
-MLPS = ("plain", "gated", "experts", "experts-gpt-oss")
+MLPS = ("plain", "gated", "experts", "experts-gpt-oss", "experts-deepseek")
 SOURCE, TARGET = [7, 3, 12, 40, 5, 0, 33, 21, 9, 9, 2, 17, 8], [11, 60, 2, 45, 45, 1, 66, 30, 4]
 
 
@@ -47,7 +48,11 @@ def mlp_of(name: str) -> cfg.PlainMLPConfig | cfg.GatedMLPConfig | cfg.MoEConfig
     if name == "experts":
         return cfg.MoEConfig(20, 5, 2, "gelu_tanh", router_bias=True)
     if name == "experts-gpt-oss":
-        return cfg.MoEConfig(20, 4, 3, bias=True, router="softmax_last", swiglu_alpha=1.7, swiglu_limit=1.0)
+        return cfg.MoEConfig(20, 4, 3, bias=True, swiglu_alpha=1.7, swiglu_limit=1.0)
+    if name == "experts-deepseek":
+        groups = {"num_groups": 3, "num_groups_per_token": 2}
+        router = {"router": "sigmoid", "selection_bias": True, "routed_scale": 1.5, **groups}
+        return cfg.MoEConfig(20, 6, 3, **router, bias=True, shared_size=12, shared_gate=True)
     return (
         cfg.PlainMLPConfig(40, "relu2", bias=True)
         if name == "plain"
@@ -149,6 +154,35 @@ def test_encoder_decoder_equals_reference(case: Case) -> None:
     with torch.no_grad():
         assert difference(model.encode(build_step([SOURCE])), reference_model.encode(SOURCE)) <= EXACT
     assert difference(output_of(model, TARGET, SOURCE), reference_model.logits(TARGET, SOURCE)) <= EXACT
+
+
+def test_an_adapter_of_the_absorbed_matrix_equals_the_merged_weight() -> None:
+    model, name = build(model_config(heads="latent")), "decoder.layers.1.attention.kv_up"
+    before, whole = output_of(model, TARGET).detach(), dict(model.state_dict())
+    add_adapters(model, [name], 2, 0.5)
+    (factors,) = adapter_factors(model).values()
+    factors.b.copy_(torch.randn(factors.b.shape, generator=torch.Generator().manual_seed(1)))
+    merged = build(model_config(heads="latent"))
+    merged.load_state_dict({**whole, f"{name}.weight": merge_weight(whole[f"{name}.weight"], factors)})
+    adapted, expected = output_of(model, TARGET).detach(), output_of(merged, TARGET).detach()
+    assert float((adapted - expected).abs().max()) <= EXACT and float((adapted - before).abs().max()) > 1e-3
+
+
+def test_queries_keys_and_values_are_clipped() -> None:
+    """In self-attention and in cross-attention, at half of their size."""
+    case = {"position": "rope", "norm": "pre", "heads": "gqa", "mlp": "gated"}
+    config, outputs = with_axes(pair_config("rope", "pre", "gqa"), case), []
+    assert config.decoder is not None
+    for clip, cross_clip in ((None, None), (None, 0.3), (0.3, None), (0.3, 0.3)):
+        kinds = {}
+        for letter, layer in config.decoder.layer_types.items():
+            assert layer.cross_attention is not None
+            cross = replace(layer.cross_attention, clip_qkv=cross_clip)
+            kinds[letter] = replace(layer, attention=replace(layer.attention, clip_qkv=clip), cross_attention=cross)
+        model = build(replace(config, decoder=replace(config.decoder, layer_types=kinds)))
+        outputs.append(reference(model).logits(TARGET, SOURCE))
+        assert difference(output_of(model, TARGET, SOURCE), outputs[-1]) <= EXACT
+    assert all(np.abs(outputs[0] - other).max() > 1e-3 for other in outputs[1:])
 
 
 @pytest.mark.parametrize("position", POSITIONS)

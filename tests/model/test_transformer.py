@@ -33,7 +33,7 @@ def text(length: int, seed: int = 0) -> Tensor:
 def step_of(rows: list[Tensor], sub_batches: list[SubBatch], **more: Any) -> ModelInput:
     tokens = torch.cat(rows)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
-    fixed = {"max_seq_lens": torch.full_like(tokens, LIMIT), **more}
+    fixed = {"seq_lens": torch.full_like(tokens, LIMIT), **more}
     return ModelInput(tokens, positions, tuple(sub_batches), torch.arange(len(tokens)), **fixed)
 
 
@@ -50,6 +50,7 @@ def solo_logits(model: Transformer, row: Tensor) -> Tensor:
 DOCUMENTED = re.compile(
     r"embedding\.tokens\.weight|embedding\.positions\.weight|embedding\.norm\.(weight|bias)"
     r"|decoder\.layers\.\d+\.attention\.([qkv]|out)\.(weight|bias)"
+    r"|decoder\.layers\.\d+\.attention\.((q|kv)_(down|up)\.(weight|bias)|(q|kv)_norm\.(weight|bias))"
     r"|decoder\.layers\.\d+\.attention\.([qk]_norm\.(weight|bias)|sink_logits|relative_bias)"
     r"|decoder\.layers\.\d+\.mlp\.(up|gate|down)\.(weight|bias)"
     r"|decoder\.layers\.\d+\.norm[12](_after)?\.(weight|bias)"
@@ -75,8 +76,15 @@ def expected_names(config: ModelConfig) -> set[str]:
     for i in range(stack.num_layers):
         at, layer = f"decoder.layers.{i}", stack.layer_config(i)
         mixer, mlp = layer.attention, layer.mlp
-        for letter in "qkv":
-            names |= linear(f"{at}.attention.{letter}", mixer.qkv_bias)
+        if mixer.latent is None:
+            for letter in "qkv":
+                names |= linear(f"{at}.attention.{letter}", mixer.qkv_bias)
+        else:
+            for part in ("q", "kv"):
+                names |= linear(f"{at}.attention.{part}_down", mixer.qkv_bias) | linear(
+                    f"{at}.attention.{part}_up", False
+                )
+                names |= norm(f"{at}.attention.{part}_norm", layer.norm)
         names |= linear(f"{at}.attention.out", mixer.out_bias)
         if mixer.qk_norm != "none":
             names |= norm(f"{at}.attention.q_norm", layer.norm) | norm(f"{at}.attention.k_norm", layer.norm)
@@ -130,6 +138,7 @@ def test_docstring_lists_these_names() -> None:
     for word in (
         "embedding.tokens.weight  [.positions.weight]  [.token_types.weight]  [.norm.*]",
         "{q,k,v,out}.{weight,bias}",
+        "decoder.layers.{i}.attention.{q_down,q_up,kv_down,kv_up,out}.{weight,bias}  .{q,kv}_norm.weight",
     ):
         assert word in written
     for word in (

@@ -2,6 +2,7 @@
 
 import ctypes
 import resource
+import subprocess
 import sys
 
 import pytest
@@ -42,6 +43,12 @@ def count_page_faults():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="requires glibc")
 def test_repeated_allocations_reuse_pages():
+    """In its own process: what other tests freed would serve the allocations."""
+    code = "from tests.ops.test_malloc import check_reuse; check_reuse()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def check_reuse():
     count_page_faults()
     assert count_page_faults() > 1000
     with keep_freed_memory():

@@ -34,8 +34,9 @@ from kvad.parallel.partition import (
 )
 from kvad.parallel.process_groups import Message, ProcessGroups, receive, send
 from kvad.parallel.tensor_parallel import shard_model
+from tests.support.golden_models import GoldenModel
 from tests.support.mesh_cases import EXPERTS, mixed, pair, per_layer_biases, roomy, shaped, with_mlp
-from tests.support.random_models import build
+from tests.support.random_models import build, model_config
 
 MESHES = [Mesh.parse(text) for text in ("1x1", "2x1", "1x2", "2x2", "4x1", "8x1")]
 CACHES = {
@@ -91,6 +92,8 @@ def test_invalid_mesh_texts_are_refused(text: str) -> None:
             "must have at most 2 stages, the layers of the decoder, got 1x3 .use at most 2 stages",
         ),
         (pair(), "1x3", "at most 2 stages, the layers of the decoder"),
+        (model_config(heads="latent"), "2x1", "the latent of all heads cannot be divided by heads .* 1x2"),
+        (model_config(heads="short-conv"), "1x2", "must be 1x1 for a model with layers that are not attention"),
         (shaped(custom_class="tests.support.cache_trace_models:Nothing"), "2x1", "cannot be divided by heads .* 1x2"),
     ],
 )
@@ -157,6 +160,22 @@ def test_shards_cover_the_model_and_replicated_weights_are_whole() -> None:
     assert (counted["decoder.layers.0.attention.q.weight"] == 1).all()
     assert (counted["decoder.layers.0.attention.out.bias"] == 1).all(), "it would be added twice"
     assert (counted["decoder.layers.0.norm1.weight"] == 2).all() and (counted["embedding.tokens.weight"] == 4).all()
+
+
+@pytest.mark.parametrize("name", ["apertus", "gemma4"])
+def test_shards_cover_learned_activations_and_layer_scales(name: str) -> None:
+    config, mesh = GoldenModel(("5", name)).config, Mesh(2, 1)
+    shards = [weight_shards(config, rank) for rank in mesh.all_ranks()]
+    assert shards[0].keys() == weight_shapes(config).keys()
+    ends = ("mlp.alpha_p", "mlp.alpha_n", "output_scale")
+    replicated = [name for name in shards[0] if name.endswith(ends)]
+    assert replicated and all(each[name] == (range(1),) for each in shards for name in replicated)
+
+
+def test_layers_that_share_parameters_are_not_divided_into_stages() -> None:
+    config = GoldenModel(("5", "albert")).config
+    with pytest.raises(ConfigError, match="must have one stage, because layers of the encoder share parameters"):
+        check_model_fits_mesh(config, Mesh.parse("1x2"))
 
 
 # ---------------------------------------------------------------- state of a sequence
@@ -292,7 +311,7 @@ def test_model_inputs_and_block_ops_arrive_unchanged() -> None:
         ids + 1,
         (SubBatch(2, 1, 8), SubBatch(1, 3, 16)),
         ids[1:],
-        max_seq_lens=ids + 9,
+        seq_lens=ids + 9,
         slot_mappings=places,
         encoder_input=source,
     )

@@ -31,11 +31,14 @@ from kvad.config.layers import (
     AttentionConfig,
     ClassificationHeadConfig,
     GatedMLPConfig,
+    GatedRecurrenceConfig,
     LanguageHeadConfig,
+    LatentConfig,
     LayerConfig,
     MoEConfig,
     PlainMLPConfig,
     PoolingHeadConfig,
+    ShortConvConfig,
     StackConfig,
     T5BiasConfig,
 )
@@ -282,6 +285,7 @@ def bounded(config=None, dtype="float32", *, cache_dtype="float32", **changes):
 
 
 GQA = AttentionConfig(8, 4)
+LATENT = AttentionConfig(8, latent=LatentConfig(48, 8, 4, 8, q_lora_rank=32))
 T5 = AttentionConfig(8, 4, head_dim=8, position=T5BiasConfig())
 UMT5 = replace(T5, position=T5BiasConfig(shared=False))
 ALIBI = AttentionConfig(8, 4, position=AlibiConfig())
@@ -289,6 +293,9 @@ IN_PLACE = {"layout": "contiguous", "max_num_seqs": 1}
 LONG_SOURCE = {"max_seq_len": 8, "max_source_len": 900}
 HITTERS = {"policy": "heavy-hitters(96, interval=32)"}
 CAPPED_EXPERT = MoEConfig(512, 1, 1, swiglu_alpha=1.7, swiglu_limit=7.0)
+SHARED_EXPERT = MoEConfig(
+    64, 8, 2, router="sigmoid", selection_bias=True, num_groups=4, num_groups_per_token=2, shared_size=2048
+)
 CAPPED_HEAD = LanguageHeadConfig(logit_softcap=9.0, logit_scale=2.0)
 BOUNDED = {
     "paged": bounded(),
@@ -300,12 +307,20 @@ BOUNDED = {
     "int8 and int4 in place": bounded(**IN_PLACE, key_dtype="int8", value_dtype="int4"),
     "widened": bounded(cache_dtype="bfloat16"),
     "half": bounded(dtype="bfloat16", cache_dtype="bfloat16"),
+    "latent": bounded(medium_config(LATENT)),
+    "latent in place": bounded(medium_config(LATENT), **IN_PLACE),
+    "latent, int4": bounded(medium_config(LATENT), cache_dtype="int4"),
     "window": bounded(medium_config(AttentionConfig(8, 4, window=64))),
+    "short convolution": bounded(medium_config(ShortConvConfig(3), PlainMLPConfig(8))),
+    "short convolution, half": bounded(medium_config(ShortConvConfig(3), PlainMLPConfig(8)), "bfloat16"),
+    "recurrence": bounded(medium_config(GatedRecurrenceConfig(96, 4), PlainMLPConfig(8))),
+    "recurrence, half": bounded(medium_config(GatedRecurrenceConfig(96, 4), PlainMLPConfig(8)), "bfloat16"),
     "wide mlp": bounded(medium_config(AttentionConfig(8), PlainMLPConfig(1024)), max_seq_len=64),
     "wide gated mlp": bounded(medium_config(AttentionConfig(8), GatedMLPConfig(1024)), max_seq_len=64),
     "wide relu2 mlp": bounded(medium_config(AttentionConfig(8), PlainMLPConfig(1024, "relu2")), max_seq_len=64),
     "experts": bounded(medium_config(AttentionConfig(8), MoEConfig(512, 4, 2)), max_seq_len=64),
     "one expert": bounded(medium_config(AttentionConfig(8), MoEConfig(512, 1, 1)), max_seq_len=64),
+    "shared expert": bounded(medium_config(AttentionConfig(8), SHARED_EXPERT), max_seq_len=64),
     "capped experts": bounded(medium_config(AttentionConfig(8), CAPPED_EXPERT), max_seq_len=64),
     "large vocabulary": bounded(medium_config(AttentionConfig(8), vocab=20000), max_seq_len=64, max_num_seqs=16),
     "softcap": bounded(medium_config(replace(GQA, logit_softcap=30.0))),
@@ -913,7 +928,8 @@ def test_dtype_of_a_config(tmp_path, plan_json):
     [
         ({"model_type": "lama"}, "did you mean 'llama'?"),
         ({"model_type": "switch_transformers"}, "drop tokens beyond a capacity"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "is quantized (GPTQ)"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "is quantized (HQQ)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "bits is missing"),
         ({"hidden_size": "many"}, "hidden_size: must be an integer"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is not supported"),
     ],
@@ -1049,7 +1065,7 @@ def test_load_that_does_not_fit_is_refused_early(tmp_path, monkeypatch):
 
     folder = write_checkpoint(tmp_path / "run", CONFIGS["plain"])
     monkeypatch.setattr(kvad.llm, "Engine", lambda *_, **__: pytest.fail("the pool was made"))
-    monkeypatch.setattr(kvad.llm, "available_bytes", lambda: 2 * 2**20)
+    monkeypatch.setattr("kvad.engine.loading.available_bytes", lambda: 2 * 2**20)
     with pytest.raises(MemoryPlanError) as caught:
         kvad.llm.LLM.load(folder, max_num_seqs=2000, max_seq_len=64)
     for text in ("2,000 sequences of 64 tokens need", "2.0 MiB is available"):

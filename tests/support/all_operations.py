@@ -60,6 +60,7 @@ class Setup:
 BLOCK_STORES = {"prefix_cache_dir": True, "prefix_cache_ram": 20_000}
 OFFLOADING = {"overflow": "offload", "max_seq_len": 16, "offload_ram": 3_000, "num_blocks": None}
 OTHER_LAYOUTS = ({"block_size": 3, **BLOCK_STORES}, {"layout": "contiguous", "num_blocks": None})
+HEAVY_HITTERS = {"policy": "heavy-hitters(8, interval=4)"}
 SETUPS = {
     "full": Setup(model_config("rope"), {}, (BLOCK_STORES, *OTHER_LAYOUTS, OFFLOADING)),
     "alibi int8": Setup(model_config("alibi"), {"dtype": "int8"}, (BLOCK_STORES, *OTHER_LAYOUTS, OFFLOADING)),
@@ -69,12 +70,19 @@ SETUPS = {
     "window of the model": Setup(model_config("rope", heads="window-mix"), {}, (BLOCK_STORES, *OTHER_LAYOUTS)),
     "window": Setup(model_config("t5"), {"policy": "window(9)"}, (BLOCK_STORES, *OTHER_LAYOUTS)),
     "sinks": Setup(model_config("rope"), {"policy": "sinks(3, 8)", "rope_at": "read"}, (BLOCK_STORES, *OTHER_LAYOUTS)),
-    "heavy-hitters": Setup(model_config("rope"), {"policy": "heavy-hitters(8, interval=4)"}, ({}, OTHER_LAYOUTS[1])),
+    "heavy-hitters": Setup(model_config("rope"), HEAVY_HITTERS, ({}, OTHER_LAYOUTS[1])),
     "tiered": Setup(
         model_config("rope"), {"policy": "tiered(8, quantized=4, interval=4, summaries=8, ratio=2)"}, ({},)
     ),
     "quest": Setup(model_config("rope"), {"policy": "quest(12)"}, (BLOCK_STORES,)),
     "translating": Setup(pair_config("rope"), {"max_source_len": 20}, (BLOCK_STORES, *OTHER_LAYOUTS)),
+    "latent": Setup(model_config("rope", heads="latent"), {}, (BLOCK_STORES, *OTHER_LAYOUTS, OFFLOADING)),
+    "short-conv": Setup(
+        model_config("rope", heads="short-conv", layers=3), {}, (BLOCK_STORES, *OTHER_LAYOUTS, OFFLOADING)
+    ),
+    "recurrence, heavy-hitters": Setup(
+        model_config("rope", heads="recurrence", layers=3), HEAVY_HITTERS, ({}, OTHER_LAYOUTS[1])
+    ),
 }
 
 

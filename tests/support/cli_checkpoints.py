@@ -14,9 +14,10 @@ from tests.support.random_models import build
 LIMIT = 96
 
 
-def write_model(folder, *, tokenizer=True, limit=LIMIT):
+def write_model(folder, *, tokenizer=True, limit=LIMIT, padding=0):
+    """Write a tiny checkpoint; its embedding has ``padding`` rows without a token."""
     byte_tokenizer = train_tokenizer("byte", [])
-    vocab = byte_tokenizer.vocab_size if tokenizer else 40
+    vocab = byte_tokenizer.vocab_size + padding if tokenizer else 40
     config = ModelConfig(
         hidden_size=24,
         vocab_size=vocab,

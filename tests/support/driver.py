@@ -22,6 +22,7 @@ from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.preemption import PreemptionStats
 from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, StreamChunk
 from kvad.model.no_cache import NoCache
+from kvad.model.positions import short_regime_lens
 from kvad.model.transformer import Transformer
 from kvad.model_input import RESERVED_BLOCKS, ModelInput, SubBatch
 from kvad.verify.references import QuantizedNoCache
@@ -167,7 +168,6 @@ def fill_unowned(engine: Engine, value: float) -> None:
 def uncached(
     model: Transformer,
     tokens: Sequence[int],
-    limit: int | None = None,
     source: Sequence[int] | None = None,
     cache: CacheConfig | None = None,
     formats: tuple[str, str] | None = None,
@@ -175,11 +175,10 @@ def uncached(
     """Return the logits [T, V] of the uncached model.
 
     Args:
-        limit: Maximum length of the sequence; it selects the rotary regime.
         cache: Config whose policy restricts what a query sees.
         formats: Keys and values are quantized to these formats and back.
     """
-    step = fresh_step(tokens, limit, source)
+    step = fresh_step(tokens, source)
     specs = None if cache is None else cache.restrict(attention_specs(model.config))
     reference = NoCache(model.config, specs=specs, exact_rope=cache is not None and cache.endless, kernel="reference")
     rotation = {} if cache is None else {"rotate": cache.rope_at, "exact": cache.endless}
@@ -187,17 +186,25 @@ def uncached(
     return model.logits(model(step, kv_cache), step.logit_indices)
 
 
-def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None) -> ModelInput:
-    """Build the ModelInput of one sequence and its source; a source's limit is its length."""
+def sampled(model: Transformer, tokens: Sequence[int], **options: Any) -> Tensor:
+    """Return the uncached logits [T, V] behind each token in the rotary regime of the tokens up to it."""
+    logits = uncached(model, tokens, **options)
+    for length in reversed(short_regime_lens(model.config.stack, model.config.max_seq_len)):
+        if length < len(tokens):
+            logits = torch.cat((uncached(model, tokens[:length], **options), logits[length:]))
+    return logits
+
+
+def fresh_step(tokens: Sequence[int], source: Sequence[int] | None = None) -> ModelInput:
+    """Build the ModelInput of one sequence and its source."""
     ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
-    limits = torch.full_like(positions, limit or len(tokens))
     encoder_input = None if source is None else fresh_step(source)
     return ModelInput(
         ids,
         positions,
         (SubBatch(1, len(tokens), len(tokens)),),
         positions,
-        max_seq_lens=limits,
+        seq_lens=torch.full_like(positions, len(tokens)),
         encoder_input=encoder_input,
     )
 
@@ -214,7 +221,7 @@ def worst(
     for number, stream in enumerate(streams):
         for sample in range(len(stream.continuations)):
             tokens = stream.tokens(sample)
-            expected = uncached(model, tokens, source=stream.source, cache=cache, formats=formats)
+            expected = sampled(model, tokens[:-1], source=stream.source, cache=cache, formats=formats)
             run_logits = run.logits[number, sample]
             assert sorted(run_logits) == list(range(len(stream.prompt) - 1, len(tokens) - 1)), (
                 "not every position was sampled"

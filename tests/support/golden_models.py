@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,7 +45,9 @@ class GoldenModel:
         return dict(read_tensors(self.family, self.config, stored, "model.safetensors"))
 
     def model(self) -> Transformer:
-        model = Transformer(self.config)
+        # Dynamic scaling: transformers uses the length of each input, kvad the limit, so here they are the same.
+        max_seq_len = max(self.config.max_seq_len, len(self.arrays["long/input_ids"]))
+        model = Transformer(replace(self.config, max_seq_len=max_seq_len))
         model.load_state_dict(self.weights, assign=True)
         return model.float().eval()
 
@@ -83,7 +86,7 @@ def whole_input(tokens: Tensor) -> ModelInput:
     """Return the input of one sequence with logits at every position."""
     indices, length = torch.arange(len(tokens)), len(tokens)
     limits = torch.full_like(indices, length)
-    return ModelInput(tokens, indices, (SubBatch(1, length, length),), indices, max_seq_lens=limits)
+    return ModelInput(tokens, indices, (SubBatch(1, length, length),), indices, seq_lens=limits)
 
 
 def divergence(logits: Tensor, expected: Tensor) -> float:

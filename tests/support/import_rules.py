@@ -12,7 +12,7 @@ from pathlib import Path
 
 # Lowest layer first. An import goes to a lower layer or stays within its own package.
 LAYERS = (
-    {"_lazy", "_log", "errors"},
+    {"_html", "_lazy", "_log", "errors"},
     {"model_input"},
     {"storage"},
     {"config", "text", "datasets"},
@@ -25,6 +25,7 @@ LAYERS = (
     {"benchmarks"},
     {"verify"},
     {"evaluation"},
+    {"api"},
     {"cli"},
     {"", "__main__"},
 )
@@ -149,7 +150,13 @@ class Source:
     def _resolved(self, name: str) -> Iterator[Import]:
         yield from (each for each in self.imports[name] if each.target not in self.packages)
         tree = self.trees[name]
-        aliases = {}
+        aliases = {  # import kvad.verify as verify
+            alias.asname: alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if alias.asname and alias.name in self.packages
+        }
         for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
             door = self.doors.get(node.module or "", {})
             for alias in node.names:

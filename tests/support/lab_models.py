@@ -14,6 +14,7 @@ from kvad.config.layers import (
     GatedMLPConfig,
     HeadTransformConfig,
     LanguageHeadConfig,
+    LatentConfig,
     LayerConfig,
     LearnedPositionsConfig,
     MoEConfig,
@@ -72,6 +73,8 @@ CONFIGS = {
     "t5": tiny(AttentionConfig(4, position=T5BiasConfig(8, 16))),
     "t5 per layer": tiny(AttentionConfig(4, position=T5BiasConfig(8, 16, shared=False))),
     "window": tiny(AttentionConfig(4, 2, window=7)),
+    "latent": tiny(AttentionConfig(4, latent=LatentConfig(12, 6, 4, 5, q_lora_rank=14))),
+    "latent bias": tiny(AttentionConfig(4, qkv_bias=True, out_bias=True, latent=LatentConfig(12, 6, 4, 8))),
     "pattern": tiny(layers=5, kinds=LOCAL, pattern="LLG"),
     "pattern norms": tiny(layers=3, kinds={**LOCAL, "G": replace(LOCAL["G"], norm=LAYER_NORM)}, pattern="LG"),
 }
@@ -135,7 +138,13 @@ ENCODERS = {
     ),
     "encoder untied": encoder(AttentionConfig(4, window=5), tie_embeddings=False),
 }
-MIXTURES = {"experts": tiny(mlp=MoEConfig(40, 8, 2)), "experts bias": tiny(mlp=MoEConfig(40, 4, 1, bias=True))}
+MIXTURES = {
+    "experts": tiny(mlp=MoEConfig(40, 8, 2)),
+    "experts bias": tiny(mlp=MoEConfig(40, 4, 1, bias=True)),
+    "experts shared": tiny(
+        mlp=MoEConfig(40, 4, 2, router="sigmoid", selection_bias=True, shared_size=56, shared_gate=True)
+    ),
+}
 EVERY = {**CONFIGS, **MIXTURES, **PAIRS, **ENCODERS}
 
 

@@ -145,7 +145,9 @@ def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **fields
 
 TIERED = "tiered(8, quantized=8, interval=4, num_sinks=4, summaries=8, ratio=2)"
 LEVELS = "tiered(8, quantized=8, interval=4, summaries=8, ratio=2)"
-EXPERTS = cfg.MoEConfig(24, 4, 2, bias=True, router_bias=True)
+EXPERTS = cfg.MoEConfig(
+    24, 4, 2, bias=True, router_bias=True, router="sigmoid", selection_bias=True, shared_size=20, shared_gate=True
+)
 
 
 def cases_on_two_ranks() -> list[Case]:

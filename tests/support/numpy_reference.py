@@ -191,16 +191,12 @@ class Reference:
 
     def attention(self, at: str, shared: str, spec: Config, norm: Config, x: Array, source: Array) -> Array:
         """Attend from x [L, E] to source [S, E]; query i of head h takes the softmax over the keys visible to it."""
-        heads, kv_heads = spec["num_heads"], spec["num_kv_heads"] or spec["num_heads"]
-        dim = spec["head_dim"] or self.config["hidden_size"] // heads
-        value_dim = spec["value_dim"] or dim
-        q = self.project(f"{at}.q", f"{at}.q_norm", spec, norm, x, heads, dim)
-        k = self.project(f"{at}.k", f"{at}.k_norm", spec, norm, source, kv_heads, dim)
-        v = self.project(f"{at}.v", None, spec, norm, source, kv_heads, value_dim)
-        position = spec["position"] or {"kind": None}
-        if position["kind"] == "rope":
-            q = np.stack([[rotated(q[i, h], i, position) for h in range(heads)] for i in range(len(q))])
-            k = np.stack([[rotated(k[j, h], j, position) for h in range(kv_heads)] for j in range(len(k))])
+        heads, position = spec["num_heads"], spec["position"] or {"kind": None}
+        if spec["latent"] is not None:
+            q, k, v = self.latent_heads(at, spec, norm, x)
+        else:
+            q, k, v = self.plain_heads(at, spec, norm, x, source)
+        dim, kv_heads = q.shape[-1], k.shape[1]
         scale = {"default": 1 / math.sqrt(dim), "none": 1.0}.get(spec["softmax_scale"], spec["softmax_scale"])
         sinks = self.weights.get(f"{at}.sink_logits")
         bias = self.bias(f"{at}.relative_bias", shared, position, heads)
@@ -224,6 +220,38 @@ class Reference:
                 )
             out.append(self.linear(f"{at}.out", np.array(label_scores)))
         return np.stack(out)
+
+    def plain_heads(self, at: str, spec: Config, norm: Config, x: Array, source: Array) -> tuple[Array, Array, Array]:
+        """Return q [L, H, D], k [S, K, D] and v [S, K, Dv], rotated."""
+        heads, kv_heads = spec["num_heads"], spec["num_kv_heads"] or spec["num_heads"]
+        dim = spec["head_dim"] or self.config["hidden_size"] // heads
+        value_dim, position = spec["value_dim"] or dim, spec["position"] or {"kind": None}
+        q = self.project(f"{at}.q", f"{at}.q_norm", spec, norm, x, heads, dim)
+        k = self.project(f"{at}.k", f"{at}.k_norm", spec, norm, source, kv_heads, dim)
+        v = self.project(f"{at}.v", None, spec, norm, source, kv_heads, value_dim)
+        if position["kind"] == "rope":
+            q = np.stack([[rotated(q[i, h], i, position) for h in range(heads)] for i in range(len(q))])
+            k = np.stack([[rotated(k[j, h], j, position) for h in range(kv_heads)] for j in range(len(k))])
+        return q, k, v
+
+    def latent_heads(self, at: str, spec: Config, norm: Config, x: Array) -> tuple[Array, Array, Array]:
+        """Return q, k [L, H, nope + rope] and v [L, H, Dv] as in DeepSeek-V2's equations: a key and value per head."""
+        sizes, heads, position = spec["latent"], spec["num_heads"], spec["position"]
+        rank, nope = sizes["kv_lora_rank"], sizes["qk_nope_head_dim"]
+        norm, q, k, v = sizes["norm"] or norm, [], [], []
+        for i, row in enumerate(x):
+            if sizes["q_lora_rank"] is None:
+                flat_q = self.linear(f"{at}.q", row)
+            else:
+                flat_q = self.linear(f"{at}.q_up", self.norm(f"{at}.q_norm", norm, self.linear(f"{at}.q_down", row)))
+            down = self.linear(f"{at}.kv_down", row)
+            key_values = self.linear(f"{at}.kv_up", self.norm(f"{at}.kv_norm", norm, down[:rank])).reshape(heads, -1)
+            shared = rotated(down[rank:], i, position)
+            queries = flat_q.reshape(heads, -1)
+            q.append([np.concatenate((each[:nope], rotated(each[nope:], i, position))) for each in queries])
+            k.append([np.concatenate((each[:nope], shared)) for each in key_values])
+            v.append(key_values[:, nope:])
+        return np.stack(q), np.stack(k), np.stack(v)
 
     def project(self, at: str, normed: str | None, spec: Config, norm: Config, x: Array, heads: int, dim: int) -> Array:
         flat = np.stack([self.linear(at, row) for row in x])
@@ -260,10 +288,22 @@ class Reference:
 
     def experts(self, at: str, spec: Config, x: Array) -> Array:
         logits = self.linear(f"{at}.router", x)
-        best = sorted(range(spec["num_experts"]), key=lambda e: -logits[e])[: spec["num_experts_per_token"]]
-        shares = np.exp([logits[e] - max(logits) for e in best])
+        scores = np.exp(logits - max(logits)) / sum(np.exp(logits - max(logits)))
+        scores = 1 / (1 + np.exp(-logits)) if spec["router"] == "sigmoid" else scores
+        ranking = scores + self.weights[f"{at}.selection_bias"] if spec["selection_bias"] else scores
+        size = spec["num_experts"] // spec["num_groups"]
+        groups = [sorted(ranking[low : low + size])[::-1] for low in range(0, spec["num_experts"], size)]
+        values = [sum(group[: 2 if spec["selection_bias"] else 1]) for group in groups]
+        allowed = sorted(range(spec["num_groups"]), key=lambda g: -values[g])[: spec["num_groups_per_token"]]
+        ranked = sorted(range(spec["num_experts"]), key=lambda e: -ranking[e])
+        best = [e for e in ranked if e // size in allowed][: spec["num_experts_per_token"]]
+        shares = scores[best] / (sum(scores[best]) if spec["renormalize"] else 1.0) * spec["routed_scale"]
         out = np.zeros_like(x)
-        for residual_scale, e in zip(shares / sum(shares), best, strict=True):
+        if spec["shared_size"] is not None:
+            shared = {"kind": "gated", "activation": spec["activation"]}
+            gate = 1 / (1 + np.exp(-self.linear(f"{at}.shared_gate", x))) if spec["shared_gate"] else 1.0
+            out = gate * self.mlp(f"{at}.shared", shared, x)
+        for residual_scale, e in zip(shares, best, strict=True):
             gate, up = (
                 self.weights[f"{at}.{part}"][e] @ x + (self.weights[f"{at}.{part}_bias"][e] if spec["bias"] else 0.0)
                 for part in ("gate", "up")

@@ -16,11 +16,15 @@ WIDTH, VOCAB, LIMIT = 24, 67, 96
 SOURCE_VOCAB, SOURCE_LIMIT = 41, 64
 POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-partial", "rope-dynamic", "rope-longrope", "alibi", "t5")
 NORMS = ("pre", "post", "sandwich", "parallel")
-HEADS = ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix")
+STATES = {  # values of ``heads``: a mixer besides attention
+    "short-conv": cfg.ShortConvConfig(3, bias=True),
+    "recurrence": cfg.GatedRecurrenceConfig(30, num_blocks=5),
+}
+HEADS = ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix", "latent")
 
 
 def attention(position: str, heads: str) -> cfg.AttentionConfig:
-    """Six query heads (not a power of two) of eight dims, for every value of the axis."""
+    """Six query heads (not a power of two) of eight dims, for every value of the axis; a latent has rotary ones."""
     encodings: dict[str, cfg.RopeConfig | cfg.AlibiConfig | cfg.T5BiasConfig | None] = {
         "rope": cfg.RopeConfig(theta=100.0),
         "rope-partial": cfg.RopeConfig(theta=100.0, partial_rotary_factor=0.5, interleaved=True),
@@ -32,9 +36,17 @@ def attention(position: str, heads: str) -> cfg.AttentionConfig:
                 short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(2.0, 3.0, 4.0, 5.0), original_max_seq_len=20
             )
         ),
+        "rope-yarn": cfg.RopeConfig(
+            theta=100.0, interleaved=True, scaling=cfg.YarnScalingConfig(4.0, 16)
+        ),  # cos * 1.14
         "alibi": cfg.AlibiConfig(),
         "t5": cfg.T5BiasConfig(num_buckets=8, max_distance=20),
     }
+    if heads == "latent":
+        rotary, latent = encodings.get(position), cfg.LatentConfig(10, 6, 8, 5, q_lora_rank=14)
+        return cfg.AttentionConfig(
+            6, position=rotary if isinstance(rotary, cfg.RopeConfig) else encodings["rope"], latent=latent
+        )
     kv_heads = {"gqa": 3, "window": 2, "window-mix": 2, "mqa": 1, "sinks": 2, "softcap": 3, "value-dim": 3}.get(
         heads, 6
     )
@@ -60,8 +72,11 @@ def model_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", 
     mixer = attention(position, heads)
     mlp = cfg.PlainMLPConfig(40, "gelu", bias=True) if norm == "post" else cfg.GatedMLPConfig(40)
     kinds = {"L": cfg.LayerConfig(mixer, mlp, kind)}
+    pattern = "LG" if heads == "window-mix" else "L"
     if heads == "window-mix":
         kinds["G"] = cfg.LayerConfig(attention(position, "gqa"), mlp, kind)
+    if heads in STATES:  # a state, attention, a state
+        kinds["S"], pattern = cfg.LayerConfig(STATES[heads], mlp, kind), "SLS"
     place = "pre" if norm not in NORMS else norm
     absolute: cfg.LearnedPositionsConfig | cfg.SinusoidalPositionsConfig | None = None
     if position == "learned":
@@ -72,7 +87,7 @@ def model_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", 
         hidden_size=WIDTH,
         vocab_size=VOCAB,
         max_seq_len=LIMIT,
-        decoder=cfg.StackConfig(layers, kinds, "LG" if heads == "window-mix" else "L", norm_position=place),  # type: ignore[arg-type]
+        decoder=cfg.StackConfig(layers, kinds, pattern, norm_position=place),  # type: ignore[arg-type]
         embedding=cfg.EmbeddingConfig(absolute),
         tie_embeddings=norm != "post",
         head=cfg.LanguageHeadConfig(bias=norm == "post"),
@@ -81,7 +96,7 @@ def model_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", 
 
 def cross(heads: str) -> cfg.AttentionConfig:
     """Return cross-attention to a source, without positions and window."""
-    return replace(attention("none", heads), causal=False, window=None)
+    return replace(attention("none", "mqa" if heads == "latent" else heads), causal=False, window=None)
 
 
 def bidirectional(stack: cfg.StackConfig) -> cfg.StackConfig:
@@ -91,7 +106,8 @@ def bidirectional(stack: cfg.StackConfig) -> cfg.StackConfig:
         position = layer.attention.position
         if isinstance(position, cfg.T5BiasConfig):
             position = replace(position, bidirectional=True)
-        kinds[letter] = replace(layer, attention=replace(layer.attention, causal=False, position=position))
+        plain = replace(layer.attention, causal=False, position=position, latent=None, head_dim=8)
+        kinds[letter] = replace(layer, attention=plain)
     return replace(stack, layer_types=kinds)
 
 

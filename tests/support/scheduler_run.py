@@ -13,6 +13,7 @@ from kvad.engine.scheduling.limits import LengthLimits
 from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, StreamChunk, TokenLogprob
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
+from kvad.engine.scheduling.step_costs import StepCosts
 from tests.support.streams import FULL
 
 
@@ -42,6 +43,7 @@ class FakeModelRun:
         prefix: bool = True,
         watermark: float = 0.0,
         overflow: OverflowMode = "preempt",
+        step_costs: StepCosts | None = None,
     ) -> None:
         config = CacheConfig(
             layout=layout,
@@ -62,6 +64,7 @@ class FakeModelRun:
             prefill_chunk_size=chunk,
             limit=LengthLimits(limit, "model", overflow),
             clock=self.clock,
+            step_costs=step_costs,
         )
         self.tokens: dict[int, list[int]] = {}  # of sample 0 and its siblings, by request
         self.ends: dict[int, tuple[str | None, str | None]] = {}  # finish reason and limit by request

@@ -14,7 +14,7 @@ from tests.support.engine_sessions import PROMPT, engine, left, load, run, save
 from tests.support.faulty_filesystems import WatchedFileSystem
 from tests.support.random_models import model_config
 
-CONFIG = model_config("rope", heads="mqa", layers=1)
+CONFIG = model_config("rope", heads="short-conv", layers=2)  # a layer with a state, then attention
 OPERATIONS = ("create", "open", "read", "size", "sync", "close", "replace", "sync_dir", "remove")
 START, TURNS, PER_TURN = PROMPT[:5], 3, 2
 

@@ -118,7 +118,7 @@ def packed_input(config, rows, length):
         sub_batches=(SubBatch(rows, length, length),),
         logit_indices=indices,
         document_ids=(positions >= length // 2).long(),
-        max_seq_lens=torch.full_like(indices, length),
+        seq_lens=torch.full_like(indices, length),
     )
     return step if config.encoder_input is None else step._replace(encoder_input=step)
 

@@ -1,5 +1,6 @@
 """Chat templates in child processes: limits of time, memory and output, for any thread, fork and failure."""
 
+import bisect
 import gc
 import json
 import os
@@ -18,7 +19,7 @@ from kvad.text import chat_template as sandbox
 from kvad.text.chat_template import RenderLimits, render_template
 from kvad.text.template_worker import _Environment
 
-DEFAULT, QUICK = RenderLimits(), RenderLimits(seconds=0.1)
+DEFAULT, QUICK = RenderLimits(), RenderLimits(steps=300_000, seconds=0.1)
 SPANS = "{% for m in messages %}{{ m.role }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 
 
@@ -65,9 +66,9 @@ def start_worker(monkeypatch):
         worker.stop()
 
 
-def request(source, seconds):
-    values = {"source": source, "values": {}, "now": "2026-01-01", "max_output": 1000, "seconds": seconds}
-    return json.dumps(values).encode()
+def request(source, seconds, max_steps):
+    limits = {"max_output": 1000, "max_steps": max_steps, "seconds": seconds}
+    return json.dumps({"source": source, "values": {}, "now": "2026-01-01", **limits}).encode()
 
 
 # ---------------------------------------------------------------- attacks
@@ -78,6 +79,7 @@ GROW = (
     "{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
 )
 LISTS = "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
+ONE_HASH = "range(0, 100000 * 2305843009213693951, 2305843009213693951) | batch(2)"  # a dict of them takes 10 s
 ATTACKS = {
     "loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
     "loop filter": "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
@@ -259,6 +261,12 @@ ATTACKS = {
     "select": "{% for i in range(100000) %}{{ range(100000)|select|first }}{{ range(100000)|reject|list }}{% endfor %}",
     "in generator": "{% for i in range(100000) %}{{ 'x' in range(100000)|map('string') }}{% endfor %}",
     "in range": "{% for i in range(100000) %}{{ 'x' in range(100000) }}{% endfor %}",
+    "equal hashes": "{{ dict(" + ONE_HASH + ") | length }}",
+    "equal hashes namespace": "{% set a = namespace(" + ONE_HASH + ") %}",
+    "equal hashes unique": "{{ " + ONE_HASH + " | map('first') | unique | list | length }}",
+    "printf keys": "{{ '%(' * 2600000 % {} }}",
+    "long sum": "{{ " + "~".join(["'a'"] * 13_000) + " }}",
+    "small ints": "{% set ns = namespace(a=[]) %}" + LONG + "{% set ns.a = [ns.a, range(100000)|list] %}{% endfor %}",
     "min": "{% for i in range(100000) %}{{ range(100000)|min }}{{ range(100000)|sum }}{% endfor %}",
 }
 # These end within the limits (or not, on a slow machine): they are bounded, and nothing is wrong with them.
@@ -284,8 +292,43 @@ def test_cheap_operations_are_bounded(name):
 
 
 def test_default_limits():
-    assert error_of(ATTACKS["loops"], RenderLimits()).endswith("took more than 1 s of CPU")
+    assert error_of(ATTACKS["loops"], DEFAULT) == "the chat template (line 1) takes more than 10,000,000 steps"
     assert error_of(ATTACKS["print"], RenderLimits()).endswith("writes more than 4,194,304 characters")
+
+
+def test_work_is_counted_and_not_timed():
+    """A render has as many steps on every machine, however often it ran before."""
+    source = "{% for i in range(n) %}{{ messages[0].role | upper }}{% endfor %}"
+
+    def error(n, steps, seconds=30.0):
+        try:
+            return render(source, RenderLimits(steps=steps, seconds=seconds), n=n) and ""
+        except ChatTemplateError as caught:
+            return caught.message
+
+    needed = bisect.bisect(range(100_000), -1, key=lambda steps: -bool(error(2000, steps)))
+    assert needed > 20_000
+    for seconds in (1, 30, 1000):
+        assert not error(2000, needed, seconds)
+        assert error(2000, needed - 1, seconds).endswith(f" takes more than {needed - 1:,} steps")
+
+
+def test_compilation_is_counted():
+    source = "{{ " + "a ~ " * 1000 + "a }}"
+    assert error_of(source, RenderLimits(steps=5000)).endswith("its compilation takes more than 5,000 steps")
+
+
+def test_single_long_operation_stops_no_thread():
+    """A dict of equal hashes is one call; this process renders other templates meanwhile."""
+    problems = []
+    attack = RenderLimits(seconds=1.0)
+    thread = threading.Thread(target=lambda: problems.append(error_of(ATTACKS["equal hashes"], attack)))
+    thread.start()
+    renders = 0
+    while thread.is_alive():
+        assert render("{{ 1 }}").text == "1"
+        renders += 1
+    assert renders >= 10 and problems == ["the chat template took more than 1 s of CPU"]
 
 
 def test_memory_is_limited():
@@ -321,27 +364,29 @@ def test_next_render_works_after_an_attack(name):
 
 NO_MEMORY_LIMIT = "template_worker.MAX_MEMORY = 1 << 40"
 NO_TIMER = "template_worker.signal.setitimer = lambda *_: None"
+NO_STEP_LIMIT = "template_worker.sys.settrace = lambda _: None"
 NO_OUTPUT_LIMIT = (
     "answer = template_worker._Environment.answer\n"
-    "template_worker._Environment.answer = lambda self, source, values, now, max_output:"
-    " answer(self, source, values, now, 1 << 30)"
+    "template_worker._Environment.answer = lambda self, source, values, now, max_output, max_steps:"
+    " answer(self, source, values, now, 1 << 30, max_steps)"
 )
-LOOPS = "{% for i in range(9999) %}{% for j in range(300) %}{% endfor %}{% endfor %}x"
+LOOPS = "{% for i in range(9999) %}{% for j in range(100) %}{% endfor %}{% endfor %}x"
 
 
 @pytest.mark.parametrize(
-    ("fault", "source", "seconds", "text"),
+    ("fault", "source", "seconds", "steps", "text"),
     [
-        (NO_MEMORY_LIMIT, "{{ ('x' * 550000000)[:1] }}", 30, "x"),
-        (NO_TIMER, LOOPS, 0.01, "x"),
-        (NO_OUTPUT_LIMIT, "{{ 'x' * 1001 }}", 30, "x" * 1001),
+        (NO_MEMORY_LIMIT, "{{ ('x' * 550000000)[:1] }}", 30, 100_000, "x"),
+        (NO_TIMER, LOOPS, 0.01, 10_000_000, "x"),
+        (NO_STEP_LIMIT, LOOPS, 30, 100_000, "x"),
+        (NO_OUTPUT_LIMIT, "{{ 'x' * 1001 }}", 30, 100_000, "x" * 1001),
     ],
 )
-def test_render_ends_by_the_limit_under_test(start_worker, fault, source, seconds, text):
+def test_render_ends_by_the_limit_under_test(start_worker, fault, source, seconds, steps, text):
     sound = start_worker("import template_worker; template_worker.main()")
-    assert "error" in sound.exchange(request(source, seconds), RenderLimits(seconds))
+    assert "error" in sound.exchange(request(source, seconds, steps), RenderLimits(seconds=seconds))
     broken = start_worker(f"import template_worker\n{fault}\ntemplate_worker.main()")
-    assert broken.exchange(request(source, seconds), RenderLimits(seconds))["text"] == text
+    assert broken.exchange(request(source, seconds, steps), RenderLimits(seconds=seconds))["text"] == text
 
 
 # ---------------------------------------------------------------- data and state
@@ -369,7 +414,7 @@ def test_renders_share_no_state():
 def test_template_is_compiled_once():
     environment = _Environment()
     for number in range(5):
-        answer = environment.answer("{{ number }}", {"number": number}, "2026-01-01", 10)
+        answer = environment.answer("{{ number }}", {"number": number}, "2026-01-01", 10, 100_000)
         assert answer == {"text": str(number), "spans": []}
     assert (environment.compiled.cache_info().misses, environment.compiled.cache_info().hits) == (1, 4)
 
@@ -404,7 +449,7 @@ def test_threads_render_during_an_attack():
     for thread in threads:
         thread.join(60)
     assert texts == [True] * 20 * (sandbox.MAX_WORKERS + 2)
-    assert problems == ["the chat template took more than 0.1 s of CPU"] * 3
+    assert problems == ["the chat template (line 1) takes more than 300,000 steps"] * 3
 
 
 def test_fork_has_a_separate_worker():
@@ -466,7 +511,7 @@ def test_interrupted_render_does_not_answer_the_next_request():
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
-            render(ATTACKS["loops"], RenderLimits(seconds=1000))
+            render(ATTACKS["loops"], RenderLimits(steps=1 << 40, seconds=1000))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)

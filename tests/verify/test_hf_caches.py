@@ -9,6 +9,7 @@ import transformers
 from transformers.cache_utils import DynamicLayer
 
 from kvad.cli.main import main
+from tests.hf_parity import checkpoint
 from tests.support.verify_models import FLAGS
 
 COMMAND = (*FLAGS, "--against", "hf")
@@ -16,7 +17,10 @@ COMMAND = (*FLAGS, "--against", "hf")
 
 @pytest.fixture(scope="session")
 def hf_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf") / "llama"
+    return build_folder(tmp_path_factory.mktemp("hf") / "llama")
+
+
+def build_folder(folder, **options):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -26,6 +30,7 @@ def hf_folder(tmp_path_factory):
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=96,
+        **options,
     )
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
@@ -47,6 +52,16 @@ def test_intact_caches_are_within_the_tolerance(hf_folder, capsys, dtype):
     cases, result = verified(hf_folder, capsys, "--dtype", dtype)
     assert {cases[name]["verdict"] for name in ("none", "DynamicCache", "StaticCache")} == {"within tolerance"}
     assert "QuantizedCache" in cases or result["skipped"][0]["memory"] == "transformers QuantizedCache"
+
+
+def test_sequences_that_exceed_the_original_length_are_recomputed(tmp_path, capsys, monkeypatch):
+    """As ``generate`` of transformers does; without it the cached keys have the frequencies of shorter sequences."""
+    scaling = {"rope_type": "longrope", "factor": 6.0, "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    folder = build_folder(tmp_path / "llama", rope_scaling=scaling, original_max_position_embeddings=16)
+    cases, _ = verified(folder, capsys, "--prefill-chunk-size", "8")
+    assert {cases[name]["verdict"] for name in ("none", "DynamicCache", "StaticCache")} == {"within tolerance"}
+    monkeypatch.setattr("kvad.verify.hf_caches._Comparison._first_chunk", lambda *_: 0)
+    assert verified(folder, capsys, "--prefill-chunk-size", "8")[0]["DynamicCache"]["verdict"] == "broken"
 
 
 def break_update(monkeypatch, change):
@@ -85,6 +100,12 @@ def test_missing_transformers_is_one_line(hf_folder, capsys, monkeypatch):
     assert capsys.readouterr().err == (
         "kvad: error: --against hf: transformers is not installed\nkvad: hint: pip install transformers\n"
     )
+
+
+def test_latent_attention_is_refused(capsys, tmp_path):
+    meta, arrays = checkpoint.load("5", "deepseek-v2-lite")
+    assert main(["verify", str(checkpoint.write(meta, arrays, tmp_path)), *COMMAND]) == 2
+    assert "--against hf: is not supported for latent attention" in capsys.readouterr().err
 
 
 def test_faults_are_those_of_the_engine(hf_folder, capsys):

@@ -31,20 +31,28 @@ ENGINE_FAULTS = {  # those that need a cache of their own, or a prefix cache
     "block-store": {"prefix_cache_ram": 1 << 24},
     "summary": {"policies": ("tiered(8, quantized=8, interval=8, summaries=8, ratio=2)",)},
 }
-NAMES = [name for name in FAULTS if name != UNKNOWN_FAULT and name not in ENGINE_FAULTS]
+NAMES = [name for name in FAULTS if name not in (UNKNOWN_FAULT, "rank-heads", *ENGINE_FAULTS)]
 WINDOWED = LayerConfig(AttentionConfig(4, 2, window=12, logit_softcap=20.0, sink_logits=True), GatedMLPConfig(48))
 GATED, PLAIN = GatedMLPConfig(48), PlainMLPConfig(48)
+LATENT = cfg.LatentConfig(12, 6, 4, 5, q_lora_rank=9)
 PARTIAL = RopeConfig(interleaved=True, partial_rotary_factor=0.5)
 STACKS = {
     "rope-gqa": {"L": LayerConfig(AttentionConfig(4, 2), GATED)},
     "rope-interleaved-partial": {"L": LayerConfig(AttentionConfig(4, 4, position=PARTIAL), GATED)},
+    "rope-latent": {"L": LayerConfig(AttentionConfig(4, latent=LATENT), GATED)},
     "learned-mha": {"L": LayerConfig(AttentionConfig(4, position=None), PLAIN)},
     "alibi": {"L": LayerConfig(AttentionConfig(4, position=cfg.AlibiConfig()), PLAIN)},
     "t5": {"L": LayerConfig(AttentionConfig(4, position=cfg.T5BiasConfig(), softmax_scale="none"), GATED)},
     "windowed": {"L": LayerConfig(AttentionConfig(4, 2, window=12), GATED)},
     "windowed-and-global": {"L": WINDOWED, "G": LayerConfig(AttentionConfig(4, 2, qk_norm="head"), GATED)},
+    "short-conv": {"L": LayerConfig(cfg.ShortConvConfig(3), GATED), "G": LayerConfig(AttentionConfig(4, 2), GATED)},
+    "recurrence": {
+        "L": LayerConfig(cfg.GatedRecurrenceConfig(32, 4), GATED),
+        "G": LayerConfig(AttentionConfig(4, 2), GATED),
+    },
     "no-positions": {"L": LayerConfig(AttentionConfig(4, 1, position=None), GATED)},
 }
+STATES = ("short-conv", "recurrence")
 
 
 def build(name):
@@ -57,8 +65,9 @@ def build(name):
 
 
 def is_impossible(fault, name):
-    has_no_rope = not name.startswith(("rope", "windowed"))
-    return (fault == "rotation" and has_no_rope) or (fault == "position" and name == "no-positions")
+    has_no_rope = not name.startswith(("rope", "windowed", *STATES))
+    impossible = {"rotation": has_no_rope, "position": name == "no-positions", "state": name not in STATES}
+    return impossible.get(fault, False)
 
 
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
@@ -284,6 +293,13 @@ def test_intact_cache_has_no_finding(config, layout, block_size, seed):
     intact = lambda groups, hook: KVCache(groups, attention_hook=hook)  # noqa: E731
     assert diagnose_with(model, intact, layout=layout, options=dataclasses.replace(OPTIONS, **options)) is None
     assert run_verify(model, **options).verdict() == f"exact ({layout} float64)"
+
+
+def test_sequence_that_is_recomputed_with_other_frequencies_has_no_finding():
+    """Its steps before it exceeds the original length have other queries than the whole sequence."""
+    decoder = StackConfig(num_layers=2, layer_types={"L": LayerConfig(AttentionConfig(4, 2, position=SCALED), GATED)})
+    model = random_model(ModelConfig(hidden_size=32, vocab_size=64, max_seq_len=96, decoder=decoder))
+    assert diagnose_with(model, lambda groups, hook: KVCache(groups, attention_hook=hook)) is None
 
 
 @pytest.mark.long(minutes=2)

@@ -22,7 +22,8 @@ from tests.support.random_models import build, model_config, pair_config
 from tests.support.verify_models import FLAGS, OPTIONS, random_model, run_verify, tiny_model
 
 ENCODINGS = ("none", "learned", "sinusoidal", "rope", "alibi", "t5")
-EXPERTS = LayerConfig(AttentionConfig(4, 2), MoEConfig(num_experts=4, num_experts_per_token=2, intermediate_size=16))
+MIXTURE = MoEConfig(16, 4, 2, router="sigmoid", selection_bias=True, shared_size=12, shared_gate=True)
+EXPERTS = LayerConfig(AttentionConfig(4, 2), MIXTURE)
 
 
 def experts():
@@ -43,9 +44,7 @@ def whole_logits(model, dtype=torch.float64):
 
 def sequences(model):
     sources = ((5, 2, 7), (1,)) if model.config.encoder_input is not None else (None, None)
-    return [
-        WholeSequence(tokens, 20, source) for tokens, source in zip(((1, 2, 3, 4, 9, 9), (7,)), sources, strict=True)
-    ]
+    return [WholeSequence(tokens, source) for tokens, source in zip(((1, 2, 3, 4, 9, 9), (7,)), sources, strict=True)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,7 +52,7 @@ def test_reference_is_the_uncached_model_in_float64(name):
     model = MODELS[name]().float()
     double = copy.deepcopy(model).double()
     for sequence, logits in zip(sequences(model), whole_logits(model), strict=True):
-        expected = run_uncached(double, sequence.tokens, sequence.limit, None, sequence.source)
+        expected = run_uncached(double, sequence.tokens, None, sequence.source)
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-11)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 

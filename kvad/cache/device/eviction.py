@@ -195,7 +195,8 @@ def quantize_layer(
 ) -> None:
     """Copy whole blocks of one layer into the lower level's format."""
     for source, target in zip(upper, lower, strict=True):
-        target.write_blocks(targets, _blocks(source, sources))
+        if target.arrays:
+            target.write_blocks(targets, _blocks(source, sources))
 
 
 def merge_layer(

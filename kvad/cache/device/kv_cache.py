@@ -1,10 +1,10 @@
 """KVCache: the device half of the cache. It stores tensors; the KVCacheManager makes the decisions.
 
 Each layer has one ``kvad.cache.device.tensors.LayerTensor`` of keys and one of values, in the formats of its
-group; each group has a column of positions, ``[blocks, block_size]`` int64. A slot is visible if its position is >= 0,
-which holds only if the owner of its block wrote it: ``apply`` clears blocks that change owner (positions to -1,
-contents to zero), and block 0 (NULL_BLOCK, pads tables) is never written. So one mask rule works for contiguous, paged
-and ring-buffer layouts.
+group (of latent attention the values are part of the keys: ``LatentValues``); each group has a column of positions,
+``[blocks, block_size]`` int64. A slot is visible if its position is >= 0, which holds only if the owner of its block
+wrote it: ``apply`` clears blocks that change owner (positions to -1, contents to zero), and block 0 (NULL_BLOCK, pads
+tables) is never written. So one mask rule works for contiguous, paged and ring-buffer layouts.
 
 An offloaded level has positions here but no stores: its blocks are in an OffloadFile (``offload_reader.py``).
 
@@ -43,7 +43,7 @@ from kvad.cache.device.host_copy import (
 )
 from kvad.cache.device.offload_reader import OffloadReader, OffloadTile
 from kvad.cache.device.quest import BlockKeyBounds
-from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, LayerTensor, split_slots
+from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, LatentValues, LayerTensor, split_slots
 from kvad.cache.device.views import LayerView, ReadPlan, WriteIndex
 from kvad.cache.groups import CacheGroup
 from kvad.cache.offload import BlockStore
@@ -98,9 +98,8 @@ class KVCache:
         self.positions: list[Tensor] = []
         for group in self.groups:
             allocate = partial(_allocate, group, device)
-            formats = ((group.key_format, group.spec.head_dim), (group.value_format, group.spec.value_dim))
             layers = () if group.is_offloaded else group.layers
-            self.stores.append({layer: (allocate(*formats[0]), allocate(*formats[1])) for layer in layers})
+            self.stores.append({layer: _allocate_stores(group, device) for layer in layers})
             self.weights.append({layer: allocate(group.weight_format, 1) for layer in layers if group.has_summaries})
             shape = group.num_blocks, group.block_size
             self.positions.append(torch.full(shape, -1, dtype=torch.int64, device=device))
@@ -145,7 +144,8 @@ class KVCache:
 
     def payload_bytes(self) -> int:
         """Return the bytes of keys and values without scales."""
-        return sum(store.data.nbytes for layers in self.stores for pair in layers.values() for store in pair)
+        stores = (store for layers in self.stores for pair in layers.values() for store in pair)
+        return sum(store.arrays[0].nbytes for store in stores if store.arrays)
 
     def scale_bytes(self) -> int:
         """Return the bytes of scales."""
@@ -360,6 +360,14 @@ class KVCache:
             for layer in group.layers:
                 views[layer] = LayerView(write_index, read_plan, layer, self.keys[layer], self.values[layer])
         return [view for view in views if view is not None]
+
+
+def _allocate_stores(group: CacheGroup, device: torch.device | str) -> tuple[LayerTensor, LayerTensor]:
+    """Return one layer's keys and values."""
+    keys = _allocate(group, device, group.key_format, group.spec.head_dim)
+    if group.spec.values_in_keys:
+        return keys, LatentValues(keys, group.spec.value_dim)
+    return keys, _allocate(group, device, group.value_format, group.spec.value_dim)
 
 
 def _allocate(group: CacheGroup, device: torch.device | str, format_name: str, dim: int) -> LayerTensor:

@@ -186,8 +186,11 @@ class OffloadReader:
             raw[array_slice.is_value].append(_arrays(lines, array_slice, shape, like.device))
         if not tile.in_ram:
             self._read_ahead.done()
-        keys, values = self._codecs[group_index]
-        return keys.decode(raw[0], like.dtype), values.decode(raw[1], like.dtype)
+        (keys, values), spec = self._codecs[group_index], self._groups[group_index].spec
+        decoded = keys.decode(raw[0], like.dtype)
+        if spec.values_in_keys:
+            return decoded, decoded[..., spec.head_dim - spec.value_dim :]
+        return decoded, values.decode(raw[1], like.dtype)
 
     def failed_rows(self, seqs_per_sub_batch: Sequence[int]) -> dict[int, str]:
         """Return the sequences of the last step with unreadable blocks, and the causes."""

@@ -17,7 +17,7 @@ offset``. Positions are stored elsewhere and decide visibility.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -202,3 +202,39 @@ class LayerTensor(BlockArrays):
         size = self.data.shape[2]
         raw = [array[blocks, :, offsets if array.shape[2] == size else 0].unsqueeze(2) for array in self.arrays]
         return self._decode(raw, dtype).squeeze(2)
+
+
+class LatentValues(LayerTensor):
+    """Values that are the last ``dim`` numbers of the keys (``AttentionSpec.values_in_keys``): nothing is stored."""
+
+    def __init__(self, keys: LayerTensor, dim: int) -> None:
+        self.format, self.is_blockwise, self.dim, self.data = keys.format, keys.is_blockwise, dim, keys.data
+        self.arrays, self.empty_values, self._keys = (), [], keys
+
+    def of_keys(self, keys: Tensor) -> Tensor:
+        """Return the values [..., Dv] of keys [..., D], rotated or not."""
+        return keys[..., keys.shape[-1] - self.dim :]
+
+    def write(self, blocks: Tensor, offsets: Tensor, x: Tensor) -> None:
+        """Write nothing: the keys are written."""
+
+    def write_blocks(self, blocks: Tensor, x: Tensor) -> None:
+        """Write nothing: the keys are written."""
+
+    def read(self, table: BlockTable, dtype: torch.dtype) -> Tensor:
+        """Return [R, K, S, Dv] in ``dtype``."""
+        return self.of_keys(self._keys.read(table, dtype))
+
+    def read_per_head(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        """Read separate blocks for each head, [R, K, n] -> [R, K, n * block_size, Dv]."""
+        return self.of_keys(self._keys.read_per_head(blocks, dtype))
+
+    def read_slots(self, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values in slots ``offsets`` [n] of ``blocks`` [n]: [n, K, Dv]."""
+        return self.of_keys(self._keys.read_slots(blocks, offsets, dtype))
+
+
+def read_pair(keys: LayerTensor, values: LayerTensor, read: Callable[[LayerTensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Read keys and values; keys that contain the values are decoded once."""
+    k = read(keys)
+    return k, values.of_keys(k) if isinstance(values, LatentValues) else read(values)

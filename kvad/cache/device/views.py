@@ -10,8 +10,9 @@ Views do not choose blocks and support no gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from kvad import ops
 from kvad.cache.device.eviction import PerHeadMetadata, count_queries
 from kvad.cache.device.offload_reader import OffloadReader, OffloadTile
 from kvad.cache.device.quest import BlockKeyBounds, SparseMask
-from kvad.cache.device.tensors import BlockTable, LayerTensor, gather_blocks, gather_metadata, split_slots
+from kvad.cache.device.tensors import BlockTable, LayerTensor, gather_blocks, gather_metadata, read_pair, split_slots
 from kvad.cache.groups import CacheGroup
 from kvad.errors import CacheError
 from kvad.model_input import AttentionParams, AttentionPattern, ModelInput, Rotary, SlotMapping, TokenPositions
@@ -60,6 +61,14 @@ class WriteIndex:
         values.write(self.blocks, self.offsets, v)
 
 
+class _History(NamedTuple):
+    """Slots of the last tokens of each sequence of a sub-batch, oldest first."""
+
+    blocks: Tensor  # [R * n]
+    offsets: Tensor  # [R * n]
+    is_missing: Tensor  # [R, n], before the start of the sequence
+
+
 class ReadPlan:
     """Tables and masks of a group's sub-batches in one step."""
 
@@ -95,6 +104,7 @@ class ReadPlan:
             count_queries(policy, queries.position) if policy is not None and observes else None
             for queries in self.queries
         ]
+        self._histories: dict[tuple[int, int], _History] = {}
         self.lower: list[_LowerLevel | _OffloadedLevel] = []  # oldest tokens first
         for index, lower_group in enumerate(kv_cache.groups if model_input.sub_batches else ()):
             if lower_group.lower_level is None or lower_group.lower_level.token_group != group_index:
@@ -124,8 +134,9 @@ class ReadPlan:
                 mask, rotates = self.masks[index], self.rotate_keys and params.rotary is not None
                 if metadata is not None and (rotates or params.bias is not None):  # Otherwise only visibility matters.
                     mask = ops.attention.AttentionMask(mask.queries, TokenPositions(metadata.read(table)), mask.pattern)
-                k = self.rotated(keys.read(table, q.dtype), mask.keys.position, params, span)
-                part = ops.merge.AttentionPart(queries, k, values.read(table, q.dtype), mask)
+                k, v = read_pair(keys, values, partial(_read, table=table, dtype=q.dtype))
+                k = self.rotated(k, mask.keys.position, params, span)
+                part = ops.merge.AttentionPart(queries, k, v, mask)
                 lower_parts = chain(*(level.parts(self, layer, index, queries, params) for level in self.lower))
             call = ops.sub_batch.SubBatchCall(layer, index, span, self.kernel, self.attention_hook)
             result = ops.sub_batch.attend_sub_batch(call, part, params, counts, lower_parts)
@@ -134,6 +145,51 @@ class ReadPlan:
                 metadata.add(table, result.mass[0])
             outputs.append(result.out.flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
+
+    def convolve(self, layer: int, x: Tensor, keys: LayerTensor, kernel: Tensor) -> Tensor:
+        """Convolve the stored inputs of one layer, those of this step, x [T, C], included."""
+        outputs = []
+        for index, span in enumerate(self.spans):
+            read = self._history(index, kernel.shape[1])
+            history = keys.read_slots(read.blocks, read.offsets, x.dtype).view(*read.is_missing.shape, -1)
+            history = history.masked_fill(read.is_missing.unsqueeze(-1), 0)
+            out = ops.recurrence.causal_convolution(history, kernel)
+            if self.attention_hook is not None:
+                inputs, stored = x[span].view(out.shape).unsqueeze(2), keys.read(self.tables[index], x.dtype)
+                part = ops.merge.AttentionPart(inputs, stored, stored, self.masks[index])
+                call = ops.sub_batch.SubBatchCall(layer, index, span, self.kernel, self.attention_hook)
+                ops.sub_batch.trace_inputs(call, part, out)
+            outputs.append(out.flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
+
+    def recur(self, x: Tensor, log_decay: Tensor, values: LayerTensor) -> Tensor:
+        """Compute the states [T, C] of one layer's new tokens from the stored state before them."""
+        outputs = []
+        for index, (sub_batch, span) in enumerate(zip(self.sub_batches, self.spans, strict=True)):
+            read, rows = self._history(index, 2), sub_batch.num_seqs
+            before = slice(None, None, sub_batch.num_new_tokens + 1)  # of each sequence, the token before the new ones
+            state = values.read_slots(read.blocks[before], read.offsets[before], x.dtype).view(rows, -1)
+            state = state.masked_fill(read.is_missing[:, :1], 0)
+            inputs, decay = (each[span].unflatten(0, (rows, sub_batch.num_new_tokens)) for each in (x, log_decay))
+            is_first = self.queries[index].position == 0
+            outputs.append(ops.recurrence.gated_recurrence(state, inputs, decay, is_first).flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
+
+    def _history(self, index: int, width: int) -> _History:
+        """Find the new tokens and the ``width - 1`` before them, by the positions in their slots."""
+        if (index, width) not in self._histories:
+            positions, table = self.masks[index].keys.position, self.tables[index]
+            queries = self.queries[index].position
+            num_read = width - 1 + queries.shape[1]
+            distance = positions - (queries[:, :1] - width + 1)
+            is_read = (positions >= 0) & (distance >= 0) & (distance < num_read)
+            slots = positions.new_full((len(positions), num_read + 1), -1)  # the last column takes all other slots
+            source = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+            slots = slots.scatter_(1, distance.where(is_read, num_read), source)[:, :num_read]
+            blocks, offsets = split_slots(slots.clamp(min=0), table.block_size)
+            blocks = table.flat.view(table.rows, table.per_row).gather(1, blocks)
+            self._histories[index, width] = _History(blocks.flatten(), offsets.flatten(), slots < 0)
+        return self._histories[index, width]
 
     def _sparse_part(
         self, bounds: BlockKeyBounds, q: Tensor, index: int, keys: LayerTensor, values: LayerTensor
@@ -146,12 +202,13 @@ class ReadPlan:
         selected = bounds.select_blocks(q, mask.queries.position, table)
         if q.shape[1] > 1:
             sparse_mask = SparseMask(mask.queries, mask.keys, mask.pattern, selected, table.block_size)
-            return ops.merge.AttentionPart(q, keys.read(table, q.dtype), values.read(table, q.dtype), sparse_mask)
+            pair = read_pair(keys, values, partial(_read, table=table, dtype=q.dtype))
+            return ops.merge.AttentionPart(q, *pair, sparse_mask)
         blocks = bounds.selected_blocks(selected, table)
         positions = TokenPositions(self.positions[blocks].flatten(2))
         mask = ops.attention.AttentionMask(mask.queries, positions, mask.pattern)
-        k, v = keys.read_per_head(blocks, q.dtype), values.read_per_head(blocks, q.dtype)
-        return ops.merge.AttentionPart(q, k, v, mask)
+        pair = read_pair(keys, values, lambda store: store.read_per_head(blocks, q.dtype))
+        return ops.merge.AttentionPart(q, *pair, mask)
 
 
 class _LowerLevel:
@@ -175,8 +232,7 @@ class _LowerLevel:
         table, mask = self.tables[sub_batch], self.masks[sub_batch]
         if table.per_row == 0:
             return
-        keys, values = self.stores[layer]
-        k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
+        k, v = read_pair(*self.stores[layer], partial(_read, table=table, dtype=q.dtype))
         k = read_plan.rotated(k, mask.keys.position, params, read_plan.spans[sub_batch])
         if layer in self.weights:
             mask = mask.with_weight(gather_blocks(self.weights[layer].data, table).squeeze(-1))
@@ -206,6 +262,10 @@ class _OffloadedLevel:
                 k, v = self._reader.read(self._group_index, layer, tile, q)
                 k = read_plan.rotated(k, tile.keys.position, params, span)
                 yield ops.merge.AttentionPart(q, k, v, ops.attention.AttentionMask(queries, tile.keys, self._pattern))
+
+
+def _read(store: LayerTensor, table: BlockTable, dtype: torch.dtype) -> Tensor:
+    return store.read(table, dtype)
 
 
 def _masks(
@@ -250,6 +310,21 @@ class LayerView:
         if self._layer in read_plan.bounds:
             read_plan.bounds[self._layer].update(write_index.blocks, write_index.offsets)
         return read_plan.attend(self._layer, q, self._keys, self._values, params)
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        """Write the inputs x [T, C], and convolve them with those of earlier tokens."""
+        assert self._write_index is not None, "requires slots"
+        _check_no_gradients(x)
+        self._keys.write(self._write_index.blocks, self._write_index.offsets, x.unsqueeze(1))
+        return self._read_plan.convolve(self._layer, x, self._keys, kernel)
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        """Compute and write the states of new tokens, whose slots ``convolve`` has written."""
+        assert self._write_index is not None, "requires slots"
+        _check_no_gradients(x, log_decay)
+        states = self._read_plan.recur(x, log_decay, self._values)
+        self._values.write(self._write_index.blocks, self._write_index.offsets, states.unsqueeze(1))
+        return states
 
 
 def _check_no_gradients(*tensors: Tensor) -> None:

@@ -14,7 +14,7 @@ Activations: the maximum over these moments, W the input width of the head:
 
     attention   c T (4 E + 4 (H D + K D) + 2 K Dv + 3 H Dv)   residual, norm; q, k during rotation; v; outputs
     MLP         c T (5 E + 3 F), gated 4 F                    two residuals, norm; up, gate, product
-    experts     c T (8 E + 6 F + 3 count)                     all tokens may choose one expert
+    experts     c T (8 E + 6 F + 10 count + 20 chosen)        all tokens may choose one expert; or 4 times the shared F
     sources     c T (E + 2 K (D + Dv)) + e T K (D + Dv)       cross-attention keys and values while they are written
     logits      c T E + rows V (c + 3 * 4)                    one per sequence, and the sampler's float32 copies
                 c T (E + 3 W + n V) + S V (c + 3)             of an encoder: of every token (n = 1, plus 1 if scaled,
@@ -44,6 +44,7 @@ from kvad.config import (
     encoder_attention_specs,
     encoder_hidden_size,
     head_input_size,
+    kv_size,
 )
 from kvad.model_input import MAX_READ_SLOTS
 
@@ -159,7 +160,7 @@ def _encoder_reads(
         yield AttentionRead(by_name, group, tokens, rows, num_slots, tokens, rows * num_slots, tiled=tiled)
 
 
-def _spec_of_layer(stack: cfg.StackConfig, index: int) -> tuple[str, cfg.AttentionConfig]:
+def _spec_of_layer(stack: cfg.StackConfig, index: int) -> tuple[str, cfg.TokenMixer]:
     """Return the name under which a layer's biases are shared, and its attention.
 
     Indices from ``stack.num_layers`` on are cross-attention layers.
@@ -196,9 +197,11 @@ def _encoding(
     for layer in config.decoder.layer_types.values():
         assert layer.cross_attention is not None, "each layer of an encoder-decoder has cross-attention"
         dims, formats = attention_dims(config, layer.cross_attention), cache.token_formats
-        stored = dims.num_kv_heads * slot_bytes(formats, dims.head_dim, dims.value_dim, cache.block_size)
+        sizes = zip(map(get_format, formats), (dims.head_dim, dims.value_dim), strict=True)
+        stored = dims.num_kv_heads * slot_bytes(sizes, cache.block_size)
         encoding = ENCODE_BYTES * any(get_format(name).kind != "plain" for name in formats)
-        peak = max(peak, tokens * (size * (width + 2 * dims.kv_size) + stored + encoding * dims.kv_size))
+        numbers = kv_size(config, layer.cross_attention)
+        peak = max(peak, tokens * (size * (width + 2 * numbers) + stored + encoding * numbers))
     return peak
 
 
@@ -227,11 +230,11 @@ def _tile_values(config: ModelConfig, stack: cfg.StackConfig, tokens: int, width
     """
     peak = 0
     for layer in stack.layer_types.values():
-        peak = max(peak, 3 * layer.mlp.intermediate_size)
+        peak = max(peak, 3 * layer.mlp.intermediate_size, 3 * (getattr(layer.mlp, "shared_size", None) or 0))
         for attention in (layer.attention, layer.cross_attention):
             if attention is not None:
-                dims = attention_dims(config, attention)
-                peak = max(peak, dims.num_heads * dims.head_dim + dims.kv_size, dims.num_heads * dims.value_dim)
+                heads, _, dim, value_dim = attention_dims(config, attention)
+                peak = max(peak, heads * dim + kv_size(config, attention), heads * value_dim)
     return _padded(tokens) * (width + peak)
 
 
@@ -245,8 +248,11 @@ def _layer_moments(config: ModelConfig, stack: cfg.StackConfig, width: int) -> I
         for attention in (layer.attention, layer.cross_attention):
             if attention is not None:
                 heads, kv_heads, dim, value_dim = attention_dims(config, attention)
-                yield 4 * width + 4 * (heads + kv_heads) * dim + 2 * kv_heads * value_dim + 3 * heads * value_dim
+                # A latent's own projections are no wider than the absorbed queries and outputs, one copy more of each.
+                copies = 4 if attention.latent is None else 5
+                yield 4 * width + copies * (heads + kv_heads) * dim + 2 * kv_heads * value_dim + 3 * heads * value_dim
         if isinstance(layer.mlp, cfg.MoEConfig):
-            yield 8 * width + 6 * layer.mlp.intermediate_size + 3 * layer.mlp.num_experts
+            hidden = max(6 * layer.mlp.intermediate_size, 4 * (layer.mlp.shared_size or 0))
+            yield 8 * width + hidden + 10 * layer.mlp.num_experts + 20 * layer.mlp.num_experts_per_token
         else:
             yield 5 * width + (3 if isinstance(layer.mlp, cfg.PlainMLPConfig) else 4) * layer.mlp.intermediate_size

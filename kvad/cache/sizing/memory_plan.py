@@ -187,7 +187,7 @@ def plan_with(plan: MemoryPlan, cache: CacheConfig) -> MemoryPlan:
     """Plan the same model with another cache."""
     config, resolved, deterministic = plan.config, resolve_for_model(plan.config, cache), plan.deterministic
     check_policy(config, resolved, deterministic=deterministic)
-    groups = build_groups(attention_specs(config), resolved)
+    groups = build_groups(attention_specs(config), resolved, plan.weights_dtype)
     check_shareable(resolved, groups)
     hidden = summarizer_bytes = 0
     if plan.summarizer_shape is not None and any(group.has_summaries for group in groups):

@@ -4,7 +4,8 @@ Scratch: temporary memory besides activations, of one layer at a time. Per *part
 (``ops/merge.py``: full tokens, quantized tokens, summaries), all at once:
 
     gather   rows S K (D + Dv) e      keys and values of the blocks of all sequences; none for a single contiguous
-                                      sequence, read in place, or an encoder, which reads its own output
+                                      sequence, read in place, or an encoder, which reads its own output; of
+                                      latent attention S K D e, and S K Dv c for the values in the keys
     widen    rows S K D c             if the keys' format is not the computed dtype; for values, Dv
              rows S K D 3             shifted bits of an integer format
              rows S K D 4             and float32 on the way to half precision
@@ -42,12 +43,12 @@ Between two steps, when none of that exists, a policy moves tokens: ``_move_byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvad import config as cfg
 from kvad.cache.groups import CacheGroup
-from kvad.cache.quantization import get_format
+from kvad.cache.quantization import CacheFormat
 from kvad.config import DTYPE_BYTES
 
 MASK_BUDGET = 1 << 22  # of ops/attention.py, which imports torch; a test compares them
@@ -65,7 +66,7 @@ SCORE_BYTES = 80  # bytes per token and head for eviction: float64 scores, sorte
 class AttentionRead:
     """One read of attention layers that share masks, in one step."""
 
-    specs: Mapping[str, cfg.AttentionConfig]  # by the name under which biases are shared
+    specs: Mapping[str, cfg.TokenMixer]  # by the name under which biases are shared
     group: CacheGroup  # of an encoder, which reads the keys of the step: one without blocks, in the compute dtype
     tokens: int  # queries
     rows: int  # sequences
@@ -130,6 +131,9 @@ def _retained_bytes(read: AttentionRead, size: int) -> int:
     pairs, max_pairs = read.tokens * read.slots, min(read.tokens, read.rows) * MASK_BUDGET
     retained = min(read.masks * pairs, max_pairs) + 8 * read.rows * max(read.slots, read.whole)
     for attention in read.specs.values():
+        if isinstance(attention.position, cfg.DisentangledConfig):  # products with the table, terms, sums and indices
+            products = 4 * attention.position.span * read.tokens
+            retained += size * attention.num_heads * (5 * pairs + products) + 64 * pairs
         if isinstance(attention.position, (cfg.AlibiConfig, cfg.T5BiasConfig)):
             width = size if isinstance(attention.position, cfg.T5BiasConfig) else 4
             retained += width * min(attention.num_heads * pairs, max_pairs)
@@ -154,29 +158,30 @@ def _copy_bytes(read: AttentionRead, computed: str) -> int:
     """Return the bytes of gathered, decoded and rotated keys and values."""
     kv_heads, dim, value_dim = read.dims
     size = DTYPE_BYTES[computed]
-    formats = read.group.key_format, read.group.value_format
-    copied = read.keys * kv_heads * slot_bytes(formats, dim, value_dim, read.group.block_size) if read.gathered else 0
-    copied += _decode_bytes(read, formats[0], dim, computed) + _decode_bytes(read, formats[1], value_dim, computed)
+    formats = read.group.tensor_formats
+    copied = read.keys * kv_heads * slot_bytes(formats, read.group.block_size) if read.gathered else 0
+    copied += sum(_decode_bytes(read, fmt, width, computed) for fmt, width in formats)
+    if read.group.spec.values_in_keys:  # made contiguous for the product with the weights
+        copied += read.keys * kv_heads * value_dim * size
     if read.unrotated or read.renumbered:
         angles = 16 * (kv_heads if read.per_head else 1)
         copied += read.keys * dim * (3 * kv_heads * size + angles)
     return copied + (12 * read.keys * kv_heads if read.per_head else 0)
 
 
-def slot_bytes(formats: tuple[str, str], dim: int, value_dim: int, block_size: int) -> int:
-    """Return the bytes of a slot of one head, with its share of per-block scales."""
-    keys, values = formats
-    arrays = (*get_format(keys).arrays(dim), *get_format(values).arrays(value_dim))
+def slot_bytes(formats: Iterable[tuple[CacheFormat, int]], block_size: int) -> int:
+    """Return the bytes of a slot of one head, with its share of per-block scales; formats have their dims."""
+    arrays = [array for fmt, dim in formats for array in fmt.arrays(dim)]
     shared = sum(array.nbytes for array in arrays if array.granularity == "block")
     return sum(array.nbytes for array in arrays if array.granularity == "slot") + -(-shared // block_size)
 
 
-def _decode_bytes(read: AttentionRead, name: str, dim: int, computed: str) -> int:
+def _decode_bytes(read: AttentionRead, fmt: CacheFormat, dim: int, computed: str) -> int:
     """Return the bytes of decoding keys or values of ``dim`` numbers and encoding new ones."""
-    if name == computed:
+    if fmt.name == computed:
         return 0
     count, size = read.keys * read.dims[0] * dim, DTYPE_BYTES[computed]
-    if get_format(name).kind == "plain":
+    if fmt.kind == "plain":
         return count * size
     return count * (size + 3 + (4 if size == 2 else 0)) + ENCODE_BYTES * read.tokens * read.dims[0] * dim
 
@@ -230,11 +235,11 @@ def _tiled_bytes(read: AttentionRead, computed: str) -> int:
     return total + tile + outputs + 2 * read.keys * kv_heads * value_dim * DTYPE_BYTES[computed]
 
 
-def _is_rotary_or_none(attention: cfg.AttentionConfig) -> bool:
+def _is_rotary_or_none(attention: cfg.TokenMixer) -> bool:
     return attention.position is None or isinstance(attention.position, cfg.RopeConfig)
 
 
-def _makes_scores(attention: cfg.AttentionConfig, dims: tuple[int, int, int], computed: str) -> bool:
+def _makes_scores(attention: cfg.TokenMixer, dims: tuple[int, int, int], computed: str) -> bool:
     """True if attention stores a score matrix, unlike the fused kernel without biases."""
     plain = _is_rotary_or_none(attention) and dims[1] == dims[2]
     return not plain or attention.logit_softcap is not None or attention.sink_logits or computed == "float16"
@@ -261,6 +266,6 @@ def _move_bytes(read: AttentionRead) -> int:
         return moving * kv_heads * ((dim + value_dim) * DEMOTE_BYTES + summarized)
     if group.eviction_policy is None:
         return 0
-    slot = kv_heads * (slot_bytes((group.key_format, group.value_format), dim, value_dim, group.block_size) + 12)
+    slot = kv_heads * (slot_bytes(group.tensor_formats, group.block_size) + 12)
     scoring = read.slots * kv_heads * (8 * 3 * max(dim, value_dim) + SCORE_BYTES)
     return read.rows * min(group.eviction_policy.budget, read.slots) * slot + scoring

@@ -19,18 +19,31 @@ from kvad.errors import CheckpointError, suggest
 __all__ = ["FAMILIES", "UNSUPPORTED", "find_family", "scale_rope"]
 
 _TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
-    "bert": ("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    "bert": (
+        *("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+        *("albert", "xlm-roberta-xl"),
+    ),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    "experts": (*("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "phimoe", "qwen2_moe"),),
+    "deberta": ("deberta-v2",),
     "fairseq": (
         *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"),
         *("biogpt", "opt", "xglm"),
     ),
-    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text", "t5gemma"),
+    "gemma": ("gemma", "gemma2", "gemma3", "gemma3_text", "t5gemma", "vaultgemma"),
+    "gemma4": ("gemma4", "gemma4_text"),
     "gpt": ("codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt"),
+    "hybrid": ("lfm2", "lfm2_moe", "recurrent_gemma"),
     "llama": (
         *("ernie4_5", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "phi", "phi3", "qwen3_moe"),
         *("seed_oss", "stablelm", "starcoder2"),
     ),
+    "llama_like": (
+        *("cwm", "helium", "hyperclovax", "internlm3", "iquestcoder", "ministral", "ministral3"),
+        "mistral3",
+    ),
     "neox": ("bloom", "falcon", "gpt_neox", "mpt"),
+    "plain_mlp": ("apertus", "arcee", "jais2", "nanochat", "nemotron"),
     "rotary_bert": ("modernbert", "nomic_bert", "roformer"),
     "t5": ("mt5", "t5", "umt5"),
     "windowed": (*("cohere", "cohere2", "exaone4", "glm", "glm4", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"),),
@@ -38,6 +51,8 @@ _TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
 FAMILIES: dict[str, str] = {model_type: file for file, types in _TYPES.items() for model_type in types}
 
 UNSUPPORTED: dict[str, str] = {  # model_type -> reason
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), "some of its layers read the cache of another layer; gemma3 is read"),
+    "hunyuan_v1_dense": "it multiplies q and k by weights after their rotation; keys are stored without weights",
     "longt5": "its encoder attends to blocks and to sums of blocks; t5, mt5 and umt5 are read",
     "nllb-moe": "its experts drop tokens beyond a capacity; the dense NLLB, m2m_100, is read",
     "switch_transformers": "its experts drop tokens beyond a capacity; t5, mt5 and umt5 are read",

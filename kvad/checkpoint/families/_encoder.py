@@ -47,6 +47,7 @@ class HeadNames(NamedTuple):
     bias: str | None  # of the language head; None: it is named after the matrix
     classifier_dense: str | None = None  # transform of a classifier; None: it uses the pooler
     sequence: str = "classifier"  # matrix of a sequence classifier
+    pooler: str = "pooler.dense"  # matrix of the base model's pooler
 
 
 def encoder_only(fields: HFConfigReader) -> None:
@@ -125,7 +126,8 @@ class EncoderClass(HFClass):
     def task_heads(self, fields: HFConfigReader, values: hf.FieldValues) -> dict[str, TaskHead]:
         """Return the heads by the suffix of the class name."""
         labels, activation, embedding = read_labels(fields), values["mlp"]["activation"], values["embedding"]
-        norm, size = embedding["norm"], embedding.get("embedding_size")
+        norm = embedding.get("norm") or cfg.NormConfig(**values["norm"])
+        size = embedding.get("embedding_size")
         masked = cfg.HeadTransformConfig(self.language_activation or activation, norm=norm, output_size=size)
         sequence = cfg.HeadTransformConfig(self.sequence_activation or activation)
         return {
@@ -163,7 +165,7 @@ class EncoderClass(HFClass):
         """
         names, head, base = self.names, config.head, self.base(config)
         is_language = isinstance(head, cfg.LanguageHeadConfig)
-        dense = names.dense if is_language else f"{base}pooler.dense"
+        dense = names.dense if is_language else f"{base}{names.pooler}"
         if isinstance(head, cfg.ClassificationHeadConfig):
             dense = names.classifier_dense or dense
         yield from self.rules(config, base)
@@ -190,7 +192,7 @@ class EncoderClass(HFClass):
         if isinstance(head, cfg.PoolingHeadConfig) or (
             isinstance(head, cfg.LanguageHeadConfig) and lookup(f"{self.names.dense}.weight") is None
         ):
-            stored = self.has_pooler and lookup(f"{self.prefix}pooler.dense.weight") is not None
+            stored = self.has_pooler and lookup(f"{self.prefix}{self.names.pooler}.weight") is not None
             head = POOLER if stored else cfg.PoolingHeadConfig()
         return replace(config, head=head)
 

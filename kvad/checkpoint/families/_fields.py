@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader
-from kvad.config import ModelConfig, head_dim
+from kvad.config import ModelConfig, head_dim, query_dim
 from kvad.errors import CheckpointError, ConfigError, suggest
 
 SCALING_NAMES = (
@@ -164,9 +164,36 @@ def softmax_scale(read: Callable[[HFConfigReader], Any], write: Callable[[float]
     )
 
 
+def _inverse(scale: float) -> float:
+    """Return a number whose reciprocal is exactly ``scale``, if there is one."""
+    near = 1 / scale
+    return next((x for x in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)) if 1 / x == scale), near)
+
+
+GRANITE_SCALES: FieldTable = {
+    "attention.softmax_scale": softmax_scale(
+        lambda fields: fields.number("attention_multiplier", default=1.0), lambda scale: {"attention_multiplier": scale}
+    ),
+    "embedding.scale": number("embedding_multiplier", 1.0),
+    "stack.residual_scale": number("residual_multiplier", 1.0),
+    "head.logit_scale": HFField(
+        lambda fields: 1 / fields.number("logits_scaling", default=1.0),
+        lambda scale, config: {"logits_scaling": _inverse(scale)},
+    ),
+}
+
+
 def first_head_dim(config: ModelConfig) -> int:
-    """Return the head dim of the first layer."""
-    return head_dim(config, config.stack.layer_config(0).attention)
+    """Return the head dim of the first layer with attention."""
+    return head_dim(config, first_attention_layer(config.stack).attention)
+
+
+def first_attention_layer(stack: cfg.StackConfig) -> cfg.LayerConfig:
+    """Return the first layer with attention.  Raises CheckpointError if there is none."""
+    layer = next((layer for layer in stack.layer_configs if isinstance(layer.attention, cfg.AttentionConfig)), None)
+    if layer is None:
+        raise CheckpointError("no layer of this model has attention")
+    return layer
 
 
 # ---------------------------------------------------------------- rotary positions
@@ -313,8 +340,10 @@ def scale_rope(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
     if config.decoder is None or not any(_is_scaled(layer, config.decoder) for layer in _layers(config.decoder)):
         raise ConfigError("rope_scaling: this model has no rotary positions to scale")
     layers = {
-        letter: replace(layer, attention=replace(layer.attention, position=replace(position, scaling=scaling)))
-        if _is_scaled(layer, config.decoder) and isinstance(position := layer.attention.position, cfg.RopeConfig)
+        letter: replace(layer, attention=replace(attention, position=replace(position, scaling=scaling)))
+        if _is_scaled(layer, config.decoder)
+        and isinstance(attention := layer.attention, cfg.AttentionConfig)
+        and isinstance(position := attention.position, cfg.RopeConfig)
         else layer
         for letter, layer in config.decoder.layer_types.items()
     }
@@ -381,8 +410,9 @@ def write_table(table: FieldTable, config: ModelConfig, stack: cfg.StackConfig |
     a scale of attention logits that has a name is named.
     """
     stack = config.stack if stack is None else stack
-    layer = stack.layer_config(0)
-    scale_names: dict[Any, Any] = {1.0: "none", head_dim(config, layer.attention) ** -0.5: "default"}
+    layer = first_attention_layer(stack)
+    assert isinstance(layer.attention, cfg.AttentionConfig)
+    scale_names: dict[Any, Any] = {1.0: "none", query_dim(config, layer.attention) ** -0.5: "default"}
     attention = replace(
         layer.attention,
         num_kv_heads=layer.attention.num_kv_heads or layer.attention.num_heads,

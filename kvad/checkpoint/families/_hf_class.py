@@ -134,7 +134,7 @@ class HFClass:
             if kvad_name != "stack.layers":
                 yield tensor_rule(name, base + hf_name)
                 continue
-            for index in range(config.stack.num_layers):
+            for index in range(config.stack.num_distinct_layers or config.stack.num_layers):
                 prefixes = f"{name}.{index}", f"{base}{hf_name}.{index}"
                 if self.layer_rules is not None:
                     yield from self.layer_rules(config, *prefixes)
@@ -166,7 +166,6 @@ def decoder_family(*classes: HFClass, choose: Callable[[ModelConfig], str] | Non
 
 def with_defaults(fields: HFConfigReader, **defaults: Any) -> HFConfigReader:
     """Return the fields over the defaults of their class.  Null stays null."""
-    fields.require_one_of("quantization_config", reason="Convert the weights to bfloat16 first.")
     return fields.derive({**defaults, **fields.content})
 
 
@@ -274,7 +273,7 @@ def build_stack(layer_types: Mapping[str, cfg.LayerConfig], pattern: str, **rest
 
 
 def fused_rules(
-    qkv: str, *, groups: Callable[[cfg.AttentionConfig], int] | None = None, gate_up: str | None = None
+    qkv: str, *, groups: Callable[[cfg.TokenMixer], int] | None = None, gate_up: str | None = None
 ) -> LayerRules:
     """Build the rules of fused matrices.
 
@@ -296,5 +295,5 @@ def fused_rules(
     return rules
 
 
-def kv_heads(attention: cfg.AttentionConfig) -> int:
+def kv_heads(attention: cfg.TokenMixer) -> int:
     return attention.num_kv_heads or attention.num_heads

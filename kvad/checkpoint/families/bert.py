@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018) and encoders like it: RoBERTa, MPNet, ELECTRA, DistilBERT.
+"""BERT (Devlin et al. 2018) and encoders like it: RoBERTa, XLM-R-XL, MPNet, ELECTRA, ALBERT, DistilBERT.
 
 BERT has learned positions, token types, LayerNorm after each half of a layer.  The embedding ends in a norm.  The
 masked language model's head has a transform before the tied table and a separate bias.  A base model's output is its
@@ -148,6 +148,22 @@ _PRELAYERNORM = _ROBERTA.variant(
     prefix="roberta_prelayernorm.",
 )
 
+# Goyal et al. 2021.  XLM-R with LayerNorm before each half of a layer and after the last layer, and none after the
+# embedding.
+_XLM_ROBERTA_XL = _ROBERTA.variant(
+    "xlm-roberta-xl",
+    "XLMRobertaXL",
+    also=(),
+    fields={
+        **{name: _ROBERTA.fields[name] for name in _ROBERTA.fields if name != "embedding.norm"},
+        "stack.norm_position": "pre",
+        "stack.final_norm": True,
+        "norm.eps": hf.number("layer_norm_eps", 1e-5),
+    },
+    layer={**_LAYER, "norm1": "attention.self_attn_layer_norm", "norm2": "LayerNorm"},
+    tensors={**_TENSORS, "stack.norm": "encoder.LayerNorm"},
+)
+
 
 def _check_mpnet(fields: HFConfigReader) -> None:
     base.encoder_only(fields)
@@ -238,6 +254,56 @@ _ELECTRA = _ElectraClass.like(
 )
 
 
+# ---------------------------------------------------------------- ALBERT
+
+
+def _check_albert(fields: HFConfigReader) -> None:
+    base.encoder_only(fields)
+    fields.require_one_of("inner_group_num", 1, reason="A group of several layers is not supported.")
+
+
+def _read_groups(fields: HFConfigReader) -> int | None:
+    groups, layers = fields.integer("num_hidden_groups", default=1), fields.integer("num_hidden_layers")
+    return None if groups == layers else groups
+
+
+_ALBERT_PARTS = (("q", "query"), ("k", "key"), ("v", "value"), ("out", "dense"))
+
+# Lan et al. 2020.  BERT's layers over a narrow embedding, projected to the model's size; all layers of a group share
+# their parameters.
+_ALBERT = BERT.variant(
+    "albert",
+    "Albert",
+    fields={
+        **FIELDS,
+        "mlp.activation": hf.activation("hidden_act", "gelu_new"),
+        "embedding.embedding_size": hf.integer("embedding_size", default=128),
+        "stack.num_distinct_layers": hf.HFField(
+            _read_groups, lambda groups, config: {"num_hidden_groups": groups or config.stack.num_layers}
+        ),
+    },
+    layer={
+        **{f"attention.{part}": f"albert_layers.0.attention.{name}" for part, name in _ALBERT_PARTS},
+        "norm1": "albert_layers.0.attention.LayerNorm",
+        "mlp.up": "albert_layers.0.ffn",
+        "mlp.down": "albert_layers.0.ffn_output",
+        "norm2": "albert_layers.0.full_layer_layer_norm",
+    },
+    tensors={
+        **_TENSORS,
+        "embedding.projection": "encoder.embedding_hidden_mapping_in",
+        "stack.layers": "encoder.albert_layer_groups",
+    },
+    check=_check_albert,
+    constants={"inner_group_num": 1, "position_embedding_type": "absolute"},
+    prefix="albert.",
+    ignored=(r"embeddings\.position_ids", r"sop_classifier\..*"),
+    names=HeadNames(
+        "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias", pooler="pooler"
+    ),
+)
+
+
 # ---------------------------------------------------------------- DistilBERT
 
 _SINUSOIDS, _LEARNED = cfg.SinusoidalPositionsConfig(), hf.learned_positions("max_position_embeddings", 512)
@@ -307,4 +373,6 @@ _DISTILBERT = _DistilClass(
     sequence_activation="relu",
 )
 
-FAMILIES = tuple(each.family() for each in (BERT, _ROBERTA, _PRELAYERNORM, _MPNET, _ELECTRA, _DISTILBERT))
+FAMILIES = tuple(
+    each.family() for each in (BERT, _ROBERTA, _PRELAYERNORM, _XLM_ROBERTA_XL, _MPNET, _ELECTRA, _ALBERT, _DISTILBERT)
+)

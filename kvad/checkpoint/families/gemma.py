@@ -1,4 +1,4 @@
-"""Gemma (Mesnard et al. 2024), Gemma 2 (Riviere et al. 2024), Gemma 3 (Kamath et al. 2025), T5Gemma.
+"""Gemma (Mesnard et al. 2024), Gemma 2 (Riviere et al. 2024), Gemma 3 (Kamath et al. 2025), VaultGemma, T5Gemma.
 
 Embeddings times sqrt(hidden_size), RMSNorm by 1 + w, GeGLU with the tanh form of gelu, which ``gelu`` means in Gemma
 1's files too.  Gemma 2 has norms before and after each half of a layer, soft caps on attention and output logits, and a
@@ -101,6 +101,14 @@ _GEMMA2 = _GEMMA.variant(
         "final_logit_softcapping": 30.0,
     },
     layer_types=_GEMMA2_LAYERS,
+)
+
+# Sinha et al. 2025.  Gemma 2 without the norms after each half of a layer, trained with differential privacy.
+_VAULTGEMMA = _GEMMA2.variant(
+    "vaultgemma",
+    "VaultGemmaForCausalLM",
+    fields={**_GEMMA2.fields, "stack.norm_position": "pre"},
+    layer={**base.LAYER, "norm2": "pre_feedforward_layernorm"},
 )
 
 
@@ -294,6 +302,7 @@ def _t5_rules(config: ModelConfig) -> Iterator[TensorRule]:
 
 FAMILIES = (
     _TEXT,
+    decoder_family(_VAULTGEMMA),
     replace(
         _TEXT,
         types=("gemma3",),

@@ -6,7 +6,6 @@ keys and values since Llama 2 70B.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -45,30 +44,8 @@ _MISTRAL = _LLAMA.variant(
 )
 
 
-def _inverse(scale: float) -> float:
-    """Return a number whose reciprocal is exactly ``scale``, if there is one."""
-    near = 1 / scale
-    return next((x for x in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)) if 1 / x == scale), near)
-
-
 # IBM 2024.  Scales the embeddings, each half's output, the attention logits and the output logits.
-_GRANITE = _LLAMA.variant(
-    "granite",
-    "GraniteForCausalLM",
-    fields={
-        **_LLAMA.fields,
-        "attention.softmax_scale": hf.softmax_scale(
-            lambda fields: fields.number("attention_multiplier", default=1.0),
-            lambda scale: {"attention_multiplier": scale},
-        ),
-        "embedding.scale": hf.number("embedding_multiplier", 1.0),
-        "stack.residual_scale": hf.number("residual_multiplier", 1.0),
-        "head.logit_scale": hf.HFField(
-            lambda fields: 1 / fields.number("logits_scaling", default=1.0),
-            lambda scale, config: {"logits_scaling": _inverse(scale)},
-        ),
-    },
-)
+_GRANITE = _LLAMA.variant("granite", "GraniteForCausalLM", fields={**_LLAMA.fields, **hf.GRANITE_SCALES})
 
 
 def _choose_llama(config: ModelConfig) -> str:
@@ -135,7 +112,7 @@ def _expert_rules(block: str, names: Mapping[str, str]) -> base.LayerRules:
 _ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
 _SWIGLU_EXPERTS = _expert_rules("mlp", {part: f"{part}_proj" for part in ("gate", "down", "up")})
 _NUM_EXPERTS = hf.integer("num_local_experts", "num_experts", write_as="num_experts")
-_ROUTER = hf.flag("norm_topk_prob", values=("softmax_all", "softmax_first"))
+_RENORMALIZE = hf.flag("norm_topk_prob")
 
 # Jiang et al. 2024.  Mistral with a mixture of experts as MLP, two of eight for each token.  An expert is
 # w2(silu(w1 x) * w3 x), stored as separate tensors: transformers 5 joins them when it reads and splits them when it
@@ -182,7 +159,7 @@ _QWEN3_MOE = HFClass(
         "mlp.intermediate_size": hf.integer("moe_intermediate_size"),
         "mlp.num_experts": _NUM_EXPERTS,
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
-        "mlp.router": _ROUTER,
+        "mlp.renormalize": _RENORMALIZE,
     },
     layer={**_ATTENTION, **base.QK_NORM, "mlp.router": "mlp.gate"},
     mlp=cfg.MoEConfig,
@@ -216,7 +193,7 @@ _OLMOE = HFClass(
         "attention.qk_norm": "full",
         "mlp.num_experts": _NUM_EXPERTS,
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
-        "mlp.router": _ROUTER,
+        "mlp.renormalize": _RENORMALIZE,
     },
     layer=_QWEN3_MOE.layer,
     mlp=cfg.MoEConfig,

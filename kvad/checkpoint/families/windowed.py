@@ -323,7 +323,6 @@ _GPT_OSS = HFClass(
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
         "mlp.bias": True,
         "mlp.router_bias": True,
-        "mlp.router": "softmax_last",
         "mlp.swiglu_alpha": hf.number("swiglu_alpha"),
         "mlp.swiglu_limit": hf.number("swiglu_limit"),
         "norm.eps": hf.number("rms_norm_eps", 1e-5),

@@ -38,6 +38,8 @@ _GPT2 = {
 _DERIVED = ("attention.value_length", "rope.dimension_count", "vocab_size", "attention.causal")
 _SCALING = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length")
 _UNUSED = ("rope.scaling.finetuned",)
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL_EXPERTS = {**_EXPERTS, "expert_count": "num_local_experts"}
 
 
 class FileContents(NamedTuple):
@@ -46,6 +48,14 @@ class FileContents(NamedTuple):
     values: Mapping[str, Any]
     tensor_names: frozenset[str]
     factors: Callable[[str], list[float]]  # values of a small tensor
+
+
+class Packing(NamedTuple):
+    """A tensor of Hugging Face that is stored as one or more others in a GGUF file."""
+
+    names: tuple[str, ...]  # of a layer's tensors in the GGUF file
+    read: Callable[[list[Tensor]], Tensor]
+    write: Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,12 @@ class Architecture:
     interleaves_rotary: bool = False  # rows of q and k are stored for rotary pairs (2i, 2i + 1)
     norm_offset: float = 0.0  # stored weights of norms are larger by this
     transposed: tuple[str, ...] = ()  # tensors that Hugging Face stores as [in, out]
+    packings: Mapping[str, Packing] = field(default_factory=dict)  # by the name in a layer of Hugging Face
+    not_written: tuple[str, ...] = ()  # keys that are read, and that llama.cpp ignores: a model with one is refused
+
+    @property
+    def has_experts(self) -> bool:
+        return "expert_count" in self.keys
 
     def convert(self, name: str, tensor: Tensor, content: Mapping[str, Any], *, write: bool = False) -> Tensor:
         """Convert a tensor between the two layouts.
@@ -78,7 +94,7 @@ class Architecture:
             pairs = tensor.unflatten(0, (num_heads, 2, -1) if write else (num_heads, -1, 2))
             converted: Tensor = pairs.transpose(1, 2).flatten(0, 2)
             return converted
-        if self.norm_offset and part.endswith("norm"):
+        if self.norm_offset and part.endswith("norm") and name.endswith(".weight"):
             return tensor + (self.norm_offset if write else -self.norm_offset)
         return tensor.t() if part in self.transposed and tensor.dim() == 2 else tensor
 
@@ -97,6 +113,48 @@ def _starcoder_biases(content: dict[str, Any], contents: FileContents) -> None:
     content["use_bias"] = "blk.0.attn_q.bias" in contents.tensor_names
 
 
+def _seed_oss_biases(content: dict[str, Any], contents: FileContents) -> None:
+    names = contents.tensor_names
+    content["attention_bias"], content["attention_out_bias"], content["mlp_bias"] = (
+        f"blk.0.{part}.bias" in names for part in ("attn_q", "attn_output", "ffn_up")
+    )
+
+
+def _olmoe_heads(content: dict[str, Any], contents: FileContents) -> None:
+    content["num_key_value_heads"] = content["num_attention_heads"]  # llama.cpp reads no other file
+
+
+def _gpt_oss_windows(content: dict[str, Any], contents: FileContents) -> None:
+    content["layer_types"] = ["sliding_attention", "full_attention"] * (content["num_hidden_layers"] // 2)
+    if content.get("rope_scaling") is not None:
+        content["rope_scaling"]["truncate"] = False
+
+
+def _split_last(tensor: Tensor) -> list[Tensor]:
+    return list(tensor.unflatten(-1, (-1, 2)).unbind(-1))
+
+
+# gpt-oss joins gate and up, alternating, and stores its matrices as [in, out].
+_GPT_OSS = {
+    "self_attn.sinks": Packing(("attn_sinks.weight",), lambda parts: parts[0], lambda tensor: [tensor]),
+    "mlp.experts.gate_up_proj": Packing(
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        lambda parts: torch.stack(parts, -1).flatten(-2) if parts[0].dim() == 2 else
+        torch.stack([part.transpose(1, 2) for part in parts], -1).flatten(-2),
+        lambda tensor: [part.transpose(1, 2).contiguous() for part in _split_last(tensor)],
+    ),
+    "mlp.experts.gate_up_proj_bias": Packing(
+        ("ffn_gate_exps.bias", "ffn_up_exps.bias"), lambda parts: torch.stack(parts, -1).flatten(-2), _split_last
+    ),
+    "mlp.experts.down_proj": Packing(
+        ("ffn_down_exps.weight",), lambda parts: parts[0].transpose(1, 2), lambda tensor: [tensor.transpose(1, 2)]
+    ),
+    "mlp.experts.down_proj_bias": Packing(
+        ("ffn_down_exps.bias",), lambda parts: parts[0], lambda tensor: [tensor]
+    ),
+}  # fmt: skip
+
+
 def _gemma_scale(content: dict[str, Any], contents: FileContents) -> None:
     """Set the attention scale, which llama.cpp derives from the size of the model (27B has its own)."""
     is_27b = content["num_hidden_layers"] == {"gemma2": 46}.get(content["model_type"], 62)
@@ -105,8 +163,9 @@ def _gemma_scale(content: dict[str, Any], contents: FileContents) -> None:
 
 
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
+_SILU = {"hidden_act": "silu"}
 ARCHITECTURES = {
-    architecture.name: architecture
+    architecture.model_type: architecture
     for architecture in (
         Architecture(
             "llama", "llama", "LlamaForCausalLM", _RMS, {"hidden_act": "silu"}, _llama_biases, interleaves_rotary=True
@@ -140,7 +199,69 @@ ARCHITECTURES = {
                 **_SIZES, "attention.layer_norm_epsilon": "norm_epsilon",
                 "attention.sliding_window": "sliding_window",
             },
-            {"hidden_act": "gelu_pytorch_tanh"}, _starcoder_biases,
+            {"hidden_act": "gelu_pytorch_tanh"}, _starcoder_biases, not_written=("attention.sliding_window",),
+        ),
+        Architecture(
+            "gemma", "gemma", "GemmaForCausalLM", _RMS,
+            {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "attention_bias": False},
+            norm_offset=1.0,
+        ),
+        Architecture(
+            "phi3", "phi3", "Phi3ForCausalLM",
+            {
+                **_SIZES, "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+                "attention.sliding_window": "sliding_window",
+            },
+            _SILU, is_partial=True, not_written=("attention.sliding_window",),
+        ),
+        Architecture("olmo2", "olmo2", "Olmo2ForCausalLM", _RMS, {**_SILU, "attention_bias": False}),
+        Architecture(
+            "granite", "granite", "GraniteForCausalLM",
+            {
+                **_RMS, "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
+                "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
+            },
+            _SILU, _llama_biases, interleaves_rotary=True,
+        ),
+        Architecture("seed_oss", "seed_oss", "SeedOssForCausalLM", _RMS, _SILU, _seed_oss_biases),
+        Architecture(
+            "arcee", "arcee", "ArceeForCausalLM", _RMS,
+            {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False}, interleaves_rotary=True,
+        ),
+        Architecture(
+            "smollm3", "smollm3", "SmolLM3ForCausalLM", _RMS, {**_SILU, "no_rope_layer_interval": 4}, _llama_biases,
+            interleaves_rotary=True,
+        ),
+        Architecture("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", _RMS, {**_SILU, "use_bias": False}),
+        Architecture(
+            "nemotron", "nemotron", "NemotronForCausalLM",
+            {**_SIZES, "attention.layer_norm_epsilon": "norm_eps"},
+            {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False}, is_partial=True, norm_offset=1.0,
+        ),
+        Architecture(
+            "command-r", "cohere", "CohereForCausalLM",
+            {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+            {**_SILU, "attention_bias": False},
+        ),
+        Architecture(
+            "llama", "mixtral", "MixtralForCausalLM", {**_RMS, **_LOCAL_EXPERTS}, _SILU, interleaves_rotary=True
+        ),
+        Architecture(
+            "qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM",
+            {**_RMS, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+            {**_SILU, "attention_bias": False, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        ),
+        Architecture(
+            "olmoe", "olmoe", "OlmoeForCausalLM", {**_RMS, **_EXPERTS},
+            {**_SILU, "attention_bias": False, "norm_topk_prob": False}, _olmoe_heads,
+        ),
+        Architecture(
+            "gpt-oss", "gpt_oss", "GptOssForCausalLM",
+            {
+                **_RMS, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size",
+                "attention.sliding_window": "sliding_window",
+            },
+            {**_SILU, "attention_bias": True}, _gpt_oss_windows, packings=_GPT_OSS,
         ),
         Architecture(
             "gpt2", "gpt2", "GPT2LMHeadModel", _GPT2, {"activation_function": "gelu_new"},
@@ -150,11 +271,15 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def find_architecture(name: object, where: str) -> Architecture:
+def find_architecture(values: Mapping[str, Any], where: str) -> Architecture:
     """Return the architecture; a CheckpointError names the closest of those that are read."""
-    if name not in ARCHITECTURES:
-        raise CheckpointError(f"{where}: general.architecture {name!r} is not read", suggest(str(name), ARCHITECTURES))
-    return ARCHITECTURES[str(name)]
+    name = values.get("general.architecture")
+    candidates = [architecture for architecture in ARCHITECTURES.values() if architecture.name == name]
+    if not candidates:
+        names = {architecture.name: architecture for architecture in ARCHITECTURES.values()}
+        raise CheckpointError(f"{where}: general.architecture {name!r} is not read", suggest(str(name), names))
+    has_experts = bool(values.get(f"{name}.expert_count"))
+    return next((each for each in candidates if each.has_experts == has_experts), candidates[0])
 
 
 def config_json(architecture: Architecture, contents: FileContents, where: str) -> dict[str, Any]:
@@ -171,7 +296,8 @@ def config_json(architecture: Architecture, contents: FileContents, where: str) 
             content[architecture.keys[key]] = value
         elif key not in (*_DERIVED, *_SCALING, *_UNUSED):
             raise CheckpointError(f"{where}: {prefix}{key} {value!r} is not supported")
-    missing = next((key for key in ("block_count", "attention.head_count") if key not in values), None)
+    required = ("block_count", "attention.head_count", *(_EXPERTS if architecture.has_experts else ()))
+    missing = next((key for key in required if key not in values), None)
     if missing is not None:
         raise CheckpointError(f"{where}: {prefix}{missing} is missing")
     content["tie_word_embeddings"] = "output.weight" not in contents.tensor_names
@@ -221,7 +347,8 @@ def _rope_scaling(values: Mapping[str, Any], contents: FileContents, where: str)
 
 def metadata(architecture: Architecture, content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Return the keys of a ``config.json``, with the architecture's prefix."""
-    values = {key: content[name] for key, name in architecture.keys.items() if content.get(name) is not None}
+    keys = {key: name for key, name in architecture.keys.items() if key not in architecture.not_written}
+    values = {key: content[name] for key, name in keys.items() if content.get(name) is not None}
     if architecture.keys is _GPT2:
         values.setdefault("feed_forward_length", 4 * content["n_embd"])
     else:

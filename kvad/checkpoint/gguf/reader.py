@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from kvad import storage
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.gguf import tokenizer
-from kvad.checkpoint.gguf.architectures import Architecture, FileContents, config_json, find_architecture
+from kvad.checkpoint.gguf.architectures import Architecture, FileContents, Packing, config_json, find_architecture
 from kvad.checkpoint.hf_layout import HFCheckpoint
 from kvad.errors import CheckpointError
 from kvad.text import Tokenizer, load_tokenizer
@@ -25,6 +27,8 @@ from kvad.text import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     import gguf
 
+_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<part>.+)")
+_EXPERT = re.compile(r"\.experts\.(?P<expert>\d+)\.")
 # Tensors that are part of the config.
 _CONFIG_TENSORS = ("rope_freqs.weight",)
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -58,10 +62,10 @@ class GGUFCheckpoint(HFCheckpoint):
 
     @cached_property
     def architecture(self) -> Architecture:
-        return find_architecture(self.metadata.get("general.architecture"), str(self.path))
+        return find_architecture(self.metadata, str(self.path))
 
     @cached_property
-    def fields(self) -> HFConfigReader:
+    def _fields_and_scheme(self) -> tuple[HFConfigReader, None]:
         """The equivalent ``config.json``."""
         raw = RawTensors(self.path, self._reader)
         contents = FileContents(self.metadata, frozenset(raw), lambda name: raw[name].tolist())
@@ -69,7 +73,16 @@ class GGUFCheckpoint(HFCheckpoint):
         if "token_embd.weight" not in raw:
             raise CheckpointError(f"{self.path}: tensor token_embd.weight is missing")
         content["vocab_size"] = raw.shape("token_embd.weight")[0]
-        return HFConfigReader({**content, **tokenizer.token_ids(self.metadata)}, str(self.path))
+        return HFConfigReader({**content, **tokenizer.token_ids(self.metadata)}, str(self.path)), None
+
+    @property
+    def quantization(self) -> str | None:
+        """The types of the quantized tensors, the one with the most bytes first."""
+        sizes: dict[str, int] = {}
+        for tensor in self._reader.tensors:
+            if (kind := tensor.tensor_type.name) not in _PLAIN:
+                sizes[kind] = sizes.get(kind, 0) + int(tensor.n_bytes)
+        return f"GGUF, {', '.join(sorted(sizes, key=sizes.__getitem__, reverse=True))}" if sizes else None
 
     @cached_property
     def tensors(self) -> GGUFTensors:  # type: ignore[override]
@@ -110,14 +123,20 @@ class RawTensors(Mapping[str, Tensor]):
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
 
     def __getitem__(self, name: str) -> Tensor:
+        return self.part(name)
+
+    def part(self, name: str, expert: int | None = None) -> Tensor:
+        """Return a tensor, or one expert's part of it; no other part is dequantized."""
         from gguf import quants
 
         tensor = self._tensors[name]
         plain = _PLAIN.get(tensor.tensor_type.name)
         try:
+            data = tensor.data if expert is None else tensor.data[expert]
+            shape = self.shape(name) if expert is None else self.shape(name)[1:]
             if plain is not None:
-                return torch.from_numpy(np.array(tensor.data)).view(plain).view(self.shape(name))
-            return torch.from_numpy(quants.dequantize(tensor.data, tensor.tensor_type)).view(self.shape(name))
+                return torch.from_numpy(np.array(data)).view(plain).view(shape)
+            return torch.from_numpy(quants.dequantize(data, tensor.tensor_type)).view(shape)
         except (NotImplementedError, RuntimeError, ValueError, IndexError) as error:
             message = f"{self.path}: tensor {name} ({tensor.tensor_type.name}) cannot be dequantized: {error}"
             raise CheckpointError(message) from error
@@ -141,26 +160,87 @@ class RawTensors(Mapping[str, Tensor]):
         return int(self._tensors[name].n_bytes)
 
 
-class GGUFTensors(RawTensors):
+class GGUFTensors(Mapping[str, Tensor]):
     """Tensors of a GGUF file by Hugging Face's names, in its layout; one without such a name has its own."""
 
     def __init__(self, checkpoint: GGUFCheckpoint) -> None:
-        super().__init__(checkpoint.path, checkpoint._reader)
+        self._raw = RawTensors(checkpoint.path, checkpoint._reader)
         self._architecture, self._content = checkpoint.architecture, checkpoint.fields.content
         family, config = checkpoint.family, checkpoint.family.read(checkpoint.fields)
-        find = name_finder(checkpoint.architecture, config.decoder.num_layers if config.decoder else 0)
+        locate = tensor_locator(checkpoint.architecture, config.decoder.num_layers if config.decoder else 0)
         hf_names = [name for rule in family.tensor_rules(config) for name in rule.hf_names]
-        names = {find(name): name for name in (*hf_names, *(family.head or ()))}
-        self._tensors = {names.get(name, name): self._tensors[name] for name in self if name not in _CONFIG_TENSORS}
+        locations = {name: locate(name) for name in (*hf_names, *(family.head or ()))}
+        self._locations = {
+            name: location
+            for name, location in locations.items()
+            if location is not None and all(part in self._raw for part in location.names)
+        }
+        experts = Counter(each.names[0] for each in self._locations.values() if each.expert is not None)
+        for part, count in experts.items():
+            if self._raw.shape(part)[0] != count:
+                message = f"tensor {part} has {self._raw.shape(part)[0]} experts, the config {count}"
+                raise CheckpointError(f"{checkpoint.path}: {message}")
+        used = {part for location in self._locations.values() for part in location.names}
+        others = (name for name in self._raw if name not in used and name not in _CONFIG_TENSORS)
+        self._locations |= {name: TensorLocation((name,)) for name in others}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._architecture.convert(self._tensors[name].name, super().__getitem__(name), self._content)
+        location = self._locations[name]
+        parts = [self._raw.part(part, location.expert) for part in location.names]
+        if location.packing is not None:
+            return location.packing.read(parts)
+        return self._architecture.convert(location.names[0], parts[0], self._content)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._locations)
+
+    def __len__(self) -> int:
+        return len(self._locations)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._locations
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        location = self._locations[name]
+        parts = [torch.empty(self._raw.shape(part), device="meta") for part in location.names]
+        if location.packing is not None:
+            return tuple(location.packing.read(parts).shape)
+        part = parts[0] if location.expert is None else parts[0][0]
+        return tuple(self._architecture.convert(location.names[0], part, self._content).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._raw.dtype(self._locations[name].names[0])
+
+    def bytes(self, name: str) -> int:
+        location = self._locations[name]
+        num_experts = 1 if location.expert is None else self._raw.shape(location.names[0])[0]
+        return sum(map(self._raw.bytes, location.names)) // num_experts
 
 
-def name_finder(architecture: Architecture, num_layers: int) -> Any:
-    """Return a function from a tensor's name in Hugging Face's files to that in a GGUF file, or None."""
+class TensorLocation(NamedTuple):
+    """Tensors of a GGUF file that one tensor of Hugging Face is made of."""
+
+    names: tuple[str, ...]
+    expert: int | None = None  # the tensor is this part of the stacked one
+    packing: Packing | None = None
+
+
+def tensor_locator(architecture: Architecture, num_layers: int) -> Callable[[str], TensorLocation | None]:
+    """Return a function from a tensor's name in Hugging Face's files to its place in a GGUF file, or None."""
     import gguf
 
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     names = gguf.get_tensor_name_map(arch, num_layers)
-    return lambda name: names.get_name(name, try_suffixes=(".weight", ".bias"))
+
+    def locate(name: str) -> TensorLocation | None:
+        layer = _LAYER.match(name)
+        packing = architecture.packings.get(layer["part"]) if layer is not None else None
+        if layer is not None and packing is not None:
+            return TensorLocation(tuple(f"blk.{layer['layer']}.{part}" for part in packing.names), packing=packing)
+        expert = _EXPERT.search(name)
+        if expert is not None:
+            name = name[: expert.start()] + ".experts." + name[expert.end() :]
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        return None if found is None else TensorLocation((found,), int(expert["expert"]) if expert else None)
+
+    return locate

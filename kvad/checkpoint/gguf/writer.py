@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvad.checkpoint.gguf.architectures import (
     llama3_divisors,
     metadata,
 )
-from kvad.checkpoint.gguf.reader import name_finder
+from kvad.checkpoint.gguf.reader import tensor_locator
 from kvad.checkpoint.handle import CheckpointHandle
 from kvad.checkpoint.hf_layout import HFLayout, choose_family
 from kvad.errors import CheckpointError
@@ -63,12 +64,11 @@ def export_gguf(handle: CheckpointHandle, out: Path, stored: str = "bfloat16") -
 
 def _choose(handle: CheckpointHandle) -> tuple[HFLayout, Architecture, dict[str, Any]]:
     """Return the layout that has an architecture, and its metadata: the checkpoint's own family, or the first."""
-    by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
     reasons = []
-    for model_type in dict.fromkeys([handle.origin, *by_type]):
-        if model_type in by_type:
+    for model_type in dict.fromkeys([handle.origin, *ARCHITECTURES]):
+        if model_type in ARCHITECTURES:
             try:
-                layout, architecture = choose_family(handle.config, model_type), by_type[model_type]
+                layout, architecture = choose_family(handle.config, model_type), ARCHITECTURES[model_type]
                 values = metadata(architecture, layout.content, handle.config.vocab_size)
                 _check_read_back(handle, layout, architecture, values)
                 return layout, architecture, values
@@ -81,15 +81,29 @@ def _tensors(handle: CheckpointHandle, layout: HFLayout, architecture: Architect
     """Yield the tensors in the layout of GGUF, by its names."""
     config = handle.config
     assert config.decoder is not None, config.kind
-    find = name_finder(architecture, config.decoder.num_layers)
+    locate, experts = tensor_locator(architecture, config.decoder.num_layers), dict[str, list[Tensor]]()
     divisors = llama3_divisors(layout.content)
     if divisors is not None:
         yield "rope_freqs.weight", divisors
     for hf_name, tensor in write_tensors(layout.family, config, dict(handle.weights())):
-        name = find(hf_name)
-        if name is None:
+        location = locate(hf_name)
+        if location is None:
             raise CheckpointError(f"GGUF's {architecture.name} has no tensor like {hf_name}")
-        yield name, architecture.convert(name, tensor, layout.content, write=True)
+        name = location.names[0]
+        if location.packing is not None:
+            yield from zip(location.names, location.packing.write(tensor), strict=True)
+        elif location.expert is None:
+            yield name, architecture.convert(name, tensor, layout.content, write=True)
+        else:
+            assert location.expert == len(experts.setdefault(name, [])), hf_name
+            experts[name].append(tensor)
+            if len(experts[name]) == _num_experts(architecture, layout.content):
+                yield name, torch.stack(experts.pop(name))
+    assert not experts, list(experts)
+
+
+def _num_experts(architecture: Architecture, content: Mapping[str, Any]) -> int:
+    return int(content[architecture.keys["expert_count"]])
 
 
 def _check_read_back(
@@ -101,14 +115,17 @@ def _check_read_back(
     for rule in layout.family.tensor_rules(handle.config):
         names |= set(rule.hf_names)
     decoder = handle.config.decoder
-    find = name_finder(architecture, decoder.num_layers if decoder else 0)
-    written = {find(name) for name in names} | ({"output.weight"} if not tied else set())
-    content = config_json(architecture, FileContents(values, frozenset(filter(None, written)), lambda _: []), "GGUF")
+    locate = tensor_locator(architecture, decoder.num_layers if decoder else 0)
+    written = {name for location in map(locate, names) if location is not None for name in location.names}
+    written |= set() if tied else {"output.weight"}
+    content = config_json(architecture, FileContents(values, frozenset(written), lambda _: []), "GGUF")
     content["vocab_size"] = handle.config.vocab_size
     if divisors is not None:
         content["rope_scaling"] = layout.content["rope_scaling"]
     read_back = config_lib.canonical_config(layout.family.read(HFConfigReader(content, "GGUF")))
-    for part, value in config_lib.canonical_config(handle.config).items():
+    fields = config_lib.canonical_config(handle.config)
+    for part in {**fields, **read_back}:
+        value = fields.get(part)
         if read_back.get(part) != value and not part.startswith("dropout."):  # used in training only
             difference = f"{part} is {value!r}, would become {read_back.get(part)!r}"
             raise CheckpointError(f"GGUF's {architecture.name} cannot express this model: {difference}")

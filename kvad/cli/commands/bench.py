@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from kvad import benchmarks, checkpoint, datasets, inspection, planning
 from kvad import text as text_lib
 from kvad.cli import output
-from kvad.cli.fields import Options, command, given_fields, option
+from kvad.cli.fields import CommandGroup, Options, command, given_fields, option
 from kvad.cli.parameters import (
     INTEGERS,
     NUMBERS,
@@ -47,7 +47,7 @@ QUALITY_LEGEND = (
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def bench_group() -> None:
     """Measure the speed of a model with and without its cache, and the quality of lossy caches.
 
@@ -170,9 +170,9 @@ def cache_quality_command(options: _QualityOptions) -> None:
     selected = benchmarks.select_variants(names, options.compression_ratios, summarizer)
     with open_llm(handle, model_fields(options), max_num_seqs=1) as llm, output.ProgressLine() as progress:
         tokenizer = _require_decoder(llm, "cache-quality")
-        quality, opening = _quality_options(options, llm.model.config.max_seq_len), opening_tokens(tokenizer)
-        choose_language = benchmarks.needle_tasks.choose_language
-        language = choose_language(options.language, tokenizer, lambda: _read(options.text), opening)
+        quality, needle_tasks = _quality_options(options, llm.model.config.max_seq_len), benchmarks.needle_tasks
+        opening = needle_tasks.opening_tokens(tokenizer)
+        language = needle_tasks.choose_language(options.language, tokenizer, lambda: _read(options.text), opening)
         texts = _perplexity_texts(language, options.text, opening, quality)
         out = None if options.out is None else benchmarks.results.ResultFolder(options.out, options.overwrite)
         result = benchmarks.bench_quality(
@@ -232,13 +232,6 @@ def _quality_options(options: _QualityOptions, limit: int) -> benchmarks.cache_q
     return benchmarks.cache_quality.QualityOptions(**{**fields, "text_length": options.text_length or max(lengths)})
 
 
-def opening_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the token that opens every training text of this model, if any."""
-    specials = tokenizer.special_tokens
-    first = specials.separator if specials.separator is not None else specials.bos
-    return [] if first is None else [first]
-
-
 def _perplexity_texts(
     language: benchmarks.needle_tasks.HaystackLanguage,
     files: Sequence[Path],
@@ -266,7 +259,7 @@ def _stream(tokenizer: Tokenizer, files: Sequence[Path], num_tokens: int) -> lis
     """Read ``num_tokens`` tokens of the files, or of held-out text, as one document."""
     if num_tokens < 2:
         raise UsageError(f"--num-tokens: must be at least 2, got {num_tokens}")
-    ids, opening = list[int](), opening_tokens(tokenizer)
+    ids, opening = list[int](), benchmarks.needle_tasks.opening_tokens(tokenizer)
     for text in _read(files):
         if len(ids) < num_tokens:
             ids += tokenizer.encode(text.rstrip() + "\n")

@@ -51,8 +51,8 @@ class PlainChat:
 
     name = "plain continuation: each line is a line of the text, and the model continues it"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, system: str | None = None) -> None:
+        self._tokenizer, self.system = tokenizer, system
 
     def encode_turn(self, turns: Sequence[ChatTurn], given: ChatInput) -> tuple[str, tuple[int, ...]]:
         """Return the text that a turn adds (on its own line, with a newline unless it is a block) and its ids."""
@@ -72,8 +72,8 @@ class TemplatedChat(PlainChat):
     name = "the model's chat template"
 
     def __init__(self, template: text_lib.chat_template.ChatTemplate, tokenizer: Tokenizer, system: str | None) -> None:
-        super().__init__(tokenizer)
-        self._template, self.system = template, system
+        super().__init__(tokenizer, system)
+        self._template = template
 
     def encode_turn(self, turns: Sequence[ChatTurn], given: ChatInput) -> tuple[str, tuple[int, ...]]:
         line = given.text
@@ -360,7 +360,8 @@ class _Chat:
     def _content(self) -> dict[str, Any]:
         turns = [{"typed": turn.user_text, "reply": turn.reply} for turn in self.turns]
         ids = [{"typed": list(turn.user_ids), "reply": list(turn.reply_ids)} for turn in self.turns]
-        return {"kvad_chat": FILE_FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
+        content = {"kvad_chat": FILE_FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
+        return content if self.dialogue.system is None else content | {"system": self.dialogue.system}
 
     def _files(self, where: str) -> tuple[Path, Path | None]:
         """Return the path of the session file, and of the JSON file if ``where`` is a file and not a name."""
@@ -402,6 +403,8 @@ class _Chat:
                 reason = f"; {error.message}"
         loaded.seed = self.session.seed if loaded.seed is None else loaded.seed
         self.turns, self.session = turns, loaded
+        if isinstance(self.dialogue, TemplatedChat):
+            self.dialogue.system = content.get("system")
         self._own_files.add(path or session)
         num_turns, length = format_count(len(turns), "turn"), format_count(len(self.tokens), "token")
         tokens = format_count(len(loaded.tokens or self.tokens), "token")
@@ -410,6 +413,8 @@ class _Chat:
     def _turns(self, content: Any) -> list[ChatTurn]:
         if content["kvad_chat"] != FILE_FORMAT:
             raise ValueError
+        if not isinstance(content.get("system"), str | None):
+            raise TypeError
         texts = [(str(turn["typed"]), str(turn["reply"])) for turn in content["turns"]]
         if content["tokenizer"] == self.tokenizer.fingerprint():
             ids = [(tuple(map(int, turn["typed"])), tuple(map(int, turn["reply"]))) for turn in content["ids"]]

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import click
 
-from kvad import checkpoint, datasets, text
+from kvad import api, checkpoint, datasets, text
 from kvad import model as model_lib
-from kvad.cli.fields import argument, command, option
+from kvad.cli.fields import CommandGroup, argument, command, option
 from kvad.cli.output import console, format_bytes, note, print_error, print_result
 from kvad.cli.parameters import COUNT, JsonOption, PairFiles
-from kvad.cli.run_parameters import PAIRS_HELP, CorpusOptions, merge_options, name_corpus, with_seq_len
+from kvad.cli.run_parameters import PAIRS_HELP, CorpusOptions, merge_options, name_corpus
 from kvad.errors import CheckpointError, DataError, UsageError, format_count
 from kvad.train import loop, monitoring, setup
 from kvad.train.config import DataConfig, RunConfig, read_toml
@@ -27,7 +27,7 @@ from kvad.train.sources import PairPaths
 EXAMPLES = ("tag", "classify", "chat")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def data_group() -> None:
     """Create, prepare and check training data.
 
@@ -201,7 +201,7 @@ def _config(options: _PrepareOptions) -> tuple[RunConfig, tuple[Path, ...]]:
     if texts and texts[0].suffix == ".toml":
         tables, texts = read_toml(texts[0]), texts[1:]
     tables = merge_options(tables, options)
-    config = with_seq_len(RunConfig.from_dict(tables), tables)
+    config = api.training.with_seq_len(RunConfig.from_dict(tables), tables)
     if config.data.sources:
         message = "data.sources: a mixture cannot be prepared, only one source at a time"
         raise UsageError(message, "name its paths instead")
@@ -224,7 +224,7 @@ def _run(run: Path, named: setup.CorpusArgument) -> tuple[RunConfig, setup.Corpu
         config, corpus = loop.read_run_config(run)
         return config, named if given else corpus
     tables = read_toml(run)
-    config = with_seq_len(RunConfig.from_dict(tables), tables)
+    config = api.training.with_seq_len(RunConfig.from_dict(tables), tables)
     if not given and not config.data.sources:
         raise DataError("no data was given", "kvad data check RUN.toml DATA")
     return config, named

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad import benchmarks, checkpoint, datasets, verify
+import kvad.verify as verify  # kvad.verify is also a function
+from kvad import benchmarks, checkpoint, datasets
 from kvad.cli.commands.bench import bench_lines, write_results
 from kvad.cli.commands.train import draw_loss_curve
 from kvad.cli.fields import command, option

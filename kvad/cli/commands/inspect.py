@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
 
 from kvad import checkpoint, engine, inspection, planning
+from kvad import config as config_lib
 from kvad.cache import sessions
 from kvad.cli import parameters
 from kvad.cli.commands.plan import memory_lines, request_lines
@@ -24,14 +25,15 @@ from kvad.cli.fields import command, flag_of, given_fields, is_given, option
 from kvad.cli.output import format_bytes, format_table, json_line, note, print_result
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError, UsageError, format_count
+from kvad.train.config import RunConfig
 
 MAX_TOKENS = 32
 MAX_SEQS = 8
 DRAWINGS = {  # drawing -> its formats, the default first
-    "attention": ("terminal", "svg", "png", "json"),
+    "attention": ("terminal", "svg", "png", "html", "json"),
     "tree": ("text", "svg", "mermaid", "json"),
 }
-SUFFIXES = {".svg": "svg", ".png": "png", ".json": "json", ".mmd": "mermaid"}
+SUFFIXES = {".svg": "svg", ".png": "png", ".html": "html", ".json": "json", ".mmd": "mermaid"}
 
 
 class _TraceOptions(parameters.CacheFlags, parameters.SessionDirOption):
@@ -45,7 +47,9 @@ class _TraceOptions(parameters.CacheFlags, parameters.SessionDirOption):
     seed: int | None = option("Seed of the samples [default: 0]", short="-s", common=True)
     session: str | None = option("Session that the prompts continue; it is not changed", metavar="NAME", common=True)
     trace_token: tuple[int, ...] = option("Print the events of this token", metavar="I", common=True)
-    html: Path | None = option("Write an HTML page to FILE", kind=parameters.OUTPUT_FILE, common=True)
+    html: Path | None = option(
+        "Write an HTML page to FILE, also with --attention", kind=parameters.OUTPUT_FILE, common=True
+    )
 
 
 class _InspectOptions(parameters.ModelArgument, _TraceOptions, parameters.JsonOption):
@@ -59,7 +63,7 @@ class _InspectOptions(parameters.ModelArgument, _TraceOptions, parameters.JsonOp
     layer: tuple[str, ...] = option("Layer to draw, or 'all' [default: 0; with --cache: all]", metavar="I")
     head: tuple[str, ...] = option("Head to draw, or 'all' [default: 0; with --cache: all]", metavar="J")
     use_cache: bool = option("With --attention: compute through the KV cache")
-    format: Literal["terminal", "svg", "png", "json", "text", "mermaid"] | None = option(
+    format: Literal["terminal", "svg", "png", "html", "json", "text", "mermaid"] | None = option(
         "Format of the drawing [default: text or terminal]"
     )
     out: Path | None = option("File of the drawing [default: stdout]", short="-o", kind=parameters.OUTPUT_FILE)
@@ -81,6 +85,7 @@ def inspect_command(options: _InspectOptions) -> None:
 
     \b
     kvad inspect google/gemma-2-2b --tree
+    kvad inspect runs/demo --attention "def add(a, b):" --layer all --head all --html heads.html
     kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all --out heads.png
     kvad inspect runs/demo --cache --prompt "def add(a, b):" --policy "heavy-hitters(32)" --html cache.html
     """
@@ -92,6 +97,7 @@ def inspect_command(options: _InspectOptions) -> None:
         return
     source = click.get_current_context().get_parameter_source
     model_names = {field.name for field in fields(parameters.DeviceOptions)} if options.attention is not None else set()
+    model_names |= {"html"} if options.attention is not None else set()
     trace_names = [field.name for field in fields(_TraceOptions) if field.name not in model_names]
     options.reject((name for name in trace_names if source(name) is ParameterSource.COMMANDLINE), "needs --cache.")
     if options.tree and options.attention is not None:
@@ -106,12 +112,17 @@ def inspect_command(options: _InspectOptions) -> None:
         return
     drawn, out = "tree" if options.tree else "attention", options.out
     options.reject(("tensors", "check"), f"and --{drawn} exclude each other.")
-    form = _format(drawn, options)
+    if options.html is not None:
+        options.reject(("out", "format"), "and --html exclude each other.")
+        out = options.html
+    form = "html" if options.html is not None else _format(drawn, options)
     if form == "png" and out is None:
         raise UsageError("a PNG needs a file", "name it: --out heads.png")
     drawing = _tree(options.model, form, out) if options.attention is None else _draw(options, options.attention, form)
     if drawing is not None:
         _write(drawing.rstrip("\n"), out)
+    if out is not None:
+        note(f"{out}: open it in a browser" if form == "html" else f"{out}: written")
 
 
 def _write(text: str, out: Path | None) -> None:
@@ -271,6 +282,8 @@ def _draw(options: _InspectOptions, text: str, form: str) -> str | None:
     if form in ("png", "svg"):
         inspection.plot.draw_attention(summary.pieces, summary.maps, [options.out or sys.stdout.buffer])
         return None
+    if form == "html":
+        return engine.attention_to_html(summary.pieces, summary.maps, f"Attention of {options.model}")
     if form == "json":
         return json_line(plot.attention_to_json(summary.tokens, summary.pieces, summary.maps))
     width = 100 if options.out is not None else shutil.get_terminal_size().columns
@@ -281,9 +294,13 @@ def _draw(options: _InspectOptions, text: str, form: str) -> str | None:
 
 
 def _page(summary: inspection.checkpoint.CheckpointSummary, tensors: bool) -> list[str]:
+    outline = inspection.checkpoint.outline_values
     dtypes = sorted({tensor.dtype for tensor in summary.tensors})
     size = sum(tensor.bytes for tensor in summary.tensors)
     count = f"{format_count(summary.num_parameters, 'parameter')} in {format_count(len(summary.tensors), 'tensor')}"
+    active = config_lib.parameter_shapes.num_active_parameters(summary.config)
+    if active < config_lib.parameter_shapes.num_parameters(summary.config):
+        count += f", {active:,} parameters used by a token"
     origin = "" if summary.origin is None else f"Hugging Face's {summary.origin}, "
     info, tokenizer = summary.tokenizer, "none; prompts can only be token ids"
     if info is not None:
@@ -291,11 +308,12 @@ def _page(summary: inspection.checkpoint.CheckpointSummary, tensors: bool) -> li
         tokenizer = f"{info.kind}, {format_count(info.vocab, 'token')}; {specials}"
     lines = [
         f"{summary.path}: {origin}{count}, {', '.join(dtypes)}, {format_bytes(size)}",
+        *([f"quantized: {summary.quantization}; dequantized when it is loaded"] if summary.quantization else []),
         *(f"problem: {problem}" for problem in summary.problems),
         *([f"config.json: not used: {', '.join(summary.unused_keys)}"] if summary.unused_keys else []),
         "",
-        "config",
-        *(f"  {line}" for line in inspection.checkpoint.outline_values(summary.config.to_dict())),
+        "config, without defaults (--json has every value)",
+        *(f"  {line}" for line in outline(config_lib.serialization.changed_fields(summary.config))),
         "",
         "parameters",
         *(
@@ -313,11 +331,23 @@ def _page(summary: inspection.checkpoint.CheckpointSummary, tensors: bool) -> li
     if summary.training is None:
         lines.append("training: not recorded in the checkpoint")
     else:
-        lines += ["training", *(f"  {line}" for line in inspection.checkpoint.outline_values(summary.training))]
+        training = {**summary.training, "run": _changed_run(summary.training.get("run", {}))}
+        lines += ["training, without defaults", *(f"  {line}" for line in outline(training))]
     if tensors:
         rows = [(each.name, each.dtype, str(each.shape), f"{each.bytes:,}") for each in summary.tensors]
         lines += ["", "tensors", *(f"  {line}" for line in format_table(rows, left=(0, 1)))]
     return lines
+
+
+def _changed_run(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the tables of a run file without the values that every run has by default."""
+    defaults = RunConfig().to_dict()
+    return {
+        table: {key: value for key, value in values.items() if value != defaults.get(table, {}).get(key)}
+        if isinstance(values, Mapping)
+        else values
+        for table, values in run.items()
+    }
 
 
 def _manifest(summary: inspection.checkpoint.CheckpointSummary) -> str:

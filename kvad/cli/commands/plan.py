@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import click
 
+from kvad import api, parallel, planning
 from kvad import cache as cache_lib
-from kvad import checkpoint, parallel, planning
 from kvad import config as config_lib
 from kvad.cache import resolve_for_model, sizing
 from kvad.cache.sizing import MemoryPlan
@@ -95,42 +95,36 @@ def plan_command(options: _PlanOptions) -> None:
         return
     if options.target is None:
         raise click.UsageError("Missing argument 'CONFIG|MODEL|NAME'; --list-models lists the known names.")
-    fields, summarizer, bandwidth = _check_options(options), options.summarizer, options.bandwidth
-    mesh = None if options.mesh is None else parallel.Mesh.parse(options.mesh)
-    plan_input = planning.read_target(options.target)
-    planned = planning.plan_target(
-        plan_input,
-        context=None if options.max_seq_len is None else max(options.max_seq_len),
-        source_context=options.max_source_len,
-        weights_dtype=options.dtype,
-        dtype=options.cache_dtype,
-        key_dtype=options.cache_key_dtype,
-        value_dtype=options.cache_value_dtype,
-        budget=options.max_num_batched_tokens,
-        learned=None if summarizer is None else checkpoint.folder.read_summarizer_shape(summarizer),
-        deterministic=options.deterministic,
-        max_num_seqs=max(options.max_num_seqs or (1,)),
-        **fields,
-    )
-    report = planning.build_report(
-        plan_input.name,
-        planned,
-        available=_available(options),
-        bandwidth=sizing.measure_bandwidth() if bandwidth is None else bandwidth * 1e9,
-        measured=bandwidth is None,
-        fit=options.fit_memory,
-        table=_fit_table(planned, options),
-        mesh=mesh,
-        given=[name for name in ("max_num_seqs", "max_seq_len") if getattr(options, name) is not None],
-    )
+    report = api.plan(options.target, **_settings(options))
     lines = _page(report, is_here=options.memory is None, toy_quality=options.quality_results is None)
     print_result(options.as_json, planning.report_to_json(report), lines, failed=report.is_too_large)
 
 
-def _available(options: _PlanOptions) -> int | None:
-    """Return the memory to compare with."""
-    here = sizing.available_bytes()
-    return here if options.memory in (None, "auto") else sizing.MemoryBudget(options.memory).resolve(here)
+def _settings(options: _PlanOptions) -> dict[str, Any]:
+    """Return the given options as settings of ``kvad.plan``."""
+    settings = _check_options(options)
+    seq_lens, num_seqs = options.max_seq_len, options.max_num_seqs
+    own = {
+        "max_seq_len": None if seq_lens is None else max(seq_lens),
+        "max_num_seqs": None if num_seqs is None else max(num_seqs),
+        "max_source_len": options.max_source_len,
+        "memory": options.memory,
+        "fit_memory": options.fit_memory,
+        "fit_seq_lens": seq_lens,
+        "fit_num_seqs": num_seqs,
+        "bandwidth": None if options.bandwidth is None else options.bandwidth * 1e9,
+    }
+    same: tuple[str, ...] = (
+        "dtype",
+        "cache_dtype",
+        "cache_key_dtype",
+        "cache_value_dtype",
+        "summarizer",
+        "max_num_batched_tokens",
+    )
+    same += ("mesh", "deterministic", "compression_ratios", "quality_results")
+    own |= {name: getattr(options, name) for name in same}
+    return settings | {name: value for name, value in own.items() if value is not None}
 
 
 def _check_options(options: _PlanOptions) -> dict[str, Any]:
@@ -151,29 +145,6 @@ def _check_options(options: _PlanOptions) -> dict[str, Any]:
         message = "several values of --max-seq-len or --max-num-seqs need --fit-memory"
         raise UsageError(message, "add the memory, as in --fit-memory 8GiB")
     return parameters.cache_fields(replace(options, max_seq_len=None, max_num_seqs=None, max_source_len=None))
-
-
-def _fit_table(planned: MemoryPlan, options: _PlanOptions) -> planning.fit.FitTable | None:
-    if options.fit_memory is None or planned.config.decoder is None:
-        return None
-    ratios, limit = options.compression_ratios, planned.config.max_seq_len
-    if not all(0 < fraction < 1 for fraction in ratios):
-        raise UsageError(f"--compression-ratios: must be between 0 and 1, got {','.join(map(str, ratios))}")
-    contexts, rows = options.max_seq_len, options.max_num_seqs or ()
-    for value in (*(contexts or ()), *rows):
-        if value < 1:
-            raise UsageError(f"--max-seq-len and --max-num-seqs: must be at least 1, got {value}")
-    lengths = (limit // 4, limit) if limit >= 256 else (limit,)
-    results = planning.fit.PACKAGED_COSTS if options.quality_results is None else options.quality_results
-    return planning.fit.find_configurations(
-        planned,
-        options.fit_memory,
-        contexts=contexts if contexts is not None else () if rows else lengths,
-        rows=rows,
-        choices=planning.fit.policy_choices(planned, list(ratios)),
-        formats=planning.fit.format_choices(planned),
-        costs=planning.fit.read_costs(results),
-    )
 
 
 def _page(report: PlanReport, *, is_here: bool, toy_quality: bool) -> list[str]:
@@ -273,8 +244,7 @@ def _group_lines(plan: MemoryPlan, index: int) -> list[str]:
     group_plan = plan.groups[index]
     group, size, mixer = group_plan.group, group_plan.bytes, group_plan.group.spec
     row = "source" if mixer.is_cross_attention else "seq"
-    dims = f"{mixer.head_dim}" if mixer.head_dim == mixer.value_dim else f"{mixer.head_dim} + {mixer.value_dim}"
-    heads = f"{format_count(mixer.num_kv_heads, 'key-value head')} of {dims}"
+    heads = f"{format_count(mixer.num_kv_heads, 'key-value head')} of {mixer.dims}"
     slots = f"{group.max_blocks_per_seq:,} x {format_count(group.block_size, 'slot')}"
     layers = planning.report.group_layers(plan, group_plan)
     names = planning.layer_names(layers)

@@ -17,7 +17,7 @@ from kvad import cache as cache_lib
 from kvad import checkpoint, engine, storage
 from kvad.cache import offload, sessions
 from kvad.cache.offload import DiskBlockStore, PinnedPrefix
-from kvad.cli.fields import Options, argument, command, option
+from kvad.cli.fields import CommandGroup, Options, argument, command, option
 from kvad.cli.output import emit_json, exit_with, format_bytes, format_table, note, print_error, print_result
 from kvad.cli.parameters import (
     CacheFlags,
@@ -67,7 +67,7 @@ class _RemoveOptions(SessionDirOption, JsonOption):
     names: tuple[str, ...] = argument("NAME...", required=True)
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def session_group() -> None:
     """Save the cache of a text, and continue the text in another process without recomputing it.
 
@@ -310,7 +310,7 @@ class _PrefixAddOptions(ModelArgument, PromptOptions, CacheFlags, JsonOption):
     name: str = option("Name of the prefix", dataclasses.MISSING, metavar="NAME")
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def prefix_group() -> None:
     """Pin the keys and values of a text that many requests begin with.
 

@@ -15,16 +15,16 @@ from typing import Any, Literal
 
 import click
 
-from kvad import checkpoint, evaluation
+from kvad import api, checkpoint, evaluation
 from kvad.cache import sizing
 from kvad.cli import output
 from kvad.cli.fields import argument, command, option
 from kvad.cli.line_batches import model_capabilities
 from kvad.cli.parameters import COUNT, JsonOption
-from kvad.cli.run_parameters import CorpusOptions, merge_options, name_corpus, set_key, with_seq_len
+from kvad.cli.run_parameters import CorpusOptions, merge_options, name_corpus
 from kvad.errors import UsageError, format_count
 from kvad.train import loop, monitoring, setup
-from kvad.train.config import OptimConfig, RunConfig, SummarizerConfig, TrainConfig, apply_overrides, read_toml
+from kvad.train.config import OptimConfig, RunConfig, TrainConfig, apply_overrides, read_toml
 
 
 class _TrainOptions(CorpusOptions, JsonOption):
@@ -113,7 +113,10 @@ def train_command(options: _TrainOptions) -> None:
         message = "--dry-run plans a single process" if options.dry_run else "a summarizer is trained by one process"
         raise UsageError(message, "run it without torchrun")
     data_parallel = None if options.dry_run else loop.init_data_parallel(os.environ, config.train)
-    config, named = with_seq_len(config, tables, stored), name_corpus(corpus, options.pairs, options.held_out)
+    config, named = (
+        api.training.with_seq_len(config, tables, stored),
+        name_corpus(corpus, options.pairs, options.held_out),
+    )
     if data_parallel is None or out is None:
         _show_plan(config, named, out, options)
     else:
@@ -128,18 +131,15 @@ def _train(
     options: _TrainOptions,
 ) -> None:
     with closing(monitoring.make_progress(output.console())) as progress:
-        is_evaluated = config.callbacks.requested  # its callbacks import the engine, which plain runs do not need
-        callbacks = [progress, *(evaluation.build_callbacks(config.callbacks) if is_evaluated else [])]
-        if config.objective.kind != "summarizer" and config.summarizer != SummarizerConfig():
-            hint = "--init MODEL without it continues a checkpoint"
-            raise UsageError("[summarizer] is for --objective summarizer", hint)
-        run_options = loop.RunOptions(
-            available=sizing.available_bytes(), callbacks=callbacks, measure_peak=True, data_parallel=data_parallel
+        outcome = api.training.run_training(
+            config,
+            named,
+            out,
+            [progress],
+            resume=options.resume,
+            overwrite=options.overwrite,
+            data_parallel=data_parallel,
         )
-        if options.resume:
-            outcome = loop.resume_model(out, config=config, corpus=named, **run_options)
-        else:
-            outcome = loop.train_model(config, named, out, overwrite=options.overwrite, **run_options)
     if data_parallel.is_main:
         _print_result(outcome, config, out, options.as_json)
     if outcome.reason == "interrupted":
@@ -152,7 +152,7 @@ def _with_options(tables: Mapping[str, Any], options: _TrainOptions) -> dict[str
     objective = merged.get("objective", {})
     is_summarizer = isinstance(objective, dict) and objective.get("kind") == "summarizer"
     if options.init is not None:
-        set_key(merged, "summarizer.model" if is_summarizer else "model.init", options.init)
+        api.training.set_key(merged, "summarizer.model" if is_summarizer else "model.init", options.init)
     assignments = []
     for assignment in options.set:
         key, equals, value = assignment.partition("=")

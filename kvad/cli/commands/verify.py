@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvad import benchmarks, cache, engine, verify
-from kvad import checkpoint as checkpoint_lib
-from kvad.cache import sizing
-from kvad.cli.commands.bench import opening_tokens
+import kvad.verify as verify  # kvad.verify is also a function
+from kvad import api, cache
 from kvad.cli.fields import Parsed, command, flag_of, option
 from kvad.cli.output import console, exit_with, format_records, format_table, note, print_result
 from kvad.cli.parameters import COUNT, POSITIVE_SIZE, JsonOption, ModelArgument, WeightOptions
-from kvad.config import ModelConfig
-from kvad.errors import RequestError, UsageError, format_count, suggest
-from kvad.text import Tokenizer
+from kvad.errors import UsageError, format_count, suggest
 
 if TYPE_CHECKING:
-    from kvad.model import Transformer
+    pass
 
-MAX_ROWS = 64  # a longer list has prompts of a single token
-PLAIN_FORMATS = ("float32", "bfloat16", "float16", "float64")
 FAULT_NAMES = tuple(name for name in verify.report.FAULTS if name != verify.report.UNKNOWN_FAULT)
 ROUND_TRIP_NAMES = ("swap", "swap-disk", "prefix-ram", "prefix-disk", "session", "offload", "offload-disk")
 COLUMNS = {
@@ -88,6 +80,7 @@ class _VerifyOptions(ModelArgument, JsonOption, WeightOptions):
         "Host memory for evicted blocks, which are then read back", kind=POSITIVE_SIZE
     )
     summarizer: Path | None = option("Summarizer for a tiered policy with summaries")
+    mesh: str | None = option("Divide the model among T x P ranks, started here, such as 2x1 [default: one process]")
     against: Literal["hf"] | None = option("Verify transformers' own caches instead, on the same checkpoint")
     prompt: tuple[str, ...] = option("Prompt of a sequence [default: generated]")
     inject_fault: str | None = option(
@@ -138,116 +131,22 @@ def verify_command(options: _VerifyOptions) -> None:
 
 
 def _verify(options: _VerifyOptions) -> verify.report.VerifyReport:
-    model, checkpoint, config = _load(options)
-    dtype = str(model.token_embedding.dtype).removeprefix("torch.")
-    available = _available_memory(options, model)
-    max_tokens, block_size = verify.default_sizes(model.config, options.max_tokens, options.block_size)
-    scenario = verify.ScenarioOptions(
-        layouts=options.layout,
-        dtypes=options.cache_dtype or _default_formats(dtype),
-        num_seqs=options.num_prompts or len(options.prompt) or 5,
-        prefill_chunk_size=options.prefill_chunk_size,
-        block_size=block_size,
-        tokens=max_tokens,
-        preempt=options.preempt,
-        prefix_hit=options.prefix_hit,
-        rotates=("write", "read") if options.rope_at == "both" else (options.rope_at,),
-        endless=options.endless,
-        round_trips=options.round_trip or (),
-        num_beams=options.num_beams or 1,
-        prefix_cache_ram=options.prefix_cache_ram,
-    )
-    tokenizer, language = checkpoint.tokenizer, None
-
-    def check_room(lengths: Sequence[int]) -> None:
-        verify.require_verify_memory(model.config, lengths, scenario, available, dtype)
-
-    prompts = _prompts(model.config, scenario, tokenizer, options.prompt, check_room)
-    longest = max(map(len, prompts)) + max_tokens
-    scenario = replace(scenario, policies=verify.parse_policies(options.policy, longest, block_size))
-    lengths = [len(prompt) for prompt in prompts]
-    scenario = verify.require_verify_memory(model.config, lengths, scenario, available, dtype)
-    if tokenizer is not None:  # the lookup language if the tokenizer has it, else the built-in text
-        texts, opening = [verify.scenario.TEXT], opening_tokens(tokenizer)
-        language = benchmarks.needle_tasks.choose_language("auto", tokenizer, lambda: texts, opening)
+    names: tuple[str, ...] = ("dtype", "device", "memory", "adapter", "rope_scaling", "summarizer", "mesh", "rope_at")
+    names += ("max_num_batched_tokens", "max_inter_token", "num_prompts", "max_tokens", "block_size", "num_beams")
+    names += ("prefix_cache_ram", "against", "inject_fault")
+    names += ("deterministic", "endless", "prefill_chunk_size", "preempt", "prefix_hit")
+    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     with console().status("verifying") as status:
-        if options.against is not None:
-            return _verify_hf(model, checkpoint, prompts, scenario, lambda label: status.update(f"verifying: {label}"))
-        return verify.verify(
-            model,
-            prompts,
-            scenario,
-            config=config,
-            fault=options.inject_fault,
-            language=language,
+        return api.verify(
+            options.model,
+            prompts=options.prompt,
             progress=lambda label: status.update(f"verifying: {label}"),
+            layouts=options.layout,
+            cache_dtypes=options.cache_dtype or (),
+            policies=options.policy,
+            round_trips=options.round_trip or (),
+            **settings,
         )
-
-
-def _load(options: _VerifyOptions) -> tuple[Transformer, checkpoint_lib.CheckpointHandle, engine.EngineConfig]:
-    """Load what ``LLM.load`` would with these options: model, opened checkpoint and options of the engine."""
-    from kvad.llm import with_adapters
-
-    handle = checkpoint_lib.open_checkpoint(options.model, rope_scaling=options.rope_scaling)
-    if options.adapter is not None:
-        handle = checkpoint_lib.adapter.merge_adapter(handle, options.adapter)
-    device = engine.options.find_device(options.device or "cpu")
-    config = engine.EngineConfig(deterministic=options.deterministic)
-    if options.max_num_batched_tokens is not None:
-        config = replace(config, max_num_batched_tokens=options.max_num_batched_tokens)
-    config = with_adapters(config, handle, options.summarizer)
-    return checkpoint_lib.loader.load_weights(handle, options.dtype, device), handle, config
-
-
-def _verify_hf(
-    model: Transformer,
-    handle: checkpoint_lib.CheckpointHandle,
-    prompts: Sequence[Sequence[int]],
-    scenario: verify.ScenarioOptions,
-    progress: Callable[[str], None],
-) -> verify.report.VerifyReport:
-    """Compare transformers' caches with the reference; a folder in kvad's layout is exported first."""
-    with tempfile.TemporaryDirectory(prefix="kvad-verify-") as temp:
-        folder = handle.path
-        if not checkpoint_lib.folder.is_hf(folder) or isinstance(handle, checkpoint_lib.adapter.AdaptedCheckpoint):
-            folder = Path(temp) / "hf"
-            checkpoint_lib.export.export_hf(handle, folder)
-        return verify.hf_caches.verify_hf(folder, model, prompts, scenario, progress)
-
-
-def _available_memory(options: _VerifyOptions, model: Transformer) -> int | None:
-    """Return the bytes that the model, its reference and the caches may use, weights included."""
-    device = model.token_embedding.device
-    if device.type == "cpu":
-        free = sizing.available_bytes()
-    else:
-        free = engine.options.free_device_bytes(device)
-        weights = sum(parameter.nbytes for parameter in model.parameters())
-        free = None if free is None else free + weights
-    return free if options.memory is None else sizing.MemoryBudget(options.memory).resolve(free)
-
-
-def _default_formats(dtype: str) -> tuple[str, ...]:
-    """Return the model's dtype first, as ``generate`` stores it; of a float32 model the other plain formats too."""
-    return tuple(dict.fromkeys((dtype, *(PLAIN_FORMATS if dtype == "float32" else ()))))
-
-
-def _prompts(
-    config: ModelConfig,
-    options: verify.ScenarioOptions,
-    tokenizer: Tokenizer | None,
-    texts: tuple[str, ...],
-    check_room: Callable[[Sequence[int]], None],
-) -> list[list[int]]:
-    """Build the prompts; MemoryPlanError is raised first if so many would not fit."""
-    if not texts:
-        prompts = verify.build_prompts(config, replace(options, num_seqs=min(options.num_seqs, MAX_ROWS)), tokenizer)
-    elif tokenizer is None:
-        raise RequestError("the model has no tokenizer", "omit --prompt: random tokens are used")
-    else:
-        prompts = [tokenizer.encode(text) for text in texts]
-    check_room([len(prompt) for prompt in prompts])
-    return prompts if len(prompts) == options.num_seqs else verify.build_prompts(config, options, tokenizer)
 
 
 # ---------------------------------------------------------------- the page
@@ -256,10 +155,7 @@ def _prompts(
 def _page(report: verify.report.VerifyReport) -> list[str]:
     tokens = ", ".join(map(str, report.rows)) + (" token" if report.rows == (1,) else " tokens")
     size = f"{format_count(len(report.rows), 'sequence')} of {tokens}, largest |logit| {report.logit_scale:.3g}"
-    lines = [
-        f"reference  the plain model in float64 without a cache: {size}",
-        *(f"{'rules' if index == 0 else '':11}{rule}" for index, rule in enumerate(report.rules)),
-    ]
+    lines = [f"reference  the plain model in float64 without a cache: {size}"]
     if report.injected is not None:
         lines.append(f"injected   {report.injected}: {verify.report.FAULTS[report.injected].what}")
     for layout in dict.fromkeys(case.layout for case in report.cases):
@@ -278,7 +174,8 @@ def _page(report: verify.report.VerifyReport) -> list[str]:
     for case in report.cases:
         if case.first_divergence is not None and (case.policy == "full" or case.verdict != "lossy by design"):
             lines.append(_divergence(case, case.first_divergence))  # else the table of losses has it
-    return [*lines, *_findings(report), f"verdict: {report.verdict()}"]
+    rules = [f"{'' if index else 'rules':11}{rule}" for index, rule in enumerate(report.rules)] if report.broken else []
+    return [*lines, *_findings(report), *rules, f"verdict: {report.verdict()}"]
 
 
 def _skipped(cases: Sequence[tuple[str, str]]) -> list[str]:

@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvad import config as cfg
 from kvad import model as model_lib
 from kvad.engine import scheduling
 from kvad.engine.scheduling import SchedulerOutput
@@ -70,10 +69,10 @@ class _ShapeBuffers(NamedTuple):
 
 
 class InputBuffers:
-    """Buffers for all shapes; ``max_model_len`` is the model's limit if its rotary regime depends on lengths."""
+    """Buffers for all shapes; ``with_seq_lens``: the rotary frequencies depend on the lengths of sequences."""
 
-    def __init__(self, device: torch.device, *, max_model_len: int | None) -> None:
-        self.device, self._max_model_len = device, max_model_len
+    def __init__(self, device: torch.device, *, with_seq_lens: bool) -> None:
+        self.device, self._with_seq_lens = device, with_seq_lens
         self._shapes: dict[BatchShape, _ShapeBuffers] = {}
         self._allocate(MIN_CAPACITY)
 
@@ -86,17 +85,17 @@ class InputBuffers:
         buffers = self._buffers_for(BatchShape.from_output(output))
         tokens: list[int] = []
         positions: list[int] = []
-        max_seq_lens: list[int] = []
+        seq_lens: list[int] = []
         logit_indices: list[int] = []
         for scheduled in output.scheduled:
             end = scheduled.start + scheduled.num_tokens
             logit_indices.extend(len(tokens) + offset for offset in scheduled.logit_offsets)
             tokens.extend(scheduled.sequence.token_ids[scheduled.start : end])
             positions.extend(range(scheduled.start, end))
-            if self._max_model_len is not None:
-                max_seq_lens.extend([min(scheduled.sequence.max_len, self._max_model_len)] * scheduled.num_tokens)
+            if self._with_seq_lens:
+                seq_lens.extend([len(scheduled.sequence.token_ids)] * scheduled.num_tokens)
         arrays, allocation = iter(buffers.arrays), output.allocation
-        for values in (tokens, positions, logit_indices, *([max_seq_lens] if self._max_model_len is not None else [])):
+        for values in (tokens, positions, logit_indices, *([seq_lens] if self._with_seq_lens else [])):
             next(arrays)[:] = values
         for group, tables in enumerate(allocation.block_tables):
             if group < len(allocation.slots):
@@ -110,7 +109,7 @@ class InputBuffers:
     def _buffers_for(self, shape: BatchShape) -> _ShapeBuffers:
         buffers = self._shapes.get(shape)
         if buffers is None:
-            sizes = _sizes(shape, self._max_model_len is not None)
+            sizes = _sizes(shape, self._with_seq_lens)
             num_integers = sum(map(_aligned, map(math.prod, sizes)))
             if num_integers > len(self._host_buffer):
                 self._allocate(1 << (num_integers - 1).bit_length())
@@ -135,7 +134,7 @@ class InputBuffers:
             offset += _aligned(size)
         tensors = iter(views)
         tokens, positions, logit_indices = next(tensors), next(tensors), next(tensors)
-        limits = next(tensors) if self._max_model_len is not None else None
+        seq_lens = next(tensors) if self._with_seq_lens else None
         slot_mappings, strides = [], []
         for group, widths in enumerate(shape.widths):
             slots = next(tensors) if group < shape.num_token_groups else None
@@ -145,16 +144,16 @@ class InputBuffers:
             pairs = zip(shape.sub_batches, shape.group_sub_batches(group), strict=True)
             strides.append([sub_batch.num_seqs // group_batch.num_seqs for sub_batch, group_batch in pairs])
         model_input = ModelInput(
-            tokens, positions, shape.sub_batches, logit_indices, max_seq_lens=limits, slot_mappings=tuple(slot_mappings)
+            tokens, positions, shape.sub_batches, logit_indices, seq_lens=seq_lens, slot_mappings=tuple(slot_mappings)
         )
         return _ShapeBuffers(model_input, arrays, strides, offset)
 
 
-def _sizes(shape: BatchShape, with_limits: bool) -> list[tuple[int, ...]]:
-    """Return the shapes of tokens, positions, logit indices, limits, slots and tables."""
+def _sizes(shape: BatchShape, with_seq_lens: bool) -> list[tuple[int, ...]]:
+    """Return the shapes of tokens, positions, logit indices, sequence lengths, slots and tables."""
     tokens = sum(sub_batch.num_seqs * sub_batch.num_new_tokens for sub_batch in shape.sub_batches)
     sizes: list[tuple[int, ...]] = [(tokens,), (tokens,), (shape.num_logits,)]
-    if with_limits:
+    if with_seq_lens:
         sizes.append((tokens,))
     for group, widths in enumerate(shape.widths):
         if group < shape.num_token_groups:
@@ -203,15 +202,8 @@ class ModelRunner:
     def __init__(self, model: Transformer, cache: ManagedCache) -> None:
         self.model, self.cache = model, cache
         self.device = model.token_embedding.device
-        encoder = model.config.encoder
-        self._encoder_depends_on_length = encoder is not None and _depends_on_length(encoder)
-        self.buffers = InputBuffers(
-            self.device, max_model_len=model.config.max_seq_len if _depends_on_length(model.config.stack) else None
-        )
-
-    def rope_regime(self, max_len: int) -> str:
-        """Return the rotary regime of a sequence of up to ``max_len`` tokens; others share no blocks with it."""
-        return ",".join(str(model_lib.positions.rope_regime(rope, max_len)) for rope in _ropes(self.model.config.stack))
+        short_lens = model_lib.positions.short_regime_lens(model.config.stack, model.config.max_seq_len)
+        self.buffers = InputBuffers(self.device, with_seq_lens=bool(short_lens))
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step uses and that outlives it: inputs, cache and weights."""
@@ -228,23 +220,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> tuple[Tensor, ModelInput]:
-        """Return the encoder's output [T, E] and its input; cross-attention keys and values are written.
-
-        The limit of an encoder input, which decides its rotary regime, is its own length, because it never grows.
-        """
+        """Return the encoder's output [T, E] and its input; cross-attention keys and values are written."""
         inputs, allocation = [seq.request.encoder_tokens for seq in encoder_batch.sequences], encoder_batch.allocation
         positions = self._integers([position for tokens in inputs for position in range(len(tokens))])
         no_tokens = positions[:0]
         slots_per_group = () if allocation is None else allocation.slots
-        limits = None
-        if self._encoder_depends_on_length:
-            limits = self._integers([len(tokens) for tokens in inputs for _ in tokens])
         encoder_input = ModelInput(
             self._integers([token for tokens in inputs for token in tokens]),
             positions,
             encoder_batch.sub_batches,
             no_tokens,
-            max_seq_lens=limits,
+            seq_lens=self._integers([len(tokens) for tokens in inputs for _ in tokens]),
             token_type_ids=self._token_types(encoder_batch),
             slot_mappings=tuple(SlotMapping(self._integers(slots), ()) for slots in slots_per_group),
         )
@@ -285,12 +271,3 @@ class ModelRunner:
 
     def _integers(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-def _ropes(stack: cfg.StackConfig) -> list[cfg.RopeConfig]:
-    positions = [layer.attention.position for layer in stack.layer_types.values()]
-    return [position for position in positions if isinstance(position, cfg.RopeConfig)]
-
-
-def _depends_on_length(stack: cfg.StackConfig) -> bool:
-    return any(map(model_lib.positions.depends_on_length, _ropes(stack)))

@@ -59,8 +59,8 @@ NO_ALLOWED_TOKEN = (
 )
 
 
-def sample_outputs(output: SchedulerOutput, logits: Tensor) -> list[SequenceOutput]:
-    """Sample and score each scheduled sequence's share of the logits [N, V]."""
+def sample_outputs(output: SchedulerOutput, logits: Tensor, num_tokens: int | None = None) -> list[SequenceOutput]:
+    """Sample and score each scheduled sequence's share of the logits [N, V]; ids below ``num_tokens`` are sampled."""
     results: list[SequenceOutput] = []
     sampled: dict[int, int] = {}  # index of a scheduled sequence -> index of its sampled logits
     start = 0
@@ -72,7 +72,7 @@ def sample_outputs(output: SchedulerOutput, logits: Tensor) -> list[SequenceOutp
         start = stop
     if sampled:
         sequences = [output.scheduled[index].sequence for index in sampled]
-        new_results = _sample_or_fail(logits[list(sampled.values())], sequences)
+        new_results = _sample_or_fail(logits[list(sampled.values())], sequences, num_tokens)
         for index, result in zip(sampled, new_results, strict=True):
             span = results[index]
             results[index] = result._replace(prompt_logprobs=span.prompt_logprobs, error=span.error or result.error)
@@ -89,21 +89,26 @@ def _score_span(scheduled: ScheduledSequence, logits: Tensor) -> SequenceOutput:
     return SequenceOutput(error=NONFINITE_ERROR) if scores is None else SequenceOutput(prompt_logprobs=tuple(scores))
 
 
-def _sample_or_fail(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[SequenceOutput]:
+def _sample_or_fail(logits: Tensor, sequences: Sequence[TokenSequence], num_tokens: int | None) -> list[SequenceOutput]:
     """Sample from [N, V]; an exception in ``allowed_tokens_fn`` fails its sequence only."""
     try:
-        return sample_tokens(logits, sequences)
+        return sample_tokens(logits, sequences, num_tokens)
     except Exception as error:
         if all(seq.sampling_params.allowed_tokens_fn is None for seq in sequences):
             raise
         if len(sequences) == 1:
             return [SequenceOutput(0, error=f"sampling failed: {type(error).__name__}: {error}")]
         parts = zip(logits.split(1), sequences, strict=True)
-        return [result for part, seq in parts for result in _sample_or_fail(part, [seq])]
+        return [result for part, seq in parts for result in _sample_or_fail(part, [seq], num_tokens)]
 
 
-def sample_tokens(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[SequenceOutput]:
-    """Sample one token per sequence from logits [N, V]; the result of a beam has ``candidates``, possibly none."""
+def sample_tokens(
+    logits: Tensor, sequences: Sequence[TokenSequence], num_tokens: int | None = None
+) -> list[SequenceOutput]:
+    """Sample one token per sequence from logits [N, V]; the result of a beam has ``candidates``, possibly none.
+
+    ``num_tokens``: the tokenizer's vocabulary. Rows of the embedding beyond it are padding and are never sampled.
+    """
     raw = logits.float()
     is_finite = torch.isfinite(raw).all(dim=-1).tolist()
     if not all(is_finite):
@@ -113,6 +118,8 @@ def sample_tokens(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[Se
     if beams:  # beams sum log-probabilities, to which bans and penalties apply (as in transformers)
         scores = raw.clone()
         scores[beams] = raw[beams].log_softmax(dim=-1)
+    if num_tokens is not None and num_tokens < scores.shape[-1]:
+        scores = scores.index_fill(-1, torch.arange(num_tokens, scores.shape[-1], device=scores.device), -math.inf)
     for step in SAMPLER_STEPS:
         scores = step(scores, sequences)
     tokens = scores.argmax(dim=-1)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvad.engine.scheduling import preemption as preemption
     from kvad.engine.scheduling import request as request
     from kvad.engine.scheduling import sequence as sequence
+    from kvad.engine.scheduling import step_costs as step_costs
     from kvad.engine.scheduling.beam_search import num_candidates as num_candidates
     from kvad.engine.scheduling.limits import LengthLimits as LengthLimits
     from kvad.engine.scheduling.request import SamplingOptions as SamplingOptions

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 from kvad.cache.manager import KVCacheManager
@@ -60,6 +60,18 @@ class AdmissionQueue:
         """Admit nothing to a running batch until blocks are freed."""
         self._num_frees_when_blocked = self._kv_cache_manager.num_frees
 
+    def requeue(self, seq: TokenSequence, before: Callable[[TokenSequence], None] = lambda _: None) -> None:
+        """Let a running sequence, with its beams, wait at its old place; ``before`` may swap the blocks of each out."""
+        seqs = [seq] if seq.request.beams is None else [beam for beam in seq.request.sequences if beam.state == RUNNING]
+        for other in seqs:
+            self.running.remove(other)
+            before(other)
+            self.release(other, is_freed=other.swapped is not None)
+            other.state, other.beam_candidates = WAITING, None
+            self.enqueue(other)
+        self.release_idle_beams(seq.request)
+        self.unblock()
+
     def unblock(self) -> None:
         self._num_frees_when_blocked = -1
 
@@ -82,7 +94,7 @@ class AdmissionQueue:
         if self._kv_cache_manager.prefix_offload is None or seq.swapped is not None or not seq.token_ids:
             return True
         if seq.prefetch is None:
-            seq.prefetch = self._kv_cache_manager.prefetch(seq.token_ids, seq.request.prefix_root, _max_hit_tokens(seq))
+            seq.prefetch = self._kv_cache_manager.prefetch(seq.token_ids, seq.prefix_root, _max_hit_tokens(seq))
         if seq.prefetch.ready():
             return True
         others = sum(other.prefetch is not None and bool(other.prefetch.handles) for other in self.waiting)
@@ -112,7 +124,7 @@ class AdmissionQueue:
         length = seq.swapped.length if seq.swapped is not None else self._fork_prompt(seq, seq_index)
         if length is None:
             length = self._kv_cache_manager.add_sequence(
-                seq_index, seq.token_ids, seq.request.prefix_root, _max_hit_tokens(seq), seq.prefetch
+                seq_index, seq.token_ids, seq.prefix_root, _max_hit_tokens(seq), seq.prefetch
             )
             assert length is not None, f"index {seq_index} is in use"
         if not seq.encoder_ready and not self._attach_encoder_input(seq, seq_index, seq.request.encoder_tokens):
@@ -154,7 +166,8 @@ class AdmissionQueue:
         if seq.sample_index == 0 or seq.num_generated_tokens or length == 0:
             return None
         for sibling in seq.request.sequences:
-            if sibling.state == RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens:
+            has_prompt = sibling.state == RUNNING and sibling.num_computed_tokens >= seq.num_prompt_tokens
+            if has_prompt and sibling.rope_regime == seq.rope_regime:
                 if not self._kv_cache_manager.fork(sibling.seq_index, seq_index, length):
                     return None
                 seq.encoder_ready = True
@@ -206,6 +219,7 @@ class AdmissionQueue:
         assert forked, "a sequence can always be forked at its end"
         beam.token_ids, beam.num_computed_tokens = list(seq.token_ids), seq.num_computed_tokens
         beam.read_bucket, beam.encoder_ready, beam.state = seq.read_bucket, True, RUNNING
+        beam.rope_regime = seq.rope_regime
         insort(self.running, beam, key=_priority)
         return beam
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from kvad.cache.manager import BlockAllocation, KVCacheManager
 from kvad.engine.scheduling.sequence import ScheduledSequence, TokenSequence
+from kvad.engine.scheduling.step_costs import StepCosts
 from kvad.model_input import MAX_READ_SLOTS, SubBatch
 
 MIN_READ_BUCKET = 64  # slots; shorter reads share a bucket, because another sub-batch costs more than reading
@@ -17,8 +18,14 @@ BatchItem = tuple[int, TokenSequence, int]  # sort key, sequence, number of new 
 class BatchBuilder:
     """Chooses the running sequences' next tokens, and groups the sequences of a step into sub-batches."""
 
-    def __init__(self, kv_cache_manager: KVCacheManager, max_num_batched_tokens: int, prefill_chunk_size: int) -> None:
-        self._kv_cache_manager, self._groups = kv_cache_manager, kv_cache_manager.groups
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        max_num_batched_tokens: int,
+        prefill_chunk_size: int,
+        step_costs: StepCosts | None = None,
+    ) -> None:
+        self._kv_cache_manager, self._groups, self._step_costs = kv_cache_manager, kv_cache_manager.groups, step_costs
         self.max_num_batched_tokens, self._prefill_chunk_size = max_num_batched_tokens, prefill_chunk_size
         self._reads_encoder = kv_cache_manager.max_source_len > 0
         paged_groups = [group for group in self._groups if group.max_blocks_per_seq > 1]
@@ -39,6 +46,8 @@ class BatchBuilder:
                 num_tokens_left -= 1
             else:
                 prefilling.append(seq)
+        if items and self._step_costs is not None:
+            num_tokens_left = min(num_tokens_left, self._step_costs.max_prompt_tokens())
         for seq in prefilling:
             if num_tokens_left <= 0:
                 break

@@ -33,16 +33,27 @@ class LengthLimits:
     overflow: cache_lib.config.OverflowMode = "preempt"
     overflow_max_len: int | None = None  # tokens of a sequence that continues past max_len
     overflow_policy: str = ""  # policy under which it continues
+    # Lengths beyond which a sequence has other rotary frequencies, ascending (dynamic and longrope scaling).
+    short_regime_lens: tuple[int, ...] = ()
 
     @staticmethod
-    def from_config(model: int, cache: CacheConfig) -> LengthLimits:
+    def from_config(model: int, cache: CacheConfig, short_regime_lens: tuple[int, ...] = ()) -> LengthLimits:
         """Build the limits from the model's maximum length and a resolved cache configuration."""
         limited_by: cache_lib.config.LengthLimit = "cache" if cache.max_seq_len < model else "model"
         policy: str = cache.overflow if cache.overflow in cache_lib.config.CONTINUING_MODES else ""
         if not policy and cache.endless:
             policy = cache.resolved_policy.name
         overflow_max_len = ENDLESS if cache.endless else model if cache.exceeds_max_seq_len else None
-        return LengthLimits(min(model, cache.max_seq_len), limited_by, cache.overflow, overflow_max_len, policy)
+        max_len = min(model, cache.max_seq_len)
+        return LengthLimits(max_len, limited_by, cache.overflow, overflow_max_len, policy, short_regime_lens)
+
+    def rope_regime(self, num_tokens: int) -> int:
+        """Return the rotary regime of a sequence of that many tokens, 0 for the short one.
+
+        It depends on the tokens there are, never on ``max_tokens``: sequences of different regimes share no blocks, and
+        one that grows into another regime is recomputed.
+        """
+        return sum(num_tokens > length for length in self.short_regime_lens)
 
     @property
     def endless(self) -> bool:

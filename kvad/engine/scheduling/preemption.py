@@ -230,7 +230,7 @@ class PreemptionManager:
         """True if recomputing from the prefix cache is cheaper than reading the copy."""
         if self._kv_cache_manager.lossy or seq.swapped is None:
             return False
-        num_cached = self._kv_cache_manager.cached_prefix_length(seq.token_ids, seq.request.prefix_root)
+        num_cached = self._kv_cache_manager.cached_prefix_length(seq.token_ids, seq.prefix_root)
         nbytes = 0 if self.swap_space is None else self.swap_space.record(seq.swapped.key).nbytes
         num_left = max(0, seq.swapped.length - num_cached)
         return num_cached > 0 and not self.costs.swap_is_cheaper(nbytes, num_left, disk=True, back=True)

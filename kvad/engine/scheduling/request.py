@@ -24,7 +24,10 @@ MAX_SAMPLES = 128
 MAX_LOGPROBS = 100
 MAX_SEED = 2**64 - 1
 # Options of beam search, and options that request sampling.
-BEAM_ONLY_FIELDS = ("num_beams", "length_penalty", "length_penalty_form", "early_stopping", "patience")
+BEAM_ONLY_FIELDS = (
+    "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "length_penalty_form", "early_stopping",
+    "patience",
+)  # fmt: skip
 SAMPLING_ONLY_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
 
 UnitInterval = Annotated[float, cfg.Range(0, 1, above=True)]  # (0, 1]
@@ -67,6 +70,9 @@ class SamplingParams:
     forced_eos_token_id: cfg.NonNegativeInt | None = None  # token at the length limit
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None = None
     num_beams: SampleCount = 1
+    num_beam_groups: SampleCount = 1  # equal parts of the beams, searched one after the other in each step
+    # Subtracted from a token's log-probability per beam of an earlier group that chose it in the same step.
+    diversity_penalty: Annotated[float, cfg.Range(0, 100)] = 0.0
     length_penalty: Penalty = 1.0
     length_penalty_form: Literal["length", "gnmt"] = "length"
     early_stopping: bool | Literal["never"] = False
@@ -92,6 +98,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True at temperature 0 (ties: the lowest token id)."""
         return self.temperature == 0
+
+    @property
+    def beams_per_group(self) -> int:
+        return self.num_beams // self.num_beam_groups
 
     @property
     def uses_seed(self) -> bool:
@@ -139,6 +149,8 @@ class SamplingOptions(TypedDict, total=False):
     forced_eos_token_id: int | None
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None
     num_beams: int
+    num_beam_groups: int
+    diversity_penalty: float
     length_penalty: float
     length_penalty_form: Literal["length", "gnmt"]
     early_stopping: bool | Literal["never"]
@@ -154,6 +166,11 @@ def _check_beams(params: SamplingParams) -> None:
         return
     if params.n > params.num_beams:
         raise RequestError(f"n: must be at most num_beams ({params.num_beams}), got {params.n}")
+    if params.num_beams % params.num_beam_groups:
+        message = f"num_beam_groups: must divide num_beams ({params.num_beams}), got {params.num_beam_groups}"
+        raise RequestError(message)
+    if params.diversity_penalty and params.num_beam_groups == 1:
+        raise RequestError("diversity_penalty: requires num_beam_groups above 1", "Set num_beam_groups=2, for example.")
     for name in SAMPLING_ONLY_FIELDS:
         if name != "temperature" and getattr(params, name) != getattr(SamplingParams, name):
             raise RequestError(

@@ -23,7 +23,7 @@ from kvad import cache
 from kvad.cache.manager import BlockAllocation, KVCacheManager, SwappedSequence
 from kvad.engine.scheduling.admission import AdmissionQueue
 from kvad.engine.scheduling.batching import BatchBuilder, BatchItem, next_encoder_batch, schedule_span
-from kvad.engine.scheduling.beam_search import BeamSearch, hypothesis_chunks
+from kvad.engine.scheduling.beam_search import BeamSearch, DiverseBeamSearch, hypothesis_chunks
 from kvad.engine.scheduling.limits import BlockReservations, LengthLimits, check_beams, check_encoder_input, check_sizes
 from kvad.engine.scheduling.preemption import PreemptionManager, choose_victim, log_full_pool, stops_when_full
 from kvad.engine.scheduling.request import EncoderInput, FinishReason, SamplingParams, SequenceOutput, StreamChunk
@@ -40,6 +40,7 @@ from kvad.engine.scheduling.sequence import (
     SchedulerStats,
     TokenSequence,
 )
+from kvad.engine.scheduling.step_costs import StepCosts
 from kvad.model_input import BlockOps
 
 MAX_RECOVERIES = 2  # recomputations of a sequence whose offloaded tokens were lost; then it ends with an error
@@ -56,6 +57,7 @@ class Scheduler:
         max_num_batched_tokens: New tokens per step.
         prefill_chunk_size: New tokens of one sequence per step.
         limit: Longest sequence in tokens, or the limits with their overflow modes.
+        step_costs: Limits the prompt tokens of a step in which sequences decode.
     """
 
     def __init__(
@@ -68,12 +70,13 @@ class Scheduler:
         limit: int | LengthLimits,
         clock: Callable[[], float] = time.monotonic,
         preemption: PreemptionManager | None = None,
+        step_costs: StepCosts | None = None,
     ) -> None:
         limits = limit if isinstance(limit, LengthLimits) else LengthLimits(limit)
         check_sizes(max_num_seqs, max_num_batched_tokens, prefill_chunk_size, limits.max_len)
         self.kv_cache_manager, self.limits = kv_cache_manager, limits
         self.preemption = PreemptionManager(kv_cache_manager) if preemption is None else preemption
-        self._batch_builder = BatchBuilder(kv_cache_manager, max_num_batched_tokens, prefill_chunk_size)
+        self._batch_builder = BatchBuilder(kv_cache_manager, max_num_batched_tokens, prefill_chunk_size, step_costs)
         self._reservations = BlockReservations(kv_cache_manager.groups, kv_cache_manager.watermark_blocks)
         self._clock = clock
         self._admission = AdmissionQueue(kv_cache_manager, self.preemption, max_num_seqs)
@@ -140,12 +143,14 @@ class Scheduler:
             check_beams(sampling_params, limit, self.kv_cache_manager, self._admission.max_num_seqs)
             if limit > len(prompt):  # otherwise no token is generated
                 stop_tokens = request.stop_tokens
-                request.beams = BeamSearch(sampling_params, len(prompt), limit, stop_tokens, has_stop_string)
+                search = BeamSearch if sampling_params.num_beam_groups == 1 else DiverseBeamSearch
+                request.beams = search(sampling_params, len(prompt), limit, stop_tokens, has_stop_string)
         if overflow == "reject" and not encoder_only:
             num_seqs = max(sampling_params.n, sampling_params.num_beams)
             request.reserved_blocks = self._reservations.reserve(num_seqs, max(len(prompt), limit - 1))
         for sample in range(sampling_params.n if request.beams is None else sampling_params.num_beams):
             seq = TokenSequence(request, sample, list(prompt), limit, limited_by or "model", overflow, swapped=swapped)
+            seq.rope_regime = self.limits.rope_regime(len(prompt))
             seq.state = IDLE if request.beams is not None and sample else WAITING
             request.sequences.append(seq)
         self._requests[request_id], request.live_beams = request, request.sequences[:1]
@@ -199,6 +204,8 @@ class Scheduler:
         """
         assert self._in_flight is None, "a step is in flight: call update_from_output first"
         can_admit = True
+        if self.limits.short_regime_lens:
+            self._switch_rope_regimes()
         if self._waiting:
             self._poll_swaps()
         while True:
@@ -291,15 +298,19 @@ class Scheduler:
         chunks = self._end_beams(seq.request, limit="pool") if is_beam else [self._end(seq, "length", limit="pool")]
         self._pending_chunks += chunks
 
+    def _switch_rope_regimes(self) -> None:
+        """Recompute sequences that outgrew the original length of their RoPE scaling, as prompts of their tokens."""
+        for seq in [*self._running, *self._waiting]:
+            regime = self.limits.rope_regime(len(seq.token_ids))
+            if regime != seq.rope_regime:
+                LOG.info("request %d, sample %d is recomputed: longer RoPE scaling", seq.request_id, seq.sample_index)
+                if seq.state == RUNNING:
+                    self._admission.requeue(seq)
+                self.preemption.forget(seq)
+                seq.prefetch, seq.rope_regime = None, regime
+
     def _preempt(self, seq: TokenSequence) -> None:
-        seqs = [seq] if seq.request.beams is None else [beam for beam in seq.request.sequences if beam.state == RUNNING]
-        for other in seqs:
-            self._running.remove(other)
-            self.preemption.preempt(other)
-            self._admission.release(other, is_freed=other.swapped is not None)
-            other.state, other.beam_candidates = WAITING, None
-            self._admission.enqueue(other)
-        self._admission.release_idle_beams(seq.request)
+        self._admission.requeue(seq, self.preemption.preempt)
         seq.request.metrics.num_preemptions += 1
         self._preemptions += 1
         self._admission.block()
@@ -407,7 +418,7 @@ class Scheduler:
             return self._end_beams(seq.request, "error", error)
         return [self._end(seq, "error", error)]
 
-    def _advance(self, request: Request, beams: BeamSearch) -> list[StreamChunk]:
+    def _advance(self, request: Request, beams: BeamSearch | DiverseBeamSearch) -> list[StreamChunk]:
         """Once all beams have candidates, fork beams with several children and free those with none."""
         if any(seq.beam_candidates is None for seq in request.live_beams):
             return []
@@ -464,7 +475,7 @@ class Scheduler:
                 layout = self.kv_cache_manager.export_layout(seq.seq_index)
                 if layout is not None and layout.length:
                     tokens = tuple(seq.token_ids[: layout.length])
-                    self._finished_states.append(FinishedState(seq.request_id, tokens, layout))
+                    self._finished_states.append(FinishedState(seq.request_id, tokens, seq.rope_regime, layout))
             self._running.remove(seq)
             self._admission.release(seq, publish=reason != "error")
         elif seq in self._waiting:

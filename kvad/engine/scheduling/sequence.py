@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvad import cache
 from kvad.cache import manager
 from kvad.cache.manager import BlockAllocation, EncoderAllocation, SwappedSequence
-from kvad.engine.scheduling.beam_search import BeamSearch
+from kvad.engine.scheduling.beam_search import BeamSearch, DiverseBeamSearch
 from kvad.engine.scheduling.request import EncoderInput, SamplingParams, TokenLogprob
 from kvad.model_input import SubBatch
 
@@ -50,7 +50,7 @@ class Request:
     encoder_input: EncoderInput | None = None
     keep_state: bool = False  # its final state was requested
     draw_salt: int = 0  # requests that differ in it draw other numbers
-    beams: BeamSearch | None = None
+    beams: BeamSearch | DiverseBeamSearch | None = None
     live_beams: list[TokenSequence] = field(default_factory=list)  # best first
     reserved_blocks: tuple[int, ...] | None = None  # per group (``limits.py``)
     sequences: list[TokenSequence] = field(default_factory=list)
@@ -66,6 +66,11 @@ class Request:
         return blake2b(header, digest_size=8)
 
 
+def regime_root(prefix_root: bytes, rope_regime: int) -> bytes:
+    """Return the start of the block hash chain of one rotary regime: ``prefix_root`` itself for the short one."""
+    return prefix_root + bytes(rope_regime)  # as many zero bytes
+
+
 @dataclass(slots=True, eq=False)
 class TokenSequence:
     """One sample of one request: prompt and generated tokens, the first ``num_computed_tokens`` of them cached."""
@@ -76,6 +81,7 @@ class TokenSequence:
     max_len: int  # tokens, prompt included
     limited_by: cache.config.LengthLimit = "model"  # what sets max_len
     overflow: cache.config.OverflowMode = "preempt"
+    rope_regime: int = 0  # of its cached tokens (``LengthLimits.rope_regime``)
     request_id: int = field(init=False)
     sampling_params: SamplingParams = field(init=False)
     stop_tokens: frozenset[int] = field(init=False)
@@ -109,6 +115,11 @@ class TokenSequence:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prefix_root(self) -> bytes:
+        """Start of its block hash chain."""
+        return regime_root(self.request.prefix_root, self.rope_regime)
 
     def draw_key(self) -> int:
         """Return the 64-bit key of the next random number: a hash of the request's seed and of all tokens so far.
@@ -152,6 +163,7 @@ class FinishedState(NamedTuple):
 
     request: int
     tokens: tuple[int, ...]
+    rope_regime: int
     layout: manager.portable_layout.SequenceLayout
 
 

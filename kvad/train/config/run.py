@@ -169,6 +169,10 @@ class ObjectiveConfig:
     text_field: str = "text"  # classify: in JSONL
     label_field: str = "label"  # classify: in JSONL
     input_mask_ratio: cfg.Fraction = 0.0  # tag, classify: share of input tokens masked in training
+    # Mixtures of experts (`objectives/expert_balance.py`):
+    router_aux_loss_coef: cfg.NonNegativeFloat = 0.0  # weight of the load-balancing loss, usually 0.01
+    router_z_loss_coef: cfg.NonNegativeFloat = 0.0  # weight of the squared logsumexp of router logits, usually 0.001
+    router_bias_update_rate: cfg.NonNegativeFloat = 0.0  # step of the selection biases, usually 0.001
 
     def __post_init__(self) -> None:
         cfg.check_fields(self, "objective")

@@ -153,7 +153,7 @@ def _side(rows: Sequence[Sequence[Ints]], shape: CollateConfig) -> ModelInput:
         positions=tensor(positions),
         sub_batches=(SubBatch(len(rows), tokens.shape[1], tokens.shape[1]),),
         logit_indices=tensor(np.empty(0, np.int64)),
-        max_seq_lens=torch.full((tokens.size,), shape.seq_len, device=shape.device),
+        seq_lens=torch.full((tokens.size,), shape.seq_len, device=shape.device),
     )
     if not shape.keep_document_ids and not documents.any():  # one segment in every row, and no padding
         return model_input

@@ -104,6 +104,10 @@ class DataParallelGroup:
                 gradient.copy_(part.view_as(gradient))
         return float(total)
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x`` over all ranks."""
+        return x if self.size == 1 else self._sum(x).to(x.device)
+
     def any_rank(self, flag: bool) -> bool:
         """Return True if ``flag`` is true on any rank."""
         return flag if self.size == 1 else bool(self._sum(torch.tensor([float(flag)])).item())

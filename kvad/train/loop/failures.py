@@ -10,6 +10,9 @@ holds after each of 50 steps in a row; min is over all steps so far, min' over t
 has a large D; a loss that blew up is noisy too, but is twice what it was. One outlier raises D as much as L, and a
 step's loss counts as at most 4 L. The warning is returned once per run.
 
+A router *collapses* if at most half of its experts get 90% of its tokens in each of 20 steps in a row. The warning is
+returned once per layer and run.
+
 *Non-finite values* are located by repeating the failed step, bit for bit, with hooks on every module. The first of
 these that applies is reported:
 
@@ -33,7 +36,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from kvad.train.data import Batch
-from kvad.train.objectives import Objective
+from kvad.train.objectives import ExpertLoad, Objective
 
 DECAY, PATIENCE, WARMUP_STEPS = 0.95, 50, 20
 RELATIVE_MARGIN, SPREADS, MIN_MARGIN, DOUBLING, MAX_RATIO = 0.2, 3.0, 0.1, 2.0, 4.0
@@ -94,6 +97,31 @@ class DivergenceDetector:
             self.lowest_late = self.loss
         if step <= WARMUP_STEPS or self.norm < self.lowest_norm:
             self.lowest_norm, self.lowest_norm_at = self.norm, step
+
+
+COLLAPSE_PATIENCE, WARNED = 20, -1
+
+
+def collapse_warnings(steps: dict[str, int], loads: Sequence[ExpertLoad]) -> list[str]:
+    """Add the loads of a step to ``steps``, and return the warnings about routers that collapsed.
+
+    Args:
+        steps: By layer, the steps in a row in which few experts got most tokens, WARNED after the warning; changed.
+        loads: The loads of one optimizer step.
+    """
+    warnings = []
+    for load in loads:
+        num_experts, count = len(load.counts), steps.get(load.layer, 0)
+        if count == WARNED:
+            continue
+        steps[load.layer] = count + 1 if 2 * load.num_busy <= num_experts and num_experts > 1 else 0
+        if steps[load.layer] == COLLAPSE_PATIENCE:
+            steps[load.layer] = WARNED
+            warnings.append(
+                f"the router of {load.layer} collapses: {load.num_busy} of {num_experts} experts got 90% of its "
+                "tokens; objective.router_aux_loss_coef, or router_bias_update_rate with a selection bias, spreads them"
+            )
+    return warnings
 
 
 class NonFiniteReport(NamedTuple):

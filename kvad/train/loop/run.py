@@ -39,7 +39,7 @@ from kvad.train.loop.async_checkpointer import AsyncCheckpointer, checkpoint_sta
 from kvad.train.loop.data_parallel import SINGLE_PROCESS, DataParallelGroup
 from kvad.train.loop.trainer import Trainer, TrainerState, apply_acceleration
 from kvad.train.monitoring import Callback, TrainingContext, TrainingResult
-from kvad.train.objectives import Autocast, Objective
+from kvad.train.objectives import Autocast, ExpertBalancer, Objective
 from kvad.train.optim import OptimizersContainer
 from kvad.train.setup import CorpusArgument, RunData, load_initial, resolve_corpus
 
@@ -308,7 +308,9 @@ class TrainingRun:
         is_async, snapshot = train.async_save and group.is_main, partial(self._snapshot, state)
         checkpointer = AsyncCheckpointer(snapshot, self._write, async_save=is_async, has_checkpoint=stored is not None)
         parts = (self.module, self.objective, self.optimization, self.run_data.data, train, state, checkpointer)
-        trainer = Trainer(*parts, sampler, self.callbacks, self.clock, throughput, self.run_data.describe_rows, group)
+        experts: ExpertBalancer | None = getattr(self.objective, "experts", None)
+        parallel = (self.run_data.describe_rows, group, experts)
+        trainer = Trainer(*parts, sampler, self.callbacks, self.clock, throughput, *parallel)
 
         def out_of_memory() -> MemoryPlanError:
             where, status = f"in step {state.step + 1}", checkpoint_status(checkpointer.has_checkpoint)

@@ -29,9 +29,9 @@ from kvad.train.config import TrainConfig
 from kvad.train.data import Batch, PackedDataset
 from kvad.train.loop.async_checkpointer import AsyncCheckpointer, checkpoint_status
 from kvad.train.loop.data_parallel import SINGLE_PROCESS, DataParallelGroup, random_state, restore_random_state
-from kvad.train.loop.failures import DivergenceDetector, NonFiniteReport, locate_nonfinite
+from kvad.train.loop.failures import DivergenceDetector, NonFiniteReport, collapse_warnings, locate_nonfinite
 from kvad.train.monitoring import Callback, TrainingResult
-from kvad.train.objectives import Objective
+from kvad.train.objectives import ExpertBalancer, ExpertLoad, Objective
 from kvad.train.optim import OptimizersContainer
 
 
@@ -48,6 +48,7 @@ class TrainerState:
     best: float | None = None
     best_step: int | None = None  # step of the lowest val_loss
     trend: list[float] = field(default_factory=list)  # fields of the DivergenceDetector
+    collapsing_steps: dict[str, int] = field(default_factory=dict)  # by layer, see ``failures.collapse_warnings``
 
 
 @dataclass
@@ -67,12 +68,14 @@ class Trainer:
     throughput: monitoring.throughput.ThroughputMeter | None = None  # counts a step's FLOPs
     describe_rows: Callable[[range], str] = lambda rows: ""  # names the texts of rows, numbered from the run's first
     data_parallel: DataParallelGroup = SINGLE_PROCESS  # the processes that train the same model
+    experts: ExpertBalancer | None = None  # of a model with experts
 
     def __post_init__(self) -> None:
         self.precision = objectives.cross_entropy.resolve_precision(self.config.precision, self.config.device)
         self.speed, self.flops = monitoring.throughput.SpeedMeter(), 0
         self.trend, self.clock = DivergenceDetector(*self.state.trend), self.data_parallel.clock(self.clock)
         self.checkpoint = Path()  # newest checkpoint reported by this run
+        self.loads: tuple[ExpertLoad, ...] = ()  # of the newest step
 
     def fit(self) -> TrainingResult:
         """Train to the end, or to the end of the step in which SIGINT or SIGTERM arrives; then save.
@@ -111,8 +114,9 @@ class Trainer:
             assert state.loss is not None
             warning = self.trend.update(state.step, state.loss, norm, lr)
             state.trend = list(astuple(self.trend))
-            if warning is not None:
-                self._notify("on_warning", monitoring.callbacks.WarningReport(state.step, warning))
+            warnings = [] if warning is None else [warning]
+            for text in warnings + collapse_warnings(state.collapsing_steps, self.loads):
+                self._notify("on_warning", monitoring.callbacks.WarningReport(state.step, text))
             if state.step % config.eval_interval == 0 or self._is_over():
                 self._evaluate()  # before the save, so that a resumed run does not repeat it
             if state.step % config.save_interval == 0 or (config.keep_best and state.best_step == state.step):
@@ -151,6 +155,8 @@ class Trainer:
             cause = next(filter(None, reports), no_cause)
             raise NumericalError(f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {cause}")
         self.optimization.step(norm)
+        if self.experts is not None:
+            self.loads = self.experts.end_step(self.data_parallel.sum, is_updated=math.isfinite(norm))
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
 
@@ -236,7 +242,10 @@ class Trainer:
         speed, memory = self.speed, monitoring.throughput.memory_usage(self.config.device)
         mfu = None if self.throughput is None else speed.flops_per_second / self.throughput.peak
         progress = (state.tokens, state.elapsed, speed.tokens_per_second, self._eta())
-        return monitoring.callbacks.StepReport(state.step, state.loss, lr, norm, *progress, mfu, *memory)
+        max_ratios = {load.layer: load.max_ratio for load in self.loads} or None
+        num_starved = {load.layer: load.num_starved for load in self.loads} or None
+        experts = (max_ratios, num_starved)
+        return monitoring.callbacks.StepReport(state.step, state.loss, lr, norm, *progress, mfu, *memory, *experts)
 
     def _eta(self) -> float | None:
         config, state = self.config, self.state

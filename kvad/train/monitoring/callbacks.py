@@ -1,6 +1,6 @@
 """Callbacks of a training run: reports as plain values, and a base class.
 
-Callbacks are passed in; the loop itself uses no terminal, file or figure. Standard library only.
+Callbacks are passed in; the loop itself uses no terminal, file or figure.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kvad import storage
 
 if TYPE_CHECKING:
     from kvad.checkpoint import GenerationConfig
@@ -50,6 +52,8 @@ class StepReport:
     mfu: float | None = None  # model FLOP/s over StartReport.gemm_flops, None if unknown
     memory: int | None = None  # bytes
     memory_peak: int | None = None  # bytes
+    expert_load: Mapping[str, float] | None = None  # by layer with experts: largest load over the mean
+    starved_experts: Mapping[str, int] | None = None  # by layer: experts with less than a tenth of the mean load
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,10 @@ class TrainingResult:
     checkpoint: Path
     best_step: int | None = None
     signal: int | None = None  # number of the signal that interrupted it
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return storage.strict_json.plain_value(self)  # type: ignore[return-value]
 
 
 class Callback:

@@ -87,7 +87,7 @@ class PlainProgress(callbacks.Callback):
             parts.append(f"val {evaluation.val_loss:.3f}")
         parts += self.accuracy_text()
         parts += [f"lr {last.lr:.1e}", f"grad_norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
-        return "  ".join([*parts, *self.time_left()])
+        return "  ".join([*parts, *self.expert_text(), *self.time_left()])
 
     def step_text(self) -> str:
         """Return the step and the limit, such as "step 1,240/2,000"."""
@@ -98,6 +98,14 @@ class PlainProgress(callbacks.Callback):
     def accuracy_text(self) -> list[str]:
         accuracy = None if self.evaluation is None else self.evaluation.accuracy
         return [] if accuracy is None else [f"acc {accuracy:.1%}"]
+
+    def expert_text(self) -> list[str]:
+        """Return the largest load of a layer, such as "expert load 2.1x, 3 starved"; nothing without experts."""
+        loads, starved = (None, None) if self.last is None else (self.last.expert_load, self.last.starved_experts)
+        if loads is None or starved is None:
+            return []
+        count = sum(starved.values())
+        return [f"expert load {max(loads.values()):.1f}x" + f", {count} starved" * bool(count)]
 
     def time_left(self) -> list[str]:
         return [] if self.last is None or self.last.eta is None else [f"{format_seconds(self.last.eta)} left"]
@@ -136,8 +144,12 @@ REFRESH = 4  # a second
 WIDTH = 32  # of the bar
 
 
-def make_progress(console: Console) -> PlainProgress:
-    """Return the dashboard for a terminal, else plain progress."""
+def make_progress(console: Console | None = None) -> PlainProgress:
+    """Return the dashboard for a terminal (default: stderr), else plain progress."""
+    if console is None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
     return ConsoleDashboard(console) if console.is_terminal else PlainProgress(console)
 
 
@@ -200,6 +212,7 @@ class ConsoleDashboard(PlainProgress):
             speed.append(_memory(last.memory))
         if last.memory_peak is not None:
             speed.append(f"at most {_memory(last.memory_peak)}")
+        speed += self.expert_text()
         return ["   ".join(losses), "   ".join(speed)]
 
     def _share(self) -> float:

@@ -170,7 +170,8 @@ class TensorBoardCallback(LoggedSteps):
         scalars = {"loss/training": report.loss, "learning rate": report.lr, "gradient norm": report.grad_norm}
         memory = None if report.memory is None else report.memory / 2**20
         more = {"tokens per second": report.tokens_per_second, "utilization": report.mfu, "memory (MiB)": memory}
-        self._scalars({**scalars, **more}, report.step)
+        loads = {f"expert load/{layer}": load for layer, load in (report.expert_load or {}).items()}
+        self._scalars({**scalars, **more, **loads}, report.step)
 
     def on_eval(self, report: callbacks.EvalReport) -> None:
         super().on_eval(report)

@@ -49,8 +49,10 @@ from kvad.model_input import CacheProtocol, ModelInput
 from kvad.train import data as data_lib
 from kvad.train.config import ObjectiveConfig, RunConfig
 from kvad.train.data import Batch
+from kvad.train.objectives.expert_balance import ExpertBalancer
 
 PackedRow = data_lib.collate.PackedRow
+Routing = model_lib.layers.Routing
 LOGIT_BUDGET = 1 << 22  # elements of [positions, C] computed at a time, except in ops/cross_entropy.py
 
 
@@ -93,16 +95,28 @@ class Autocast:
 
 
 class CrossEntropyObjective:
-    """Cross entropy of the data's targets; ``smoothing``: share of all classes in them, ``cache``: replaces NoCache."""
+    """Cross entropy of the data's targets.
+
+    Args:
+        smoothing: Share of all classes in each target.
+        cache: Replaces NoCache.
+        experts: Adds the losses of the model's routers, and counts the loads.
+    """
 
     def __init__(
-        self, model: Transformer, autocast: Autocast, smoothing: float = 0.0, cache: CacheProtocol | None = None
+        self,
+        model: Transformer,
+        autocast: Autocast,
+        smoothing: float = 0.0,
+        cache: CacheProtocol | None = None,
+        experts: ExpertBalancer | None = None,
     ) -> None:
         self._model, self._autocast, self._smoothing = model, autocast, smoothing
-        self._cache = cache or NoCache(model.config)
+        self._cache, self.experts = cache or NoCache(model.config), experts
 
     def accumulate_gradients(self, batch: Batch, total: float) -> float:
-        read = self._head_inputs(batch)
+        routings: list[Routing] | None = None if self.experts is None else []
+        read = self._head_inputs(batch, routings)
         leaf, head = read.detach().requires_grad_(), self._model.head
         if isinstance(head, model_lib.heads.LanguageHead) and head.spec.logit_softcap is None:
             summed = self._fused_backward(head, leaf, batch, total)
@@ -112,8 +126,14 @@ class CrossEntropyObjective:
                 loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self._smoothing)
                 (loss / total).backward()
                 summed += loss.item()
+        balancing = None
+        if self.experts is not None and routings is not None:
+            balancing = self.experts.loss(routings, batch.model_input) * (len(batch.targets) / total)
         if leaf.grad is not None:
-            read.backward(leaf.grad)
+            outputs, gradients = [read], [leaf.grad]
+            if balancing is not None and balancing.requires_grad:  # in one pass, as checkpointed layers require
+                outputs, gradients = [read, balancing], [leaf.grad, torch.ones_like(balancing)]
+            torch.autograd.backward(outputs, gradients)
         return summed
 
     def _fused_backward(self, head: model_lib.heads.LanguageHead, leaf: Tensor, batch: Batch, total: float) -> float:
@@ -167,10 +187,10 @@ class CrossEntropyObjective:
             yield logits, batch.targets[low : low + len(logits)]
             low += len(logits)
 
-    def _head_inputs(self, batch: Batch) -> Tensor:
+    def _head_inputs(self, batch: Batch, routings: list[Routing] | None = None) -> Tensor:
         """Return the head's inputs [T, E]: hidden states, or (pooling by mean) each text's mean at its first token."""
         with self._autocast():
-            hidden: Tensor = self._model(batch.model_input, self._cache)
+            hidden: Tensor = self._model(batch.model_input, self._cache, routings)
             head = self._model.config.head
             if isinstance(head, cfg.ClassificationHeadConfig) and head.level == "row" and head.pool == "mean":
                 return _text_means(hidden, batch.model_input)

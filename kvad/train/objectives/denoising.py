@@ -40,7 +40,7 @@ from kvad.train.data import Ints
 PackedRow = data_lib.collate.PackedRow
 Segment = data_lib.collate.Segment
 MASKED, RANDOM = 0.8, 0.9  # below the first: the mask; below the second: a random token
-SENTINELS = tuple(f"<extra_id_{number}>" for number in range(100))  # as in T5
+SENTINELS: tuple[str, ...] = tuple(f"<extra_id_{number}>" for number in range(100))  # as in T5
 
 
 def require_mask_token(tokenizer: Tokenizer, key: str = "kind = masked-lm") -> int:

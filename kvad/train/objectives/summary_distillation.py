@@ -102,6 +102,11 @@ class _RecordingView:
     def write(self, k: Tensor, v: Tensor) -> None:
         raise AssertionError("self-attention has no encoder input")
 
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        raise AssertionError("only layers with attention are recorded")
+
+    recur = convolve
+
 
 class _Span(NamedTuple):
     """Queries ``low`` to ``high``; tokens before ``first`` are read as summaries."""

@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvad import config as cfg
-from kvad.config import ModelConfig, embedding_size, head_dim
+from kvad.config import ModelConfig, attention_dims, embedding_size
 from kvad.errors import MemoryPlanError, format_count
 from kvad.train.config import RunConfig
 
@@ -179,17 +179,22 @@ def _saved_elements(model: ModelConfig, stack: cfg.StackConfig, layer: cfg.Layer
     saved += _attention_elements(model, layer.attention, context)
     if layer.cross_attention is not None:
         saved += 2 * model.hidden_size + _attention_elements(model, layer.cross_attention, context)
-    mlp_factor = 4 if isinstance(layer.mlp, cfg.GatedMLPConfig) else 1 if layer.mlp.activation == "relu" else 2
+    plain_factors = {"relu": 1, "xielu": 6}  # others: 2
+    mlp_factor = 4 if isinstance(layer.mlp, cfg.GatedMLPConfig) else plain_factors.get(layer.mlp.activation, 2)
     return saved + mlp_factor * layer.mlp.intermediate_size
 
 
-def _attention_elements(model: ModelConfig, attention: cfg.AttentionConfig, context: int) -> int:
+def _attention_elements(model: ModelConfig, attention: cfg.TokenMixer, context: int) -> int:
     """Return the saved elements per token of one attention, without its input."""
-    dim = head_dim(model, attention)
-    heads, value_dim = attention.num_heads, attention.value_dim or dim
-    kv_heads = attention.num_kv_heads or heads
+    if isinstance(attention, cfg.ShortConvConfig):
+        return (7 + 2 * attention.kernel_size) * model.hidden_size
+    if isinstance(attention, cfg.GatedRecurrenceConfig):
+        return (24 + 2 * attention.kernel_size) * attention.width
+    heads, kv_heads, dim, value_dim = attention_dims(model, attention)
     times = 2 if isinstance(attention.position, cfg.RopeConfig) else 1
     elements = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim
+    if (latent := attention.latent) is not None:
+        elements += 3 * (dim + (latent.q_lora_rank or 0)) + heads * (latent.qk_head_dim + latent.v_head_dim)
     if attention.logit_softcap is not None or attention.sink_logits:
         elements += 4 * heads * context
     elif value_dim != dim or not (attention.position is None or isinstance(attention.position, cfg.RopeConfig)):

@@ -40,8 +40,10 @@ OBJECTIVE_TOPOLOGY = {
 DEFAULT_OBJECTIVE = {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked-lm"}
 EXAMPLE_OBJECTIVES = ("tag", "classify", "chat")  # objectives that read files of examples
 TOPOLOGY_PRESETS = {"decoder": "small", "encoder-decoder": "transformer-tiny", "encoder": "encoder-tiny"}
+_TARGETS = ("next-token", "chat", "seq2seq", "span-corruption", "masked-lm", "tag", "classify")
 OBJECTIVE_KEYS = {  # kinds that accept a key; others refuse it
-    "label_smoothing": ("next-token", "chat", "seq2seq", "span-corruption", "masked-lm", "tag", "classify"),
+    **dict.fromkeys(("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"), _TARGETS),
+    "label_smoothing": _TARGETS,
     "noise_density": ("masked-lm", "span-corruption"),
     "mean_span_length": ("span-corruption",),
     "scheduled_sampling": ("seq2seq",),
@@ -118,7 +120,29 @@ def build_objective(config: RunConfig, model: Transformer, autocast: Autocast) -
     """Build the objective of ``model``; ``config`` comes from ``resolve_objective``."""
     losses, options = objectives.cross_entropy, config.objective
     objective = losses.ScheduledSamplingObjective if options.scheduled_sampling else losses.CrossEntropyObjective
-    return objective(model, autocast, options.label_smoothing)
+    _check_balancing(config, model.config)
+    experts = objectives.ExpertBalancer(model, options) if _mixtures(model.config) else None
+    return objective(model, autocast, options.label_smoothing, experts=experts)
+
+
+def _mixtures(model: ModelConfig) -> list[cfg.MoEConfig]:
+    """Return the experts of all layers that have some."""
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    return [layer.mlp for stack in stacks for layer in stack.layer_configs if isinstance(layer.mlp, cfg.MoEConfig)]
+
+
+def _check_balancing(config: RunConfig, model: ModelConfig) -> None:
+    """Raise ConfigError if an option of routers has no effect on the model."""
+    mixtures = _mixtures(model)
+    for key in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
+        if getattr(config.objective, key) and not mixtures:
+            raise ConfigError(f"objective.{key}: this model has no experts", "Leave it out.")
+    if config.objective.router_bias_update_rate:
+        key = "objective.router_bias_update_rate"
+        if not any(mlp.selection_bias for mlp in mixtures):
+            raise ConfigError(f"{key}: no router has a selection bias", "Give the experts selection_bias = true.")
+        if config.lora is not None:
+            raise ConfigError(f"{key}: must be 0 with [lora], whose model is frozen", "Leave it out.")
 
 
 def build_dataset(

@@ -25,9 +25,9 @@ from kvad.text import Tokenizer
 from kvad.train.sources.examples import EncodedColumns, Example, ExampleBatch, ExampleCorpus
 from kvad.train.sources.formats import read_json_objects
 
-ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that a template may name
+ROLES: tuple[str, ...] = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # special tokens that a template may name
 SPECIAL_TOKENS_COMMENT = "{# the template, behind what a special token is #}"
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+CHATML_TOKENS: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -26,7 +26,7 @@ from kvad.text import Tokenizer
 from kvad.train.sources.documents import Corpus, CorpusFile, FrameFn, describe_files, probe_file
 from kvad.train.sources.formats import detect_format, read_json_fields, read_lines
 
-ROLES = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer trained on pairs
+ROLES: tuple[str, ...] = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer trained on pairs
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,7 @@ SPECS = [
     AttentionSpec(True, None, 2, 8, 8),
     AttentionSpec(True, 6, 3, 6, 10),
     AttentionSpec(False, None, 1, 4, 4, True),
+    AttentionSpec(True, None, 1, 12, 8, values_in_keys=True),
 ]
 
 

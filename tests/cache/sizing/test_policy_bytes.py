@@ -11,7 +11,7 @@ from kvad.cache.sizing.memory_plan import plan_memory
 from kvad.config.model import ModelConfig, attention_specs
 from kvad.errors import ConfigError
 from tests.cache.test_position_policies import LOSSY, MASKS
-from tests.support.random_models import model_config, pair_config
+from tests.support.random_models import STATES, model_config, pair_config
 
 POLICIES = ("full", *MASKS, *LOSSY[:-1], "1: window(8); key-norm(16, interval=8)", "offload(16, interval=8)", LOSSY[-1])
 FORMATS = (
@@ -24,7 +24,9 @@ MODELS = {
     "decoder": model_config("rope", "pre", "gqa"),
     "windowed": model_config("rope", "pre", "window-mix"),
     "values": model_config("rope", "pre", "value-dim"),
+    "latent": model_config("rope", "pre", "latent"),
     "encoder-decoder": pair_config("t5", "pre", "mqa"),
+    **{heads: model_config("rope", heads=heads, layers=3) for heads in STATES},
 }
 
 

@@ -63,6 +63,27 @@ def test_only_prefixes_are_reused(build: Build, hidden: Hidden) -> None:
     assert cached == [0, 12, 4, 0]  # blocks of 4: full ones up to the first difference; a shifted text shares nothing
 
 
+def test_a_step_samples_one_token_and_the_next_step_reads_it(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """001: "output[-1] is appended" is the token sampled from its logits; one per sequence and step."""
+    engine, inputs = engine_of(build(position=cfg.RopeConfig())), list[list[int]]()
+    forward = Transformer.forward
+
+    def record(self: Transformer, model_input: Any, cache: Any) -> Tensor:
+        inputs.append(model_input.token_ids.tolist())
+        return forward(self, model_input, cache)
+
+    monkeypatch.setattr(Transformer, "forward", record)
+    for prompt in ([1, 2, 3], [4, 5]):
+        engine.add_request(prompt, GREEDY)
+    steps = list[dict[int, int]]()
+    while not engine.idle:
+        pieces = [piece for piece in engine.step() if piece.token_id is not None]
+        steps.append({piece.request: piece.token_id for piece in pieces if piece.token_id is not None})
+        assert len(steps[-1]) == len(pieces) == 2
+    assert len(steps) == GREEDY.max_tokens and sorted(inputs[0]) == sorted([1, 2, 3, 4, 5])
+    assert [sorted(read) for read in inputs[1:]] == [sorted(step.values()) for step in steps[:-1]]
+
+
 def test_generation_ends_at_the_stop_token(build: Build, hidden: Hidden) -> None:
     """001, Input & Output; 002, the decoder: until END, or without one until the limit; the finish reason names it."""
     model = build(position=cfg.RopeConfig())

@@ -14,6 +14,7 @@ from kvad.config import layers as cfg
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import ModelInput
+from kvad.planning.known_models import known_model
 
 Build = Callable[..., Transformer]
 Hidden = Callable[..., Tensor]
@@ -96,3 +97,22 @@ def test_pre_norm_and_post_norm(build: Build, step_of: Callable[..., ModelInput]
         out[place] = layer(x, view, None, encoding)
         torch.testing.assert_close(out[place], expected, rtol=0, atol=1e-12)
     assert float((out["pre"] - out["post"]).abs().max()) > 0.1
+
+
+@torch.inference_mode()
+def test_a_stack_is_attention_and_a_feed_forward_network_in_turn(
+    build: Build, step_of: Callable[..., ModelInput]
+) -> None:
+    """001: a Transformer is stacked layers, each with attention and a feed-forward network; "GPT-3 has 96 layers"."""
+    model, tokens = build(layers=3, position=cfg.RopeConfig()), torch.tensor([3, 14, 15, 9])
+    step = step_of(tokens)
+    views = NoCache(model.config).open(step)
+    x, encoding = model.embedding(tokens, step.positions), model.decoder.position_encoding("L", step)
+    outputs = []
+    for layer, view in zip(model.decoder.layers, views, strict=True):
+        x = x + layer.attention(layer.norm1(x), view, encoding)
+        x = x + layer.mlp(layer.norm2(x))
+        outputs.append(model.decoder.norm(x))
+    torch.testing.assert_close(model(step, NoCache(model.config)), outputs[-1], rtol=0, atol=1e-12)
+    assert float((outputs[-1] - outputs[-2]).abs().max()) > 1e-2
+    assert known_model("gpt3-175b").stack.num_layers == 96

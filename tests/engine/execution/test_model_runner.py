@@ -41,8 +41,8 @@ def check(output: SchedulerOutput, step: ModelInput) -> None:
     assert step.token_ids.tolist() == [w.sequence.token_ids[p] for w, p in flat]
     assert step.positions.tolist() == [p for _, p in flat]
     assert step.sub_batches == output.sub_batches
-    if step.max_seq_lens is not None:
-        assert step.max_seq_lens.tolist() == [w.sequence.max_len for w, _ in flat]
+    if step.seq_lens is not None:
+        assert step.seq_lens.tolist() == [len(w.sequence.token_ids) for w, _ in flat]
     for place, slots, tables in zip(
         step.slot_mappings, output.allocation.slots, output.allocation.block_tables, strict=True
     ):
@@ -85,11 +85,11 @@ def test_all_tensors_are_listed_and_keep_their_addresses() -> None:
     assert {t.data_ptr() for t in engine.kv_cache.tensors()} <= held
 
 
-def test_limits_are_passed_if_the_rotary_regime_needs_them() -> None:
+def test_lengths_are_passed_if_the_rotary_regime_needs_them() -> None:
     engine = make_engine(position="rope-dynamic")
     seen = watched(engine)
     run(engine, (3, 9))
-    assert all(step.max_seq_lens is not None for _, step in seen)
+    assert all(step.seq_lens is not None for _, step in seen)
 
 
 def test_the_buffer_grows_and_the_number_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -513,8 +513,8 @@ def test_a_draw_inverts_the_cumulated_probabilities() -> None:
     row = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, 0.5, -math.inf]])
     p = row[0].double().softmax(-1).cumsum(-1).tolist()
     for number in range(300):
-        sequence = job(number=number, seed=9)
-        u = float(uniform([sequence.draw_key()], [number], [1])[0])
+        sequence = job([1, 2, 3], 1, number, seed=9)
+        u = float(uniform([sequence.draw_key()], [number], [3])[0])
         token = int(sampler._draw(row, [sequence])[0])
         assert token == next(i for i, x in enumerate(p) if x > u)
 
@@ -628,5 +628,6 @@ def test_every_sampling_field_is_known_to_these_tests() -> None:
         "num_beams",
     }
     elsewhere = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "prompt_logprobs", "overflow"}
-    elsewhere |= {"length_penalty", "length_penalty_form", "early_stopping", "patience"}  # test_beams.py
+    elsewhere |= {"length_penalty", "length_penalty_form", "early_stopping", "patience"}  # test_beam_search.py
+    elsewhere |= {"num_beam_groups", "diversity_penalty"}
     assert {f.name for f in dataclasses.fields(SamplingParams)} == tested | elsewhere

@@ -6,9 +6,12 @@ A "table" is a model without weights: the logits of a text are drawn from a hash
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache as remembered
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -21,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from kvad.cache.config import CacheConfig
 from kvad.engine import Engine, StreamChunk
 from kvad.engine.execution.sampler import sample_tokens
-from kvad.engine.scheduling.beam_search import BeamCandidate, BeamSearch, Hypothesis, num_candidates
+from kvad.engine.scheduling.beam_search import BeamCandidate, BeamSearch, DiverseBeamSearch, Hypothesis, num_candidates
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import RequestError
 from kvad.model.transformer import Transformer
@@ -50,7 +53,8 @@ def search(
 ) -> list[Hypothesis]:
     """Search without a cache: the logits of each live beam are recomputed."""
     stops = frozenset(sampling.stop_token_ids)
-    group = BeamSearch(sampling, len(prompt), limit, stops, has_stop_string)
+    kind = BeamSearch if sampling.num_beam_groups == 1 else DiverseBeamSearch
+    group = kind(sampling, len(prompt), limit, stops, has_stop_string)
     texts = [list(prompt)]
     while True:
         jobs = [token_sequence(sampling, text, len(prompt), 0, stops, limit) for text in texts]
@@ -187,6 +191,71 @@ def test_the_search_equals_transformers(early: bool | str, power: float) -> None
         assert same(hypotheses_found, hf_beams(logits, [1, 2], sampling, 12)), seed
         lengths |= {(len(each.tokens), each.finish) for each in hypotheses_found}
     assert len(lengths) > (1 if power > 1 else 3), "texts of many lengths"
+
+
+def test_a_diverse_search_equals_transformers() -> None:
+    """transformers 4.49.0 is the last version with group beam search; its hypotheses of the same tables are stored.
+
+    Its padding token, which it gives to groups that have ended, was one that no text contains.
+    """
+    golden = json.loads((Path(__file__).parents[2] / "golden_files" / "diverse_beams.json").read_text("utf-8"))
+    for seed, case in enumerate(golden["cases"]):
+        options = {**case["options"], "stop_token_ids": tuple(case["options"]["stop_token_ids"])}
+        sampling = SamplingParams(n=options["num_beams"], **options)
+        expected = [Hypothesis(score, tuple(tokens), "length") for tokens, score in case["hypotheses"]]
+        found = search(table(case["vocab"], seed), golden["prompt"], sampling, case["limit"])
+        assert same([replace(each, finish="length") for each in found], expected), seed
+        plain = replace(sampling, num_beam_groups=1, diversity_penalty=0.0)
+        assert not same(found, search(table(case["vocab"], seed), golden["prompt"], plain, case["limit"]))
+
+
+def diverse_by_hand(logits: Logits, prompt: list[int], sampling: SamplingParams, new: int) -> list[tuple[int, ...]]:
+    """Algorithm 1 of Vijayakumar et al. 2016 for texts that do not end: the beams of all groups, group by group."""
+    groups: list[dict[tuple[int, ...], float]] = [{(): 0.0}] * sampling.num_beam_groups
+    for _ in range(new):
+        chosen: list[int] = []
+        for index, beams in enumerate(groups):
+            scores = {}
+            for text, score in beams.items():
+                for token, logprob in enumerate(logits([*prompt, *text]).log_softmax(-1).tolist()):
+                    penalty = sampling.diversity_penalty * chosen.count(token)
+                    scores[*text, token] = score + logprob - penalty
+            best = sorted(scores, key=lambda text: -scores[text])[: sampling.beams_per_group]
+            groups[index] = {text: scores[text] for text in best}
+            chosen += [text[-1] for text in best]
+    ranked = [(score, text) for beams in groups for text, score in beams.items()]
+    return [text for _, text in sorted(ranked, reverse=True)]
+
+
+def test_a_diverse_search_equals_the_algorithm_in_the_engine() -> None:
+    """The engine's beams fork and share blocks as those of one group do."""
+    model = build(model_config(), seed=3).double()
+    distinct = set()
+    for num_beams, num_groups, penalty in ((4, 2, 0.5), (6, 3, 2.0), (3, 3, 50.0), (4, 2, 0.0)):
+        options: dict[str, Any] = {"num_beams": num_beams, "num_beam_groups": num_groups, "n": num_beams}
+        sampling = SamplingParams(**options, diversity_penalty=penalty, max_tokens=6, ignore_eos=True)
+        engine = Engine(model, CacheConfig(max_seq_len=32, max_num_seqs=8, block_size=4, dtype="float64"))
+        request = engine.add_request([3, 1, 2], sampling)
+        chunks = run_engine(engine)[request]
+        found = [tuple(tokens_of(chunks, sample)) for sample in range(num_beams)]
+        expected = diverse_by_hand(lambda text: uncached(model, list(text))[-1], [3, 1, 2], sampling, 6)
+        assert found == expected
+        distinct.add(len({text[0] for text in found}))
+    assert max(distinct) == 3, "with a large penalty every group begins with another token"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4, "num_beam_groups": 3}, "num_beam_groups: must divide num_beams"),
+        ({"num_beams": 4, "diversity_penalty": 1.0}, "diversity_penalty: requires num_beam_groups above 1"),
+        ({"num_beam_groups": 2}, "num_beam_groups: requires num_beams above 1"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": -1.0}, "diversity_penalty: must be"),
+    ],
+)
+def test_impossible_groups_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**options)
 
 
 @pytest.mark.parametrize("early", [True, False, "never"])
@@ -456,7 +525,7 @@ class SearchOptions:
         limit = len(self.prompt) + new
 
         def logits(tokens: Sequence[int]) -> Tensor:
-            return uncached(self.model, tokens, limit, self.source)[-1]
+            return uncached(self.model, tokens, self.source)[-1]
 
         return search(logits, self.prompt, self.sampling, limit)
 

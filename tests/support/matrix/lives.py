@@ -166,7 +166,7 @@ def _compare(
                 if cache.token_formats == ("float64", "float64")
                 else QuantizedNoCache(uncached, *cache.token_formats, rotate=cache.rope_at)
             )
-            expected = dict(enumerate(run_uncached(model, stream.tokens(0), stream.limit, reference, stream.source)))
+            expected = dict(enumerate(run_uncached(model, stream.tokens(0), reference, stream.source)))
         for start, measured in pieces:
             for at, logits in enumerate(measured, start):
                 if at in expected:

@@ -17,7 +17,7 @@ from kvad.train.data.packed_dataset import PackedDataset
 from kvad.train.data.packers import DocumentPacker
 from kvad.train.data.packing import pack_rows, split_windows
 from kvad.train.objectives.cross_entropy import Autocast, CrossEntropyObjective
-from tests.support.random_models import build, model_config
+from tests.support.random_models import STATES, build, model_config
 from tests.train.data.test_document_packer import Tokens
 from tests.train.data.test_text_packer import MANY, SMALL, Pairs, model, pair_dataset  # noqa: F401
 
@@ -172,7 +172,7 @@ def test_rotary_scaling_follows_the_context_of_the_run(position):
     assert step.sub_batches[0].num_new_tokens < 20 < 64, "the original limit is 20"
 
     def hidden(limit):
-        return scaled(step._replace(max_seq_lens=torch.full_like(step.token_ids, limit)), NoCache(scaled.config))
+        return scaled(step._replace(seq_lens=torch.full_like(step.token_ids, limit)), NoCache(scaled.config))
 
     assert (hidden(8) - hidden(64)).abs().max() > 1e-6, "the regimes differ"
     assert torch.equal(scaled(step, NoCache(scaled.config)), hidden(64))
@@ -218,6 +218,14 @@ def test_packed_gradients_equal_those_of_single_documents(decoder, fit, reset):
     positions = batch.model_input.positions.view(batch.model_input.sub_batches[0].num_seqs, -1)
     assert bool((positions.diff() < 0).any()) == reset
     assert_packed_is_unpacked(decoder, rows, data.shape)
+
+
+@pytest.mark.parametrize("heads", STATES)
+@pytest.mark.parametrize("reset", [True, False])
+def test_packed_documents_have_states_of_their_own(heads, reset):
+    data = document_dataset(STORE, config(packing="first-fit", reset_positions=reset))
+    net = build(dataclasses.replace(model_config("none", heads=heads, layers=1), vocab_size=200))
+    assert_packed_is_unpacked(net, data.rows(np.arange(3, 6)), data.shape)
 
 
 @pytest.mark.parametrize(("fit", "reset"), [("first-fit", True), ("best-fit", False)])

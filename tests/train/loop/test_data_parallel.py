@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -31,7 +32,7 @@ from kvad.train.setup.corpora import resolve_corpus
 from kvad.train.setup.objective_factory import build_objective, resolve_objective, with_head
 from kvad.train.setup.run_data import RunData
 from tests.support.random_models import build
-from tests.support.training_runs import PRESETS, hashes, losses, tiny_config, tiny_shape
+from tests.support.training_runs import PRESETS, hashes, losses, metric_lines, tiny_config, tiny_shape
 from tests.train.conftest import Listener
 
 DROPOUT = {"dropout.residual": 0.2}
@@ -279,6 +280,23 @@ def test_a_run_of_two_ranks_has_the_losses_of_one_process(texts, tmp_path):
     assert [kinds.count(kind) for kind in ("run", "step", "eval", "end")] == [1, 6, 2, 1], "of one rank alone"
     counts = [line["tokens"] for line in lines if line["kind"] == "step"]
     assert counts == [line["tokens"] for line in read_metrics(tmp_path / "one" / "metrics.jsonl") if "lr" in line]
+
+
+def test_two_ranks_balance_experts_by_the_loads_of_both(texts, tmp_path):
+    experts = {"kind": "moe", "intermediate_size": 8, "num_experts": 4, "num_experts_per_token": 1}
+    layer = {"decoder.layer_types.L.mlp": {**experts, "router": "sigmoid", "selection_bias": True}}
+    config, path = configured("next-token", steps=5, dropout=layer), texts / "next-token.txt"
+    objective = replace(config.objective, router_aux_loss_coef=0.1, router_bias_update_rate=0.125)
+    config = replace(config, objective=objective)
+    assert both(whole_run, config, path, tmp_path / "two", 0, False) == [0, 0]
+    torch.set_num_threads(1)
+    train_model(config, [path], tmp_path / "one")
+    two, one = (dict(open_folder(tmp_path / out).weights()) for out in ("two", "one"))
+    name = "decoder.layers.0.mlp.selection_bias"
+    assert torch.equal(two[name], one[name]) and one[name].any()
+    loads = [[line["expert_load"] for line in metric_lines(tmp_path / out, "step")] for out in ("two", "one")]
+    assert loads[0] == loads[1]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 def test_a_killed_run_resumes_to_the_same_bits(texts, tmp_path):

@@ -371,7 +371,7 @@ def test_mean_pooled_classification(files, tmp_path):
                     token_ids=batch.model_input.token_ids[at],
                     positions=batch.model_input.positions[at],
                     document_ids=None,
-                    max_seq_lens=None,
+                    seq_lens=None,
                     sub_batches=(type(sub_batch)(1, len(at), len(at)),),
                 )
                 scores = model.pooled_outputs(model(alone, NoCache(config)), alone)

@@ -49,7 +49,7 @@ def continued_config(base):
 def model_input():
     positions, length = torch.arange(len(TOKENS)), len(TOKENS)
     limits = torch.full((length,), length)
-    return ModelInput(torch.tensor(TOKENS), positions, (SubBatch(1, length, length),), positions, max_seq_lens=limits)
+    return ModelInput(torch.tensor(TOKENS), positions, (SubBatch(1, length, length),), positions, seq_lens=limits)
 
 
 def logits(model):

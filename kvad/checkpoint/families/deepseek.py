@@ -1,0 +1,252 @@
+"""Latent attention: DeepSeek-V2 (2024) and V3 (2024), GLM-4.7-Flash (2025).
+
+The first layers are dense, the others have experts and an MLP for all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvad import config as cfg
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.families import _fields as hf
+from kvad.checkpoint.families import _hf_class as base
+from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.config import ModelConfig
+
+_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_HEADS = ("attention.num_kv_heads", "attention.head_dim")  # determined by the latent
+_MLP = {part: f"{part}_proj" for part in ("gate", "up", "down")}
+_NO_EXPERTS = cfg.MoEConfig(1, 1, 1)  # written for a model without experts, whose layers are all dense
+
+
+def _read_latent(fields: HFConfigReader) -> cfg.LatentConfig:
+    """Read the sizes; the norms of latents have a constant epsilon."""
+    sizes = {name: fields.integer(name) for name in _LATENT_SIZES}
+    return cfg.LatentConfig(**sizes, q_lora_rank=fields.optional_integer("q_lora_rank"), norm=cfg.NormConfig(eps=1e-6))
+
+
+def _write_latent(latent: cfg.LatentConfig, config: ModelConfig) -> dict[str, Any]:
+    return {name: getattr(latent, name) for name in (*_LATENT_SIZES, "q_lora_rank")}
+
+
+def _read_softmax_scale(fields: HFConfigReader) -> Any:
+    """Read the scale: YaRN's temperature for all dims, squared, multiplies it."""
+    scaling = hf.read_full_rope(fields).scaling
+    if not isinstance(scaling, cfg.YarnScalingConfig) or not scaling.mscale_all_dim or scaling.factor <= 1:
+        return "default"
+    temperature = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0
+    return _read_latent(fields).qk_head_dim ** -0.5 * temperature * temperature
+
+
+def _read_rope(fields: HFConfigReader) -> cfg.RopeConfig:
+    return hf.read_full_rope(fields, interleaved=fields.flag("rope_interleave", True))
+
+
+def _write_rope(position: object, config: ModelConfig) -> dict[str, Any]:
+    return {**hf.rope_fields(position), "rope_interleave": hf.require_rope(position).interleaved}
+
+
+def _read_v2_experts(fields: HFConfigReader) -> dict[str, Any]:
+    groups = {"greedy": (1, 1), "group_limited_greedy": ("n_group", "topk_group")}
+    names = fields.choice("topk_method", groups, "greedy")
+    num_groups, per_token = (fields.integer(name) if isinstance(name, str) else name for name in names)
+    return {"renormalize": False, "num_groups": num_groups, "num_groups_per_token": per_token}
+
+
+def _write_v2_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
+    method = "greedy" if experts.num_groups == 1 else "group_limited_greedy"
+    return {"topk_method": method, "norm_topk_prob": False}
+
+
+def _read_v3_experts(fields: HFConfigReader) -> dict[str, Any]:
+    return {
+        "router": "sigmoid",
+        "selection_bias": True,
+        "renormalize": fields.flag("norm_topk_prob", True),
+        "num_groups": fields.integer("n_group", default=8),
+        "num_groups_per_token": fields.integer("topk_group", default=4),
+    }
+
+
+def _write_v3_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
+    return {"norm_topk_prob": experts.renormalize}
+
+
+def _read_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
+    """Return layer types D (dense) and E (experts); the first ``first_k_dense_replace`` layers are dense."""
+    layers, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
+    read = _read_v2_experts if fields.model_type == "deepseek_v2" else _read_v3_experts
+    experts = cfg.MoEConfig(
+        size,
+        fields.integer("n_routed_experts"),
+        fields.integer("num_experts_per_tok"),
+        getattr(layer.mlp, "activation", "silu"),
+        routed_scale=fields.number("routed_scaling_factor"),
+        shared_size=size * fields.integer("n_shared_experts"),
+        **read(fields),
+    )
+    dense = min(fields.integer("first_k_dense_replace"), layers)
+    types = fields.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
+        raise fields.error(f"mlp_layer_types {types!r} is not supported", f"It must have {layers} of dense or sparse.")
+    sparse = cfg.LayerConfig(layer.attention, experts, layer.norm)
+    return {"D": layer, "E": sparse}, "".join("D" if kind == "dense" else "E" for kind in types)
+
+
+def _write_layers(config: ModelConfig) -> dict[str, Any]:
+    mlps = [layer.mlp for layer in config.stack.layer_configs]
+    experts = next((mlp for mlp in mlps if isinstance(mlp, cfg.MoEConfig)), _NO_EXPERTS)
+    dense = next((mlp for mlp in mlps if not isinstance(mlp, cfg.MoEConfig)), experts)
+    write = _write_v3_experts if _choose(config) == "deepseek_v3" else _write_v2_experts
+    return {
+        "first_k_dense_replace": sum(not isinstance(mlp, cfg.MoEConfig) for mlp in mlps),
+        "intermediate_size": dense.intermediate_size,
+        "moe_intermediate_size": experts.intermediate_size,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "n_shared_experts": (experts.shared_size or 0) // experts.intermediate_size or 1,
+        "routed_scaling_factor": experts.routed_scale,
+        "n_group": experts.num_groups,
+        "topk_group": experts.num_groups_per_token,
+        **write(experts),
+    }
+
+
+def _choose(config: ModelConfig) -> str:
+    """Return the class: V3 routes by sigmoids; without experts it is V2, if its pairs are neighboring dims."""
+    layers = config.stack.layer_configs
+    mlp = next((layer.mlp for layer in layers if isinstance(layer.mlp, cfg.MoEConfig)), None)
+    if mlp is None:
+        return "deepseek_v2" if hf.require_rope(layers[0].attention.position).interleaved else "deepseek_v3"
+    return "deepseek_v3" if mlp.router == "sigmoid" else "deepseek_v2"
+
+
+def _check(fields: HFConfigReader) -> None:
+    fields.require_one_of("num_key_value_heads", fields.integer("num_attention_heads"), reason="All heads share one.")
+    fields.require_one_of("moe_layer_freq", 1, reason="Experts are read in all layers after the dense ones.")
+    fields.require_one_of("scoring_func", "softmax" if fields.model_type == "deepseek_v2" else "sigmoid")
+
+
+def _check_v2(fields: HFConfigReader) -> None:
+    _check(fields)
+    fields.require_one_of("norm_topk_prob", False, reason="transformers ignores it.")
+    fields.require_one_of("mlp_bias", False, reason="Versions of transformers differ in the experts that have biases.")
+
+
+def _check_v3(fields: HFConfigReader) -> None:
+    _check(fields)
+    fields.require_one_of("topk_method", "noaux_tc", reason="This class has one method.")
+
+
+def _rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+    """Yield the rules of a layer's MLP or experts."""
+    mlp = config.stack.layer_config(int(kvad_prefix.rpartition(".")[2])).mlp
+    kvad_mlp, hf_mlp = f"{kvad_prefix}.mlp", f"{hf_prefix}.mlp"
+    if not isinstance(mlp, cfg.MoEConfig):
+        yield from prefix_rules(kvad_mlp, hf_mlp, _MLP)
+        return
+    yield tensor_rule(f"{kvad_mlp}.router", f"{hf_mlp}.gate")
+    yield tensor_rule(f"{kvad_mlp}.selection_bias", f"{hf_mlp}.gate.e_score_correction_bias")
+    yield from prefix_rules(f"{kvad_mlp}.shared", f"{hf_mlp}.shared_experts", _MLP)
+    for part, name in _MLP.items():
+        experts = tuple(f"{hf_mlp}.experts.{expert}.{name}.weight" for expert in range(mlp.num_experts))
+        yield tensor_rule(f"{kvad_mlp}.{part}", experts, base.STACKED)
+
+
+_V2 = HFClass(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    {
+        **{name: base.SIZES[name] for name in base.SIZES if name not in _HEADS},
+        "attention.num_heads": hf.HFField(
+            lambda fields: fields.integer("num_attention_heads"),
+            lambda heads, config: {"num_attention_heads": heads, "num_key_value_heads": heads},
+        ),
+        **hf.dropouts(attention="attention_dropout"),
+        **hf.biases("attention_bias"),
+        "attention.position": hf.rope(interleaved=True),
+        "attention.latent": hf.HFField(_read_latent, _write_latent),
+        "attention.softmax_scale": hf.HFField(_read_softmax_scale),
+    },
+    layer={
+        "attention.q": "self_attn.q_proj",
+        "attention.q_down": "self_attn.q_a_proj",
+        "attention.q_norm": "self_attn.q_a_layernorm",
+        "attention.q_up": "self_attn.q_b_proj",
+        "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+        "attention.kv_norm": "self_attn.kv_a_layernorm",
+        "attention.kv_up": "self_attn.kv_b_proj",
+        "attention.out": "self_attn.o_proj",
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+    },
+    defaults={
+        "max_position_embeddings": 2048,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "routed_scaling_factor": 1.0,
+    },
+    check=_check_v2,
+    layer_types=LayerTypes(_read_layers, _write_layers),
+    layer_rules=_rules,
+    # Of V3's last layers, which predict further tokens; transformers ignores them too.
+    ignored=(r".*rotary_emb\.inv_freq", r"layers\.61\..*"),
+)
+_V3 = _V2.variant(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    fields={**_V2.fields, "attention.position": hf.HFField(_read_rope, _write_rope)},
+    defaults={
+        **_V2.defaults,
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+    },
+    check=_check_v3,
+)
+
+
+def _write_glm_layers(config: ModelConfig) -> dict[str, Any]:
+    content, layers = _write_layers(config), config.stack.layer_configs
+    del content["first_k_dense_replace"]
+    types = ["sparse" if isinstance(layer.mlp, cfg.MoEConfig) else "dense" for layer in layers]
+    return {**content, "mlp_layer_types": types}
+
+
+# Zhipu AI 2025.  DeepSeek-V3 with a list of the layers that have experts.
+_GLM = _V3.variant(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    fields={**_V3.fields, "norm.eps": hf.number("rms_norm_eps", 1e-5)},
+    defaults={
+        **_V3.defaults,
+        "max_position_embeddings": 202752,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    layer_types=LayerTypes(_read_layers, _write_glm_layers),
+)
+
+FAMILIES = (decoder_family(_V2, _V3, choose=_choose), decoder_family(_GLM))

@@ -1,0 +1,455 @@
+"""Mixtures of experts with shared experts, dense layers among them, or another router than a plain softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvad import config as cfg
+from kvad.checkpoint import conversion
+from kvad.checkpoint.conversion import HFConfigReader, TensorRule, TensorTransform, prefix_rules, tensor_rule
+from kvad.checkpoint.families import _fields as hf
+from kvad.checkpoint.families import _hf_class as base
+from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError
+
+_MLP = {part: f"{part}_proj" for part in ("gate", "up", "down")}
+_ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
+_DROPOUT = hf.dropouts(attention="attention_dropout")
+_NO_EXPERTS = cfg.MoEConfig(1, 1, 1, shared_size=1)  # written for a model whose layers are all dense
+_JOINED = TensorTransform(  # [experts, 2 hidden, in]: gate, then up
+    lambda tensors, shapes: [part.contiguous() for part in tensors[0].chunk(2, dim=1)],
+    lambda tensors, shapes: [torch.cat(list(tensors), dim=1)],
+)
+
+_ROW = TensorTransform(  # [experts] stored as [1, experts]
+    lambda tensors, shapes: [tensors[0].reshape(-1)], lambda tensors, shapes: [tensors[0].reshape(1, -1)]
+)
+
+
+def _sparse_layers(
+    read_experts: Callable[[HFConfigReader, str], cfg.MoEConfig],
+    read_is_sparse: Callable[[HFConfigReader], Callable[[int], bool]],
+    write_experts: Callable[[cfg.MoEConfig], dict[str, Any]],
+    write_is_sparse: Callable[[list[bool]], dict[str, Any]],
+) -> LayerTypes:
+    """Build layer types D (dense, the class's table) and E (experts).
+
+    Args:
+        read_experts: Fields and the activation -> experts.
+        read_is_sparse: Fields -> a function of a layer's index, True if it has experts.
+        write_experts: Experts -> fields.
+        write_is_sparse: A flag per layer -> fields.
+    """
+
+    def read(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
+        assert isinstance(layer.mlp, cfg.GatedMLPConfig)
+        is_sparse = read_is_sparse(fields)
+        pattern = "".join("DE"[is_sparse(index)] for index in range(fields.integer("num_hidden_layers")))
+        return {"D": layer, "E": replace(layer, mlp=read_experts(fields, layer.mlp.activation))}, pattern
+
+    def write(config: ModelConfig) -> dict[str, Any]:
+        mlps = [layer.mlp for layer in config.stack.layer_configs]
+        experts = next((mlp for mlp in mlps if isinstance(mlp, cfg.MoEConfig)), _NO_EXPERTS)
+        dense = next((mlp for mlp in mlps if isinstance(mlp, cfg.GatedMLPConfig)), experts)
+        return {
+            "intermediate_size": dense.intermediate_size,
+            "moe_intermediate_size": experts.intermediate_size,
+            **write_experts(experts),
+            **write_is_sparse([isinstance(mlp, cfg.MoEConfig) for mlp in mlps]),
+        }
+
+    return LayerTypes(read, write)
+
+
+def _expert_rules(gate: str, selection_bias: str, shared: str, shared_gate: str = "") -> base.LayerRules:
+    """Build the rules of dense layers and of experts that are stored one by one; the names are those in ``mlp``."""
+
+    def rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+        mlp = config.stack.layer_config(int(kvad_prefix.rpartition(".")[2])).mlp
+        kvad_mlp, hf_mlp = f"{kvad_prefix}.mlp", f"{hf_prefix}.mlp"
+        if not isinstance(mlp, cfg.MoEConfig):
+            yield from prefix_rules(kvad_mlp, hf_mlp, _MLP)
+            return
+        yield tensor_rule(f"{kvad_mlp}.router", f"{hf_mlp}.{gate}")
+        if mlp.selection_bias:
+            transform = _ROW if "statics" in selection_bias else conversion.SAME
+            yield tensor_rule(f"{kvad_mlp}.selection_bias", f"{hf_mlp}.{selection_bias}", transform)
+        if mlp.shared_size is not None:
+            yield from prefix_rules(f"{kvad_mlp}.shared", f"{hf_mlp}.{shared}", _MLP)
+        if mlp.shared_gate:
+            yield tensor_rule(f"{kvad_mlp}.shared_gate", f"{hf_mlp}.{shared_gate}")
+        for part, name in _MLP.items():
+            experts = tuple(f"{hf_mlp}.experts.{expert}.{name}.weight" for expert in range(mlp.num_experts))
+            yield tensor_rule(f"{kvad_mlp}.{part}", experts, base.STACKED)
+
+    return rules
+
+
+# ---------------------------------------------------------------- Qwen2-MoE
+
+
+def _check_qwen2_moe(fields: HFConfigReader) -> None:
+    fields.require_one_of("use_sliding_window", False, reason="Windows are read for dense Qwen models.")
+    full = ["full_attention"] * fields.integer("num_hidden_layers")
+    fields.require_one_of("layer_types", full, reason="Windows are read for dense Qwen models.")
+
+
+def _read_qwen2_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
+    return cfg.MoEConfig(
+        fields.integer("moe_intermediate_size"),
+        fields.integer("num_local_experts", "num_experts"),
+        fields.integer("num_experts_per_tok"),
+        activation,  # type: ignore[arg-type]
+        renormalize=fields.flag("norm_topk_prob"),
+        shared_size=fields.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def _write_qwen2_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "norm_topk_prob": experts.renormalize,
+        "shared_expert_intermediate_size": experts.shared_size or 1,
+    }
+
+
+def _read_qwen2_places(fields: HFConfigReader) -> Callable[[int], bool]:
+    dense, step = fields.get("mlp_only_layers", []), fields.integer("decoder_sparse_step", default=1)
+    return lambda index: index not in dense and (index + 1) % step == 0
+
+
+def _write_qwen2_places(is_sparse: list[bool]) -> dict[str, Any]:
+    return {"mlp_only_layers": [index for index, sparse in enumerate(is_sparse) if not sparse]}
+
+
+# Qwen 1.5 and 2 (Yang et al. 2024).  Experts of all tokens beside the chosen ones, times a sigmoid.
+_QWEN2_MOE = HFClass(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    {**base.SIZES, **_DROPOUT, "attention.position": hf.rope(), "attention.qkv_bias": hf.flag("qkv_bias", True)},
+    layer=_ATTENTION,
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+    },
+    check=_check_qwen2_moe,
+    layer_types=_sparse_layers(_read_qwen2_experts, _read_qwen2_places, _write_qwen2_experts, _write_qwen2_places),
+    layer_rules=_expert_rules("gate", "", "shared_expert", "shared_expert_gate"),
+    constants={"pad_token_id": None, "decoder_sparse_step": 1, "use_sliding_window": False},
+)
+
+
+# ---------------------------------------------------------------- GLM-4.5, dots.llm1: the router of DeepSeek-V3
+
+
+def _read_glm_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
+    size, num_shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts")
+    if num_shared < 1:
+        raise fields.error(f"n_shared_experts: must be at least 1, got {num_shared}")
+    return cfg.MoEConfig(
+        size,
+        fields.integer("num_local_experts", "n_routed_experts"),
+        fields.integer("num_experts_per_tok"),
+        activation,  # type: ignore[arg-type]
+        router="sigmoid",
+        selection_bias=True,
+        renormalize=fields.flag("norm_topk_prob", fields.model_type == "glm4_moe"),
+        routed_scale=fields.number("routed_scaling_factor", default=1.0),
+        num_groups=fields.integer("n_group", default=1),
+        num_groups_per_token=fields.integer("topk_group", default=1),
+        shared_size=size * num_shared,
+    )
+
+
+def _write_glm_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
+    return {
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "norm_topk_prob": experts.renormalize,
+        "routed_scaling_factor": experts.routed_scale,
+        "n_group": experts.num_groups,
+        "topk_group": experts.num_groups_per_token,
+        "n_shared_experts": (experts.shared_size or 0) // experts.intermediate_size,
+    }
+
+
+def _read_glm_places(fields: HFConfigReader) -> Callable[[int], bool]:
+    dense = fields.integer("first_k_dense_replace")
+    return lambda index: index >= dense
+
+
+def _write_glm_places(is_sparse: list[bool]) -> dict[str, Any]:
+    return {"first_k_dense_replace": is_sparse.count(False)}
+
+
+# Zhipu 2025, GLM-4.5.  Dense layers first; q and k are optionally normalized; partial RoPE.
+_GLM4_MOE = HFClass(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    {
+        **base.SIZES,
+        **_DROPOUT,
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+        "attention.position": hf.rope(partial=0.5),
+        "attention.qkv_bias": hf.flag("attention_bias"),
+        "attention.qk_norm": hf.flag("use_qk_norm", values=("none", "head")),
+    },
+    layer={**_ATTENTION, **base.QK_NORM},
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "first_k_dense_replace": 1,
+    },
+    layer_types=_sparse_layers(_read_glm_experts, _read_glm_places, _write_glm_experts, _write_glm_places),
+    layer_rules=_expert_rules("gate", "gate.e_score_correction_bias", "shared_experts"),
+    # Of the last layers of GLM-4.5 and its Air, which predict further tokens; transformers ignores them too.
+    ignored=(r".*rotary_emb\.inv_freq", r"layers\.(46|92)\..*"),
+)
+
+
+def _check_dots1(fields: HFConfigReader) -> None:
+    full = ["full_attention"] * fields.integer("num_hidden_layers")
+    fields.require_one_of("layer_types", full, reason="Layers with a window are not read.")
+
+
+# rednote 2025, dots.llm1.  The experts of GLM-4.5; q and k are always normalized.
+_DOTS1 = _GLM4_MOE.variant(
+    "dots1",
+    "Dots1ForCausalLM",
+    fields={
+        **base.SIZES,
+        **_DROPOUT,
+        "attention.position": hf.rope(),
+        **hf.biases("attention_bias"),
+        "attention.qk_norm": "head",
+    },
+    defaults={
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": 32,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 0,
+    },
+    check=_check_dots1,
+    ignored=(r".*rotary_emb\.inv_freq",),
+)
+
+
+# ---------------------------------------------------------------- ERNIE 4.5
+
+
+def _read_ernie_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
+    size = fields.integer("moe_intermediate_size")
+    return cfg.MoEConfig(
+        size,
+        fields.integer("num_experts", "moe_num_experts"),
+        fields.integer("num_experts_per_tok", "moe_k"),
+        activation,  # type: ignore[arg-type]
+        fields.flag("use_bias"),
+        selection_bias=True,
+        shared_size=size * fields.integer("moe_num_shared_experts") or None,
+    )
+
+
+def _write_ernie_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
+    return {
+        "moe_num_experts": experts.num_experts,
+        "moe_k": experts.num_experts_per_token,
+        "moe_num_shared_experts": (experts.shared_size or 0) // experts.intermediate_size,
+    }
+
+
+def _read_ernie_places(fields: HFConfigReader) -> Callable[[int], bool]:
+    first, last = fields.integer("moe_layer_start_index"), fields.get("moe_layer_end_index", -1)
+    interval, end = fields.integer("moe_layer_interval"), last if last != -1 else fields.integer("num_hidden_layers")
+    return lambda index: first <= index <= end and (index + 1) % interval == 0
+
+
+def _write_ernie_places(is_sparse: list[bool]) -> dict[str, Any]:
+    """Write the first interval from 1 that gives the places; reading back detects if there is none."""
+    places = [index for index, sparse in enumerate(is_sparse) if sparse]
+    interval = places[1] - places[0] if len(places) > 1 else 1
+    first, last = (places[0], places[-1]) if places else (len(is_sparse), -1)
+    return {"moe_layer_start_index": first, "moe_layer_end_index": last, "moe_layer_interval": interval}
+
+
+# Baidu 2025.  ERNIE 4.5 with experts: a softmax router with a selection bias, rotary positions on neighboring dims.
+_ERNIE_MOE = HFClass(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    {
+        **base.SIZES,
+        "tie_embeddings": hf.flag("tie_word_embeddings", True),
+        "attention.position": hf.rope(theta=500000.0, interleaved=True),
+        **hf.biases("use_bias"),
+        "mlp.bias": hf.flag("use_bias"),
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+    },
+    layer=_ATTENTION,
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+    },
+    check=lambda fields: fields.require_one_of("use_bias", False, reason="Biases of experts are not read."),
+    layer_types=_sparse_layers(_read_ernie_experts, _read_ernie_places, _write_ernie_experts, _write_ernie_places),
+    layer_rules=_expert_rules("gate", "moe_statics.e_score_correction_bias", "shared_experts"),
+    ignored=(r".*rotary_emb\.inv_freq", r".*mtp.*"),
+)
+
+
+# ---------------------------------------------------------------- Phi-3.5-MoE
+
+_MSCALES = ("short_mscale", "long_mscale")
+
+
+def _read_phimoe_rope(fields: HFConfigReader) -> cfg.RopeConfig:
+    """Read LongRoPE, whose two factors of cos and sin must agree."""
+    content = dict(fields.content)
+    for name in ("rope_scaling", "rope_parameters"):
+        part = fields.part(name)
+        short, long = (part.optional_number(scale) for scale in _MSCALES)
+        if short != long:
+            raise fields.error(f"{name}: short_mscale {short} and long_mscale {long} must agree")
+        if short is not None:
+            content[name] = {**part.content, "attention_factor": short}
+    position = hf.read_full_rope(fields.derive(content), theta=1000000.0)
+    if not isinstance(position.scaling, cfg.LongRopeScalingConfig | None):
+        raise fields.error(f"rope_type {position.scaling.kind!r} is not supported", "Supported: longrope.")
+    return position
+
+
+def _write_phimoe_rope(position: object, config: ModelConfig) -> dict[str, Any]:
+    content = hf.rope_fields(position)
+    scaling = hf.require_rope(position).scaling
+    if scaling is None:
+        return content
+    factor = getattr(scaling, "attention_factor", None)
+    if factor is None:
+        raise CheckpointError("its RoPE scaling has no attention_factor")
+    for name in ("rope_scaling", "rope_parameters"):
+        content[name] |= dict.fromkeys(_MSCALES, factor)
+    return content
+
+
+def _phimoe_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+    mlp = config.stack.layer_config(0).mlp
+    assert isinstance(mlp, cfg.MoEConfig)
+    for part, name in {"gate": "w1", "down": "w2", "up": "w3"}.items():
+        experts = (f"{hf_prefix}.block_sparse_moe.experts.{expert}.{name}.weight" for expert in range(mlp.num_experts))
+        yield tensor_rule(f"{kvad_prefix}.mlp.{part}", tuple(experts), base.STACKED)
+
+
+# Abdin et al. 2024, Phi-3.5-MoE.  LayerNorm, a bias of the head, two experts chosen by SparseMixer.
+_PHIMOE = HFClass(
+    "phimoe",
+    "PhimoeForCausalLM",
+    {
+        **{name: base.SIZES[name] for name in base.SIZES if name != "attention.head_dim"},
+        **_DROPOUT,
+        **hf.layer_norm("rms_norm_eps"),
+        "attention.position": hf.HFField(_read_phimoe_rope, _write_phimoe_rope),
+        "attention.window": hf.optional_integer("sliding_window"),
+        **hf.biases("attention_bias"),
+        "head.bias": hf.flag("lm_head_bias"),
+        "mlp.num_experts": hf.integer("num_local_experts"),
+        "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
+        "mlp.sparsemixer_jitter": hf.number("router_jitter_noise", 0.01),
+    },
+    layer={**_ATTENTION, "mlp.router": "block_sparse_moe.gate"},
+    mlp=cfg.MoEConfig,
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    },
+    layer_rules=_phimoe_rules,
+)
+
+
+# ---------------------------------------------------------------- Granite 3 MoE
+
+
+def _granite_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
+    mlp = config.stack.layer_config(0).mlp
+    assert isinstance(mlp, cfg.MoEConfig)
+    experts, shared = f"{hf_prefix}.block_sparse_moe", f"{hf_prefix}.shared_mlp"
+    yield tensor_rule((f"{kvad_prefix}.mlp.gate", f"{kvad_prefix}.mlp.up"), f"{experts}.input_linear.weight", _JOINED)
+    yield tensor_rule(f"{kvad_prefix}.mlp.down", f"{experts}.output_linear.weight")
+    if mlp.shared_size is not None:
+        kvad_names = f"{kvad_prefix}.mlp.shared.gate", f"{kvad_prefix}.mlp.shared.up"
+        yield tensor_rule(kvad_names, f"{shared}.input_linear", conversion.STACKED)
+        yield tensor_rule(f"{kvad_prefix}.mlp.shared.down", f"{shared}.output_linear")
+
+
+# IBM 2024.  Granite with experts, gate and up of which are one tensor.
+_GRANITE_MOE = HFClass(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    {
+        **{name: base.SIZES[name] for name in base.SIZES if name != "attention.head_dim"},
+        **_DROPOUT,
+        "attention.position": hf.rope(),
+        **hf.biases("attention_bias"),
+        **hf.GRANITE_SCALES,
+        "mlp.num_experts": hf.integer("num_local_experts"),
+        "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
+    },
+    layer={**_ATTENTION, "mlp.router": "block_sparse_moe.router.layer"},
+    mlp=cfg.MoEConfig,
+    defaults={"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    layer_rules=_granite_rules,
+)
+
+# The same with a shared expert.
+_GRANITE_SHARED = _GRANITE_MOE.variant(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    fields={
+        **_GRANITE_MOE.fields,
+        "mlp.shared_size": hf.HFField(
+            lambda fields: fields.integer("shared_intermediate_size", default=0) or None,
+            lambda size, config: {"shared_intermediate_size": size or 0},
+        ),
+    },
+)
+
+
+def _choose_granite(config: ModelConfig) -> str:
+    mlp = config.stack.layer_config(0).mlp
+    return "granitemoe" if getattr(mlp, "shared_size", None) is None else "granitemoeshared"
+
+
+FAMILIES = (
+    decoder_family(_QWEN2_MOE),
+    decoder_family(_GLM4_MOE),
+    decoder_family(_DOTS1),
+    decoder_family(_ERNIE_MOE),
+    decoder_family(_PHIMOE),
+    decoder_family(_GRANITE_MOE, _GRANITE_SHARED, choose=_choose_granite),
+)

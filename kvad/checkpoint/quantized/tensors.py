@@ -1,0 +1,125 @@
+"""Tensors of a quantized folder: one matrix in place of its packed parts, dequantized when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvad.checkpoint.quantized.layouts import LAYOUTS, Layout, LayoutError, is_quantized_dtype
+from kvad.checkpoint.quantized.scheme import QuantizationScheme
+from kvad.checkpoint.safetensors_io import ShardedTensors
+from kvad.errors import CheckpointError
+
+# Scales of activations and of the cache, which kvad does not quantize by a file's numbers.
+_DROPPED = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale")
+_HINT = "The file is damaged, or of another layout. Download it again, or use the model that it was made from."
+
+
+class _Packed(NamedTuple):
+    """A quantized matrix."""
+
+    module: str
+    layout: Layout
+    names: Mapping[str, str]  # suffix -> name in the file
+
+
+class DequantizedTensors(Mapping[str, Tensor]):
+    """Tensors of a folder by name; quantized ones are float32 when they are read.
+
+    Args:
+        stored: Tensors of the file.
+        scheme: How they are quantized.
+        dtype: Dtype of the config, which ``dtype`` returns for quantized tensors.
+        expected: Names of the model's tensors. A bias of zeros that the model lacks is dropped: GPTQ writers add them.
+    """
+
+    def __init__(
+        self, stored: ShardedTensors, scheme: QuantizationScheme, dtype: torch.dtype, expected: Collection[str]
+    ) -> None:
+        self.path, self._stored, self._scheme, self._dtype = stored.path, stored, scheme, dtype
+        self._packed: dict[str, _Packed] = {}
+        for name in stored:
+            packed = self._find(name)
+            if packed is not None:
+                self._packed[f"{packed.module}{packed.layout.name}"] = packed
+        parts = {name for packed in self._packed.values() for name in packed.names.values()}
+        names = (name for name in stored if name not in parts and name.rpartition(".")[2] not in _DROPPED)
+        self._plain = dict.fromkeys(names)
+        for packed in self._packed.values():
+            bias = f"{packed.module}.bias"
+            if bias in stored and not any(name.endswith(bias) or bias.endswith(name) for name in expected):
+                self._drop_zeros(bias)
+
+    def _find(self, name: str) -> _Packed | None:
+        """Return the matrix whose first part is this tensor, or None."""
+        for layout in LAYOUTS[self._scheme.method]:
+            first = layout.suffixes[0]
+            joint = "" if first.startswith("_") else "."
+            if not name.endswith(joint + first):
+                continue
+            if first == "weight" and not is_quantized_dtype(self._stored.dtype(name)):
+                continue
+            module = name.removesuffix(joint + first)
+            if self._scheme.is_ignored(module):
+                message = "is quantized, but quantization_config lists it as not quantized"
+                raise CheckpointError(f"{self.path}: {module} {message}", _HINT)
+            suffixes = (*layout.suffixes, *layout.optional)
+            names = {suffix: f"{module}{joint}{suffix}" for suffix in suffixes}
+            present = {suffix: part for suffix, part in names.items() if part in self._stored}
+            missing = next((names[suffix] for suffix in layout.suffixes if suffix not in present), None)
+            if missing is not None:
+                raise CheckpointError(f"{self.path}: tensor {missing} is missing", _HINT)
+            return _Packed(module, layout, present)
+        return None
+
+    def _drop_zeros(self, name: str) -> None:
+        if not self._stored[name].any():
+            del self._plain[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        packed = self._packed.get(name)
+        if packed is None:
+            if name not in self:
+                raise KeyError(name)
+            return self._stored[name]
+        parts = {suffix: self._stored[part] for suffix, part in packed.names.items()}
+        try:
+            return packed.layout.dequantize(parts, self._scheme).contiguous()
+        except (LayoutError, RuntimeError, IndexError) as error:
+            raise self._error(packed, error) from error
+
+    def _error(self, packed: _Packed, error: Exception) -> CheckpointError:
+        reason = str(error).partition("\n")[0]
+        return CheckpointError(f"{self.path}: {packed.module} cannot be dequantized: {reason}", _HINT)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._plain
+        yield from self._packed
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._packed)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._packed or name in self._plain
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a matrix; only its ``weight_shape``, if any, is read."""
+        packed = self._packed.get(name)
+        if packed is None:
+            return self._stored.shape(name)
+        parts = {suffix: self._stored[part] for suffix, part in packed.names.items()}
+        try:
+            return packed.layout.shape(parts, self._scheme)
+        except (LayoutError, RuntimeError, ValueError) as error:
+            raise self._error(packed, error) from error
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtype if name in self._packed else self._stored.dtype(name)
+
+    def bytes(self, name: str) -> int:
+        """Return the size in the file."""
+        packed = self._packed.get(name)
+        return sum(map(self._stored.bytes, (name,) if packed is None else packed.names.values()))

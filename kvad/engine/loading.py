@@ -1,0 +1,78 @@
+"""Parts of ``LLM.load``: the memory plan of an opened checkpoint, its warnings and its adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from kvad import checkpoint
+from kvad.cache import CacheConfig
+from kvad.cache.sizing import MemoryBudget, MemoryPlan, available_bytes, describe_room, plan_memory, require_memory
+from kvad.checkpoint import CheckpointHandle
+from kvad.engine.options import EngineConfig, PlanSettings, free_device_bytes, plan_cache
+
+LOG = logging.getLogger(__name__)
+
+
+def with_adapters(config: EngineConfig, handle: CheckpointHandle, summarizer: str | Path | None) -> EngineConfig:
+    """Load the summarizer, if any, and add the fingerprint of a merged adapter."""
+    if summarizer is not None:
+        config = dataclasses.replace(config, summarizer=checkpoint.summarizer.load_summarizer(Path(summarizer), handle))
+    if isinstance(handle, checkpoint.adapter.AdaptedCheckpoint):
+        config = dataclasses.replace(config, adapter_fingerprint=handle.adapter_fingerprint)
+    return config
+
+
+def warn_unused(handle: CheckpointHandle) -> None:
+    """Warn, in the caller of ``LLM.load``, of settings in the checkpoint that are not applied."""
+    if handle.unused_keys:
+        warnings.warn(f"{handle.path}: config.json: not used: {', '.join(handle.unused_keys)}", stacklevel=3)
+    for name in handle.generation.ignored_fields:
+        warnings.warn(f"{handle.path}: generation_config.json: {name} is not applied", stacklevel=3)
+
+
+def plan_checkpoint(
+    handle: CheckpointHandle,
+    cache: CacheConfig | None,
+    fields: Mapping[str, Any],
+    memory: Literal["auto"] | int | float | MemoryBudget,
+    device: torch.device,
+    dtype: str | None,
+    summarizer: str | Path | None,
+    engine_fields: Mapping[str, Any],
+) -> MemoryPlan:
+    """Plan the given cache, or one that fits into the free memory of the device, and log its size.
+
+    ``dtype`` is that of the computation; None: the stored one.
+    """
+    budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)
+    is_host = device.type == "cpu"
+    compute_dtype = dtype or str(handle.stored_dtype).removeprefix("torch.")
+    if dtype is None and compute_dtype == "float16" and is_host:
+        compute_dtype = "float32"  # float16 on a CPU is storage only
+    free = available_bytes() if is_host else free_device_bytes(device)
+    # A bound in seconds takes no memory.
+    settings: PlanSettings = {n: x for n, x in engine_fields.items() if n != "max_inter_token"}  # type: ignore[assignment]
+    if summarizer is not None:
+        settings["summarizer_shape"] = checkpoint.folder.read_summarizer_shape(Path(summarizer))
+    if cache is not None:
+        plan = plan_memory(handle.config, cache, weights_dtype=compute_dtype, **settings)
+        require_memory(plan, free if is_host or free is None else free + plan.host_bytes)
+        return plan
+    plan = plan_cache(handle.config, fields, budget, free, is_host=is_host, weights_dtype=compute_dtype, **settings)
+    longest, requested = plan.cache.max_seq_len, fields.get("max_seq_len", budget.max_seq_len)
+    LOG.info("%s: %s", handle.path, describe_room(plan))
+    if longest < min(handle.config.max_seq_len, requested or handle.config.max_seq_len):
+        LOG.warning(
+            "memory: sequences end at %s tokens, since more do not fit; the model's limit is %s. "
+            "A smaller --cache-dtype, a --policy or more --memory allows longer ones.",
+            f"{longest:,}",
+            f"{handle.config.max_seq_len:,}",
+        )
+    return plan

@@ -1,0 +1,88 @@
+"""Measured costs of steps, and the prompt tokens of a step that keep running sequences within a time bound.
+
+A step's seconds are those of its decoding sequences plus those of its prompt tokens. Both are medians of recent steps;
+the first steps of each kind are left out, because they allocate buffers and build kernels. Seconds per prompt token
+include a step's fixed costs and grow with the context. Every step updates them, so the number of tokens settles where
+a step takes ``TARGET`` of the bound.
+
+Durations are data: no clock, no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+WARM_UP_STEPS = 2  # of each kind, left out
+RECENT_STEPS = 9  # of which the median is taken
+TARGET = 0.9  # share of the bound that a step may take, since half of the steps exceed their median
+FIRST_TOKENS = 16  # prompt tokens of a step before any was measured
+MIN_TOKENS = 4  # a prompt is read however low the bound is
+LOG = logging.getLogger(__name__)
+
+
+class StepCosts:
+    """Costs of one scheduler's steps.
+
+    Args:
+        max_inter_token: Longest time between two tokens of a running sequence, in seconds.
+    """
+
+    def __init__(self, max_inter_token: float) -> None:
+        self.max_inter_token = max_inter_token
+        self._decoding, self._prompt = _Recent(), _Recent()
+        self._has_warned = False
+
+    def record(self, num_new_tokens: Sequence[int], seconds: float) -> None:
+        """Record a step, given the new tokens of each sequence; those with one token decode."""
+        num_decoding = num_new_tokens.count(1)
+        num_prompt_tokens = sum(num_new_tokens) - num_decoding
+        if not num_prompt_tokens:
+            self._decoding.add(seconds)
+            self._warn_if_too_slow(num_decoding)
+            return
+        decoding_seconds = self.decoding_seconds if num_decoding else 0.0
+        self._prompt.add(max(0.0, seconds - decoding_seconds) / num_prompt_tokens)
+
+    @property
+    def decoding_seconds(self) -> float:
+        """Seconds of a step without prompt tokens; 0 before the first."""
+        return self._decoding.median or 0.0
+
+    def max_prompt_tokens(self) -> int:
+        """Return how many prompt tokens a step with decoding sequences may compute."""
+        per_token = self._prompt.median
+        if per_token is None:
+            return FIRST_TOKENS
+        seconds = TARGET * self.max_inter_token - self.decoding_seconds
+        return max(MIN_TOKENS, int(seconds / per_token)) if per_token else FIRST_TOKENS
+
+    def _warn_if_too_slow(self, num_decoding: int) -> None:
+        if self.decoding_seconds > self.max_inter_token and not self._has_warned:
+            self._has_warned = True
+            LOG.warning(
+                "max_inter_token: %.3g ms cannot be met: a step of %d sequences takes %.3g ms without prompt tokens; "
+                "prompts are read %d tokens at a time",
+                1e3 * self.max_inter_token,
+                num_decoding,
+                1e3 * self.decoding_seconds,
+                MIN_TOKENS,
+            )
+
+
+class _Recent:
+    """Median of recent values, after a warm-up."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._num_left_out = 0
+        self.median: float | None = None
+
+    def add(self, value: float) -> None:
+        if self._num_left_out < WARM_UP_STEPS:
+            self._num_left_out += 1
+            return
+        self._values.append(value)
+        self.median = median(self._values)
