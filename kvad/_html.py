@@ -1,6 +1,7 @@
 """Self-contained HTML pages: style, script and data are embedded, and nothing else may run or be loaded.
 
-A page is three files in its owner's folder: ``NAME.html`` (a template of ``str.format``), ``NAME.css`` and ``NAME.js``.
+``page.html`` (a template of ``str.format``), ``page.css`` and ``page.js`` are common to all pages. A page adds three
+files of its owner's folder to them: ``NAME.html`` (its body), ``NAME.css`` and ``NAME.js``.
 Texts of a model are data: they are embedded as JSON without a single ``<``, and scripts show them as text.
 """
 
@@ -17,15 +18,18 @@ def self_contained_page(folder: Path, name: str, *, title: str, text: str, data:
     """Build a page.
 
     Args:
-        folder: Folder of the three files.
+        folder: Folder of the page's own three files.
         name: Their name without suffix.
         title: Title of the page.
         text: Shown where scripts are off.
         data: JSON value for the script, as ``JSON.parse`` of the element ``data``.
     """
-    page, style, script = ((folder / f"{name}.{suffix}").read_text("utf-8") for suffix in ("html", "css", "js"))
+    page, *common = _files(Path(__file__).with_name("page"))
+    body, *own = _files(folder / name)
+    style, script = (first + second for first, second in zip(common, own, strict=True))
     content = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return page.format(
+        body=body,
         rules=f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'",
         title=html.escape(title),
         style=style,
@@ -34,6 +38,10 @@ def self_contained_page(folder: Path, name: str, *, title: str, text: str, data:
         data=content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
         script=script,
     )
+
+
+def _files(stem: Path) -> list[str]:
+    return [stem.with_suffix(f".{suffix}").read_text("utf-8") for suffix in ("html", "css", "js")]
 
 
 def _digest(source: str) -> str:

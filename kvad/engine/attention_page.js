@@ -1,13 +1,3 @@
-"use strict";
-// Every text of the run reaches the page by textContent: nothing of it is ever read as markup.
-const data = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
-const make = (tag, text, kind) => {
-  const element = document.createElement(tag);
-  if (text !== undefined) element.textContent = text;
-  if (kind) element.className = kind;
-  return element;
-};
 const NOT_FINITE = 65535, LABEL = 110, TOP = 96, THUMBNAIL = 56;
 const view = { map: 0, query: -1, key: -1, cell: 14, thumbnails: [] };
 const decoded = new Map();
@@ -26,7 +16,6 @@ const weightOf = (number, query, key) => {
   const code = weights(number)[query * sizes(data.maps[number])[1] + key];
   return code === NOT_FINITE ? NaN : code / (NOT_FINITE - 1);
 };
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const shade = (weight, base) => (Number.isNaN(weight) ? "#dd0000" : `rgb(${base} / ${Math.sqrt(weight)})`);
 
 // A cell of a picture covers several tokens if there are more of them than pixels; it shows the largest weight.

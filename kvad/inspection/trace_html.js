@@ -1,15 +1,4 @@
-"use strict";
-// Every text of the run reaches the page by textContent: nothing of it is ever read as markup.
-const data = JSON.parse(document.getElementById("data").textContent);
 const names = Object.keys(data.states);
-const $ = (id) => document.getElementById(id);
-const make = (tag, text, kind) => {
-  const element = document.createElement(tag);
-  if (text !== undefined) element.textContent = text;
-  if (kind) element.className = kind;
-  return element;
-};
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const LABEL = 130, BARS = 44, HIGH = 15, UNWRITTEN = names.indexOf("unwritten"), EVICTED = names.indexOf("evicted");
 const last = data.steps.length, end = last + 1; // the slider's last stop: every sequence has ended
 const MOST_BLOCKS = 512; // of a pool that are drawn

@@ -372,48 +372,44 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
 
-class _RecomputedView:
+class _WrappedView:
+    """Base of views that change the arguments of ``attend`` and pass every other call on."""
+
+    def __init__(self, view: CacheView) -> None:
+        self.view = view
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        self.view.write(k, v)
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self.view.convolve(x, kernel)
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        return self.view.recur(x, log_decay)
+
+
+class _RecomputedView(_WrappedView):
     """A view that computes learned biases each time.
 
     A bias cached by the first layer of a step would not be part of the graph when that layer is recomputed. Gradients
     are the same bit for bit, except for a bias table shared by layers, whose gradients are summed in another order.
     """
 
-    def __init__(self, view: CacheView) -> None:
-        self.view = view
-
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         if isinstance(params.bias, RelativeBuckets):
             params = params._replace(bias=_RecomputedBias(params.bias))
         return self.view.attend(q, k, v, params)
 
-    def write(self, k: Tensor, v: Tensor) -> None:
-        self.view.write(k, v)
 
-    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        return self.view.convolve(x, kernel)
-
-    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
-        return self.view.recur(x, log_decay)
-
-
-class _ScaledQueriesView(NamedTuple):
+class _ScaledQueriesView(_WrappedView):
     """A view whose queries are multiplied by a scale [T] per token, which commutes with their rotation."""
 
-    view: CacheView
-    scale: Tensor
+    def __init__(self, view: CacheView, scale: Tensor) -> None:
+        super().__init__(view)
+        self.scale = scale
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         return self.view.attend(q * self.scale.to(q.dtype)[:, None, None], k, v, params)
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        self.view.write(k, v)
-
-    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        return self.view.convolve(x, kernel)
-
-    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
-        return self.view.recur(x, log_decay)
 
 
 class _RecomputedBias(NamedTuple):

@@ -6,19 +6,19 @@ The first layers are dense, the others have experts and an MLP for all tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvad import config as cfg
-from kvad.checkpoint.conversion import HFConfigReader, TensorRule, prefix_rules, tensor_rule
+from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.checkpoint.families.experts import expert_rules
 from kvad.config import ModelConfig
 
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _HEADS = ("attention.num_kv_heads", "attention.head_dim")  # determined by the latent
-_MLP = {part: f"{part}_proj" for part in ("gate", "up", "down")}
 _NO_EXPERTS = cfg.MoEConfig(1, 1, 1)  # written for a model without experts, whose layers are all dense
 
 
@@ -141,21 +141,6 @@ def _check_v3(fields: HFConfigReader) -> None:
     fields.require_one_of("topk_method", "noaux_tc", reason="This class has one method.")
 
 
-def _rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
-    """Yield the rules of a layer's MLP or experts."""
-    mlp = config.stack.layer_config(int(kvad_prefix.rpartition(".")[2])).mlp
-    kvad_mlp, hf_mlp = f"{kvad_prefix}.mlp", f"{hf_prefix}.mlp"
-    if not isinstance(mlp, cfg.MoEConfig):
-        yield from prefix_rules(kvad_mlp, hf_mlp, _MLP)
-        return
-    yield tensor_rule(f"{kvad_mlp}.router", f"{hf_mlp}.gate")
-    yield tensor_rule(f"{kvad_mlp}.selection_bias", f"{hf_mlp}.gate.e_score_correction_bias")
-    yield from prefix_rules(f"{kvad_mlp}.shared", f"{hf_mlp}.shared_experts", _MLP)
-    for part, name in _MLP.items():
-        experts = tuple(f"{hf_mlp}.experts.{expert}.{name}.weight" for expert in range(mlp.num_experts))
-        yield tensor_rule(f"{kvad_mlp}.{part}", experts, base.STACKED)
-
-
 _V2 = HFClass(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -198,7 +183,7 @@ _V2 = HFClass(
     },
     check=_check_v2,
     layer_types=LayerTypes(_read_layers, _write_layers),
-    layer_rules=_rules,
+    layer_rules=expert_rules("gate", "gate.e_score_correction_bias", "shared_experts"),
     # Of V3's last layers, which predict further tokens; transformers ignores them too.
     ignored=(r".*rotary_emb\.inv_freq", r"layers\.61\..*"),
 )

@@ -66,7 +66,7 @@ def _sparse_layers(
     return LayerTypes(read, write)
 
 
-def _expert_rules(gate: str, selection_bias: str, shared: str, shared_gate: str = "") -> base.LayerRules:
+def expert_rules(gate: str, selection_bias: str, shared: str, shared_gate: str = "") -> base.LayerRules:
     """Build the rules of dense layers and of experts that are stored one by one; the names are those in ``mlp``."""
 
     def rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:
@@ -146,7 +146,7 @@ _QWEN2_MOE = HFClass(
     },
     check=_check_qwen2_moe,
     layer_types=_sparse_layers(_read_qwen2_experts, _read_qwen2_places, _write_qwen2_experts, _write_qwen2_places),
-    layer_rules=_expert_rules("gate", "", "shared_expert", "shared_expert_gate"),
+    layer_rules=expert_rules("gate", "", "shared_expert", "shared_expert_gate"),
     constants={"pad_token_id": None, "decoder_sparse_step": 1, "use_sliding_window": False},
 )
 
@@ -218,7 +218,7 @@ _GLM4_MOE = HFClass(
         "first_k_dense_replace": 1,
     },
     layer_types=_sparse_layers(_read_glm_experts, _read_glm_places, _write_glm_experts, _write_glm_places),
-    layer_rules=_expert_rules("gate", "gate.e_score_correction_bias", "shared_experts"),
+    layer_rules=expert_rules("gate", "gate.e_score_correction_bias", "shared_experts"),
     # Of the last layers of GLM-4.5 and its Air, which predict further tokens; transformers ignores them too.
     ignored=(r".*rotary_emb\.inv_freq", r"layers\.(46|92)\..*"),
 )
@@ -317,7 +317,7 @@ _ERNIE_MOE = HFClass(
     },
     check=lambda fields: fields.require_one_of("use_bias", False, reason="Biases of experts are not read."),
     layer_types=_sparse_layers(_read_ernie_experts, _read_ernie_places, _write_ernie_experts, _write_ernie_places),
-    layer_rules=_expert_rules("gate", "moe_statics.e_score_correction_bias", "shared_experts"),
+    layer_rules=expert_rules("gate", "moe_statics.e_score_correction_bias", "shared_experts"),
     ignored=(r".*rotary_emb\.inv_freq", r".*mtp.*"),
 )
 

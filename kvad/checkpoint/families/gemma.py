@@ -68,6 +68,18 @@ _GEMMA = HFClass(
     defaults={"head_dim": 256, "num_key_value_heads": 16, "max_position_embeddings": 8192},
     check=_check,
 )
+
+HIDDEN_ACTIVATION = hf.HFField(
+    lambda fields: fields.choice("hidden_activation", hf.ACTIVATIONS, "gelu_pytorch_tanh"),
+    lambda activation, config: {"hidden_activation": _write_activation(activation)},
+)
+SANDWICH_LAYER = {
+    **base.LAYER,
+    **base.QK_NORM,
+    "norm1_after": "post_attention_layernorm",
+    "norm2": "pre_feedforward_layernorm",
+    "norm2_after": "post_feedforward_layernorm",
+}
 _GEMMA2_LAYERS = base.window_layers(base.interval_pattern, requires_window=True)
 _GEMMA2 = _GEMMA.variant(
     "gemma2",
@@ -76,20 +88,11 @@ _GEMMA2 = _GEMMA.variant(
         **_GEMMA.fields,
         "attention.softmax_scale": hf.softmax_scale(_read_scale, _write_scale),
         "attention.logit_softcap": hf.optional_number("attn_logit_softcapping"),
-        "mlp.activation": hf.HFField(
-            lambda fields: fields.choice("hidden_activation", hf.ACTIVATIONS, "gelu_pytorch_tanh"),
-            lambda activation, config: {"hidden_activation": _write_activation(activation)},
-        ),
+        "mlp.activation": HIDDEN_ACTIVATION,
         "stack.norm_position": "sandwich",
         "head.logit_softcap": hf.optional_number("final_logit_softcapping"),
     },
-    layer={
-        **base.LAYER,
-        **base.QK_NORM,
-        "norm1_after": "post_attention_layernorm",
-        "norm2": "pre_feedforward_layernorm",
-        "norm2_after": "post_feedforward_layernorm",
-    },
+    layer=SANDWICH_LAYER,
     defaults={
         "head_dim": 256,
         "num_key_value_heads": 4,

@@ -17,6 +17,7 @@ from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
+from kvad.checkpoint.families import gemma
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
 from kvad.config import ModelConfig, attention_dims
 from kvad.errors import CheckpointError
@@ -130,24 +131,12 @@ _GEMMA4 = HFClass(
         "attention.qk_norm": "head",
         "attention.value_norm": True,
         "attention.softmax_scale": "none",
-        "mlp.activation": hf.HFField(
-            lambda fields: fields.choice("hidden_activation", hf.ACTIVATIONS, "gelu_pytorch_tanh"),
-            lambda name, config: {
-                "hidden_activation": "gelu_pytorch_tanh" if name == "gelu_tanh" else hf.hf_activation(name)
-            },
-        ),
+        "mlp.activation": gemma.HIDDEN_ACTIVATION,
         "embedding.scale": hf.HFField(lambda fields: fields.integer("hidden_size") ** 0.5),
         "stack.norm_position": "sandwich",
         "head.logit_softcap": hf.optional_number("final_logit_softcapping"),
     },
-    layer={
-        **base.LAYER,
-        **base.QK_NORM,
-        "norm1_after": "post_attention_layernorm",
-        "norm2": "pre_feedforward_layernorm",
-        "norm2_after": "post_feedforward_layernorm",
-        "output_scale": "layer_scalar",
-    },
+    layer={**gemma.SANDWICH_LAYER, "output_scale": "layer_scalar"},
     defaults={"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 131072, "sliding_window": 512},
     check=_check,
     layer_types=LayerTypes(_read_layers, _write_layers),
