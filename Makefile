@@ -85,9 +85,10 @@ $(TEST_STAMP): EXTRAS := plot,dev,docs,oracle
 # torch is installed first and alone: its index has no other package at the versions of constraints.txt. hatchling is
 # installed too, so that the build of kvad uses pinned packages.
 $(VENV)/.kvad-%-$(KEY): $(VENV)/bin/activate
+	@echo "installing torch, then kvad and its other dependencies, into $(VENV)"
 	$(PIP) install --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	$(PIP) install -c constraints.txt hatchling editables
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	$(PIP) install -q -c constraints.txt hatchling editables
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@rm -f $(VENV)/.kvad-$*-*
 	@touch $@
 

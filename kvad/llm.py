@@ -11,6 +11,7 @@ language="eng_Latn")``. An encoder embeds, tags, classifies or fills masks, depe
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
@@ -20,7 +21,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from kvad import checkpoint
+from kvad import checkpoint, ops
 from kvad import engine as engine_lib
 from kvad import text as text_lib
 from kvad.cache import CacheConfig, sessions
@@ -307,9 +308,10 @@ class LLM:
 
     @torch.inference_mode()
     def logits(self, tokens: PromptInput, encoder_input: PromptInput | None = None) -> Tensor:
-        """Return logits [T, V] without a cache, from each layer's own weights: no products are joined.
+        """Return logits [T, V] without a cache, with plain kernels: no joined products and no fused attention.
 
-        The attention kernel is the engine's. ``kvad verify`` compares engines with a reference that shares nothing.
+        With ``deterministic``, attention has the engine's tiles, which give a token the same bits at every length.
+        ``kvad verify`` compares engines with a reference that shares nothing.
 
         For an encoder-decoder, ``tokens`` are the target's; for an encoder, the head's output is returned: [T, V], [T,
         labels], or [labels] or [E] if the head pools the text.
@@ -325,11 +327,14 @@ class LLM:
                 raise RequestError("encoder_input: required by this model", "Give the text to translate.")
             model_input = self._model_input(self.texts.encode_target(tokens))
             model_input = model_input._replace(encoder_input=self._model_input(self.texts.encode_source(encoder_input)))
+        model = copy.copy(self.model)  # the engine's model keeps its kernel
+        if not isinstance(model.kernel, ops.attention.TileSizes):
+            model.kernel = "reference"
         with torch.enable_grad():  # layers join products for inference only; inference mode records no gradients
-            hidden = self.model(model_input, NoCache(self.model.config, kernel=self.model.kernel))
-            if self.model.config.pools_sequence:
-                return self.model.pooled_outputs(hidden, model_input)[0]
-            return self.model.logits(hidden, model_input.logit_indices)
+            hidden = model(model_input, NoCache(model.config, kernel=model.kernel))
+            if model.config.pools_sequence:
+                return model.pooled_outputs(hidden, model_input)[0]
+            return model.logits(hidden, model_input.logit_indices)
 
     def embed(
         self,

@@ -221,6 +221,16 @@ class AttentionParams(NamedTuple):
     disentangled: DisentangledBias | None = None  # of encoders: NoCache computes the bias of each sub-batch from it
 
 
+class DeltaInputs(NamedTuple):
+    """Inputs of the gated delta rule, in at least float32 (``config.GatedDeltaConfig``)."""
+
+    q: Tensor  # [T, K, D], scaled
+    k: Tensor  # [T, K, D], of length one
+    v: Tensor  # [T, H, Dv]; each of the K key heads serves H / K consecutive value heads
+    log_decay: Tensor  # [T, H], at most 0
+    beta: Tensor  # [T, H], from 0 to 1
+
+
 class CacheView(Protocol):
     """One layer's access to the cache in one step."""
 
@@ -244,6 +254,10 @@ class CacheView(Protocol):
 
         ``h = a h_before + sqrt(1 - a^2) x`` with ``a = exp(log_decay)``; a sequence begins with ``h = x``.
         """
+        ...
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        """Apply the gated delta rule to each sequence and head, after ``convolve`` -> [T, H, Dv]."""
         ...
 
 

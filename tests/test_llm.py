@@ -24,6 +24,8 @@ from kvad.errors import (
 )
 from kvad.llm import LLM
 from tests.support.cli_checkpoints import LIMIT, write_model
+from tests.support.random_models import build as random_model
+from tests.support.random_models import encoder_config, model_config, pair_config
 
 PROMPT = "def sing(poem):"
 OTHERS = ["", "a", "kvad is a poem, sung from memory", "x" * 40]
@@ -355,6 +357,17 @@ def test_logits_use_no_joined_product(folder, monkeypatch):
         assert abs(loaded.score(PROMPT).total_logprob - true) > 1e-2
 
 
+@pytest.mark.parametrize("build_config", [model_config, pair_config, encoder_config])
+def test_logits_use_no_fused_attention(build_config, monkeypatch):
+    """Nor does the encoder; the engine's model keeps its kernel."""
+    cache = CacheConfig(max_num_seqs=2, max_seq_len=16, max_source_len=16)
+    with LLM(random_model(build_config("rope")), None, cache) as loaded:
+        ids = ([1, 2, 3], [4, 5]) if loaded.model.config.kind == "encoder-decoder" else ([1, 2, 3],)
+        expected = loaded.logits(*ids)
+        monkeypatch.setattr("kvad.ops.attention._fused", lambda *_: pytest.fail("the engine's kernel is used"))
+        assert torch.equal(loaded.logits(*ids), expected) and loaded.model.kernel == "auto"
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_trace(llm, cached):
     outputs = llm.trace("abcd", layers=[1], heads=[0, 3], cached=cached)
@@ -623,7 +636,7 @@ def test_nan_is_an_error_and_the_next_call_works(folder):
         with torch.no_grad():
             row = llm.model.embedding.tokens.weight[120].clone()
             llm.model.embedding.tokens.weight[120] = math.nan
-        with pytest.raises(NumericalError, match=r"NaN.*kvad doctor MODEL"):
+        with pytest.raises(NumericalError, match=r"NaN or infinite \(Check the weights: kvad doctor MODEL\.\)$"):
             llm.generate("ox", max_tokens=3)
         with torch.no_grad():
             llm.model.embedding.tokens.weight[120] = row

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import kvad.verify as verify_lib  # kvad.verify is also a function
 from kvad import benchmarks, checkpoint, engine, parallel
 from kvad.cache import sizing
-from kvad.errors import RequestError, check_names
+from kvad.errors import ConfigError, MemoryPlanError, RequestError, UsageError, check_names
 
 if TYPE_CHECKING:
     from kvad.checkpoint import CheckpointHandle
@@ -27,6 +27,10 @@ VERIFY_SETTINGS = {  # with their defaults
     "policies": (), "rope_at": "write", "endless": False, "num_prompts": None, "max_tokens": None,
     "prefill_chunk_size": 32, "block_size": None, "preempt": True, "prefix_hit": True, "round_trips": (),
     "num_beams": 1, "prefix_cache_ram": None, "mesh": None, "against": None, "inject_fault": None,
+}  # fmt: skip
+HF_SETTINGS = {  # of --against hf; the length of generated prompts depends on block_size
+    "dtype", "device", "memory", "adapter", "rope_scaling", "num_prompts", "max_tokens", "block_size",
+    "prefill_chunk_size", "against",
 }  # fmt: skip
 SCENARIO_FIELDS = ("prefill_chunk_size", "preempt", "prefix_hit", "endless", "num_beams", "prefix_cache_ram")
 MAX_PROMPTS = 64  # of different lengths; a longer list has prompts of a single token
@@ -85,6 +89,8 @@ def verify(
     """
     check_names(settings, tuple(VERIFY_SETTINGS))
     own: dict[str, Any] = {**VERIFY_SETTINGS, **settings}
+    if own["against"] is not None:
+        _check_hf_settings(own)
     network, handle, config = _load_served(model, own)
     dtype = str(network.token_embedding.dtype).removeprefix("torch.")
     available = _available_memory(own["memory"], network)
@@ -101,15 +107,20 @@ def verify(
         **{name: own[name] for name in SCENARIO_FIELDS},
     )
 
-    def check_room(lengths: Sequence[int]) -> None:
-        verify_lib.require_verify_memory(network.config, lengths, options, available, dtype)
+    def check_room(lengths: Sequence[int]) -> verify_lib.ScenarioOptions:
+        try:
+            return verify_lib.require_verify_memory(network.config, lengths, options, available, dtype)
+        except MemoryPlanError as error:
+            if own["memory"] in (None, "auto"):
+                raise
+            raise ConfigError(f"memory: {error.message}", error.hint) from None
 
     streams = _encode_prompts(network.config, options, handle.tokenizer, prompts, check_room)
     longest = max(map(len, streams)) + max_tokens
     policies = verify_lib.parse_policies(own["policies"], longest, block_size)
     options = dataclasses.replace(options, policies=policies)
     lengths = [len(stream) for stream in streams]
-    options = verify_lib.require_verify_memory(network.config, lengths, options, available, dtype)
+    options = check_room(lengths)
     if own["against"] is not None:
         return _verify_hf(network, handle, streams, options, progress)
     return verify_lib.verify(
@@ -121,6 +132,12 @@ def verify(
         language=_needle_language(handle.tokenizer),
         progress=progress,
     )
+
+
+def _check_hf_settings(own: Mapping[str, Any]) -> None:
+    """Refuse settings of kvad's engine and caches, which transformers' caches do not have."""
+    for name in (name for name, default in VERIFY_SETTINGS.items() if name not in HF_SETTINGS and own[name] != default):
+        raise UsageError(f"against: {name} has no meaning for transformers' caches", "Omit it.")
 
 
 def _load_served(model: str | Path, own: Mapping[str, Any]) -> tuple[Transformer, CheckpointHandle, EngineConfig]:
@@ -174,7 +191,7 @@ def _encode_prompts(
     options: verify_lib.ScenarioOptions,
     tokenizer: Tokenizer | None,
     texts: Sequence[str],
-    check_room: Callable[[Sequence[int]], None],
+    check_room: Callable[[Sequence[int]], object],
 ) -> list[list[int]]:
     """Build the prompts; MemoryPlanError is raised first if so many would not fit."""
     if not texts:

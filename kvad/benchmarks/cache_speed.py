@@ -27,7 +27,15 @@ from kvad.engine.scheduling import SamplingParams
 from kvad.errors import EngineError, RequestError
 from kvad.llm import LLM
 from kvad.model import NoCache, Transformer
-from kvad.model_input import AttentionParams, CacheProtocol, CacheView, ModelInput, SubBatch, TokenPositions
+from kvad.model_input import (
+    AttentionParams,
+    CacheProtocol,
+    CacheView,
+    DeltaInputs,
+    ModelInput,
+    SubBatch,
+    TokenPositions,
+)
 
 CURVE_NAMES = ("cache", "recompute", "cat")
 MEDIAN_WINDOW = 15  # tokens to each side, whose median is the time of one token
@@ -138,9 +146,9 @@ def bench_cache(
 
 def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
     if len(marks) < 2 or marks[0] < 2:
-        raise RequestError("tokens: a curve needs two different numbers of tokens, each at least 2")
+        raise RequestError("new_tokens: must be at least two different numbers, each at least 2")
     if repeats < 1:
-        raise RequestError(f"repeats: {repeats} is out of range, must be at least 1")
+        raise RequestError(f"repeats: must be at least 1, got {repeats}")
     if prompt + marks[-1] > llm.model.config.max_seq_len:
         limit = llm.model.config.max_seq_len
         message = f"{prompt} prompt tokens and {marks[-1]} new ones exceed the model's limit of {limit}"
@@ -275,6 +283,15 @@ class _ConcatView:
         states = ops.recurrence.gated_recurrence(state, x.unsqueeze(0), log_decay.unsqueeze(0), is_first)
         values[layer] = torch.cat((values[layer], states.unsqueeze(1)), dim=2)
         return states[0]
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        """Apply the rule to all tokens of one chunk; the values are the state."""
+        values, layer = self.cache.values, self.layer
+        start = inputs.k.new_zeros(1, inputs.v.shape[1], inputs.k.shape[2], inputs.v.shape[2])
+        rows = DeltaInputs(*(each.unsqueeze(0) for each in inputs))
+        state = start if values[layer].shape[-2] == 0 else values[layer]
+        out, values[layer] = ops.recurrence.gated_delta_rule(state, rows)
+        return out[0]
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         assert k is not None and v is not None

@@ -236,7 +236,8 @@ def run_engine(engine: Engine, after_step: Callable[[int], None] = lambda _step:
     while not engine.idle:
         for chunk in engine.step():
             if chunk.error is not None:
-                raise EngineError(f"request {chunk.request} failed: {chunk.error}")
+                hint = "Check the weights: kvad doctor MODEL." if chunk.error.startswith("numerical") else ""
+                raise EngineError(f"request {chunk.request} failed: {chunk.error}", hint)
             if chunk.token_id is not None:
                 tokens[chunk.request].append(chunk.token_id)
         after_step(step)

@@ -158,7 +158,11 @@ class CacheConfig:
     def restrict(self, specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Restrict the specs of a model's layers to this policy. The uncached reference uses the same specs."""
         window_step = 1 if self.layout == "contiguous" else self.block_size
-        return restrict_specs(specs, self.resolved_policy, window_step, renumber=self.endless)
+        specs = restrict_specs(specs, self.resolved_policy, window_step, renumber=self.endless)
+        return tuple(  # The next token's block is computed from its start.
+            spec._replace(window=spec.window + self.block_size - 1) if spec.snapshot_size and spec.window else spec
+            for spec in specs
+        )
 
     @property
     def prefix_cache_limit(self) -> int:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from kvad.cache.config import CacheConfig
 from kvad.cache.policy import EvictionPolicy, OffloadPolicy, Quest, StatefulPolicy, TieredPolicy
 from kvad.cache.quantization import CacheFormat, get_format
-from kvad.config import AttentionSpec
+from kvad.config import DTYPE_BYTES, AttentionSpec
 from kvad.errors import ConfigError
 from kvad.model_input import RESERVED_BLOCKS
 
@@ -279,7 +279,7 @@ def _build_group(
         slots = min(max_slots, policy.budget + policy.interval)
     elif isinstance(policy, TieredPolicy | OffloadPolicy):
         num_sinks, slots = policy.num_sinks, policy.recent + policy.interval
-    if config.layout == "contiguous":
+    if config.layout == "contiguous" and not spec.snapshot_size:  # States are stored at the end of blocks.
         slots += num_sinks
         return _with_blocks(group._replace(block_size=slots if config.endless else min(slots, max_slots)), 1, config)
     block_size, is_window = config.block_size, spec.window is not None
@@ -293,8 +293,9 @@ def _build_group(
 def group_bytes(group: CacheGroup) -> GroupBytes:
     """Compute the bytes of a group: ``num_blocks * layers * K`` times the bytes of a block in all its arrays.
 
-    Metadata: one int64 position per slot, per-head data of eviction policies and Quest, and weights of summaries. The
-    pool of an offloaded group has metadata only; ``per_seq`` and ``per_token_*`` include its offload file.
+    Payload: keys, values, and states that are stored once per block. Metadata: one int64 position per slot, per-head
+    data of eviction policies and Quest, and weights of summaries. The pool of an offloaded group has metadata only;
+    ``per_seq`` and ``per_token_*`` include its offload file.
 
     float32, D = Dv = 64, K = 1, one layer: 512 bytes of payload per token;  int8: 128, and 8 of scales.
     """
@@ -304,6 +305,8 @@ def group_bytes(group: CacheGroup) -> GroupBytes:
         for array in fmt.arrays(dim):
             nbytes = num_heads * array.nbytes * (block_size if array.granularity == "slot" else 1)
             payload, scales = (payload + nbytes, scales) if array.name == "data" else (payload, scales + nbytes)
+    if group.spec.snapshot_size:
+        payload += len(group.layers) * group.spec.snapshot_size * DTYPE_BYTES[group.value_format]
     # Bytes per layer and head, of a slot (position and attention mass, or weight) and of a block (key bounds).
     wide = 8 if group.key_format == "float64" else 4  # of mass, weights and bounds
     slot_bytes = wide * group.has_summaries

@@ -200,14 +200,16 @@ def _unstack_experts(rules: Iterable[TensorRule], stored: HFTensors) -> HFTensor
     views: dict[str, Tensor] = {}
     stacks: set[str] = set()
     for rule in rules:
-        match = re.fullmatch(r"(.*\.experts)\.0\.(gate|up|down)_proj\.weight", rule.hf_names[0])
+        match = re.fullmatch(r"(.*\.experts)\.0\.(gate_proj|up_proj|down_proj|w[123])\.weight", rule.hf_names[0])
         if match is None or rule.hf_names[0] in stored:
             continue
-        block, part = match.groups()
-        stack = f"{block}.down_proj" if part == "down" else f"{block}.gate_up_proj"
-        if stack in stored and len(stored[stack]) == len(rule.hf_names):
-            halves = (stored[stack],) * 2 if part == "down" else stored[stack].chunk(2, dim=1)
-            views |= zip(rule.hf_names, halves[part == "up"].unbind(), strict=True)
+        block, part = match[1], {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(match[2], match[2])
+        suffix = "down_proj" if part == "down_proj" else "gate_up_proj"
+        blocks = (block, block.replace(".block_sparse_moe.", ".mlp."))
+        stack = next((name for each in blocks if (name := f"{each}.{suffix}") in stored), None)
+        if stack is not None and len(stored[stack]) == len(rule.hf_names):
+            halves = (stored[stack],) * 2 if part == "down_proj" else stored[stack].chunk(2, dim=1)
+            views |= zip(rule.hf_names, halves[part == "up_proj"].unbind(), strict=True)
             stacks.add(stack)
     return {**{name: stored[name] for name in stored if name not in stacks}, **views} if views else stored
 
@@ -365,9 +367,16 @@ _HARMLESS_IN_CLASS: Mapping[str, str] = {  # model_type -> keys that its class o
     "dots1": "max_window_layers sliding_window",
     "ernie4_5_moe": "moe_norm_min",
     "glm4_moe": "head_dim num_nextn_predict_layers",
+    "hy_v3": "enable_moe_fp32_combine",
+    "solar_open": "intermediate_size",
+    "youtu": "embedding_initializer_range head_dim qk_head_dim",
     **dict.fromkeys(("granitemoe", "granitemoeshared"), "position_embedding_type"),
     "qwen2_moe": "max_window_layers sliding_window",
     "qwen3": "max_window_layers",
+    "qwen3_5": "image_token_id mrope_interleaved mrope_section video_token_id vision_config vision_end_token_id "
+    "vision_start_token_id",
+    "qwen3_5_text": "mamba_ssm_dtype mrope_interleaved mrope_section mtp_num_hidden_layers "
+    "mtp_use_dedicated_embeddings",
     "qwen3_moe": "intermediate_size",
     "t5gemma": "is_decoder vocab_size",
 }

@@ -59,7 +59,10 @@ def scale_rope(handle: CheckpointHandle, scaling: str | Mapping[str, Any]) -> No
         CheckpointError: If a value of the scaling is missing or invalid.
     """
     values = parse_rope_scaling(scaling) if isinstance(scaling, str) else dict(scaling)
-    handle.override_config(families.scale_rope(handle.stored_config, values))
+    scaled = families.scale_rope(handle.stored_config, values)
+    if values.get("rope_type") == "yarn" and not {"factor", "original_max_position_embeddings"} & set(values):
+        raise ConfigError("rope_scaling: yarn must have a factor, got none", "Write it like yarn,factor=4.")
+    handle.override_config(scaled)
 
 
 def parse_rope_scaling(text: str) -> dict[str, Any]:

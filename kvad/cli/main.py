@@ -102,9 +102,17 @@ FOREIGN_COMMANDS = {
     "run": "use kvad generate MODEL PROMPT, or kvad chat MODEL",
     "pull": "name the hub model in any command, or use kvad import NAME to convert it",
     "list": "use kvad inspect MODEL, or kvad plan --list-models",
+    "show": "use kvad inspect MODEL",
     "finetune": "use kvad train DATA --init MODEL --lora-rank RANK --out FOLDER",
     "serve": "serving is not available yet; use kvad generate, kvad chat, or kvad.LLM in Python",
 }
+
+# Options of other tools, with the option of the same meaning.
+FOREIGN_OPTIONS = {
+    "--learning-rate": "--lr", "--epochs": "--steps", "--n-predict": "--max-tokens", "--context": "--max-seq-len",
+    "--ctx-size": "--max-seq-len", "--max-model-len": "--max-seq-len", "--gpu-memory-utilization": "--memory",
+    "--kv-cache-dtype": "--cache-dtype", "--eviction": "--policy",
+}  # fmt: skip
 
 _EXTRAS = {
     "matplotlib": "plot",
@@ -225,7 +233,7 @@ cli = LazyGroup(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 _add_global_options(cli, hidden=False)
-click.version_option(__version__, prog_name="kvad", message="%(prog)s %(version)s")(cli)
+click.version_option(__version__, "-V", "--version", prog_name="kvad", message="%(prog)s %(version)s")(cli)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -270,7 +278,9 @@ def describe_error(error: Exception) -> tuple[str, str, int]:
         case KvadError():
             return error.message, error.hint, error.exit_code
         case click.NoSuchOption():
+            known = [flag for param in error.ctx.command.params for flag in param.opts] if error.ctx else []
             close = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1, cutoff=0.7)
+            close = [flag for flag in known if flag == FOREIGN_OPTIONS.get(error.option_name)] or close
             nearest = f"; did you mean {close[0]!r}?" if close else ""
             hint = f"see {error.ctx.command_path} --help" if error.ctx else ""
             return f"No such option {error.option_name!r}{nearest}", hint, 2

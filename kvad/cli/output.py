@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,16 @@ def note(text: str) -> None:
 
 def print_error(text: str) -> None:
     click.echo(text, err=True)
+
+
+def program_path() -> str:
+    """Return how this program is called: ``kvad`` if that is on the path, else its file, else ``python -m kvad``."""
+    called = Path(sys.argv[0])
+    if shutil.which("kvad") is not None:
+        return "kvad"
+    if called.name != "kvad":
+        return f"{sys.executable} -m kvad"
+    return str(called.relative_to(Path.cwd()) if called.is_absolute() and called.is_relative_to(Path.cwd()) else called)
 
 
 def print_result(as_json: bool, record: object, text: str | Iterable[str], *, failed: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import sys
@@ -103,17 +104,20 @@ def parse_memory(text: str) -> Literal["auto"] | int | float:
     """Parse ``auto``, a size such as ``8GiB``, or a fraction of the free memory such as ``0.5`` or ``50%``."""
     if text == "auto":
         return "auto"
+    hint = "write it like auto, 8GiB or 0.5 (of the free memory)"
     number, scale = (text[:-1], 100) if text.endswith("%") else (text, 1)
     try:
         fraction = float(number) / scale
     except ValueError:
-        fraction = 0.0
-    if 0 < fraction <= 1 and (scale > 1 or "." in text):
+        fraction = math.nan
+    if scale > 1 or ("." in text and not math.isnan(fraction)):
+        if not 0 < fraction <= 1:
+            raise UsageError(f"a fraction must be above 0 and at most 1, got {text}", hint)
         return fraction
     try:
         return _parse_positive_bytes(text)
     except UsageError as error:
-        raise UsageError(error.message, "write it like auto, 8GiB or 0.5 (of the free memory)") from None
+        raise UsageError(error.message, hint) from None
 
 
 def parse_seconds(text: str) -> float:
@@ -523,7 +527,8 @@ def read_text(path: Path) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         place = f"{'standard input' if is_stdin else path} is not UTF-8 at byte {error.start}"
-        raise DataError(f"{place} (0x{raw[error.start]:02X})") from None
+        hint = "Convert it, as in iconv -f LATIN1 -t UTF-8."
+        raise DataError(f"{place} (0x{raw[error.start]:02X})", hint) from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
 

@@ -6,9 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from kvad import cache as cache_lib
+from kvad import storage
 from kvad.cache import group_bytes
 from kvad.cli.output import format_bytes
 from kvad.config import attention_specs
@@ -110,6 +112,7 @@ class RunStats:
     finish_limits: Mapping[str, int]  # limit ("max_tokens", "model", "cache", "pool") or finish reason -> samples
     offload: OffloadStats | None
     prefix_cache: PrefixCacheUse | None
+    unused_prefix_dir: Path | None  # default folder with pinned prefixes of the model, if no folder is used
 
 
 def group_use(llm: LLM, lengths: Sequence[int] = ()) -> tuple[CacheGroupUse, ...]:
@@ -196,6 +199,7 @@ class RunMeter:
             finish_limits=dict(self._finish_limits),
             offload=offload,
             prefix_cache=prefix_cache_use(self._llm),
+            unused_prefix_dir=_unused_prefix_dir(self._llm),
         )
 
     def _offload_stats(self) -> OffloadStats | None:
@@ -216,6 +220,11 @@ def stats_lines(stats: RunStats) -> list[str]:
         *_offload_lines(stats.offload),
         ("prefix", f"{format_count(stats.prefix_hits, 'hit')}, {format_count(stats.prefix_misses, 'miss', 'misses')}"),
         *prefix_cache_lines(stats.prefix_cache),
+        *(
+            ("prefix", f"pinned prefixes: --prefix-cache-dir {folder}")
+            for folder in [stats.unused_prefix_dir]
+            if folder
+        ),
         ("pressure", f"{format_count(stats.preemptions, 'preemption')}, {blocks} evicted"),
         *_preemption_lines(stats.preemptions_by_kind),
         ("ended", ended or "nothing"),
@@ -345,6 +354,16 @@ def _pin_mismatches(llm: LLM) -> Iterator[str]:
         ]
         if different:
             yield f"{pin.name} was stored with {'; '.join(different)}: not used"
+
+
+def _unused_prefix_dir(llm: LLM) -> Path | None:
+    """Return the default folder of ``kvad prefix add`` if it has a prefix of this model, and no folder is used."""
+    folder = storage.filesystem.user_cache_dir("prefix-cache")
+    if (llm.engine.block_store is not None and llm.engine.block_store.on_disk) or not folder.is_dir():
+        return None
+    model = llm.engine.cache_fingerprint("").parts["model"]
+    pins = cache_lib.offload.pinned.read_pinned_prefixes(folder)
+    return folder if any(pin.fingerprint.get("model") == model for pin in pins) else None
 
 
 def prefix_cache_lines(use: PrefixCacheUse | None) -> list[Line]:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from kvad.config import parameter_shapes as parameter_shapes
     from kvad.config import plugins as plugins
     from kvad.config import serialization as serialization
-    from kvad.config.layers import Activation as Activation
     from kvad.config.layers import AlibiConfig as AlibiConfig
     from kvad.config.layers import AttentionConfig as AttentionConfig
     from kvad.config.layers import ClassificationHeadConfig as ClassificationHeadConfig
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from kvad.config.layers import DynamicScalingConfig as DynamicScalingConfig
     from kvad.config.layers import EmbeddingConfig as EmbeddingConfig
     from kvad.config.layers import GatedMLPConfig as GatedMLPConfig
-    from kvad.config.layers import GatedRecurrenceConfig as GatedRecurrenceConfig
     from kvad.config.layers import HeadTransformConfig as HeadTransformConfig
     from kvad.config.layers import LanguageHeadConfig as LanguageHeadConfig
     from kvad.config.layers import LatentConfig as LatentConfig
@@ -37,10 +35,8 @@ if TYPE_CHECKING:
     from kvad.config.layers import PoolingHeadConfig as PoolingHeadConfig
     from kvad.config.layers import ProportionalScalingConfig as ProportionalScalingConfig
     from kvad.config.layers import QueryScalingConfig as QueryScalingConfig
-    from kvad.config.layers import RecurrentMixer as RecurrentMixer
     from kvad.config.layers import RopeConfig as RopeConfig
     from kvad.config.layers import RopeScalingConfig as RopeScalingConfig
-    from kvad.config.layers import ShortConvConfig as ShortConvConfig
     from kvad.config.layers import SinusoidalPositionsConfig as SinusoidalPositionsConfig
     from kvad.config.layers import StackConfig as StackConfig
     from kvad.config.layers import T5BiasConfig as T5BiasConfig
@@ -62,6 +58,11 @@ if TYPE_CHECKING:
     from kvad.config.model import rotary_dim as rotary_dim
     from kvad.config.parameter_shapes import DTYPE_BYTES as DTYPE_BYTES
     from kvad.config.plugins import register as register
+    from kvad.config.recurrent import Activation as Activation
+    from kvad.config.recurrent import GatedDeltaConfig as GatedDeltaConfig
+    from kvad.config.recurrent import GatedRecurrenceConfig as GatedRecurrenceConfig
+    from kvad.config.recurrent import RecurrentMixer as RecurrentMixer
+    from kvad.config.recurrent import ShortConvConfig as ShortConvConfig
     from kvad.config.serialization import Fraction as Fraction
     from kvad.config.serialization import NonNegativeFloat as NonNegativeFloat
     from kvad.config.serialization import NonNegativeInt as NonNegativeInt

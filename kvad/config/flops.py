@@ -159,7 +159,9 @@ def _attention_cost(config: ModelConfig, attention: TokenMixer, new: int, num_re
     numbers = dims.num_heads * (dims.head_dim + dims.value_dim)  # of a token's queries and outputs
     read = round(num_read * kv_size(config, attention) * stored)
     if isinstance(attention, RecurrentMixer):
-        return Cost(attention=2 * new * attention.kernel_size * dims.head_dim, bytes_read=read)
+        state = attention.state_sizes(config.hidden_size).snapshot  # S^T k, its change, and S^T q for each token
+        operations = 2 * new * (attention.kernel_size * dims.head_dim + 3 * state)
+        return Cost(attention=operations, bytes_read=read + round(state * stored))
     cost = Cost(attention=2 * new * num_read * numbers, bytes_read=read)
     if isinstance(attention.position, DisentangledConfig):  # the table is projected, and multiplied by q or k
         position, width = attention.position, dims.num_heads * dims.head_dim

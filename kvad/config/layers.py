@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
+from kvad.config.recurrent import Activation as Activation
+from kvad.config.recurrent import GatedDeltaConfig as GatedDeltaConfig
+from kvad.config.recurrent import GatedRecurrenceConfig as GatedRecurrenceConfig
+from kvad.config.recurrent import RecurrentMixer as RecurrentMixer
+from kvad.config.recurrent import ShortConvConfig as ShortConvConfig
+from kvad.config.recurrent import Size as Size
 from kvad.config.serialization import Fraction, NonNegativeInt, PositiveFloat, Range
 
 # Bounds far above any model: beyond them a config would only exhaust time and memory.
-MAX_LAYERS, MAX_SIZE, MAX_LENGTH = 10_000, 2**24, 2**40
+MAX_LAYERS, MAX_LENGTH = 10_000, 2**40
 LayerCount = Annotated[int, Range(1), Range(high=MAX_LAYERS)]
-Size = Annotated[int, Range(1), Range(high=MAX_SIZE)]  # heads, experts, and dims of vectors
 Length = Annotated[int, Range(1), Range(high=MAX_LENGTH)]  # tokens and rows of tables
 Epsilon = Annotated[float, Range(0), Range(high=1)]
 
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "silu", "tanh"]
 Pooling = Literal["first", "last", "max", "mean"]
 
 
@@ -273,58 +277,10 @@ class AttentionConfig:
     values_from_keys: bool = False  # v is k before its norm, without a matrix (Gemma 4)
     value_norm: bool = False  # RMSNorm without weight on each head of v, with the layer's epsilon (Gemma 4)
     custom_class: str | None = None  # plugin with a custom attention (docs/contributing/extending.md)
+    output_gate: bool = False  # out(sigmoid(gate(x)) * heads), with a matrix like that of q (Qwen3-Next)
 
 
-class RecurrentMixer:
-    """Base of mixers without attention: the next token reads a state of fixed size, not all earlier tokens.
-
-    The constants are the values of ``AttentionConfig`` that apply to every mixer.
-    """
-
-    num_heads: ClassVar[int] = 1
-    num_kv_heads: ClassVar[int] = 1
-    position: ClassVar[None] = None
-    causal: ClassVar[bool] = True
-    window: ClassVar[None] = None
-    qk_norm: ClassVar[Literal["none"]] = "none"
-    logit_softcap: ClassVar[None] = None
-    sink_logits: ClassVar[bool] = False
-    softmax_scale: ClassVar[Literal["none"]] = "none"
-    latent: ClassVar[None] = None
-    query_scaling: ClassVar[None] = None
-    values_from_keys: ClassVar[bool] = False
-    custom_class: ClassVar[None] = None
-
-
-@dataclass(frozen=True)
-class ShortConvConfig(RecurrentMixer):
-    """Gated short convolution (LFM2, Liquid AI 2025): ``out(c * conv(b * x))`` with ``b, c, x = input(h)``.
-
-    The convolution is causal, with one kernel per channel. The cache stores the input of the last tokens.
-    """
-
-    kernel_size: Size = 3  # tokens that an output depends on, its own included
-    bias: bool = False  # of the two matrices and of the convolution
-    kind: Literal["short_conv"] = "short_conv"
-
-
-@dataclass(frozen=True)
-class GatedRecurrenceConfig(RecurrentMixer):
-    """Recurrent block of Griffin (De et al. 2024, sec. 2.3 and 2.4): ``out(act(gate(h)) * lru(conv(input(h))))``.
-
-    The RG-LRU has a state of ``width`` numbers: ``s = a s_before + sqrt(1 - a^2) (i * x)`` with
-    ``a = exp(-8 softplus(decay) r)``. Its gates i and r are sigmoids of ``num_blocks`` square matrices, each for its
-    share of x. The cache stores the convolution's inputs and the states of the last tokens.
-    """
-
-    width: Size
-    num_blocks: Size  # of both gates' matrices
-    kernel_size: Size = 4  # of the convolution, which has a bias, like the other matrices
-    activation: Activation = "gelu_tanh"
-    kind: Literal["gated_recurrence"] = "gated_recurrence"
-
-
-TokenMixer = AttentionConfig | ShortConvConfig | GatedRecurrenceConfig
+TokenMixer = AttentionConfig | ShortConvConfig | GatedRecurrenceConfig | GatedDeltaConfig
 
 
 @dataclass(frozen=True)

@@ -148,10 +148,9 @@ class AttentionDims(NamedTuple):
 
 def attention_dims(config: ModelConfig, attention: cfg.TokenMixer) -> AttentionDims:
     """Return the sizes of an attention layer of this model, as its cache has them."""
-    if isinstance(attention, cfg.ShortConvConfig):
-        return AttentionDims(1, 1, config.hidden_size, 0)
-    if isinstance(attention, cfg.GatedRecurrenceConfig):
-        return AttentionDims(1, 1, attention.width, attention.width)
+    if isinstance(attention, cfg.RecurrentMixer):
+        sizes = attention.state_sizes(config.hidden_size)
+        return AttentionDims(1, 1, sizes.inputs, sizes.others)
     heads, dim = attention.num_heads, head_dim(config, attention)
     if attention.latent is not None:
         return AttentionDims(heads, 1, dim, attention.latent.kv_lora_rank)
@@ -217,9 +216,10 @@ class AttentionSpec(NamedTuple):
     layer_window: int | None = None
     renumber_positions: bool = False
     values_in_keys: bool = False  # values are the last ``value_dim`` numbers of the keys, and are not stored (MLA)
-    # A key is the input of a convolution, a value a state after this token: policies and quantized formats do not
-    # apply. The window has the tokens that the next one reads.
+    # A key is the input of a convolution, a value a state after this token, or what computes it from an earlier one:
+    # policies and quantized formats do not apply. The window has the tokens that the next one reads.
     is_state: bool = False
+    snapshot_size: int = 0  # numbers of a state that is stored once per block, behind its last token
 
     @property
     def kv_size(self) -> int:
@@ -265,9 +265,9 @@ def encoder_attention_specs(config: ModelConfig) -> tuple[AttentionSpec, ...]:
 
 def _spec(config: ModelConfig, attention: cfg.TokenMixer, max_len: int) -> AttentionSpec:
     if isinstance(attention, cfg.RecurrentMixer):
-        _, kv_heads, dim, value_dim = attention_dims(config, attention)
-        sizes = attention.kernel_size, kv_heads, dim, value_dim
-        return AttentionSpec(True, *sizes, values_in_keys=value_dim == 0, is_state=True)
+        inputs, others, snapshot = attention.state_sizes(config.hidden_size)
+        sizes = attention.kernel_size, 1, inputs, others
+        return AttentionSpec(True, *sizes, values_in_keys=others == 0, is_state=True, snapshot_size=snapshot)
     window = attention.window if attention.window is not None and attention.window < max_len else None
     _, kv_heads, dim, value_dim = attention_dims(config, attention)
     values_in_keys = attention.latent is not None
@@ -311,9 +311,8 @@ def _check_stack(config: ModelConfig, stack: cfg.StackConfig, where: str) -> Non
         else:
             message = f"{at}.attention.kind: {layer.attention.kind} must be in a decoder without an encoder"
             _require(where == "decoder" and config.encoder is None, message)
-            if isinstance(layer.attention, cfg.GatedRecurrenceConfig):
-                width, blocks = layer.attention.width, layer.attention.num_blocks
-                _require(width % blocks == 0, f"{at}.attention.num_blocks: must divide width {width}, got {blocks}")
+            problem = layer.attention.problem()
+            _require(not problem, f"{at}.attention.{problem}")
         if isinstance(layer.mlp, cfg.MoEConfig):
             _check_experts(layer.mlp, f"{at}.mlp")
         message = f"{at}.pre_attention_norm: must be true with norm_position {norm_position}"
@@ -433,6 +432,9 @@ def _check_attention(config: ModelConfig, attention: cfg.AttentionConfig, where:
         message = f"{where}.values_from_keys: must be false with value_dim, qk_norm full or a custom class"
         is_plain = attention.value_dim in (None, attention.head_dim) and attention.qk_norm != "full"
         _require(is_plain and attention.custom_class is None and attention.latent is None, message, "omit it")
+    message = f"{where}.output_gate: must be false with latent or cross-attention or a custom class"
+    is_plain = attention.latent is None and attention.custom_class is None and attention.causal
+    _require(is_plain or not attention.output_gate, message, "omit it")
     if attention.latent is not None:
         _check_latent(attention, where)
     where = f"{where}.position"

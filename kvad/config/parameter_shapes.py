@@ -201,6 +201,8 @@ def _layer(name: str, config: ModelConfig, stack: cfg.StackConfig, layer: cfg.La
         yield from _attention(f"{name}.attention", config, layer.attention, layer.norm, width, width)
     elif isinstance(layer.attention, cfg.ShortConvConfig):
         yield from _short_conv(f"{name}.attention", layer.attention, width)
+    elif isinstance(layer.attention, cfg.GatedDeltaConfig):
+        yield from _gated_delta(f"{name}.attention", layer.attention, width)
     else:
         yield from _gated_recurrence(f"{name}.attention", layer.attention, width)
     if layer.cross_attention is not None:
@@ -231,6 +233,8 @@ def _attention(
         if not attention.values_from_keys:
             yield from _linear(f"{name}.v", source, kv_heads * value_dim, attention.qkv_bias)
         yield from _linear(f"{name}.out", heads * value_dim, width, attention.out_bias)
+    if attention.output_gate:
+        yield from _linear(f"{name}.gate", width, heads * value_dim, attention.qkv_bias)
     if attention.qk_norm != "none":
         for part, count in (("q_norm", heads), ("k_norm", kv_heads)):
             shapes: dict[str, TensorShape] = {"head": (dim,), "each": (count, dim), "full": (count * dim,)}
@@ -280,6 +284,17 @@ def _gated_recurrence(name: str, mixer: cfg.GatedRecurrenceConfig, width: int) -
         yield Parameter(f"{name}.{part}.weight", (blocks, size, size), is_matrix=True)
         yield Parameter(f"{name}.{part}.bias", (blocks, size))
     yield from _linear(f"{name}.out", mixer.width, width, True)
+
+
+def _gated_delta(name: str, mixer: cfg.GatedDeltaConfig, width: int) -> Parameters:
+    keys, values, heads = mixer.keys_size, mixer.values_size, mixer.num_value_heads
+    for part, size in {"q": keys, "k": keys, "v": values, "gate": values, "beta": heads, "decay": heads}.items():
+        yield from _linear(f"{name}.{part}", width, size, False)
+    yield Parameter(f"{name}.conv.weight", (2 * keys + values, mixer.kernel_size))
+    for part in ("decay_bias", "log_rate"):
+        yield Parameter(f"{name}.{part}", (heads,))
+    yield Parameter(f"{name}.norm.weight", (mixer.value_dim,))
+    yield from _linear(f"{name}.out", values, width, False)
 
 
 def _custom(name: str, cls: Any, *args: object, **options: object) -> Parameters:

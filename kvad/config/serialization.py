@@ -272,6 +272,7 @@ def _with_kind(field: dataclasses.Field[Any], data: Any) -> Any:
 LATER_FIELDS: Mapping[str, Any] = {
     **dict.fromkeys(("latent", "query_scaling", "num_distinct_layers", "shared_size", "sparsemixer_jitter")),
     **dict.fromkeys(("value_norm", "values_from_keys", "output_scale", "selection_bias", "shared_gate"), False),
+    "output_gate": False,
     **dict.fromkeys(("num_groups", "num_groups_per_token", "routed_scale"), 1),
     "renormalize": True,
 }

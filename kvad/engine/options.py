@@ -146,7 +146,7 @@ def find_device(device: Any) -> torch.device:
         torch_device = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         raise UsageError(f"unknown device {device!r}", "Use 'cpu', 'cuda', 'cuda:1' or 'auto'.") from None
-    label, hint = f"device {str(torch_device)!r}", "Omit device= to use the CPU."
+    label, hint = f"device {str(torch_device)!r}", "Use device 'cpu', the default."
     if torch_device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"{label}: this torch finds no CUDA device", hint)
     try:

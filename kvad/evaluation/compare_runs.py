@@ -105,7 +105,7 @@ def _names(places: Sequence[Path]) -> list[str]:
 def read_run(path: Path, name: str = "") -> RunRecord:
     """Read a run; DataError for a folder that is no run, or has no logged step yet."""
     if not (path / "metrics.jsonl").is_file():
-        problem = "is no run: it has no metrics.jsonl" if path.is_dir() else "is no folder"
+        problem = "is not a run: it has no metrics.jsonl" if path.is_dir() else "is not a folder"
         raise DataError(f"{path} {problem}", "Give the --out of a kvad train.")
     lines = inspection.plot.read_jsonl(path / "metrics.jsonl")
     steps = [line for line in lines if line.get("kind") == "step" and _finite(line.get("loss"))]

@@ -14,7 +14,7 @@ signatures: the tokenization changes a BLEU by points. Three forms:
 *tokenized, words*: both sides are split by kvad's rule (``text.words.split_words``) and compared at the spaces.
 *tokenized, spaces*: both sides are tokenized already, as ``multi-bleu.perl`` takes them.
 
-sacrebleu is the extra ``kvad[eval]``; ModuleNotFoundError if it is not installed.
+sacrebleu is the extra ``eval``; ModuleNotFoundError if it is not installed.
 """
 
 from __future__ import annotations

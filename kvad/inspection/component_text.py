@@ -154,6 +154,8 @@ def describe_attention(spec: cfg.AttentionConfig, dim: int) -> Iterator[str]:
         more.append(f"q and k normed {each[spec.qk_norm]}{own}")
     if spec.clip_qkv is not None:
         more.append(f"q, k, v cut to {spec.clip_qkv:g}")
+    if spec.output_gate:
+        more.append("heads times a sigmoid of the input")
     if spec.qkv_bias and spec.out_bias:
         more.append("biases")
     elif spec.qkv_bias or spec.out_bias:
@@ -186,8 +188,16 @@ def _describe_heads(spec: cfg.AttentionConfig, dim: int) -> str:
     return f"{spec.num_heads} heads of {dims}; {shared}"
 
 
-def describe_recurrent(spec: cfg.ShortConvConfig | cfg.GatedRecurrenceConfig) -> tuple[str, list[str]]:
+def describe_recurrent(
+    spec: cfg.ShortConvConfig | cfg.GatedRecurrenceConfig | cfg.GatedDeltaConfig,
+) -> tuple[str, list[str]]:
     """Describe a mixer without attention: title and lines."""
+    if isinstance(spec, cfg.GatedDeltaConfig):
+        lines = [
+            f"{spec.num_value_heads} states of {spec.key_dim} x {spec.value_dim}, {spec.num_key_heads} key heads",
+            f"after a convolution of {spec.kernel_size} tokens, {spec.activation}",
+        ]
+        return "gated delta rule (DeltaNet)", lines
     if isinstance(spec, cfg.GatedRecurrenceConfig):
         lines = [
             f"a state of {spec.width:,}, gates of {spec.num_blocks} blocks, {spec.activation}",

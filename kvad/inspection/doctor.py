@@ -99,7 +99,7 @@ def _check_config(
     def describe(config: ModelConfig) -> str:
         count, longest = cfg.parameter_shapes.num_parameters(config), format_count(config.max_seq_len, "token")
         origin = "" if hf is None else f"{hf.origin}, "
-        return f"{origin}{with_article(config.kind)} of {count:,} parameters, at most {longest} a row"
+        return f"{origin}{with_article(config.kind)} of {count:,} parameters, at most {longest} per sequence"
 
     config = yield from _try_check("config", f"correct {checkpoint.folder.CONFIG}", read, describe)
     if config is None or tensors is None:
@@ -180,17 +180,17 @@ def _fitting(config: ModelConfig, tokenizer: Tokenizer | None) -> str:
     for side, each, places in sides:
         if each.vocab_size > places:
             raise CheckpointError(
-                f"the tokenizer{side} has {each.vocab_size:,} ids, the model places for {places:,}",
+                f"the tokenizer{side} has {each.vocab_size:,} ids, the vocabulary of the model {places:,}",
                 "they do not belong together: put the model's own tokenizer files there",
             )
-        parts.append(f"{each.kind}{side}, {format_count(each.vocab_size, 'id')} in {format_count(places, 'place')}")
+        parts.append(f"{each.kind}{side}, {format_count(each.vocab_size, 'id')} in a vocabulary of {places:,}")
     return "; ".join(parts)
 
 
 def _generation(generation: GenerationConfig) -> str:
     start, ends = generation.decoder_start_token_id, ", ".join(map(str, generation.eos_token_ids))
-    begin = "" if start is None else f"a target begins with {start}, "
-    return begin + (f"it ends with {ends}" if ends else "no token ends it")
+    begin = "" if start is None else f"a target begins with token {start}; "
+    return begin + (f"a text ends at token {ends}" if ends else "no token ends a text")
 
 
 def is_cache_dir(folder: Path) -> bool:

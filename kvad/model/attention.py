@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,8 @@ class Attention(nn.Module):
         if not spec.values_from_keys:
             self.v = ops.linear.Linear(key_input_size, self.kv_heads * self.value_dim, spec.qkv_bias)
         self.out = ops.linear.Linear(self.heads * self.value_dim, width, spec.out_bias)
+        self.gate = ops.linear.Linear(width, self.heads * self.value_dim, spec.qkv_bias) if spec.output_gate else None
+        self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
         self.q_norm = self._norm(self.heads, spec.qk_norm_config or norm)
         self.k_norm = self._norm(self.kv_heads, spec.qk_norm_config or norm)
         value_norm = cfg.NormConfig(eps=norm.eps, weight=False)
@@ -78,7 +81,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]."""
-        out: Tensor = self.out(view.attend(*self.project(x), self.attention_params(encoding)).flatten(-2))
+        heads = view.attend(*self.project(x), self.attention_params(encoding)).flatten(-2)
+        out: Tensor = self.out(heads if self.gate is None else heads * self.sigmoid(self.gate(x)))
         return out
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

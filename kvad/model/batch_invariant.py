@@ -65,6 +65,8 @@ def _check(model: Transformer) -> None:
             raise ConfigError(f"deterministic: is not supported with the custom class {name}")
         if isinstance(layer.attention, cfg.GatedRecurrenceConfig):
             raise ConfigError("deterministic: is not supported with a gated recurrence")
+        if isinstance(layer.attention, cfg.GatedDeltaConfig):
+            raise ConfigError("deterministic: is not supported with the gated delta rule")
 
 
 def _attentions(model: Transformer) -> Iterator[MatmulShape]:

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from kvad import ops
 from kvad.config import AttentionSpec, ModelConfig, attention_specs
-from kvad.model_input import AttentionParams, AttentionPattern, CacheView, ModelInput, SubBatch, TokenPositions
+from kvad.model_input import (
+    AttentionParams,
+    AttentionPattern,
+    CacheView,
+    DeltaInputs,
+    ModelInput,
+    SubBatch,
+    TokenPositions,
+)
 
 
 class NoCache:
@@ -166,3 +174,26 @@ class _View:
             states = ops.recurrence.gated_recurrence(torch.zeros_like(inputs[:, 0]), inputs, decay, is_first)
             outs.append(states.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        outs = []
+        for layout in self.layouts:
+            rows = DeltaInputs(*(_by_sequence(each, layout.queries, layout.span) for each in inputs))
+            outs.append(_delta(rows, layout.mask.queries.document_id).flatten(0, 1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
+
+
+def _delta(inputs: DeltaInputs, document_id: Tensor | None) -> Tensor:
+    """Apply the gated delta rule chunk by chunk from empty states: inputs [R, L, ...] -> [R, L, H, Dv]."""
+    k, v = inputs.k, inputs.v
+    documents = ops.recurrence.first_tokens(document_id, v).cumsum(dim=1)
+    state, outs = v.new_zeros(len(v), v.shape[2], k.shape[3], v.shape[3]), []
+    for start in range(0, v.shape[1], ops.recurrence.DELTA_CHUNK):
+        chunk = slice(start, start + ops.recurrence.DELTA_CHUNK)
+        part, number = DeltaInputs(*(each[:, chunk] for each in inputs)), None
+        if document_id is not None:
+            number = documents[:, chunk] - documents[:, max(0, start - 1)].unsqueeze(1)
+        with torch.autocast(v.device.type, enabled=False):
+            out, state = ops.recurrence.gated_delta_rule(state, part, number)
+        outs.append(out)
+    return torch.cat(outs, dim=1)

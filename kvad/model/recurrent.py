@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad import ops
-from kvad.model.layers import ACTIVATIONS
-from kvad.model_input import CacheView
+from kvad.model.layers import ACTIVATIONS, Norm
+from kvad.model_input import CacheView, DeltaInputs
 
 
 class ChannelConvolution(nn.Module):
@@ -86,6 +86,50 @@ class GatedRecurrence(nn.Module):
         return out
 
 
-def build_recurrent(spec: cfg.ShortConvConfig | cfg.GatedRecurrenceConfig, width: int) -> ShortConv | GatedRecurrence:
+class GatedDelta(nn.Module):
+    """Gated DeltaNet (``config.GatedDeltaConfig``)."""
+
+    def __init__(self, spec: cfg.GatedDeltaConfig, width: int) -> None:
+        super().__init__()
+        self.spec, self.activation = spec, ACTIVATIONS[spec.activation]
+        keys, values, heads = spec.keys_size, spec.values_size, spec.num_value_heads
+        self.q, self.k = (ops.linear.Linear(width, keys, bias=False) for _ in range(2))
+        self.v, self.gate = (ops.linear.Linear(width, values, bias=False) for _ in range(2))
+        self.beta, self.decay = (ops.linear.Linear(width, heads, bias=False) for _ in range(2))
+        self.conv = ChannelConvolution(2 * keys + values, spec.kernel_size, bias=False)
+        self.decay_bias = nn.Parameter(torch.ones(heads))
+        self.log_rate = nn.Parameter(torch.linspace(1, 16, heads).log())
+        self.norm = Norm(spec.value_dim, cfg.NormConfig(eps=spec.norm_eps))
+        self.out = ops.linear.Linear(values, width, bias=False)
+
+    def forward(self, x: Tensor, view: CacheView, encoding: object = None) -> Tensor:
+        """Apply the layer: x [T, E] -> [T, E]; it has no position encoding."""
+        states = self.norm(view.delta(self.delta_inputs(x, view)))
+        gate = F.silu(self.gate(x).to(states.dtype)).view_as(states)
+        out: Tensor = self.out((states * gate).to(x.dtype).flatten(-2))
+        return out
+
+    def delta_inputs(self, x: Tensor, view: CacheView) -> DeltaInputs:
+        """Convolve and normalize x [T, E]."""
+        spec, wide = self.spec, torch.promote_types(x.dtype, torch.float32)
+        mixed = self.activation(self.conv(torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1), view)).to(wide)
+        q, k, v = mixed.split((spec.keys_size, spec.keys_size, spec.values_size), dim=-1)
+        q, k = (_unit(part.unflatten(-1, (spec.num_key_heads, spec.key_dim))) for part in (q, k))
+        rate = self.log_rate.to(wide).exp() * F.softplus(self.decay(x).to(wide) + self.decay_bias.to(wide))
+        beta = torch.sigmoid(self.beta(x).to(wide))
+        return DeltaInputs(q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.num_value_heads, -1)), -rate, beta)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Scale x [..., D] to length one."""
+    return x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def build_recurrent(spec: cfg.RecurrentMixer, width: int) -> ShortConv | GatedRecurrence | GatedDelta:
     """Build a mixer without attention."""
-    return ShortConv(spec, width) if isinstance(spec, cfg.ShortConvConfig) else GatedRecurrence(spec, width)
+    if isinstance(spec, cfg.ShortConvConfig):
+        return ShortConv(spec, width)
+    if isinstance(spec, cfg.GatedDeltaConfig):
+        return GatedDelta(spec, width)
+    assert isinstance(spec, cfg.GatedRecurrenceConfig)
+    return GatedRecurrence(spec, width)

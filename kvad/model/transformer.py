@@ -5,9 +5,10 @@ trains (NoCache, packed documents), prefills, decodes and computes the uncached 
 
     embedding.tokens.weight  [.positions.weight]  [.token_types.weight]  [.norm.*]  [.projection.*]
     [encoder_embedding.*]                          the same for the encoder of an encoder-decoder
-    decoder.layers.{i}.attention.{q,k,v,out}.{weight,bias}  .{q,k}_norm.weight  .sink_logits  .relative_bias
+    decoder.layers.{i}.attention.{q,k,v,out}.{weight,bias}  .{q,k}_norm.weight  .sink_logits  .relative_bias  [.gate.*]
     decoder.layers.{i}.attention.{input,conv,out}.{weight,bias}    of a short convolution
     decoder.layers.{i}.attention.{gate,input,conv,input_gate,decay_gate,out}.{weight,bias}  .decay    of a recurrence
+    decoder.layers.{i}.attention.{q,k,v,gate,beta,decay,conv,norm,out}.weight  .{decay_bias,log_rate}    of a delta rule
     decoder.layers.{i}.attention.{q_down,q_up,kv_down,kv_up,out}.{weight,bias}  .{q,kv}_norm.weight   latent attention
     decoder.layers.{i}.cross_attention.{q,k,v,out}.{weight,bias}
     decoder.layers.{i}.mlp.{up,gate,down}.{weight,bias}  .norm{1,2,_cross}.*  [.norm{1,2,_cross}_after.*]
@@ -45,7 +46,16 @@ from kvad.model.layers import (
 from kvad.model.no_cache import NoCache
 from kvad.model.positions import alibi_slopes, query_scale, rope_attention_factor, rope_frequencies, short_regime_len
 from kvad.model.recurrent import build_recurrent
-from kvad.model_input import AlibiSlopes, AttentionParams, CacheProtocol, CacheView, ModelInput, RelativeBuckets, Rotary
+from kvad.model_input import (
+    AlibiSlopes,
+    AttentionParams,
+    CacheProtocol,
+    CacheView,
+    DeltaInputs,
+    ModelInput,
+    RelativeBuckets,
+    Rotary,
+)
 
 
 class TransformerLayer(nn.Module):
@@ -386,6 +396,9 @@ class _WrappedView:
 
     def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
         return self.view.recur(x, log_decay)
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        return self.view.delta(inputs)
 
 
 class _RecomputedView(_WrappedView):

@@ -1,9 +1,17 @@
-"""Causal convolutions and recurrences over the tokens of a sequence, elementwise: equal in any chunks."""
+"""Causal convolutions and recurrences over the tokens of a sequence.
+
+Convolutions and recurrences with a decay per channel are elementwise: equal in any chunks. The gated delta rule
+multiplies matrices, so its result is equal bit for bit only for chunks of equal size that begin at equal positions.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kvad.model_input import DeltaInputs
+
+DELTA_CHUNK = 64  # tokens of a chunk of the delta rule without a cache
 
 
 def causal_convolution(history: Tensor, kernel: Tensor, document_id: Tensor | None = None) -> Tensor:
@@ -45,6 +53,37 @@ def gated_recurrence(state: Tensor, x: Tensor, log_decay: Tensor, is_first: Tens
         state = decay[:, token] * state + inputs[:, token]
         states.append(state)
     return torch.stack(states, dim=1)
+
+
+def gated_delta_rule(state: Tensor, inputs: DeltaInputs, document: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Apply the gated delta rule to one chunk of each sequence -> outputs [R, L, H, Dv], state after the last token.
+
+    Token t changes the state S to ``a S + b k (v - a S^T k)^T`` and reads ``S^T q``. Written as ``a S + k u^T``, the
+    changes u of a chunk solve a triangular system (Yang et al. 2024, DeltaNet, sec. 3.2; gated: 2025, sec. 3.3):
+    ``u_t = b_t (v_t - A_t S^T k_t - sum of (A_t / A_s) (k_t . k_s) u_s over s < t)``, with A the products of a.
+
+    Args:
+        state: State before the chunk [R, H, D, Dv].
+        inputs: Of the chunk, [R, L, ...]. A token with k = v = 0, log_decay = 0 and beta = 0 changes nothing.
+        document: Number of the token's document within the chunk [R, L]; documents above 0 do not read the state.
+    """
+    v, beta = inputs.v.transpose(1, 2), inputs.beta.transpose(1, 2).unsqueeze(-1)
+    total = inputs.log_decay.transpose(1, 2).cumsum(dim=-1)  # log A, [R, H, L]
+    groups = v.shape[1] // inputs.k.shape[2]
+    q, k = (x.transpose(1, 2).repeat_interleave(groups, dim=1) for x in (inputs.q, inputs.k))
+    is_past = torch.ones(v.shape[2], v.shape[2], dtype=torch.bool, device=v.device).tril()
+    from_state = total.exp()
+    if document is not None:
+        is_past = is_past & (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(1)
+        from_state = from_state.masked_fill((document > 0).unsqueeze(1), 0)
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~is_past, -torch.inf).exp()  # [R, H, L, L]
+    from_state = from_state.unsqueeze(-1)
+    system = beta * (k @ k.mT) * decay
+    target = beta * (v - from_state * (k @ state))
+    changes = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+    outputs = from_state * (q @ state) + ((q @ k.mT) * decay) @ changes
+    state = from_state[:, :, -1:] * state + (k * decay[:, :, -1].unsqueeze(-1)).mT @ changes
+    return outputs.transpose(1, 2), state
 
 
 def first_tokens(document_id: Tensor | None, like: Tensor) -> Tensor:

@@ -282,6 +282,8 @@ def _attention_slice(
         case ["q_norm" | "k_norm" as name, _]:
             heads = queries if name == "q_norm" else keys
             return {"head": whole[0], "each": heads, "full": _times(heads, dim)}[attention.qk_norm], *whole[1:]
+        case ["gate", _]:
+            return _times(queries, value_dim), *whole[1:]
         case ["q" | "k" | "v" as name, _]:
             return _times(queries if name == "q" else keys, value_dim if name == "v" else dim), *whole[1:]
     assert mesh.tensor_parallel == 1, "check_model_fits_mesh refuses custom attention"

@@ -26,7 +26,7 @@ LAYER_NORM = cfg.NormConfig("layer", 1e-5, bias=True)
 def known_model(name: str) -> ModelConfig:
     """Return the config of a known model; UsageError with the nearest name for an unknown one."""
     if name.lower() not in KNOWN_MODELS:
-        raise UsageError(f"{name!r} is no file, folder or known model", suggest(name.lower(), KNOWN_MODELS))
+        raise UsageError(f"{name!r} is not a file, a folder or a known model", suggest(name.lower(), KNOWN_MODELS))
     return KNOWN_MODELS[name.lower()]()
 
 

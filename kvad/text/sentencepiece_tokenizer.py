@@ -3,7 +3,7 @@
 Ids are those of transformers' slow tokenizers, text is SentencePiece's: no space is added around a special token, and
 nothing at the end of a text is stripped, because a stream has shown it already. Special tokens are parsed from text
 only with ``specials=True``, Marian's ``>>fra<<`` included. A saved tokenizer is one ``tokenizer.json`` that contains
-the models: ``{"kvad": {"kind": "sentencepiece", ...}}``. Needs the extra ``kvad[sentencepiece]``.
+the models: ``{"kvad": {"kind": "sentencepiece", ...}}``. Needs the package ``sentencepiece``.
 
 A model file is a protocol buffer (``sentencepiece_model.proto`` of google/sentencepiece). A few fields are read here,
 because the package does not expose them: pieces = 1 (piece = 1, type = 3), trainer_spec = 2 (model_type = 3),
@@ -76,7 +76,7 @@ class SentencePieceModel:
             import sentencepiece
         except ImportError:
             message = f"reading {self.name} requires the sentencepiece package"
-            raise TokenizerError(message, "Run pip install kvad[sentencepiece].") from None
+            raise TokenizerError(message, "Run pip install sentencepiece.") from None
         processor = sentencepiece.SentencePieceProcessor()
         try:
             processor.load_from_serialized_proto(content)

@@ -186,7 +186,7 @@ def test_llm_is_unchanged_and_progress_is_reported():
         ((64,), 1, "two different numbers"),
         ((1, 8), 1, "each at least 2"),
         ((8, 8), 1, "two different numbers"),
-        ((8, 16), 0, "repeats: 0 is out of range"),
+        ((8, 16), 0, "repeats: must be at least 1, got 0"),
         ((64, 128), 1, "1 prompt tokens and 128 new ones exceed the model's limit of 128"),
     ],
 )

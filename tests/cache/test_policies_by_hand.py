@@ -1,4 +1,4 @@
-"""Models under policies that evict and summarize, compared with a simulation on lists of unrotated keys.
+"""Models under policies that evict, summarize and read sparsely, compared with a simulation on lists of unrotated keys.
 
 The simulation takes one token at a time and has no blocks or chunks. In float64 the engine's logits are equal to 1e-10,
 for rotations and for position biases, for keys rotated at writing and at reading, and for all chunk sizes.
@@ -73,6 +73,10 @@ class SimulatedCache:
     def edit(self, items: list[Item], length: int) -> list[Item]:
         return items
 
+    def reads(self, queries: list[Tensor], keys: list[Tensor]) -> list[bool]:
+        """Return which keys the query heads of a group read."""
+        return [True] * len(keys)
+
     @torch.inference_mode()
     def run(self, model: Transformer, tokens: list[int]) -> list[Tensor]:
         """Return the logits of each token."""
@@ -96,13 +100,15 @@ class SimulatedView:
             rotary = params.rotary
             keys = [item.key if rotary is None else rotate(item.key, item.angle, rotary) for item in items]
             self.cache.keys[self.layer, head] = keys
-            for index in range(head * GROUP, (head + 1) * GROUP):
-                query = q[0, index] if rotary is None else rotate(q[0, index], position, rotary)
+            group = q[0, head * GROUP : (head + 1) * GROUP]
+            queries = [query if rotary is None else rotate(query, position, rotary) for query in group]
+            read = torch.tensor(self.cache.reads(queries, keys))
+            for index, query in enumerate(queries, head * GROUP):
                 logits = torch.stack([query @ key for key in keys]) * params.scale
                 if params.bias is not None:
                     logits = logits + position_bias(params.bias, torch.tensor([[position]]), positions)[0, index, 0]
                 logits = logits + torch.tensor([item.weight for item in items], dtype=torch.float64)
-                weights = logits.softmax(-1)
+                weights = logits.masked_fill(~read, -math.inf).softmax(-1)
                 self.cache.weights.setdefault((self.layer, index), []).append(weights.tolist())
                 for item, weight in zip(items, weights.tolist(), strict=True):
                     item.received[position] = item.received.get(position, 0.0) + weight
@@ -176,6 +182,20 @@ class SimulatedSummaries(SimulatedCache):
         return [*summaries[num_excess * 4 :], *(item for item in items if not item.weight and item not in older)]
 
 
+class SimulatedQuest(SimulatedCache):
+    """A query reads its own block of 4 and the two whose keys allow the largest q.k of any head of its group."""
+
+    policy = f"quest({BUDGET})"
+
+    def reads(self, queries: list[Tensor], keys: list[Tensor]) -> list[bool]:
+        blocks = [torch.stack(keys[start : start + 4]) for start in range(0, len(keys), 4)]
+        pairs = [(block.amin(0), block.amax(0)) for block in blocks[:-1]]
+        bounds = [max(float(torch.maximum(q * low, q * high).sum()) for q in queries) for low, high in pairs]
+        best = sorted(range(len(bounds)), key=lambda block: -bounds[block])[: BUDGET // 4 - 1]
+        self.num_edits += len(best) < len(bounds)
+        return [index // 4 in (*best, len(bounds)) for index in range(len(keys))]
+
+
 def text(length: int, seed: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(VOCAB) for _ in range(length)]
@@ -215,6 +235,16 @@ def test_a_model_equals_the_simulation(kind, position, rope_at, monkeypatch):
 @pytest.mark.parametrize("chunk", [64, 7])
 def test_every_eviction_scores_the_latest_queries_only(kind, chunk, monkeypatch):
     assert difference(kind, "rope", "write", chunk, monkeypatch) <= EXACT
+
+
+@pytest.mark.parametrize(("position", "chunk"), [("rope", 64), ("rope", 7), ("alibi", 7)])
+def test_a_query_reads_the_blocks_of_the_definition(position, chunk, monkeypatch):
+    assert difference(SimulatedQuest, position, "write", chunk, monkeypatch) <= EXACT
+
+
+def test_reading_the_blocks_of_the_lowest_bounds_differs(monkeypatch):
+    monkeypatch.setattr("kvad.cache.device.quest.round_mantissa", lambda x, bits: -x)
+    assert difference(SimulatedQuest, "rope", "write", 64, monkeypatch) > 1e-3
 
 
 def test_attention_observed_before_an_earlier_eviction_differs(monkeypatch):

@@ -227,6 +227,13 @@ def test_matrices_of_experts_have_no_adapters(tmp_path):
         match_targets(opened.config, ["gate"])
 
 
+def test_a_base_in_half_precision_is_merged_in_float32_and_rounded_once():
+    torch.manual_seed(0)
+    weight, a, b = torch.randn(48, 32).bfloat16(), torch.randn(4, 32), torch.randn(48, 4)
+    expected = (weight.double() + 1.5 * b.double() @ a.double()).bfloat16()
+    assert torch.equal(merge_weight(weight, LoraFactors(a, b, 1.5)), expected)
+
+
 def test_the_merge_command_writes_a_model(golden, tmp_path):
     from click.testing import CliRunner
 

@@ -73,23 +73,45 @@ def test_unused_keys_of_a_config_are_listed(case: tuple[str, str]) -> None:
     assert unused(changed) == (*(f"{name}.mystery" for name in rope), "mystery_scale")
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe", "glm4-moe", "deepseek-v3"])
+NATIVE = {  # case -> name in the file of ``save_pretrained`` -> name in transformers' module
+    **{case: {} for case in ("qwen2-moe", "qwen3-moe", "glm4-moe", "deepseek-v3", "lfm2-moe")},
+    "mixtral": {"block_sparse_moe": "mlp"},
+    "minimax-m2": {"block_sparse_moe": "mlp"},
+    "phimoe": {"block_sparse_moe.gate": "mlp.router", "block_sparse_moe": "mlp"},
+    "granitemoe": {
+        "router.layer": "router", "input_linear.weight": "experts.gate_up_proj",
+        "output_linear.weight": "experts.down_proj",
+    },
+    "ernie4-5-moe": {"mlp.moe_statics": "mlp.gate.moe_statics"},
+    "exaone-moe": {"mlp.e_score": "mlp.gate.e_score"},
+    "hy-v3": {"mlp.router": "mlp", "expert_bias": "e_score_correction_bias", "shared_mlp": "shared_experts"},
+    "gpt-neox": {"embed_out": "lm_head"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NATIVE)
 def test_stacked_experts_of_transformers_5_are_read(name: str) -> None:
-    """``save_original_format=False`` writes one tensor of all experts, gate above up."""
+    """``save_original_format=False`` writes one tensor of all experts, gate above up, and other names."""
     golden = GoldenModel(("5", name))
-    single = re.compile(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight")
-    blocks = {match[1] for tensor_name in golden.stored if (match := single.fullmatch(tensor_name))}
-    stacked = {name: tensor for name, tensor in golden.stored.items() if not single.fullmatch(name)}
+    stored = dict(golden.stored)
+    for old, new in NATIVE[name].items():
+        stored = {key.replace(old, new): tensor for key, tensor in stored.items()}
+    single = re.compile(r"(.*\.experts)\.\d+\.(?:gate_proj|up_proj|down_proj|w[123])\.weight")
+    blocks = {match[1] for tensor_name in stored if (match := single.fullmatch(tensor_name))}
+    stacked = {name: tensor for name, tensor in stored.items() if not single.fullmatch(name)}
     for block in blocks:
-        count = sum(name.startswith(f"{block}.") and name.endswith(".up_proj.weight") for name in golden.stored)
-        parts = {
-            part: torch.stack([golden.stored[f"{block}.{i}.{part}_proj.weight"] for i in range(count)])
-            for part in ("gate", "up", "down")
-        }
-        stacked[f"{block}.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
-        stacked[f"{block}.down_proj"] = parts["down"]
+        has_numbers = f"{block}.0.w1.weight" in stored
+        gate, down, up = ("w1", "w2", "w3") if has_numbers else ("gate_proj", "down_proj", "up_proj")
+        count = sum(name.startswith(f"{block}.") and name.endswith(f".{up}.weight") for name in stored)
+        gates, downs, ups = (
+            torch.stack([stored[f"{block}.{i}.{part}.weight"] for i in range(count)]) for part in (gate, down, up)
+        )
+        stacked |= {f"{block}.gate_up_proj": torch.cat([gates, ups], dim=1), f"{block}.down_proj": downs}
     weights = dict(read_tensors(golden.family, golden.config, stored=stacked, where="model.safetensors"))
-    assert blocks and all(torch.equal(weights[name], tensor) for name, tensor in golden.weights.items())
+    assert stacked.keys() != golden.stored.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in golden.weights.items())
+    if name != "glm4-moe":
+        return
     block = next(iter(blocks))
     fewer = {**stacked, f"{block}.down_proj": stacked[f"{block}.down_proj"][1:]}
     with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj\.weight is missing"):
@@ -160,7 +182,24 @@ def test_every_family_has_a_case() -> None:
 
 
 # Families whose text is read -> a case of the text model.
-MULTIMODAL = {"gemma3": "gemma3", "gemma4": "gemma4", "mistral3": "ministral3"}
+MULTIMODAL = {"gemma3": "gemma3", "gemma4": "gemma4", "mistral3": "ministral3", "qwen3_5": "qwen3-5"}
+
+
+@pytest.mark.parametrize("case", ["qwen3-next", "qwen3-5"])
+def test_layers_that_predict_further_tokens_are_not_read(case: str) -> None:
+    """Nor are the keys of them, and of positions of images."""
+    golden = GoldenModel(("5", case))
+    stored = {**golden.stored, "mtp.layers.0.self_attn.q_proj.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    content = golden.meta["config"]
+    family = find_family(content["model_type"])
+    weights = dict(read_tensors(family, golden.config, stored, "model.safetensors"))
+    assert weights.keys() == golden.weights.keys()
+    if case == "qwen3-5":
+        rope = {**content["rope_parameters"], "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+        fields = HFConfigReader({**content, "rope_parameters": rope, "attn_output_gate": True}, "config.json")
+        assert family.read_config(fields) == golden.config and fields.unused_keys() == ()
+        with pytest.raises(CheckpointError, match="attn_output_gate False is not supported"):
+            family.read_config(fields.derive({**content, "attn_output_gate": False}))
 
 
 @pytest.mark.parametrize("model_type", MULTIMODAL)
@@ -174,7 +213,8 @@ def test_the_text_of_a_multimodal_file_is_read(model_type: str) -> None:
     assert fields.unused_keys() == ()
     for prefix in ("language_model.model.", "model.language_model."):
         stored = {name.replace("model.", prefix, 1): tensor for name, tensor in golden.stored.items()}
-        stored["model.vision_tower.patch_conv.weight"] = torch.zeros(2)
+        tower = "visual" if model_type == "qwen3_5" else "vision_tower"
+        stored[f"model.{tower}.patch_conv.weight"] = torch.zeros(2)
         assert resolve_config(family, config, stored) == golden.config
         weights = dict(read_tensors(family, golden.config, stored, "model.safetensors"))
         assert all(torch.equal(weights[name], tensor) for name, tensor in golden.weights.items())
@@ -247,7 +287,7 @@ def test_every_cache_is_exact(case: tuple[str, str]) -> None:
 
 
 # Classes that are newer and always write layer_types; by default every layer of Ministral has a window.
-NEWER = ("gemma4_text", "ministral")
+NEWER = ("gemma4_text", "mellum", "ministral")
 
 
 @pytest.mark.parametrize(
@@ -267,5 +307,7 @@ def test_older_files_without_layer_types_are_the_same_model(case: tuple[str, str
         older["sliding_window_pattern"] = 3  # the golden's own; the class's is 6
     if content["model_type"].startswith("lfm2"):
         older["full_attn_idxs"] = [at for at, kind in enumerate(content["layer_types"]) if kind == "full_attention"]
+    if "linear_attention" in content["layer_types"]:
+        older["full_attention_interval"] = content["layer_types"].index("full_attention") + 1
     family = find_family(content["model_type"])
     assert family.read(HFConfigReader(older, "")) == family.read(HFConfigReader(content, ""))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -125,11 +126,15 @@ QUANTIZED = [
 @pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
 def test_a_tensor_of_every_quantization_is_what_the_package_dequantizes(tmp_path, kind):
     size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = np.random.default_rng(0).integers(0, 256, (3, 2 * num_bytes), dtype=np.uint8)
+    random, values = np.random.default_rng(0), np.array(np.nan)
+    while not np.isfinite(values).all():  # a random scale may be infinite
+        blocks = random.integers(0, 256, (3, 2 * num_bytes), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            values = gguf.quants.dequantize(blocks, kind)
     path = write(tmp_path / "m.gguf", {}, [("blk.0.ffn_up.weight", blocks, kind)])
     tensor = gguf_lib.reader.RawTensors(path, gguf.GGUFReader(path))["blk.0.ffn_up.weight"]
     assert tuple(tensor.shape) == (3, 2 * size)
-    np.testing.assert_array_equal(tensor.float().numpy(), gguf.quants.dequantize(blocks, kind))
+    np.testing.assert_array_equal(tensor.float().numpy(), values)
 
 
 def test_q8_0_and_bfloat16_are_stored_as_asked_and_vectors_in_float32(tmp_path):
@@ -304,6 +309,24 @@ def test_damage_is_refused_or_harmless(tmp_path):
         except KvadError:
             refused += 1
     assert refused >= 30
+
+
+def test_damage_is_named(tmp_path):
+    """A wrong start, an offset of a tensor beyond 64 bits, and a quantization block of NaN."""
+    file, name = tmp_path / "m.gguf", b"blk.0.attn_q.weight"
+    gguf_lib.export_gguf(open_checkpoint(bpe_model(tmp_path / "m")), file, "q8_0")
+    good = file.read_bytes()
+    offset = good.index(name) + len(name) + 24  # behind the number of dimensions, two of them and the type
+    tensor = next(t for t in gguf.GGUFReader(file).tensors if t.name == name.decode())
+    changes = [
+        (0, b"XXXX", r"it starts with b'XXXX'"),
+        (offset, b"\xff" * 8, "its header or tensors are invalid"),
+        (tensor.data_offset, b"\xff\x7f", r"blk\.0\.attn_q\.weight \(Q8_0\) has a block of NaN or infinite values"),
+    ]
+    for at, wrong, message in changes:
+        file.write_bytes(good[:at] + wrong + good[at + len(wrong) :])
+        with warnings.catch_warnings(action="error"), pytest.raises(CheckpointError, match=message):
+            dict(open_checkpoint(file).weights())
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,19 @@ def test_a_matrix_packed_by_the_library_is_what_the_library_dequantizes(tmp_path
     assert torch.equal(tensors[name], expected) and tensors.dtype(name) == torch.bfloat16
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_gptq_of_gptqmodel_borrows_from_the_next_zero_point(tmp_path, bits):
+    """``convert_gptq_v2_to_v1_format_module`` subtracts 1 from all numbers of a word at once."""
+    case = f"gptq-v2-{bits}"
+    stored = {name.partition("/")[2]: part for name, part in load_file(GOLDEN).items() if name.startswith(f"{case}/")}
+    expected = stored.pop("expected")
+    assert (quantized.layouts.unpack(stored["qzeros"], bits, 32) == 0).any()
+    stored["qzeros"] -= (2**32 - 1) // (2**bits - 1)
+    save_file({f"x.{name}": part for name, part in stored.items()}, tmp_path / "m.safetensors")
+    tensors = dequantized(tmp_path / "m.safetensors", {**CASES[case], "checkpoint_format": "gptq"})
+    assert torch.equal(tensors["x.weight"], expected)
+
+
 # --- whole models, packed by the published layouts
 
 
@@ -71,10 +84,12 @@ def pack_gptq(weight, config, generator):
     groups = np.arange(weight.shape[1]) // size
     groups = generator.permutation(groups) if config["desc_act"] else groups
     numbers, zeros, scales, result = rounded(weight, bits, groups)
-    stored = (zeros - 1) % 2**bits if config.get("checkpoint_format") != "gptq_v2" else zeros
+    is_v2 = config.get("checkpoint_format") == "gptq_v2"
+    stored = zeros if is_v2 or bits != 3 else (zeros - 1) % 2**bits
+    words = bit_stream(stored.T, bits)
     parts = {
         "qweight": bit_stream(numbers, bits).T,
-        "qzeros": bit_stream(stored.T, bits),
+        "qzeros": words if is_v2 or bits == 3 else words - np.int32((2**32 - 1) // (2**bits - 1)),
         "scales": scales.T.astype(np.float16),
         "g_idx": groups.astype(np.int32),
     }

@@ -104,6 +104,7 @@ def test_a_text_names_the_same_scaling(folder: Path) -> None:
         ("yarn,faktor=4", "unknown key 'faktor'"),
         ("half,factor=4", "rope_type 'half' is not supported"),
         ("linear", "factor"),
+        ("yarn", "yarn must have a factor, got none"),
         ("yarn,factor=-1", "factor"),
     ],
 )

@@ -37,7 +37,7 @@ def test_default_lengths_are_those_that_fit(kvad, tmp_path):
         ("--new-tokens 4,x", "'4,x' is not a list of whole numbers"),
         ("--new-tokens 4", "two different numbers"),
         ("--new-tokens 4,500", "exceed the model's limit of 96"),
-        ("--new-tokens 4,8 --repeats 0", "repeats: 0 is out of range"),
+        ("--new-tokens 4,8 --repeats 0", "repeats: must be at least 1, got 0"),
         ("--token 4", "'--new-tokens'"),
         (f"--prompt {'x' * 200}", "prompt: must have at most 96 tokens, got 200"),
     ],

@@ -63,6 +63,14 @@ def test_import_and_export_keep_every_tensor(kvad, tmp_path, name):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "native"]
 
 
+def test_suffix_of_the_output_names_the_format(kvad, model, tmp_path):
+    result = kvad("export", model, tmp_path / "m.gguf")
+    assert result.code == 2 and "llama.cpp has no tokenizer like this one" in result.err
+    assert not (tmp_path / "m.gguf").exists()
+    assert kvad("export", model, tmp_path / "folder.gguf", "--to", "hf").code == 0
+    assert (tmp_path / "folder.gguf" / "config.json").exists()
+
+
 def test_plan_is_printed_first(kvad, tmp_path):
     write_hf_folder(tmp_path / "hf", "llama", dtype=torch.float16)
     page = kvad("import", tmp_path / "hf", tmp_path / "native", "--save-dtype", "bfloat16").out.splitlines()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvad.checkpoint import open_checkpoint
+from kvad.cli import output
 from kvad.cli.commands import demo
 from kvad.cli.main import COMMANDS
 from kvad.datasets import stdlib_sources
@@ -34,7 +35,8 @@ def check_next_steps(kvad, page):
     steps = [line.removesuffix(text).strip() for line, (_, text) in zip(lines, demo.NEXT_STEPS, strict=True)]
     for step in steps:
         words = shlex.split(step)
-        assert words[0] == demo.program_path().split()[0]
+        assert words[0] == output.program_path().split()[0]
+        assert "generate" not in step or f"--temperature {demo.TEMPERATURE}" in step  # at 1 it is gibberish
         command = words[words.index(next(word for word in words if word in COMMANDS)) :]
         few = ["--layout", "paged", "--cache-dtype", "float32", "--num-prompts", "3", "--max-tokens", "24"]
         extra = {"train": ["--dry-run"], "generate": ["--max-tokens", 2], "verify": few}
@@ -45,15 +47,23 @@ def check_next_steps(kvad, page):
 
 def test_the_printed_program_can_be_called(monkeypatch, tmp_path):
     """``make run`` does not put ``kvad`` on the path."""
-    monkeypatch.setattr(demo.shutil, "which", lambda name: None)
+    monkeypatch.setattr(output.shutil, "which", lambda name: None)
     monkeypatch.chdir(tmp_path)
     for called, expected in ((tmp_path / ".venv/bin/kvad", ".venv/bin/kvad"), ("/opt/kvad", "/opt/kvad")):
         monkeypatch.setattr(sys, "argv", [str(called)])
-        assert demo.program_path() == expected
+        assert output.program_path() == expected
     monkeypatch.setattr(sys, "argv", ["/x/__main__.py"])
-    assert demo.program_path() == f"{sys.executable} -m kvad"
-    monkeypatch.setattr(demo.shutil, "which", lambda name: "/usr/bin/kvad")
-    assert demo.program_path() == "kvad"
+    assert output.program_path() == f"{sys.executable} -m kvad"
+    monkeypatch.setattr(output.shutil, "which", lambda name: "/usr/bin/kvad")
+    assert output.program_path() == "kvad"
+
+
+def test_make_run_installs_in_few_lines():
+    """pip printed 152 lines before the first of kvad."""
+    lines = (Path(__file__).parents[2] / "Makefile").read_text().splitlines()
+    pip = [line for line in lines if line.startswith("\t$(PIP) install") and "--no-deps" not in line]
+    assert len(pip) == 2 and all("install -q " in line for line in pip)
+    assert any(line.startswith('\t@echo "installing torch') for line in lines)
 
 
 def test_demo(kvad, out):

@@ -46,7 +46,7 @@ def test_memory_is_parsed(text, amount):
     assert parse_memory(text) == amount and type(parse_memory(text)) is type(amount)
 
 
-@pytest.mark.parametrize("text", ["0", "0.0", "much", "150%", "-1"])
+@pytest.mark.parametrize("text", ["0", "0.0", "much", "150%", "-1", "1.5", "0%"])
 def test_invalid_memory(kvad, model, text):
     with pytest.raises(UsageError, match="write it like auto, 8GiB or"):
         parse_memory(text)
@@ -90,6 +90,8 @@ def test_memory_below_one_block(kvad, model):
         result = kvad(f"{command} --memory 1KiB", stdin=b"")
         assert result.code == 2 and result.err.count("kvad: error: memory: 1 sequence of ") == 1
         assert "1.0 KiB is allowed (--memory)" in result.err and not result.out
+    result = kvad(f"verify {model} --memory 1KiB")
+    assert result.code == 2 and "kvad: error: memory: --num-prompts 5: verifying takes " in result.err
 
 
 def test_model_with_a_long_limit(kvad, tmp_path, monkeypatch):

@@ -47,7 +47,10 @@ CHECKS = ["headers", "config", "tensors", "finite", "tokenizer", "generation"]
 
 @pytest.mark.parametrize(
     ("layout", "checks", "text"),
-    [("native", ["manifest", "sha256", *CHECKS], "byte, 257 ids in 257 places"), ("hf", CHECKS, "llama, a decoder of")],
+    [
+        ("native", ["manifest", "sha256", *CHECKS], "byte, 257 ids in a vocabulary of 257"),
+        ("hf", CHECKS, "llama, a decoder of"),
+    ],
 )
 def test_healthy_checkpoint(kvad, request, layout, checks, text):
     folder = request.getfixturevalue(layout)
@@ -151,7 +154,9 @@ def test_tokenizer_of_another_model(kvad, tmp_path, native, hf):
     assert "ids, the model" in problems(kvad("doctor", hf, "--json"))["tokenizer"]
     model = build(model_config())
     save_checkpoint(tmp_path / "wrong", model.config, model.state_dict(), big)
-    assert "places for 67" in problems(kvad("doctor", tmp_path / "wrong", "--json"))["tokenizer"]
+    assert (
+        "310 ids, the vocabulary of the model 67" in problems(kvad("doctor", tmp_path / "wrong", "--json"))["tokenizer"]
+    )
     (hf / "tokenizer.json").write_text("{}")
     assert "not readable by the tokenizers library" in problems(kvad("doctor", hf, "--json"))["tokenizer"]
 

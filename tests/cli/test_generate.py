@@ -330,7 +330,8 @@ def test_folder_without_checkpoint(kvad, tmp_path):
 
 def test_stdin_must_be_utf8(kvad, model):
     result = kvad("generate", model, "-", stdin=b"ok \xff")
-    assert result == (2, "", "kvad: error: standard input is not UTF-8 at byte 3 (0xFF)\n")
+    hint = "kvad: hint: Convert it, as in iconv -f LATIN1 -t UTF-8.\n"
+    assert result == (2, "", f"kvad: error: standard input is not UTF-8 at byte 3 (0xFF)\n{hint}")
 
 
 def test_invalid_value_loads_no_torch():

@@ -74,12 +74,18 @@ def test_tables_of_names_are_in_the_full_help():
     assert "offload    the same" not in short and "offload    the same" in full
 
 
-@pytest.mark.parametrize("name", ["data", "session", "prefix", "bench"])
+@pytest.mark.parametrize("name", ["data", "data create", "session", "prefix", "bench"])
 def test_groups_list_whole_sentences(name):
     text = "".join(page(name).partition("Commands:")[2].split())
     for child in PAGES[name].commands.values():
         assert "".join(child.help.partition(". ")[0].partition("\n\n")[0].split()).rstrip(".") in text
     assert "..." not in text
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_folder_in_an_example_is_not_taken_for_a_command(name):
+    folders = re.findall(r"--prefix-cache-dir (\S+)", " ".join(page(name).partition("Options:")[0].split()))
+    assert all(folder.startswith("./") for folder in folders), folders
 
 
 @pytest.mark.parametrize(("text", "value"), [("8k", 8192), ("1M", 2**20), ("1.5K", 1536), ("300", 300)])

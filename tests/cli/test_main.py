@@ -74,12 +74,29 @@ def test_help_lists_every_command_with_its_line(kvad):
         ("run", "kvad generate"),
         ("pull", "kvad import"),
         ("list", "--list-models"),
+        ("show", "kvad inspect MODEL"),
         ("finetune", "kvad train DATA --init MODEL --lora-rank RANK"),
     ],
 )
 def test_command_of_another_tool(kvad, word, message):
     result = kvad(word)
     assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1 and message in result.err
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "meant"),
+    [
+        ("train", "--learning-rate", "--lr"),
+        ("generate", "--max-model-len", "--max-seq-len"),
+        ("generate", "--kv-cache-dtype", "--cache-dtype"),
+        ("train", "--kv-cache-dtype", None),  # train has no such option
+        ("tokenize", "--context", None),
+    ],
+)
+def test_option_of_another_tool(kvad, command, flag, meant):
+    result = kvad(f"{command} x {flag} 1")
+    nearest = f"; did you mean '{meant}'?" if meant else ""
+    assert result.code == 2 and result.err.startswith(f"kvad: error: No such option '{flag}'{nearest}\n")
 
 
 def test_help_imports_no_command():

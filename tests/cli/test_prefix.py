@@ -56,6 +56,11 @@ def test_add_without_a_folder_names_the_flag_that_uses_it(kvad, model, tmp_path,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     result = kvad(f"prefix add {model} --name sys --prompt", TEXT)
     assert result.code == 0 and f"--prefix-cache-dir {tmp_path / 'xdg'}" in result.err
+    flag = f"--prefix-cache-dir {tmp_path / 'xdg' / 'kvad' / 'prefix-cache'}"
+    missed = kvad("generate --stats", model, TEXT + "x", *GREEDY).err
+    assert f"prefix      pinned prefixes: {flag}\n" in missed
+    hit = kvad(f"generate --stats {flag}", model, TEXT + "x", *GREEDY).err
+    assert "48 from disk" in hit and "pinned prefixes:" not in hit
 
 
 def test_shared_blocks_are_kept(kvad, folder, add):

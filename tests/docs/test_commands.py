@@ -1,4 +1,4 @@
-"""Every `kvad` command in the README, in docs/ and in recipes/README.md runs as written.
+"""Every `kvad` command in the README, in docs/, in the table of the notes and in recipes/README.md runs as written.
 
 A workspace has the files and the models that the pages name, all tiny. Names on the Hugging Face hub and `MODEL` are
 folders in it; `MODEL` has the architecture that the command needs. Options in `LIMITS` are appended, so that
@@ -16,13 +16,14 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
 
 from kvad.cli.main import main as kvad
+from tests.docs import test_notes_table as notes
 from tests.support.baseline import isolated, write_data
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,7 @@ LIMITS = {  # appended to a command that begins with these words: less work, the
     "generate": "--max-tokens 4",
     "eval": "--quiet",
 }
-UNLIMITED = ("--dry-run", "--resume")
+UNLIMITED = ("--dry-run", "--resume", "--against")
 # What a command shows: words of it -> a pattern in its output or its HTML page.
 PROMISES = {
     '--policy "tova(64, interval=16)"': r"dropped at step|\"evicted\"",
@@ -97,6 +98,8 @@ PROMISES = {
     "--inject-fault mask": r"\nfault +mask: ",
     "--inject-fault packed": r"\nfault +packed: packed weights differ",
     "--inject-fault table": r"\nfault +table: ",
+    "plan gpt3-175b": r"96 layers",
+    "plan notes-example --max-seq-len=8192": r"cache payload +3,221,225,472 ",
 }
 PYTHON = "data/python"  # several pages name it, and some create it
 PAGE_WITH_CURVES = "README.md"  # the loss curve of a training command takes longer than its two steps
@@ -115,7 +118,19 @@ def commands(page: Path) -> list[str]:
     return lines
 
 
+def without_comment(command: str) -> str:
+    return re.sub(r"\s+#\s.*", "", command)
+
+
+def commands_of_the_notes(others: Iterable[str]) -> list[str]:
+    """Return the commands that show a statement in the table of the notes, except those that another page runs."""
+    shown = [pointer for row in notes.parse(notes.PAGE.read_text("utf-8")) for pointer in notes.pointers(row.shows)]
+    known = {without_comment(command) for command in others}
+    return [name for name in dict.fromkeys(shown) if name.startswith("kvad ") and name not in known]
+
+
 WITH_COMMANDS = {str(page.relative_to(ROOT)): lines for page in PAGES if (lines := commands(page))}
+WITH_COMMANDS[str(notes.PAGE.relative_to(ROOT))] = commands_of_the_notes(chain(*WITH_COMMANDS.values()))
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +192,7 @@ def page_folder(workspace: Path, tmp_path: Path) -> Iterator[Path]:
 
 def arguments(command: str) -> tuple[list[str], str]:
     """Return the arguments of a command in the workspace, and its standard input."""
-    command, _, redirected = re.sub(r"\s+#\s.*", "", command).partition(" < ")
+    command, _, redirected = without_comment(command).partition(" < ")
     words = shlex.split(command)[1:]
     aliases = {**ALIASES, "MODEL": MODEL_OF.get(words[0], ALIASES["MODEL"])}
     words = [PLACEHOLDERS.get(word, SMALLER.get(word, word)) for word in words]

@@ -43,6 +43,13 @@ def test_every_family_has_a_row() -> None:
     assert sorted(families) == sorted(FAMILIES), HINT
 
 
+def test_most_generative_families_are_decoders() -> None:
+    """Note 001: generative models are mostly decoder-only; here they are those with a decoder."""
+    topologies = [row[2] for row in rows(page.PAGE.read_text("utf-8"), "Families")]
+    decoders, pairs = (topologies.count(name) for name in ("decoder", "encoder-decoder"))
+    assert decoders > 3 * pairs > 0
+
+
 def test_every_refused_model_type_is_listed() -> None:
     refused = page.PAGE.read_text("utf-8").split("## Refused models and options", 1)[1]
     assert all(f"- `{model_type}`: " in refused for model_type in UNSUPPORTED), HINT

@@ -28,6 +28,7 @@ from kvad.errors import ConfigError, SaveError, UsageError
 from kvad.storage.filesystem import FileSystem
 from tests.support.driver import run_engine, tokens_of, uncached
 from tests.support.faulty_filesystems import FailingDisk
+from tests.support.manager_driver import unpublish_all
 from tests.support.random_models import build, model_config, pair_config
 
 PROMPT = [(7 * i) % 60 + 1 for i in range(41)]
@@ -395,7 +396,7 @@ def test_a_pinned_prefix_is_flushed_and_not_evicted(tmp_path, monkeypatch):
     again = make_engine(tmp_path, prefix_cache_size=60_000)
     for start in range(1, 9):
         generate(again, [start, *PROMPT], new=2)
-    again.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(again.kv_cache_manager)
     assert generate(again, PROMPT)[0][1] == 40
     again.close()
 
@@ -535,7 +536,7 @@ def test_a_block_with_another_prefix_is_rejected(tmp_path, monkeypatch, compared
     a, b = same_key(engine)
     generate(engine, [a] * 4 + [1] * 8 + [2], new=2)
     assert engine.block_store.flush()
-    engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(engine.kv_cache_manager)
     generate(engine, [b] * 4 + [2], new=2)
     prompt = [b] * 4 + [1] * 8 + [2]
     actual, cached = logits_of(engine, prompt)
@@ -552,7 +553,7 @@ def test_a_block_with_another_history_and_equal_neighbors_is_rejected(tmp_path):
     a, b = same_key(engine)
     generate(engine, [a] * 4 + [1] * 8 + [2], new=2)
     assert engine.block_store.flush()
-    engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(engine.kv_cache_manager)
     prompt = [b] * 4 + [1] * 8 + [2]
     generate(engine, prompt[:9], new=2)
     actual, cached = logits_of(engine, prompt)

@@ -16,6 +16,7 @@ from kvad.storage.filesystem import FileSystem
 from tests.engine.test_swap import FixedChoice
 from tests.support.driver import fill_unowned, run_engine, tokens_of
 from tests.support.engine_sessions import PROMPT, SOURCE, engine, left, run
+from tests.support.manager_driver import unpublish_all
 from tests.support.random_models import build, model_config, pair_config
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -74,7 +75,7 @@ def test_a_resumed_sequence_preempted_before_its_step_has_its_encoder_input():
     llm_engine = engine(pair_config("rope"))
     outputs, state = left(llm_engine, PROMPT[:9], 3, encoder_token_ids=SOURCE)
     expected = run(engine(pair_config("rope"), dirty=False), PROMPT[:9] + outputs, 8, encoder_token_ids=SOURCE)[1]
-    llm_engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(llm_engine.kv_cache_manager)
     encoded, encode = [], llm_engine.runner.encode
     llm_engine.runner.encode = lambda encoding: encoded.append(encoding) or encode(encoding)
     request = llm_engine.add_request(PROMPT[:9] + outputs, GREEDY, encoder_token_ids=SOURCE, resume=state)
@@ -136,7 +137,7 @@ def test_an_exception_in_a_writer_allows_another_write(tmp_path):
         and not llm_engine.block_store._writing
     )
     llm_engine.block_store._disk_store.put = put
-    llm_engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(llm_engine.kv_cache_manager)
     llm_engine.add_request(PROMPT, GREEDY)
     finish(llm_engine)
     assert llm_engine.block_store.flush() and llm_engine.block_store.stats().disk.num_blocks == 9

@@ -333,6 +333,7 @@ def refused(model: Transformer, dtype: str = "float32") -> str:
 def test_unsupported_models_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float16" in refused(build(model_config(), dtype=torch.float16), "float16")
     assert "gated recurrence" in refused(build(model_config(heads="recurrence"), dtype=torch.float32))
+    assert "gated delta rule" in refused(build(model_config(heads="delta"), dtype=torch.float32))
     with pytest.raises(ConfigError, match="is not supported with disentangled attention"):
         make_batch_invariant(GoldenModel(("5", "deberta-v2")).model())
     assert "is not supported on meta" in refused(build(model_config(), dtype=torch.float32).to("meta"))

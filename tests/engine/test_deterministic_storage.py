@@ -22,6 +22,7 @@ from kvad.model.transformer import Transformer
 from tests.engine.test_deterministic import DTYPES, differences, full_text, many_tiles
 from tests.engine.test_swap import FixedChoice
 from tests.support.driver import Stream, drive
+from tests.support.manager_driver import unpublish_all
 from tests.support.random_models import VOCAB, build, model_config
 
 TILES = many_tiles  # a fixture, for every test here
@@ -151,7 +152,7 @@ def test_without_determinism_bits_differ(tmp_path: Path) -> None:
     model = llm_engine("full", "float32")
     engine = Engine(model, cache_of("float32", prefill_chunk_size=3))
     tokens = saved(engine, tmp_path / "a", text(29, 1))
-    engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(engine.kv_cache_manager)
     _, out, logits = spoken(engine, tokens, 8, resume=loaded(engine, tmp_path / "a"))
     assert wrong_bits(model, tokens, out, logits) > 0
     engine.close()

@@ -9,9 +9,10 @@ from kvad.cache.device import KVCache
 from kvad.cache.manager import portable_layout
 from kvad.cache.sessions import state as state_module
 from kvad.engine.scheduling.request import SamplingParams
-from kvad.errors import RequestError
+from kvad.errors import RequestError, StorageError
 from tests.support.driver import fill_unowned
 from tests.support.engine_sessions import PROMPT, SOURCE, engine, left, load, moved, run, save, spoil, worst
+from tests.support.manager_driver import unpublish_all
 from tests.support.random_models import model_config, pair_config
 
 FIRST, THEN = 12, 26  # tokens of the first turn, and of the second
@@ -65,11 +66,12 @@ CACHES = {
     "latent, keys by channel": (
         model_config("rope", heads="latent"), {"key_dtype": "int4-channel", "residual_length": 8},
     ),
+    "delta rule": (model_config("rope", heads="delta", layers=3), {}),
     "translating": (pair_config("rope"), {}),
     "translating t5": (pair_config("t5", own=True), {"policy": "window(11)"}),
     "translating under ranks": (pair_config("rope"), {"policy": "heavy-hitters(16, 8)"}),
 }  # fmt: skip
-BLOCKWISE = ("tiered", "quest", "channel")
+BLOCKWISE = ("tiered", "quest", "channel", "delta")
 WAYS = {
     "the same blocks": {},
     "smaller blocks": {"block_size": 1},
@@ -162,7 +164,7 @@ def test_the_common_prefix_of_a_state_is_used(way):
     llm_engine = engine(model_config("rope"), **WAYS[way])
     outputs, state = left(llm_engine, PROMPT, FIRST)
     for agreed in (1, 7, 16, len(PROMPT), state.length - 1, state.length):
-        llm_engine.kv_cache_manager.reset_prefix_cache()
+        unpublish_all(llm_engine.kv_cache_manager)
         prompt = [*(PROMPT + outputs)[:agreed], 66, 5, 6]
         request, then, found = run(llm_engine, prompt, 5, resume=state)
         assert (
@@ -176,7 +178,7 @@ def test_the_common_prefix_of_a_state_is_used(way):
 def test_one_token_is_left_to_compute():
     llm_engine = engine(model_config("rope"))
     _, state = left(llm_engine, PROMPT, FIRST)
-    llm_engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(llm_engine.kv_cache_manager)
     request, _, _ = run(llm_engine, PROMPT, 3, resume=state)
     assert llm_engine.metrics(request).num_cached_tokens == len(PROMPT) - 1
     request, _, _ = run(llm_engine, PROMPT[:1], 3, resume=state)
@@ -184,7 +186,7 @@ def test_one_token_is_left_to_compute():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["window", "sinks", "block-window"])
+@pytest.mark.parametrize("name", ["window", "sinks", "block-window", "delta rule"])
 def test_a_windowed_state_is_used_while_it_holds_the_window(name, way):
     config, fields = CACHES[name]
     fields = {**fields, **WAYS[way]}
@@ -192,7 +194,7 @@ def test_a_windowed_state_is_used_while_it_holds_the_window(name, way):
     outputs, state = left(llm_engine, PROMPT, FIRST)
     served = set()
     for agreed in range(1, state.length + 1, 3):
-        llm_engine.kv_cache_manager.reset_prefix_cache()
+        unpublish_all(llm_engine.kv_cache_manager)
         prompt = [*(PROMPT + outputs)[:agreed], 66, 5]
         request, then, found = run(llm_engine, prompt, 3, resume=state)
         usage = llm_engine.metrics(request)
@@ -262,7 +264,7 @@ def test_states_are_restored_in_a_pool_that_is_too_small(name):
         fields["num_blocks"] = 34
     llm_engine = engine(config, **fields)
     outputs, state = left(llm_engine, PROMPT, FIRST, encoder_token_ids=source)
-    llm_engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(llm_engine.kv_cache_manager)
     sampling = SamplingParams(max_tokens=THEN, temperature=0, ignore_eos=True)
     requests = [
         llm_engine.add_request(PROMPT + outputs, sampling, encoder_token_ids=source, resume=state, keep_state=True)
@@ -297,7 +299,7 @@ def test_seeded_sampling_continues_after_a_restore():
     llm_engine = engine(config)
     request, outputs = sampled(llm_engine, PROMPT, 9, keep_state=True)
     state = llm_engine.pop_state(request)
-    llm_engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(llm_engine.kv_cache_manager)
     _, then = sampled(llm_engine, PROMPT + outputs, 21, resume=state)
     assert outputs + then == tokens
 
@@ -353,6 +355,16 @@ def test_an_unused_state_has_a_reason():
     )
 
 
+def test_states_at_block_ends_require_the_same_blocks(tmp_path):
+    config, fields = CACHES["delta rule"]
+    first = engine(config, **fields)
+    _, state = left(first, PROMPT, FIRST)
+    save(first, state, tmp_path / "a")
+    assert load(engine(config, layout="contiguous", **fields), tmp_path / "a").state.length == state.length
+    with pytest.raises(StorageError, match="block size: 5 here, 4 there"):
+        load(engine(config, block_size=5, **fields), tmp_path / "a")
+
+
 # ---------------------------------------------------------------- broken on purpose
 
 
@@ -371,19 +383,20 @@ def test_a_wrong_gap_changes_the_output(monkeypatch):
     monkeypatch.setattr(
         state_module.manager.portable_layout, "fit_layout", lambda *args: real(*args)._replace(num_skipped_blocks=0)
     )
-    llm_engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(llm_engine.kv_cache_manager)
     with pytest.raises((AssertionError, IndexError)):
         same(llm_engine, PROMPT + outputs, state, tokens, None)
 
 
-@pytest.mark.parametrize("kind", ["keys", "head_metadata", "positions", "weights"])
+@pytest.mark.parametrize("kind", ["keys", "head_metadata", "positions", "weights", "states"])
 def test_a_missing_array_changes_the_output(kind, monkeypatch):
-    name = {"head_metadata": "heavy-hitters, rotate on read", "weights": "tiered, sinks"}.get(kind, "sinks")
+    others = {"head_metadata": "heavy-hitters, rotate on read", "weights": "tiered, sinks", "states": "delta rule"}
+    name = others.get(kind, "sinks")
     config, fields = CACHES[name]
     _, scores = uninterrupted(name)
     llm_engine = engine(config, **fields)
     outputs, state = left(llm_engine, PROMPT, FIRST)
-    llm_engine.kv_cache_manager.reset_prefix_cache()
+    unpublish_all(llm_engine.kv_cache_manager)
     spoil(llm_engine)  # blocks that are filled whole are not cleared first
     real = KVCache.iter_arrays
     monkeypatch.setattr(KVCache, "iter_arrays", lambda *given: (each for each in real(*given) if kind not in each.name))

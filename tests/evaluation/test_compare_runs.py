@@ -131,9 +131,9 @@ def test_presets_differ_by_their_fields(tmp_path):
 
 
 def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         read_run(tmp_path / "none")
-    with pytest.raises(DataError, match=r"is no run: it has no metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"is not a run: it has no metrics\.jsonl"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')
     with pytest.raises(DataError, match="has logged no step yet"):
@@ -160,7 +160,7 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert [run["best_step"] for run in result["runs"]] == [10, 10] and result["figures"] == ["x.svg"]
     assert result["differences"] == {"optim.lr": [0.1, 0.2]} and result["cautions"] == []
     assert main(["compare", "one"]) == 2 and "compare needs at least two runs" in capsys.readouterr().err
-    assert main(["compare", "one", "three"]) == 2 and "three is no folder" in capsys.readouterr().err
+    assert main(["compare", "one", "three"]) == 2 and "three is not a folder" in capsys.readouterr().err
 
 
 def test_curves_of_one_run(tmp_path):

@@ -29,6 +29,29 @@ GEMMA = {
 }
 EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2}
 PARTIAL = {"partial_rotary_factor": 0.5}
+SHARED = {  # of DeepSeek and of those that followed it
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+LATENT = {
+    **SHARED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "rms_norm_eps": 1e-6,
+}
+GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 1.7, "attention_multiplier": 0.2}
+WINDOWS = {"num_hidden_layers": 4, "sliding_window": 8}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.2, 2.5, 4.0, 8.0]}
 CASES = {  # name -> model_type, changes of the config
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True, "head_dim": 24}),
@@ -48,12 +71,7 @@ CASES = {  # name -> model_type, changes of the config
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 64}),
     "phi3": ("phi3", {"sliding_window": None, "pad_token_id": 0}),
     "olmo2": ("olmo2", {}),
-    "granite": (
-        "granite",
-        {
-            "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 1.7, "attention_multiplier": 0.2,
-        },
-    ),
+    "granite": ("granite", GRANITE),
     "seed_oss": ("seed_oss", {"attention_bias": True, "attention_out_bias": False, "head_dim": 24}),
     "arcee": ("arcee", {"hidden_act": "relu2"}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4, "pad_token_id": 0}),
@@ -63,6 +81,64 @@ CASES = {  # name -> model_type, changes of the config
     "mixtral": ("mixtral", {**EXPERTS, "sliding_window": None}),
     "qwen3moe": ("qwen3_moe", {**EXPERTS, "head_dim": 24, "moe_intermediate_size": 40, "norm_topk_prob": True}),
     "olmoe": ("olmoe", {**EXPERTS, "num_key_value_heads": 4, "norm_topk_prob": False}),
+    "phi3 longrope": (
+        "phi3",
+        {
+            **PARTIAL, "sliding_window": None, "pad_token_id": 0, "rope_scaling": LONGROPE,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "phi2": ("phi", {**PARTIAL, "layer_norm_eps": 1e-5}),
+    "olmo": ("olmo", {"clip_qkv": 2.0}),
+    "olmo3": (
+        "olmo3", {**WINDOWS, "rope_scaling": {key: value for key, value in YARN.items() if key != "truncate"}}
+    ),
+    "exaone4": ("exaone4", {"sliding_window": None}),
+    "exaone4 windows": (
+        "exaone4", {"num_hidden_layers": 64, "hidden_size": 16, "intermediate_size": 16, "sliding_window": 8}
+    ),
+    "glm4": ("glm4", {**PARTIAL, "head_dim": 24, "attention_bias": True}),
+    "chatglm": ("glm", {**PARTIAL, "head_dim": 16, "attention_bias": True}),
+    "cohere2": ("cohere2", {**WINDOWS, "logit_scale": 0.7, "tie_word_embeddings": True}),
+    "gptneox": ("gpt_neox", {"rotary_pct": 0.5, "use_parallel_residual": True, "hidden_act": "gelu"}),
+    "falcon": ("falcon", {"multi_query": True, "bias": False, "tie_word_embeddings": True}),
+    "falcon groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": False}),
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4, "seq_length": 256, "tie_word_embeddings": True}),
+    "starcoder": (
+        "gpt_bigcode", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 64}
+    ),
+    "qwen2moe": (
+        "qwen2_moe", {**EXPERTS, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}
+    ),
+    "granitemoe": ("granitemoe", {**GRANITE, **EXPERTS}),
+    "granitemoe shared": ("granitemoeshared", {**GRANITE, **EXPERTS, "shared_intermediate_size": 56}),
+    "glm4moe": (
+        "glm4_moe", {**SHARED, **GROUPS, **PARTIAL, "head_dim": 24, "attention_bias": True, "use_qk_norm": True}
+    ),
+    "dots1": ("dots1", {**SHARED, **GROUPS, "head_dim": 24, "num_key_value_heads": 4}),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "head_dim": 24, "moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 40, "moe_layer_start_index": 1,
+        },
+    ),
+    "deepseek2 lite": (
+        "deepseek_v2",
+        {
+            **LATENT, "num_hidden_layers": 27, "hidden_size": 16, "intermediate_size": 16, "q_lora_rank": None,
+            "n_routed_experts": 4, "moe_intermediate_size": 8, "norm_topk_prob": False,
+        },
+    ),
+    "deepseek2 yarn": (
+        "deepseek_v2",
+        {
+            **LATENT, "norm_topk_prob": False, "rope_scaling": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
+    "deepseek2 v3": ("deepseek_v3", {**LATENT, **GROUPS}),
     "gpt-oss": (
         "gpt_oss",
         {

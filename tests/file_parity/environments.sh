@@ -19,7 +19,7 @@ for name in quantizers llama-cpp; do
     rm -f "$env"/.kvad-oracle-*
     if [[ $name == quantizers ]]; then
         "${pip[@]}" setuptools==80.9.0 wheel==0.45.1
-        "${pip[@]}" --no-deps --no-build-isolation -r "$here/$name.txt"
+        BUILD_CUDA_EXT=0 "${pip[@]}" --no-deps --no-build-isolation -r "$here/$name.txt"
         site="$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
         "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/kvad-torch.pth"
     else

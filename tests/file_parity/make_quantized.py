@@ -2,8 +2,8 @@
 
     /tmp/kvad-oracle/quantizers/bin/python tests/file_parity/make_quantized.py OUT.safetensors
 
-AutoGPTQ, AutoAWQ and compressed-tensors pack; each library's own code computes the matrix that the parts stand for.
-MXFP4 is dequantized by transformers. ``tests/checkpoint/test_quantized.py`` compares kvad with the file.
+AutoGPTQ, GPTQModel, AutoAWQ and compressed-tensors pack; each library's own code computes the matrix that the parts
+stand for. MXFP4 is dequantized by transformers. ``tests/checkpoint/test_quantized.py`` compares kvad with the file.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import sysconfig
 import types
 from pathlib import Path
 
+import numpy as np
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
@@ -22,6 +23,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 OUTPUTS, INPUTS = 32, 64
 LIBRARIES = ("auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear", "awq", "awq.modules")
+GPTQMODEL = {  # modules of the library whose names its packing imports, and does not use
+    "adapter.adapter": ("LORA_MERGED_WEIGHT_PATHS", "Adapter"),
+    "models._const": ("DEVICE", "PLATFORM"),
+    "utils.backend": ("BACKEND",),
+    "utils.logger": ("setup_logger",),
+}
 
 
 def load(module):
@@ -67,6 +74,34 @@ def gptq(bits, group_size, *, symmetric=True, act_order=False):
     parts = {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
     expected = packed.float()(torch.eye(INPUTS)).t()
     return config, {**parts, "scales": parts["scales"].half()}, expected
+
+
+def gptq_v2(bits, group_size):
+    """Pack with GPTQModel, whose zero points of ``gptq_v2`` may be 0."""
+    for name, attributes in GPTQMODEL.items():
+        for part in ("gptqmodel", "gptqmodel.nn_modules", f"gptqmodel.{name.partition('.')[0]}", f"gptqmodel.{name}"):
+            sys.modules.setdefault(part, types.ModuleType(part)).__path__ = []
+        vars(sys.modules[f"gptqmodel.{name}"]).update({each: type(each, (), {}) for each in attributes})
+    sys.modules["gptqmodel.nn_modules"].__path__ = [sysconfig.get_path("purelib") + "/gptqmodel/nn_modules"]
+    library = importlib.import_module("gptqmodel.nn_modules.qlinear")
+    library.BaseQuantLinear.post_init = lambda self: None
+    packed = library.PackableQuantLinear.__new__(library.PackableQuantLinear)
+    torch.nn.Module.__init__(packed)
+    sizes = {"bits": bits, "maxq": 2**bits - 1, "pack_factor": 32 // bits, "pack_dtype_bits": 32}
+    types_ = {"pack_np_math_dtype": np.uint32, "pack_np_dtype": np.int32, "dequant_dtype": torch.int16}
+    groups = [index // group_size for index in range(INPUTS)]
+    vars(packed).update({**sizes, **types_, "g_idx": torch.tensor(groups, dtype=torch.int32)})
+    layer, scales = linear(), torch.rand(OUTPUTS, INPUTS // group_size).half().float() + 0.25
+    packed.pack(layer, scales * 8 / 2**bits, torch.randint(0, 2**bits, scales.shape).float())
+    packed.post_init()
+    packed.scales = packed.scales.float()
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": False, "desc_act": False}
+    parts = {name: getattr(packed, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
+    return (
+        {**config, "checkpoint_format": "gptq_v2"},
+        {**parts, "scales": parts["scales"].half()},
+        packed.dequantize_weight().t(),
+    )
 
 
 def awq(group_size):
@@ -130,6 +165,7 @@ def main(out):
         "float-8-channel": compressed("float-quantized", "channel", type="float"),
         "float-8-block": compressed("float-quantized", "block", type="float", block_structure=[16, 32]),
         "mxfp4": mxfp4(),
+        **{f"gptq-v2-{bits}": gptq_v2(bits, 32) for bits in (2, 3, 4, 8)},
     }
     tensors = {f"{case}/{name}": part for case, (_, parts, _) in cases.items() for name, part in parts.items()}
     tensors |= {f"{case}/expected": expected.float() for case, (_, _, expected) in cases.items()}

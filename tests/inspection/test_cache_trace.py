@@ -870,6 +870,11 @@ INVALID = {
 }
 
 
+def test_html_needs_something_to_draw(plain, inspect):
+    code, out, err = inspect(plain, "--html=page.html")
+    assert (code, out) == (2, "") and "--html needs --cache or --attention TEXT" in err
+
+
 @pytest.mark.parametrize("option", NEED_CACHE)
 def test_options_that_need_cache(plain, inspect, option):
     code, out, err = inspect(plain, option)

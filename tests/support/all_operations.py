@@ -80,6 +80,7 @@ SETUPS = {
     "short-conv": Setup(
         model_config("rope", heads="short-conv", layers=3), {}, (BLOCK_STORES, *OTHER_LAYOUTS, OFFLOADING)
     ),
+    "delta": Setup(model_config("rope", heads="delta"), {}, (BLOCK_STORES,)),
     "recurrence, heavy-hitters": Setup(
         model_config("rope", heads="recurrence", layers=3), HEAVY_HITTERS, ({}, OTHER_LAYOUTS[1])
     ),

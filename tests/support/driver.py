@@ -159,8 +159,8 @@ def fill_unowned(engine: Engine, value: float) -> None:
         block_range = range(RESERVED_BLOCKS, group.num_blocks)
         blocks = [block for block in block_range if pool.refs[block] == 0 and pool.prefixes[block] is None]
         for layer, (keys, values) in stores.items():
-            weight = weights[layer].arrays if layer in weights else ()
-            for array in (*keys.arrays, *values.arrays, *weight):
+            others = [each[layer].arrays for each in (weights, kv_cache.states) if layer in each]
+            for array in (*keys.arrays, *values.arrays, *(array for arrays in others for array in arrays)):
                 array[blocks] = value if array.is_floating_point() or math.isfinite(value) else 127  # 127 as fp8: NaN
 
 

@@ -29,6 +29,14 @@ def make_groups(*specs: AttentionSpec, usable: int | None = None, **fields: obje
     )
 
 
+def unpublish_all(manager: KVCacheManager) -> None:
+    """Remove every prefix from the pools, so that only a block store has them."""
+    for pool in manager.pools:
+        for block, prefix in enumerate(pool.prefixes):
+            if prefix is not None:
+                pool.unpublish(block)
+
+
 class ManagerDriver(KVCacheManager):
     """A manager of up to 4 sequences that is checked after each write."""
 

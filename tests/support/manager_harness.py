@@ -9,6 +9,7 @@ from typing import Any
 from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.cache.manager.prefix_index import digest
 from kvad.cache.manager.sequence_blocks import SwappedSequence
+from tests.support.manager_driver import unpublish_all
 from tests.support.streams import FakeKVCache, Mismatch, Setup, SoloSequence
 
 
@@ -141,7 +142,7 @@ class ManagerHarness:
         elif draw < 0.48 and is_used:
             self.free(index, publish=rng.random() < 0.9)
         elif draw < 0.482:
-            self.manager.reset_prefix_cache()
+            unpublish_all(self.manager)
         elif not self.extend(self.spans(rng, stems)):
             self.free(rng.choice(sorted(self.solos)), publish=True)
 

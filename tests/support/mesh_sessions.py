@@ -23,6 +23,7 @@ from kvad.model.fingerprint import weights_fingerprint
 from kvad.parallel.distributed_cache import build_follower_cache, leader_cache_factory, run_follower
 from kvad.parallel.mesh import Mesh
 from tests.support.engine_sessions import run, worst
+from tests.support.manager_driver import unpublish_all
 from tests.support.mesh_worker import Case, Result, build_shard, connect
 from tests.support.random_models import build
 
@@ -61,7 +62,7 @@ def run_session(case: Case, rank: int, store: Store) -> Result | None:
                 result["without_keys"] = worst(
                     _generate(engine, prompt + previous, source, zeroed)[1], scores[TOKENS_PER_HOP * hop :]
                 )
-                engine.kv_cache_manager.reset_prefix_cache()
+                unpublish_all(engine.kv_cache_manager)
             state = _load(engine, path) if hop else None
             new_tokens, new_scores = _generate(engine, prompt + previous, source, state, path)
             result["difference"][f"{hop}: {name}"] = worst(new_scores, scores[TOKENS_PER_HOP * hop :][:TOKENS_PER_HOP])

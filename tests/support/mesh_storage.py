@@ -19,6 +19,7 @@ from kvad.errors import ConfigError
 from kvad.model.fingerprint import weights_fingerprint
 from kvad.parallel.distributed_cache import build_follower_cache, leader_cache_factory, run_follower
 from kvad.parallel.mesh import Mesh
+from tests.support.manager_driver import unpublish_all
 from tests.support.mesh_worker import Case, Result, build_shard, connect, greedy
 from tests.support.random_models import build
 
@@ -81,7 +82,7 @@ def _texts_repeat(engine: Engine, case: Case, expected: dict[str, list[int]]) ->
         engine.cache.prefix_cache_dir is not None
     ):  # dropped blocks are on disk already; the RAM store has evicted blocks
         engine.flush_offload()
-        engine.kv_cache_manager.reset_prefix_cache()
+        unpublish_all(engine.kv_cache_manager)
     second = greedy(engine, case)
     sorted_texts = [sorted(texts.items(), key=lambda each: int(each[0])) for texts in (second, expected)]
     return first == expected and [text for _, text in sorted_texts[0]] == [text for _, text in sorted_texts[1]]

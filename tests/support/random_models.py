@@ -19,6 +19,7 @@ NORMS = ("pre", "post", "sandwich", "parallel")
 STATES = {  # values of ``heads``: a mixer besides attention
     "short-conv": cfg.ShortConvConfig(3, bias=True),
     "recurrence": cfg.GatedRecurrenceConfig(30, num_blocks=5),
+    "delta": cfg.GatedDeltaConfig(2, 4, key_dim=4, value_dim=4, kernel_size=3),
 }
 HEADS = ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix", "latent")
 

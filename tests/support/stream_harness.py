@@ -22,6 +22,7 @@ from kvad.engine.scheduling.beam_search import BeamSearch, Hypothesis, num_candi
 from kvad.engine.scheduling.request import EncoderInput, SamplingParams, SequenceOutput, StreamChunk, TokenLogprob
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.engine.scheduling.sequence import EncoderBatch, RequestMetrics, SchedulerOutput, TokenSequence
+from tests.support.manager_driver import unpublish_all
 from tests.support.streams import FakeKVCache, Mismatch, Setup, SoloSequence
 
 VOCAB = 997
@@ -371,7 +372,7 @@ class RandomRequests:
         elif draw < 0.38:
             self.step_with_changes()
         elif draw < 0.382:
-            harness.manager.reset_prefix_cache()
+            unpublish_all(harness.manager)
         elif draw < 0.5 and harness.manager.uses_offload:  # offloaded tokens are lost, and computed again
             harness.step(faults=lambda seq: rng.random() < 0.05 and "retry")
         else:

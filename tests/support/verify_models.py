@@ -9,6 +9,7 @@ import torch
 
 from kvad.config.layers import AttentionConfig, EmbeddingConfig, GatedMLPConfig, LayerConfig, StackConfig
 from kvad.config.model import ModelConfig
+from kvad.engine import EngineConfig
 from kvad.model.transformer import Transformer
 from kvad.verify.report import VerifyReport
 from kvad.verify.run import verify
@@ -39,7 +40,9 @@ def tiny_model(
     )
 
 
-def run_verify(model: Transformer, *, fault: str | None = None, **options: Any) -> VerifyReport:
+def run_verify(
+    model: Transformer, *, fault: str | None = None, config: EngineConfig | None = None, **options: Any
+) -> VerifyReport:
     """Verify a model with generated prompts; ``options`` are fields of ScenarioOptions other than OPTIONS."""
     changed = replace(OPTIONS, **options)
-    return verify(model, build_prompts(model.config, changed, None), changed, fault=fault)
+    return verify(model, build_prompts(model.config, changed, None), changed, config=config, fault=fault)

@@ -425,7 +425,7 @@ def test_damaged_saved_file_is_refused(change, message, tokenizers, tmp_path):
 
 def test_without_the_package(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    message = r"T5/spiece.model requires .* \(Run pip install kvad\[sentencepiece\]\.\)"
+    message = r"T5/spiece.model requires .* \(Run pip install sentencepiece\.\)"
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(folders["T5"])
 

@@ -61,8 +61,8 @@ class PerHeadMetadata(BlockArrays):
 
     def copy(self, source: int, target: int, num_retained: int) -> None:
         """Copy the first ``num_retained`` slots of a block; the others become empty."""
-        for array, empty in zip(self.arrays, self.empty_values, strict=False):
-            array[target], array[target, :, num_retained:] = array[source], empty
+        assert self.mass is None  # a sequence whose attention is observed is never forked
+        self.positions[target], self.positions[target, :, num_retained:] = self.positions[source], -1
 
     def write(self, blocks: Tensor, offsets: Tensor, positions: Tensor) -> None:
         """Write the positions of new tokens [T] for all heads, with no attention mass."""

@@ -226,6 +226,10 @@ class SlotPlan:
         blocks, counts = (self._slots // block_size).unique(return_counts=True)
         return set(blocks[counts == block_size].tolist())
 
+    def ended_blocks(self, block_size: int) -> Tensor:
+        """Return the blocks whose last slot is included [n], in the order of the slots."""
+        return self._slots[self._slots % block_size == block_size - 1] // block_size
+
     def out(self, array: Tensor) -> Tensor:
         """Return the slots' values [m, K, ...]; positions [m]."""
         if array.dim() == 2:

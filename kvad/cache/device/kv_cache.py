@@ -43,7 +43,7 @@ from kvad.cache.device.host_copy import (
 )
 from kvad.cache.device.offload_reader import OffloadReader, OffloadTile
 from kvad.cache.device.quest import BlockKeyBounds
-from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, LatentValues, LayerTensor, split_slots
+from kvad.cache.device.tensors import ArrayBlocks, BlockArrays, BlockStates, LatentValues, LayerTensor, split_slots
 from kvad.cache.device.views import LayerView, ReadPlan, WriteIndex
 from kvad.cache.groups import CacheGroup
 from kvad.cache.offload import BlockStore
@@ -122,12 +122,18 @@ class KVCache:
             for layer, group in by_layer
             if group.sparse_read_policy is not None
         }
+        self.states = {
+            layer: BlockStates(group.num_blocks, group.spec.snapshot_size, self.values[layer].data.dtype, device)
+            for layer, group in by_layer
+            if group.spec.snapshot_size
+        }
         self._arrays: list[dict[int, dict[str, BlockArrays]]] = []  # per group, by layer and kind
         for stores, weights in zip(self.stores, self.weights, strict=True):
             others: dict[str, Mapping[int, BlockArrays]] = {
                 "weights": weights,
                 "head_metadata": self.head_metadata,
                 "block_bounds": self.block_bounds,
+                "states": self.states,
             }
             self._arrays.append({})
             for layer, (keys, values) in stores.items():  # Metadata are behind the keys that they are computed from.
@@ -143,14 +149,15 @@ class KVCache:
         return [item.array for item in self.iter_arrays([()] * len(self.groups))]
 
     def payload_bytes(self) -> int:
-        """Return the bytes of keys and values without scales."""
+        """Return the bytes of keys, values and states without scales."""
         stores = (store for layers in self.stores for pair in layers.values() for store in pair)
-        return sum(store.arrays[0].nbytes for store in stores if store.arrays)
+        states = sum(states.nbytes for states in self.states.values())
+        return states + sum(store.arrays[0].nbytes for store in stores if store.arrays)
 
     def scale_bytes(self) -> int:
         """Return the bytes of scales."""
         stored = sum(store.nbytes for layers in self.stores for pair in layers.values() for store in pair)
-        return stored - self.payload_bytes()
+        return stored + sum(states.nbytes for states in self.states.values()) - self.payload_bytes()
 
     def metadata_bytes(self) -> int:
         """Return the bytes of positions, per-head metadata, block bounds and weights."""
@@ -159,7 +166,7 @@ class KVCache:
     def release(self) -> None:
         """Free all tensors. The cache cannot be used afterwards."""
         self.keys, self.values, self.positions, self.groups, self.all_groups = [], [], [], (), ()
-        self.head_metadata, self.block_bounds, self.swapped = {}, {}, {}
+        self.head_metadata, self.block_bounds, self.states, self.swapped = {}, {}, {}, {}
         self.stores, self.weights, self._arrays = [], [], []
         if self.offload_reader is not None:
             self.offload_reader.close()
@@ -234,13 +241,17 @@ class KVCache:
         """Copy a sequence's arrays of all ranks to the host, by slot.
 
         ``slots`` are those of each group in token order [m] (block * block_size + offset); None copies whole blocks.
-        Returns arrays [m, K, width] and positions [m], or whole blocks [n, ...], by the names of ``iter_arrays``.
+        Returns arrays [m, K, width] and positions [m], states of full blocks [n, size], or whole blocks [n, ...], by
+        the names of ``iter_arrays``.
         """
         plans = [None if group_slots is None else SlotPlan(group_slots) for group_slots in slots]
         copies = {}
         for name, array, block_ids in self.iter_arrays(blocks):
             if ".block_bounds." not in name:
-                plan = plans[int(name.partition(".")[0])]
+                group_index = int(name.partition(".")[0])
+                plan = plans[group_index]
+                if plan is not None and ".states." in name:
+                    block_ids, plan = plan.ended_blocks(self.groups[group_index].block_size).to(array.device), None
                 copies[name] = (array[block_ids] if plan is None else plan.out(array)).cpu()
         return copies
 
@@ -254,7 +265,10 @@ class KVCache:
                 self.clear(group_index, partial_blocks)
         for name, array, block_ids in self.iter_arrays(blocks):
             if ".block_bounds." not in name:
-                plan, values = plans[int(name.partition(".")[0])], arrays[name].to(array.device)
+                group_index, values = int(name.partition(".")[0]), arrays[name].to(array.device)
+                plan = plans[group_index]
+                if plan is not None and ".states." in name:
+                    block_ids, plan = plan.ended_blocks(self.groups[group_index].block_size).to(array.device), None
                 if plan is None:
                     array[block_ids] = values
                 else:
@@ -358,7 +372,8 @@ class KVCache:
                 write_index = WriteIndex(self, group_index, model_input.encoder_input, next(encoder_mappings))
             read_plan = ReadPlan(self, group_index, model_input, slot_mapping, angles, tiles)
             for layer in group.layers:
-                views[layer] = LayerView(write_index, read_plan, layer, self.keys[layer], self.values[layer])
+                stores = self.keys[layer], self.values[layer], self.states.get(layer)
+                views[layer] = LayerView(write_index, read_plan, layer, *stores)
         return [view for view in views if view is not None]
 
 

@@ -174,6 +174,7 @@ class LayerTensor(BlockArrays):
     def write(self, blocks: Tensor, offsets: Tensor, x: Tensor) -> None:
         """Write x [T, K, D] to slots ``offsets`` [T] of ``blocks`` [T]."""
         assert not self.is_blockwise, "a per-channel format requires write_blocks"
+        assert x.shape[1] == self.data.shape[1], "one head would be copied to all"
         for array, part in zip(self.arrays, self._encode(x), strict=True):
             array[blocks, :, offsets] = part
 
@@ -202,6 +203,14 @@ class LayerTensor(BlockArrays):
         size = self.data.shape[2]
         raw = [array[blocks, :, offsets if array.shape[2] == size else 0].unsqueeze(2) for array in self.arrays]
         return self._decode(raw, dtype).squeeze(2)
+
+
+class BlockStates(BlockArrays):
+    """State of one layer behind the last token of each full block, [blocks, numbers] (``AttentionSpec``)."""
+
+    def __init__(self, blocks: int, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.data = torch.zeros(blocks, size, dtype=dtype, device=device)
+        self.arrays, self.empty_values = (self.data,), (0,)
 
 
 class LatentValues(LayerTensor):

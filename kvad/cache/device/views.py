@@ -21,10 +21,27 @@ from kvad import ops
 from kvad.cache.device.eviction import PerHeadMetadata, count_queries
 from kvad.cache.device.offload_reader import OffloadReader, OffloadTile
 from kvad.cache.device.quest import BlockKeyBounds, SparseMask
-from kvad.cache.device.tensors import BlockTable, LayerTensor, gather_blocks, gather_metadata, read_pair, split_slots
+from kvad.cache.device.tensors import (
+    BlockStates,
+    BlockTable,
+    LayerTensor,
+    gather_blocks,
+    gather_metadata,
+    read_pair,
+    split_slots,
+)
 from kvad.cache.groups import CacheGroup
 from kvad.errors import CacheError
-from kvad.model_input import AttentionParams, AttentionPattern, ModelInput, Rotary, SlotMapping, TokenPositions
+from kvad.model_input import (
+    PADDING_BLOCK,
+    AttentionParams,
+    AttentionPattern,
+    DeltaInputs,
+    ModelInput,
+    Rotary,
+    SlotMapping,
+    TokenPositions,
+)
 
 
 class KVCacheState(Protocol):
@@ -66,7 +83,12 @@ class _History(NamedTuple):
 
     blocks: Tensor  # [R * n]
     offsets: Tensor  # [R * n]
-    is_missing: Tensor  # [R, n], before the start of the sequence
+    is_missing: Tensor  # [R, n], before the start of the sequence, or after its end
+
+    def read(self, store: LayerTensor, dtype: torch.dtype) -> Tensor:
+        """Return the vectors [R, n, D] of a store with one head; zeros of missing tokens."""
+        vectors = store.read_slots(self.blocks, self.offsets, dtype).view(*self.is_missing.shape, -1)
+        return vectors.masked_fill(self.is_missing.unsqueeze(-1), 0)
 
 
 class ReadPlan:
@@ -105,6 +127,7 @@ class ReadPlan:
             for queries in self.queries
         ]
         self._histories: dict[tuple[int, int], _History] = {}
+        self._whole_blocks: dict[int, _History] = {}
         self.lower: list[_LowerLevel | _OffloadedLevel] = []  # oldest tokens first
         for index, lower_group in enumerate(kv_cache.groups if model_input.sub_batches else ()):
             if lower_group.lower_level is None or lower_group.lower_level.token_group != group_index:
@@ -150,9 +173,7 @@ class ReadPlan:
         """Convolve the stored inputs of one layer, those of this step, x [T, C], included."""
         outputs = []
         for index, span in enumerate(self.spans):
-            read = self._history(index, kernel.shape[1])
-            history = keys.read_slots(read.blocks, read.offsets, x.dtype).view(*read.is_missing.shape, -1)
-            history = history.masked_fill(read.is_missing.unsqueeze(-1), 0)
+            history = self._history(index, kernel.shape[1]).read(keys, x.dtype)
             out = ops.recurrence.causal_convolution(history, kernel)
             if self.attention_hook is not None:
                 inputs, stored = x[span].view(out.shape).unsqueeze(2), keys.read(self.tables[index], x.dtype)
@@ -175,21 +196,60 @@ class ReadPlan:
             outputs.append(ops.recurrence.gated_recurrence(state, inputs, decay, is_first).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
 
+    def delta(self, inputs: DeltaInputs, values: LayerTensor, states: BlockStates) -> Tensor:
+        """Apply the gated delta rule to the new tokens of one layer -> [T, H, Dv], and store the states of full blocks.
+
+        Each block is computed from its first token on, from the state behind the block before: a chunk always begins at
+        a block and has its size, so that the result is the same in any steps, bit for bit, and after any truncation.
+        """
+        outputs = []
+        for index, (sub_batch, span) in enumerate(zip(self.sub_batches, self.spans, strict=True)):
+            read, size = self._whole_block(index), self.tables[index].block_size
+            new = DeltaInputs(*(each[span].unflatten(0, (sub_batch.num_seqs, -1)) for each in inputs))
+            positions = self.queries[index].position
+            targets = (positions - positions[:, :1] // size * size)[..., None, None]  # of the new tokens, [R, L, 1, 1]
+            chunks, blocks = _unpack(read.read(values, new.v.dtype)[:, 1:], new), read.blocks.view_as(read.is_missing)
+            q = torch.zeros_like(chunks.k).scatter_(1, targets.expand_as(new.q), new.q)
+            shape = len(blocks), new.v.shape[2], new.k.shape[3], new.v.shape[3]
+            state = states.data[blocks[:, 0]].masked_fill(read.is_missing[:, :1], 0).view(shape)
+            outs = []
+            for last in range(size, blocks.shape[1], size):  # the column of the block's last token
+                chunk = DeltaInputs(*(each[:, last - size : last] for each in chunks._replace(q=q)))
+                out, state = ops.recurrence.gated_delta_rule(state, chunk)
+                states.data[blocks[:, last].masked_fill(read.is_missing[:, last], PADDING_BLOCK)] = state.flatten(1)
+                outs.append(out)
+            outputs.append(torch.cat(outs, dim=1).gather(1, targets.expand_as(new.v)).flatten(0, 1))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
+
     def _history(self, index: int, width: int) -> _History:
-        """Find the new tokens and the ``width - 1`` before them, by the positions in their slots."""
+        """Find the new tokens and the ``width - 1`` before them."""
         if (index, width) not in self._histories:
-            positions, table = self.masks[index].keys.position, self.tables[index]
             queries = self.queries[index].position
-            num_read = width - 1 + queries.shape[1]
-            distance = positions - (queries[:, :1] - width + 1)
-            is_read = (positions >= 0) & (distance >= 0) & (distance < num_read)
-            slots = positions.new_full((len(positions), num_read + 1), -1)  # the last column takes all other slots
-            source = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
-            slots = slots.scatter_(1, distance.where(is_read, num_read), source)[:, :num_read]
-            blocks, offsets = split_slots(slots.clamp(min=0), table.block_size)
-            blocks = table.flat.view(table.rows, table.per_row).gather(1, blocks)
-            self._histories[index, width] = _History(blocks.flatten(), offsets.flatten(), slots < 0)
+            first = queries[:, :1] - width + 1
+            self._histories[index, width] = self._find(index, first, width - 1 + queries.shape[1])
         return self._histories[index, width]
+
+    def _whole_block(self, index: int) -> _History:
+        """Find the last token before the block of the first new token, and the tokens of this and later blocks."""
+        if index not in self._whole_blocks:
+            queries, size = self.queries[index].position, self.tables[index].block_size
+            num_blocks = -(-(size - 1 + queries.shape[1]) // size)
+            first = queries[:, :1] // size * size - 1
+            self._whole_blocks[index] = self._find(index, first, 1 + num_blocks * size)
+        return self._whole_blocks[index]
+
+    def _find(self, index: int, first: Tensor, num_read: int) -> _History:
+        """Find tokens from position ``first`` [R, 1] to the last new one, by the positions in their slots."""
+        positions, table = self.masks[index].keys.position, self.tables[index]
+        distance = positions - first
+        is_read = (positions >= 0) & (distance >= 0) & (distance < num_read)
+        is_read &= positions <= self.queries[index].position[:, -1:]
+        slots = positions.new_full((len(positions), num_read + 1), -1)  # the last column takes all other slots
+        source = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+        slots = slots.scatter_(1, distance.where(is_read, num_read), source)[:, :num_read]
+        blocks, offsets = split_slots(slots.clamp(min=0), table.block_size)
+        blocks = table.flat.view(table.rows, table.per_row).gather(1, blocks)
+        return _History(blocks.flatten(), offsets.flatten(), slots < 0)
 
     def _sparse_part(
         self, bounds: BlockKeyBounds, q: Tensor, index: int, keys: LayerTensor, values: LayerTensor
@@ -268,6 +328,19 @@ def _read(store: LayerTensor, table: BlockTable, dtype: torch.dtype) -> Tensor:
     return store.read(table, dtype)
 
 
+def _pack(inputs: DeltaInputs) -> Tensor:
+    """Return what the rule reads of tokens again, in one vector for each: [T, 1, K D + H Dv + 2 H]."""
+    parts = inputs.k.flatten(1), inputs.v.flatten(1), inputs.log_decay, inputs.beta
+    return torch.cat(parts, dim=-1).unsqueeze(1)
+
+
+def _unpack(vectors: Tensor, like: DeltaInputs) -> DeltaInputs:
+    """Return the inputs [R, n, ...] of vectors [R, n, width], without queries."""
+    heads, (keys, values) = like.beta.shape[-1], (each.shape[2:] for each in (like.k, like.v))
+    k, v, log_decay, beta = vectors.split((keys.numel(), values.numel(), heads, heads), dim=-1)
+    return DeltaInputs(k, k.unflatten(-1, keys), v.unflatten(-1, values), log_decay, beta)
+
+
 def _masks(
     kv_cache: KVCacheState, group_index: int, queries: Sequence[TokenPositions], tables: Sequence[BlockTable]
 ) -> list[ops.attention.AttentionMask]:
@@ -282,10 +355,16 @@ class LayerView:
     """View of one layer; ``write_index`` is None in a cross-attention layer without encoder input."""
 
     def __init__(
-        self, write_index: WriteIndex | None, read_plan: ReadPlan, layer: int, keys: LayerTensor, values: LayerTensor
+        self,
+        write_index: WriteIndex | None,
+        read_plan: ReadPlan,
+        layer: int,
+        keys: LayerTensor,
+        values: LayerTensor,
+        states: BlockStates | None,
     ) -> None:
         self._write_index, self._read_plan = write_index, read_plan
-        self._layer, self._keys, self._values = layer, keys, values
+        self._layer, self._keys, self._values, self._states = layer, keys, values, states
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Store keys and values of the encoder input."""
@@ -325,6 +404,13 @@ class LayerView:
         states = self._read_plan.recur(x, log_decay, self._values)
         self._values.write(self._write_index.blocks, self._write_index.offsets, states.unsqueeze(1))
         return states
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        """Write the inputs of new tokens, whose slots ``convolve`` has written, and apply the gated delta rule."""
+        assert self._write_index is not None and self._states is not None, "requires slots and states"
+        _check_no_gradients(*inputs)
+        self._values.write(self._write_index.blocks, self._write_index.offsets, _pack(inputs))
+        return self._read_plan.delta(inputs, self._values, self._states)
 
 
 def _check_no_gradients(*tensors: Tensor) -> None:

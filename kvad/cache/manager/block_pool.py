@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvad.cache.groups import CacheGroup
 from kvad.cache.manager.prefix_index import PrefixNode
@@ -126,9 +126,6 @@ class BlockPool:
         if self.refs[block] == 0:
             self.evictable -= 1
             self._idle.move_to_end(block, last=False)
-
-    def published(self) -> Iterable[int]:
-        return tuple(self._published.values())
 
     def check(self) -> None:
         """Assert the invariant, and that every block is either referenced or idle."""

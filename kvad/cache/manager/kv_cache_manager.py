@@ -348,20 +348,6 @@ class KVCacheManager:
         stores = () if self.prefix_offload is None else self.prefix_offload.take_stores()
         return self._empty_ops()._replace(store=stores) if stores else None
 
-    def reset_prefix_cache(self) -> None:
-        """Unpublish every block (the weights changed). Running and swapped sequences publish no more."""
-        self._swapped.epoch += 1
-        for pool in self.pools:
-            for block in pool.published():
-                pool.unpublish(block)
-        if self.prefix_offload is not None:
-            self.prefix_offload.forget()
-        for sequence in self._sequences:
-            if sequence is not None:
-                sequence.root = sequence.last_block = None
-                if sequence.encoder_sequence is not None:
-                    sequence.encoder_sequence.cache_key = None
-
     # ------------------------------------------------------------ queries
 
     def seq_len(self, seq_index: int) -> int:

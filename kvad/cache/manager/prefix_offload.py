@@ -221,12 +221,6 @@ class PrefixOffload:
             del self._pending_stores[copy_id]
         self.block_store.drop(key)
 
-    def forget(self) -> None:
-        """Cancel all pending copies (the weights changed)."""
-        for copy_id in self._pending_stores:
-            self.block_store.cancel(copy_id)
-        self._pending_stores.clear()
-
     # ------------------------------------------------------------ in
 
     def on_acquired(

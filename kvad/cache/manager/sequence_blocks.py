@@ -305,7 +305,6 @@ class SwappedSequence(NamedTuple):
 
     key: int  # names the copy in the swap space
     blocks: SequenceBlocks  # as they were; their ids are no longer valid
-    epoch: int  # number of prefix cache resets so far; after the next one, the sequence publishes nothing
     has_encoder_blocks: bool = False  # the cross-attention blocks were copied too
 
     @property
@@ -325,7 +324,7 @@ class SwappedSequences:
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         self._pools = tuple(pools)
-        self._keys, self.epoch = itertools.count(), 0  # prefix cache resets so far
+        self._keys = itertools.count()
         self.pending_swap_outs: list[tuple[int, tuple[tuple[int, ...], ...]]] = []  # key, blocks per group
         self.pending_swap_ins: dict[int, PendingSwapIn] = {}  # by sequence index
         self.pending_drops: list[int] = []  # keys of sequences that will not return
@@ -340,7 +339,7 @@ class SwappedSequences:
 
     def add(self, sequence: SequenceBlocks, *, has_encoder_blocks: bool = False) -> SwappedSequence:
         """Record a sequence whose copy others make, under a new key."""
-        return SwappedSequence(next(self._keys), sequence, self.epoch, has_encoder_blocks)
+        return SwappedSequence(next(self._keys), sequence, has_encoder_blocks)
 
     def swap_in(self, seq_index: int, swapped: SwappedSequence) -> SequenceBlocks | None:
         """Allocate blocks that the next step fills. None and no change if a pool is too full."""
@@ -348,8 +347,6 @@ class SwappedSequences:
         pairs = list(zip(sequence.all_groups, self._pools, strict=True))
         if any(len(record.blocks) > pool.num_available for record, pool in pairs):
             return None
-        if swapped.epoch != self.epoch:
-            sequence.root = sequence.last_block = None
         sequence.republish = sequence.root is not None
         sequence.num_written, sequence.fast_path_start = sequence.length, NEVER
         for record, pool in pairs:

@@ -4,7 +4,7 @@
 policy, with other blocks, another layout or on another device. Nothing is decoded, so nothing is rounded: a restored
 state is equal bit for bit. Arrays of groups that take tokens, and of encoder inputs, are by slot ([m, K, width];
 positions [m]). Arrays of lower levels are whole blocks, because blocks were quantized and merged whole, so they require
-the same block size. Block bounds (``quest.py``) are recomputed.
+the same block size, like states that are stored once per full block. Block bounds (``quest.py``) are recomputed.
 
 ``fit_state`` returns why a state cannot be used, or how much of it can.
 
@@ -86,15 +86,16 @@ def group_signature(groups: Sequence[CacheGroup], group_index: int) -> dict[str,
     owner = group if level is None else groups[level.token_group]
     policy = owner.eviction_policy or owner.demotion_policy or group.sparse_read_policy
     depends_on_blocks = owner.demotion_policy is not None or group.sparse_read_policy is not None
+    depends_on_blocks |= spec.snapshot_size > 0
     role = "source" if spec.is_cross_attention else "tokens" if level is None else f"level {level.ratio}"
     return {
         "role": role,
         "layers": list(group.layers),
         "heads": [spec.num_kv_heads, spec.head_dim, spec.value_dim],
+        "blocks": group.block_size if depends_on_blocks else 0,
         "sees": str(spec.pattern),
         "policy": "" if policy is None else str(policy),
         "formats": [group.key_format, group.value_format],
-        "blocks": group.block_size if depends_on_blocks else 0,
     }
 
 
@@ -189,14 +190,19 @@ class PendingRestore:
         num_source_tokens, slots, arrays = len(self.state.encoder_tokens or ()), [], {}
         for group_index, block_ids in enumerate(blocks):
             num_skipped, held, length, picks = 0, portable_layout.HeldRange(), num_source_tokens, [slice(None)]
+            group, ended = kv_cache.all_groups[group_index], slice(None)
             if group_index < len(self.fitted.layouts):
                 _, num_skipped, held, _ = self.fitted.layouts[group_index]
                 length = self.fitted.length
-                picks = _select_slots(self.state.groups[group_index].held_range, held, length)
-            group_slots = _group_slots(kv_cache.all_groups[group_index], block_ids, num_skipped, held, length)
+                stored = self.state.groups[group_index].held_range
+                picks = _select_slots(stored, held, length)
+                first, before = (each.first_position // group.block_size for each in (held, stored))
+                ended = slice(first - before, length // group.block_size - before)
+            group_slots = _group_slots(group, block_ids, num_skipped, held, length)
             slots.append(group_slots)
             for kind, array in self.state.groups[group_index].arrays.items():
-                arrays[f"{group_index}.{kind}"] = array if group_slots is None else _selected(array, picks)
+                selected = [ended] if ".states." in kind else picks
+                arrays[f"{group_index}.{kind}"] = array if group_slots is None else _selected(array, selected)
         kv_cache.copy_in(blocks, slots, arrays)
 
 
@@ -230,6 +236,9 @@ def state_shapes(
         shape = array.shape
         if group.lower_level is not None:
             shapes[kind] = (num_blocks, *shape[1:]), array.dtype
+        elif ".states." in kind:
+            first = group_state.held_range.first_position // group.block_size
+            shapes[kind] = (state.length // group.block_size - first, *shape[1:]), array.dtype
         else:
             shapes[kind] = (num_slots, *shape[1:2], *shape[3:]) if len(shape) > 2 else (num_slots,), array.dtype
     return shapes

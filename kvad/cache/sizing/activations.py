@@ -250,7 +250,8 @@ def _layer_moments(config: ModelConfig, stack: cfg.StackConfig, width: int) -> I
                 heads, kv_heads, dim, value_dim = attention_dims(config, attention)
                 # A latent's own projections are no wider than the absorbed queries and outputs, one copy more of each.
                 copies = 4 if attention.latent is None else 5
-                yield 4 * width + copies * (heads + kv_heads) * dim + 2 * kv_heads * value_dim + 3 * heads * value_dim
+                values = (3 + 2 * attention.output_gate) * heads * value_dim
+                yield 4 * width + copies * (heads + kv_heads) * dim + 2 * kv_heads * value_dim + values
         if isinstance(layer.mlp, cfg.MoEConfig):
             hidden = max(6 * layer.mlp.intermediate_size, 4 * (layer.mlp.shared_size or 0))
             yield 8 * width + hidden + 10 * layer.mlp.num_experts + 20 * layer.mlp.num_experts_per_token

@@ -25,6 +25,7 @@ the part that is attended to, one after the other:
              48 Q / H                 distances and buckets of a T5 bias (48 Q if heads retain different tokens)
     merge    T H (5 Dv + 4) 4         outputs and denominators of several parts
     choose   T P (12 H + 64 K)        bounds of P blocks, sorted
+    delta    ``_delta_bytes``         whole blocks of the gated delta rule, and their states
 
 and until the end of the step, for each part:
 
@@ -151,7 +152,20 @@ def _scratch(read: AttentionRead, computed: str) -> int:
         scratch += read.tokens * read.heads * (5 * read.dims[2] + 4) * wide
     if read.renumbered:  # queries rotated back
         scratch += read.tokens * read.heads * read.dims[1] * (3 * wide + 16)
-    return scratch + _block_selection_bytes(read)
+    return scratch + _block_selection_bytes(read) + _delta_bytes(read, computed)
+
+
+def _delta_bytes(read: AttentionRead, computed: str) -> int:
+    """Return the bytes of the gated delta rule, whole blocks of which are computed; see ``GatedDeltaConfig``."""
+    wide, size, total = max(4, DTYPE_BYTES[computed]), read.group.block_size, 0
+    for mixer in read.specs.values():
+        if isinstance(mixer, cfg.GatedDeltaConfig):
+            heads, (_, inputs, others) = mixer.num_value_heads, read.dims
+            aligned = read.tokens + 2 * read.rows * size
+            blocks = read.rows * size * heads * (4 * mixer.key_dim + 8 * mixer.value_dim + 8 * size)
+            numbers = aligned * (4 * others + 4 * inputs) + blocks + 8 * read.rows * read.group.spec.snapshot_size
+            total = max(total, wide * numbers)
+    return total
 
 
 def _copy_bytes(read: AttentionRead, computed: str) -> int:

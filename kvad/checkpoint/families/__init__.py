@@ -23,8 +23,10 @@ _TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
         *("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta"),
         *("albert", "xlm-roberta-xl"),
     ),
-    "deepseek": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    "experts": (*("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "phimoe", "qwen2_moe"),),
+    "deepseek": ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"),
+    "experts": (
+        *("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "phimoe", "qwen2_moe", "solar_open"),
+    ),
     "deberta": ("deberta-v2",),
     "fairseq": (
         *("bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "pegasus"),
@@ -35,8 +37,8 @@ _TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
     "gpt": ("codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt"),
     "hybrid": ("lfm2", "lfm2_moe", "recurrent_gemma"),
     "llama": (
-        *("ernie4_5", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "phi", "phi3", "qwen3_moe"),
-        *("seed_oss", "stablelm", "starcoder2"),
+        *("ernie4_5", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "phi", "phi3", "seed_oss"),
+        *("flex_olmo", "minimax_m2", "stablelm", "starcoder2"),
     ),
     "llama_like": (
         *("cwm", "helium", "hyperclovax", "internlm3", "iquestcoder", "ministral", "ministral3"),
@@ -44,6 +46,8 @@ _TYPES: dict[str, tuple[str, ...]] = {  # file -> its model_types
     ),
     "neox": ("bloom", "falcon", "gpt_neox", "mpt"),
     "plain_mlp": ("apertus", "arcee", "jais2", "nanochat", "nemotron"),
+    "qwen_hybrid": ("qwen3_5", "qwen3_5_text", "qwen3_next"),
+    "sparse": ("exaone_moe", "granite_swa", "hy_v3", "mellum", "qwen3_moe"),
     "rotary_bert": ("modernbert", "nomic_bert", "roformer"),
     "t5": ("mt5", "t5", "umt5"),
     "windowed": (*("cohere", "cohere2", "exaone4", "glm", "glm4", "gpt_oss", "olmo3", "qwen2", "qwen3", "smollm3"),),

@@ -86,6 +86,7 @@ class HFClass:
     constants: Mapping[str, Any] = field(default_factory=lambda: {"pad_token_id": None})
     prefix: str = "model."
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)  # besides the matrix of a tied head
+    name_variants: Mapping[str, str] = field(default_factory=dict)  # ``Family.name_variants``
 
     def variant(self, model_type: str, architecture: str, **changes: Any) -> Self:
         """Return a class that differs in ``changes``."""
@@ -161,6 +162,7 @@ def decoder_family(*classes: HFClass, choose: Callable[[ModelConfig], str] | Non
         prefix=first.prefix,
         ignored=(*first.ignored, head.replace(".", r"\.")),
         head=(head, f"{first.tensors['embedding.tokens']}.weight"),
+        name_variants=first.name_variants,
     )
 
 

@@ -124,8 +124,12 @@ def _choose(config: ModelConfig) -> str:
     return "deepseek_v3" if mlp.router == "sigmoid" else "deepseek_v2"
 
 
-def _check(fields: HFConfigReader) -> None:
+def _check_heads(fields: HFConfigReader) -> None:
     fields.require_one_of("num_key_value_heads", fields.integer("num_attention_heads"), reason="All heads share one.")
+
+
+def _check(fields: HFConfigReader) -> None:
+    _check_heads(fields)
     fields.require_one_of("moe_layer_freq", 1, reason="Experts are read in all layers after the dense ones.")
     fields.require_one_of("scoring_func", "softmax" if fields.model_type == "deepseek_v2" else "sigmoid")
 
@@ -234,4 +238,18 @@ _GLM = _V3.variant(
     layer_types=LayerTypes(_read_layers, _write_glm_layers),
 )
 
-FAMILIES = (decoder_family(_V2, _V3, choose=_choose), decoder_family(_GLM))
+# Tencent 2025.  DeepSeek-V3 without experts.
+_YOUTU = _V3.variant(
+    "youtu",
+    "YoutuForCausalLM",
+    fields={**_V3.fields, "tie_embeddings": hf.flag("tie_word_embeddings", True)},
+    layer={**_V3.layer, **{f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}},
+    defaults={name: _V3.defaults[name] for name in (*_LATENT_SIZES, "q_lora_rank")}
+    | {"max_position_embeddings": 131072},
+    check=_check_heads,
+    layer_types=None,
+    layer_rules=None,
+    ignored=(r".*rotary_emb\.inv_freq",),
+)
+
+FAMILIES = (decoder_family(_V2, _V3, choose=_choose), decoder_family(_GLM), decoder_family(_YOUTU))

@@ -31,7 +31,7 @@ _ROW = TensorTransform(  # [experts] stored as [1, experts]
 )
 
 
-def _sparse_layers(
+def sparse_layers(
     read_experts: Callable[[HFConfigReader, str], cfg.MoEConfig],
     read_is_sparse: Callable[[HFConfigReader], Callable[[int], bool]],
     write_experts: Callable[[cfg.MoEConfig], dict[str, Any]],
@@ -120,14 +120,16 @@ def _write_qwen2_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
     }
 
 
-def _read_qwen2_places(fields: HFConfigReader) -> Callable[[int], bool]:
+def read_qwen2_places(fields: HFConfigReader) -> Callable[[int], bool]:
     dense, step = fields.get("mlp_only_layers", []), fields.integer("decoder_sparse_step", default=1)
     return lambda index: index not in dense and (index + 1) % step == 0
 
 
-def _write_qwen2_places(is_sparse: list[bool]) -> dict[str, Any]:
+def write_qwen2_places(is_sparse: list[bool]) -> dict[str, Any]:
     return {"mlp_only_layers": [index for index, sparse in enumerate(is_sparse) if not sparse]}
 
+
+QWEN2_LAYERS = sparse_layers(_read_qwen2_experts, read_qwen2_places, _write_qwen2_experts, write_qwen2_places)
 
 # Qwen 1.5 and 2 (Yang et al. 2024).  Experts of all tokens beside the chosen ones, times a sigmoid.
 _QWEN2_MOE = HFClass(
@@ -145,7 +147,7 @@ _QWEN2_MOE = HFClass(
         "num_experts": 60,
     },
     check=_check_qwen2_moe,
-    layer_types=_sparse_layers(_read_qwen2_experts, _read_qwen2_places, _write_qwen2_experts, _write_qwen2_places),
+    layer_types=QWEN2_LAYERS,
     layer_rules=expert_rules("gate", "", "shared_expert", "shared_expert_gate"),
     constants={"pad_token_id": None, "decoder_sparse_step": 1, "use_sliding_window": False},
 )
@@ -217,10 +219,38 @@ _GLM4_MOE = HFClass(
         "n_routed_experts": 128,
         "first_k_dense_replace": 1,
     },
-    layer_types=_sparse_layers(_read_glm_experts, _read_glm_places, _write_glm_experts, _write_glm_places),
+    layer_types=sparse_layers(_read_glm_experts, _read_glm_places, _write_glm_experts, _write_glm_places),
     layer_rules=expert_rules("gate", "gate.e_score_correction_bias", "shared_experts"),
     # Of the last layers of GLM-4.5 and its Air, which predict further tokens; transformers ignores them too.
     ignored=(r".*rotary_emb\.inv_freq", r"layers\.(46|92)\..*"),
+)
+
+
+# Upstage 2025.  GLM-4.5 with experts in every layer, and RoPE over the full head.
+_SOLAR_OPEN = _GLM4_MOE.variant(
+    "solar_open",
+    "SolarOpenForCausalLM",
+    fields={
+        **base.SIZES,
+        **_DROPOUT,
+        "mlp.intermediate_size": hf.integer("moe_intermediate_size"),
+        "norm.eps": hf.number("rms_norm_eps", 1e-5),
+        "attention.position": hf.rope(theta=1000000.0),
+        "attention.qkv_bias": hf.flag("attention_bias"),
+    },
+    layer=_ATTENTION,
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "moe_intermediate_size": 1280,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 0,
+    },
+    ignored=(r".*rotary_emb\.inv_freq",),
 )
 
 
@@ -316,9 +346,10 @@ _ERNIE_MOE = HFClass(
         "moe_layer_interval": 1,
     },
     check=lambda fields: fields.require_one_of("use_bias", False, reason="Biases of experts are not read."),
-    layer_types=_sparse_layers(_read_ernie_experts, _read_ernie_places, _write_ernie_experts, _write_ernie_places),
+    layer_types=sparse_layers(_read_ernie_experts, _read_ernie_places, _write_ernie_experts, _write_ernie_places),
     layer_rules=expert_rules("gate", "moe_statics.e_score_correction_bias", "shared_experts"),
     ignored=(r".*rotary_emb\.inv_freq", r".*mtp.*"),
+    name_variants={"mlp.moe_statics.e_score_correction_bias": "mlp.gate.moe_statics.e_score_correction_bias"},
 )
 
 
@@ -389,6 +420,7 @@ _PHIMOE = HFClass(
         "num_experts_per_tok": 2,
     },
     layer_rules=_phimoe_rules,
+    name_variants={"block_sparse_moe.gate.weight": "mlp.router.weight"},
 )
 
 
@@ -424,6 +456,11 @@ _GRANITE_MOE = HFClass(
     mlp=cfg.MoEConfig,
     defaults={"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
     layer_rules=_granite_rules,
+    name_variants={
+        "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+        "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    },
 )
 
 # The same with a shared expert.
@@ -448,6 +485,7 @@ def _choose_granite(config: ModelConfig) -> str:
 FAMILIES = (
     decoder_family(_QWEN2_MOE),
     decoder_family(_GLM4_MOE),
+    decoder_family(_SOLAR_OPEN),
     decoder_family(_DOTS1),
     decoder_family(_ERNIE_MOE),
     decoder_family(_PHIMOE),

@@ -17,13 +17,13 @@ from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 
 # Conv1d stores [channels, 1, kernel size]; its bias is unchanged.
-_CHANNEL_CONV = TensorTransform(
+CHANNEL_CONV = TensorTransform(
     lambda tensors, shapes: [tensor.flatten(1) if tensor.dim() == 3 else tensor for tensor in tensors],
     lambda tensors, shapes: [tensor.unsqueeze(1) if tensor.dim() == 2 else tensor for tensor in tensors],
 )
 
 
-def _layer_pattern(fields: HFConfigReader, types: list[str], letters: Mapping[str, str]) -> str:
+def layer_pattern(fields: HFConfigReader, types: list[str], letters: Mapping[str, str]) -> str:
     """Return the letter of each layer from a list of names."""
     layers = fields.integer("num_hidden_layers")
     if len(types) != layers or not set(types) <= letters.keys():
@@ -43,7 +43,7 @@ def _mixer_rules(
             yield from prefix_rules(kvad_prefix, hf_prefix, attention)
         else:
             yield from prefix_rules(kvad_prefix, hf_prefix, other)
-            yield tensor_rule(f"{kvad_prefix}.attention.conv", f"{hf_prefix}.{conv_name}", _CHANNEL_CONV)
+            yield tensor_rule(f"{kvad_prefix}.attention.conv", f"{hf_prefix}.{conv_name}", CHANNEL_CONV)
 
     return rules
 
@@ -72,7 +72,7 @@ def _read_lfm2_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[M
     if types is None:
         types = ["full_attention" if index in full else "conv" for index in layers]
     conv = cfg.ShortConvConfig(fields.integer("conv_L_cache", default=3), fields.flag("conv_bias"))
-    letters = _layer_pattern(fields, types, _LFM2_TYPES)
+    letters = layer_pattern(fields, types, _LFM2_TYPES)
     return {"A": layer, "C": cfg.LayerConfig(conv, layer.mlp, layer.norm)}, letters
 
 
@@ -212,7 +212,7 @@ def _read_gemma_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[
     activation = fields.choice("hidden_activation", hf.ACTIVATIONS, "gelu_pytorch_tanh")
     mixer = cfg.GatedRecurrenceConfig(width, heads, kernel_size, activation)
     types = [blocks[index % len(blocks)] for index in range(layers)]
-    return {"A": layer, "R": replace(layer, attention=mixer)}, _layer_pattern(fields, types, _GEMMA_BLOCKS)
+    return {"A": layer, "R": replace(layer, attention=mixer)}, layer_pattern(fields, types, _GEMMA_BLOCKS)
 
 
 def _write_gemma_layers(config: ModelConfig) -> dict[str, Any]:

@@ -137,42 +137,9 @@ _MIXTRAL = HFClass(
         "num_experts_per_tok": 2,
     },
     layer_rules=_expert_rules("block_sparse_moe", {"gate": "w1", "down": "w2", "up": "w3"}),
-)
-
-
-def _check_all_sparse(fields: HFConfigReader) -> None:
-    fields.require_one_of("decoder_sparse_step", 1, reason="Some layers would have no experts.")
-    fields.require_one_of("mlp_only_layers", [], reason="Some layers would have no experts.")
-    fields.require_one_of("use_sliding_window", False, reason="Windows are read for dense Qwen 3 models.")
-
-
-# Yang et al. 2025.  Qwen 3 with experts in every layer.
-_QWEN3_MOE = HFClass(
-    "qwen3_moe",
-    "Qwen3MoeForCausalLM",
-    {
-        **base.SIZES,
-        **_DROPOUT,
-        "attention.position": hf.rope(),
-        **hf.biases("attention_bias"),
-        "attention.qk_norm": "head",
-        "mlp.intermediate_size": hf.integer("moe_intermediate_size"),
-        "mlp.num_experts": _NUM_EXPERTS,
-        "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
-        "mlp.renormalize": _RENORMALIZE,
+    name_variants={  # of ``save_original_format=False``, here and in the other classes
+        f"block_sparse_moe.{name}": f"mlp.{name}" for name in ("gate.weight", "e_score_correction_bias")
     },
-    layer={**_ATTENTION, **base.QK_NORM, "mlp.router": "mlp.gate"},
-    mlp=cfg.MoEConfig,
-    defaults={
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    },
-    check=_check_all_sparse,
-    layer_rules=_SWIGLU_EXPERTS,
-    constants={"pad_token_id": None, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
 )
 
 
@@ -195,11 +162,63 @@ _OLMOE = HFClass(
         "mlp.num_experts_per_token": hf.integer("num_experts_per_tok"),
         "mlp.renormalize": _RENORMALIZE,
     },
-    layer=_QWEN3_MOE.layer,
+    layer={**_ATTENTION, **base.QK_NORM, "mlp.router": "mlp.gate"},
     mlp=cfg.MoEConfig,
     defaults={"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
     check=_check_olmoe,
     layer_rules=_SWIGLU_EXPERTS,
+)
+
+
+# Shi et al. 2025.  OLMo 2 with experts that were trained apart.
+_FLEX_OLMO = _OLMOE.variant(
+    "flex_olmo",
+    "FlexOlmoForCausalLM",
+    fields={
+        **_OLMOE.fields,
+        "norm.eps": hf.number("rms_norm_eps", 1e-6),
+        "attention.position": hf.rope(theta=500000.0),
+        "stack.norm_position": "after",
+    },
+    layer={**_OLMOE.layer, "norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
+    defaults={"max_position_embeddings": 4096, "num_experts": 7, "num_experts_per_tok": 5},
+    check=None,
+)
+
+_MINIMAX_ROPE = hf.rope(theta=5000000.0, partial=1.0)
+
+
+def _read_minimax_rope(fields: HFConfigReader) -> cfg.RopeConfig:
+    """Read the part of a head that is rotated, which published files give as ``rotary_dim``."""
+    rotary_dim, part = fields.optional_integer("rotary_dim"), fields.part("rope_parameters")
+    if rotary_dim is not None and "partial_rotary_factor" not in part:
+        fraction = rotary_dim / fields.integer("head_dim")
+        fields = fields.derive({"partial_rotary_factor": fraction, **fields.content})
+    position: cfg.RopeConfig = _MINIMAX_ROPE.read(fields)
+    return position
+
+
+# MiniMax 2025.  Normalizes all of q and all of k, partial RoPE; the router has sigmoids and a bias for the selection.
+_MINIMAX_M2 = _MIXTRAL.variant(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    fields={
+        **{name: _MIXTRAL.fields[name] for name in _MIXTRAL.fields if name != "attention.window"},
+        **_DROPOUT,
+        "attention.position": hf.HFField(_read_minimax_rope, _MINIMAX_ROPE.write),
+        "attention.qk_norm": "full",
+        "mlp.router": "sigmoid",
+        "mlp.selection_bias": True,
+        "norm.eps": hf.number("rms_norm_eps", 1e-6),
+    },
+    layer={**_MIXTRAL.layer, **base.QK_NORM, "mlp.selection_bias": "block_sparse_moe.e_score_correction_bias"},
+    defaults={
+        "max_position_embeddings": 196608,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+    },
 )
 
 
@@ -364,8 +383,9 @@ FAMILIES = (
     decoder_family(_SEED_OSS),
     decoder_family(_ERNIE),
     decoder_family(_MIXTRAL),
-    decoder_family(_QWEN3_MOE),
+    decoder_family(_MINIMAX_M2),
     decoder_family(_OLMOE),
+    decoder_family(_FLEX_OLMO),
     decoder_family(_OLMO, _OLMO2, choose=_choose_olmo),
     decoder_family(_STARCODER2),
     decoder_family(_STABLELM),

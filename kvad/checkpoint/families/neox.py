@@ -111,6 +111,7 @@ _NEOX = _BLOOM.variant(
     layer_rules=fused_rules("attention.query_key_value", groups=kv_heads),
     prefix="gpt_neox.",
     ignored=(r".*\.attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
+    name_variants={"embed_out.weight": "lm_head.weight"},
 )
 
 

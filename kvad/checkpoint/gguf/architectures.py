@@ -1,19 +1,12 @@
-"""GGUF architectures and the Hugging Face classes that they correspond to.
-
-A config is converted key by key. What a GGUF file cannot express is refused: a written config is read back and compared
-(``writer``), and a key of the architecture that is not in its table is an error, not a default.
-"""
+"""GGUF architectures and the Hugging Face classes that they correspond to."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from kvad.checkpoint.gguf import packings
+from kvad.checkpoint.gguf.metadata import Architecture, FileContents, architecture_keys, inexpressible
 from kvad.errors import CheckpointError, suggest
 
 _SIZES = {
@@ -25,7 +18,8 @@ _SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "rope.freq_base": "rope_theta",
 }
-_RMS = {**_SIZES, "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_EPS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_RMS = {**_SIZES, "attention.key_length": "head_dim", **_EPS}
 _GPT2 = {
     "context_length": "n_positions",
     "block_count": "n_layer",
@@ -34,69 +28,27 @@ _GPT2 = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-# Keys without a field of config.json, which ``_check_derived`` and ``_rope_scaling`` read.
-_DERIVED = ("attention.value_length", "rope.dimension_count", "vocab_size", "attention.causal")
-_SCALING = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length")
-_UNUSED = ("rope.scaling.finetuned",)
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _LOCAL_EXPERTS = {**_EXPERTS, "expert_count": "num_local_experts"}
-
-
-class FileContents(NamedTuple):
-    """Metadata of a GGUF file, and the names of its tensors."""
-
-    values: Mapping[str, Any]
-    tensor_names: frozenset[str]
-    factors: Callable[[str], list[float]]  # values of a small tensor
-
-
-class Packing(NamedTuple):
-    """A tensor of Hugging Face that is stored as one or more others in a GGUF file."""
-
-    names: tuple[str, ...]  # of a layer's tensors in the GGUF file
-    read: Callable[[list[Tensor]], Tensor]
-    write: Callable[[Tensor], list[Tensor]]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """An architecture of llama.cpp, as a Hugging Face class."""
-
-    name: str  # general.architecture
-    model_type: str
-    hf_class: str
-    keys: Mapping[str, str]  # key without the architecture -> key of config.json
-    constants: Mapping[str, Any] = field(default_factory=dict)  # of config.json; llama.cpp has them in its code
-    complete: Callable[[dict[str, Any], FileContents], None] = field(default=lambda content, contents: None)
-    is_partial: bool = False  # rope.dimension_count may be less than the head's width
-    interleaves_rotary: bool = False  # rows of q and k are stored for rotary pairs (2i, 2i + 1)
-    norm_offset: float = 0.0  # stored weights of norms are larger by this
-    transposed: tuple[str, ...] = ()  # tensors that Hugging Face stores as [in, out]
-    packings: Mapping[str, Packing] = field(default_factory=dict)  # by the name in a layer of Hugging Face
-    not_written: tuple[str, ...] = ()  # keys that are read, and that llama.cpp ignores: a model with one is refused
-
-    @property
-    def has_experts(self) -> bool:
-        return "expert_count" in self.keys
-
-    def convert(self, name: str, tensor: Tensor, content: Mapping[str, Any], *, write: bool = False) -> Tensor:
-        """Convert a tensor between the two layouts.
-
-        Args:
-            name: Its name in the GGUF file, such as ``blk.0.attn_q.weight``.
-            tensor: The tensor of Hugging Face (``write``) or of the file.
-            content: The ``config.json``.
-            write: Convert to GGUF's layout instead of from it.
-        """
-        part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        if self.interleaves_rotary and part in ("attn_q", "attn_k"):
-            num_heads = content["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-            pairs = tensor.unflatten(0, (num_heads, 2, -1) if write else (num_heads, -1, 2))
-            converted: Tensor = pairs.transpose(1, 2).flatten(0, 2)
-            return converted
-        if self.norm_offset and part.endswith("norm") and name.endswith(".weight"):
-            return tensor + (self.norm_offset if write else -self.norm_offset)
-        return tensor.t() if part in self.transposed and tensor.dim() == 2 else tensor
+_SHARED_EXPERTS = {  # of DeepSeek and of those that followed it
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+_GRANITE = {
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+_WINDOW_PATTERN = "attention.sliding_window_pattern"
+_SIGMOID = {"expert_gating_func": 2}
 
 
 def _llama_biases(content: dict[str, Any], contents: FileContents) -> None:
@@ -124,35 +76,174 @@ def _olmoe_heads(content: dict[str, Any], contents: FileContents) -> None:
     content["num_key_value_heads"] = content["num_attention_heads"]  # llama.cpp reads no other file
 
 
+def _attention_bias(content: dict[str, Any], contents: FileContents) -> None:
+    content["attention_bias"] = "blk.0.attn_q.bias" in contents.tensor_names
+
+
+def _qkv_bias(content: dict[str, Any], contents: FileContents) -> None:
+    content["qkv_bias"] = "blk.0.attn_q.bias" in contents.tensor_names
+
+
+def _phi3_options(content: dict[str, Any], contents: FileContents) -> None:
+    content["sliding_window"] = content.get("sliding_window") or None  # Phi-4's files have 0
+    original = contents.values.get("rope.scaling.original_context_length")
+    content |= {} if original is None else {"original_max_position_embeddings": original}
+
+
+def _gpt2_width(values: dict[str, Any], content: Mapping[str, Any]) -> None:
+    values.setdefault("feed_forward_length", 4 * content["n_embd"])
+
+
+def _bloom_width(values: dict[str, Any], content: Mapping[str, Any]) -> None:
+    values |= {"feed_forward_length": 4 * content["hidden_size"], "attention.head_count_kv": content["n_head"]}
+
+
+def _falcon_heads(content: dict[str, Any], contents: FileContents) -> None:
+    """Set the fields of the two decoder architectures of Falcon."""
+    content.pop("head_dim", None)  # the class has no such field
+    has_two_norms = "blk.0.attn_norm_2.weight" in contents.tensor_names
+    has_groups = content["num_kv_heads"] not in (1, content["num_attention_heads"])
+    content["new_decoder_architecture"] = has_two_norms or has_groups
+    content |= {"num_ln_in_parallel_attn": 2 if has_two_norms else 1, "multi_query": content["num_kv_heads"] == 1}
+
+
+# ---------------------------------------------------------------- windows
+
+
+def _read_windows(content: dict[str, Any], contents: FileContents) -> None:
+    """Set ``layer_types``; without a pattern, every fourth layer has no window."""
+    pattern, layers = contents.values.get(_WINDOW_PATTERN, 4), range(content["num_hidden_layers"])
+    windows = pattern if isinstance(pattern, list) else [(index + 1) % pattern != 0 for index in layers]
+    content["layer_types"] = ["sliding_attention" if window else "full_attention" for window in windows]
+
+
+def _write_windows(values: dict[str, Any], content: Mapping[str, Any]) -> None:
+    values[_WINDOW_PATTERN] = [kind == "sliding_attention" for kind in content["layer_types"]]
+
+
+_EXAONE4_WINDOW_LAYERS = 64  # llama.cpp has windows in models of this size only (32B)
+
+
+def _read_exaone4(content: dict[str, Any], contents: FileContents) -> None:
+    content["sliding_window"] = None
+    if content["num_hidden_layers"] == _EXAONE4_WINDOW_LAYERS:
+        content["sliding_window"] = contents.values.get("attention.sliding_window", 4096)
+        _read_windows(content, contents)
+
+
+def _write_exaone4(values: dict[str, Any], content: Mapping[str, Any]) -> None:
+    if (content["num_hidden_layers"] == _EXAONE4_WINDOW_LAYERS) != ("attention.sliding_window" in values):
+        raise inexpressible("exaone4", "llama.cpp has windows in models of 64 layers, and in these always")
+    if "attention.sliding_window" in values:
+        _write_windows(values, content)
+
+
+# ---------------------------------------------------------------- experts
+
+
 def _gpt_oss_windows(content: dict[str, Any], contents: FileContents) -> None:
-    content["layer_types"] = ["sliding_attention", "full_attention"] * (content["num_hidden_layers"] // 2)
+    kinds = "sliding_attention", "full_attention"
+    content["layer_types"] = [kinds[index % 2] for index in range(content["num_hidden_layers"])]
     if content.get("rope_scaling") is not None:
         content["rope_scaling"]["truncate"] = False
 
 
-def _split_last(tensor: Tensor) -> list[Tensor]:
-    return list(tensor.unflatten(-1, (-1, 2)).unbind(-1))
+def _granite_heads(content: dict[str, Any], contents: FileContents) -> None:
+    content.pop("head_dim", None)  # the class has no such field
 
 
-# gpt-oss joins gate and up, alternating, and stores its matrices as [in, out].
-_GPT_OSS = {
-    "self_attn.sinks": Packing(("attn_sinks.weight",), lambda parts: parts[0], lambda tensor: [tensor]),
-    "mlp.experts.gate_up_proj": Packing(
-        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-        lambda parts: torch.stack(parts, -1).flatten(-2) if parts[0].dim() == 2 else
-        torch.stack([part.transpose(1, 2) for part in parts], -1).flatten(-2),
-        lambda tensor: [part.transpose(1, 2).contiguous() for part in _split_last(tensor)],
-    ),
-    "mlp.experts.gate_up_proj_bias": Packing(
-        ("ffn_gate_exps.bias", "ffn_up_exps.bias"), lambda parts: torch.stack(parts, -1).flatten(-2), _split_last
-    ),
-    "mlp.experts.down_proj": Packing(
-        ("ffn_down_exps.weight",), lambda parts: parts[0].transpose(1, 2), lambda tensor: [tensor.transpose(1, 2)]
-    ),
-    "mlp.experts.down_proj_bias": Packing(
-        ("ffn_down_exps.bias",), lambda parts: parts[0], lambda tensor: [tensor]
-    ),
-}  # fmt: skip
+def _routing(content: dict[str, Any], contents: FileContents) -> None:
+    """Set llama.cpp's defaults of absent keys."""
+    defaults = {"routed_scaling_factor": 1.0, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
+    content |= {**defaults, "first_k_dense_replace": 0, **content}
+
+
+def _glm4_moe_options(content: dict[str, Any], contents: FileContents) -> None:
+    """Complete the options; layers that predict further tokens are the last ones of the file, and are not read."""
+    _routing(content, contents)
+    content["num_hidden_layers"] -= content.get("num_nextn_predict_layers") or 0
+    names = contents.tensor_names
+    content |= {"attention_bias": "blk.0.attn_q.bias" in names, "use_qk_norm": "blk.0.attn_q_norm.weight" in names}
+
+
+def _dots1_options(content: dict[str, Any], contents: FileContents) -> None:
+    _routing(content, contents)
+    content["num_key_value_heads"] = content["num_attention_heads"]  # llama.cpp reads no other file
+
+
+def _ernie_shared(values: dict[str, Any], content: Mapping[str, Any]) -> None:
+    size = content["moe_intermediate_size"] * content["moe_num_shared_experts"]
+    values |= {"expert_shared_feed_forward_length": size} if size else {}
+
+
+# ---------------------------------------------------------------- latent attention
+
+_LATENT = {
+    **{key: name for key, name in _RMS.items() if key not in ("attention.key_length", "attention.head_count_kv")},
+    **_SHARED_EXPERTS,
+    **_GROUPS,
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+}
+_YARN_TEMPERATURE = "rope.scaling.yarn_log_multiplier"  # a tenth of ``mscale_all_dim``
+_LATENT_DERIVED = (
+    *("attention.head_count_kv", "attention.key_length", "attention.key_length_mla", "attention.value_length_mla"),
+    _YARN_TEMPERATURE,
+)
+
+
+def _is_deepseek_v3(values: Mapping[str, Any]) -> bool:
+    """Return True if the router has sigmoids; the files of GLM-4.7-Flash do not state it."""
+    is_glm = values.get("block_count") in (47, 48) and values.get("vocab_size") == 154880
+    return bool(values.get("expert_gating_func", 2 if is_glm else 1) == 2)
+
+
+def _read_latent(content: dict[str, Any], contents: FileContents) -> None:
+    """Set the sizes of a head; older files have no keys for those before the matrices are joined."""
+    values = contents.values
+    key = values.get("attention.key_length_mla", values["attention.key_length"])
+    content["qk_nope_head_dim"] = key - content["qk_rope_head_dim"]
+    content["v_head_dim"] = values.get("attention.value_length_mla", values["attention.value_length"])
+    content["num_key_value_heads"] = content["num_attention_heads"]
+    content.setdefault("q_lora_rank", None)
+    if _YARN_TEMPERATURE in values and "rope_scaling" in content:
+        temperature = float(f"{10 * values[_YARN_TEMPERATURE]:.6g}")
+        content["rope_scaling"] |= {"mscale": temperature, "mscale_all_dim": temperature}
+    _routing(content, contents)
+
+
+def _read_deepseek_v2(content: dict[str, Any], contents: FileContents) -> None:
+    _read_latent(content, contents)
+    content["topk_method"] = "greedy" if content["n_group"] == 1 else "group_limited_greedy"
+
+
+def _read_deepseek_v3(content: dict[str, Any], contents: FileContents) -> None:
+    _read_latent(content, contents)
+    content |= {"rope_interleave": True, "topk_method": "noaux_tc"}
+
+
+def _write_latent(values: dict[str, Any], content: Mapping[str, Any]) -> None:
+    """Write the sizes of one key-value head, the latent, and of the heads that it stands for."""
+    scaling = content.get("rope_scaling") or {}
+    temperature = scaling.get("mscale_all_dim") or 0.0
+    if scaling and (not temperature or scaling.get("mscale") != temperature):
+        raise inexpressible("deepseek2", "mscale and mscale_all_dim of YaRN differ")
+    if content["rms_norm_eps"] != 1e-6:  # that of the norms of latents in transformers
+        raise inexpressible("deepseek2", "its norms have two epsilons")
+    layers = content["num_hidden_layers"]
+    is_lite = layers in (26, 27) or (layers, values["vocab_size"]) == (48, 128256)
+    if is_lite != (content.get("q_lora_rank") is None):
+        raise inexpressible("deepseek2", "models of 26 or 27 layers have no q_lora_rank in llama.cpp, others have one")
+    width = content["kv_lora_rank"] + content["qk_rope_head_dim"]
+    values |= {
+        "attention.head_count_kv": 1,
+        "attention.key_length": width,
+        "attention.value_length": content["kv_lora_rank"],
+        "attention.key_length_mla": content["qk_nope_head_dim"] + content["qk_rope_head_dim"],
+        "attention.value_length_mla": content["v_head_dim"],
+    }
+    values |= {_YARN_TEMPERATURE: 0.1 * temperature} if scaling else {}
 
 
 def _gemma_scale(content: dict[str, Any], contents: FileContents) -> None:
@@ -212,16 +303,40 @@ ARCHITECTURES = {
                 **_SIZES, "attention.layer_norm_rms_epsilon": "rms_norm_eps",
                 "attention.sliding_window": "sliding_window",
             },
-            _SILU, is_partial=True, not_written=("attention.sliding_window",),
+            _SILU, _phi3_options, is_partial=True, has_longrope=True,
+            not_written=("attention.sliding_window",),
         ),
-        Architecture("olmo2", "olmo2", "Olmo2ForCausalLM", _RMS, {**_SILU, "attention_bias": False}),
+        Architecture(
+            "phi2", "phi", "PhiForCausalLM", {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"},
+            {"hidden_act": "gelu_new", "qk_layernorm": False}, is_partial=True,
+        ),
+        Architecture(
+            "olmo2", "olmo2", "Olmo2ForCausalLM", _RMS, {**_SILU, "attention_bias": False},
+            is_chosen=lambda values: not values.get("attention.sliding_window"),
+        ),
+        Architecture(
+            "olmo2", "olmo3", "Olmo3ForCausalLM", {**_RMS, **_WINDOW}, {**_SILU, "attention_bias": False},
+            _read_windows, _write_windows, (_WINDOW_PATTERN,),
+            is_chosen=lambda values: bool(values.get("attention.sliding_window")),
+        ),
+        Architecture(
+            "olmo", "olmo", "OlmoForCausalLM",
+            {**_SIZES, "attention.key_length": "head_dim", "attention.clamp_kqv": "clip_qkv"},
+            {**_SILU, "attention_bias": False}, fixed={"attention.layer_norm_epsilon": 1e-5}, interleaves_rotary=True,
+        ),
+        Architecture(
+            "exaone4", "exaone4", "Exaone4ForCausalLM", {**_SIZES, **_EPS, **_WINDOW}, _SILU, _read_exaone4,
+            _write_exaone4, (_WINDOW_PATTERN, "attention.key_length"),  # llama.cpp reads no other width
+        ),
+        Architecture(
+            "glm4", "glm4", "Glm4ForCausalLM", _RMS, _SILU, _attention_bias, is_partial=True,
+        ),
+        Architecture(
+            "chatglm", "glm", "GlmForCausalLM", {**_SIZES, **_EPS}, _SILU, _attention_bias, is_partial=True,
+        ),
         Architecture(
             "granite", "granite", "GraniteForCausalLM",
-            {
-                **_RMS, "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
-                "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
-            },
-            _SILU, _llama_biases, interleaves_rotary=True,
+            {**_RMS, **_GRANITE}, _SILU, _llama_biases, interleaves_rotary=True,
         ),
         Architecture("seed_oss", "seed_oss", "SeedOssForCausalLM", _RMS, _SILU, _seed_oss_biases),
         Architecture(
@@ -244,7 +359,71 @@ ARCHITECTURES = {
             {**_SILU, "attention_bias": False},
         ),
         Architecture(
+            "cohere2", "cohere2", "Cohere2ForCausalLM",
+            {
+                **_SIZES, **_WINDOW, "attention.key_length": "head_dim",
+                "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale",
+            },
+            {**_SILU, "attention_bias": False}, _read_windows, _write_windows, (_WINDOW_PATTERN,),
+        ),
+        Architecture(
             "llama", "mixtral", "MixtralForCausalLM", {**_RMS, **_LOCAL_EXPERTS}, _SILU, interleaves_rotary=True
+        ),
+        Architecture(
+            "qwen2moe", "qwen2_moe", "Qwen2MoeForCausalLM",
+            {
+                **_RMS, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            },
+            {**_SILU, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}, _qkv_bias,
+            row_vectors=("ffn_gate_inp_shexp",),
+        ),
+        Architecture(
+            "granitemoe", "granitemoe", "GraniteMoeForCausalLM", {**_SIZES, **_EPS, **_GRANITE, **_LOCAL_EXPERTS},
+            {**_SILU, "attention_bias": False}, _granite_heads, interleaves_rotary=True,
+            packings=lambda content: packings.GRANITE_EXPERTS,
+            is_chosen=lambda values: "expert_shared_feed_forward_length" not in values,
+        ),
+        Architecture(
+            "granitemoe", "granitemoeshared", "GraniteMoeSharedForCausalLM",
+            {
+                **_SIZES, **_EPS, **_GRANITE, **_LOCAL_EXPERTS,
+                "expert_shared_feed_forward_length": "shared_intermediate_size",
+            },
+            {**_SILU, "attention_bias": False}, _granite_heads, interleaves_rotary=True,
+            packings=lambda content: packings.GRANITE_EXPERTS,
+            is_chosen=lambda values: "expert_shared_feed_forward_length" in values,
+        ),
+        Architecture(
+            "glm4moe", "glm4_moe", "Glm4MoeForCausalLM",
+            {**_RMS, **_SHARED_EXPERTS, **_GROUPS, "nextn_predict_layers": "num_nextn_predict_layers"}, _SILU,
+            _glm4_moe_options, fixed=_SIGMOID, is_partial=True,
+        ),
+        Architecture(
+            "dots1", "dots1", "Dots1ForCausalLM", {**_RMS, **_SHARED_EXPERTS, **_GROUPS},
+            {**_SILU, "attention_bias": False}, _dots1_options, fixed=_SIGMOID,
+        ),
+        Architecture(
+            "ernie4_5-moe", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
+            {
+                **_RMS, "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
+                "expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "moe_num_shared_experts",
+                "leading_dense_block_count": "moe_layer_start_index",
+            },
+            # llama.cpp requires the experts of every layer from the first one on.
+            {**_SILU, "use_bias": False, "moe_layer_interval": 1, "moe_layer_end_index": -1},
+            finish=_ernie_shared, derived=("expert_shared_feed_forward_length",),
+            fixed={"interleave_moe_layer_step": 1}, row_vectors=("exp_probs_b",),
+        ),
+        Architecture(
+            "deepseek2", "deepseek_v2", "DeepseekV2ForCausalLM", _LATENT, {**_SILU, "attention_bias": False},
+            _read_deepseek_v2, _write_latent, _LATENT_DERIVED, {"expert_gating_func": 1},
+            lambda values: not _is_deepseek_v3(values), packings=packings.latent_packings, not_written=tuple(_GROUPS),
+        ),
+        Architecture(
+            "deepseek2", "deepseek_v3", "DeepseekV3ForCausalLM", _LATENT, {**_SILU, "attention_bias": False},
+            _read_deepseek_v3, _write_latent, _LATENT_DERIVED, _SIGMOID, packings=packings.latent_packings,
+            is_chosen=_is_deepseek_v3,
         ),
         Architecture(
             "qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM",
@@ -261,11 +440,47 @@ ARCHITECTURES = {
                 **_RMS, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size",
                 "attention.sliding_window": "sliding_window",
             },
-            {**_SILU, "attention_bias": True}, _gpt_oss_windows, packings=_GPT_OSS,
+            {**_SILU, "attention_bias": True}, _gpt_oss_windows, packings=lambda content: packings.GPT_OSS,
         ),
         Architecture(
             "gpt2", "gpt2", "GPT2LMHeadModel", _GPT2, {"activation_function": "gelu_new"},
-            transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+            finish=_gpt2_width, transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+        ),
+        Architecture(
+            "starcoder", "gpt_bigcode", "GPTBigCodeForCausalLM", _GPT2,
+            {"activation_function": "gelu_pytorch_tanh", "multi_query": True}, finish=_gpt2_width,
+            fixed={"attention.head_count_kv": 1},
+        ),
+        Architecture(
+            "gptneox", "gpt_neox", "GPTNeoXForCausalLM",
+            {
+                **{key: _SIZES[key] for key in _SIZES if key != "attention.head_count_kv"},
+                "attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual",
+            },
+            {"hidden_act": "gelu", "attention_bias": True}, is_partial=True,
+            packings=lambda content: packings.grouped_qkv("attention", *2 * [content["num_attention_heads"]]),
+        ),
+        Architecture(
+            "falcon", "falcon", "FalconForCausalLM",
+            {
+                **_SIZES, "feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": "num_kv_heads",
+                "attention.layer_norm_epsilon": "layer_norm_epsilon",
+            },
+            {"activation": "gelu", "alibi": False, "bias": False, "parallel_attn": True}, _falcon_heads,
+            derived=("tensor_data_layout",),
+            packings=lambda content: packings.grouped_qkv(
+                "self_attention", content["num_attention_heads"], content["num_kv_heads"]
+            ),
+        ),
+        Architecture(
+            "bloom", "bloom", "BloomForCausalLM",
+            {
+                "context_length": "seq_length", "block_count": "n_layer", "embedding_length": "hidden_size",
+                "attention.head_count": "n_head", "attention.layer_norm_epsilon": "layer_norm_epsilon",
+            },
+            {"apply_residual_connection_post_layernorm": False}, finish=_bloom_width,
+            derived=("feed_forward_length", "attention.head_count_kv"),
+            packings=lambda content: packings.grouped_qkv("self_attention", *2 * [content["n_head"]]),
         ),
     )
 }  # fmt: skip
@@ -278,109 +493,7 @@ def find_architecture(values: Mapping[str, Any], where: str) -> Architecture:
     if not candidates:
         names = {architecture.name: architecture for architecture in ARCHITECTURES.values()}
         raise CheckpointError(f"{where}: general.architecture {name!r} is not read", suggest(str(name), names))
-    has_experts = bool(values.get(f"{name}.expert_count"))
-    return next((each for each in candidates if each.has_experts == has_experts), candidates[0])
-
-
-def config_json(architecture: Architecture, contents: FileContents, where: str) -> dict[str, Any]:
-    """Return the ``config.json`` of a file.
-
-    Raises:
-        CheckpointError: For a key of the architecture that is not read, or that contradicts another one.
-    """
-    prefix = f"{architecture.name}."
-    values = {name.removeprefix(prefix): value for name, value in contents.values.items() if name.startswith(prefix)}
-    content: dict[str, Any] = {"model_type": architecture.model_type, "architectures": [architecture.hf_class]}
-    for key, value in values.items():
-        if key in architecture.keys:
-            content[architecture.keys[key]] = value
-        elif key not in (*_DERIVED, *_SCALING, *_UNUSED):
-            raise CheckpointError(f"{where}: {prefix}{key} {value!r} is not supported")
-    required = ("block_count", "attention.head_count", *(_EXPERTS if architecture.has_experts else ()))
-    missing = next((key for key in required if key not in values), None)
-    if missing is not None:
-        raise CheckpointError(f"{where}: {prefix}{missing} is missing")
-    content["tie_word_embeddings"] = "output.weight" not in contents.tensor_names
-    _check_derived(architecture, values, content, where)
-    content |= architecture.constants
-    scaling = _rope_scaling(values, contents, where)
-    if scaling is not None:
-        content["rope_scaling"] = scaling
-    architecture.complete(content, contents)
-    return content
-
-
-def _check_derived(architecture: Architecture, values: Mapping[str, Any], content: dict[str, Any], where: str) -> None:
-    """Complete the head's width, and compare the keys that follow from others."""
-    width = content.get("hidden_size", content.get("n_embd", 0)) // max(1, values["attention.head_count"])
-    head_dim = values.get("attention.key_length", width)
-    if architecture.keys is not _GPT2:
-        content.setdefault("head_dim", head_dim)
-        content.setdefault("num_key_value_heads", values["attention.head_count"])
-    rotary_dim = values.get("rope.dimension_count", head_dim)
-    if architecture.is_partial:
-        content["partial_rotary_factor"] = rotary_dim / max(1, head_dim)
-    elif rotary_dim != head_dim:
-        raise CheckpointError(f"{where}: rope.dimension_count must be the head's width {head_dim}, got {rotary_dim}")
-    if values.get("attention.value_length", head_dim) != head_dim:
-        raise CheckpointError(f"{where}: attention.value_length must be {head_dim}, got other than its keys'")
-    if values.get("attention.causal", True) is not True:
-        raise CheckpointError(f"{where}: attention.causal must be true")
-
-
-def _rope_scaling(values: Mapping[str, Any], contents: FileContents, where: str) -> dict[str, Any] | None:
-    """Return ``rope_scaling`` of ``config.json``, or None."""
-    kind = values.get("rope.scaling.type", "none")
-    if "rope_freqs.weight" in contents.tensor_names:  # Llama 3.1's frequencies as divisors of the unscaled ones
-        factors = contents.factors("rope_freqs.weight")
-        limit = values.get("context_length", 0)
-        lists = {"short_factor": factors, "long_factor": factors}
-        return {"rope_type": "longrope", **lists, "attention_factor": 1.0, "original_max_position_embeddings": limit}
-    if kind == "none":
-        return None
-    if kind not in ("linear", "yarn"):
-        raise CheckpointError(f"{where}: rope.scaling.type {kind!r} is not supported", "Supported: linear, yarn.")
-    scaling = {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
-    original = values.get("rope.scaling.original_context_length")
-    return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
-
-
-def metadata(architecture: Architecture, content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return the keys of a ``config.json``, with the architecture's prefix."""
-    keys = {key: name for key, name in architecture.keys.items() if key not in architecture.not_written}
-    values = {key: content[name] for key, name in keys.items() if content.get(name) is not None}
-    if architecture.keys is _GPT2:
-        values.setdefault("feed_forward_length", 4 * content["n_embd"])
-    else:
-        width = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
-        fraction = content.get("partial_rotary_factor", 1.0) if architecture.is_partial else 1.0
-        values["rope.dimension_count"] = math.floor(width * fraction)
-        if "attention.key_length" in architecture.keys:
-            values["attention.key_length"] = values["attention.value_length"] = width
-    scaling = content.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in ("linear", "yarn"):
-        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
-        if "original_max_position_embeddings" in scaling:
-            values["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
-    values["vocab_size"] = vocab_size
-    return {f"{architecture.name}.{key}": value for key, value in values.items()}
-
-
-def llama3_divisors(content: Mapping[str, Any]) -> Tensor | None:
-    """Return ``rope_freqs.weight`` [head_dim / 2] of Llama 3.1's scaling, or None.
-
-    The formula is that of transformers' ``_compute_llama3_parameters``.
-    """
-    scaling = content.get("rope_scaling") or {}
-    if scaling.get("rope_type") != "llama3":
-        return None
-    width = content.get("head_dim") or content["hidden_size"] // content["num_attention_heads"]
-    frequencies = content["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    wavelengths = 2 * math.pi / frequencies
-    original, low, high = (scaling[name] for name in (
-        "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"
-    ))  # fmt: skip
-    smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-    divisors: Tensor = 1 / ((1 - smooth) / scaling["factor"] + smooth)
-    return divisors
+    keys = architecture_keys(str(name), values)
+    has_experts = bool(keys.get("expert_count"))
+    chosen = (each for each in candidates if each.has_experts == has_experts and each.is_chosen(keys))
+    return next(chosen, candidates[0])

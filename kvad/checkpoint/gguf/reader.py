@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +19,8 @@ from torch import Tensor
 from kvad import storage
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.gguf import tokenizer
-from kvad.checkpoint.gguf.architectures import Architecture, FileContents, Packing, config_json, find_architecture
+from kvad.checkpoint.gguf.architectures import find_architecture
+from kvad.checkpoint.gguf.metadata import DIVISORS, Architecture, FileContents, Packing, config_json
 from kvad.checkpoint.hf_layout import HFCheckpoint
 from kvad.errors import CheckpointError
 from kvad.text import Tokenizer, load_tokenizer
@@ -27,10 +28,9 @@ from kvad.text import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     import gguf
 
-_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<part>.+)")
+_LAYER = re.compile(r"\w+\.(layers|h)\.(?P<layer>\d+)\.(?P<part>.+)")
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(?P<expert>\d+)\.")
-# Tensors that are part of the config.
-_CONFIG_TENSORS = ("rope_freqs.weight",)
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -41,13 +41,18 @@ class GGUFCheckpoint(HFCheckpoint):
     def _reader(self) -> gguf.GGUFReader:
         import gguf
 
-        with storage.filesystem.open_regular(self.path):
-            pass  # refuses a FIFO or a device
+        with storage.filesystem.open_regular(self.path) as file:  # refuses a FIFO or a device
+            start = file.read(4)
+        hint = "The file is damaged or incomplete. Download or copy it again."
+        if start != b"GGUF":
+            raise CheckpointError(f"{self.path} cannot be read as GGUF: it starts with {start!r}", hint)
         try:
-            return gguf.GGUFReader(self.path)
+            with np.errstate(over="raise"):  # an offset of a tensor beyond 64 bits
+                return gguf.GGUFReader(self.path)
         except Exception as error:  # the package raises ValueError, IndexError, KeyError and others
-            hint = "It is no GGUF file, or incomplete. Download or copy it again."
-            raise CheckpointError(f"{self.path} cannot be read as GGUF: {error}", hint) from error
+            raise CheckpointError(
+                f"{self.path} cannot be read as GGUF: its header or tensors are invalid", hint
+            ) from error
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
@@ -58,7 +63,7 @@ class GGUFCheckpoint(HFCheckpoint):
             raise CheckpointError(f"{self.path}: the metadata cannot be read: {error}", "Download it again.") from error
         if int(values.get("split.count", 1)) > 1:
             raise CheckpointError(f"{self.path} is one of {values['split.count']} parts", "Merge them with gguf-split.")
-        return {name: float(str(np.float32(v))) if isinstance(v, float) else v for name, v in values.items()}
+        return {name: _shortest(v) if isinstance(v, float) else v for name, v in values.items()}
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -68,7 +73,7 @@ class GGUFCheckpoint(HFCheckpoint):
     def _fields_and_scheme(self) -> tuple[HFConfigReader, None]:
         """The equivalent ``config.json``."""
         raw = RawTensors(self.path, self._reader)
-        contents = FileContents(self.metadata, frozenset(raw), lambda name: raw[name].tolist())
+        contents = FileContents(self.metadata, frozenset(raw), lambda name: [_shortest(v) for v in raw[name].tolist()])
         content = config_json(self.architecture, contents, str(self.path))
         if "token_embd.weight" not in raw:
             raise CheckpointError(f"{self.path}: tensor token_embd.weight is missing")
@@ -115,6 +120,11 @@ class GGUFCheckpoint(HFCheckpoint):
         return self.tensors.dtype(max(self.tensors, key=self.tensors.bytes))
 
 
+def _shortest(value: float) -> float:
+    """Return the shortest decimal that rounds to the same float32."""
+    return float(str(np.float32(value)))
+
+
 class RawTensors(Mapping[str, Tensor]):
     """Tensors of a GGUF file by its own names, dequantized."""
 
@@ -136,10 +146,15 @@ class RawTensors(Mapping[str, Tensor]):
             shape = self.shape(name) if expert is None else self.shape(name)[1:]
             if plain is not None:
                 return torch.from_numpy(np.array(data)).view(plain).view(shape)
-            return torch.from_numpy(quants.dequantize(data, tensor.tensor_type)).view(shape)
+            with np.errstate(all="ignore"):
+                values = torch.from_numpy(quants.dequantize(data, tensor.tensor_type)).view(shape)
         except (NotImplementedError, RuntimeError, ValueError, IndexError) as error:
             message = f"{self.path}: tensor {name} ({tensor.tensor_type.name}) cannot be dequantized: {error}"
             raise CheckpointError(message) from error
+        if not torch.isfinite(values).all():
+            message = f"{self.path}: tensor {name} ({tensor.tensor_type.name}) has a block of NaN or infinite values"
+            raise CheckpointError(message, "The file is damaged. Download or copy it again.")
+        return values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -167,7 +182,8 @@ class GGUFTensors(Mapping[str, Tensor]):
         self._raw = RawTensors(checkpoint.path, checkpoint._reader)
         self._architecture, self._content = checkpoint.architecture, checkpoint.fields.content
         family, config = checkpoint.family, checkpoint.family.read(checkpoint.fields)
-        locate = tensor_locator(checkpoint.architecture, config.decoder.num_layers if config.decoder else 0)
+        num_layers = config.decoder.num_layers if config.decoder else 0
+        locate = tensor_locator(checkpoint.architecture, num_layers, self._content, self._raw)
         hf_names = [name for rule in family.tensor_rules(config) for name in rule.hf_names]
         locations = {name: locate(name) for name in (*hf_names, *(family.head or ()))}
         self._locations = {
@@ -181,8 +197,13 @@ class GGUFTensors(Mapping[str, Tensor]):
                 message = f"tensor {part} has {self._raw.shape(part)[0]} experts, the config {count}"
                 raise CheckpointError(f"{checkpoint.path}: {message}")
         used = {part for location in self._locations.values() for part in location.names}
-        others = (name for name in self._raw if name not in used and name not in _CONFIG_TENSORS)
-        self._locations |= {name: TensorLocation((name,)) for name in others}
+        has_more = bool(self._content.get("num_nextn_predict_layers"))  # layers that predict further tokens
+        others = (name for name in self._raw if name not in used and name not in DIVISORS)
+        self._locations |= {
+            name: TensorLocation((name,))
+            for name in others
+            if not (has_more and (block := _BLOCK.match(name)) and int(block["layer"]) >= num_layers)
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         location = self._locations[name]
@@ -225,22 +246,35 @@ class TensorLocation(NamedTuple):
     packing: Packing | None = None
 
 
-def tensor_locator(architecture: Architecture, num_layers: int) -> Callable[[str], TensorLocation | None]:
-    """Return a function from a tensor's name in Hugging Face's files to its place in a GGUF file, or None."""
+def tensor_locator(
+    architecture: Architecture, num_layers: int, content: Mapping[str, Any], stored: Container[str] | None = None
+) -> Callable[[str], TensorLocation | None]:
+    """Return a function from a tensor's name in Hugging Face's files to its place in a GGUF file, or None.
+
+    Args:
+        architecture: That of the file.
+        num_layers: Number of layers.
+        content: The ``config.json``.
+        stored: Names of a file that may have a packed tensor in one piece (default: it has none).
+    """
     import gguf
 
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-    names = gguf.get_tensor_name_map(arch, num_layers)
+    names, packings = gguf.get_tensor_name_map(arch, num_layers), architecture.packings(content)
 
     def locate(name: str) -> TensorLocation | None:
         layer = _LAYER.match(name)
-        packing = architecture.packings.get(layer["part"]) if layer is not None else None
+        packing = packings.get(layer["part"]) if layer is not None else None
         if layer is not None and packing is not None:
-            return TensorLocation(tuple(f"blk.{layer['layer']}.{part}" for part in packing.names), packing=packing)
+            parts = tuple(f"blk.{layer['layer']}.{part}" for part in packing.names)
+            if stored is None or parts[0] in stored:
+                return TensorLocation(parts, packing=packing)
         expert = _EXPERT.search(name)
         if expert is not None:
             name = name[: expert.start()] + ".experts." + name[expert.end() :]
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        name = name.replace("correction_bias", "correction.bias")
+        variants = name, name.removeprefix("transformer.")
+        found = next(filter(None, (names.get_name(each, try_suffixes=(".weight", ".bias")) for each in variants)), None)
         return None if found is None else TensorLocation((found,), int(expert["expert"]) if expert else None)
 
     return locate

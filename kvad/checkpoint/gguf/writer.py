@@ -13,13 +13,14 @@ from kvad import config as config_lib
 from kvad import storage
 from kvad.checkpoint.conversion import HFConfigReader, write_tensors
 from kvad.checkpoint.gguf import tokenizer
-from kvad.checkpoint.gguf.architectures import (
-    ARCHITECTURES,
+from kvad.checkpoint.gguf.architectures import ARCHITECTURES
+from kvad.checkpoint.gguf.metadata import (
     Architecture,
     FileContents,
     config_json,
-    llama3_divisors,
+    inexpressible,
     metadata,
+    rope_divisors,
 )
 from kvad.checkpoint.gguf.reader import tensor_locator
 from kvad.checkpoint.handle import CheckpointHandle
@@ -81,10 +82,9 @@ def _tensors(handle: CheckpointHandle, layout: HFLayout, architecture: Architect
     """Yield the tensors in the layout of GGUF, by its names."""
     config = handle.config
     assert config.decoder is not None, config.kind
-    locate, experts = tensor_locator(architecture, config.decoder.num_layers), dict[str, list[Tensor]]()
-    divisors = llama3_divisors(layout.content)
-    if divisors is not None:
-        yield "rope_freqs.weight", divisors
+    locate = tensor_locator(architecture, config.decoder.num_layers, layout.content)
+    experts = dict[str, list[Tensor]]()
+    yield from rope_divisors(architecture, layout.content).items()
     for hf_name, tensor in write_tensors(layout.family, config, dict(handle.weights())):
         location = locate(hf_name)
         if location is None:
@@ -110,25 +110,25 @@ def _check_read_back(
     handle: CheckpointHandle, layout: HFLayout, architecture: Architecture, values: dict[str, Any]
 ) -> None:
     """Raise CheckpointError for the first part of the config that a reader of the file would see otherwise."""
-    names, divisors = set(), llama3_divisors(layout.content)
+    names, divisors = set(), rope_divisors(architecture, layout.content)
     tied = handle.config.tie_embeddings
     for rule in layout.family.tensor_rules(handle.config):
         names |= set(rule.hf_names)
     decoder = handle.config.decoder
-    locate = tensor_locator(architecture, decoder.num_layers if decoder else 0)
+    locate = tensor_locator(architecture, decoder.num_layers if decoder else 0, layout.content)
     written = {name for location in map(locate, names) if location is not None for name in location.names}
-    written |= set() if tied else {"output.weight"}
-    content = config_json(architecture, FileContents(values, frozenset(written), lambda _: []), "GGUF")
+    written |= {*divisors} if tied else {*divisors, "output.weight"}
+    contents = FileContents(values, frozenset(written), lambda name: divisors[name].tolist())
+    content = config_json(architecture, contents, "GGUF")
     content["vocab_size"] = handle.config.vocab_size
-    if divisors is not None:
+    if divisors:
         content["rope_scaling"] = layout.content["rope_scaling"]
     read_back = config_lib.canonical_config(layout.family.read(HFConfigReader(content, "GGUF")))
     fields = config_lib.canonical_config(handle.config)
     for part in {**fields, **read_back}:
         value = fields.get(part)
         if read_back.get(part) != value and not part.startswith("dropout."):  # used in training only
-            difference = f"{part} is {value!r}, would become {read_back.get(part)!r}"
-            raise CheckpointError(f"GGUF's {architecture.name} cannot express this model: {difference}")
+            raise inexpressible(architecture.name, f"{part} is {value!r}, would become {read_back.get(part)!r}")
 
 
 def _add(writer: Any, name: str, value: Any) -> None:

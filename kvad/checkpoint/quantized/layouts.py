@@ -125,7 +125,11 @@ def _gptq(parts: Parts, scheme: QuantizationScheme) -> Tensor:
     scales = _require_shape(parts, "scales", groups, outputs)
     words = _require_shape(parts, "qzeros", groups, math.ceil(outputs * bits / 32))
     _require(parts["qweight"].shape[0] * 32 % bits == 0, f"qweight does not hold numbers of {bits} bits")
-    zeros = (unpack(words, bits, outputs) + scheme.zero_offset) & ((1 << bits) - 1)
+    mask = (1 << bits) - 1
+    if 32 % bits == 0:  # GPTQModel subtracts 1 from all numbers of a word at once: a zero point of 0 borrows
+        zeros = unpack(words + scheme.zero_offset * (0xFFFFFFFF // mask), bits, outputs)
+    else:
+        zeros = (unpack(words, bits, outputs) + scheme.zero_offset) & mask
     group_size = scheme.group_size or inputs
     index = _group_index(parts, "g_idx", inputs, groups, group_size)
     numbers = unpack(parts["qweight"].t(), bits, inputs)

@@ -17,7 +17,7 @@ from kvad import config as config_lib
 from kvad.cache import CacheConfig, sizing
 from kvad.cli.fields import argument, command, option
 from kvad.cli.line_batches import model_capabilities
-from kvad.cli.output import ProgressLine, format_bytes, print_result
+from kvad.cli.output import ProgressLine, format_bytes, print_result, program_path
 from kvad.cli.parameters import Dtype, JsonOption, ModelArgument
 from kvad.errors import UsageError, format_count, with_article
 
@@ -82,7 +82,7 @@ def import_command(options: _ImportOptions) -> None:
                 progress.update(name if done < plan["bytes"] else "writing", done, plan["bytes"])
 
             checkpoint.export.import_hf(opened, out, dtype=options.torch_dtype(), progress=update)
-        line = f"written: {out}\nnext:  kvad doctor {out}"
+        line = f"written: {out}\nnext:  {program_path()} doctor {out}"
     else:
         name = Path(source).expanduser().resolve().name
         line = f"nothing was written; name a folder for it, as in  kvad import {source} runs/{name}"
@@ -91,7 +91,9 @@ def import_command(options: _ImportOptions) -> None:
 
 class _ExportOptions(ModelArgument, JsonOption):
     out: Path = argument("OUT")
-    to: Literal["hf", "gguf"] = option("A Hugging Face folder, or a GGUF file for llama.cpp", "hf")
+    to: Literal["hf", "gguf"] | None = option(
+        "A Hugging Face folder, or a GGUF file for llama.cpp [default: gguf for an OUT that ends in .gguf, else hf]"
+    )
     save_dtype: Literal["float64", "float32", "bfloat16", "float16", "q8_0"] | None = option(
         "Dtype to store; GGUF: float32, bfloat16 or q8_0 [default: as stored; GGUF: bfloat16]"
     )
@@ -110,9 +112,10 @@ def export_command(options: _ExportOptions) -> None:
     \b
     kvad export runs/demo demo-hf
     kvad export runs/demo demo-hf --family llama --save-dtype bfloat16 --overwrite
-    kvad export runs/demo demo.gguf --to gguf --save-dtype q8_0
+    kvad export runs/demo demo.gguf --save-dtype q8_0
     """
-    (_export_gguf if options.to == "gguf" else _export_hf)(options)
+    form = options.to or ("gguf" if options.out.suffix == ".gguf" else "hf")
+    (_export_gguf if form == "gguf" else _export_hf)(options)
 
 
 def _export_hf(options: _ExportOptions) -> None:
@@ -236,4 +239,6 @@ def merge_command(options: _MergeOptions) -> None:
     checkpoint.export.write_merged(opened, out, options.torch_dtype())
     record = {"base": options.base, "adapter": adapter, "out": out, "parts": sorted(opened.factors)}
     merged, next_command = format_count(len(opened.factors), "part"), model_capabilities(opened.config)[1][0]
-    print_result(options.as_json, record, f"written: {out}, {merged} merged\nnext:  kvad {next_command} {out}")
+    print_result(
+        options.as_json, record, f"written: {out}, {merged} merged\nnext:  {program_path()} {next_command} {out}"
+    )

@@ -244,7 +244,7 @@ class _PairTaskOptions(_CreateOptions):
     seed: int = option("Seed of the pairs", 42, short="-s")
 
 
-@data_group.group("create")
+@data_group.group("create", cls=CommandGroup)
 def create_group() -> None:
     """Create training data: a language of look-ups, the sources of this Python's library, or pairs of numbers.
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import signal
-import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from kvad import benchmarks, checkpoint, datasets
 from kvad.cli.commands.bench import bench_lines, write_results
 from kvad.cli.commands.train import draw_loss_curve
 from kvad.cli.fields import command, option
-from kvad.cli.output import console, emit_json, exit_with, format_bytes, format_table, print_error
+from kvad.cli.output import console, emit_json, exit_with, format_bytes, format_table, print_error, program_path
 from kvad.cli.parameters import JsonOption, open_llm
 from kvad.errors import UsageError
 from kvad.train import loop, monitoring
@@ -40,9 +38,10 @@ VOCAB_SIZE = 1024  # more text per parameter and more steps per minute than 4,09
 PRESET = "demo"
 BENCH_LENGTHS = (32, 64, 128, 240)
 PROMPT = "    def __init__(self"  # not "def ": byte-level BPE joins a space with the word after it
+TEMPERATURE = 0.7  # a model of two minutes writes no words at 1
 NEXT_STEPS = (
-    ("{kvad} generate {out} 'class Node' --stats", "continue your own text"),
-    ("{kvad} chat {out}", "chat with it (/kv shows the cache)"),
+    (f"{{kvad}} generate {{out}} 'class Node' --temperature {TEMPERATURE} --stats", "continue your own text"),
+    (f"{{kvad}} chat {{out}} --temperature {TEMPERATURE}", "chat with it (/kv shows the cache)"),
     ("{kvad} verify {out} --inject-fault mask", "inject a fault: verify names it"),
     ("{kvad} plan {out} --max-num-seqs 8", "estimate the memory"),
     ("{kvad} inspect {out} --attention 'def f(x):'", "show the attention of a head"),
@@ -104,16 +103,6 @@ def demo_command(options: _DemoOptions) -> None:
     exit_with(1 if report.broken else 0)
 
 
-def program_path() -> str:
-    """Return how this program is called: ``kvad`` if that is on the path, else its file, else ``python -m kvad``."""
-    called = Path(sys.argv[0])
-    if shutil.which("kvad") is not None:
-        return "kvad"
-    if called.name != "kvad":
-        return f"{sys.executable} -m kvad"
-    return str(called.relative_to(Path.cwd()) if called.is_absolute() and called.is_relative_to(Path.cwd()) else called)
-
-
 @dataclass
 class _Page:
     """Prints text to stdout, or to stderr if stdout is for JSON."""
@@ -157,7 +146,7 @@ def _generate(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
     page.title(f"{PROMPT!r} continued, from the paged cache")
     page.write(PROMPT, end="")
     start, tokens, text = time.perf_counter(), 0, ""
-    for chunk in llm.stream(PROMPT, max_tokens=160, temperature=0.7, top_p=0.95, seed=seed, min_tokens=80):
+    for chunk in llm.stream(PROMPT, max_tokens=160, temperature=TEMPERATURE, top_p=0.95, seed=seed, min_tokens=80):
         tokens += chunk.token_id is not None
         text += chunk.text
         page.write(chunk.text, end="")

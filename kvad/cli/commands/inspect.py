@@ -97,12 +97,12 @@ def inspect_command(options: _InspectOptions) -> None:
         return
     source = click.get_current_context().get_parameter_source
     model_names = {field.name for field in fields(parameters.DeviceOptions)} if options.attention is not None else set()
-    model_names |= {"html"} if options.attention is not None else set()
-    trace_names = [field.name for field in fields(_TraceOptions) if field.name not in model_names]
+    trace_names = [field.name for field in fields(_TraceOptions) if field.name not in {*model_names, "html"}]
     options.reject((name for name in trace_names if source(name) is ParameterSource.COMMANDLINE), "needs --cache.")
     if options.tree and options.attention is not None:
         raise click.UsageError("--tree and --attention exclude each other.")
     if options.attention is None:
+        options.reject(("html",), "needs --cache or --attention TEXT.")
         options.reject(("layer", "head", "target", "use_cache"), "needs --attention TEXT.")
     if not options.tree and options.attention is None:
         options.reject(("format", "out"), "needs --tree or --attention TEXT.")

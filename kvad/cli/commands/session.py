@@ -315,9 +315,9 @@ def prefix_group() -> None:
     """Pin the keys and values of a text that many requests begin with.
 
     \b
-    kvad prefix add runs/demo --file system.txt --name system --prefix-cache-dir cache
-    kvad generate runs/demo "$(cat system.txt) ..." --prefix-cache-dir cache --stats
-    kvad prefix list --prefix-cache-dir cache
+    kvad prefix add runs/demo --file system.txt --name system --prefix-cache-dir ./prefix-store
+    kvad generate runs/demo "$(cat system.txt) ..." --prefix-cache-dir ./prefix-store --stats
+    kvad prefix list --prefix-cache-dir ./prefix-store
     """
 
 
@@ -329,7 +329,7 @@ def prefix_add(options: _PrefixAddOptions) -> None:
     A prefix of the same name is replaced.
 
     \b
-    kvad prefix add runs/demo --file system.txt --name system --prefix-cache-dir cache
+    kvad prefix add runs/demo --file system.txt --name system --prefix-cache-dir ./prefix-store
     kvad prefix add runs/demo --prompt - --name system --cache-dtype int8 < system.txt
     """
     if options.prompt is None and options.file is None:
@@ -357,7 +357,7 @@ def prefix_list(options: _PrefixDirOption) -> None:
     """List the pinned prefixes.
 
     \b
-    kvad prefix list --prefix-cache-dir cache --json
+    kvad prefix list --prefix-cache-dir ./prefix-store --json
     """
     folder = options.folder
     summaries = [_prefix_summary(folder, prefix) for prefix in offload.pinned.read_pinned_prefixes(folder)]
@@ -372,7 +372,7 @@ def prefix_show(options: _NamedPrefixOptions) -> None:
     """Show a prefix and the model and cache that it belongs to.
 
     \b
-    kvad prefix show system --prefix-cache-dir cache
+    kvad prefix show system --prefix-cache-dir ./prefix-store
     """
     prefix = offload.pinned.find_pinned_prefix(options.folder, options.name)
     summary = _prefix_summary(options.folder, prefix)
@@ -386,7 +386,7 @@ def prefix_rm(options: _NamedPrefixOptions) -> None:
     """Unpin a prefix and remove the blocks that no other prefix uses.
 
     \b
-    kvad prefix rm system --prefix-cache-dir cache
+    kvad prefix rm system --prefix-cache-dir ./prefix-store
     """
     folder, name = options.folder, options.name
     prefix = offload.pinned.find_pinned_prefix(folder, name)

@@ -181,17 +181,18 @@ def _print_result(outcome: monitoring.TrainingResult, config: RunConfig, out: Pa
         is_complete = config.train.last_step == outcome.step
         length = f"has all {steps}" if is_complete else f"has used its {config.train.minutes:g} minutes"
         output.print_error(f"nothing to do: the run {length}. Extend it with --steps or --minutes")
+    kvad = output.program_path()
     if outcome.reason == "interrupted":
-        output.print_error(f"stopped and saved. Resume with:  kvad train --resume --out {out}")
+        output.print_error(f"stopped and saved. Resume with:  {kvad} train --resume --out {out}")
     elif config.objective.kind == "summarizer":
         summarizer = config.summarizer
         recent, ratio, interval = summarizer.recent, summarizer.ratio, summarizer.interval
         policy = f"tiered({recent}, quantized=0, summaries=N, ratio={ratio}, interval={interval})"
-        output.print_error(f'next:  kvad generate {summarizer.model} --summarizer {out} --policy "{policy}"')
+        output.print_error(f'next:  {kvad} generate {summarizer.model} --summarizer {out} --policy "{policy}"')
     else:
         trained = checkpoint.open_checkpoint(outcome.checkpoint).config
         name = "chat" if config.objective.kind == "chat" else model_capabilities(trained)[1][0]
-        output.print_error(f"next:  kvad {name} {out}")
+        output.print_error(f"next:  {kvad} {name} {out}")
 
 
 def _show_plan(config: RunConfig, named: setup.CorpusArgument, out: Path | None, options: _TrainOptions) -> None:

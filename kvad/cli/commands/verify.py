@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import kvad.verify as verify  # kvad.verify is also a function
 from kvad import api, cache
@@ -12,9 +12,6 @@ from kvad.cli.fields import Parsed, command, flag_of, option
 from kvad.cli.output import console, exit_with, format_records, format_table, note, print_result
 from kvad.cli.parameters import COUNT, POSITIVE_SIZE, JsonOption, ModelArgument, WeightOptions
 from kvad.errors import UsageError, format_count, suggest
-
-if TYPE_CHECKING:
-    pass
 
 FAULT_NAMES = tuple(name for name in verify.report.FAULTS if name != verify.report.UNKNOWN_FAULT)
 ROUND_TRIP_NAMES = ("swap", "swap-disk", "prefix-ram", "prefix-disk", "session", "offload", "offload-disk")
@@ -116,8 +113,6 @@ def verify_command(options: _VerifyOptions) -> None:
     if prompts and num_prompts is not None and num_prompts != len(prompts):
         hint = "leave --num-prompts out: every --prompt is a sequence"
         raise UsageError(f"--num-prompts {num_prompts}, but {len(prompts)} prompts", hint)
-    if options.against is not None and (fault is not None or options.round_trip or options.num_beams):
-        raise UsageError("--against hf: faults, round trips and beams are those of kvad's engine", "leave them out")
     for name in ("num_prompts", "prefill_chunk_size", "block_size", "max_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:

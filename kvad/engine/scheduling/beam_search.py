@@ -97,13 +97,14 @@ class BeamSearch:
         length = len(sequences[0]) + 1 - self.num_prompt_tokens
         last = len(sequences[0]) + 1 >= self.max_len
         all_candidates = [
-            BeamCandidate(parent, token, self.scores[parent] + logprob)
+            (-self.scores[parent] - logprob, parent, token)
             for parent, continuations in enumerate(candidates)
             for token, logprob in continuations
             if logprob > -math.inf
         ]
-        all_candidates.sort(key=lambda child: (-child.score, child.parent, child.token))
-        best = all_candidates[: _num_considered(self.num_beams, len(self.stop_tokens))]
+        all_candidates.sort()
+        considered = all_candidates[: _num_considered(self.num_beams, len(self.stop_tokens))]
+        best = [BeamCandidate(parent, token, -cost) for cost, parent, token in considered]
         stopped = set[BeamCandidate]()
         if self._has_stop_string is not None:
             stopped = {child for child in best if self._has_stop_string(self._output(sequences, child))}

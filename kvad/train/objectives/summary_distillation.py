@@ -21,7 +21,15 @@ from torch import Tensor
 
 from kvad import ops
 from kvad.model import NoCache, Summarizer, Transformer
-from kvad.model_input import AttentionParams, AttentionPattern, CacheProtocol, CacheView, ModelInput, TokenPositions
+from kvad.model_input import (
+    AttentionParams,
+    AttentionPattern,
+    CacheProtocol,
+    CacheView,
+    DeltaInputs,
+    ModelInput,
+    TokenPositions,
+)
 from kvad.train.config import SummarizerConfig
 from kvad.train.data import Batch
 from kvad.train.objectives.cross_entropy import Autocast, EvalResult
@@ -106,6 +114,9 @@ class _RecordingView:
         raise AssertionError("only layers with attention are recorded")
 
     recur = convolve
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        raise AssertionError("only layers with attention are recorded")
 
 
 class _Span(NamedTuple):

@@ -190,9 +190,15 @@ def _attention_elements(model: ModelConfig, attention: cfg.TokenMixer, context: 
         return (7 + 2 * attention.kernel_size) * model.hidden_size
     if isinstance(attention, cfg.GatedRecurrenceConfig):
         return (24 + 2 * attention.kernel_size) * attention.width
+    if isinstance(attention, cfg.GatedDeltaConfig):
+        inputs, others, state = attention.state_sizes(model.hidden_size)
+        heads, chunk = attention.num_value_heads, min(context, 64)  # of ops/recurrence.py
+        repeated = 2 * heads * (attention.key_dim + attention.value_dim)
+        return (attention.kernel_size + 2) * inputs + 2 * others + repeated + 7 * heads * chunk + 3 * state // chunk
     heads, kv_heads, dim, value_dim = attention_dims(model, attention)
     times = 2 if isinstance(attention.position, cfg.RopeConfig) else 1
     elements = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim
+    elements += 3 * heads * value_dim * attention.output_gate
     if (latent := attention.latent) is not None:
         elements += 3 * (dim + (latent.q_lora_rank or 0)) + heads * (latent.qk_head_dim + latent.v_head_dim)
     if attention.logit_softcap is not None or attention.sink_logits:

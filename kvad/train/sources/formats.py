@@ -91,7 +91,7 @@ def _zstd(path: Path, raw: BinaryIO) -> BinaryIO:
         import zstandard
     except ModuleNotFoundError:
         raise DataError(
-            f"{path} is compressed by zstd, and zstandard is not installed", "pip install 'kvad[zstd]'"
+            f"{path} is compressed by zstd, and zstandard is not installed", "pip install zstandard"
         ) from None
 
     class Frames(io.RawIOBase):

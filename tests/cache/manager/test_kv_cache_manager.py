@@ -253,18 +253,6 @@ def test_a_faulted_sequence_leaves_nothing_to_find():
     assert manager.seq_len(0) == 10
 
 
-def test_a_reset_drops_all_prefixes_and_running_sequences_publish_no_more():
-    manager = paged()
-    manager.add(0, list(range(9)))
-    manager.add(1, [7] * 9)
-    manager.free(1)
-    manager.reset_prefix_cache()
-    assert manager.stats().evictable == (0,)
-    manager.write(0, 4)
-    manager.free(0)
-    assert manager.add_sequence(0, list(range(13)), b"") == 0
-
-
 def test_statistics():
     manager = paged(blocks=5)
     manager.add(0, list(range(9)))

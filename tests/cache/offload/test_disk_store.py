@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvad.cache.offload.disk_store import LOCK_NAME, MAX_FAILURES, DiskBlockStore, remove_leftovers
+from kvad.cache.offload.pinned import PinnedPrefix, write_pinned_prefix
 from kvad.errors import ConfigError, StorageError
 from kvad.storage.container import Section
 from kvad.storage.filesystem import lock_owner
@@ -271,6 +272,13 @@ def test_a_folder_locked_by_another_process_is_refused_until_it_ends(tmp_path):
     assert lock_owner(tmp_path / LOCK_NAME) == "this process"
     (tmp_path / LOCK_NAME).write_text("")  # of a version before, or on a full disk
     assert lock_owner(tmp_path / LOCK_NAME) == lock_owner(tmp_path / "none") == "another process"
+
+
+def test_a_pinned_prefix_is_flushed(tmp_path):
+    pin = PinnedPrefix("system", (), 0, "", {})
+    with pytest.raises(OSError):
+        write_pinned_prefix(tmp_path, pin, FailingDisk(0, which=("sync",)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_locks_a_folder_once(tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import CacheGroup, build_groups, group_bytes
+from kvad.config import ModelConfig
 from kvad.config import layers as cfg
 from kvad.config.layers import LearnedPositionsConfig, SinusoidalPositionsConfig
 from kvad.config.model import AttentionSpec, attention_specs
@@ -118,10 +119,13 @@ def test_past_keys_and_values_are_unchanged_by_appended_tokens(build: Build) -> 
     model = build(position=cfg.RopeConfig())
     stream = HandMadeStreams(model)
     stream.compute({0: TOKENS[:5]})
-    first_values = [store.data.clone() for store in (*stream.kv_cache.keys, *stream.kv_cache.values)]
+    stores = (*stream.kv_cache.keys, *stream.kv_cache.values)
+    first_values, addresses = [store.data.clone() for store in stores], [store.data.data_ptr() for store in stores]
     stream.compute({0: TOKENS[5:]})
-    for before, store in zip(first_values, (*stream.kv_cache.keys, *stream.kv_cache.values), strict=True):
+    assert [store.data.data_ptr() for store in stores] == addresses  # written in place: nothing is concatenated
+    for before, store in zip(first_values, stores, strict=True):
         after = store.data
+        assert after.shape == before.shape
         assert torch.equal(before[RESERVED_BLOCKS, :, :5], after[RESERVED_BLOCKS, :, :5])
         assert bool((before[RESERVED_BLOCKS, :, 5:8] == 0).all()) and bool((after[RESERVED_BLOCKS, :, 5:8] != 0).all())
     assert past(model, TOKENS) == past(model, torch.cat([TOKENS[:5], torch.tensor([1, 2, 4])]))
@@ -237,8 +241,8 @@ def test_relative_encodings_see_offsets_only(encoding: str, build: Build, hidden
 
 @torch.inference_mode()
 def test_keys_are_stored_rotated(build: Build, step_of: Callable[..., ModelInput]) -> None:
-    """004 sections 4.10 and 4.20: slot j stores R_j k_j, so reading needs no rotation; ALiBi's keys are unchanged."""
-    for position in (cfg.RopeConfig(), cfg.AlibiConfig()):
+    """004 sections 4.10 and 4.20: slot j stores R_j k_j, so reading needs no rotation; with a bias k_j is stored."""
+    for position in (cfg.RopeConfig(), cfg.AlibiConfig(), cfg.T5BiasConfig()):
         model, step = build(position=position), step_of(TOKENS)
         stream = HandMadeStreams(model)
         stream.compute({0: TOKENS})
@@ -254,16 +258,57 @@ def test_keys_are_stored_rotated(build: Build, step_of: Callable[..., ModelInput
         assert (float((stored[0] - k).abs().max()) > 0.1) == isinstance(position, cfg.RopeConfig)
 
 
-def test_each_layer_needs_its_own_keys_and_values(build: Build, hidden: Hidden) -> None:
+@torch.inference_mode()
+def test_each_layer_needs_its_own_keys_and_values(
+    build: Build, hidden: Hidden, step_of: Callable[..., ModelInput]
+) -> None:
     """004 section 4.12: K of a layer comes from that layer's input; with another layer's K the output is wrong."""
-    model = build(position=cfg.RopeConfig())
-    stream = HandMadeStreams(model)
+    model, step = build(position=cfg.RopeConfig()), step_of(TOKENS[:7])
+    first, second = model.decoder.layers
+    view, encoding = NoCache(model.config).open(step)[0], model.decoder.position_encoding("L", step)
+    x, stream = model.embedding(step.token_ids, step.positions), HandMadeStreams(model)
     stream.compute({0: TOKENS[:7]})
-    keys = [store.data for store in stream.kv_cache.keys]
+    keys, values = ([store.data for store in stores] for stores in (stream.kv_cache.keys, stream.kv_cache.values))
+    (group,) = stream.groups  # one table for both layers
+    assert {store.shape for store in (*keys, *values)} == {(group.num_blocks, 2, group.block_size, 8)}
+    for inputs, is_its_own in ((first(x, view, None, encoding), True), (x, False)):
+        v = second.attention.project(second.norm1(inputs))[2].transpose(0, 1)
+        assert (float((values[1][RESERVED_BLOCKS, :, :7] - v).abs().max()) < 1e-12) == is_its_own
     assert float((keys[0][RESERVED_BLOCKS, :, :7] - keys[1][RESERVED_BLOCKS, :, :7]).abs().max()) > 0.1
+    uncached = hidden(model, TOKENS)[7:]
+    for store in (*keys, *values):  # without any one of them the next token's output is wrong
+        stored = store.clone()
+        store.zero_()
+        (got,) = stream.compute({0: TOKENS[7:]})
+        assert float((got - uncached).abs().max()) > 1e-2
+        store.copy_(stored)
+        stream.cursor[0] = 7
     keys[0][:], keys[1][:] = keys[1].clone(), keys[0].clone()
     (got,) = stream.compute({0: TOKENS[7:]})
-    assert float((got - hidden(model, TOKENS)[7:]).abs().max()) > 1e-2
+    assert float((got - uncached).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("change", [{"num_kv_heads": 4}, {"num_kv_heads": 1}, {"head_dim": 6}, {"value_dim": 6}])
+def test_a_cache_of_another_shape_raises(change: dict[str, int], build: Build) -> None:
+    """004 section 4.18 calls mismatched shapes the most frequent bug: none of them is silent."""
+    stream = HandMadeStreams(build())
+    stream.model = build(**change)
+    with pytest.raises((RuntimeError, AssertionError)):
+        stream.compute({0: TOKENS})
+
+
+def test_the_bytes_of_a_recurrent_layer_do_not_grow_with_the_length() -> None:
+    """001 counts the cache among what all LLMs share: a recurrent layer needs a bounded number of states instead."""
+    shapes = {"attention": cfg.AttentionConfig(4, 2, 8), "recurrence": cfg.GatedRecurrenceConfig(32, 4)}
+    sizes = {}
+    for name, mixer in shapes.items():
+        stack = cfg.StackConfig(1, {"L": cfg.LayerConfig(mixer, cfg.GatedMLPConfig(48))})
+        specs = attention_specs(ModelConfig(32, 64, 4096, stack))
+        for length in (1024, 4096):
+            (group,) = build_groups(specs, CacheConfig(max_num_seqs=1, max_seq_len=length))
+            sizes[name, length] = group_bytes(group).payload
+    assert sizes["recurrence", 1024] == sizes["recurrence", 4096] > 0
+    assert sizes["attention", 4096] > 3.9 * sizes["attention", 1024]
 
 
 def test_cache_refuses_gradients(build: Build) -> None:

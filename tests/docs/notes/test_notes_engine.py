@@ -65,10 +65,12 @@ def test_only_prefixes_are_reused(build: Build, hidden: Hidden) -> None:
 
 def test_a_step_samples_one_token_and_the_next_step_reads_it(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """001: "output[-1] is appended" is the token sampled from its logits; one per sequence and step."""
-    engine, inputs = engine_of(build(position=cfg.RopeConfig())), list[list[int]]()
+    model = build(position=cfg.RopeConfig())
+    engine, inputs, weights = engine_of(model), list[list[int]](), [x.detach().clone() for x in model.parameters()]
     forward = Transformer.forward
 
     def record(self: Transformer, model_input: Any, cache: Any) -> Tensor:
+        assert not torch.is_grad_enabled()
         inputs.append(model_input.token_ids.tolist())
         return forward(self, model_input, cache)
 
@@ -82,6 +84,8 @@ def test_a_step_samples_one_token_and_the_next_step_reads_it(build: Build, monke
         assert len(steps[-1]) == len(pieces) == 2
     assert len(steps) == GREEDY.max_tokens and sorted(inputs[0]) == sorted([1, 2, 3, 4, 5])
     assert [sorted(read) for read in inputs[1:]] == [sorted(step.values()) for step in steps[:-1]]
+    assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))  # frozen, no gradients
+    assert all(x.grad is None for x in model.parameters())
 
 
 def test_generation_ends_at_the_stop_token(build: Build, hidden: Hidden) -> None:

@@ -45,6 +45,15 @@ def test_causal_mask_of_note_003(attention: Attend) -> None:
     np.testing.assert_array_equal(done.scores[0].numpy(), np.where(mask, -np.inf, logits))
     np.testing.assert_allclose(done.weights[0].numpy(), expected, rtol=0, atol=1e-12)
     assert bool((done.weights[0].numpy()[mask] == 0).all())
+    for kernel in KERNELS:  # a hidden key has no effect whatever it contains
+        secret = keys.clone()
+        secret[3:] = math.nan
+        out = attention(
+            torch.eye(5, dtype=torch.float64)[:, None], secret, secret, pattern=AttentionPattern(), scale=1.0,
+            kernel=kernel, return_weights=False,
+        ).out  # fmt: skip
+        torch.testing.assert_close(out[:3], done.out[:3], rtol=0, atol=1e-12)
+        assert bool(out[3:].isnan().any())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -94,6 +94,8 @@ def test_attention_weights_are_not_symmetric(attention: Attend) -> None:
     assert weights is not None
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 4, dtype=torch.float64))
     assert (weights[0] - weights[0].T).abs().max() > 0.1
+    shifted = attention(q + 1, k, k).weights  # a correlation would ignore the mean of each query
+    assert shifted is not None and (shifted - weights).abs().max() > 0.1
 
 
 def test_values_may_be_wider_than_keys(build: Build, hidden: Callable[..., Tensor]) -> None:
@@ -107,10 +109,10 @@ def test_values_may_be_wider_than_keys(build: Build, hidden: Callable[..., Tenso
 
 def test_head_dim_is_independent_of_the_width(build: Build, hidden: Callable[..., Tensor]) -> None:
     """001, Weight Matrices, gives [d x d]; 4 query heads of 8 on 2 KV heads in a model of width 24 differ."""
-    model = build(num_heads=4, num_kv_heads=2, head_dim=8, width=24)
+    model = build(num_heads=4, num_kv_heads=2, head_dim=8, value_dim=5, width=24)
     mixer = model.decoder.layers[0].attention
     shapes = {name: tuple(getattr(mixer, name).weight.T.shape) for name in ("q", "k", "v", "out")}
-    assert shapes == {"q": (24, 32), "k": (24, 16), "v": (24, 16), "out": (32, 24)}
+    assert shapes == {"q": (24, 32), "k": (24, 16), "v": (24, 10), "out": (20, 24)}
     assert hidden(model, torch.tensor([1, 2, 3])).shape == (3, 24)
 
 
@@ -166,10 +168,14 @@ def test_the_cat_sat(
     mixer, inputs, step = layer_input(model, x, step_of)
     set_weights(mixer, out=np.eye(2), **{name: value.T if columns else value for name, value in w.items()})
     q, k, v = mixer.project(inputs)
-    if columns:
-        assert (k[:, 0].tolist(), v[:, 0].tolist()) == ([[1, 0], [1, 1], [2, 1]], [[1, 1], [0, 1], [1, 2]])
+    of_columns, of_rows = [[1, 0], [1, 1], [2, 1]], [[1, 1], [0, 1], [1, 2]]
+    assert (k[:, 0].tolist(), v[:, 0].tolist()) == ((of_columns, of_rows) if columns else (of_rows, of_columns))
     done = attention(q[2:], k, v, scale=mixer.attention_params(None).scale)
-    assert done.weights is not None
+    assert done.weights is not None and done.scores is not None
+    unscaled = np.array([1, 2, 3] if columns else [2, 1, 3])
+    np.testing.assert_allclose(done.scores[0, 0].numpy(), unscaled / (1 if scale == "none" else np.sqrt(2)), rtol=1e-12)
+    exps = np.exp([1, 2, 3])  # the note prints 20.085 and 30.192
+    assert [f"{x:.3f}" for x in (*exps, exps.sum())] == ["2.718", "7.389", "20.086", "30.193"]
     np.testing.assert_allclose(done.weights[0, 0].numpy(), weights, rtol=0, atol=5.1e-4 if scale == "default" else 5e-5)
     out = mixer(inputs, NoCache(model.config).open(step)[0], None)
     np.testing.assert_allclose(out[2].numpy(), context, rtol=0, atol=5.1e-4 if scale == "default" else 5e-5)

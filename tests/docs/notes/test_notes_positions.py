@@ -118,6 +118,8 @@ def test_t5_buckets_against_the_published_vector() -> None:
     distance_behind = t5_bucket(-torch.arange(400), 32, 128, False)
     assert distance_behind[:16].tolist() == list(range(16))  # exact up to half of the buckets
     assert bool((distance_behind[1:] >= distance_behind[:-1]).all()) and set(distance_behind[128:].tolist()) == {31}
+    logarithmic = [16 + int(16 * math.log(d / 16) / math.log(128 / 16)) for d in range(16, 128)]
+    assert distance_behind[16:128].tolist() == logarithmic
     assert set(t5_bucket(torch.arange(9), 32, 128, False).tolist()) == {0}  # a decoder does not distinguish later keys
 
 
@@ -153,6 +155,9 @@ def test_rope_rotates_each_pair_by_its_angle() -> None:
         np.testing.assert_allclose(turned[0, 0].numpy(), expected, rtol=0, atol=1e-12)
     one = RotaryCache(torch.tensor([1])).rotate(torch.tensor([[[1.0, 0.0]]]), Rotary(torch.ones(1), True, 1.0))
     torch.testing.assert_close(one[0, 0], torch.tensor([math.cos(1), math.sin(1)]))  # (1, 0) -> (cos, +sin)
+    matrix = np.array([[math.cos(1), -math.sin(1)], [math.sin(1), math.cos(1)]])
+    np.testing.assert_allclose(matrix @ [1, 0], one[0, 0].numpy(), rtol=1e-6)
+    np.testing.assert_allclose([1, 0] @ matrix, one[0, 0].numpy() * [1, -1], rtol=1e-6)  # as rows: backwards
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -1,8 +1,11 @@
-"""Statements of note 004 (sections 1.1 to 1.3) and note 002 on the loss and on packing, tested on kvad's batches."""
+"""Statements of note 004 (sections 1.1 to 1.4) and note 002 on the loss, on packing, and on what was measured."""
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +27,7 @@ SEPARATOR = 0
 STREAM = np.array([SEPARATOR, 7, 8, 9, SEPARATOR, 5, 6])  # two documents
 SOLO = [([SEPARATOR, 7, 8, 9], [7, 8, 9, SEPARATOR]), ([SEPARATOR, 5], [5, 6])]  # tokens, targets
 PLAIN = Autocast("fp32", "cpu")
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def packed() -> Batch:
@@ -60,3 +64,24 @@ def test_packed_documents_have_solo_gradients(build: Build, step_of: Callable[..
         gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(gradients["packed"], gradients["alone"], rtol=0, atol=1e-6)
     assert float((gradients["bleeding"] - gradients["alone"]).abs().max()) > 1e-2
+
+
+def test_measured_claims_about_training() -> None:
+    """002, Pre-Norm | Post-Norm; 004 section 1.4: the runs in dev/results, and the page's numbers of them."""
+    lines = [json.loads(line) for line in (ROOT / "dev/results/claims.jsonl").read_text("utf-8").splitlines()]
+    losses: dict[tuple[str, str], list[float]] = {}
+    for line in sorted(lines, key=lambda line: int(line["seed"])):
+        variant = line["variant"].replace("as it is:", "base:")
+        losses.setdefault((line["claim"], variant), []).append(line["loss"])
+    page = (ROOT / "docs/explanation/training-claims.md").read_text("utf-8")
+    for (claim, variant), runs in losses.items():
+        spread = f"{min(runs):.3f} to {max(runs):.3f}"
+        assert f"| {claim} | {variant} | {statistics.mean(runs):.3f} | {spread} | {len(runs)} |" in page
+    mean = {variant: statistics.mean(runs) for (claim, variant), runs in losses.items() if claim == "norms"}
+    assert (f"{mean['post-norm, none']:.3f}", f"{mean['pre-norm, none']:.3f}") == ("3.349", "1.983")
+    assert mean["post-norm, warm-up"] < 2.1
+    variants = "base: tied head, 8 heads, rotary", "untied head", "1 head"
+    tied, untied, one_head = (losses["parts", name] for name in variants)
+    assert max(tied) < min(one_head) and round(statistics.mean(one_head) - statistics.mean(tied), 2) == 0.05
+    assert all(0 < b - a < 0.03 for a, b in zip(tied, untied, strict=True))
+    assert 0.005 < statistics.mean(untied) - statistics.mean(tied) < 0.015

@@ -19,17 +19,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as hf_processors
 
+from kvad.cache.manager import BlockAllocation
 from kvad.engine.execution import sampler
 from kvad.engine.execution.sampler import (
     NO_ALLOWED_TOKEN,
     NONFINITE_ERROR,
     SAMPLER_STEPS,
     gather_logprobs,
+    sample_outputs,
     sample_tokens,
     uniform,
 )
 from kvad.engine.scheduling.request import EncoderInput, SamplingParams, SequenceOutput
-from kvad.engine.scheduling.sequence import TokenSequence
+from kvad.engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, TokenSequence
+from kvad.model_input import BlockOps
 from tests.support.sequences import token_sequence
 
 VOCAB, ROWS = 29, 6
@@ -295,6 +298,50 @@ def test_a_beam_s_candidates_are_the_best_after_all_steps() -> None:
     values, tokens = logprobs.topk(6)
     assert [token for token, _ in found.candidates] == tokens.tolist()
     torch.testing.assert_close(torch.tensor([value for _, value in found.candidates]), values)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "k"), [(64 * 40, 8), (64 * 40 + 1, 8), (64 * 40 + 63, 1), (300, 2), (100, 8), (64, 64)]
+)
+def test_the_top_k_of_a_large_vocabulary_are_those_of_torch(vocab: int, k: int) -> None:
+    """Also those behind the last whole span, equal numbers, several in one span, and tokens that are banned."""
+    scores = torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab))
+    scores[0, -1] = scores[1, 7] = 9.0
+    scores[2, : min(vocab, 64)] += 9.0
+    scores[3, : vocab - k // 2] = -math.inf
+    scores[4] = scores[4].round()
+    values, ids = sampler.top_k(scores, k)
+    assert torch.equal(values, scores.topk(k).values)
+    assert torch.equal(values, scores.gather(1, ids))
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+def test_many_sequences_are_sampled_in_parts_with_the_same_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = logits_of(7)
+    sequences = [
+        job(number=i, **({"num_beams": 2 + i % 2, "logprobs": 1} if i % 3 else {"logprobs": 2})) for i in range(7)
+    ]
+    scores[4, 3] = math.nan
+    scheduled = tuple(ScheduledSequence(seq, 0, 1, range(1), True) for seq in sequences)
+    output = SchedulerOutput(scheduled, (), BlockAllocation(BlockOps((), ()), (), ()))
+    whole = sample_outputs(output, scores)
+    calls: list[int] = []
+
+    def counted(logits: Tensor, *args: Any) -> list[SequenceOutput]:
+        calls.append(len(logits))
+        return sample_tokens(logits, *args)
+
+    monkeypatch.setattr(sampler, "MAX_PART", 2 * VOCAB + 1)
+    monkeypatch.setattr(sampler, "sample_tokens", counted)
+    assert repr(sample_outputs(output, scores)) == repr(whole) and calls == [2, 2, 2, 1]
+    assert [result.error for result in whole] == [None] * 4 + [NONFINITE_ERROR] + [None] * 2
+
+
+def test_which_of_equal_tokens_a_beam_finds_does_not_depend_on_its_neighbors() -> None:
+    logits = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0)).round()
+    beams = [job(num_beams=2), job(number=1, num_beams=9)]
+    together, alone = sample_tokens(logits, beams), sample_tokens(logits[:1], beams[:1])
+    assert together[0].candidates == alone[0].candidates
 
 
 def test_a_beam_without_candidates_is_not_an_error() -> None:

@@ -23,6 +23,7 @@ from kvad.cache.manager.prefix_offload import BlockKey, LoadHandle, PrefetchRequ
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.engine.scheduling.sequence import SchedulerOutput
 from kvad.model_input import BlockOps
+from tests.support.manager_driver import unpublish_all
 from tests.support.stream_harness import MACHINE, MACHINE_LONG, RandomRequests, SchedulerHarness, StreamMachine
 from tests.support.streams import EXACT_SETUPS, FULL, NARROW, SELF, WIDE, FakeKVCache, Mismatch, Setup, cache
 
@@ -280,7 +281,7 @@ def stored(prompt: Sequence[int], **parts: Any) -> tuple[StoreHarness, ManualSto
     harness = StoreHarness(SETUPS["full-tight"], **{"block_store": ManualStore, **parts})
     add(harness, prompt, 1)
     harness.drain()
-    harness.manager.reset_prefix_cache()
+    unpublish_all(harness.manager)
     assert isinstance(harness.block_store, ManualStore) and len(harness.block_store.blocks) == len(prompt) // 4
     return harness, harness.block_store
 

@@ -28,6 +28,7 @@ from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, Strea
 from kvad.engine.scheduling.sequence import TokenSequence
 from kvad.model_input import BlockOps
 from kvad.storage.container import Section
+from tests.support.manager_driver import unpublish_all
 from tests.support.slow_swap_files import LateFiles, LateSwapSpace, UnluckyDisk
 from tests.support.stream_harness import MACHINE, MACHINE_LONG, RandomRequests, SchedulerHarness, StreamMachine
 from tests.support.streams import LOSSY, SETUPS, FakeKVCache, Mismatch, Setup
@@ -224,10 +225,6 @@ class SwapMachine(StreamMachine):
     def preempt(self, seed: int) -> None:  # type: ignore[override]
         self.harness.preempt(rng=random.Random(seed))
 
-    @rule()
-    def reset_prefixes(self) -> None:
-        self.harness.manager.reset_prefix_cache()
-
 
 class TestSwapMachine(SwapMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(MACHINE, max_examples=50)
@@ -307,24 +304,12 @@ def swapped_to_memory() -> tuple[SwapHarness, list[int], int]:
 def test_a_restored_sequence_publishes_its_prefix_again() -> None:
     """A second request with the same prompt finds it, although its first blocks were evicted."""
     harness, prompt, first = swapped_to_memory()
-    for pool in harness.manager.pools:
-        for block in pool.published():
-            pool.unpublish(block)
+    unpublish_all(harness.manager)
     harness.step()
     assert harness.scheduler.sequences(first)[0].state == "running" and harness.preemption.stats().to_ram == 1
     second = add(harness, prompt, 2)
     harness.step()
     assert harness.scheduler.metrics(second).num_cached_tokens == 16
-    harness.drain()
-
-
-def test_a_restored_sequence_publishes_nothing_after_a_reset_of_the_prefix_cache() -> None:
-    """The weights changed while the sequence was swapped out."""
-    harness, _, _ = swapped_to_memory()
-    harness.manager.reset_prefix_cache()
-    for _ in range(3):
-        harness.step()
-    assert not any(list(pool.published()) for pool in harness.manager.pools)
     harness.drain()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvad.checkpoint.loader import load_model
 from kvad.checkpoint.native import open_folder
+from kvad.cli.output import program_path
 from kvad.errors import ConfigError, DataError, UsageError
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
@@ -170,7 +171,7 @@ def test_the_command_trains_on_a_tsv_and_translates(tmp_path):
     assert "corpus: 50 pairs in 1 file" in stderr and "1 pair with an empty side left out" in stderr
     assert "left out: 1 pair longer than data.seq_len 16 (the longest side has 31 tokens)" in stderr
     assert "packed: " in stderr and "of the sources and" in stderr and "  < ab\n  = ba\n  > " in stderr
-    assert f"next:  kvad translate {out}" in stderr and json.loads(stdout)["step"] == 2
+    assert f"next:  {program_path()} translate {out}" in stderr and json.loads(stdout)["step"] == 2
     assert "tokens:" in stderr and (out / "loss.png").exists()
     code, stdout, stderr = kvad("translate", out, file.with_name("a.tsv"), "--max-tokens", 2)
     assert code in (0, 1) and len(stdout.splitlines()) == 51

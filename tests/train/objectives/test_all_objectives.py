@@ -140,11 +140,22 @@ def trained(files, folder, batch, accumulate):
     return steps, torch.cat([p.detach().flatten() for p in model.parameters()]), targets
 
 
+def plain_first_step(files, folder):
+    """Return the loss and the gradient's norm of the first step: torch's mean over the logits of all micro-batches."""
+    data, model, _ = dataset_of("seq2seq", files, folder, batch=1, accumulate=4)
+    steps, targets = zip(*((batch.model_input, batch.targets) for batch in data.micro_batches(0)), strict=True)
+    logits = [model.logits(model(step, NoCache(model.config)), step.logit_indices) for step in steps]
+    loss = torch.nn.functional.cross_entropy(torch.cat(logits), torch.cat(targets))
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return loss.item(), sum(g.square().sum() for g in gradients if g is not None).sqrt().item()
+
+
 def test_training_is_independent_of_micro_batches(files, tmp_path):
     """Trainer.fit computes the mean over all targets of a step, although its micro-batches have different numbers."""
     steps, weights, _ = trained(files, tmp_path / "whole", 4, 1)
     split_steps, split_weights, targets = trained(files, tmp_path / "split", 1, 4)
     assert all(len(set(counts)) > 1 for counts in targets)
+    assert split_steps[0] == pytest.approx(plain_first_step(files, tmp_path / "plain"), rel=1e-12)
     for one, other in zip(steps, split_steps, strict=True):
         assert other == pytest.approx(one, rel=1e-12)
     assert (split_weights - weights).abs().max() <= 1e-12 * weights.abs().max()

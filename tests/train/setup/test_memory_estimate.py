@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvad.config import AttentionConfig, GatedDeltaConfig
 from kvad.errors import MemoryPlanError
 from kvad.model.transformer import Transformer
 from kvad.ops import cross_entropy
@@ -14,7 +15,7 @@ from kvad.train.config.run import CallbacksConfig, RunConfig
 from kvad.train.loop.trainer import apply_acceleration
 from kvad.train.optim.optimizer import OptimizersContainer
 from kvad.train.setup.memory_estimate import LOGIT_CHUNK_ELEMENTS, MemoryEstimate, translate_oom
-from tests.support.lab_models import CONFIGS
+from tests.support.lab_models import CONFIGS, tiny
 from tests.support.training_runs import packed_input, saved_bytes
 
 ROWS, CONTEXT = 4, 64
@@ -35,6 +36,12 @@ def activations(config, half=False):
 def test_estimate_is_near_what_autograd_saves(name):
     saved = bytes_of(Transformer(CONFIGS[name]), "fp32")
     assert saved / 1.5 <= activations(CONFIGS[name]) <= 1.25 * saved
+
+
+@pytest.mark.parametrize("mixer", [AttentionConfig(4, output_gate=True), GatedDeltaConfig(2, 4, 8, 8)], ids=type)
+def test_estimate_of_gates_and_states_is_near_what_autograd_saves(mixer):
+    saved = bytes_of(Transformer(tiny(mixer)), "fp32")
+    assert saved / 1.5 <= activations(tiny(mixer)) <= 1.25 * saved
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

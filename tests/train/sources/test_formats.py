@@ -49,7 +49,7 @@ def test_concatenated_frames_are_read_and_a_truncated_one_is_refused(tmp_path, s
 def test_missing_zstandard_is_named(tmp_path, monkeypatch):
     (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(DataError, match=r"zstandard is not installed \(pip install 'kvad\[zstd\]'\)"):
+    with pytest.raises(DataError, match=r"zstandard is not installed \(pip install zstandard\)"):
         open_corpus([tmp_path / "x.zst"])
 
 
