@@ -106,7 +106,7 @@ def diagnose(
         except _Stop as stop:
             finding: MismatchFinding = stop.args[0]
             return finding
-        except EngineError:  # a request failed before anything differed
+        except (EngineError, AssertionError):  # the engine failed before anything differed
             return None
     return None
 

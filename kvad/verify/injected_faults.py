@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ from kvad.config import ModelConfig, attention_specs
 from kvad.engine import Engine
 from kvad.errors import UsageError, suggest
 from kvad.model import Transformer
-from kvad.model_input import NULL_BLOCK, AttentionParams, CacheView, ModelInput, SlotMapping, SubBatch
+from kvad.model_input import NULL_BLOCK, AttentionParams, CacheView, DeltaInputs, ModelInput, SlotMapping, SubBatch
 from kvad.verify.report import FAULTS, UNKNOWN_FAULT
 
-LOWER_FORMATS = {"float64": "float32", "float32": "bfloat16", "float16": "bfloat16"}
+LOWER_DTYPES = {"float64": torch.float32, "float32": torch.bfloat16, "float16": torch.bfloat16}  # by format
 AttentionInputs = tuple[Tensor, Tensor, AttentionParams]  # q, k, params
 
 
@@ -55,6 +56,7 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig, mesh: 
     groups, keys = build_groups(attention_specs(config), cache), cache.token_formats[0]
     moves = any(group.eviction_policy is not None or group.demotion_policy is not None for group in groups)
     shares_blocks = cache.layout == "paged" and cache.enable_prefix_caching and not moves
+    no_sharing = "sequences of this cache share no blocks", "Use --layout paged and --policy full."
     get_format = cache_lib.quantization.get_format
     requirements = {  # fault: possible, reason if not, what to do instead
         "rotation": (
@@ -64,16 +66,8 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig, mesh: 
         ),
         "position": (has_position, "this model has no positions", "Use --inject-fault cursor."),
         "mask": (cache.prefill_chunk_size > 1, "with --prefill-chunk-size 1 no key is after a query", "Use 2 or more."),
-        "prefix": (
-            shares_blocks,
-            "sequences of this cache share no blocks",
-            "Use --layout paged and a policy that retains all tokens.",
-        ),
-        "salt": (
-            shares_blocks,
-            "sequences of this cache share no blocks",
-            "Use --layout paged and a policy that retains all tokens.",
-        ),
+        "prefix": (shares_blocks, *no_sharing),
+        "salt": (shares_blocks, *no_sharing),
         "block-store": (
             shares_blocks and cache.prefix_cache_ram is not None,
             "this cache has no block store",
@@ -112,26 +106,10 @@ def check_fault_name(fault: str, config: ModelConfig, cache: CacheConfig, mesh: 
         raise UsageError(f"--inject-fault {fault}: {reason}", hint)
 
 
-def check_fault(fault: str, config: ModelConfig, caches: Sequence[CacheConfig], mesh: parallel.Mesh | None) -> None:
-    """Raise the first UsageError if a fault is possible in none of the caches."""
-    errors = list[UsageError]()
-    for cache in caches:
-        try:
-            check_fault_name(fault, config, cache, mesh)
-        except UsageError as error:
-            errors.append(error)
-    if len(errors) == len(caches):
-        raise errors[0]
-
-
 def inject_cache_fault(fault: str | None, groups: Sequence[CacheGroup], **options: Any) -> KVCache:
     """Build a KVCache, with ``fault`` if it is one of the cache; ``options`` are those of KVCache."""
     if fault == "mask":
         groups = [group._replace(spec=group.spec._replace(causal=False)) for group in groups]
-    if fault == "dtype" and all(group.key_format in LOWER_FORMATS for group in groups):
-        lower = {name: LOWER_FORMATS.get(name, name) for g in groups for name in (g.key_format, g.value_format)}
-        lower_groups = [g._replace(key_format=lower[g.key_format], value_format=lower[g.value_format]) for g in groups]
-        return KVCache(lower_groups, **options)
     if fault in MAPPING_FAULTS or fault in INPUT_FAULTS:
         return _FaultyKVCache(fault, groups, **options)
     if fault in ("quantization-scale", "state"):
@@ -141,6 +119,10 @@ def inject_cache_fault(fault: str | None, groups: Sequence[CacheGroup], **option
         pair = _first_shared_layers(groups)
         assert pair is not None
         kv_cache.keys[pair[1]], kv_cache.values[pair[1]] = kv_cache.keys[pair[0]], kv_cache.values[pair[0]]
+    if fault == "dtype":
+        for store in kv_cache.keys:
+            lower = LOWER_DTYPES.get(store.format.name, torch.float8_e5m2)
+            setattr(store, "write", partial(_write_rounded, store.write, lower))  # noqa: B010
     if fault == "summary":
         kv_cache.summarizers = {layer: _half_as_many for weights in kv_cache.weights for layer in weights}
     return kv_cache
@@ -212,6 +194,11 @@ def give_heads_of_first_rank(model: Transformer, mesh: parallel.Mesh) -> None:
                     parameter.data = parameter.data.roll(len(parameter) // mesh.tensor_parallel * mesh.tensor_rank, 0)
 
 
+def _write_rounded(write: Callable[..., None], dtype: torch.dtype, blocks: Tensor, offsets: Tensor, x: Tensor) -> None:
+    """``dtype``: keys are rounded to a lower precision before they are written."""
+    write(blocks, offsets, x.to(dtype).to(x.dtype))
+
+
 def _half_as_many(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Summarize by means, with the weight of half as many tokens."""
     return keys.mean(dim=2), values.mean(dim=2), keys.new_full(keys.shape[:2], -math.log(2))
@@ -254,7 +241,8 @@ class _FaultyKVCache(KVCache):
             )
             return super().open(model_input._replace(slot_mappings=changed))
         assert self._change_inputs is not None
-        return [_FaultyView(view, model_input, self._change_inputs) for view in super().open(model_input)]
+        rope = ops.rotary.RotaryCache(model_input.positions, exact=self.exact_rope)
+        return [_FaultyView(view, rope, self._change_inputs) for view in super().open(model_input)]
 
 
 class _ScalelessKVCache(KVCache):
@@ -281,12 +269,12 @@ class _StatelessKVCache(KVCache):
 @dataclass
 class _FaultyView:
     view: CacheView
-    model_input: ModelInput
-    change: Callable[[AttentionInputs, ModelInput], AttentionInputs]
+    rope: ops.rotary.RotaryCache
+    change: Callable[[AttentionInputs, ops.rotary.RotaryCache], AttentionInputs]
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams) -> Tensor:
         if k is not None:
-            q, k, params = self.change((q, k, params), self.model_input)
+            q, k, params = self.change((q, k, params), self.rope)
         return self.view.attend(q, k, v, params)
 
     def write(self, k: Tensor, v: Tensor) -> None:
@@ -297,6 +285,9 @@ class _FaultyView:
 
     def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
         return self.view.recur(x, log_decay)
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        return self.view.delta(inputs)
 
 
 def _write_one_slot_early(mapping: SlotMapping, group: CacheGroup, model_input: ModelInput) -> SlotMapping:
@@ -338,24 +329,18 @@ def _neighbor_block(mapping: SlotMapping, _group: CacheGroup, _model_input: Mode
     return mapping._replace(block_tables=tables)
 
 
-def _skip_key_rope(inputs: AttentionInputs, model_input: ModelInput) -> AttentionInputs:
+def _skip_key_rope(inputs: AttentionInputs, rope: ops.rotary.RotaryCache) -> AttentionInputs:
     """``rotation``: queries are rotated, keys are stored unrotated."""
     q, k, params = inputs
     if params.rotary is None:
         return inputs
-    return ops.rotary.RotaryCache(model_input.positions).rotate(q, params.rotary), k, params._replace(rotary=None)
+    return rope.rotate(q, params.rotary), k, params._replace(rotary=None)
 
 
-def _scale_twice(inputs: AttentionInputs, _model_input: ModelInput) -> AttentionInputs:
+def _scale_twice(inputs: AttentionInputs, _rope: ops.rotary.RotaryCache) -> AttentionInputs:
     """``scale``: divided by sqrt(head dim) once more."""
     q, k, params = inputs
     return q, k, params._replace(scale=params.scale / max(k.shape[-1], 2) ** 0.5)
-
-
-def _round_keys_to_8_bits(inputs: AttentionInputs, _model_input: ModelInput) -> AttentionInputs:
-    """``dtype`` if no coarser tensor format exists: keys are rounded to eight bits."""
-    q, k, params = inputs
-    return q, k.to(torch.float8_e5m2).to(k.dtype), params
 
 
 MAPPING_FAULTS: dict[str, Callable[[SlotMapping, CacheGroup, ModelInput], SlotMapping]] = {
@@ -363,8 +348,7 @@ MAPPING_FAULTS: dict[str, Callable[[SlotMapping, CacheGroup, ModelInput], SlotMa
     "table": _wrong_block,
     "neighbor": _neighbor_block,
 }
-INPUT_FAULTS: dict[str, Callable[[AttentionInputs, ModelInput], AttentionInputs]] = {
+INPUT_FAULTS: dict[str, Callable[[AttentionInputs, ops.rotary.RotaryCache], AttentionInputs]] = {
     "rotation": _skip_key_rope,
     "scale": _scale_twice,
-    "dtype": _round_keys_to_8_bits,
 }

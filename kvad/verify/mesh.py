@@ -1,8 +1,8 @@
 """Engines on a mesh: this process is rank 0, the other ranks are child processes that it starts and ends.
 
 ``MeshRanks`` shards copies of the models here and in the children (gloo on 127.0.0.1, weights through a temporary
-folder). Before each engine, the children receive its cache; then they follow it like any other ranks. The reference is
-the whole model in this process, so it shares neither shards nor sums with the engine.
+folder). With each engine's cache, the children receive its configuration and summarizer; then they follow it like any
+other ranks. The reference is the whole model in this process, so it shares neither shards nor sums with the engine.
 
 An attention hook would see the heads of one rank, so ``MeshRanks.diagnose`` compares the keys and values that all ranks
 have stored with those of the reference, head by head.
@@ -27,16 +27,17 @@ from torch import Tensor
 from kvad import cache as cache_lib
 from kvad import checkpoint, parallel
 from kvad.cache import CacheConfig
+from kvad.cache.device import KVCache
+from kvad.config import attention_specs
 from kvad.engine import EngineConfig
 from kvad.engine.scheduling import SchedulerOutput
 from kvad.errors import ConfigError, EngineError, UsageError
-from kvad.model import Transformer
+from kvad.model import Summarizer, Transformer
 from kvad.verify import mismatch
 from kvad.verify.injected_faults import give_heads_of_first_rank
 from kvad.verify.reference_model import ReferenceModel
 from kvad.verify.replay import ReplayEngine, ReplayStream
 from kvad.verify.report import UNKNOWN_FAULT, MismatchFinding
-from kvad.verify.scenario import ScenarioOptions
 
 CONNECT_SECONDS = 120.0  # for a rank to load its weights and connect
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of stored keys and values, relative to the largest
@@ -51,12 +52,10 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
         fault: "rank-heads", or any fault that is not one of the ranks.
 
     Raises:
-        ConfigError: If the model cannot be divided.
         EngineError: If a rank does not start.
     """
 
     def __init__(self, mesh: parallel.Mesh, models: Sequence[Transformer], fault: str | None = None) -> None:
-        parallel.mesh.check_model_fits_mesh(models[0].config, mesh)
         self.mesh, self._models = mesh, list(models)
         self._children: list[subprocess.Popen[bytes]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="kvad-verify-mesh-")
@@ -83,24 +82,35 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
         self._folder.cleanup()
 
     def prepare(self, model: Transformer, cache: CacheConfig, config: EngineConfig) -> tuple[Transformer, EngineConfig]:
-        """Announce an engine to the other ranks; return the model and the options that it is built with."""
+        """Return the parts of an engine of ``model``, which the other ranks follow from when it builds its cache."""
         if any(child.poll() is not None for child in self._children):
             raise EngineError("a rank of the mesh has ended", "Its error is printed above.")
         index = next(number for number, each in enumerate(self._models) if each is model)
-        message = parallel.process_groups.Message("engine", [index, dataclasses.asdict(cache)])
-        parallel.process_groups.send(message, self.groups.broadcast_from_first_rank)
-        shard = self._shards[index]
-        factory = parallel.leader_cache_factory(shard, self.groups)
-        return shard, dataclasses.replace(config, cache_factory=factory)
+        shard, summarizer = self._shards[index], config.summarizer
+        build = parallel.leader_cache_factory(shard, self.groups)
+
+        def announce(groups: Sequence[cache_lib.CacheGroup], **options: Any) -> KVCache:
+            kv_cache = build(groups, **options)  # refuses what a mesh cannot do before the children build theirs
+            trained = None if summarizer is None else [summarizer.ratio, summarizer.hidden, summarizer.state_dict()]
+            message = parallel.process_groups.Message("engine", [index, dataclasses.asdict(cache), trained])
+            parallel.process_groups.send(message, self.groups.broadcast_from_first_rank)
+            return kv_cache
+
+        return shard, dataclasses.replace(config, cache_factory=announce)
 
     def diagnose(
         self, model: Transformer, cache: CacheConfig, stream: ReplayStream, reference: ReferenceModel
-    ) -> MismatchFinding:
-        """Compare the keys and values that the ranks store for one sequence with the reference, and name the fault."""
+    ) -> MismatchFinding | None:
+        """Compare the keys and values that the ranks store for one sequence with the reference, and name the fault.
+
+        Returns:
+            None if they are right.
+        """
         dtype = model.token_embedding.dtype
         name = str(dtype).removeprefix("torch.")
         fields: dict[str, Any] = {"dtype": name, "key_dtype": None, "value_dtype": None, "num_blocks": None}
         fields |= {"policy": "full", "endless": False, "rope_at": "write", "enable_prefix_caching": False}
+        fields |= {"prefix_cache_ram": None}
         cache = dataclasses.replace(cache, **fields)
         stream = stream._replace(forced_tokens=stream.forced_tokens[:1], after=None)
         latest: list[SchedulerOutput] = []
@@ -110,7 +120,9 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
         with ReplayEngine(shard, cache, [stream], config, watch=latest.append) as run:
 
             def read(_step: int) -> None:
-                if latest[-1].scheduled[0].start + latest[-1].scheduled[0].num_tokens == num_tokens and not stored:
+                if stored or not latest:  # no step of the decoder yet
+                    return
+                if latest[-1].scheduled[0].start + latest[-1].scheduled[0].num_tokens == num_tokens:
                     tables = [list(tables[0]) for tables in latest[-1].allocation.block_tables]
                     stored.update(run.engine.kv_cache.read_blocks(tables))
 
@@ -128,8 +140,7 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
                 finding = self._wrong_heads(layer, what, have, want, CLOSE.get(dtype, 0.1))
                 if finding is not None:
                     return finding
-        evidence = "the stored keys and values of all ranks are right: queries, sums or outputs are not"
-        return MismatchFinding(UNKNOWN_FAULT, 0, 0, 0, 0, "the logits", 0.0, evidence, stored=name)
+        return None
 
     def _wrong_heads(self, layer: int, what: str, have: Tensor, want: Tensor, close: float) -> MismatchFinding | None:
         """Return the first head that differs, in [K, T, D], and the head that it is equal to."""
@@ -152,25 +163,21 @@ class MeshRanks(contextlib.AbstractContextManager["MeshRanks"]):
         return next(rank for rank, own in enumerate(heads) if head in own)
 
 
-def check_mesh_options(options: ScenarioOptions, config: EngineConfig) -> None:
-    """Refuse options that kvad does not verify on a mesh.
+def check_mesh(model: Transformer, mesh: parallel.Mesh | None, config: EngineConfig) -> None:
+    """Check that an engine of ``model`` can be divided among ranks, before anything is computed.
 
     Raises:
-        ConfigError, UsageError: The first of them.
+        ConfigError: If the model cannot be divided, or a sum over ranks would not be deterministic.
+        UsageError: If the model is not on a CPU, where the other ranks run.
     """
-    mesh = options.mesh
     if mesh is None:
         return
+    parallel.mesh.check_model_fits_mesh(model.config, mesh)
     if config.deterministic:
         raise ConfigError(f"deterministic: is not supported on a mesh of {mesh}, which splits sums between ranks")
-    given = {
-        "--summarizer": config.summarizer is not None,
-        "--round-trip": bool(options.round_trips),
-        "--num-beams": options.num_beams > 1,
-        "--prefix-cache-ram": options.prefix_cache_ram is not None,
-    }
-    for flag in (flag for flag, is_given in given.items() if is_given):
-        raise UsageError(f"{flag}: cannot be combined with --mesh {mesh}", "Verify it in one process.")
+    device = model.token_embedding.device
+    if device.type != "cpu":
+        raise UsageError(f"--device: must be cpu with --mesh {mesh}, whose ranks are processes here, got {device}")
 
 
 def _specs(groups: Sequence[cache_lib.CacheGroup]) -> list[Any]:
@@ -200,9 +207,15 @@ def follow(folder: Path, mesh: parallel.Mesh, fault: str, dtypes: Sequence[str])
         models.append(model)
     while True:
         message = parallel.process_groups.receive(groups.broadcast_from_first_rank)
-        index, fields = message.payload
-        cache = parallel.build_follower_cache(models[index], CacheConfig(**fields), groups)
-        parallel.run_follower(models[index], cache)
+        index, fields, trained = message.payload
+        model, summarizers = models[index], None
+        if trained is not None:
+            ratio, hidden, state = trained
+            summarizer = Summarizer(attention_specs(model.config), ratio, hidden)
+            summarizer.load_state_dict(state)
+            summarizers = summarizer.by_layer()
+        cache = parallel.build_follower_cache(model, CacheConfig(**fields), groups, summarizers=summarizers)
+        parallel.run_follower(model, cache)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from kvad.cache.device import KVCache
 from kvad.config import AttentionSpec
 from kvad.engine.scheduling import ScheduledSequence, SchedulerOutput
 from kvad.model import NoCache, Transformer
-from kvad.model_input import NULL_BLOCK, AttentionParams, BlockOps, CacheView, ModelInput, TokenPositions
+from kvad.model_input import NULL_BLOCK, AttentionParams, BlockOps, CacheView, DeltaInputs, ModelInput, TokenPositions
 from kvad.verify.reference_model import ReferenceModel, WholeSequence
 from kvad.verify.replay import ReplayStream, SequenceKey
 
@@ -87,6 +87,9 @@ class _RecordingView:
 
     def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
         return self.view.recur(x, log_decay)
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        return self.view.delta(inputs)
 
 
 def _on_host(value: Any) -> Any:
@@ -156,12 +159,14 @@ class ExpectedLayout:
                 positions[target, :num_slots] = positions[source, :num_slots]
                 positions[target, num_slots:] = -1
             positions.view(-1)[torch.tensor(output.allocation.slots[group])] = new_positions
+            slots, size = iter(output.allocation.slots[group]), positions.shape[1]
             for scheduled, table in zip(output.scheduled, output.allocation.block_tables[group], strict=True):
                 self.blocks[group][self.key(scheduled)] = list(table)
-                size = positions.shape[1]
+                first, *_ = (next(slots) for _ in range(scheduled.num_tokens))
                 for index, block in enumerate(table):
-                    if block in self.loaded[group]:
-                        positions[block] = torch.arange(index * size, (index + 1) * size)
+                    if block in self.loaded[group]:  # tables of windowed groups begin at a later position
+                        low = (scheduled.start // size + index - table.index(first // size)) * size
+                        positions[block] = torch.arange(low, low + size)
 
 
 GROSS_ERROR = 1e3  # times the largest element: only an overflow

@@ -30,7 +30,7 @@ from kvad.config import AttentionSpec, attention_specs
 from kvad.engine import Engine
 from kvad.errors import KvadError
 from kvad.model import NoCache, Transformer
-from kvad.model_input import AttentionParams, CacheProtocol, CacheView, ModelInput
+from kvad.model_input import AttentionParams, CacheProtocol, CacheView, DeltaInputs, ModelInput
 from kvad.verify.reference_model import ReferenceModel, WholeSequence
 from kvad.verify.replay import ReplayResult, ReplayStream, SequenceKey
 from kvad.verify.report import EXACT, Comparison, LossReport, MemoryCase, NeedleScore, TokenDivergence
@@ -97,6 +97,9 @@ class _QuantizedView:
 
     def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
         return self.view.recur(x, log_decay)
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        return self.view.delta(inputs)
 
 
 def _quantize_dequantize(codec: ops.quantize.FormatCodec, x: Tensor) -> Tensor:
@@ -243,12 +246,12 @@ def compare_logits(
                 top = true[at].topk(min(2, true.shape[-1])).values
                 lead, tokens = float(top[0] - top[-1]), (int(best[at]), int(chosen[at]))
                 divergences.append(TokenDivergence(*key, start + at, *tokens, lead, lead < tie_below))
-    every = torch.cat(kl)
+    every = torch.cat([torch.empty(0), *kl])
     return Comparison(
         max_dlogit=worst,
         rms_dlogit=math.sqrt(squares / max(count, 1)),
         kl_mean=float(every.mean()),
-        kl_max=float(every.max()),
+        kl_max=float(every.max()) if len(every) else math.nan,
         agree=len(every) - len(divergences),
         compared=len(every),
         ties=sum(divergence.tie for divergence in divergences),
@@ -341,6 +344,7 @@ class NeedleRecall:
             max_seq_len=self.length,
             num_blocks=None,
             enable_prefix_caching=False,
+            prefix_cache_ram=None,
             prefill_chunk_size=min(cache.prefill_chunk_size, self.length),
         )
         scores = benchmarks.cache_quality.score_tasks(Engine(self.model, config), self.language, self.tasks)

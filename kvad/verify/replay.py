@@ -29,7 +29,14 @@ from kvad.verify.report import MismatchFinding
 
 SequenceKey = tuple[int, int]  # (stream, sample)
 WrapCache = Callable[[Engine], ManagedCache]
+EngineParts = tuple[Transformer, EngineConfig]
+PrepareEngine = Callable[[Transformer, CacheConfig, EngineConfig], EngineParts]
 PREEMPTION_INTERVAL = 4  # steps between two forced preemptions
+
+
+def in_one_process(model: Transformer, _cache: CacheConfig, config: EngineConfig) -> EngineParts:
+    """Divide an engine among no ranks."""
+    return model, config
 
 
 class ReplayStream(NamedTuple):

@@ -36,6 +36,7 @@ POLICY_RULES = (
 )
 ROUND_TRIP_RULES = (
     "round trip: sequences left the cache and returned; in float64 they equal sequences that stayed, or broken",
+    "           beams, in the engine's dtype: each is within the tolerance of its reference, or broken",
 )
 
 

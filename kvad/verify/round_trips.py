@@ -30,7 +30,7 @@ from kvad.engine.scheduling import SamplingParams, SchedulerOutput
 from kvad.errors import UsageError, suggest
 from kvad.model import Transformer
 from kvad.verify.reference_model import WholeSequence
-from kvad.verify.replay import ReplayEngine, ReplayResult, ReplayStream
+from kvad.verify.replay import PrepareEngine, ReplayEngine, ReplayResult, ReplayStream, in_one_process
 
 LARGE_RAM = 1 << 40  # bytes of host memory: no bound
 NUM_ABSENCES = 2  # times that each sequence is preempted
@@ -55,10 +55,12 @@ class _Job(NamedTuple):
     streams: Sequence[ReplayStream]
     folder: Path  # for new files
     config: EngineConfig  # of both engines
+    prepare: PrepareEngine
 
     def open(self, cache: CacheConfig, **options: Any) -> ReplayEngine:
         """Open an engine with this cache and these more options."""
-        return ReplayEngine(self.model, cache, self.streams, replace(self.config, **options))
+        model, config = self.prepare(self.model, cache, replace(self.config, **options))
+        return ReplayEngine(model, cache, self.streams, config)
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,19 @@ def run_round_trip(
     *,
     other: CacheConfig | None = None,
     config: EngineConfig | None = None,
+    prepare: PrepareEngine = in_one_process,
 ) -> RoundTripRun:
     """Send each stream's first sample on a round trip.
 
     New files are written in ``folder``; ``other`` is the cache in which a session is restored and a prefix from disk is
-    found (default: the same).
+    found (default: the same). ``prepare`` divides each engine among ranks.
 
     Raises:
         ConfigError, RequestError, StorageError: If this cache does not support the round trip.
     """
     check_round_trip(name)
-    return ROUND_TRIPS[name].run(_Job(model, cache, other or cache, streams, folder, config or EngineConfig()))
+    config = config or EngineConfig()
+    return ROUND_TRIPS[name].run(_Job(model, cache, other or cache, streams, folder, config, prepare))
 
 
 def _through_swap(job: _Job, *, disk: bool) -> RoundTripRun:
@@ -262,14 +266,20 @@ class _SpanRunner(ModelRunner):
 
 
 def run_beams(
-    model: Transformer, cache: CacheConfig, streams: Sequence[ReplayStream], num_beams: int, config: EngineConfig
+    model: Transformer,
+    cache: CacheConfig,
+    streams: Sequence[ReplayStream],
+    num_beams: int,
+    config: EngineConfig,
+    prepare: PrepareEngine = in_one_process,
 ) -> BeamRun:
-    """Search from each stream's prompt with ``num_beams`` beams.
+    """Search from each stream's prompt with ``num_beams`` beams; ``prepare`` divides the engine among ranks.
 
     Raises:
         ConfigError, RequestError: If the engine does not support it.
     """
     cache = replace(cache, max_num_seqs=max(num_beams, cache.max_num_seqs), num_blocks=None)
+    model, config = prepare(model, cache, config)
     engine = Engine(model, cache, config)
     runner = engine.runner = _SpanRunner(engine)
     counts = [min(MAX_BEAM_TOKENS, len(stream.forced_tokens[0])) for stream in streams]

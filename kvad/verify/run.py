@@ -25,12 +25,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvad import benchmarks
+from kvad import model as model_lib
 from kvad.cache import CacheConfig, build_groups
 from kvad.cache.device import KVCache
 from kvad.config import AttentionSpec, attention_specs
@@ -39,8 +40,8 @@ from kvad.errors import ConfigError, EngineError, KvadError, RequestError, Stora
 from kvad.model import NoCache, Transformer
 from kvad.verify import references, replay, report, scenario
 from kvad.verify.diagnosis import Subject, diagnose
-from kvad.verify.injected_faults import check_fault, inject_cache_fault, inject_engine_fault, inject_model_fault
-from kvad.verify.mesh import MeshRanks, check_mesh_options
+from kvad.verify.injected_faults import check_fault_name, inject_cache_fault, inject_engine_fault, inject_model_fault
+from kvad.verify.mesh import MeshRanks, check_mesh
 from kvad.verify.reference_model import reference_model
 from kvad.verify.references import NeedleRecall, compare_loss
 from kvad.verify.round_trips import ROUND_TRIPS, check_round_trip, run_beams, run_round_trip
@@ -80,13 +81,13 @@ def verify(
         label = "--round-trip" if options.round_trips else "--num-beams"
         message = f"--inject-fault and {label}: a fault is injected into the configurations only"
         raise UsageError(message, "Give one of them.")
-    check_mesh_options(options, config or EngineConfig())
+    check_mesh(model, options.mesh, config or EngineConfig())
     run = _Run(model, prompts, options, config or EngineConfig(), fault, language, progress)
     with run.open_ranks():
         cases = tuple(run.run_case(case) for case in run.cases)
-    round_trips = tuple(run.round_trip(case, method) for case in run.cases for method in options.round_trips)
-    if options.num_beams > 1:
-        round_trips += tuple(run.search(case) for case in run.cases)
+        round_trips = tuple(run.round_trip(case, method) for case in run.cases for method in options.round_trips)
+        if options.num_beams > 1:
+            round_trips += tuple(run.search(case) for case in run.cases)
     has_policy = any(case.policy != "full" for case in run.cases)
     result = report.VerifyReport(
         rows=tuple(len(s.tokens(i)) for s in run.streams for i in range(len(s.forced_tokens))),
@@ -148,7 +149,7 @@ class _Run:
         progress("the continuations of the prompts")
         self.streams = scenario.build_streams(model, prompts, options, config, self.cases[0] if self.cases else None)
         if fault is not None:
-            check_fault(fault, self.config, [self.plan(case).cache for case in self.cases], options.mesh)
+            self._skip_cases_without(fault)
         self._structures: dict[report.MemoryCase, _Structure] = {}
         self._findings: dict[report.MemoryCase, report.MismatchFinding | None] = {}
         self._needles: NeedleRecall | None = None
@@ -182,6 +183,19 @@ class _Run:
         skipped = [report.SkippedCase(case.name, _full_message(error)) for case, error in errors.items()]
         return [case for case in all_cases if case not in errors], skipped
 
+    def _skip_cases_without(self, fault: str) -> None:
+        """Skip the cases that cannot have the fault; raises the first UsageError if none can."""
+        errors = dict[report.MemoryCase, UsageError]()
+        for case in self.cases:
+            try:
+                check_fault_name(fault, self.config, self.plan(case).cache, self.options.mesh)
+            except UsageError as error:
+                errors[case] = error
+        if len(errors) == len(self.cases):
+            raise next(iter(errors.values()))
+        self.skipped += [report.SkippedCase(case.name, error.message) for case, error in errors.items()]
+        self.cases = [case for case in self.cases if case not in errors]
+
     def plan(self, case: report.MemoryCase) -> _Plan:
         cache = scenario.case_cache_config(self.config, self.streams, self.options, case)
         first_loss = scenario.first_loss_length(build_groups(self.plain_specs, cache))
@@ -214,6 +228,8 @@ class _Run:
         if plan.first_loss is not None:
             before_loss = references.compare_logits(result, reference, 2 * bound.max_dlogit, plan.first_loss)
         reason = result.failure or ("" if structure is None else structure.reason)
+        if not reason and self.ranks is not None:
+            reason = "the stored keys and values of all ranks are right: queries, sums or outputs are not"
         verdict, finding = self._verdict(plan, structure, result, comparison, before_loss, bound)
         loss = None
         if (case.policy != "full" or is_lossy_format) and not result.failure:
@@ -257,18 +273,20 @@ class _Run:
         return _Structure(replayed, distance, reason)
 
     def _distance_from_alone(self, plan: _Plan, replayed: replay.ReplayResult) -> float:
-        """Return max |dlogit| compared with the same sequences alone: in other chunks, with room, never preempted."""
+        """Return max |dlogit| compared with the same sequences alone, in one process.
+
+        They run in other chunks, with room, and are never preempted.
+        """
         assert self.double is not None
         largest = 0.0
         chunk = max(1, self.options.prefill_chunk_size // 3 - 1)
-        cache = dataclasses.replace(
-            plan.cache, max_num_seqs=1, prefill_chunk_size=chunk, num_blocks=None, enable_prefix_caching=False
-        )
+        fields: dict[str, Any] = {"max_num_seqs": 1, "prefill_chunk_size": chunk, "num_blocks": None}
+        cache = dataclasses.replace(plan.cache, **fields, enable_prefix_caching=False, prefix_cache_ram=None)
         for (number, sample), pieces in replayed.pieces.items():
             self.progress(f"{plan.case.name}: sequence {number} alone")
             stream = self.streams[number]
             stream = replay.ReplayStream(stream.prompt, (stream.forced_tokens[sample],), source=stream.source)
-            alone = self._run_streams(cache, self.double, [stream])
+            alone = self._run_streams(cache, self.double, [stream], in_one_process=True)
             comparison = references.compare_logits(
                 replay.ReplayResult({(0, 0): pieces}), {(0, 0): alone.logits(0)}, 0.0
             )
@@ -282,23 +300,35 @@ class _Run:
             scenario.check_scenario_counts(replayed, self.streams, self.options, plan.case.layout)
         return replayed
 
+    def _on_ranks(self, model: Transformer, cache: CacheConfig, config: EngineConfig) -> replay.EngineParts:
+        """Return the parts of an engine on the mesh, if there is one."""
+        return (model, config) if self.ranks is None else self.ranks.prepare(model, cache, config)
+
     def _run_streams(
-        self, cache: CacheConfig, model: Transformer, streams: Sequence[replay.ReplayStream], squeezes: int = 0
+        self,
+        cache: CacheConfig,
+        model: Transformer,
+        streams: Sequence[replay.ReplayStream],
+        squeezes: int = 0,
+        *,
+        in_one_process: bool = False,
     ) -> replay.ReplayResult:
         """Run streams on an engine with the injected fault, if any."""
-        config = self.engine_config
-        if self.ranks is not None:
-            model, config = self.ranks.prepare(model, cache, config)
+        is_whole, config = in_one_process or self.ranks is None, self.engine_config
+        if not is_whole:
+            model, config = self._on_ranks(model, cache, config)
         with (
             inject_model_fault(self.fault, model),
             replay.ReplayEngine(model, cache, streams, config, wrap=self._wrap) as run,
         ):
-            if any(group.has_summaries for group in run.engine.kv_cache.groups):
+            if is_whole and any(group.has_summaries for group in run.engine.kv_cache.groups):
                 SummaryCheck(run.engine, run.result.findings)
             try:
                 run.run_all(squeezes=squeezes)
             except EngineError as error:
                 return dataclasses.replace(run.result, failure=error.message)
+            except AssertionError as error:  # of a kernel or of the scheduler, whose inputs are wrong
+                return dataclasses.replace(run.result, failure=f"the engine failed: {error}")
             return run.result
 
     def _wrap(self, engine: Engine) -> KVCache:
@@ -328,10 +358,15 @@ class _Run:
         if self.double is None:
             reason = "there is no room for a float64 copy of the weights"
             return report.RoundTripResult(case.name, method, None, 0, unit, "skipped", reason)
+        config = self.engine_config
+        if self.ranks is not None:  # no rank has all weights
+            config = dataclasses.replace(
+                config, weights_fingerprint=model_lib.fingerprint.weights_fingerprint(self.double)
+            )
         with tempfile.TemporaryDirectory(prefix="kvad-verify-") as folder:
             try:
                 run = run_round_trip(
-                    method, self.double, plan.cache, self.streams, Path(folder), config=self.engine_config
+                    method, self.double, plan.cache, self.streams, Path(folder), config=config, prepare=self._on_ranks
                 )
             except (ConfigError, RequestError, StorageError) as error:
                 reason = _full_message(error).replace(f"{folder}/", "")
@@ -357,7 +392,8 @@ class _Run:
             return result(max_dlogit=None, moved=0, verdict="skipped", reason=reason)
         prompts = [stream for stream in self.streams if stream.after is None]
         try:
-            run = run_beams(self.model, plan.cache, prompts, self.options.num_beams, self.engine_config)
+            beams = self.options.num_beams
+            run = run_beams(self.model, plan.cache, prompts, beams, self.engine_config, self._on_ranks)
         except (ConfigError, RequestError) as error:
             return result(max_dlogit=None, moved=0, verdict="skipped", reason=_full_message(error))
         exact = self.options.endless and plan.specs != self.plain_specs
@@ -382,7 +418,7 @@ class _Run:
     ) -> tuple[report.Verdict, report.MismatchFinding | None]:
         """Return the verdict, and the finding of a broken engine; ``before_loss``: only before the first eviction."""
         if result.failure:
-            return "broken", None
+            return "broken", self._diagnose(plan)
         if result.findings:
             return "broken", result.findings[0]
         if structure is not None and not structure.distance <= report.EXACT:
@@ -403,9 +439,12 @@ class _Run:
         return ("lossy by design", None) if finding is None and is_finite else ("broken", finding)
 
     def _diagnose(self, plan: _Plan) -> report.MismatchFinding | None:
-        """Find the fault; a lossy policy has no reference for every number, so it is diagnosed without the policy."""
-        if plan.first_loss is not None:
-            plan = self.plan(dataclasses.replace(plan.case, policy="full", endless=False))
+        """Find the fault, without a policy that ranks, merges or offloads, because its slots move."""
+        groups = build_groups(self.plain_specs, plan.cache)
+        if plan.first_loss is not None or any(group.lower_level is not None for group in groups):
+            finding = self._diagnose(self.plan(dataclasses.replace(plan.case, policy="full", endless=False)))
+            evidence = "" if finding is None else f"{finding.evidence}, without the policy too"
+            return None if finding is None else dataclasses.replace(finding, evidence=evidence)
         case = plan.case
         if case not in self._findings:
             self.progress(f"{case.name}: looking for the first difference")
@@ -414,12 +453,18 @@ class _Run:
                 model, plain = self.double, self.exact
             if self.ranks is not None:
                 return self.ranks.diagnose(model, plan.cache, self.streams[0], self.exact)
-            prepare = partial(inject_engine_fault, self.fault)
-            subject = Subject(model, self.exact, plain, self.engine_config, prepare)
+            subject = Subject(model, self.exact, plain, self.engine_config, partial(inject_engine_fault, self.fault))
             lossy = references.format_loss(case.dtype, self.computed) != "none"
             squeezes = scenario.num_preemptions(self.options)
+            find = partial(diagnose, cache=plan.cache, streams=self.streams, squeezes=squeezes, lossy=lossy)
             with inject_model_fault(self.fault, model):
-                self._findings[case] = diagnose(subject, plan.cache, self.streams, squeezes=squeezes, lossy=lossy)
+                finding = find(subject)
+                if (
+                    finding is None and self.engine_config.deterministic
+                ):  # its kernels may fail before they are compared
+                    config = dataclasses.replace(self.engine_config, deterministic=False)
+                    finding = find(subject._replace(config=config))
+            self._findings[case] = finding
         return self._findings[case]
 
     def notes(self) -> list[str]:

@@ -262,7 +262,7 @@ def case_cache_config(
         policy=case.policy,
         endless=case.endless,
         rope_at="read" if case.rotate == "read" else "write",
-        prefix_cache_ram=options.prefix_cache_ram if case.layout == "paged" else None,
+        prefix_cache_ram=options.prefix_cache_ram if case.layout == "paged" or "paged" not in options.layouts else None,
     )
     token_groups = [
         (group.spec, group.eviction_policy or group.demotion_policy)
@@ -347,7 +347,7 @@ def require_verify_memory(
     needed = f"verifying takes about {_size(logits + rest)} ({parts}) and {_size(available)} is available"
     hint = f"what would fit: --num-prompts {fit}"
     if not fit:
-        hint = "not even one row fits: take fewer --max-tokens, or a smaller model"
+        hint = "not even one prompt fits: use fewer --max-tokens, or a smaller model"
     raise MemoryPlanError(f"--num-prompts {options.num_seqs}: {needed}", hint)
 
 

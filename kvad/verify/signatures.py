@@ -114,10 +114,8 @@ def _embedded_at_other_positions(case: Mismatch, given: Tensor, wrong: list[int]
 
 def _differs_from_stored(case: Mismatch) -> Explanation | None:
     blocks_of, size = case.context.expected_layout.blocks[case.group_index], case.group.block_size
-    blocks, offsets = case.slots // size, case.slots % size
-    keys = case.kv_cache.keys[case.call.layer].read_slots(blocks, offsets, case.k.dtype).transpose(0, 1).cpu()
-    positions = case.kv_cache.positions[case.group_index][blocks, offsets].cpu()
-    same = _as_read(case, keys, positions, case.k) & (positions == case.positions)
+    positions = case.kv_cache.positions[case.group_index][case.slots // size, case.slots % size].cpu()
+    same = _as_read(case, _stored_keys(case, case.slots), positions, case.k) & (positions == case.positions)
     bad = [int(p) for p in case.visible_slots if not bool(same[p])]
     if not bad:
         return None
@@ -140,6 +138,12 @@ def _differs_from_stored(case: Mismatch) -> Explanation | None:
     if matching or not is_written:
         return "table", f"{prefix} a block that no sequence wrote"
     return UNKNOWN_FAULT, f"{prefix} keys that are not stored in any block"
+
+
+def _stored_keys(case: Mismatch, slots: Tensor) -> Tensor:
+    """Return the keys [K, n, D] that the cache stores in ``slots`` [n], rotated unless it rotates on read."""
+    blocks, offsets = slots // case.group.block_size, slots % case.group.block_size
+    return case.kv_cache.keys[case.call.layer].read_slots(blocks, offsets, case.k.dtype).transpose(0, 1).cpu()
 
 
 def _as_read(case: Mismatch, stored: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
@@ -188,10 +192,13 @@ def _differs_from_input(case: Mismatch) -> Explanation | None:
         return _match_precision(case, case.v[:, wrong], case.reference.v[:, expected], "values") or unknown
     expected = case.expected[wrong]
     have, true = case.k[:, wrong], case.reference.k[:, expected]
+    stored = have, true
+    if case.kv_cache.rope_on_read:
+        stored = _stored_keys(case, case.slots[wrong]), case.reference.raw_k[:, expected]
     return (
         _loaded_blocks(case, wrong)
         or _lost_scale(case, wrong)
-        or _match_precision(case, have, true, "keys")
+        or _match_precision(case, *stored, "keys")
         or _match_rotation(case, have, expected)
         or _match_other_sequence(case, wrong, have, expected)
     )
@@ -199,8 +206,9 @@ def _differs_from_input(case: Mismatch) -> Explanation | None:
 
 def _wrong_slots(case: Mismatch, have: Tensor, true: Tensor) -> Tensor:
     """Return the visible slots [n] whose contents differ from the reference."""
-    gap = (have[:, case.visible_slots] - true[:, case.visible_positions]).abs().nan_to_num(nan=math.inf)
-    return case.visible_slots[gap.amax(dim=(0, 2)) > case.close * float(true.abs().max())]
+    expected = true[:, case.visible_positions]
+    gap = (have[:, case.visible_slots] - expected).abs().nan_to_num(nan=math.inf)
+    return case.visible_slots[gap.amax(dim=(0, 2)) > case.close * float(expected.abs().max())]
 
 
 def name_stored(case: Mismatch, what: str, have: Tensor, true: Tensor, wrong: Tensor) -> Explanation:
@@ -268,7 +276,7 @@ def _match_precision(case: Mismatch, have: Tensor, true: Tensor, label: str) -> 
         if eps > stored.eps and float(alike.double().mean()) > 0.95:
             name = str(dtype).removeprefix("torch.")
             return "dtype", f"{label} are the true ones rounded to {name}, the format is {stored.name}"
-    if stored.loss == "lossy":  # no rounding can be recognized: test if they are the true ones, only less precise
+    if stored.loss != "none":  # no rounding may be recognized: test if they are the true ones, only less precise
         largest_elements = true.abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
         off = float(((have - true).abs() / largest_elements).max())
         if off <= COARSE:

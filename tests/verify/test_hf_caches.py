@@ -108,6 +108,19 @@ def test_latent_attention_is_refused(capsys, tmp_path):
     assert "--against hf: is not supported for latent attention" in capsys.readouterr().err
 
 
-def test_faults_are_those_of_the_engine(hf_folder, capsys):
-    assert main(["verify", hf_folder, *COMMAND, "--inject-fault", "mask"]) == 2
-    assert "--against hf: faults" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("--inject-fault", "mask"), "inject_fault"),
+        (("--policy", "sinks"), "policies"),
+        (("--cache-dtype", "int8"), "cache_dtypes"),
+        (("--layout", "paged"), "layouts"),
+        (("--mesh", "2x1"), "mesh"),
+        (("--deterministic",), "deterministic"),
+        (("--no-preempt",), "preempt"),
+        (("--round-trip", "swap"), "round_trips"),
+    ],
+)
+def test_options_of_the_engine_are_refused(hf_folder, capsys, options, name):
+    assert main(["verify", hf_folder, "--against", "hf", *options]) == 2
+    assert f"against: {name} has no meaning for transformers' caches" in capsys.readouterr().err

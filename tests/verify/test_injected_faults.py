@@ -50,9 +50,13 @@ STACKS = {
         "L": LayerConfig(cfg.GatedRecurrenceConfig(32, 4), GATED),
         "G": LayerConfig(AttentionConfig(4, 2), GATED),
     },
+    "delta": {
+        "L": LayerConfig(cfg.GatedDeltaConfig(2, 4, key_dim=8, value_dim=6), GATED),
+        "G": LayerConfig(AttentionConfig(4, 2, output_gate=True), GATED),
+    },
     "no-positions": {"L": LayerConfig(AttentionConfig(4, 1, position=None), GATED)},
 }
-STATES = ("short-conv", "recurrence")
+STATES = ("short-conv", "recurrence", "delta")
 
 
 def build(name):
@@ -88,6 +92,69 @@ def test_every_fault_gets_its_own_name(name, layout):
 def test_fault_of_the_engine_gets_its_own_name(fault):
     for case in run_verify(build("rope-gqa"), layouts=("paged",), fault=fault, **ENGINE_FAULTS[fault]).cases:
         assert case.verdict == "broken" and case.finding.fault == fault, case.finding
+
+
+@pytest.mark.parametrize(
+    ("stack", "fault", "options"),
+    [
+        ("rope-gqa", "table", {"policies": ("offload(8, interval=4)",)}),
+        ("rope-gqa", "dtype", {"policies": ("offload(8, interval=4)",)}),
+        ("rope-gqa", "scale", {"policies": ("heavy-hitters(8, interval=4)",)}),
+    ],
+)
+def test_fault_under_a_policy_that_moves_slots_is_named_without_the_policy(stack, fault, options):
+    (case,) = run_verify(build(stack), layouts=("paged",), fault=fault, **options).cases
+    assert case.verdict == "broken" and case.finding.fault == fault
+    assert case.finding.evidence.endswith("without the policy too")
+
+
+@pytest.mark.parametrize(
+    ("stack", "options"),
+    [
+        ("rope-gqa", {"dtypes": ("bfloat16", "float16", "float32")}),
+        ("rope-gqa", {"dtypes": ("float32", "int8"), "rotates": ("read",)}),
+        ("rope-gqa", {"dtypes": ("float32",), "layouts": ("paged",), "prefix_cache_ram": 1 << 24}),
+        ("rope-latent", {"dtypes": ("bfloat16", "float16")}),
+    ],
+)
+def test_coarse_rounding_is_named_in_every_format(stack, options):
+    cases = run_verify(build(stack), fault="dtype", **options).cases
+    assert {case.finding and case.finding.fault for case in cases} == {"dtype"}, [case.finding for case in cases]
+
+
+def test_coarse_rounding_is_named_in_a_half_precision_model():
+    (case,) = run_verify(build("rope-gqa").bfloat16(), layouts=("paged",), dtypes=("bfloat16",), fault="dtype").cases
+    assert case.finding.fault == "dtype" and "more than bfloat16 loses" in case.finding.evidence
+
+
+@pytest.mark.parametrize("fault", ["position", "table"])
+def test_fault_that_fails_in_a_deterministic_kernel_is_named(fault):
+    """The kernel asserts that a sequence has no two keys of one position."""
+    config = EngineConfig(deterministic=True)
+    report = run_verify(build("rope-gqa").float(), dtypes=("float32",), fault=fault, config=config)
+    assert {(case.verdict, case.finding and case.finding.fault) for case in report.cases} == {("broken", fault)}
+
+
+def test_cases_that_cannot_have_the_fault_are_skipped():
+    report = run_verify(build("rope-gqa"), layouts=("paged", "contiguous"), fault="salt")
+    assert [case.layout for case in report.cases] == ["paged"]
+    assert [(each.memory, each.reason) for each in report.skipped] == [
+        ("contiguous float64", "--inject-fault salt: sequences of this cache share no blocks")
+    ]
+
+
+def test_wrong_block_of_the_store_is_named_under_a_window():
+    """Block tables of a windowed group, such as that of the convolutions, do not begin at position 0."""
+    options = {"layouts": ("paged",), "prefix_cache_ram": 1 << 24}
+    (case,) = run_verify(build("short-conv"), fault="block-store", **options).cases
+    assert case.verdict == "broken" and case.finding.fault == "block-store", case.finding
+
+
+def test_skipped_rotation_is_named_in_an_endless_cache():
+    """Its angles are exact, and so are those of the injected fault."""
+    options = {"policies": ("sinks(4, 12)",), "endless": True, "layouts": ("paged",)}
+    (case,) = run_verify(build("rope-gqa"), fault="rotation", **options).cases
+    assert case.verdict == "broken" and case.finding.fault == "rotation", case.finding
 
 
 def test_wrong_salt_changes_no_number():

@@ -115,6 +115,11 @@ def test_a_wrong_value_in_a_packed_weight_is_found(run, adapter, monkeypatch):
         assert code == 1 and report["cases"][0]["finding"]["fault"] == "packed", options
 
 
+def test_a_lossy_policy_with_a_block_store_is_compared_with_runs_without_it(run):
+    code, report = run("--prefix-cache-ram", "1MiB", "--policy", "quest(8)")
+    assert code == 0 and [case["verdict"] for case in report["cases"]] == ["lossy by design"], report
+
+
 def test_options_reach_every_engine(run, engines, summarizer):
     run("--deterministic", "--device", "cpu", "--summarizer", summarizer, *SUMMARIES, "--prefix-cache-ram", "1MiB")
     for model, cache, config in engines:
@@ -126,11 +131,12 @@ def test_options_reach_every_engine(run, engines, summarizer):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (("--memory", "1MiB"), 1, "and 1.0 MiB is available"),
+        (("--memory", "1MiB"), 2, "and 1.0 MiB is available"),
         (("--device", "cuda:99"), 2, "cuda:99"),
         (("--adapter", "nowhere"), 2, "nowhere"),
         (("--summarizer", "nowhere"), 2, "nowhere"),
         (("--prefix-cache-ram", "0"), 2, "prefix-cache-ram"),
+        (("--prefix-cache-ram", "1MiB", "--layout", "contiguous"), 2, "a contiguous cache shares no blocks"),
     ],
 )
 def test_impossible_values_are_refused(run, options, code, message):

@@ -171,6 +171,12 @@ def test_recall_of_a_model_that_looks_keys_up():
     assert (window.loss.recall.full, tiered.loss.recall.recall) == (1.0, 1.0) and window.loss.recall.recall < 0.5
 
 
+def test_recall_of_a_cache_with_a_block_store():
+    model, tokenizer = make_looker(limit=256)
+    needles = NeedleRecall(model, LookupLanguage(tokenizer), 128)
+    assert needles.recall(CacheConfig(max_num_seqs=1, max_seq_len=128, prefix_cache_ram=1 << 20)).recall == 1.0
+
+
 def test_recall_that_cannot_be_measured_has_a_reason():
     model, tokenizer = make_looker(limit=64)
     assert NeedleRecall(model, None, 64).reason == "the checkpoint has no tokenizer"

@@ -169,6 +169,11 @@ def test_ties_divergences_and_kl_by_hand():
     assert flipped.kl_max == pytest.approx(float((p * (p / p.flip(-1)).log()).sum()), rel=1e-6)
 
 
+def test_an_engine_that_failed_at_once_has_no_logits_to_compare():
+    comparison = compare_logits(ReplayResult({}), {}, 0.0)
+    assert comparison.compared == 0 and math.isnan(comparison.kl_max)
+
+
 def test_nan_is_an_infinite_difference():
     nan, reference = torch.full((1, 3), math.nan), {(0, 0): torch.zeros(1, 3)}
     assert math.isinf(compare_logits(ReplayResult({(0, 0): [(0, nan)]}), reference, 0.0).max_dlogit)
@@ -254,7 +259,7 @@ def test_suggested_number_of_prompts_is_the_largest_that_fits():
     require(largest)
     with pytest.raises(MemoryPlanError):
         require(largest + 1)
-    with pytest.raises(MemoryPlanError, match="not even one row fits"):
+    with pytest.raises(MemoryPlanError, match="not even one prompt fits"):
         require(100_000, 1000)
     require(100_000, None)
 
