@@ -31,6 +31,35 @@ def test_split_product_equals_plain_product(monkeypatch, products, threads, bias
     assert products == ([threads] if threads > 1 else [])
 
 
+@pytest.mark.parametrize("has_onednn", [False, module.HAS_ONEDNN])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(2, 256), (3, 7, 256), (300, 256)])
+@torch.inference_mode()
+def test_products_of_several_rows_equal_those_in_float64(monkeypatch, has_onednn, bias, shape):
+    monkeypatch.setattr(module, "HAS_ONEDNN", has_onednn)
+    x, weights, b = torch.randn(shape), torch.randn(2 * 192, 256), torch.randn(192)
+    weight = weights[192:]  # of a packed product
+    out = linear(x, weight, b if bias else None)
+    expected = F.linear(x.double(), weight.double(), b.double() if bias else None)
+    assert out.shape == expected.shape and (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "uses"),
+    [
+        (torch.randn(2, 256), torch.randn(192, 256), True),
+        (torch.randn(1, 256), torch.randn(192, 256), False),  # one row
+        (torch.randn(2, 16), torch.randn(192, 16), False),  # small
+        (torch.randn(2, 256).double(), torch.randn(192, 256).double(), False),
+    ],
+)
+def test_onednn_multiplies_several_rows_without_gradients(monkeypatch, x, weight, uses):
+    monkeypatch.setattr(module, "HAS_ONEDNN", True)
+    assert not module._prefers_onednn(x, weight)
+    with torch.no_grad():
+        assert module._prefers_onednn(x, weight) == uses
+
+
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
@@ -43,6 +72,7 @@ def test_split_product_equals_plain_product(monkeypatch, products, threads, bias
 )
 def test_other_shapes_are_not_split(monkeypatch, products, x, weight):
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(module, "HAS_ONEDNN", False)
     with torch.inference_mode():
         assert torch.equal(linear(x, weight), F.linear(x, weight)) and products == []
 
