@@ -49,6 +49,12 @@ def _minutes(item: pytest.Item) -> float:
 
 
 @pytest.fixture
+def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let plans of large models fit, whatever else runs on this machine."""
+    monkeypatch.setattr("kvad.cache.sizing.available_bytes", lambda: 64 << 30)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Run with one thread: with small tensors a second one takes more time than it saves."""
     import torch

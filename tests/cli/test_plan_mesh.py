@@ -10,6 +10,7 @@ from kvad.parallel.mesh import Mesh
 from kvad.parallel.partition import plan_ranks
 from kvad.planning.known_models import known_model
 
+pytestmark = pytest.mark.usefixtures("much_memory")
 PLAN = "plan llama-3-8b --max-seq-len 8192 --max-num-seqs 2 --dtype bfloat16 --bandwidth 20"
 
 

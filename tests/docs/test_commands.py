@@ -26,6 +26,7 @@ from kvad.cli.main import main as kvad
 from tests.docs import test_notes_table as notes
 from tests.support.baseline import isolated, write_data
 
+pytestmark = pytest.mark.usefixtures("much_memory")
 ROOT = Path(__file__).parents[2]
 EXTENDING = ROOT / "docs" / "contributing" / "extending.md"  # run by test_extending.py, with the plugins of the page
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - {EXTENDING})]

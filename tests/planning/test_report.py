@@ -291,6 +291,7 @@ T5 = AttentionConfig(8, 4, head_dim=8, position=T5BiasConfig())
 UMT5 = replace(T5, position=T5BiasConfig(shared=False))
 ALIBI = AttentionConfig(8, 4, position=AlibiConfig())
 IN_PLACE = {"layout": "contiguous", "max_num_seqs": 1}
+pytestmark = pytest.mark.usefixtures("much_memory")
 LONG_SOURCE = {"max_seq_len": 8, "max_source_len": 900}
 HITTERS = {"policy": "heavy-hitters(96, interval=32)"}
 CAPPED_EXPERT = MoEConfig(512, 1, 1, swiglu_alpha=1.7, swiglu_limit=7.0)
@@ -754,7 +755,7 @@ def test_plan_that_does_not_fit(monkeypatch, run_plan, plan_json):
 def test_one_sequence_in_the_published_dtype_is_planned(run_plan, name):
     code, out, _ = run_plan(f"{name} --memory 24GiB --bandwidth 20")
     assert code == 0 and "layers; 1 sequence of " in out and "   bfloat16, exact" in out
-    verdict = "not at this length; without --max-seq-len a model is loaded with room for 1 sequence of "
+    verdict = "not at this length; without --max-seq-len: room for 1 sequence of "
     assert (verdict if name == "llama-3.1-8b" else "memory: 24.00 GiB: it fits") in out
 
 

@@ -161,7 +161,7 @@ def test_bad_input_is_one_line_and_exit_code_2(bad, monkeypatch, arguments, mess
         (2, ["long.txt", "--device", "tpu9"]),
         (1, ["long.txt", "--batch-size", "10000000"]),  # 1: it does not fit into memory
         (1, ["long.txt", "--seq-len", "500000000"]),
-        (2, ["long.txt", "--seq-len", "5000"]),
+        (2, ["long.txt", "--seq-len", "5000", "--batch-size", "1"]),
         (2, ["long.txt", "--set", "hidden_size=31"]),
         (1, ["long.txt", "--gradient-accumulation-steps", "100000000000"]),
         (2, ["long.txt", "--validation", "1e-9"]),

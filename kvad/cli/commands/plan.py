@@ -170,7 +170,7 @@ def _verdict(report: PlanReport, available: int) -> str:
     if report.fitted is None or report.fitted.total > available:
         return "it does not fit"
     room = sizing.describe_room(report.fitted)
-    return f"not at this length; without --max-seq-len a model is loaded with {room}"
+    return f"not at this length; without --max-seq-len: {room}"
 
 
 def request_lines(plan: MemoryPlan) -> str:
