@@ -1,4 +1,4 @@
-"""Types shared by the host, the model and the cache; the only behavior is the definition of the attention mask.
+"""Types shared by the host, the model and the cache; the only behavior is the attention mask and passing calls on.
 
 Shape letters, everywhere in kvad:
 
@@ -259,6 +259,25 @@ class CacheView(Protocol):
     def delta(self, inputs: DeltaInputs) -> Tensor:
         """Apply the gated delta rule to each sequence and head, after ``convolve`` -> [T, H, Dv]."""
         ...
+
+
+class WrappedView:
+    """Base of views that differ from another in ``attend``: passes every other call on to it."""
+
+    def __init__(self, view: CacheView) -> None:
+        self.view = view
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        self.view.write(k, v)
+
+    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
+        return self.view.convolve(x, kernel)
+
+    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
+        return self.view.recur(x, log_decay)
+
+    def delta(self, inputs: DeltaInputs) -> Tensor:
+        return self.view.delta(inputs)
 
 
 class EvictOp(NamedTuple):

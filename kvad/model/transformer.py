@@ -51,10 +51,10 @@ from kvad.model_input import (
     AttentionParams,
     CacheProtocol,
     CacheView,
-    DeltaInputs,
     ModelInput,
     RelativeBuckets,
     Rotary,
+    WrappedView,
 )
 
 
@@ -382,26 +382,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(parameter)
 
 
-class _WrappedView:
-    """Base of views that change the arguments of ``attend`` and pass every other call on."""
-
-    def __init__(self, view: CacheView) -> None:
-        self.view = view
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        self.view.write(k, v)
-
-    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        return self.view.convolve(x, kernel)
-
-    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
-        return self.view.recur(x, log_decay)
-
-    def delta(self, inputs: DeltaInputs) -> Tensor:
-        return self.view.delta(inputs)
-
-
-class _RecomputedView(_WrappedView):
+class _RecomputedView(WrappedView):
     """A view that computes learned biases each time.
 
     A bias cached by the first layer of a step would not be part of the graph when that layer is recomputed. Gradients
@@ -414,7 +395,7 @@ class _RecomputedView(_WrappedView):
         return self.view.attend(q, k, v, params)
 
 
-class _ScaledQueriesView(_WrappedView):
+class _ScaledQueriesView(WrappedView):
     """A view whose queries are multiplied by a scale [T] per token, which commutes with their rotation."""
 
     def __init__(self, view: CacheView, scale: Tensor) -> None:

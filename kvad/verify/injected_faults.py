@@ -30,7 +30,7 @@ from kvad.config import ModelConfig, attention_specs
 from kvad.engine import Engine
 from kvad.errors import UsageError, suggest
 from kvad.model import Transformer
-from kvad.model_input import NULL_BLOCK, AttentionParams, CacheView, DeltaInputs, ModelInput, SlotMapping, SubBatch
+from kvad.model_input import NULL_BLOCK, AttentionParams, CacheView, ModelInput, SlotMapping, SubBatch, WrappedView
 from kvad.verify.report import FAULTS, UNKNOWN_FAULT
 
 LOWER_DTYPES = {"float64": torch.float32, "float32": torch.bfloat16, "float16": torch.bfloat16}  # by format
@@ -267,7 +267,7 @@ class _StatelessKVCache(KVCache):
 
 
 @dataclass
-class _FaultyView:
+class _FaultyView(WrappedView):
     view: CacheView
     rope: ops.rotary.RotaryCache
     change: Callable[[AttentionInputs, ops.rotary.RotaryCache], AttentionInputs]
@@ -276,18 +276,6 @@ class _FaultyView:
         if k is not None:
             q, k, params = self.change((q, k, params), self.rope)
         return self.view.attend(q, k, v, params)
-
-    def write(self, k: Tensor, v: Tensor) -> None:
-        self.view.write(k, v)
-
-    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        return self.view.convolve(x, kernel)
-
-    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
-        return self.view.recur(x, log_decay)
-
-    def delta(self, inputs: DeltaInputs) -> Tensor:
-        return self.view.delta(inputs)
 
 
 def _write_one_slot_early(mapping: SlotMapping, group: CacheGroup, model_input: ModelInput) -> SlotMapping:

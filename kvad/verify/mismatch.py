@@ -23,7 +23,7 @@ from kvad.cache.device import KVCache
 from kvad.config import AttentionSpec
 from kvad.engine.scheduling import ScheduledSequence, SchedulerOutput
 from kvad.model import NoCache, Transformer
-from kvad.model_input import NULL_BLOCK, AttentionParams, BlockOps, CacheView, DeltaInputs, ModelInput, TokenPositions
+from kvad.model_input import NULL_BLOCK, AttentionParams, BlockOps, CacheView, ModelInput, TokenPositions, WrappedView
 from kvad.verify.reference_model import ReferenceModel, WholeSequence
 from kvad.verify.replay import ReplayStream, SequenceKey
 
@@ -63,7 +63,7 @@ class RecordingCache:
 
 
 @dataclass
-class _RecordingView:
+class _RecordingView(WrappedView):
     recorder: RecordingCache
     layer: int
     view: CacheView
@@ -75,21 +75,12 @@ class _RecordingView:
             self.recorder.listener(_on_host(AttentionCall(self.layer, q, k, v, params, tuple(self.recorder.seen))))
         return out
 
-    def write(self, k: Tensor, v: Tensor) -> None:
-        self.view.write(k, v)
-
     def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
         self.recorder.seen.clear()
         out, inputs = self.view.convolve(x, kernel), x.unsqueeze(1)
         params, seen = AttentionParams(scale=1.0), tuple(self.recorder.seen)
         self.recorder.listener(_on_host(AttentionCall(self.layer, inputs, inputs, inputs, params, seen)))
         return out
-
-    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
-        return self.view.recur(x, log_decay)
-
-    def delta(self, inputs: DeltaInputs) -> Tensor:
-        return self.view.delta(inputs)
 
 
 def _on_host(value: Any) -> Any:

@@ -30,7 +30,7 @@ from kvad.config import AttentionSpec, attention_specs
 from kvad.engine import Engine
 from kvad.errors import KvadError
 from kvad.model import NoCache, Transformer
-from kvad.model_input import AttentionParams, CacheProtocol, CacheView, DeltaInputs, ModelInput
+from kvad.model_input import AttentionParams, CacheProtocol, CacheView, ModelInput, WrappedView
 from kvad.verify.reference_model import ReferenceModel, WholeSequence
 from kvad.verify.replay import ReplayResult, ReplayStream, SequenceKey
 from kvad.verify.report import EXACT, Comparison, LossReport, MemoryCase, NeedleScore, TokenDivergence
@@ -60,7 +60,7 @@ class QuantizedNoCache:
 
 
 @dataclasses.dataclass
-class _QuantizedView:
+class _QuantizedView(WrappedView):
     """Quantizes keys, rotated by ``there`` if given, and values.
 
     With ``back``, keys are rotated back, so the inner cache rotates as usual and may rotate sinks further. (float32
@@ -91,15 +91,6 @@ class _QuantizedView:
     def write(self, k: Tensor, v: Tensor) -> None:
         assert self.values is not None, "cross-attention stores its values"
         self.view.write(_quantize_dequantize(self.keys, k), _quantize_dequantize(self.values, v))
-
-    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        return self.view.convolve(x, kernel)
-
-    def recur(self, x: Tensor, log_decay: Tensor) -> Tensor:
-        return self.view.recur(x, log_decay)
-
-    def delta(self, inputs: DeltaInputs) -> Tensor:
-        return self.view.delta(inputs)
 
 
 def _quantize_dequantize(codec: ops.quantize.FormatCodec, x: Tensor) -> Tensor:

@@ -299,3 +299,23 @@ def fused_rules(
 
 def kv_heads(attention: cfg.TokenMixer) -> int:
     return attention.num_kv_heads or attention.num_heads
+
+
+def multimodal_family(text: Family, model_type: str, text_type: str, ignored: tuple[str, ...]) -> Family:
+    """Return the family of a model of which only the text model is read; kvad writes it as ``text_type``.
+
+    Args:
+        text: Family of the text model.
+        model_type: ``model_type`` of the whole model, whose ``text_config`` describes the text model.
+        text_type: ``model_type`` of the text model.
+        ignored: Patterns of tensors besides the text model's.
+    """
+
+    def read(fields: HFConfigReader) -> ModelConfig:
+        if fields.model_type == text_type:  # as kvad writes it
+            return text.read(fields)
+        part = fields.part("text_config")
+        outer = {"model_type": text_type, "tie_word_embeddings": fields.get("tie_word_embeddings")}
+        return text.read(part.derive({**outer, **part.content}))
+
+    return replace(text, types=(model_type,), read=read, prefix="language_model.", ignored=ignored)

@@ -14,7 +14,7 @@ from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
-from kvad.checkpoint.families.experts import expert_rules
+from kvad.checkpoint.families.experts import expert_rules, read_mlp_types
 from kvad.config import ModelConfig
 
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -88,12 +88,9 @@ def _read_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mappin
         shared_size=size * fields.integer("n_shared_experts"),
         **read(fields),
     )
-    dense = min(fields.integer("first_k_dense_replace"), layers)
-    types = fields.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
-        raise fields.error(f"mlp_layer_types {types!r} is not supported", f"It must have {layers} of dense or sparse.")
+    is_sparse = read_mlp_types(fields)
     sparse = cfg.LayerConfig(layer.attention, experts, layer.norm)
-    return {"D": layer, "E": sparse}, "".join("D" if kind == "dense" else "E" for kind in types)
+    return {"D": layer, "E": sparse}, "".join("DE"[is_sparse(index)] for index in range(layers))
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:

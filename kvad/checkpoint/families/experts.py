@@ -90,6 +90,33 @@ def expert_rules(gate: str, selection_bias: str, shared: str, shared_gate: str =
     return rules
 
 
+def read_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
+    return cfg.MoEConfig(
+        fields.integer("moe_intermediate_size"),
+        fields.integer("num_local_experts", "num_experts"),
+        fields.integer("num_experts_per_tok"),
+        activation,  # type: ignore[arg-type]
+        renormalize=fields.flag("norm_topk_prob"),
+    )
+
+
+def write_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "norm_topk_prob": experts.renormalize,
+    }
+
+
+def read_mlp_types(fields: HFConfigReader) -> Callable[[int], bool]:
+    """Return a function of a layer's index that is True if the layer has experts."""
+    layers, dense = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace")
+    types = fields.get("mlp_layer_types", ["dense" if index < dense else "sparse" for index in range(layers)])
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
+        raise fields.error(f"mlp_layer_types {types!r} is not supported", f"It must have {layers} of dense or sparse.")
+    return lambda index: types[index] == "sparse"
+
+
 # ---------------------------------------------------------------- Qwen2-MoE
 
 
@@ -100,24 +127,15 @@ def _check_qwen2_moe(fields: HFConfigReader) -> None:
 
 
 def _read_qwen2_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
-    return cfg.MoEConfig(
-        fields.integer("moe_intermediate_size"),
-        fields.integer("num_local_experts", "num_experts"),
-        fields.integer("num_experts_per_tok"),
-        activation,  # type: ignore[arg-type]
-        renormalize=fields.flag("norm_topk_prob"),
+    return replace(
+        read_experts(fields, activation),
         shared_size=fields.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )
 
 
 def _write_qwen2_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    return {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "norm_topk_prob": experts.renormalize,
-        "shared_expert_intermediate_size": experts.shared_size or 1,
-    }
+    return {**write_experts(experts), "shared_expert_intermediate_size": experts.shared_size or 1}
 
 
 def read_qwen2_places(fields: HFConfigReader) -> Callable[[int], bool]:

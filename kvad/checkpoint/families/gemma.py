@@ -12,14 +12,13 @@ its projector are ignored by name: for text, the result equals the full model's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from kvad import config as cfg
 from kvad.checkpoint.conversion import Family, HFConfigReader, TensorRule, prefix_rules, tensor_rule
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
-from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family, multimodal_family
 from kvad.config import EncoderInputConfig, ModelConfig, encoder_hidden_size, head_dim
 from kvad.errors import CheckpointError
 
@@ -188,14 +187,6 @@ def _choose(config: ModelConfig) -> str:
 _TEXT = decoder_family(_GEMMA, _GEMMA2, _GEMMA3, choose=_choose)
 
 
-def _read_multimodal(fields: HFConfigReader) -> ModelConfig:
-    if fields.model_type == "gemma3_text":  # as kvad writes it
-        return _TEXT.read(fields)
-    text = fields.part("text_config")
-    outer = {"model_type": "gemma3_text", "tie_word_embeddings": fields.get("tie_word_embeddings")}
-    return _TEXT.read(text.derive({**outer, **text.content}))
-
-
 # ---------------------------------------------------------------- T5Gemma
 
 # Zhang et al. 2025.  A Gemma 2 as encoder and a Gemma 2 as decoder, of one size or two.  Norms precede and follow each
@@ -306,12 +297,11 @@ def _t5_rules(config: ModelConfig) -> Iterator[TensorRule]:
 FAMILIES = (
     _TEXT,
     decoder_family(_VAULTGEMMA),
-    replace(
+    multimodal_family(
         _TEXT,
-        types=("gemma3",),
-        read=_read_multimodal,
-        prefix="language_model.",
-        ignored=(r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*", r"lm_head\.weight"),
+        "gemma3",
+        "gemma3_text",
+        (r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*", r"lm_head\.weight"),
     ),
     Family(
         ("t5gemma",),

@@ -18,7 +18,7 @@ from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families import gemma
-from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family, multimodal_family
 from kvad.config import ModelConfig, attention_dims
 from kvad.errors import CheckpointError
 
@@ -145,21 +145,12 @@ _GEMMA4 = HFClass(
 _TEXT = decoder_family(_GEMMA4)
 
 
-def _read_multimodal(fields: HFConfigReader) -> ModelConfig:
-    if fields.model_type == "gemma4_text":  # as kvad writes it
-        return _TEXT.read(fields)
-    text = fields.part("text_config")
-    outer = {"model_type": "gemma4_text", "tie_word_embeddings": fields.get("tie_word_embeddings")}
-    return _TEXT.read(text.derive({**outer, **text.content}))
-
-
 FAMILIES = (
     _TEXT,
-    replace(
+    multimodal_family(
         _TEXT,
-        types=("gemma4",),
-        read=_read_multimodal,
-        prefix="language_model.",
-        ignored=(r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*", r"lm_head\.weight"),
+        "gemma4",
+        "gemma4_text",
+        (r"(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\..*", r"lm_head\.weight"),
     ),
 )

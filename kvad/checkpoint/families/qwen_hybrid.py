@@ -12,7 +12,7 @@ from kvad.checkpoint.conversion import HFConfigReader, TensorRule, prefix_rules,
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families import experts
-from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family, multimodal_family
 from kvad.checkpoint.families.hybrid import CHANNEL_CONV, layer_pattern
 from kvad.config import ModelConfig
 
@@ -181,22 +181,10 @@ _QWEN3_5 = HFClass(
 _TEXT = decoder_family(_QWEN3_5)
 
 
-def _read_multimodal(fields: HFConfigReader) -> ModelConfig:
-    if fields.model_type == "qwen3_5_text":  # as kvad writes it
-        return _TEXT.read(fields)
-    text = fields.part("text_config")
-    outer = {"model_type": "qwen3_5_text", "tie_word_embeddings": fields.get("tie_word_embeddings")}
-    return _TEXT.read(text.derive({**outer, **text.content}))
-
-
 FAMILIES = (
     decoder_family(_QWEN3_NEXT),
     _TEXT,
-    replace(
-        _TEXT,
-        types=("qwen3_5",),
-        read=_read_multimodal,
-        prefix="language_model.",
-        ignored=(*_QWEN3_5.ignored, r"(model\.)?visual\..*", r"lm_head\.weight"),
+    multimodal_family(
+        _TEXT, "qwen3_5", "qwen3_5_text", (*_QWEN3_5.ignored, r"(model\.)?visual\..*", r"lm_head\.weight")
     ),
 )

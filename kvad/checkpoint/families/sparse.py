@@ -12,6 +12,7 @@ from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families import experts
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.checkpoint.families.experts import write_experts
 from kvad.config import ModelConfig
 
 _ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
@@ -19,33 +20,6 @@ _NORMED = {**_ATTENTION, **base.QK_NORM}
 _DROPOUT = hf.dropouts(attention="attention_dropout")
 _DENSE = {"G": "D", "L": "W"}  # layer types of full attention and of a window, with experts -> without
 _FIELDS: hf.FieldTable = {**base.SIZES, **_DROPOUT, "attention.position": hf.rope(), "attention.qk_norm": "head"}
-
-
-def _read_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
-    return cfg.MoEConfig(
-        fields.integer("moe_intermediate_size"),
-        fields.integer("num_local_experts", "num_experts"),
-        fields.integer("num_experts_per_tok"),
-        activation,  # type: ignore[arg-type]
-        renormalize=fields.flag("norm_topk_prob"),
-    )
-
-
-def _write_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    return {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "norm_topk_prob": experts.renormalize,
-    }
-
-
-def _read_types(fields: HFConfigReader) -> Callable[[int], bool]:
-    """Return a function of a layer's index that is True if the layer has experts."""
-    layers, dense = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace")
-    types = fields.get("mlp_layer_types", ["dense" if index < dense else "sparse" for index in range(layers)])
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= {"dense", "sparse"}:
-        raise fields.error(f"mlp_layer_types {types!r} is not supported", f"It must have {layers} of dense or sparse.")
-    return lambda index: types[index] == "sparse"
 
 
 def _write_types(is_sparse: list[bool]) -> dict[str, Any]:
@@ -93,7 +67,7 @@ _QWEN3_MOE = HFClass(
     },
     check=_check_qwen3,
     layer_types=experts.sparse_layers(
-        _read_experts, experts.read_qwen2_places, _write_experts, experts.write_qwen2_places
+        experts.read_experts, experts.read_qwen2_places, write_experts, experts.write_qwen2_places
     ),
     layer_rules=experts.expert_rules("gate", "", ""),
     constants={"pad_token_id": None, "decoder_sparse_step": 1, "use_sliding_window": False},
@@ -140,7 +114,7 @@ _MELLUM = _QWEN3_MOE.variant(
     check=None,
     layer_types=_mixed_layers(
         _read_mellum_windows,
-        experts.sparse_layers(_read_experts, _read_types, _write_experts, _write_types),
+        experts.sparse_layers(experts.read_experts, experts.read_mlp_types, write_experts, _write_types),
         _write_mellum_rope,
     ),
     constants={"pad_token_id": None},
@@ -152,7 +126,7 @@ _MELLUM = _QWEN3_MOE.variant(
 
 
 def _read_sigmoid_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
-    read = _read_experts(fields, activation)
+    read = experts.read_experts(fields, activation)
     return replace(
         read,
         router="sigmoid",
@@ -167,7 +141,7 @@ def _read_sigmoid_experts(fields: HFConfigReader, activation: str) -> cfg.MoECon
 
 def _write_exaone_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
     return {
-        **_write_experts(experts),
+        **write_experts(experts),
         "routed_scaling_factor": experts.routed_scale,
         "n_group": experts.num_groups,
         "topk_group": experts.num_groups_per_token,
@@ -208,7 +182,7 @@ _EXAONE_MOE = HFClass(
     },
     layer_types=_mixed_layers(
         _read_exaone_windows,
-        experts.sparse_layers(_read_sigmoid_experts, _read_types, _write_exaone_experts, _write_types),
+        experts.sparse_layers(_read_sigmoid_experts, experts.read_mlp_types, _write_exaone_experts, _write_types),
         lambda config: {},
     ),
     layer_rules=experts.expert_rules("gate", "e_score_correction_bias", "shared_experts"),
@@ -237,7 +211,9 @@ _HUNYUAN3 = HFClass(
         "routed_scaling_factor": 2.826,
     },
     check=lambda fields: fields.require_one_of("mlp_bias", False, reason="transformers' class ignores it."),
-    layer_types=experts.sparse_layers(_read_sigmoid_experts, _read_types, _write_hunyuan_experts, _write_types),
+    layer_types=experts.sparse_layers(
+        _read_sigmoid_experts, experts.read_mlp_types, _write_hunyuan_experts, _write_types
+    ),
     layer_rules=experts.expert_rules("router.gate", "expert_bias", "shared_mlp"),
     ignored=(r".*rotary_emb\.inv_freq", r"layers\.80\..*"),
     name_variants={
