@@ -22,9 +22,9 @@ TORCH := torch==2.13.0
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-# A stamp in the environment marks a finished installation; its name has a checksum of pyproject.toml and constraints.txt,
-# so a change installs again. The test set includes the run set, so `make run` accepts either.
-KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d' ' -f1)
+# A stamp in the environment marks a finished installation; its name has a checksum of pyproject.toml, constraints.txt and
+# the sources of the CPU kernels, so a change installs again. The test set includes the run set, so `make run` accepts either.
+KEY := $(shell { pwd; cat pyproject.toml constraints.txt kvad/ops/native/*.cpp kvad/ops/native/*.h; } | cksum | cut -d' ' -f1)
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 

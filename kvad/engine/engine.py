@@ -120,7 +120,7 @@ class Engine:
                 step_costs=self._step_costs,
             )
             self._resources = resources.pop_all()
-        self.runner = ModelRunner(model, self.kv_cache)
+        self.runner = ModelRunner(model, self.kv_cache, native=config.native)
         self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
         self.times = StepTimes()
         self._next_request = 0

@@ -40,6 +40,7 @@ class EngineConfig:
     # read as many prompt tokens as measured steps allow. None: up to max_num_batched_tokens.
     max_inter_token: float | None = None
     kernel: ops.attention.Kernel = "auto"
+    native: bool = True  # run the decoder with the native CPU kernels, where they can
     # Logits and tokens of a request are independent of the batch and of chunking, bit for bit (CPU, one process; other
     # machines, builds and numbers of threads round differently).
     deterministic: bool = False

@@ -12,11 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvad import checkpoint, storage
+from kvad import checkpoint, ops, storage
 from kvad import config as cfg
-from kvad.cache import offload
+from kvad.cache import CacheConfig, offload
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.config import ModelConfig
+from kvad.engine import execution
 from kvad.errors import CheckpointError, KvadError, StorageError, UsageError, format_count, with_article
 from kvad.storage import REAL_FILE_SYSTEM
 from kvad.text import Tokenizer
@@ -60,6 +61,8 @@ def check_checkpoint(where: str | Path, *, fix: bool = False) -> Iterator[CheckR
         yield from _problem_results("finite", broken, "every weight is a finite number", advice)
     if config is not None:
         yield from (result for result in _text_files(config, handle) if result.message not in unread)
+    if config is not None and config.decoder is not None and tensors is not None:
+        yield CheckResult("kernels", True, _kernels(config, tensors))
 
 
 def _manifest(folder: Path, fix: bool) -> Iterator[CheckResult]:
@@ -142,6 +145,21 @@ def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
     dtypes = ", ".join(sorted({str(tensors.dtype(name)).removeprefix("torch.") for name in tensors}))
     size = format_count(tensors.total_bytes, "byte")
     return f"{format_count(len(tensors), 'tensor')} in {files}, {dtypes}, {size}"
+
+
+def _kernels(config: ModelConfig, tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
+    """Say what runs the decoder on a CPU, with the default cache."""
+    counts = Counter(str(tensors.dtype(name)).removeprefix("torch.") for name in tensors)
+    floats = [dtype for dtype, _ in counts.most_common() if dtype.startswith(("float", "bfloat")) and "8" not in dtype]
+    dtype = floats[0] if floats else "float32"
+    options = CacheConfig(
+        max_seq_len=config.max_seq_len, dtype=dtype, max_source_len=1 if config.encoder is not None else 0
+    )
+    reason = execution.unsupported_reason(config, options, dtype)
+    library = ops.native.load().library
+    if reason or library is None:
+        return f"on a CPU, the decoder runs in PyTorch: {reason}"
+    return f"on a CPU, the decoder runs in the native kernels ({library.variant})"
 
 
 def _text_files(config: ModelConfig, handle: CheckpointHandle) -> Iterator[CheckResult]:

@@ -262,6 +262,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.kernel: ops.attention.Kernel = "auto"  # of the encoder's attention
+        self.packed_weights = ops.native.PackedWeights()  # of the native kernels, shared by all engines
         self.embedding = Embedding(config.hidden_size, config.vocab_size, config.embedding)
         spec, width = config.encoder_input, encoder_hidden_size(config)
         self.encoder_embedding = None if spec is None else Embedding(width, spec.vocab_size, spec.embedding)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvad.ops import linear as linear
     from kvad.ops import malloc as malloc
     from kvad.ops import merge as merge
+    from kvad.ops import native as native
     from kvad.ops import position_bias as position_bias
     from kvad.ops import quantize as quantize
     from kvad.ops import recurrence as recurrence

@@ -234,7 +234,7 @@ def test_full_cache_finds_every_needle(llm, language, kind, position):
 
 
 @pytest.mark.parametrize("position", ["before", "after"])
-def test_lost_positions_reduce_recall(llm, language, position, monkeypatch):
+def test_lost_positions_reduce_recall(llm, language, position, monkeypatch, in_pytorch):
     options = replace(SMALL, question_position=position, samples_per_cell=8, prefill_chunk_size=16)
     found = []
     for share in (0.0, 0.08, 0.5):
@@ -243,7 +243,7 @@ def test_lost_positions_reduce_recall(llm, language, position, monkeypatch):
     assert found[0] == 1 > found[1] > found[2] == 0
 
 
-def test_lost_positions_increase_perplexity(llm, language, monkeypatch):
+def test_lost_positions_increase_perplexity(llm, language, monkeypatch, in_pytorch):
     texts = [[*language.opening, *language.encode(synthetic.episode(60, seed))] for seed in range(2)]
     full = measure_perplexity(llm, FULL, texts, 16)
     assert full.ratio == pytest.approx(1, abs=1e-4) and full.kl < 1e-5 and full.agree == 1
@@ -394,7 +394,7 @@ def test_stream_within_the_limit_is_flat(random_llm):
     assert progress.call_args.args == ("reference", 96, 96)
 
 
-def test_stream_that_loses_positions_is_not_flat(random_llm, monkeypatch):
+def test_stream_that_loses_positions_is_not_flat(random_llm, monkeypatch, in_pytorch):
     tokens = torch.randint(0, 60, (96,), generator=torch.Generator().manual_seed(0)).tolist()
     lose_positions(monkeypatch, 0.5)
     result = bench_streaming(random_llm, FULL, tokens, span=32, chunk=4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvad import ops
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.native import save_checkpoint
 from kvad.text.tokenizer import train_tokenizer
@@ -42,7 +43,7 @@ def change(folder, edit):
     save_file(tensors, path, {"format": "pt"})
 
 
-CHECKS = ["headers", "config", "tensors", "finite", "tokenizer", "generation"]
+CHECKS = ["headers", "config", "tensors", "finite", "tokenizer", "generation", "kernels"]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,15 @@ def test_healthy_checkpoint(kvad, request, layout, checks, text):
     assert (result.code, result.err) == (0, "") and text in result.out
     assert [line.split()[:2] for line in result.out.splitlines()] == [["ok", check] for check in checks]
     assert problems(kvad("doctor", folder, "--json")) == {}
+
+
+def test_doctor_says_what_runs_the_decoder(kvad, hf, native, monkeypatch):
+    library = ops.native.load().library
+    expected = ops.native.load().reason if library is None else f"in the native kernels ({library.variant})"
+    assert expected in kvad("doctor", hf).out
+    reason = "has native=False"
+    monkeypatch.setattr(ops.native, "load", lambda: ops.native.library.LoadResult(None, reason))
+    assert f"the decoder runs in PyTorch: {reason}" in kvad("doctor", native).out
 
 
 def test_run_folder_means_newest_checkpoint(kvad, tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kvad
+from kvad import ops
 from kvad.cache.config import CacheConfig
 from kvad.llm import LLM
 from kvad.text import train_tokenizer
@@ -60,12 +61,31 @@ def assert_in_order(listed: list[tuple[str, str]], calls: Calls) -> None:
         assert order[before] < order[after], f"{after} is called before {before}"
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+@contextmanager
+def open_llm(*, native: bool) -> Iterator[LLM]:
     letters = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
     model = build(replace(model_config(), vocab_size=letters.vocab_size), dtype=torch.float32)
     with LLM(model, letters, CacheConfig(dtype="float32", max_num_seqs=2, max_seq_len=32)) as opened:
+        if not native:
+            opened.engine.runner.native_reason = "a test"
         yield opened
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with open_llm(native=False) as opened:
+        yield opened
+
+
+@pytest.mark.skipif(ops.native.load().library is None, reason=ops.native.load().reason)
+def test_one_call_of_the_native_kernels_replaces_the_model() -> None:
+    with open_llm(native=True) as native_llm, recorded_calls() as calls:
+        native_llm.generate("abc", max_tokens=2, temperature=0.7)
+    stops_of_model = {("model/transformer.py", "Transformer.forward"), ("cache/device/kv_cache.py", "KVCache.open")}
+    assert not stops_of_model & calls.keys()
+    called = [("engine/execution/native_program.py", "NativeProgram.run"), ("ops/native/library.py", "Library.step")]
+    assert_in_order(called, calls)
+    assert all(f"`{name}` (`{file}`)" in PAGE.read_text() for file, name in called)
 
 
 def test_the_request_passes_the_listed_stops(llm: LLM) -> None:

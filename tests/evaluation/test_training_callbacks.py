@@ -63,7 +63,7 @@ def test_cache_check_and_bleu_of_pairs(pairs, tmp_path):
     assert bleu["pairs"] == 3 and 0 <= bleu["bleu"] <= 100 and "|tok:13a|" in bleu["signature"]
 
 
-def test_broken_cache_is_reported(corpus, run_config, tmp_path, monkeypatch):  # noqa: F811
+def test_broken_cache_is_reported(corpus, run_config, tmp_path, monkeypatch, in_pytorch):  # noqa: F811
     open_step = KVCache.open
 
     def lossy_open(self, step):

@@ -9,7 +9,8 @@ The plan is computed from the config alone, without torch. Two kinds of numbers 
   PADDING_BLOCK).
 * **upper bound of a step's peak**: scratch and activations of the largest step that the scheduler may plan, of the
   decoder or the encoder (``activations.py``, ``scratch.py``). Not counted: the interpreter and torch (about 250 MiB),
-  allocator slack, and prompt scoring, which requires logits of all T tokens instead of one per sequence.
+  allocator slack, prompt scoring, which requires logits of all T tokens instead of one per sequence, and of the native
+  CPU kernels up to 4 MiB of activations and the packed copy of weights that are not mapped from a file (at most 1 GiB).
 
 Combinations of a model and a cache that are not supported are refused, with the reason (``check_policy``).
 """

@@ -1,4 +1,4 @@
-"""ModelRunner and sampler."""
+"""ModelRunner, the program of the native kernels, and the sampler."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kvad._lazy import lazy_names
 if TYPE_CHECKING:
     from kvad.engine.execution.model_runner import ManagedCache as ManagedCache
     from kvad.engine.execution.model_runner import ModelRunner as ModelRunner
+    from kvad.engine.execution.native_program import unsupported_reason as unsupported_reason
     from kvad.engine.execution.sampler import NONFINITE_ERROR as NONFINITE_ERROR
     from kvad.engine.execution.sampler import sample_outputs as sample_outputs
 

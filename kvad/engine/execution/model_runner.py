@@ -1,4 +1,4 @@
-"""Model runner: apply block operations, fill input buffers and run the model, eagerly.
+"""Model runner: apply block operations, fill input buffers and run the model.
 
 The model receives tensors only; ``ModelRunner.tensors`` lists all that outlive a step. Those of the input are at the
 same addresses whenever a batch shape recurs. A ``BatchShape`` is everything about a step except the numbers in its
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvad import model as model_lib
 from kvad.engine import scheduling
+from kvad.engine.execution.native_program import NativeProgram, build_program
 from kvad.engine.scheduling import SchedulerOutput
 from kvad.model import Transformer
 from kvad.model_input import NULL_BLOCK, BlockOps, CacheProtocol, ModelInput, SlotMapping, SubBatch
@@ -197,13 +198,18 @@ class ManagedCache(CacheProtocol, Protocol):
 
 
 class ModelRunner:
-    """Runs scheduled steps on one model and one cache."""
+    """Runs scheduled steps on one model and one cache: with the native kernels if they can, else in PyTorch.
 
-    def __init__(self, model: Transformer, cache: ManagedCache) -> None:
+    ``native``: False always runs in PyTorch. ``native_reason`` says why the kernels are not used, once a step has run.
+    """
+
+    def __init__(self, model: Transformer, cache: ManagedCache, *, native: bool = True) -> None:
         self.model, self.cache = model, cache
         self.device = model.token_embedding.device
         short_lens = model_lib.positions.short_regime_lens(model.config.stack, model.config.max_seq_len)
         self.buffers = InputBuffers(self.device, with_seq_lens=bool(short_lens))
+        self.native_reason = "" if native else "the engine has native=False"
+        self.program: NativeProgram | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step uses and that outlives it: inputs, cache and weights."""
@@ -215,8 +221,26 @@ class ModelRunner:
         assert output.encoder_batch is None, "an encoder step has no logits; call encode"
         self.cache.apply(output.allocation.block_ops)
         model_input = self.buffers.fill(output)
+        if self.program is None or any(scheduled.start == 0 for scheduled in output.scheduled):
+            self._update_program()
+        if self.program is not None:
+            return self.program.run(model_input)
         hidden = self.model(model_input, self.cache)
         return self.model.logits(hidden, model_input.logit_indices)
+
+    def _update_program(self) -> None:
+        """Build the program of the native kernels if there is none, or if the weights have changed.
+
+        They do not change during a request, so this is called at its start.
+        """
+        if self.native_reason or (self.program is not None and self.program.is_current(self.model)):
+            return
+        self.program = None
+        program = build_program(self.model, self.cache)
+        if isinstance(program, str):
+            self.native_reason = program
+        else:
+            self.program = program
 
     @torch.inference_mode()
     def encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> tuple[Tensor, ModelInput]:

@@ -1,0 +1,524 @@
+"""A model and its cache as a list of operations for the native CPU kernels (``kvad/ops/native``).
+
+``build_program`` translates what the kernels can compute, or returns the reason why they cannot; then the model runs in
+PyTorch. It reads modules by their exact types, so a plugin, an adapter that is not merged, or a subclass of the cache
+is never mistaken for what it replaces.
+
+The residual stream, logits and sums are float32; weights, activations and attention weights have the model's dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvad import config as cfg
+from kvad import model as model_lib
+from kvad import ops
+from kvad.cache import CacheConfig, CacheGroup, build_groups, resolve_for_model
+from kvad.cache.device import KVCache
+from kvad.config import ModelConfig, attention_specs
+from kvad.errors import ConfigError
+from kvad.model import Transformer
+from kvad.model_input import AlibiSlopes, CacheProtocol, ModelInput, RelativeBuckets, Rotary
+from kvad.ops import native
+
+MAX_STEPS = 256  # prepared inputs; all are prepared again when the limit is exceeded
+MAX_COPIED_BYTES = 1 << 30  # of weights that stay in memory beside the packed ones
+MAX_POSITION_BYTES = 1 << 28  # of a table of sines
+
+
+class Unsupported(Exception):
+    """The kernels cannot compute this model with this cache; the message says why."""
+
+
+def build_program(model: Transformer, cache: CacheProtocol) -> NativeProgram | str:
+    """Return the program of a model's decoder, or the reason why there is none."""
+    try:
+        if type(cache) is not KVCache:
+            raise Unsupported(f"the cache is {type(cache).__name__}")
+        files = native.FileMappings()
+        _check(model, cache, files)
+        library, reason = native.load()
+        if library is None:
+            return reason
+        return NativeProgram(_Builder(model, cache, library, files), library)
+    except Unsupported as reason:
+        return str(reason)
+
+
+def unsupported_reason(config: ModelConfig, cache: CacheConfig, dtype: str) -> str:
+    """Return why the kernels cannot compute a model with a cache, without their weights and memory; "" if they can."""
+    library, reason = native.load()
+    if library is None:
+        return reason
+    with torch.device("meta"):
+        model = Transformer(config).to(getattr(torch, dtype))
+    try:
+        groups = build_groups(attention_specs(config), resolve_for_model(config, cache), dtype)
+    except ConfigError as error:
+        return error.message
+    kv_cache = KVCache(groups, device="meta", rope_at=cache.rope_at, exact_rope=cache.endless)
+    try:
+        _check(model, kv_cache, native.FileMappings())
+        _Builder(model, kv_cache, None, native.FileMappings())
+    except Unsupported as unsupported:
+        return str(unsupported)
+    return ""
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise Unsupported(reason)
+
+
+def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> None:
+    """Check all but the layers."""
+    table = model.token_embedding
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    _require(table.device.type in ("cpu", "meta"), f"the device is {table.device}")
+    _require(table.dtype in native.library.DTYPES, f"weights of {str(table.dtype).removeprefix('torch.')}")
+    _require(dtypes == {table.dtype}, "the weights have several dtypes")
+    _require(not model._forward_pre_hooks and not model._forward_hooks, "a hook reads the model's input or output")
+    copied = sum(x.nbytes for x in model.parameters() if not x.is_meta and not files.contain(x))
+    _require(copied <= MAX_COPIED_BYTES, "weights that are not mapped from a file would be in memory twice")
+    _require(cache.kernel == "auto", "a kernel of PyTorch was chosen")
+    _require(cache.attention_hook is None, "an attention hook reads every layer")
+    _require(not cache.rope_on_read, "keys are rotated when they are read")
+    _require(not cache.exact_rope, "endless: positions are unlimited")
+    _require(model.config.max_seq_len < 1 << 24, "positions beyond 2^24")
+    for group in cache.groups:
+        _require(group.eviction_policy is None, "an eviction policy reads the attention weights")
+        _require(group.sparse_read_policy is None, "a policy reads some blocks only")
+        _require(
+            group.lower_level is None and group.demotion_policy is None, "a policy moves older tokens to other levels"
+        )
+        _require(not group.spec.is_state, "layers with a recurrent state")
+        _require(not group.spec.values_in_keys, "latent attention (MLA)")
+        _require(not group.spec.pattern.renumbers_sinks, "a policy renumbers positions")
+        for name in (group.key_format, group.value_format):
+            _require(name in native.library.STORE_FORMATS, f"a cache of {name}")
+
+
+class _Builder:
+    """Operations, widths of the buffers, and what the operations point to."""
+
+    def __init__(
+        self, model: Transformer, cache: KVCache, library: native.Library | None, files: native.FileMappings
+    ) -> None:
+        self.model, self.cache, self.library, self.files = model, cache, library, files
+        self.dtype = model.token_embedding.dtype
+        self.type, self.itemsize = native.library.DTYPES.index(self.dtype), self.dtype.itemsize
+        self.ops: list[native.Op] = []
+        self.widths: list[int] = []
+        self.referenced: list[object] = []
+        decoder = model.decoder
+        _require(decoder is not None, "the model has no decoder")
+        assert decoder is not None
+        _require(
+            type(model) is Transformer and type(decoder) is model_lib.transformer.LayerStack, "a model of a plugin"
+        )
+        self.decoder, self.size = decoder, model.config.hidden_size
+        self.stream = self._buffer(_padded(self.size), torch.float32)
+        self.input = self._buffer(_padded(self.size), self.dtype)
+        self._named: dict[tuple[str, int], int] = {}
+        self._angles: dict[str, tuple[int, Rotary]] = {}
+        self._embedding(model.embedding)
+        layers = list(decoder.layers) if decoder.spec.num_distinct_layers is None else decoder._repeated_layers()
+        for index, layer in enumerate(layers):
+            self._layer(index, layer, len(layers))
+        self._head()
+
+    def _buffer(self, numbers: int, dtype: torch.dtype) -> int:
+        _require(len(self.widths) < 64, "too many kinds of layers")
+        self.widths.append(numbers * dtype.itemsize)
+        return len(self.widths) - 1
+
+    def _shared(self, name: str, numbers: int, dtype: torch.dtype) -> int:
+        """Return the buffer of a purpose and a width, which all layers share."""
+        if (name, numbers) not in self._named:
+            self._named[name, numbers] = self._buffer(numbers, dtype)
+        return self._named[name, numbers]
+
+    def _op(self, kind: str, **fields: Any) -> None:
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                self.referenced.append(value)
+                fields[name] = value.data_ptr()
+        op = native.Op(
+            kind=native.library.OPERATIONS.index(kind), type=self.type, scale=fields.pop("scale", 1.0), **fields
+        )
+        self.ops.append(op)
+
+    def _float(self, x: Tensor | None, size: int = 0) -> Tensor | None:
+        """Return a contiguous float32 copy, with zeros up to ``size``."""
+        if x is None:
+            return None
+        x = x.detach().float().flatten()
+        return torch.cat((x, x.new_zeros(max(0, size - len(x))))).contiguous()
+
+    # Embedding and head
+
+    def _embedding(self, embedding: model_lib.layers.Embedding) -> None:
+        spec = embedding.spec
+        _require(embedding.projection is None, "an embedding of another size")
+        _require(embedding.token_types is None, "token types")
+        _require(not spec.norm_first or spec.norm is None, "a norm before the positions are added")
+        table, offset, scale = self.model.token_embedding.detach(), 0, spec.scale
+        if scale != 1.0:
+            scale = float(torch.tensor(scale, dtype=self.dtype))
+        positions: Tensor | None = None
+        if isinstance(spec.position, cfg.LearnedPositionsConfig):
+            assert embedding.positions is not None
+            positions, offset = embedding.positions.weight.detach().float().contiguous(), spec.position.offset
+        elif isinstance(spec.position, cfg.SinusoidalPositionsConfig):
+            length = self.model.config.max_seq_len
+            _require(length * self.size * 4 <= MAX_POSITION_BYTES, "a table of sines this long")
+            positions = model_lib.positions.sinusoidal_embedding(torch.arange(length), self.size, spec.position)
+        self._op("embed", out=self.stream, out_stride=_padded(self.size), k=self.size, scale=scale,
+                 weight=table, bias=positions, bias_offset=offset)  # fmt: skip
+        if embedding.norm is not None:
+            self._norm(embedding.norm, self.stream, self.stream, to_float=True)
+
+    def _head(self) -> None:
+        head = self.model.head
+        _require(type(head) is model_lib.heads.LanguageHead, "the head is not a language head")
+        assert isinstance(head, model_lib.heads.LanguageHead)
+        _require(head.transform is None, "a transform before the head")
+        _require(head.tiles is None, "batch-invariant products of PyTorch")
+        self._norm(self.decoder.norm, self.stream, self.input)
+        selected = self._buffer(_padded(self.size), self.dtype)
+        self._op("select", input=self.input, out=selected, k=_padded(self.size) * self.itemsize)
+        weight = self.model.token_embedding if head.weight is None else head.weight
+        self._product(selected, 0, [weight], head.bias, mode="logits", n=self.model.config.vocab_size,
+                      in_stride=_padded(self.size), scale=head.spec.logit_scale,
+                      softcap=head.spec.logit_softcap or 0.0)  # fmt: skip
+
+    # Layers
+
+    def _layer(self, index: int, layer: nn.Module, num_layers: int) -> None:
+        assert isinstance(layer, model_lib.transformer.TransformerLayer)
+        position = layer.norm_position
+        mlp_input = self.input
+        if position in ("parallel", "parallel_pair"):
+            self._norm(layer.norm1, self.stream, self.input)
+            if layer.norm2 is not None:
+                mlp_input = self._shared("mlp input", _padded(self.size), self.dtype)
+                self._norm(layer.norm2, self.stream, mlp_input)
+            self._attention(index, layer.attention, layer.residual, self.stream)
+            self._mlp(layer.mlp, mlp_input, layer.residual, self.stream)
+        else:
+            self._branch(
+                layer, layer.norm1, layer.norm1_after, lambda *to: self._attention(index, layer.attention, *to)
+            )
+            if layer.cross_attention is not None:
+                cross = layer.cross_attention
+                group_index = num_layers + index
+                after = layer.norm_cross_after
+                self._branch(layer, layer.norm_cross, after, lambda *to: self._attention(group_index, cross, *to))
+            self._branch(layer, layer.norm2, layer.norm2_after, lambda *to: self._mlp(layer.mlp, self.input, *to))
+        if layer.output_scale is not None:
+            scale = 1.0 if layer.output_scale.is_meta else float(layer.output_scale.detach())
+            self._op("norm", input=self.stream, out=self.stream, in_stride=_padded(self.size), scale=scale,
+                     out_stride=_padded(self.size), k=self.size, out_float=1)  # fmt: skip
+
+    def _branch(self, layer: model_lib.transformer.TransformerLayer, norm: Any, after: Any, compute: Any) -> None:
+        """Add a branch: ``compute(scale, buffer)`` adds its output to a buffer, or stores it there if scale is None."""
+        position = layer.norm_position
+        if position == "post":
+            self._norm(None, self.stream, self.input)
+            compute(layer.residual, self.stream)
+            self._norm(norm, self.stream, self.stream, to_float=True)
+            return
+        out = self.stream
+        if position in ("after", "sandwich"):
+            out = self._shared("branch", _padded(self.size), torch.float32)
+        self._norm(None if position == "after" else norm, self.stream, self.input)
+        if position == "normed":
+            self._norm(norm, self.stream, self.stream, to_float=True)
+        compute(layer.residual if out == self.stream else None, out)
+        if out != self.stream:
+            self._norm(norm if position == "after" else after, out, out, to_float=True)
+            self._op("add", input=out, out=self.stream, in_stride=_padded(self.size), out_stride=_padded(self.size),
+                     k=self.size, scale=layer.residual)  # fmt: skip
+
+    def _norm(
+        self, norm: model_lib.layers.Norm | None, source: int, out: int, *, to_float: bool = False, **fields: Any
+    ) -> None:
+        """Normalize; without a norm, convert."""
+        kind, eps, weight, bias = "none", 0.0, None, None
+        if norm is not None:
+            _require(type(norm) is model_lib.layers.Norm, "a norm of a plugin")
+            kind, eps = norm.spec.kind, norm.spec.eps
+            weight, bias = self._float(norm.weight), self._float(norm.bias)
+            weight = weight + 1.0 if weight is not None and norm.spec.unit_offset else weight
+        strides = {"in_stride": _padded(self.size), "out_stride": _padded(self.size), "k": self.size}
+        self._op("norm", input=source, out=out, mode=native.library.NORMS.index(kind), eps=eps, weight=weight,
+                 bias=bias, out_float=to_float, **(strides | fields))  # fmt: skip
+
+    def _product(
+        self,
+        source: int,
+        out: int,
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        *,
+        mode: str,
+        interleaved: bool = False,
+        **fields: Any,
+    ) -> int:
+        """Multiply by the weights; returns the number of outputs, padded."""
+        _require(all(weight.stride(1) == 1 for weight in weights), "a transposed weight")
+        panels = self.model.packed_weights.panels(self.library, weights, self.files, interleaved=interleaved)
+        rows, width = panels.shape
+        self._op("linear", input=source, out=out, mode=native.library.OUTPUT_MODES.index(mode), weight=panels, k=width,
+                 bias=self._float(bias, rows), **({"n": rows} | fields))  # fmt: skip
+        return rows
+
+    def _linear(self, layer: nn.Module) -> ops.linear.Linear:
+        _require(type(layer) is ops.linear.Linear, f"a layer of the kind {type(layer).__name__}")
+        assert isinstance(layer, ops.linear.Linear)
+        _require(layer.tiles is None, "batch-invariant products of PyTorch")
+        return layer
+
+    def _biases(self, layers: Sequence[ops.linear.Linear]) -> Tensor | None:
+        if all(layer.bias is None for layer in layers):
+            return None
+        parts = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        return torch.cat([part.detach() for part in parts])
+
+    def _attention(self, index: int, attention: nn.Module, scale: float | None, out: int) -> None:
+        """Add the attention of the cache's layer ``index``."""
+        is_cross = type(attention) is model_lib.attention.CrossAttention
+        _require(is_cross or type(attention) is model_lib.attention.Attention, f"{type(attention).__name__}")
+        assert isinstance(attention, model_lib.attention.Attention)
+        spec, heads, kv_heads = attention.spec, attention.heads, attention.kv_heads
+        dim, value_dim = attention.head_dim, attention.value_dim
+        _require(type(attention.qkv) is ops.linear.PackedLinear, "joined products of another kind")
+        _require(not spec.values_from_keys, "values that are the keys")
+        _require(spec.query_scaling is None, "queries that grow with their position")
+        _require(attention.gate is None, "an output gate")
+        _require(max(dim, value_dim) <= native.library.MAX_HEAD_DIM, "heads this wide")
+        layers = [
+            self._linear(layer) for layer in ((attention.q,) if is_cross else (attention.q, attention.k, attention.v))
+        ]
+        group_index, group = self._group(index)
+        width = sum(layer.out_features for layer in layers)
+        projected = self._shared("projections", _padded(width), torch.float32)
+        self._product(self.input, projected, [layer.weight for layer in layers], self._biases(layers), mode="float",
+                      in_stride=_padded(self.size), out_stride=_padded(width), clip=spec.clip_qkv or 0.0)  # fmt: skip
+        at = 0
+        norms = [(attention.q_norm, heads, dim), (None if is_cross else attention.k_norm, kv_heads, dim)]
+        for norm, count, size in [*norms, (None if is_cross else attention.v_norm, kv_heads, value_dim)]:
+            if norm is not None:
+                self._norm(norm, projected, projected, to_float=True, in_offset=at, out_offset=at, k=norm.width,
+                           in_stride=_padded(width), out_stride=_padded(width), heads=count * size // norm.width,
+                           own_weights=norm.num_weights)  # fmt: skip
+            at += count * size
+        position = {} if is_cross else self._position(index, attention)
+        keys, values = self.cache.stores[group_index][index]
+        shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim, "group": group_index}
+        shape |= {"keys": self._store(keys, group.key_format), "values": self._store(values, group.value_format)}
+        query_size = heads * _even(dim)
+        queries = self._shared("queries", _padded(query_size), self.dtype)
+        rotary = {name: position.pop(name, 0) for name in ("angles", "rotary_dim", "interleaved")}
+        self._op("rotate", input=projected, out=queries, in_stride=_padded(width), out_stride=_padded(query_size),
+                 **shape, **rotary)  # fmt: skip
+        attended = self._shared("attended", _padded(heads * value_dim), self.dtype)
+        self._op("attend", input=queries, out=attended, in_stride=_padded(query_size),
+                 out_stride=_padded(heads * value_dim), scale=attention.scale, softcap=spec.logit_softcap or 0.0,
+                 sink_logits=self._float(attention.sink_logits), **shape, **position)  # fmt: skip
+        self._output(attention.out, attended, _padded(heads * value_dim), scale, out)
+
+    def _output(self, layer: nn.Module, source: int, stride: int, scale: float | None, out: int) -> None:
+        """Multiply by the last matrix of a branch, and add to the stream or store."""
+        last = self._linear(layer)
+        self._product(source, out, [last.weight], last.bias, mode="float" if scale is None else "add", in_stride=stride,
+                      out_stride=_padded(self.size), scale=1.0 if scale is None else scale)  # fmt: skip
+
+    def _group(self, layer: int) -> tuple[int, CacheGroup]:
+        return next((index, group) for index, group in enumerate(self.cache.groups) if layer in group.layers)
+
+    def _store(self, tensor: Any, format_name: str) -> int:
+        """Return the address of a description of keys or values."""
+        arrays = [*tensor.arrays, None, None][:3]
+        pointers = [0 if array is None else array.data_ptr() for array in arrays]
+        store = native.Store(*pointers, len(tensor.data), native.library.STORE_FORMATS.index(format_name))
+        self.referenced += [store, *tensor.arrays]
+        return ctypes.addressof(store)
+
+    def _position(self, index: int, attention: model_lib.attention.Attention) -> dict[str, Any]:
+        """Return the fields of a layer's position encoding."""
+        letter = self.decoder.spec.layer_type(index)
+        position = attention.spec.position
+        _require(not isinstance(position, cfg.CustomPositionsConfig | cfg.DisentangledConfig), "custom positions")
+        if isinstance(position, cfg.RopeConfig):
+            return self._rope(letter)
+        empty = torch.empty(0, dtype=torch.int64)
+        shared = self.decoder.position_encoding(letter, ModelInput(empty, empty, (), empty))
+        bias = attention.attention_params(shared).bias
+        if isinstance(bias, AlibiSlopes):
+            _require(not bias.round_to_bfloat16, "a rounded ALiBi bias")
+            return {"slopes": self._float(bias.slopes * bias.factor)}
+        if isinstance(bias, RelativeBuckets):
+            distances = torch.arange(bias.max_distance + 1)
+            buckets = ops.position_bias.t5_bucket(-distances, len(bias.table), bias.max_distance, bias.bidirectional)
+            return {"position_bias": self._float(bias.table[buckets].T.contiguous()), "bias_size": len(distances)}
+        return {}
+
+    def _rope(self, letter: str) -> dict[str, Any]:
+        if letter not in self._angles:
+            position = self.decoder.spec.layer_types[letter].attention.position
+            assert isinstance(position, cfg.RopeConfig)
+            short_len = model_lib.positions.short_regime_len(position, self.decoder.max_seq_len)
+            rotary = self._rotary(letter, [0])
+            both = rotary.inv_freq if short_len is None else self._rotary(letter, [short_len, short_len + 1]).inv_freq
+            size = 2 * rotary.inv_freq.shape[-1]
+            buffer = self._buffer(max(size, 1), torch.float32)
+            self._op("angles", out=buffer, out_stride=size, rotary_dim=size, weight=self._float(both),
+                     scale=rotary.factor, short_len=short_len or 0)  # fmt: skip
+            self._angles[letter] = buffer, rotary
+        buffer, rotary = self._angles[letter]
+        return {"angles": buffer, "rotary_dim": 2 * rotary.inv_freq.shape[-1], "interleaved": rotary.interleaved}
+
+    def _rotary(self, letter: str, seq_lens: list[int]) -> Rotary:
+        """Return the rotation of tokens of sequences of these lengths."""
+        tokens = torch.zeros(len(seq_lens), dtype=torch.int64)
+        step = ModelInput(tokens, tokens, (), tokens, seq_lens=torch.tensor(seq_lens))
+        rotary = self.decoder.position_encoding(letter, step)
+        assert isinstance(rotary, Rotary)
+        return rotary
+
+    def _mlp(self, mlp: nn.Module, source: int, scale: float | None, out: int) -> None:
+        stride = _padded(self.size)
+        if type(mlp) is model_lib.layers.GatedMLP:
+            _require(type(mlp.gate_up) is ops.linear.PackedLinear, "joined products of another kind")
+            gate, up, size = self._linear(mlp.gate), self._linear(mlp.up), mlp.gate.out_features
+            half = -(-size // (native.library.PANEL // 2)) * (native.library.PANEL // 2)
+            inner = self._shared("inner", _padded(half), self.dtype)
+            bias = None
+            if gate.bias is not None and up.bias is not None:
+                pair = torch.stack([_pad(layer.bias.detach(), half) for layer in (gate, up)])
+                bias = pair.view(2, -1, native.library.PANEL // 2).transpose(0, 1).flatten()
+            self._product(source, inner, [gate.weight, up.weight], bias, mode="gated", interleaved=True,
+                          activation=_activation(mlp.activation), in_stride=stride,
+                          out_stride=_padded(half))  # fmt: skip
+        else:
+            _require(type(mlp) is model_lib.layers.PlainMLP, f"{type(mlp).__name__}")
+            assert isinstance(mlp, model_lib.layers.PlainMLP)
+            _require(mlp.alpha_p is None, "a learned activation")
+            up, size = self._linear(mlp.up), mlp.up.out_features
+            half = _padded(size)
+            inner = self._shared("inner", half, self.dtype)
+            self._product(source, inner, [up.weight], up.bias, mode="activated", activation=_activation(mlp.activation),
+                          out_stride=half, in_stride=stride)  # fmt: skip
+        self._output(mlp.down, inner, _padded(half), scale, out)
+
+
+def _activation(function: object) -> int:
+    names = [name for name, known in model_lib.layers.ACTIVATIONS.items() if known is function]
+    _require(bool(names) and names[0] in native.library.ACTIVATIONS, "an activation of a plugin")
+    return native.library.ACTIVATIONS.index(names[0])
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    return torch.cat((x, x.new_zeros(size - len(x))))
+
+
+def _padded(numbers: int) -> int:
+    return -(-numbers // native.library.PANEL) * native.library.PANEL
+
+
+def _even(numbers: int) -> int:
+    return numbers + numbers % 2
+
+
+class NativeProgram:
+    """The operations of one model and one cache, and the inputs of recent steps."""
+
+    def __init__(self, builder: _Builder, library: native.Library) -> None:
+        self._library, self._referenced = library, builder.referenced
+        self._vocab_size = builder.model.config.vocab_size
+        self._ops = (native.Op * len(builder.ops))(*builder.ops)
+        self._widths = np.array(builder.widths, dtype=np.int64)
+        self._program = native.Program(
+            ctypes.addressof(self._ops), self._widths.ctypes.data, len(builder.ops), len(self._widths)
+        )
+        self._state = native.library.weight_state(builder.model)
+        self._groups, self._positions = builder.cache.groups, builder.cache.positions
+        self._steps: dict[int, tuple[ModelInput, native.StepInput, list[object]]] = {}
+        self._finalizer = weakref.finalize(self, library.free, self._program)
+
+    @property
+    def variant(self) -> str:
+        """Instruction set of the kernels."""
+        return self._library.variant
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the activations of the largest step so far."""
+        return int(self._program.peak_bytes)
+
+    def is_current(self, model: Transformer) -> bool:
+        """Return False if a weight has changed, or a hook reads or changes the model's input."""
+        return (
+            self._state == native.library.weight_state(model)
+            and not model._forward_pre_hooks
+            and not model._forward_hooks
+        )
+
+    def run(self, model_input: ModelInput, seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None) -> Tensor:
+        """Write the new tokens to the cache and return logits [N, V], float32.
+
+        ``seconds`` [operations] receives the time of each kind of operation.
+        """
+        known = self._steps.get(id(model_input))
+        if known is None or known[0] is not model_input:
+            if len(self._steps) >= MAX_STEPS:
+                self._steps.clear()
+            known = self._steps[id(model_input)] = (model_input, *self._step(model_input))
+        step = known[1]
+        logits = torch.empty(step.num_logits, self._vocab_size, dtype=torch.float32)
+        step.logits, step.seconds = logits.data_ptr(), None if seconds is None else seconds.ctypes.data
+        self._program.threads = torch.get_num_threads()
+        self._library.step(self._program, step)
+        return logits
+
+    def _step(self, model_input: ModelInput) -> tuple[native.StepInput, list[object]]:
+        """Return the addresses of an input's tensors, and what must outlive them."""
+        referenced: list[object] = []
+        groups = (native.GroupInput * len(self._groups))()
+        for group, mapping, positions, to in zip(
+            self._groups, model_input.slot_mappings, self._positions, groups, strict=True
+        ):
+            sub_batches = model_input.sub_batches if mapping.sub_batches is None else mapping.sub_batches
+            tables = (native.SubBatchTable * len(sub_batches))()
+            for sub_batch, table, entry in zip(sub_batches, mapping.block_tables, tables, strict=True):
+                width = table.shape[1]
+                slots = min(sub_batch.num_read_slots, group.block_size) if width == 1 else width * group.block_size
+                entry.num_seqs, entry.num_new, entry.width = sub_batch.num_seqs, sub_batch.num_new_tokens, width
+                entry.slots, entry.table = slots, table.data_ptr()
+            pattern = group.spec.pattern
+            to.slots = None if mapping.slots is None else mapping.slots.data_ptr()
+            to.positions, to.sub_batches = positions.data_ptr(), ctypes.addressof(tables)
+            to.num_sub_batches, to.block_size = len(sub_batches), group.block_size
+            to.causal, to.window, to.num_sinks = pattern.causal, pattern.window or 0, pattern.num_sinks
+            to.window_step, to.layer_window = pattern.window_step, pattern.layer_window or 0
+            referenced.append(tables)
+        step = native.StepInput(
+            tokens=len(model_input.token_ids),
+            num_logits=len(model_input.logit_indices),
+            num_groups=len(groups),
+            token_ids=model_input.token_ids.data_ptr(),
+            positions=model_input.positions.data_ptr(),
+            logit_indices=model_input.logit_indices.data_ptr(),
+            seq_lens=None if model_input.seq_lens is None else model_input.seq_lens.data_ptr(),
+            groups=ctypes.addressof(groups),
+        )
+        return step, [*referenced, groups]

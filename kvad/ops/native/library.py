@@ -1,0 +1,300 @@
+"""The compiled library of CPU kernels: its structures, which variant this machine runs, and packed weights.
+
+The library is built with the package (``build.py``), once per instruction set. It has no dependency on torch: it takes
+pointers. It shares torch's pool of OpenMP threads if it is loaded after torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import mmap
+import os
+import re
+import struct
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from kvad.ops.native.build import VARIANTS, library_path, source_hash
+
+ENVIRONMENT_VARIABLE = "KVAD_NATIVE"  # "off", or the name of a variant
+PANEL = 32  # rows of a weight that are stored together
+MAX_HEAD_DIM = 1024
+OPERATIONS = ("embed", "norm", "linear", "angles", "rotate", "attend", "add", "select")
+STORE_FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "fp8-e4m3", "fp8-e5m2")
+ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh")
+OUTPUT_MODES = ("float", "add", "gated", "activated", "logits")
+NORMS = ("none", "rms", "layer")
+LEVELS = {"avx512-bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}  # that a machine must reach (kvad_cpu_level)
+SMAPS = Path("/proc/self/smaps")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Store(ctypes.Structure):
+    """Keys or values of a layer."""
+
+    _fields_ = [*_fields(ctypes.c_void_p, "data scale zero"), *_fields(ctypes.c_int64, "blocks format")]
+
+
+class Op(ctypes.Structure):
+    """One operation; which fields it reads depends on its kind (``step.h``)."""
+
+    _fields_ = [
+        *_fields(
+            ctypes.c_int32,
+            "kind type input out in_offset out_offset in_stride out_stride n k mode activation heads kv_heads head_dim "
+            "value_dim group rotary_dim interleaved angles own_weights out_float bias_size bias_offset "
+            "short_len unused",
+        ),
+        *_fields(ctypes.c_void_p, "weight bias keys values position_bias slopes sink_logits"),
+        *_fields(ctypes.c_float, "scale eps softcap clip"),
+    ]
+
+
+class SubBatchTable(ctypes.Structure):
+    """Sequences with equally many new tokens, and their block table."""
+
+    _fields_ = [*_fields(ctypes.c_int64, "num_seqs num_new width slots"), ("table", ctypes.c_void_p)]
+
+
+class GroupInput(ctypes.Structure):
+    """A cache group in one step."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "slots positions sub_batches"),
+        *_fields(ctypes.c_int64, "num_sub_batches block_size causal window num_sinks window_step layer_window"),
+    ]
+
+
+class StepInput(ctypes.Structure):
+    """Input of one step."""
+
+    _fields_ = [
+        *_fields(ctypes.c_int64, "tokens num_logits num_groups"),
+        *_fields(ctypes.c_void_p, "token_ids positions logit_indices seq_lens groups logits seconds"),
+    ]
+
+
+class Program(ctypes.Structure):
+    """The operations of a model; ``scratch`` belongs to the library."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "ops widths"),
+        *_fields(ctypes.c_int64, "num_ops num_buffers threads"),
+        *_fields(ctypes.c_void_p, "scratch"),
+        *_fields(ctypes.c_int64, "scratch_bytes peak_bytes"),
+    ]
+
+
+class Library:
+    """A loaded variant."""
+
+    def __init__(self, variant: str, handle: ctypes.CDLL) -> None:
+        self.variant, self._handle = variant, handle
+
+    def step(self, program: Program, step: StepInput) -> None:
+        """Run a step.
+
+        Raises:
+            MemoryError: If there is no memory for its activations.
+        """
+        if self._handle.kvad_step(ctypes.byref(program), ctypes.byref(step)):
+            raise MemoryError("no memory for the activations of a step")
+
+    def free(self, program: Program) -> None:
+        self._handle.kvad_free(ctypes.byref(program))
+
+    def pack(self, rows: NDArray[np.uint64], width: int, itemsize: int, out: Tensor) -> None:
+        """Pack rows of ``width`` numbers into panels; ``rows`` are addresses, 0: a row of zeros."""
+        pointer = rows.ctypes.data_as(ctypes.c_void_p)
+        arguments = (len(rows), width, _even(width), itemsize)
+        self._handle.kvad_pack(
+            pointer, *map(ctypes.c_int64, arguments), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(_num_threads())
+        )
+
+
+class LoadResult(NamedTuple):
+    """The library, or the reason why there is none."""
+
+    library: Library | None
+    reason: str = ""
+
+
+@functools.cache
+def load() -> LoadResult:
+    """Load the best variant that this machine can run, or the one that ``KVAD_NATIVE`` names."""
+    requested = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if requested == "off":
+        return LoadResult(None, f"{ENVIRONMENT_VARIABLE}=off")
+    if requested and requested not in VARIANTS:
+        return LoadResult(None, f"{ENVIRONMENT_VARIABLE}={requested}: must be off or one of {', '.join(VARIANTS)}")
+    runnable = runnable_variants()
+    if not runnable:
+        state = "were built from other sources" if library_path("portable").is_file() else "are not built"
+        return LoadResult(None, f"the kernels {state}: run python -m kvad.ops.native.build")
+    if requested and requested not in runnable:
+        return LoadResult(None, f"{ENVIRONMENT_VARIABLE}={requested}: not built, or not for this machine")
+    variant = requested or runnable[0]
+    try:
+        return LoadResult(load_variant(variant))
+    except OSError as error:
+        return LoadResult(None, f"{library_path(variant).name}: {error}; python -m kvad.ops.native.build")
+
+
+def load_variant(variant: str) -> Library:
+    """Load a variant.
+
+    Raises:
+        OSError: If the file is missing or damaged, or was built from other sources.
+    """
+    return Library(variant, _open(variant))
+
+
+def runnable_variants() -> list[str]:
+    """Return the variants that are built and that this machine can run, the best first."""
+    try:
+        level = _open("portable").kvad_cpu_level()
+    except OSError:
+        return []
+    return [variant for variant in VARIANTS if library_path(variant).is_file() and LEVELS[variant] <= level]
+
+
+def _open(variant: str) -> ctypes.CDLL:
+    path = library_path(variant)
+    header = path.read_bytes()[:64]
+    if header.startswith(b"\x7fELF") and path.stat().st_size < _elf_size(header):
+        raise OSError("it is truncated")  # the system would end this process
+    handle = ctypes.CDLL(str(path))
+    try:
+        get_hash = handle.kvad_source_hash
+    except AttributeError:
+        raise OSError("it has no kernels") from None
+    get_hash.restype = ctypes.c_char_p
+    if get_hash() != source_hash().encode():
+        raise OSError("it was built from other sources")
+    return handle
+
+
+def _elf_size(header: bytes) -> int:
+    """Return where the table of sections ends, which compilers put last."""
+    if len(header) < 64:
+        return sys.maxsize
+    (offset,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return int(offset + size * count)
+
+
+class PackedWeights:
+    """Weights in the order in which the kernels read them, made once for all engines of a model."""
+
+    def __init__(self) -> None:
+        self._panels: dict[tuple[int, ...], _Panels] = {}
+
+    def panels(
+        self, library: Library | None, matrices: Sequence[Tensor], files: FileMappings, *, interleaved: bool = False
+    ) -> Tensor:
+        """Return the rows of the matrices [n, k], one after another, as panels [rows / PANEL, k / step, PANEL, step].
+
+        ``interleaved``: half a panel of the first matrix, then the same rows of the second one, padded to half a panel.
+        A weight that has changed is packed again. Pages of ``files`` that held the rows are given back.
+        """
+        key, state = tuple(map(id, matrices)), tuple(map(_state, matrices))
+        known = self._panels.get(key)
+        if known is None or known.state != state or any(ref() is None for ref in known.sources):
+            rows = [_row_addresses(matrix) for matrix in matrices]
+            addresses = _interleave(*rows) if interleaved else np.concatenate(rows)
+            width, dtype = matrices[0].shape[1], matrices[0].dtype
+            packed = torch.empty(_padded(len(addresses)), _even(width), dtype=dtype, device=matrices[0].device)
+            if library is None:  # only the shape is needed
+                return packed
+            library.pack(addresses, width, dtype.itemsize, packed)
+            for matrix in matrices:
+                files.release(matrix)
+            known = self._panels[key] = _Panels(packed, state, [weakref.ref(matrix) for matrix in matrices])
+        return known.packed
+
+    def __reduce__(self) -> tuple[type[PackedWeights], tuple[()]]:
+        """Copy without the panels: they belong to the parameters of one model."""
+        return PackedWeights, ()
+
+
+class _Panels(NamedTuple):
+    packed: Tensor
+    state: tuple[tuple[int, int], ...]
+    sources: list[weakref.ref[Tensor]]
+
+
+def weight_state(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Return what changes if a parameter of the model changes."""
+    return tuple(map(_state, model.parameters()))
+
+
+class FileMappings:
+    """The files that are mapped into memory now (Linux; elsewhere none is known)."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int]] = []  # mapped from files, and not written since
+        low = high = 0
+        for line in SMAPS.read_text().splitlines() if SMAPS.is_file() else []:
+            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (?:\S+ +){4}/", line):
+                low, high = int(found[1], 16), int(found[2], 16)
+            elif low and line.split() == ["Anonymous:", "0", "kB"]:
+                self._spans.append((low, high))
+            elif line.startswith("VmFlags"):
+                low = 0
+
+    def contain(self, tensor: Tensor) -> bool:
+        """Return True if the tensor's memory is mapped from a file, and unchanged."""
+        at = bisect.bisect_right(self._spans, (tensor.data_ptr(), sys.maxsize)) - 1
+        return at >= 0 and tensor.data_ptr() < self._spans[at][1]
+
+    def release(self, tensor: Tensor) -> None:
+        """Give the tensor's memory back: its next use reads the file again."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        low = -(-tensor.data_ptr() // page) * page
+        size = (tensor.data_ptr() + tensor.nbytes) // page * page - low
+        if size > 0 and self.contain(tensor):
+            madvise = ctypes.CDLL(None).madvise
+            madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def _state(parameter: Tensor) -> tuple[int, int]:
+    """Return the memory and the version of a parameter: both are the same if it has not changed."""
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version
+
+
+def _row_addresses(matrix: Tensor) -> NDArray[np.uint64]:
+    assert matrix.stride(1) == 1, "rows are contiguous"
+    step = matrix.stride(0) * matrix.element_size()
+    return matrix.data_ptr() + np.arange(len(matrix), dtype=np.uint64) * np.uint64(step)
+
+
+def _interleave(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    half = PANEL // 2
+    rows = np.zeros((2, -(-len(first) // half) * half), dtype=np.uint64)
+    rows[0, : len(first)], rows[1, : len(second)] = first, second
+    return np.ascontiguousarray(rows.reshape(2, -1, half).swapaxes(0, 1)).reshape(-1)
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // PANEL) * PANEL
+
+
+def _even(width: int) -> int:
+    return -(-width // 2) * 2
+
+
+def _num_threads() -> int:
+    return torch.get_num_threads()

@@ -1,0 +1,120 @@
+// Embeddings, norms, products with packed weights, sums.
+#pragma once
+#include "step.h"
+
+namespace {
+
+// Write the sums of m rows and one panel: bias, activation, scale, and where they go.
+template <class W>
+inline void finish(const Run& run, const Op& op, int64_t panel, int64_t row, int m, const F (&acc)[ROWS][2]) {
+  typedef typename W::T T;
+  F bias[2] = {F{}, F{}};
+  if (op.bias) bias[0] = load(op.bias + panel * PANEL), bias[1] = load(op.bias + panel * PANEL + LANES);
+  for (int i = 0; i < m; i++) {
+    F a = acc[i][0] + bias[0], b = acc[i][1] + bias[1];
+    const int64_t at = (row + i) * op.out_stride + op.out_offset;
+    if (op.mode == OUT_GATED) {  // a panel has 16 rows of the gate, then the same 16 of up
+      store(run.buffer<T>(op.out) + at + panel * LANES, activate(op.activation, a) * b);
+    } else if (op.mode == OUT_ACTIVATED) {
+      T* out = run.buffer<T>(op.out) + at + panel * PANEL;
+      store(out, activate(op.activation, a)), store(out + LANES, activate(op.activation, b));
+    } else if (op.mode == OUT_LOGITS) {
+      a *= op.scale, b *= op.scale;
+      if (op.softcap > 0) a = op.softcap * tangent(a / op.softcap), b = op.softcap * tangent(b / op.softcap);
+      float* out = run.step.logits + (row + i) * op.n + panel * PANEL;
+      const int n = int(op.n - panel * PANEL);
+      store_first(out, a, n);
+      if (n > LANES) store_first(out + LANES, b, n - LANES);
+    } else {
+      float* out = run.buffer<float>(op.out) + at + panel * PANEL;
+      if (op.clip > 0) {
+        a = smaller(larger(a, all(-op.clip)), all(op.clip)), b = smaller(larger(b, all(-op.clip)), all(op.clip));
+      }
+      if (op.mode == OUT_ADD) a = load(out) + a * op.scale, b = load(out + LANES) + b * op.scale;
+      store(out, a), store(out + LANES, b);
+    }
+  }
+}
+
+template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
+  typedef typename W::T T;
+  const T* x = run.buffer<T>(op.in) + op.in_offset;
+  const T* w = static_cast<const T*>(op.weight);
+  const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL;
+  F acc[ROWS][2];
+  for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
+    for (int64_t row = 0; row < rows; row += ROWS) {
+      const int m = rows - row < ROWS ? int(rows - row) : ROWS;
+      multiply<W>(m, w + panel * size, x + row * op.in_stride, op.in_stride, op.k, acc);
+      finish<W>(run, op, panel, row, m, acc);
+    }
+}
+
+template <class T> void norm_row(const Op& op, const float* x, const float* weight, const float* bias, T* out) {
+  const int width = op.k;
+  F mean = F{}, factor = all(op.scale);
+  if (op.mode == NORM_LAYER) {
+    F total = F{};
+    for (int i = 0; i < width; i += LANES) total += load_first(x + i, width - i);
+    mean = all(sum(total) / width);
+  }
+  if (op.mode != NORM_NONE) {
+    F squares = F{};
+    for (int i = 0; i < width; i += LANES) {
+      F d = load_first(x + i, width - i) - mean;
+      for (int j = width - i; j < LANES; j++) d[j] = 0;
+      squares += d * d;
+    }
+    factor = all(op.scale / std::sqrt(sum(squares) / width + op.eps));
+  }
+  for (int i = 0; i < width; i += LANES) {
+    F y = (load_first(x + i, width - i) - mean) * factor;
+    if (weight) y *= load_first(weight + i, width - i);
+    if (bias) y += load_first(bias + i, width - i);
+    store_first(out + i, y, width - i);
+  }
+}
+
+template <class T> void norm(const Run& run, const Op& op, int64_t rows) {
+  const float* weights = static_cast<const float*>(op.weight);
+  const int heads = op.heads ? op.heads : 1;
+  for (int64_t row = run.low(rows); row < run.high(rows); row++) {
+    T* out = run.buffer<T>(op.out) + row * op.out_stride + op.out_offset;
+    for (int head = 0; head < heads; head++) {
+      const float* x = run.buffer<float>(op.in) + row * op.in_stride + op.in_offset + head * op.k;
+      int64_t at = op.own_weights ? int64_t(head) * op.k : 0;
+      norm_row(op, x, weights ? weights + at : nullptr, op.bias ? op.bias + at : nullptr, out + head * op.k);
+    }
+    if (!op.heads)
+      for (int64_t i = op.k; i < op.out_stride; i++) put(out + i, 0);
+  }
+}
+
+template <class T> void embed(const Run& run, const Op& op) {
+  const T* table = static_cast<const T*>(op.weight);
+  for (int64_t t = run.low(run.step.tokens); t < run.high(run.step.tokens); t++) {
+    const T* row = table + run.step.token_ids[t] * op.k;
+    float* out = run.buffer<float>(op.out) + t * op.out_stride;
+    for (int i = 0; i < op.k; i++) out[i] = widen(row[i]) * op.scale;
+    if (op.bias) {
+      const float* added = op.bias + (run.step.positions[t] + op.bias_offset) * op.k;
+      for (int i = 0; i < op.k; i++) out[i] += added[i];
+    }
+    for (int i = op.k; i < op.out_stride; i++) out[i] = 0;
+  }
+}
+
+inline void add(const Run& run, const Op& op, int64_t rows) {
+  for (int64_t row = run.low(rows); row < run.high(rows); row++) {
+    const float* from = run.buffer<float>(op.in) + row * op.in_stride;
+    float* to = run.buffer<float>(op.out) + row * op.out_stride;
+    for (int i = 0; i < op.k; i++) to[i] += from[i] * op.scale;
+  }
+}
+
+inline void select_rows(const Run& run, const Op& op) {  // k: bytes of a row
+  for (int64_t i = run.low(run.step.num_logits); i < run.high(run.step.num_logits); i++)
+    std::memcpy(run.buffers[op.out] + i * op.k, run.buffers[op.in] + run.step.logit_indices[i] * op.k, op.k);
+}
+
+}  // namespace

@@ -1,0 +1,170 @@
+// Vectors of 16 numbers, conversions and activations, for any instruction set that GCC or Clang compiles for.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int PANEL = 32;   // rows of a weight that are stored together
+constexpr int CHUNK = 256;  // slots that attention reads at a time; its results are merged in order
+constexpr int MAX_HEAD_DIM = 1024;
+#if defined(__AVX512F__)
+constexpr int ROWS = 12;  // tokens that a panel is multiplied by at a time: what the registers hold
+#else
+constexpr int ROWS = 3;
+#endif
+
+typedef float F __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t I __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t bf16;
+
+inline F load(const float* p) { return *reinterpret_cast<const F*>(p); }
+inline void store(float* p, F x) { *reinterpret_cast<F*>(p) = x; }
+inline F all(float x) { return F{} + x; }
+inline F as_floats(I x) { return reinterpret_cast<F&>(x); }
+inline I as_ints(F x) { return reinterpret_cast<I&>(x); }
+inline F larger(F a, F b) { return a > b ? a : b; }
+inline F smaller(F a, F b) { return a < b ? a : b; }
+
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+inline float widen(float x) { return x; }
+
+inline bf16 narrow(float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return bf16((bits >> 16) | 64);  // NaN
+  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void put(bf16* p, float x) { *p = narrow(x); }
+inline void put(float* p, float x) { *p = x; }
+
+inline void store(bf16* p, F x) {
+#ifdef __AVX512BF16__
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = narrow(x[i]);
+#endif
+}
+
+template <class T> inline void store_first(T* p, F x, int n) {
+  if (n >= LANES) return store(p, x);
+  for (int i = 0; i < n; i++) put(p + i, x[i]);
+}
+inline F load_first(const float* p, int n) {
+  if (n >= LANES) return load(p);
+  F x = F{};
+  for (int i = 0; i < n; i++) x[i] = p[i];
+  return x;
+}
+
+inline float sum(F x) {
+  float s[8];
+  for (int i = 0; i < 8; i++) s[i] = x[i] + x[i + 8];
+  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+}
+inline float highest(F x) {
+  float top = x[0];
+  for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
+// e^x: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cephes, expf); 0 below -87, at most e^88. NaN stays NaN.
+inline F exponential(F x) {
+  F bounded = smaller(larger(x, all(-87.0f)), all(88.0f));
+  F n = bounded * 1.44269504f + 12582912.0f;
+  I shift = as_ints(n) << 23;
+  n -= 12582912.0f;
+  F r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+  F p = all(1.9875691500e-4f) * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  F result = as_floats(as_ints(p) + shift);
+  return x > -87.0f ? result : (x == x ? F{} : x);
+}
+inline F sigmoid(F x) { return 1.0f / (1.0f + exponential(-x)); }
+inline F tangent(F x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+
+// erf, within 1.5e-7 (Abramowitz & Stegun 1964, 7.1.26).
+inline F error_function(F x) {
+  F size = larger(x, -x), t = 1.0f / (1.0f + 0.3275911f * size);
+  F p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+  F result = 1.0f - p * exponential(-size * size);
+  return x < 0.0f ? -result : result;
+}
+
+enum Activation { NO_ACTIVATION, SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, TANH };
+inline F activate(int kind, F x) {
+  switch (kind) {
+    case SILU: return x * sigmoid(x);
+    case GELU: return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
+    case GELU_TANH: return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+    case QUICK_GELU: return x * sigmoid(1.702f * x);
+    case RELU: return x > 0.0f ? x : x * 0.0f;
+    case RELU2: return x > 0.0f ? x * x : x * 0.0f;
+    case TANH: return tangent(x);
+    default: return x;
+  }
+}
+
+// Number types of weights, activations and products. A step is what one multiply-add of a lane reads.
+struct BFloat {
+  typedef bf16 T;
+  static constexpr int STEP = 2;
+  static F dot(F acc, const T* w, const T* x) {
+    uint32_t pair;
+    std::memcpy(&pair, x, 4);
+#ifdef __AVX512BF16__
+    return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(int(pair)));
+#else
+    I both = *reinterpret_cast<const I*>(w), by = I{} + int32_t(pair);
+    acc += as_floats(both << 16) * as_floats(by << 16);
+    return acc + as_floats(both & int32_t(0xffff0000)) * as_floats(by & int32_t(0xffff0000));
+#endif
+  }
+};
+struct Float {
+  typedef float T;
+  static constexpr int STEP = 1;
+  static F dot(F acc, const T* w, const T* x) { return acc + load(w) * all(*x); }
+};
+
+// Multiply M rows x [M, stride] by a panel [k / STEP, PANEL, STEP]: every number is summed over k in order.
+template <class W, int M>
+inline void multiply_rows(const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k, F (&acc)[ROWS][2]) {
+  F a[M][2];
+  for (int m = 0; m < M; m++) a[m][0] = a[m][1] = F{};
+  for (int64_t i = 0; i < k; i += W::STEP, w += PANEL * W::STEP)
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+      a[m][0] = W::dot(a[m][0], w, x + m * stride + i);
+      a[m][1] = W::dot(a[m][1], w + LANES * W::STEP, x + m * stride + i);
+    }
+  for (int m = 0; m < M; m++) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
+}
+template <class W>
+inline void multiply(int rows, const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k,
+                     F (&acc)[ROWS][2]) {
+  switch (rows) {
+#define CASE(n) case n: return multiply_rows<W, n>(w, x, stride, k, acc);
+    CASE(1) CASE(2) CASE(3)
+#if defined(__AVX512F__)
+    CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+  }
+}
+
+}  // namespace

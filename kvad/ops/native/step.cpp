@@ -1,0 +1,160 @@
+// One forward pass on a CPU: a list of operations over a few buffers, run by one team of threads.
+//
+// What a token gets does not depend on the other tokens of the step or on the number of threads: every product is summed
+// over its inputs in order, and attention reads chunks of CHUNK slots that are merged in order.
+#include <cstdlib>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "attention.h"
+#include "linear.h"
+
+namespace {
+
+constexpr int64_t RETAINED_BYTES = 4 << 20;  // of activations that stay allocated between steps
+
+template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
+  typedef typename W::T T;
+  switch (op.kind) {
+    case OP_EMBED: return embed<T>(run, op);
+    case OP_NORM: return op.out_float ? norm<float>(run, op, rows) : norm<T>(run, op, rows);
+    case OP_LINEAR: return linear<W>(run, op, rows);
+    case OP_ANGLES: return angles(run, op);
+    case OP_ROTATE: return rotate<W>(run, op);
+    case OP_ATTEND: return Attention<W>(run, op).attend();
+    case OP_ADD: return add(run, op, rows);
+    case OP_SELECT: return select_rows(run, op);
+  }
+}
+
+double now() {
+#ifdef _OPENMP
+  return omp_get_wtime();
+#else
+  return 0;
+#endif
+}
+
+struct Sizes { int64_t buffers, own, shared; };
+
+Sizes sizes(const Model& model, const Step& step, int threads) {
+  Sizes result = {0, 0, 0};
+  for (int64_t i = 0; i < model.num_buffers; i++) result.buffers += round_up(model.widths[i] * step.tokens, 64) + 64;
+  for (int64_t i = 0; i < model.num_ops; i++) {
+    const Op& op = model.ops[i];
+    if (op.kind != OP_ATTEND) continue;
+    int64_t own = op.type == TYPE_BFLOAT ? AttentionMemory<BFloat>(op, nullptr).bytes
+                                         : AttentionMemory<Float>(op, nullptr).bytes;
+    result.own = own > result.own ? own : result.own;
+    const Group& group = step.groups[op.group];
+    for (int64_t j = 0; j < group.num_sub_batches; j++) {
+      int64_t bytes = Layout(op, group.sub_batches[j], threads).record_bytes(op, group.sub_batches[j]);
+      result.shared = bytes > result.shared ? bytes : result.shared;
+    }
+  }
+  result.own = round_up(result.own, 4096);
+  return result;
+}
+
+void run_thread(const Model& model, const Step& step, const Sizes& memory, Team& team, int thread) {
+  Run run{model, step, team, thread, nullptr, nullptr, {}};
+  char* at = model.scratch;
+  for (int64_t i = 0; i < model.num_buffers; i++) {
+    run.buffers[i] = at;
+    at += round_up(model.widths[i] * step.tokens, 64) + 64;
+  }
+  run.own = at + thread * memory.own, run.shared = at + team.size * memory.own;
+  int64_t rows = step.tokens;
+  for (int64_t g = 0; thread == 0 && g < step.num_groups; g++)
+    for (int64_t t = 0; step.groups[g].slots && t < step.tokens; t++)
+      step.groups[g].positions[step.groups[g].slots[t]] = step.positions[t];
+  for (int64_t i = 0; i < model.num_ops; i++) {
+    const Op& op = model.ops[i];
+    const double start = step.seconds && thread == 0 ? now() : 0;
+    if (op.type == TYPE_BFLOAT) run_op<BFloat>(run, op, rows);
+    else run_op<Float>(run, op, rows);
+    if (op.kind == OP_SELECT) rows = step.num_logits;
+    team.wait();
+    if (step.seconds && thread == 0) step.seconds[op.kind] += now() - start;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* kvad_source_hash() { return KVAD_SOURCE_HASH; }
+
+// The instruction sets of this machine: 1 AVX2, 2 AVX-512, 3 with bfloat16.
+int kvad_cpu_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (avx512) return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+  return avx2;
+#else
+  return 0;
+#endif
+}
+
+// Pack rows of k numbers of 2 or 4 bytes into panels [ceil(n / PANEL), padded_k / step, PANEL, step], where a step has 4
+// bytes. A null row is zero.
+void kvad_pack(const void* const* rows, int64_t n, int64_t k, int64_t padded_k, int64_t bytes, char* out,
+               int64_t threads) {
+  const int64_t step = 4 / bytes, panels = (n + PANEL - 1) / PANEL;
+#pragma omp parallel for num_threads(int(threads)) schedule(static)
+  for (int64_t panel = 0; panel < panels; panel++) {
+    char* to = out + panel * PANEL * padded_k * bytes;
+    std::memset(to, 0, PANEL * padded_k * bytes);
+    for (int64_t r = 0; r < PANEL && panel * PANEL + r < n; r++) {
+      const char* from = static_cast<const char*>(rows[panel * PANEL + r]);
+      if (!from) continue;
+      for (int64_t i = 0; i < k; i += step)
+        std::memcpy(to + (i / step * PANEL + r) * 4, from + i * bytes, (k - i < step ? k - i : step) * bytes);
+    }
+  }
+}
+
+void kvad_free(Model* model) {
+  std::free(model->scratch);
+  model->scratch = nullptr, model->scratch_bytes = 0;
+}
+
+// Run one step. Returns 0, or 1 if there is no memory.
+int kvad_step(Model* model, const Step* step) {
+  const Sizes memory = sizes(*model, *step, int(model->threads));
+  const int64_t needed = round_up(memory.buffers + memory.own * model->threads + memory.shared, 4096);
+  if (needed > model->scratch_bytes) {
+    kvad_free(model);
+    model->scratch = static_cast<char*>(std::aligned_alloc(4096, needed));
+    if (!model->scratch) return 1;
+    model->scratch_bytes = needed;
+    model->peak_bytes = needed > model->peak_bytes ? needed : model->peak_bytes;
+  }
+  Team team;
+#pragma omp parallel num_threads(int(model->threads))
+  {
+    int thread = 0;
+#ifdef _OPENMP
+    thread = omp_get_thread_num();
+#pragma omp single
+    team.size = omp_get_num_threads();
+#endif
+#if defined(__x86_64__)
+    const unsigned int control = _mm_getcsr();
+    _mm_setcsr(control | 0x8040);  // denormal numbers are zero
+#endif
+    run_thread(*model, *step, memory, team, thread);
+#if defined(__x86_64__)
+    _mm_setcsr(control);
+#endif
+  }
+  if (model->scratch_bytes > RETAINED_BYTES) kvad_free(model);
+  return 0;
+}
+
+}
