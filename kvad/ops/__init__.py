@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvad.ops import native as native
     from kvad.ops import position_bias as position_bias
     from kvad.ops import quantize as quantize
+    from kvad.ops import quantized_linear as quantized_linear
     from kvad.ops import recurrence as recurrence
     from kvad.ops import rotary as rotary
     from kvad.ops import sub_batch as sub_batch

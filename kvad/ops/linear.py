@@ -96,7 +96,9 @@ class PackedLinear:
 
     @torch.no_grad()
     def pack(self, *layers: Linear) -> None:
-        """Concatenate the weights, unless only some of the layers have a bias."""
+        """Concatenate the weights, unless only some of the layers have a bias, or one has a quantized weight."""
+        if any("weight" not in layer._parameters for layer in layers):
+            return
         biases = [layer.bias.data for layer in layers if layer.bias is not None]
         if len(biases) not in (0, len(layers)):
             return

@@ -31,6 +31,7 @@ from kvad.ops import native
 
 MAX_STEPS = 256  # prepared inputs; all are prepared again when the limit is exceeded
 MAX_COPIED_BYTES = 1 << 30  # of weights that stay in memory beside the packed ones
+SCALE_DTYPES = (torch.float32, torch.float16)
 MAX_POSITION_BYTES = 1 << 28  # of a table of sines
 
 
@@ -86,7 +87,8 @@ def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> No
     _require(table.dtype in native.library.DTYPES, f"weights of {str(table.dtype).removeprefix('torch.')}")
     _require(dtypes == {table.dtype}, "the weights have several dtypes")
     _require(not model._forward_pre_hooks and not model._forward_hooks, "a hook reads the model's input or output")
-    copied = sum(x.nbytes for x in model.parameters() if not x.is_meta and not files.contain(x))
+    tensors = (*model.parameters(), *model.buffers())
+    copied = sum(x.nbytes for x in tensors if not x.is_meta and not files.contain(x))
     _require(copied <= MAX_COPIED_BYTES, "weights that are not mapped from a file would be in memory twice")
     _require(cache.kernel == "auto", "a kernel of PyTorch was chosen")
     _require(cache.attention_hook is None, "an attention hook reads every layer")
@@ -266,7 +268,7 @@ class _Builder:
         self,
         source: int,
         out: int,
-        weights: Sequence[Tensor],
+        weights: Sequence[native.library.Matrix],
         bias: Tensor | None,
         *,
         mode: str,
@@ -274,15 +276,26 @@ class _Builder:
         **fields: Any,
     ) -> int:
         """Multiply by the weights; returns the number of outputs, padded."""
-        _require(all(weight.stride(1) == 1 for weight in weights), "a transposed weight")
+        first = weights[0]
+        if isinstance(first, Tensor):
+            _require(all(isinstance(x, Tensor) and x.stride(1) == 1 for x in weights), "a transposed weight")
+            quantization = {}
+        else:
+            formats = {None if isinstance(x, Tensor) else (x.bits, x.group_size, x.scale.dtype) for x in weights}
+            _require(len(formats) == 1, "joined weights of several formats")
+            _require(first.group_size % 2 == 0, "groups with an odd number of weights")
+            _require(first.scale.dtype in SCALE_DTYPES, f"scales in {first.scale.dtype}")
+            half = first.scale.dtype == torch.float16
+            quantization = {"bits": first.bits, "quantized_group": first.group_size, "half_scales": half}
         panels = self.model.packed_weights.panels(self.library, weights, self.files, interleaved=interleaved)
-        rows, width = panels.shape
+        rows, width = panels.shape if isinstance(first, Tensor) else (len(panels), first.in_features)
         self._op("linear", input=source, out=out, mode=native.library.OUTPUT_MODES.index(mode), weight=panels, k=width,
-                 bias=self._float(bias, rows), **({"n": rows} | fields))  # fmt: skip
+                 bias=self._float(bias, rows), **({"n": rows} | quantization | fields))  # fmt: skip
         return rows
 
     def _linear(self, layer: nn.Module) -> ops.linear.Linear:
-        _require(type(layer) is ops.linear.Linear, f"a layer of the kind {type(layer).__name__}")
+        is_known = type(layer) in (ops.linear.Linear, ops.quantized_linear.QuantizedLinear)
+        _require(is_known, f"a layer of the kind {type(layer).__name__}")
         assert isinstance(layer, ops.linear.Linear)
         _require(layer.tiles is None, "batch-invariant products of PyTorch")
         return layer
@@ -290,7 +303,8 @@ class _Builder:
     def _biases(self, layers: Sequence[ops.linear.Linear]) -> Tensor | None:
         if all(layer.bias is None for layer in layers):
             return None
-        parts = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        table = self.model.token_embedding
+        parts = [table.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
         return torch.cat([part.detach() for part in parts])
 
     def _attention(self, index: int, attention: nn.Module, scale: float | None, out: int) -> None:
@@ -311,7 +325,7 @@ class _Builder:
         group_index, group = self._group(index)
         width = sum(layer.out_features for layer in layers)
         projected = self._shared("projections", _padded(width), torch.float32)
-        self._product(self.input, projected, [layer.weight for layer in layers], self._biases(layers), mode="float",
+        self._product(self.input, projected, [_matrix(layer) for layer in layers], self._biases(layers), mode="float",
                       in_stride=_padded(self.size), out_stride=_padded(width), clip=spec.clip_qkv or 0.0)  # fmt: skip
         at = 0
         norms = [(attention.q_norm, heads, dim), (None if is_cross else attention.k_norm, kv_heads, dim)]
@@ -339,7 +353,7 @@ class _Builder:
     def _output(self, layer: nn.Module, source: int, stride: int, scale: float | None, out: int) -> None:
         """Multiply by the last matrix of a branch, and add to the stream or store."""
         last = self._linear(layer)
-        self._product(source, out, [last.weight], last.bias, mode="float" if scale is None else "add", in_stride=stride,
+        self._product(source, out, [_matrix(last)], last.bias, mode="float" if scale is None else "add", in_stride=stride,
                       out_stride=_padded(self.size), scale=1.0 if scale is None else scale)  # fmt: skip
 
     def _group(self, layer: int) -> tuple[int, CacheGroup]:
@@ -406,7 +420,7 @@ class _Builder:
             if gate.bias is not None and up.bias is not None:
                 pair = torch.stack([_pad(layer.bias.detach(), half) for layer in (gate, up)])
                 bias = pair.view(2, -1, native.library.PANEL // 2).transpose(0, 1).flatten()
-            self._product(source, inner, [gate.weight, up.weight], bias, mode="gated", interleaved=True,
+            self._product(source, inner, [_matrix(gate), _matrix(up)], bias, mode="gated", interleaved=True,
                           activation=_activation(mlp.activation), in_stride=stride,
                           out_stride=_padded(half))  # fmt: skip
         else:
@@ -416,9 +430,13 @@ class _Builder:
             up, size = self._linear(mlp.up), mlp.up.out_features
             half = _padded(size)
             inner = self._shared("inner", half, self.dtype)
-            self._product(source, inner, [up.weight], up.bias, mode="activated", activation=_activation(mlp.activation),
+            self._product(source, inner, [_matrix(up)], up.bias, mode="activated", activation=_activation(mlp.activation),
                           out_stride=half, in_stride=stride)  # fmt: skip
         self._output(mlp.down, inner, _padded(half), scale, out)
+
+
+def _matrix(layer: ops.linear.Linear) -> native.library.Matrix:
+    return layer.matrix if isinstance(layer, ops.quantized_linear.QuantizedLinear) else layer.weight
 
 
 def _activation(function: object) -> int:

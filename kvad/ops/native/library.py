@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvad.ops.native.build import VARIANTS, library_path, source_hash
+from kvad.ops.quantized_linear import QuantizedMatrix
+
+Matrix = Tensor | QuantizedMatrix
 
 ENVIRONMENT_VARIABLE = "KVAD_NATIVE"  # "off", or the name of a variant
 PANEL = 32  # rows of a weight that are stored together
@@ -57,7 +60,7 @@ class Op(ctypes.Structure):
             ctypes.c_int32,
             "kind type input out in_offset out_offset in_stride out_stride n k mode activation heads kv_heads head_dim "
             "value_dim group rotary_dim interleaved angles own_weights out_float bias_size bias_offset "
-            "short_len unused",
+            "short_len bits quantized_group half_scales",
         ),
         *_fields(ctypes.c_void_p, "weight bias keys values position_bias slopes sink_logits"),
         *_fields(ctypes.c_float, "scale eps softcap clip"),
@@ -123,6 +126,17 @@ class Library:
         arguments = (len(rows), width, _even(width), itemsize)
         self._handle.kvad_pack(
             pointer, *map(ctypes.c_int64, arguments), ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(_num_threads())
+        )
+
+    def pack_quantized(self, rows: Sequence[NDArray[np.uint64]], matrix: QuantizedMatrix, out: Tensor) -> None:
+        """Pack rows, given by the addresses of their data, scales and (for 4 bits) minima; 0: a row of zeros."""
+        pointers = [addresses.ctypes.data_as(ctypes.c_void_p) for addresses in rows]
+        arguments = (len(rows[0]), matrix.scale.shape[1], matrix.group_size, matrix.bits, matrix.scale.itemsize)
+        self._handle.kvad_pack_quantized(
+            *(*pointers, None)[:3],
+            *map(ctypes.c_int64, arguments),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(_num_threads()),
         )
 
 
@@ -203,31 +217,55 @@ class PackedWeights:
         self._panels: dict[tuple[int, ...], _Panels] = {}
 
     def panels(
-        self, library: Library | None, matrices: Sequence[Tensor], files: FileMappings, *, interleaved: bool = False
+        self, library: Library | None, matrices: Sequence[Matrix], files: FileMappings, *, interleaved: bool = False
     ) -> Tensor:
-        """Return the rows of the matrices [n, k], one after another, as panels [rows / PANEL, k / step, PANEL, step].
+        """Return the rows of the matrices [n, k], one after another, as panels.
 
+        They are [rows / PANEL, k / step, PANEL, step], and bytes [rows / PANEL, size] if the matrices are quantized.
         ``interleaved``: half a panel of the first matrix, then the same rows of the second one, padded to half a panel.
         A weight that has changed is packed again. Pages of ``files`` that held the rows are given back.
         """
-        key, state = tuple(map(id, matrices)), tuple(map(_state, matrices))
+        parts = [_parts(matrix) for matrix in matrices]
+        tensors = [tensor for arrays in parts for tensor in arrays]
+        key, state = tuple(map(id, tensors)), tuple(map(_state, tensors))
         known = self._panels.get(key)
         if known is None or known.state != state or any(ref() is None for ref in known.sources):
-            rows = [_row_addresses(matrix) for matrix in matrices]
-            addresses = _interleave(*rows) if interleaved else np.concatenate(rows)
-            width, dtype = matrices[0].shape[1], matrices[0].dtype
-            packed = torch.empty(_padded(len(addresses)), _even(width), dtype=dtype, device=matrices[0].device)
+            join = _interleave if interleaved else _concatenate
+            rows = [join(*map(_row_addresses, arrays)) for arrays in zip(*parts, strict=True)]
+            packed = _pack(library, matrices[0], rows)
             if library is None:  # only the shape is needed
                 return packed
-            library.pack(addresses, width, dtype.itemsize, packed)
-            for matrix in matrices:
-                files.release(matrix)
-            known = self._panels[key] = _Panels(packed, state, [weakref.ref(matrix) for matrix in matrices])
+            for tensor in tensors:
+                files.release(tensor)
+            known = self._panels[key] = _Panels(packed, state, [weakref.ref(tensor) for tensor in tensors])
         return known.packed
 
     def __reduce__(self) -> tuple[type[PackedWeights], tuple[()]]:
         """Copy without the panels: they belong to the parameters of one model."""
         return PackedWeights, ()
+
+
+def _parts(matrix: Matrix) -> list[Tensor]:
+    """Return the tensors whose rows make the rows of a matrix."""
+    if isinstance(matrix, Tensor):
+        return [matrix]
+    return [tensor for tensor in (matrix.data, matrix.scale, matrix.minimum) if tensor is not None]
+
+
+def _pack(library: Library | None, like: Matrix, rows: Sequence[NDArray[np.uint64]]) -> Tensor:
+    """Pack the rows of matrices like ``like``, which are given by their addresses."""
+    num_rows = _padded(len(rows[0]))
+    if isinstance(like, Tensor):
+        width = like.shape[1]
+        packed = torch.empty(num_rows, _even(width), dtype=like.dtype, device=like.device)
+        if library is not None:
+            library.pack(rows[0], width, like.itemsize, packed)
+        return packed
+    numbers = like.data.shape[1] + like.scale.shape[1] * like.scale.itemsize * (len(rows) - 1)  # bytes of a row
+    packed = torch.empty(num_rows, numbers, dtype=torch.uint8, device=like.data.device)
+    if library is not None:
+        library.pack_quantized(rows, like, packed)
+    return packed
 
 
 class _Panels(NamedTuple):
@@ -237,8 +275,8 @@ class _Panels(NamedTuple):
 
 
 def weight_state(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Return what changes if a parameter of the model changes."""
-    return tuple(map(_state, model.parameters()))
+    """Return what changes if a weight of the model changes."""
+    return tuple(map(_state, (*model.parameters(), *model.buffers())))
 
 
 class FileMappings:
@@ -279,6 +317,10 @@ def _row_addresses(matrix: Tensor) -> NDArray[np.uint64]:
     assert matrix.stride(1) == 1, "rows are contiguous"
     step = matrix.stride(0) * matrix.element_size()
     return matrix.data_ptr() + np.arange(len(matrix), dtype=np.uint64) * np.uint64(step)
+
+
+def _concatenate(*rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return np.concatenate(rows)
 
 
 def _interleave(first: NDArray[np.uint64], second: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "quantized.h"
 
 namespace {
 
@@ -19,7 +20,9 @@ template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
   switch (op.kind) {
     case OP_EMBED: return embed<T>(run, op);
     case OP_NORM: return op.out_float ? norm<float>(run, op, rows) : norm<T>(run, op, rows);
-    case OP_LINEAR: return linear<W>(run, op, rows);
+    case OP_LINEAR:
+      if (op.bits == 8) return quantized_linear<W, Int8>(run, op, rows);
+      return op.bits == 4 ? quantized_linear<W, Int4>(run, op, rows) : linear<W>(run, op, rows);
     case OP_ANGLES: return angles(run, op);
     case OP_ROTATE: return rotate<W>(run, op);
     case OP_ATTEND: return Attention<W>(run, op).attend();
@@ -43,6 +46,10 @@ Sizes sizes(const Model& model, const Step& step, int threads) {
   for (int64_t i = 0; i < model.num_buffers; i++) result.buffers += round_up(model.widths[i] * step.tokens, 64) + 64;
   for (int64_t i = 0; i < model.num_ops; i++) {
     const Op& op = model.ops[i];
+    if (op.kind == OP_LINEAR && op.bits == 4) {
+      const int64_t sums = step.tokens * (op.k / op.quantized_group) * 4;
+      result.own = sums > result.own ? sums : result.own;
+    }
     if (op.kind != OP_ATTEND) continue;
     int64_t own = op.type == TYPE_BFLOAT ? AttentionMemory<BFloat>(op, nullptr).bytes
                                          : AttentionMemory<Float>(op, nullptr).bytes;
@@ -117,6 +124,13 @@ void kvad_pack(const void* const* rows, int64_t n, int64_t k, int64_t padded_k, 
         std::memcpy(to + (i / step * PANEL + r) * 4, from + i * bytes, (k - i < step ? k - i : step) * bytes);
     }
   }
+}
+
+// Pack quantized weights (quantized.h). A null row is zero.
+void kvad_pack_quantized(const uint8_t* const* data, const char* const* scales, const char* const* minima, int64_t n,
+                         int64_t groups, int64_t group_size, int64_t bits, int64_t scale_bytes, uint8_t* out,
+                         int64_t threads) {
+  pack_quantized(data, scales, minima, n, groups, group_size, bits, scale_bytes, out, threads);
 }
 
 void kvad_free(Model* model) {

@@ -28,7 +28,8 @@ struct Op {
   int32_t heads, kv_heads, head_dim, value_dim;
   int32_t group, rotary_dim, interleaved, angles;         // cache group; buffer of angles
   int32_t own_weights, out_float, bias_size, bias_offset;  // NORM: of each head; EMBED: of positions in its table
-  int32_t short_len, unused;                              // ANGLES: longer sequences have the second frequencies
+  int32_t short_len;                                      // ANGLES: longer sequences have the second frequencies
+  int32_t bits, quantized_group, half_scales;             // LINEAR with quantized weights (quantized.h); bits: 0 if not
   const void* weight;                                     // panels; a norm's weight; a table of embeddings
   const float* bias;                                      // of LINEAR and NORM; EMBED: a table of positions
   const Store *keys, *values;

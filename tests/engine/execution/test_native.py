@@ -15,7 +15,9 @@ from kvad.engine.engine import Engine
 from kvad.engine.options import EngineConfig
 from kvad.engine.scheduling import SamplingParams
 from kvad.model.transformer import Transformer
+from kvad.ops.linear import Linear
 from kvad.ops.native import library as native
+from kvad.ops.quantized_linear import QuantizedLinear, quantize_matrix
 from tests.model.test_topologies import MLPS, PLACES, case_id, named, with_axes
 from tests.support.covering_array import Case, pairwise
 from tests.support.random_models import HEADS, POSITIONS, VOCAB, build, model_config, pair_config
@@ -99,6 +101,36 @@ def test_encoder_decoder_equals_pytorch(case: Case) -> None:
     config = with_axes(pair_config(named(case["position"]), case["norm"], case["heads"]), case)
     reason = compare(config, case)
     assert bool(reason) == (case["heads"] == "latent")
+
+
+@pytest.mark.parametrize("mlp", MLPS[:2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 2), (8, 8), (4, 2), (4, 8)])
+def test_quantized_weights(bits: int, group_size: int, half: bool, dtype: torch.dtype, mlp: Any) -> None:
+    case = {"position": "rope", "norm": "pre", "mlp": mlp}
+    config = with_axes(model_config(named("rope"), "pre", "gqa"), case)
+    model = build(config, dtype=dtype)
+    assert quantize(model, bits, group_size, half) > 4
+    ours, reason = logits_of_steps(model, {})
+    theirs, _ = logits_of_steps(model, {}, native=False)
+    assert not reason
+    assert difference(ours, theirs) <= (3e-5 if dtype == torch.float32 else 0.05)
+
+
+def quantize(model: Transformer, bits: int, group_size: int, half: bool) -> int:
+    """Quantize the layers whose width the groups divide; return their number."""
+    count = 0
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if type(layer) is Linear and layer.in_features % group_size == 0:
+                matrix = quantize_matrix(layer.weight.detach(), bits, group_size)
+                if half:
+                    minimum = None if matrix.minimum is None else matrix.minimum.half()
+                    matrix = matrix._replace(scale=matrix.scale.half(), minimum=minimum)
+                setattr(module, name, QuantizedLinear(matrix, layer.bias))
+                count += 1
+    return count
 
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope", "rope-yarn"])

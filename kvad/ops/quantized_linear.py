@@ -1,0 +1,125 @@
+"""Linear layers whose weights are stored as int8 or int4, and their quantization.
+
+Each group of ``group_size`` inputs of an output feature has one scale; ``group_size`` = in is one scale per feature::
+
+    int8 (symmetric):  w = data * scale              data int8 [out, in]
+    int4:              w = data * scale + minimum    data uint8 [out, in / 2], two numbers per byte, low bits first
+
+``scale`` and ``minimum`` are [out, in / group_size]; q8_0 of GGUF has the same numbers with group_size = 32. A group
+with NaN or infinity decodes without finite numbers, so damaged weights stay visible.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvad.errors import ConfigError
+from kvad.ops.linear import Linear, linear
+
+TINY = 2.0**-126  # the smallest scale, used by groups of zeros, so that no number is divided by zero
+BLOCK = 1 << 20  # dequantized numbers in memory at once in a product
+
+
+class QuantizedMatrix(NamedTuple):
+    """A matrix [out, in] as integers of ``bits`` bits."""
+
+    data: Tensor  # int8 [out, in] or uint8 [out, in / 2]
+    scale: Tensor  # [out, in / group_size]
+    minimum: Tensor | None  # as scale, int4 only
+    bits: int
+    group_size: int
+
+    @property
+    def in_features(self) -> int:
+        """Number of columns."""
+        return self.scale.shape[1] * self.group_size
+
+    def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Return the rows of the matrix in a dtype; computed in float32, or in float64 for that dtype."""
+        computed = torch.promote_types(dtype, torch.float32)
+        data = self.data[rows]
+        if self.bits == 4:
+            data = torch.stack([data & 15, data >> 4], -1).flatten(-2)
+        numbers = data.to(computed).unflatten(-1, (-1, self.group_size))
+        numbers *= self.scale[rows].to(computed)[..., None]
+        if self.minimum is not None:
+            numbers += self.minimum[rows].to(computed)[..., None]
+        return numbers.flatten(-2).to(dtype)
+
+
+def quantize_matrix(weight: Tensor, bits: int, group_size: int) -> QuantizedMatrix:
+    """Quantize a matrix [out, in]; the error of a number is at most half the scale of its group.
+
+    Raises:
+        ConfigError: If the groups do not divide the inputs, or int4 has an odd number of inputs.
+    """
+    check_groups(weight.shape[-1], bits, group_size)
+    groups = weight.float().unflatten(-1, (-1, group_size))
+    if bits == 8:
+        scale = (groups.abs().amax(-1) / 127).clamp_min(TINY)
+        data = (groups / scale[..., None]).round_().nan_to_num_(0).clamp_(-127, 127)
+        return QuantizedMatrix(data.to(torch.int8).flatten(-2), scale, None, bits, group_size)
+    minimum = groups.amin(-1)
+    scale = ((groups.amax(-1) - minimum) / 15).clamp_min(TINY)
+    data = ((groups - minimum[..., None]) / scale[..., None]).round_().nan_to_num_(0).clamp_(0, 15)
+    low, high = data.to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+    return QuantizedMatrix(low | high << 4, scale, minimum, bits, group_size)
+
+
+def check_groups(inputs: int, bits: int, group_size: int) -> None:
+    """Raise ConfigError unless a matrix with ``inputs`` columns can be quantized."""
+    if bits not in (4, 8):
+        raise ConfigError(f"bits: must be 8 or 4, got {bits}")
+    if group_size < 1 or inputs % group_size:
+        raise ConfigError(f"group_size: must divide the {inputs} inputs of the matrix, got {group_size}")
+    if bits == 4 and inputs % 2:
+        raise ConfigError(f"bits: 4 must have an even number of inputs, got {inputs}", "Use 8 bits.")
+
+
+class QuantizedLinear(Linear):
+    """Linear layer for inference whose weight is quantized; products dequantize blocks of output features."""
+
+    data: Tensor
+    scale: Tensor
+    minimum: Tensor | None
+
+    def __init__(self, matrix: QuantizedMatrix, bias: nn.Parameter | None = None) -> None:
+        nn.Module.__init__(self)  # Linear.__init__ would allocate a weight
+        self.bits, self.group_size = matrix.bits, matrix.group_size
+        self.out_features, self.in_features = matrix.data.shape[0], matrix.in_features
+        for name in ("data", "scale", "minimum"):
+            self.register_buffer(name, getattr(matrix, name))
+        self.bias = bias  # type: ignore[assignment]
+        self.training = False
+
+    @property
+    def matrix(self) -> QuantizedMatrix:
+        """The quantized weight; its tensors are those of the layer."""
+        return QuantizedMatrix(self.data, self.scale, self.minimum, self.bits, self.group_size)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply [.., in] by the weight -> [.., out]."""
+        size = self.out_features if self.tiles is not None else max(1, BLOCK // self.in_features)
+        matrix, starts = self.matrix, range(0, self.out_features, size)
+        products = [
+            linear(input, matrix.dequantize(input.dtype, slice(start, start + size)), None, self.tiles)
+            for start in starts
+        ]
+        out = torch.cat(products, -1)
+        return out if self.bias is None else out + self.bias.to(input.dtype)
+
+    def effective_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the dequantized matrix [out, in]."""
+        return self.matrix.dequantize(dtype)
+
+    def train(self, mode: bool = True) -> QuantizedLinear:
+        """Set the evaluation mode; raise ConfigError for the training mode."""
+        if mode:
+            raise ConfigError(
+                f"training: must have floating-point weights, got int{self.bits}", "Train the original checkpoint."
+            )
+        super().train(False)
+        return self
