@@ -5,31 +5,27 @@
 
 namespace {
 
-typedef uint16_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
-typedef int8_t SignedBytes __attribute__((vector_size(16), aligned(1), may_alias));
-
-// Two inputs of 16 rows, as the product reads them, and their product with a token's numbers x[0] and x[1].
+// Two inputs of WIDTH rows, as the product reads them, and their product with a token's numbers x[0] and x[1].
 #ifdef __AVX512BF16__
+typedef uint16_t Words __attribute__((vector_size(64), aligned(4), may_alias));
 struct BFloatPair {
-  I both;  // the first input in the low half of a lane; integers up to 128 are exact
-  BFloatPair(F first, F second) : both((as_ints(first) >> 16 & 0xffff) | (as_ints(second) & int32_t(0xffff0000))) {}
-  BFloatPair(I nibbles) {  // two per lane, in the low and in the high half
+  VI both;  // the first input in the low half of a lane; integers up to 128 are exact
+  BFloatPair(V first, V second) : both(((VI)first >> 16 & 0xffff) | ((VI)second & int32_t(0xffff0000))) {}
+  BFloatPair(VI nibbles) {  // two per lane, in the low and in the high half
     const Words numbers = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                            0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-    both = (I)_mm512_permutexvar_epi16((__m512i)nibbles, (__m512i)numbers);
+    both = (VI)_mm512_permutexvar_epi16((__m512i)nibbles, (__m512i)numbers);
   }
-  F dot(F acc, const bf16* x) const { return BFloat::dot(acc, reinterpret_cast<const bf16*>(&both), x); }
+  V dot(V acc, const bf16* x) const { return BFloat::dot(acc, reinterpret_cast<const bf16*>(&both), x); }
 };
 #endif
 struct FloatPair {
-  F first, second;
-  FloatPair(F a, F b) : first(a), second(b) {}
-  FloatPair(I nibbles)
-      : first(__builtin_convertvector(nibbles & 0xffff, F)), second(__builtin_convertvector(nibbles >> 16, F)) {}
-  template <class T> F dot(F acc, const T* x) const {
-    acc += first * all(widen(x[0]));
-    return acc + second * all(widen(x[1]));
+  V first, second;
+  FloatPair(V a, V b) : first(a), second(b) {}
+  FloatPair(VI nibbles) : first(to_floats(nibbles & 0xffff)), second(to_floats(nibbles >> 16)) {}
+  template <class T> V dot(V acc, const T* x) const {
+    acc += first * widen(x[0]);
+    return acc + second * widen(x[1]);
   }
 };
 template <class W> struct PairOf { typedef FloatPair Type; };
@@ -37,32 +33,24 @@ template <class W> struct PairOf { typedef FloatPair Type; };
 template <> struct PairOf<BFloat> { typedef BFloatPair Type; };
 #endif
 
-struct Int8 {  // 16 rows of the first input, then of the second
-  static constexpr int BYTES = 2 * LANES;
-  template <class Pair> static Pair read(const uint8_t* p) {
-    const SignedBytes* numbers = reinterpret_cast<const SignedBytes*>(p);
-    return Pair(__builtin_convertvector(__builtin_convertvector(numbers[0], I), F),
-                __builtin_convertvector(__builtin_convertvector(numbers[1], I), F));
+// A step of two inputs of a panel: 16 rows, then the other 16.
+struct Int8 {  // the first input of 16 rows, then the second
+  static constexpr int BYTES = 2 * PANEL;
+  template <class Pair> static Pair read(const uint8_t* step, int row) {
+    const uint8_t* p = step + row / LANES * LANES * 2 + row % LANES;
+    return Pair(to_floats(widen_signed(p)), to_floats(widen_signed(p + LANES)));
   }
 };
-struct Int4 {  // 16 rows with both inputs in a byte, the first in the low bits
-  static constexpr int BYTES = LANES;
-  template <class Pair> static Pair read(const uint8_t* p) {
-    I both = __builtin_convertvector(*reinterpret_cast<const Bytes*>(p), I);
+struct Int4 {  // both inputs in a byte, the first in the low bits
+  static constexpr int BYTES = PANEL;
+  template <class Pair> static Pair read(const uint8_t* step, int row) {
+    const VI both = widen_unsigned(step + row);
     return Pair((both & 15) | (both >> 4) << 16);
   }
 };
 
 inline F load_scales(const uint8_t* p, int i, bool half) {
-  if (!half) return load(reinterpret_cast<const float*>(p) + i);
-  const uint16_t* numbers = reinterpret_cast<const uint16_t*>(p) + i;
-#ifdef __AVX512F__
-  return (F)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(numbers)));
-#else
-  F result;
-  for (int j = 0; j < LANES; j++) result[j] = half_to_float(numbers[j]);
-  return result;
-#endif
+  return half ? load_halves(reinterpret_cast<const uint16_t*>(p) + i) : load(reinterpret_cast<const float*>(p) + i);
 }
 
 inline int64_t group_bytes(int64_t group_size, int64_t bits, int64_t scale_bytes) {
@@ -79,19 +67,22 @@ void multiply_groups(const Op& op, const uint8_t* w, const typename W::T* x, con
   for (int g = 0; g < groups; g++) {
     const uint8_t *scales = w, *minima = w + scale_bytes;
     w += scale_bytes * (has_minimum ? 2 : 1);
-    F part[M][2];
-    for (int m = 0; m < M; m++) part[m][0] = part[m][1] = F{};
-    for (int i = 0; i < op.quantized_group; i += 2, x += 2, w += 2 * Q::BYTES) {
-      const Pair low = Q::template read<Pair>(w), high = Q::template read<Pair>(w + Q::BYTES);
+    V part[M][PARTS];
+    for (int m = 0; m < M; m++)
+      for (int i = 0; i < PARTS; i++) part[m][i] = V{};
+    for (int i = 0; i < op.quantized_group; i += 2, x += 2, w += Q::BYTES)
+#pragma GCC unroll 8
+      for (int j = 0; j < PARTS; j++) {
+        const Pair pair = Q::template read<Pair>(w, j * WIDTH);
 #pragma GCC unroll 12
-      for (int m = 0; m < M; m++) {
-        part[m][0] = low.dot(part[m][0], x + m * int64_t(op.in_stride));
-        part[m][1] = high.dot(part[m][1], x + m * int64_t(op.in_stride));
+        for (int m = 0; m < M; m++) part[m][j] = pair.dot(part[m][j], x + m * int64_t(op.in_stride));
       }
-    }
+    F sum_of[M][2];
+    for (int m = 0; m < M; m++)
+      for (int j = 0; j < PARTS; j++) reinterpret_cast<V*>(sum_of[m])[j] = part[m][j];
     for (int half_panel = 0; half_panel < 2; half_panel++) {
       const F scale = load_scales(scales, half_panel * LANES, half);
-      for (int m = 0; m < M; m++) acc[m][half_panel] += part[m][half_panel] * scale;
+      for (int m = 0; m < M; m++) acc[m][half_panel] += sum_of[m][half_panel] * scale;
       if (!has_minimum) continue;
       const F minimum = load_scales(minima, half_panel * LANES, half);
       for (int m = 0; m < M; m++) acc[m][half_panel] += minimum * all(sums[m * groups + g]);

@@ -23,6 +23,18 @@ typedef float F __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t I __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t bf16;
 
+// What a register holds. GCC computes wider vectors in memory, so products use these.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+constexpr int PARTS = PANEL / WIDTH;
+typedef float V __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef int32_t VI __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+
 inline F load(const float* p) { return *reinterpret_cast<const F*>(p); }
 inline void store(float* p, F x) { *reinterpret_cast<F*>(p) = x; }
 inline F all(float x) { return F{} + x; }
@@ -65,6 +77,35 @@ inline F load_first(const float* p, int n) {
   F x = F{};
   for (int i = 0; i < n; i++) x[i] = p[i];
   return x;
+}
+
+// WIDTH bytes as integers.
+#if defined(__AVX512F__)
+inline VI widen_signed(const void* p) { return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline VI widen_unsigned(const void* p) { return (VI)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+#elif defined(__AVX2__)
+inline VI widen_signed(const void* p) { return (VI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline VI widen_unsigned(const void* p) { return (VI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+#else
+inline VI widen_signed(const void* p) {
+  const int8_t* x = static_cast<const int8_t*>(p);
+  return VI{x[0], x[1], x[2], x[3]};
+}
+inline VI widen_unsigned(const void* p) {
+  const uint8_t* x = static_cast<const uint8_t*>(p);
+  return VI{x[0], x[1], x[2], x[3]};
+}
+#endif
+inline V to_floats(VI x) { return __builtin_convertvector(x, V); }
+inline F signed_to_floats(const void* p) {  // 16 of them
+  V x[LANES / WIDTH];
+  for (int i = 0; i < LANES / WIDTH; i++) x[i] = to_floats(widen_signed(static_cast<const char*>(p) + i * WIDTH));
+  return reinterpret_cast<const F&>(x);
+}
+inline F unsigned_to_floats(const void* p) {
+  V x[LANES / WIDTH];
+  for (int i = 0; i < LANES / WIDTH; i++) x[i] = to_floats(widen_unsigned(static_cast<const char*>(p) + i * WIDTH));
+  return reinterpret_cast<const F&>(x);
 }
 
 inline float sum(F x) {
@@ -123,36 +164,38 @@ inline F activate(int kind, F x) {
 struct BFloat {
   typedef bf16 T;
   static constexpr int STEP = 2;
-  static F dot(F acc, const T* w, const T* x) {
+  static V dot(V acc, const T* w, const T* x) {
     uint32_t pair;
     std::memcpy(&pair, x, 4);
 #ifdef __AVX512BF16__
-    return (F)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(int(pair)));
+    return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(int(pair)));
 #else
-    I both = *reinterpret_cast<const I*>(w), by = I{} + int32_t(pair);
-    acc += as_floats(both << 16) * as_floats(by << 16);
-    return acc + as_floats(both & int32_t(0xffff0000)) * as_floats(by & int32_t(0xffff0000));
+    const VI both = *reinterpret_cast<const VI*>(w), first = both << 16, second = both & int32_t(0xffff0000);
+    acc += (V)first * widen(x[0]);
+    return acc + (V)second * widen(x[1]);
 #endif
   }
 };
 struct Float {
   typedef float T;
   static constexpr int STEP = 1;
-  static F dot(F acc, const T* w, const T* x) { return acc + load(w) * all(*x); }
+  static V dot(V acc, const T* w, const T* x) { return acc + *reinterpret_cast<const V*>(w) * *x; }
 };
 
 // Multiply M rows x [M, stride] by a panel [k / STEP, PANEL, STEP]: every number is summed over k in order.
 template <class W, int M>
 inline void multiply_rows(const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k, F (&acc)[ROWS][2]) {
-  F a[M][2];
-  for (int m = 0; m < M; m++) a[m][0] = a[m][1] = F{};
+  V a[M][PARTS];
+  for (int m = 0; m < M; m++)
+    for (int part = 0; part < PARTS; part++) a[m][part] = V{};
   for (int64_t i = 0; i < k; i += W::STEP, w += PANEL * W::STEP)
 #pragma GCC unroll 12
-    for (int m = 0; m < M; m++) {
-      a[m][0] = W::dot(a[m][0], w, x + m * stride + i);
-      a[m][1] = W::dot(a[m][1], w + LANES * W::STEP, x + m * stride + i);
-    }
-  for (int m = 0; m < M; m++) acc[m][0] = a[m][0], acc[m][1] = a[m][1];
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+      for (int part = 0; part < PARTS; part++)
+        a[m][part] = W::dot(a[m][part], w + part * WIDTH * W::STEP, x + m * stride + i);
+  for (int m = 0; m < M; m++)
+    for (int part = 0; part < PARTS; part++) reinterpret_cast<V*>(acc[m])[part] = a[m][part];
 }
 template <class W>
 inline void multiply(int rows, const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k,

@@ -57,46 +57,89 @@ inline float e4m3_to_float(uint8_t x) {
   return half_to_float(uint16_t((x & 0x80) << 8 | (x & 0x7f) << 7)) * 256.0f;
 }
 
+inline F load_halves(const uint16_t* p) {
+#ifdef __AVX512F__
+  return (F)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  F result;
+  for (int i = 0; i < LANES; i++) result[i] = half_to_float(p[i]);
+  return result;
+#endif
+}
+
+// 16 numbers of fp8: e5m2 is the high byte of a half; e4m3 has another bias, no infinity, and a NaN in the last code.
+inline F load_fp8(const uint8_t* p, bool e5m2) {
+#ifdef __AVX512F__
+  const __m256i codes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  if (e5m2) return (F)_mm512_cvtph_ps(_mm256_slli_epi16(codes, 8));
+  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0x80)), 8);
+  const __m256i size = _mm256_and_si256(codes, _mm256_set1_epi16(0x7f));
+  const F x = (F)_mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(size, 7))) * 256.0f;
+  const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(size, _mm256_set1_epi16(0x7f));
+  return (F)_mm512_mask_mov_ps((__m512)x, is_nan, _mm512_set1_ps(NAN));
+#else
+  F result;
+  for (int i = 0; i < LANES; i++) result[i] = e5m2 ? half_to_float(uint16_t(p[i] << 8)) : e4m3_to_float(p[i]);
+  return result;
+#endif
+}
+
+inline F load_nibbles(const uint8_t* p) {  // 16 numbers of 8 bytes, the low bits first
+#if defined(__x86_64__)
+  const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15);
+  const __m128i both = _mm_unpacklo_epi8(_mm_and_si128(x, mask), _mm_and_si128(_mm_srli_epi16(x, 4), mask));
+  return unsigned_to_floats(&both);
+#else
+  F result;
+  for (int i = 0; i < LANES; i++) result[i] = float(p[i / 2] >> i % 2 * 4 & 15);
+  return result;
+#endif
+}
+
 // Decode ``n`` numbers of the vector at ``index`` (counted in slots over all heads), and zeros up to ``padded``.
 template <class T> void read_vector(const Store& from, int64_t index, int n, int padded, T* out) {
+  int i = 0;
   switch (from.format) {
     case STORE_FLOAT: {
       const float* x = static_cast<const float*>(from.data) + index * n;
-      for (int i = 0; i < n; i++) put(out + i, x[i]);
+      for (; i + LANES <= n; i += LANES) store(out + i, load(x + i));
+      for (; i < n; i++) put(out + i, x[i]);
       break;
     }
     case STORE_BFLOAT: {
       const bf16* x = static_cast<const bf16*>(from.data) + index * n;
-      for (int i = 0; i < n; i++) put(out + i, widen(x[i]));
+      for (; i < n; i++) put(out + i, widen(x[i]));
       break;
     }
     case STORE_HALF: {
       const uint16_t* x = static_cast<const uint16_t*>(from.data) + index * n;
-      for (int i = 0; i < n; i++) put(out + i, half_to_float(x[i]));
+      for (; i + LANES <= n; i += LANES) store(out + i, load_halves(x + i));
+      for (; i < n; i++) put(out + i, half_to_float(x[i]));
       break;
     }
     case STORE_INT8: {
       const int8_t* x = static_cast<const int8_t*>(from.data) + index * n;
       const float scale = from.scale[index];
-      for (int i = 0; i < n; i++) put(out + i, float(x[i]) * scale);
+      for (; i + LANES <= n; i += LANES)
+        store(out + i, signed_to_floats(x + i) * scale);
+      for (; i < n; i++) put(out + i, float(x[i]) * scale);
       break;
     }
     case STORE_INT4: {
       const uint8_t* x = static_cast<const uint8_t*>(from.data) + index * (n / 2);
       const float scale = from.scale[index], zero = from.zero[index];
-      for (int i = 0; i < n; i += 2) {
-        put(out + i, float(x[i / 2] & 15) * scale + zero);
-        put(out + i + 1, float(x[i / 2] >> 4) * scale + zero);
-      }
+      for (; i + LANES <= n; i += LANES) store(out + i, load_nibbles(x + i / 2) * scale + zero);
+      for (; i < n; i++) put(out + i, float(x[i / 2] >> i % 2 * 4 & 15) * scale + zero);
       break;
     }
     default: {
       const uint8_t* x = static_cast<const uint8_t*>(from.data) + index * n;
       const bool e5m2 = from.format == STORE_E5M2;
-      for (int i = 0; i < n; i++) put(out + i, e5m2 ? half_to_float(uint16_t(x[i] << 8)) : e4m3_to_float(x[i]));
+      for (; i + LANES <= n; i += LANES) store(out + i, load_fp8(x + i, e5m2));
+      for (; i < n; i++) put(out + i, e5m2 ? half_to_float(uint16_t(x[i] << 8)) : e4m3_to_float(x[i]));
     }
   }
-  for (int i = n; i < padded; i++) put(out + i, 0);
+  for (; i < padded; i++) put(out + i, 0);
 }
 
 inline void write_vector(const Store& to, int64_t index, const float* x, int n) {
