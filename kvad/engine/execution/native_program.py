@@ -353,8 +353,9 @@ class _Builder:
     def _output(self, layer: nn.Module, source: int, stride: int, scale: float | None, out: int) -> None:
         """Multiply by the last matrix of a branch, and add to the stream or store."""
         last = self._linear(layer)
-        self._product(source, out, [_matrix(last)], last.bias, mode="float" if scale is None else "add", in_stride=stride,
-                      out_stride=_padded(self.size), scale=1.0 if scale is None else scale)  # fmt: skip
+        self._product(source, out, [_matrix(last)], last.bias, mode="float" if scale is None else "add",
+                      in_stride=stride, out_stride=_padded(self.size),
+                      scale=1.0 if scale is None else scale)  # fmt: skip
 
     def _group(self, layer: int) -> tuple[int, CacheGroup]:
         return next((index, group) for index, group in enumerate(self.cache.groups) if layer in group.layers)
@@ -430,8 +431,8 @@ class _Builder:
             up, size = self._linear(mlp.up), mlp.up.out_features
             half = _padded(size)
             inner = self._shared("inner", half, self.dtype)
-            self._product(source, inner, [_matrix(up)], up.bias, mode="activated", activation=_activation(mlp.activation),
-                          out_stride=half, in_stride=stride)  # fmt: skip
+            self._product(source, inner, [_matrix(up)], up.bias, mode="activated",
+                          activation=_activation(mlp.activation), out_stride=half, in_stride=stride)  # fmt: skip
         self._output(mlp.down, inner, _padded(half), scale, out)
 
 

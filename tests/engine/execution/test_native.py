@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kvad import ops
 from kvad.cache.config import CacheConfig
 from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
@@ -136,3 +138,114 @@ def quantize(model: Transformer, bits: int, group_size: int, half: bool) -> int:
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope", "rope-yarn"])
 def test_frequencies_that_depend_on_the_length(position: str) -> None:
     assert not compare(model_config(position, layers=3), {"cache": "paged"})
+
+
+def wide_heads(config: ModelConfig) -> ModelConfig:
+    """Return a config with heads of 40 dims: whole vectors and a rest."""
+    layer = config.stack.layer_types["L"]
+    mixer = replace(layer.attention, head_dim=40, value_dim=40)
+    return replace(config, decoder=replace(config.stack, layer_types={"L": replace(layer, attention=mixer)}))
+
+
+VARIANT_CACHES = ("paged", "sinks", "bfloat16", "float16", "int8", "int4", "fp8")
+
+
+@pytest.mark.parametrize("cache", VARIANT_CACHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", native.runnable_variants())
+def test_every_instruction_set(variant: str, dtype: torch.dtype, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
+    config = wide_heads(model_config("rope"))
+    assert not compare(config, {"cache": cache}, dtype)
+
+
+def rows_by_position(model: Transformer, prompts: Sequence[list[int]], **cache: Any) -> dict[tuple[int, int], Tensor]:
+    """Return the logits of sampled tokens by (first token of the prompt, position)."""
+    config = CacheConfig(**{"max_seq_len": 640, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16} | cache)
+    engine = Engine(model, config, EngineConfig(stop_tokens=frozenset({VOCAB})))
+    execute, rows = engine.runner.execute, dict[tuple[int, int], Tensor]()
+
+    def recorded(output: Any) -> Tensor:
+        logits = execute(output)
+        at = 0
+        for scheduled in output.scheduled:
+            at += len(scheduled.logit_offsets)
+            if scheduled.is_sampled:
+                last = scheduled.start + scheduled.num_tokens
+                rows[scheduled.sequence.token_ids[0], last] = logits[at - 1].clone()
+        return logits
+
+    engine.runner.execute = recorded  # type: ignore[method-assign]
+    for prompt in prompts:
+        engine.add_request(prompt, SamplingParams(max_tokens=6, temperature=0.0))
+    while not engine.idle:
+        engine.step()
+    assert not engine.runner.native_reason
+    return rows
+
+
+@pytest.mark.parametrize("quantization", [None, (8, 8), (4, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
+    dtype: torch.dtype, quantization: tuple[int, int] | None
+) -> None:
+    model = build(replace(model_config("rope"), max_seq_len=640), dtype=dtype)
+    if quantization:
+        assert quantize(model, *quantization, half=False)
+    prompts = [[first, *range(1, length)] for first, length in ((1, 600 // 10), (2, 3), (3, 33), (4, 1), (5, 17))]
+    prompts += [[6, *[i % 60 for i in range(580)]]]  # several chunks of attention
+    before = torch.get_num_threads()
+    together = rows_by_position(model, prompts)
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            for prompt in prompts:
+                for key, row in rows_by_position(model, [prompt]).items():
+                    assert torch.equal(row, together[key]), (threads, key)
+            for key, row in rows_by_position(model, prompts, prefill_chunk_size=7).items():
+                assert torch.equal(row, together[key]), (threads, key)
+    finally:
+        torch.set_num_threads(before)
+    assert len(together) == 6 * len(prompts)
+
+
+def test_a_changed_weight_and_a_new_hook_are_seen_by_the_next_request() -> None:
+    model = build(model_config("rope"), dtype=torch.float32)
+    engine = Engine(model, CacheConfig(max_seq_len=64, max_num_seqs=2), EngineConfig(stop_tokens=frozenset({VOCAB})))
+
+    def generate() -> list[int]:
+        engine.add_request([5, 6, 7], SamplingParams(max_tokens=8, temperature=0.0))
+        tokens = []
+        while not engine.idle:
+            tokens += [chunk.token_id for chunk in engine.step() if chunk.token_id is not None]
+        return tokens
+
+    first, program = generate(), engine.runner.program
+    assert generate() == first and engine.runner.program is program
+    with torch.no_grad():
+        model.decoder.layers[0].mlp.down.weight.mul_(-1.0)
+    assert generate() != first and engine.runner.program is not program
+    handle = model.register_forward_hook(lambda *args: None)
+    generate()
+    assert engine.runner.program is None and "hook" in engine.runner.native_reason
+    handle.remove()
+
+
+def test_an_invisible_slot_that_is_not_finite_changes_nothing() -> None:
+    """The blocks of a finished request, overwritten with NaN, do not reach a later one."""
+    model = build(model_config("rope"), dtype=torch.float32)
+    options = EngineConfig(stop_tokens=frozenset({VOCAB}))
+    clean = rows_by_position(model, [[5, 6, 7]], max_seq_len=64)
+    engine = Engine(model, CacheConfig(max_seq_len=64, max_num_seqs=2), options)
+    engine.add_request([9] * 20, SamplingParams(max_tokens=3, temperature=0.0))
+    while not engine.idle:
+        engine.step()
+    for pair in engine.kv_cache.stores:
+        for keys, values in pair.values():
+            keys.data.fill_(float("nan")), values.data.fill_(float("nan"))
+    logits, execute = [], engine.runner.execute
+    engine.runner.execute = lambda output: logits.append(execute(output).clone()) or logits[-1]
+    engine.add_request([5, 6, 7], SamplingParams(max_tokens=6, temperature=0.0))
+    while not engine.idle:
+        engine.step()
+    assert [torch.equal(ours[-1], row) for ours, row in zip(logits, clean.values(), strict=True)] == [True] * 6
