@@ -47,7 +47,8 @@ class QuantizedMatrix(NamedTuple):
         numbers *= self.scale[rows].to(computed)[..., None]
         if self.minimum is not None:
             numbers += self.minimum[rows].to(computed)[..., None]
-        return numbers.flatten(-2).to(dtype)
+        result: Tensor = numbers.flatten(-2).to(dtype)
+        return result
 
 
 def quantize_matrix(weight: Tensor, bits: int, group_size: int) -> QuantizedMatrix:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
 
 from kvad import cache
@@ -107,6 +108,14 @@ class SamplingParams:
     def uses_seed(self) -> bool:
         """True if tokens are drawn with random numbers."""
         return not self.greedy and self.num_beams == 1
+
+    @cached_property
+    def edits_scores(self) -> bool:
+        """True if bans, biases, penalties or forced tokens change scores before temperature and filters."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        forced = self.forced_bos_token_id, self.forced_eos_token_id, self.allowed_tokens_fn
+        bans = self.bad_words_ids, self.min_tokens, self.no_repeat_ngram_size
+        return any((*bans, self.logit_bias, penalties != (1.0, 0.0, 0.0))) or forced != (None, None, None)
 
     def with_seed(self) -> SamplingParams:
         """Return these options with a random seed if they need one and have none."""

@@ -562,7 +562,7 @@ def test_a_draw_inverts_the_cumulated_probabilities() -> None:
     for number in range(300):
         sequence = job([1, 2, 3], 1, number, seed=9)
         u = float(uniform([sequence.draw_key()], [number], [3])[0])
-        token = int(sampler._draw(row, [sequence])[0])
+        token = int(sampler._draw(row, [sequence]))
         assert token == next(i for i, x in enumerate(p) if x > u)
 
 
@@ -572,7 +572,7 @@ def test_the_ends_of_the_unit_interval(u: float, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sampler, "uniform", lambda keys, *_: np.full(len(keys), u))
     rows = logits_of(200, seed=5, spread=5.0)
     rows[:, [0, 3, VOCAB - 1]] = -math.inf
-    tokens = sampler._draw(rows, [job()] * 200).tolist()
+    tokens = sampler._draw(rows, [job()] * 200).squeeze(-1).tolist()
     assert not {0, 3, VOCAB - 1} & set(tokens)
     assert set(tokens) == ({1} if u == 0 else {VOCAB - 2})
 
@@ -678,3 +678,33 @@ def test_every_sampling_field_is_known_to_these_tests() -> None:
     elsewhere |= {"length_penalty", "length_penalty_form", "early_stopping", "patience"}  # test_beam_search.py
     elsewhere |= {"num_beam_groups", "diversity_penalty"}
     assert {f.name for f in dataclasses.fields(SamplingParams)} == tested | elsewhere
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": 40},
+    {"top_k": 248, "top_p": 0.5},
+    {"top_k": 5, "min_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 0.3, "temperature": 2.0},
+    {"top_p": 0.999},
+    {"min_p": 0.05},
+    {"top_p": 0.8, "min_p": 0.1},
+    {"top_k": 3, "temperature": 1e-8},
+]
+
+
+@pytest.mark.parametrize("values", ["peaked", "flat", "ties", "few"])
+def test_filtering_the_best_tokens_draws_what_filtering_all_does(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(len(FILTERS) * 12, sampler.MAX_CANDIDATES * sampler.SPAN + 7, generator=generator)
+    rows *= {"peaked": 4.0, "flat": 0.01}.get(values, 1.0)
+    if values == "ties":
+        rows = rows.round()
+    if values == "few":
+        rows[:, 9:] = -math.inf
+    params = [FILTERS[i % len(FILTERS)] for i in range(len(rows))]
+    sequences = [job([1, 2], 1, i, **{"temperature": 0.9, "seed": i, **each}) for i, each in enumerate(params)]
+    drawn = sampler._draw_filtered(rows, sequences)
+    monkeypatch.setattr(sampler, "_num_candidates", lambda *_: 0)
+    assert sampler._draw_filtered(rows, sequences) == drawn
+    assert len(set(drawn)) > 1
