@@ -6,13 +6,15 @@ A model that was imported from a family is exported to that family; for any othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvad import config, storage, text
+from kvad import config, ops, storage, text
+from kvad import model as model_lib
 from kvad.checkpoint.adapter import AdaptedCheckpoint
 from kvad.checkpoint.conversion import write_tensors
 from kvad.checkpoint.folder import CONFIG, write_json
@@ -21,6 +23,7 @@ from kvad.checkpoint.handle import CheckpointHandle, read_tokenizer_files
 from kvad.checkpoint.hf_layout import HFCheckpoint, choose_family, write_hf_config
 from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.safetensors_io import write_sharded
+from kvad.errors import ConfigError
 from kvad.text import HFTokenizer
 
 Progress = Callable[[str, int], None]
@@ -111,3 +114,78 @@ def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | Non
         for name, content in files.items():
             (temp_folder / name).write_bytes(content)
         write_embedding(temp_folder, base.generation, base.config.hidden_size)
+
+
+MODULES = (model_lib.attention.Attention, model_lib.layers.GatedMLP, model_lib.layers.PlainMLP)
+
+
+class QuantizationResult(NamedTuple):
+    """Sizes before and after, in bytes, and which matrices were quantized."""
+
+    bytes_before: int
+    bytes_after: int
+    quantized: int  # matrices
+    left: tuple[str, ...]  # matrices of the layers whose width the groups do not divide
+    max_error: float  # largest error of a weight, as a share of the largest weight of its matrix
+
+
+def quantize_checkpoint(
+    handle: CheckpointHandle, out: Path, bits: int, group_size: int, progress: Progress | None = None
+) -> QuantizationResult:
+    """Write a checkpoint in kvad's layout with quantized matrices (``native.py``), completely or not at all.
+
+    Raises:
+        ConfigError: If the checkpoint is quantized, or has no matrix that can be.
+    """
+    if handle.quantization is not None:
+        raise ConfigError(f"{handle.path} is quantized already ({handle.quantization})", "Quantize the original.")
+    with torch.device("meta"):
+        model = model_lib.Transformer(handle.config)
+    known = dict(quantizable(model))
+    left = tuple(name for name, layer in known.items() if not _fits(layer, bits, group_size))
+    if len(left) == len(known):
+        raise ConfigError(f"group_size: {group_size} divides the inputs of no matrix", "Use a smaller one, as 32.")
+    tensors, before, worst = dict[str, Tensor](), 0, 0.0
+    for name, tensor in handle.weights():
+        before += tensor.nbytes
+        module, _, parameter = name.rpartition(".")
+        if parameter == "weight" and module in known and module not in left:
+            matrix = ops.quantized_linear.quantize_matrix(tensor, bits, group_size).with_half_scales()
+            error = (matrix.dequantize(torch.float32) - tensor.float()).abs().max() / tensor.abs().max().clamp_min(
+                1e-30
+            )
+            worst = max(worst, float(error))
+            tensors |= {f"{module}.{part}": value for part, value in matrix.tensors().items()}
+        else:
+            tensors[name] = tensor
+        if progress is not None:
+            progress(name, tensor.nbytes)
+    save_checkpoint(
+        out,
+        handle.config,
+        tensors,
+        None,
+        generation=handle.generation,
+        files=read_tokenizer_files(handle.tokenizer_folder),
+        origin=handle.origin,
+        quantization={"bits": bits, "group_size": group_size},
+    )
+    after = sum(tensor.nbytes for tensor in tensors.values())
+    return QuantizationResult(before, after, len(known) - len(left), left, worst)
+
+
+def quantizable(model: model_lib.Transformer) -> Iterator[tuple[str, ops.linear.Linear]]:
+    """Yield the products of attention and MLPs, and their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, MODULES):
+            for child, layer in module.named_children():
+                if type(layer) is ops.linear.Linear:
+                    yield f"{name}.{child}", layer
+
+
+def _fits(layer: ops.linear.Linear, bits: int, group_size: int) -> bool:
+    try:
+        ops.quantized_linear.check_groups(layer.in_features, bits, group_size)
+    except ConfigError:
+        return False
+    return group_size <= layer.in_features

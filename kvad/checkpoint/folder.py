@@ -26,11 +26,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NoReturn
+from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
 
 from kvad import config, storage
 from kvad.checkpoint.safetensors_header import is_truncated
-from kvad.errors import CheckpointError, SaveError
+from kvad.errors import CheckpointError, ConfigError, SaveError
 
 CONFIG, MANIFEST, TRAINING, ADAPTER_CONFIG = "config.json", "manifest.json", "training", "adapter_config.json"
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -413,3 +413,29 @@ def read_summarizer_shape(path: Path) -> config.parameter_shapes.SummarizerShape
     """Return the shape of a summarizer."""
     _, content = read_summarizer_folder(path)
     return config.parameter_shapes.SummarizerShape(content["ratio"], content["hidden_size"])
+
+
+class WeightQuantization(NamedTuple):
+    """Format of the matrices of a checkpoint that ``kvad quantize`` wrote."""
+
+    bits: int
+    group_size: int
+
+    @property
+    def description(self) -> str:
+        """Return a short description, as ``int8, groups of 32``."""
+        return f"int{self.bits}, groups of {self.group_size}"
+
+
+def read_quantization(path: Path) -> WeightQuantization | None:
+    """Read the format of a checkpoint in kvad's layout, or return None if its matrices are not quantized."""
+    content = read_json(path / CONFIG).get("quantization")
+    if content is None:
+        return None
+    where = f"{path / CONFIG}: quantization"
+    if not isinstance(content, dict) or set(content) != {"bits", "group_size"}:
+        raise ConfigError(f"{where}: must have bits and group_size, got {content!r}")
+    found = WeightQuantization(**content)
+    if found.bits not in (4, 8) or type(found.group_size) is not int or found.group_size < 1:
+        raise ConfigError(f"{where}: bits must be 4 or 8 and group_size positive, got {content!r}")
+    return found

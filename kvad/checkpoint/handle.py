@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvad import config as config_lib
+from kvad import ops
 from kvad.checkpoint.folder import MODEL, TRAINING, check_file, read_json
 from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.safetensors_io import open_file_tensors
@@ -93,7 +94,7 @@ class CheckpointHandle(ABC):
 
     @property
     def quantization(self) -> str | None:
-        """Description of the file's quantization, or None; its matrices are dequantized when they are read."""
+        """Description of the file's quantization, or None; ``weights`` dequantizes its matrices."""
         return None
 
     @property
@@ -105,6 +106,20 @@ class CheckpointHandle(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by kvad's names; a CheckpointError names one that does not fit, or a changed file."""
 
+    @property
+    def quantized_matrices(self) -> Mapping[str, ops.quantized_linear.QuantizedMatrix]:
+        """Matrices, by the name of their layer, that are computed with as they are stored."""
+        return {}
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Return the bytes of the loaded weights, if those that are not quantized have a dtype."""
+        shapes = config_lib.parameter_shapes
+        size = shapes.weight_bytes(self.config, dtype)
+        for matrix in self.quantized_matrices.values():
+            size -= len(matrix.data) * matrix.in_features * shapes.DTYPE_BYTES[dtype]
+            size += sum(tensor.nbytes for tensor in matrix.tensors().values())
+        return size
+
     def check_weights(self) -> None:
         """Compare the model's tensor files with the manifest, if any; all their bytes are read."""
         for name, entry in (self.files or {}).items():
@@ -113,9 +128,11 @@ class CheckpointHandle(ABC):
 
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors in ``dtype`` (None: as stored); some are never rounded below float32."""
-        for name, tensor in self.weights():
-            is_stored = dtype is None or (config_lib.parameter_shapes.is_float32(name) and dtype.itemsize < 4)
-            yield name, tensor if is_stored else tensor.to(dtype)
+        return converted(self.weights(), dtype)
+
+    def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors but those of ``quantized_matrices``, as ``weights_as`` does."""
+        return self.weights_as(dtype)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -145,6 +162,13 @@ class CheckpointHandle(ABC):
         if self.tokenizer is not None:
             digest.update(self.tokenizer.fingerprint().encode())
         return digest.hexdigest()
+
+
+def converted(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Convert tensors to a dtype; None: as they are."""
+    for name, tensor in weights:
+        is_stored = dtype is None or (config_lib.parameter_shapes.is_float32(name) and dtype.itemsize < 4)
+        yield name, tensor if is_stored else tensor.to(dtype)
 
 
 class CheckpointSnapshot(NamedTuple):

@@ -109,9 +109,12 @@ def load_weights(
     config = handle.config  # may read tensors, so it is evaluated outside the meta device
     with torch.device("meta"):
         model = Transformer(config)
+    model.use_quantized(handle.quantized_matrices)
     cpu_dtype = torch.float32 if on_cpu and handle.stored_dtype == torch.float16 else None
     state_dict: dict[str, Tensor] = {}
-    for name, tensor in handle.weights_as(target_dtype or cpu_dtype):
+    for layer, matrix in handle.quantized_matrices.items():
+        state_dict |= {f"{layer}.{part}": tensor.to(device) for part, tensor in matrix.tensors().items()}
+    for name, tensor in handle.unquantized_weights_as(target_dtype or cpu_dtype):
         tensor_dtype = torch.float32 if on_cpu and tensor.dtype == torch.float16 else None
         state_dict[name] = tensor.to(device=device, dtype=tensor_dtype)
     model.load_state_dict(state_dict, assign=True)

@@ -8,6 +8,9 @@ A checkpoint folder in kvad's layout::
     manifest.json         {"kvad": version, "format": 2, "files": {name: {"bytes", "sha256", "crc32"}}}
     training/             state.json and state.safetensors, if training can be resumed
 
+After ``kvad quantize``, config.json has ``"quantization": {"bits", "group_size"}``, and products of attention and MLPs
+have ``.data``, ``.scale`` and, with 4 bits, ``.minimum`` (``kvad.ops.quantized_linear``) instead of ``.weight``.
+
 In Hugging Face's layout, which ``transformers`` loads unchanged, config.json is a family's, model.safetensors has its
 tensor names, and generation_config.json has the generation defaults (``hf_layout.py``); nothing about the model is
 stored twice.  Training uses this layout if a family can express the model.  All other files are the same in both.
@@ -33,12 +36,12 @@ import torch
 from torch import Tensor
 
 from kvad import config as config_lib
-from kvad import storage
+from kvad import ops, storage
 from kvad.checkpoint import folder as folder_lib
 from kvad.checkpoint.conversion import write_tensors
 from kvad.checkpoint.folder import CONFIG, MODEL, TRAINING, read_json, write_json
 from kvad.checkpoint.generation_config import GenerationConfig
-from kvad.checkpoint.handle import CheckpointHandle, TrainingState
+from kvad.checkpoint.handle import CheckpointHandle, TrainingState, converted
 from kvad.checkpoint.hf_layout import HFCheckpoint, HFLayout, write_hf_config
 from kvad.checkpoint.safetensors_io import FILE_METADATA, ShardedTensors, open_file_tensors, save_tensors
 from kvad.config import ModelConfig
@@ -60,6 +63,7 @@ def save_checkpoint(
     files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
     replaces: Sequence[Path] = (),
+    quantization: Mapping[str, int] | None = None,
 ) -> None:
     """Write a checkpoint folder, replacing an existing one atomically.
 
@@ -73,11 +77,13 @@ def save_checkpoint(
         files: Further files by name and content.
         origin: ``model_type`` of an imported model (kvad's layout).
         replaces: Sibling folders that are removed in the same move.
+        quantization: Bits and group size of the matrices (kvad's layout).
     """
     generation_config = GenerationConfig() if generation is None else generation
     with new_checkpoint(folder, training, replaces) as temp_folder:
         if layout is None:
-            write_json(temp_folder / CONFIG, _content(config, generation_config, origin))
+            fields = _content(config, generation_config, origin)
+            write_json(temp_folder / CONFIG, fields | ({"quantization": dict(quantization)} if quantization else {}))
             save_tensors(folder, temp_folder / MODEL, tensors)
         else:
             write_hf_config(temp_folder, layout, generation_config, next(iter(tensors.values())).dtype)
@@ -170,11 +176,62 @@ class NativeCheckpoint(CheckpointHandle):
     def tensors(self) -> ShardedTensors:
         return open_file_tensors(self.path / MODEL)
 
+    @cached_property
+    def _quantization(self) -> folder_lib.WeightQuantization | None:
+        return folder_lib.read_quantization(self.path)
+
+    @property
+    def quantization(self) -> str | None:
+        return None if self._quantization is None else self._quantization.description
+
+    @cached_property
+    def quantized_matrices(self) -> Mapping[str, ops.quantized_linear.QuantizedMatrix]:
+        if self._quantization is None:
+            return {}
+        bits, group_size = self._quantization
+        stored, matrices = self.tensors, dict[str, ops.quantized_linear.QuantizedMatrix]()
+        shapes = config_lib.parameter_shapes.weight_shapes(self.config)
+        for name, shape in shapes.items():
+            module = name.removesuffix(".weight")
+            if name in stored or f"{module}.scale" not in stored:
+                continue
+            out, width = shape
+            expected = {"data": (out, width * bits // 8), "scale": (out, width // group_size)}
+            expected |= {"minimum": expected["scale"]} if bits == 4 else {}
+            dtypes = {"data": torch.int8 if bits == 8 else torch.uint8}
+            for part, part_shape in expected.items():
+                where = f"{stored.path}: tensor {module}.{part}"
+                if f"{module}.{part}" not in stored:
+                    raise CheckpointError(f"{where} {list(part_shape)} is missing")
+                tensor = stored[f"{module}.{part}"]
+                known = (dtypes[part],) if part in dtypes else (torch.float16, torch.float32)
+                if tuple(tensor.shape) != part_shape or tensor.dtype not in known:
+                    found = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+                    raise CheckpointError(f"{where} has shape {found}, the config requires {list(part_shape)}")
+            parts = [stored[f"{module}.{part}"] for part in expected]
+            matrices[module] = ops.quantized_linear.QuantizedMatrix(
+                parts[0], parts[1], parts[2] if bits == 4 else None, bits, group_size
+            )
+        return matrices
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors.  A CheckpointError names both shapes if they differ."""
+        yield from self._unquantized_weights()
+        for name, matrix in self.quantized_matrices.items():
+            yield f"{name}.weight", matrix.dequantize(self.stored_dtype)
+
+    def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        return converted(self._unquantized_weights(), dtype)
+
+    def _unquantized_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.check_weights()
-        check_tensors(self.tensors, config_lib.parameter_shapes.weight_shapes(self.config))
-        yield from self.tensors.items()
+        shapes = config_lib.parameter_shapes.weight_shapes(self.config)
+        for name, matrix in self.quantized_matrices.items():
+            del shapes[f"{name}.weight"]
+            shapes |= {f"{name}.{part}": tuple(tensor.shape) for part, tensor in matrix.tensors().items()}
+        check_tensors(self.tensors, shapes)
+        parts = {f"{name}.{part}" for name, matrix in self.quantized_matrices.items() for part in matrix.tensors()}
+        yield from ((name, tensor) for name, tensor in self.tensors.items() if name not in parts)
 
 
 def open_folder(folder: Path, *, verify: bool = False) -> CheckpointHandle:

@@ -58,8 +58,9 @@ class TruncatedFileError(CheckpointError):
 
 
 def stored_dtype(path: Path) -> str | None:
-    """Return the float dtype that holds most of a file's bytes, or None if there is none."""
-    tensors = read_headers(path)
+    """Return the float dtype that holds most of a file's bytes, or None; scales of quantized matrices do not count."""
+    names = {tensor.name: tensor for tensor in read_headers(path)}
+    tensors = [tensor for name, tensor in names.items() if f"{name.rpartition('.')[0]}.data" not in names]
     totals = {name: sum(tensor.bytes for tensor in tensors if tensor.dtype == name) for name in WEIGHT_DTYPES}
     dtype = max(totals, key=lambda name: totals[name])
     return dtype if totals[dtype] else None

@@ -73,6 +73,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # title -> name -> ("file of 
     "Models": {
         "import": ("convert:import_command", "Convert a Hugging Face model to kvad's layout."),
         "export": ("convert:export_command", "Convert a checkpoint to Hugging Face's layout."),
+        "quantize": ("convert:quantize_command", "Store the weights as int8 or int4."),
         "merge": ("convert:merge_command", "Merge an adapter into its base model."),
     },
     "Inspect": {

@@ -67,7 +67,7 @@ def summarizer_shapes(specs: Sequence[AttentionSpec], summarizer_shape: Summariz
 
 def mismatches(config: ModelConfig, stored: Mapping[str, TensorShape]) -> list[str]:
     """Describe stored tensors that are missing, unexpected or of another shape, one line each."""
-    expected = weight_shapes(config)
+    expected, stored = weight_shapes(config), dequantized_shapes(stored)
     lines = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
     for name, shape in stored.items():
         if name not in expected:
@@ -75,6 +75,19 @@ def mismatches(config: ModelConfig, stored: Mapping[str, TensorShape]) -> list[s
         elif shape != expected[name]:
             lines.append(f"{name} is {list(shape)}, the config says {list(expected[name])}")
     return lines
+
+
+def dequantized_shapes(stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+    """Replace the tensors of each matrix of ``kvad quantize`` by the matrix."""
+    shapes = dict(stored)
+    for name in stored:
+        module, _, part = name.rpartition(".")
+        if part == "data" and f"{module}.scale" in shapes:
+            rows, width = shapes.pop(name)
+            del shapes[f"{module}.scale"]
+            has_minimum = shapes.pop(f"{module}.minimum", None) is not None
+            shapes[f"{module}.weight"] = rows, width * (2 if has_minimum else 1)
+    return shapes
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -59,6 +59,7 @@ def plan_checkpoint(
     free = available_bytes() if is_host else free_device_bytes(device)
     # A bound in seconds takes no memory.
     settings: PlanSettings = {n: x for n, x in engine_fields.items() if n != "max_inter_token"}  # type: ignore[assignment]
+    settings["weights"] = handle.weight_bytes(compute_dtype)
     if summarizer is not None:
         settings["summarizer_shape"] = checkpoint.folder.read_summarizer_shape(Path(summarizer))
     if cache is not None:

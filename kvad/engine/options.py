@@ -107,6 +107,7 @@ class PlanSettings(TypedDict, total=False):
     max_num_batched_tokens: int
     summarizer_shape: cfg.parameter_shapes.SummarizerShape | None
     deterministic: bool
+    weights: int | None
 
 
 class GenerateOptions(SamplingOptions, total=False):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from kvad import text as text_lib
 from kvad.errors import DataError
-from kvad.model import Transformer
+from kvad.model import NoCache, Transformer
+from kvad.model_input import ModelInput, SubBatch
 from kvad.text import Tokenizer
 from kvad.train import data, objectives, sources
 from kvad.train.config import ObjectiveConfig
@@ -38,6 +41,45 @@ def evaluate_objective(
     if not found.targets:
         raise DataError("these texts have no targets: they are too short")
     return found
+
+
+class WeightsComparison(NamedTuple):
+    """Loss of a model and of the same model with other weights, in nats per token."""
+
+    loss_before: float
+    loss_after: float
+    divergence: float  # mean KL(before || after) of the next token
+    tokens: int
+
+
+@torch.inference_mode()
+def compare_weights(
+    before: Transformer, after: Transformer, windows: Iterable[Ints], tick: Callable[[int], None] = lambda tokens: None
+) -> WeightsComparison:
+    """Compare two decoders on windows of tokens; DataError if there are none."""
+    losses, divergence, count = [0.0, 0.0], 0.0, 0
+    no_cache = NoCache(before.config)
+    for window in windows:
+        ids = torch.from_numpy(window)
+        indices = torch.arange(len(ids))
+        model_input = ModelInput(ids, indices, (SubBatch(1, len(ids), len(ids)),), indices[:-1])
+        scores = [
+            model.logits(model(model_input, no_cache), indices[:-1]).double().log_softmax(-1)
+            for model in (before, after)
+        ]
+        for index, each in enumerate(scores):
+            losses[index] -= float(each.gather(1, ids[1:, None]).sum())
+        divergence += float((scores[0].exp() * (scores[0] - scores[1])).sum())
+        count += len(ids) - 1
+        tick(count)
+    if not count:
+        raise DataError("these texts have no targets: they are too short")
+    return WeightsComparison(losses[0] / count, losses[1] / count, divergence / count, count)
+
+
+def text_windows(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> Iterator[Ints]:
+    """Yield the tokens of texts in windows of at most ``length``, without those that have no second token."""
+    return (row for row in _rows(tokenizer, texts, length, framed=False) if len(row) > 1)
 
 
 def masked_batches(tokenizer: Tokenizer, texts: Iterable[str], window: int, density: float) -> Iterator[Batch]:

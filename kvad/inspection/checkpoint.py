@@ -53,7 +53,7 @@ class CheckpointSummary:
     checked: bool  # all of them match the manifest's sha256
     unused_keys: tuple[str, ...] = ()  # of a Hugging Face config.json
     origin: str | None = None  # the model_type of a folder in Hugging Face's layout
-    quantization: str | None = None  # of the file's matrices, which are dequantized when they are loaded
+    quantization: str | None = None  # of the file's matrices
 
     @property
     def num_parameters(self) -> int:
@@ -122,7 +122,7 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
         checked=check,
         unused_keys=() if handle is None else handle.unused_keys,
         origin=target.origin,
-        quantization=None if handle is None else handle.quantization,
+        quantization=_quantization(path) if handle is None else handle.quantization,
     )
 
 
@@ -133,7 +133,13 @@ def _native_contents(path: Path, config: ModelConfig, problems: list[str]) -> _C
     problems += cfg.parameter_shapes.mismatches(config, shapes)
     has_tokenizer = (path / text_lib.base.FILE_NAME).is_file()
     tokenizer = text_lib.load_tokenizer(path) if has_tokenizer else None
-    return tensors, cfg.parameter_shapes.component_sizes(shapes), tokenizer
+    parameters = cfg.parameter_shapes.component_sizes(cfg.parameter_shapes.dequantized_shapes(shapes))
+    return tensors, parameters, tokenizer
+
+
+def _quantization(path: Path) -> str | None:
+    found = checkpoint.folder.read_quantization(path)
+    return None if found is None else found.description
 
 
 def _hf_contents(handle: checkpoint.hf_layout.HFCheckpoint, config: ModelConfig, problems: list[str]) -> _Contents:

@@ -149,7 +149,8 @@ def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
 
 def _kernels(config: ModelConfig, tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
     """Say what runs the decoder on a CPU, with the default cache."""
-    counts = Counter(str(tensors.dtype(name)).removeprefix("torch.") for name in tensors)
+    weights = (name for name in tensors if f"{name.rpartition('.')[0]}.data" not in tensors)  # not scales
+    counts = Counter(str(tensors.dtype(name)).removeprefix("torch.") for name in weights)
     floats = [dtype for dtype, _ in counts.most_common() if dtype.startswith(("float", "bfloat")) and "8" not in dtype]
     dtype = floats[0] if floats else "float32"
     options = CacheConfig(

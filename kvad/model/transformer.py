@@ -20,7 +20,7 @@ trains (NoCache, packed documents), prefills, decodes and computes the uncached 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -354,6 +354,13 @@ class Transformer(nn.Module):
         """Return all tensors that a step reads: parameters, and position constants after the first step."""
         stacks = [stack for stack in (self.encoder, self.decoder) if stack is not None]
         return [*self.parameters(), *(constant for stack in stacks for constant in stack.constants())]
+
+    def use_quantized(self, matrices: Mapping[str, ops.quantized_linear.QuantizedMatrix]) -> None:
+        """Replace the weights of layers, given by name, by quantized matrices, for inference."""
+        for name, matrix in matrices.items():
+            parent, _, child = name.rpartition(".")
+            module = self.get_submodule(parent)
+            setattr(module, child, ops.quantized_linear.QuantizedLinear(matrix, getattr(module, child).bias))
 
     def fuse_projections(self) -> None:
         """Pack the weights that share an input, for speed; outputs and checkpoints stay equal."""

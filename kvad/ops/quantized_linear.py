@@ -37,6 +37,22 @@ class QuantizedMatrix(NamedTuple):
         """Number of columns."""
         return self.scale.shape[1] * self.group_size
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by field."""
+        parts = {"data": self.data, "scale": self.scale, "minimum": self.minimum}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
+
+    def with_half_scales(self) -> QuantizedMatrix:
+        """Return the matrix with scales in float16, if they are in its range; else itself."""
+        numbers = [self.scale] if self.minimum is None else [self.scale, self.minimum]
+        halves = [tensor.half() for tensor in numbers]
+        if any(
+            bool((half.isinf() | ((half == 0) & (tensor.abs() > TINY))).any())
+            for half, tensor in zip(halves, numbers, strict=True)
+        ):
+            return self
+        return self._replace(scale=halves[0], minimum=None if self.minimum is None else halves[1])
+
     def dequantize(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
         """Return the rows of the matrix in a dtype; computed in float32, or in float64 for that dtype."""
         computed = torch.promote_types(dtype, torch.float32)

@@ -23,7 +23,7 @@ from kvad import config as config_lib
 from kvad.cache import CacheConfig, CacheGroup, resolve_for_model, sizing
 from kvad.cache.sizing import GroupPlan, MemoryPlan, plan_memory
 from kvad.config import AttentionSpec, ModelConfig, attention_specs
-from kvad.errors import ConfigError, UsageError, format_count, with_article
+from kvad.errors import ConfigError, UsageError, format_count, suggest, with_article
 from kvad.parallel import Mesh, RankPlan, plan_ranks
 from kvad.planning.fit import FitTable, weights_shortfall
 from kvad.planning.known_models import known_model, published_dtype
@@ -36,6 +36,13 @@ BYTE_FIELDS = (
 )  # fmt: skip
 
 
+class QuantizedSize(NamedTuple):
+    """Size of quantized matrices."""
+
+    numbers: int
+    stored: int  # bytes
+
+
 class PlanTarget(NamedTuple):
     """The model to plan."""
 
@@ -43,6 +50,7 @@ class PlanTarget(NamedTuple):
     config: ModelConfig
     stored_dtype: str | None = None  # of a checkpoint's weights
     origin: str | None = None  # a Hugging Face ``model_type``
+    quantized: QuantizedSize = QuantizedSize(0, 0)  # of matrices that are computed with as they are stored
 
 
 class DecodeSpeed(NamedTuple):
@@ -111,12 +119,29 @@ def read_target(text: str) -> PlanTarget:
         if checkpoint.folder.is_hf(folder):
             return _read_hf(text, config_file)
         config = _read_config(config_file)  # its errors come first
-        return PlanTarget(text, config, checkpoint.safetensors_header.stored_dtype(folder / checkpoint.folder.MODEL))
+        file = folder / checkpoint.folder.MODEL
+        quantized = _quantized_size(file)
+        return PlanTarget(text, config, checkpoint.safetensors_header.stored_dtype(file), quantized=quantized)
     if path.is_file() and path.suffix == ".json" and "model_type" in _content(path):
         return _read_hf(text, path)
     if path.is_file() or path.suffix in (".json", ".toml"):
         return PlanTarget(text, _read_config(path))
     return PlanTarget(text.lower(), known_model(text), published_dtype(text))
+
+
+def _quantized_size(file: Path) -> QuantizedSize:
+    """Add the sizes of the matrices of ``kvad quantize`` in a tensor file."""
+    tensors = {tensor.name: tensor for tensor in checkpoint.safetensors_header.read_headers(file)}
+    numbers = stored = 0
+    for name, data in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part != "data" or f"{module}.scale" not in tensors:
+            continue
+        numbers += data.bytes * (2 if f"{module}.minimum" in tensors else 1)
+        stored += sum(
+            tensors[f"{module}.{each}"].bytes for each in ("data", "scale", "minimum") if f"{module}.{each}" in tensors
+        )
+    return QuantizedSize(numbers, stored)
 
 
 def _content(path: Path) -> Mapping[str, Any]:
@@ -193,10 +218,15 @@ def plan_target(
         dtype=dtype or weights,
         **cache,
     )
+    shapes, quantized = config_lib.parameter_shapes, target.quantized
+    if weights not in config_lib.DTYPE_BYTES:
+        raise ConfigError(f"dtype: unknown dtype {weights!r}", suggest(weights, config_lib.DTYPE_BYTES))
+    unquantized = shapes.weight_bytes(target.config, weights) - quantized.numbers * config_lib.DTYPE_BYTES[weights]
     return plan_memory(
         target.config,
         config,
         weights_dtype=weights,
+        weights=unquantized + quantized.stored,
         max_num_batched_tokens=budget,
         summarizer_shape=learned,
         deterministic=deterministic,

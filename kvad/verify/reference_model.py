@@ -82,6 +82,12 @@ def reference_model(model: Transformer, dtype: torch.dtype | None = None) -> Ref
     """
     with torch.device("meta"):
         reference = ReferenceModel(model.config).eval().requires_grad_(False)
+    quantized = {
+        name: layer.matrix
+        for name, layer in model.named_modules()
+        if isinstance(layer, ops.quantized_linear.QuantizedLinear)
+    }
+    reference.use_quantized(quantized)
     reference.load_state_dict({name: x.detach() for name, x in model.state_dict().items()}, assign=True)
     reference.compute_dtype = model.token_embedding.dtype if dtype is None else dtype
     reference.kernel = "reference"
@@ -109,12 +115,15 @@ class _PlainLinear(nn.Module):
 
     def __init__(self, layer: ops.linear.Linear) -> None:
         super().__init__()
-        self.weight, self.bias, self.tiles = layer.weight, layer.bias, None
+        self.matrix = layer.matrix if isinstance(layer, ops.quantized_linear.QuantizedLinear) else None
+        self.weight, self.bias, self.tiles = None if self.matrix else layer.weight, layer.bias, None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        weight = self.effective_weight() if self.matrix is None else self.matrix.dequantize(x.dtype)
+        return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     def effective_weight(self) -> Tensor:
+        assert self.weight is not None, "a quantized matrix"
         return self.weight
 
 

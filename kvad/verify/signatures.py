@@ -62,7 +62,7 @@ def _packed_differs(case: Mismatch) -> Explanation | None:
     for (pack, layers), (_, plain) in zip(model.projections(), reference.projections(), strict=True):
         joined = [names[layer] for layer in layers]
         if any(f".layers.{index}." in joined[0] for index in range(case.call.layer + 1)):
-            off = _product_gap(pack, layers, plain)
+            off = _product_gap(pack, layers, plain, model.token_embedding)
             if off > case.close:
                 owner, leaves = joined[0].rpartition(".")[0], ", ".join(name.rpartition(".")[2] for name in joined)
                 return "packed", f"the joined product of {owner} ({leaves}) is off by {off:.2g} of its largest number"
@@ -70,11 +70,13 @@ def _packed_differs(case: Mismatch) -> Explanation | None:
 
 
 @torch.inference_mode()
-def _product_gap(pack: ops.linear.PackedLinear, layers: Sequence[ops.linear.Linear], plain: Sequence[Any]) -> float:
+def _product_gap(
+    pack: ops.linear.PackedLinear, layers: Sequence[ops.linear.Linear], plain: Sequence[Any], like: Tensor
+) -> float:
     """Return how far the joined product of random rows, one and several, is from the layers' own products."""
-    weight, gaps = layers[0].weight, [0.0]
+    gaps = [0.0]
     for rows in (1, 3):
-        x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        x = torch.randn(rows, layers[0].in_features, generator=torch.Generator().manual_seed(0)).to(like)
         for have, layer in zip(pack(x, *layers), plain, strict=True):
             true = layer(x.double())
             gaps.append(float((have - true).abs().max() / true.abs().max().clamp(min=1e-30)))

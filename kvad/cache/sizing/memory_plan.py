@@ -151,6 +151,7 @@ def plan_memory(
     max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS,
     summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None = None,
     deterministic: bool = False,
+    weights: int | None = None,
 ) -> MemoryPlan:
     """Compute the sizes of a model and its cache.
 
@@ -161,6 +162,7 @@ def plan_memory(
         max_num_batched_tokens: New tokens of a step, at most.
         summarizer_shape: Shape of the trained summarizer; None for means.
         deterministic: Batch-invariant computation.
+        weights: Bytes of the weights, if some are quantized.
     """
     if weights_dtype not in config_lib.DTYPE_BYTES:
         raise ConfigError(f"dtype: unknown dtype {weights_dtype!r}", suggest(weights_dtype, config_lib.DTYPE_BYTES))
@@ -173,7 +175,7 @@ def plan_memory(
         cache=cache,
         weights_dtype=weights_dtype,
         max_num_batched_tokens=max_num_batched_tokens,
-        weights=config_lib.parameter_shapes.weight_bytes(config, weights_dtype),
+        weights=config_lib.parameter_shapes.weight_bytes(config, weights_dtype) if weights is None else weights,
         offload=offload_lib.token_offload.OffloadLayout({}),
         summarizer_shape=summarizer_shape,
         deterministic=deterministic,

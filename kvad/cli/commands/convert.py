@@ -1,4 +1,4 @@
-"""``kvad import``, ``kvad export`` and ``kvad merge``: convert checkpoints and merge adapters.
+"""``kvad import``, ``export``, ``quantize`` and ``merge``: convert checkpoints and merge adapters.
 
 Output folders are written completely or not at all (``storage``), also after Ctrl-C. No torch until the conversion.
 """
@@ -6,13 +6,14 @@ Output folders are written completely or not at all (``storage``), also after Ct
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from kvad import checkpoint
+from kvad import checkpoint, evaluation
 from kvad import config as config_lib
 from kvad.cache import CacheConfig, sizing
 from kvad.cli.fields import argument, command, option
@@ -210,6 +211,90 @@ def _page(source: str, plan: Mapping[str, Any]) -> list[str]:
         f"cache       {cache}",
         f"tokenizer   {plan['tokenizer'] or 'none: prompts can only be token ids'}",
     ]
+
+
+class _QuantizeOptions(ModelArgument, JsonOption):
+    out: Path = argument("OUT")
+    bits: Literal["8", "4"] = option("Bits of a weight", "8")
+    group_size: int = option("Weights of a row that share a scale", 32)
+    data: Path | None = option("Text on which the loss of the weights is measured", metavar="FILE")
+    data_tokens: int = option("Tokens of it that are read", 8192)
+    overwrite: bool = option("Replace a checkpoint in the output folder")
+
+
+@command("quantize", _QuantizeOptions)
+def quantize_command(options: _QuantizeOptions) -> None:
+    """Store the matrices of attention and MLPs as int8 or int4, to save memory and to decode faster.
+
+    Each group of weights has a scale, with 4 bits also a minimum; activations are not rounded. Embeddings, the head,
+    norms, biases and experts stay as they are. Every command reads OUT; training and export read dequantized weights.
+
+    \b
+    kvad quantize runs/demo runs/demo-int8
+    kvad quantize ./SmolLM2-135M smollm-int4 --bits 4 --data book.txt
+    """
+    out, bits = options.out, int(options.bits)
+    check_output(out, None, options.overwrite)
+    if options.group_size < 1:
+        raise UsageError(f"--group-size: must be at least 1, got {options.group_size}")
+    if options.data_tokens < 2:
+        raise UsageError(f"--data-tokens: must be at least 2, got {options.data_tokens}")
+    opened = checkpoint.open_checkpoint(options.model)
+    check_output(out, opened.path, options.overwrite)
+    windows = None if options.data is None else _windows(opened, options.data, options.data_tokens)
+    with ProgressLine() as progress:
+        total, done = opened.weight_bytes(str(opened.stored_dtype).removeprefix("torch.")), 0
+
+        def update(name: str, num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            progress.update(name, done, total)
+
+        result = checkpoint.export.quantize_checkpoint(opened, out, bits, options.group_size, update)
+        record: dict[str, Any] = {"model": options.model, "out": out, "bits": bits, "group_size": options.group_size}
+        record |= result._asdict()
+        lines = [f"written: {out}, {format_bytes(result.bytes_after)} (before: {format_bytes(result.bytes_before)})"]
+        matrices = format_count(result.quantized, "matrix", "matrices")
+        lines.append(f"quantized: {matrices}; the largest error is {result.max_error:.2%} of the largest weight")
+        if result.left:
+            lines.append(
+                f"left: {', '.join(result.left[:3])}, whose width groups of {options.group_size} do not divide"
+            )
+        if windows is not None:
+            load, count = checkpoint.loader.load_weights, sum(len(window) - 1 for window in windows)
+            compared = evaluation.objectives.compare_weights(
+                load(opened),
+                load(checkpoint.open_checkpoint(out)),
+                windows,
+                lambda tokens: progress.update("measuring the loss", tokens, count),
+            )
+            before, after = math.exp(compared.loss_before), math.exp(compared.loss_after)
+            record |= {"perplexity_before": before, "perplexity_after": after}
+            record |= {"kl_divergence": compared.divergence, "tokens": compared.tokens}
+            lines.append(
+                f"perplexity: {after:.4f} (before: {before:.4f}), KL divergence {compared.divergence:.2e} nats, "
+                f"{format_count(compared.tokens, 'token')} of {options.data}"
+            )
+    next_command = model_capabilities(opened.config)[1][0]
+    print_result(options.as_json, record, [*lines, f"next:  {program_path()} {next_command} {out}"])
+
+
+def _windows(opened: checkpoint.CheckpointHandle, data: Path, num_tokens: int) -> list[Any]:
+    """Return the first tokens of a text in windows of the model's length; the loss is that of a decoder."""
+    if opened.config.kind != "decoder":
+        raise UsageError(f"--data: the loss is measured on decoders, and this is {with_article(opened.config.kind)}")
+    if opened.tokenizer is None:
+        raise UsageError("--data: the model has no tokenizer, so it cannot read a text")
+    try:
+        text = data.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--data {data}: {error}") from None
+    tokens = evaluation.objectives.text_windows(opened.tokenizer, [text], num_tokens)
+    first = next(tokens, None)
+    if first is None:
+        raise UsageError(f"--data {data}: has fewer than 2 tokens")
+    length = min(512, opened.config.max_seq_len)
+    return [first[low : low + length] for low in range(0, len(first) - 1, length)]
 
 
 class _MergeOptions(_SaveOptions):

@@ -306,9 +306,10 @@ def _page(summary: inspection.checkpoint.CheckpointSummary, tensors: bool) -> li
     if info is not None:
         specials = ", ".join(f"{name} = {number}" for name, number in info.specials.items()) or "no specials"
         tokenizer = f"{info.kind}, {format_count(info.vocab, 'token')}; {specials}"
+    dequantized = "" if summary.origin is None else "; dequantized when it is loaded"
     lines = [
         f"{summary.path}: {origin}{count}, {', '.join(dtypes)}, {format_bytes(size)}",
-        *([f"quantized: {summary.quantization}; dequantized when it is loaded"] if summary.quantization else []),
+        *([f"quantized: {summary.quantization}{dequantized}"] if summary.quantization else []),
         *(f"problem: {problem}" for problem in summary.problems),
         *([f"config.json: not used: {', '.join(summary.unused_keys)}"] if summary.unused_keys else []),
         "",
