@@ -451,7 +451,9 @@ def _pad(x: Tensor, size: int) -> Tensor:
 
 
 def _padded(numbers: int) -> int:
-    return -(-numbers // native.library.PANEL) * native.library.PANEL
+    """Return the stride of rows: rows that are a multiple of 2 KiB apart would share few sets of the L1 cache."""
+    panels = -(-numbers // native.library.PANEL)
+    return (panels + (panels % 32 == 0)) * native.library.PANEL
 
 
 def _even(numbers: int) -> int:

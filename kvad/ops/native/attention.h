@@ -1,6 +1,6 @@
 // Rotation, cache writes, and attention over the slots of block tables.
 #pragma once
-#include "store.h"
+#include "chunk.h"
 
 namespace {
 
@@ -55,220 +55,203 @@ template <class W> void rotate(const Run& run, const Op& op) {
   }
 }
 
-// One chunk of a kv head, arranged like weights: keys [dim / STEP, PANEL, STEP] for every PANEL slots, values
-// [CHUNK / STEP, PANEL, STEP] for every PANEL dims.
-template <class W> struct Chunk {
-  typedef typename W::T T;
-  T *keys, *values, *decoded_keys, *decoded_values;
-  float* position;  // of each slot, -1: empty; exact below 2^24
-  int count;        // slots that some query may see, rounded up to PANEL
-};
-
-#ifdef __AVX512F__
-inline void transpose(__m512i (&r)[16]) {  // 16 rows of 16 words
-  __m512i t[16];
-  for (int i = 0; i < 8; i++) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; i++) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; i++) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-  }
-}
-#endif
-
-// Write 16 vectors of words of 4 bytes as columns of out [words, PANEL].
-inline void transpose_words(const int32_t* const* rows, int words, int32_t* out) {
-  int word = 0;
-#ifdef __AVX512F__
-  for (; word + 16 <= words; word += 16) {
-    __m512i r[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i] + word);
-    transpose(r);
-    for (int i = 0; i < 16; i++) _mm512_storeu_si512(out + (word + i) * PANEL, r[i]);
-  }
-#endif
-  for (; word < words; word++)
-    for (int i = 0; i < 16; i++) out[word * PANEL + i] = rows[i][word];
-}
-
-// Write the values of a step of slots as lines of every panel, PANEL dims each.
-inline void interleave(const bf16* const* rows, int dim, bf16* out, int64_t panel) {  // a0 b0 a1 b1 ...
-  for (int i = 0; i < dim; i += PANEL, out += panel) {
-#ifdef __AVX512BW__
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    __m512i x = _mm512_loadu_si512(rows[0] + i), y = _mm512_loadu_si512(rows[1] + i);
-    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(x, low, y));
-    _mm512_storeu_si512(out + PANEL, _mm512_permutex2var_epi16(x, high, y));
-#else
-    for (int j = 0; j < PANEL; j++) out[2 * j] = rows[0][i + j], out[2 * j + 1] = rows[1][i + j];
-#endif
-  }
-}
-inline void interleave(const float* const* rows, int dim, float* out, int64_t panel) {
-  for (int i = 0; i < dim; i += PANEL, out += panel) std::memcpy(out, rows[0] + i, PANEL * 4);
-}
-
-inline bool visible(const Group& group, float query, float key) {  // AttentionPattern.visible
-  if (key < 0) return false;
-  if (!group.causal) return true;
-  const float ahead = query - key;
-  if (ahead < 0 || (group.layer_window && ahead >= group.layer_window)) return false;
-  if (!group.window || key < group.num_sinks) return true;
-  if (group.window_step == 1) return ahead < group.window;
-  const int64_t first = query < group.window ? 0 : int64_t(query) - group.window + 1;
-  return key >= round_up(first, group.window_step);
-}
-
-template <class T> const T* direct(const Store& store, int dim) {  // vectors that need not be decoded or padded
-  const bool same = store.format == (sizeof(T) == 2 ? STORE_BFLOAT : STORE_FLOAT);
-  return same && dim % PANEL == 0 ? static_cast<const T*>(store.data) : nullptr;
-}
-
-// Read the positions of a chunk's slots. Returns false if no query of [low, high] sees one of them.
-template <class W>
-bool open_chunk(const Group& group, const int64_t* table, int64_t first, int count, float low, float high,
-                Chunk<W>& chunk) {
-  int last = -1;
-  for (int i = 0; i < count; i++) {
-    const int64_t slot = first + i;
-    const float p = float(group.positions[table[slot / group.block_size] * group.block_size + slot % group.block_size]);
-    chunk.position[i] = p;
-    const bool in_reach = !group.causal || p <= high;
-    const bool recent = !group.causal || !group.window || p < group.num_sinks || low - p < group.window;
-    if (p >= 0 && in_reach && recent) last = i;
-  }
-  chunk.count = int(round_up(last + 1, PANEL));
-  for (int i = count; i < chunk.count; i++) chunk.position[i] = -1;
-  return last >= 0;
-}
-
-template <class W>
-void read_chunk(const Op& op, const Group& group, const int64_t* table, int64_t first, int count, int64_t kv,
-                Chunk<W>& chunk) {
-  typedef typename W::T T;
-  static const T zeros[MAX_HEAD_DIM] = {};
-  const int dim = int(round_up(op.head_dim, 2)), value_dim = int(round_up(op.value_dim, PANEL));
-  const T *keys = direct<T>(*op.keys, op.head_dim), *values = direct<T>(*op.values, op.value_dim);
-  const T *k[CHUNK], *v[CHUNK];
-  for (int i = 0; i < chunk.count; i++) {
-    k[i] = v[i] = zeros;
-    if (i >= count || chunk.position[i] < 0) continue;  // what an empty slot holds may not be finite
-    const int64_t slot = first + i, offset = slot % group.block_size;
-    const int64_t at = (kv * op.keys->blocks + table[slot / group.block_size]) * group.block_size + offset;
-    if (keys) k[i] = keys + at * dim;
-    else read_vector(*op.keys, at, op.head_dim, dim, chunk.decoded_keys + i * dim), k[i] = chunk.decoded_keys + i * dim;
-    if (values) v[i] = values + at * value_dim;
-    else {
-      T* decoded = chunk.decoded_values + i * value_dim;
-      read_vector(*op.values, at, op.value_dim, value_dim, decoded), v[i] = decoded;
-    }
-  }
-  const int words = dim / W::STEP;
-  for (int tile = 0; tile < chunk.count; tile += LANES) {
-    int32_t* out = reinterpret_cast<int32_t*>(chunk.keys) + int64_t(tile / PANEL) * words * PANEL + tile % PANEL;
-    transpose_words(reinterpret_cast<const int32_t* const*>(k + tile), words, out);
-  }
-  for (int i = 0; i < chunk.count; i += W::STEP)
-    interleave(v + i, value_dim, chunk.values + i * PANEL, int64_t(CHUNK) * PANEL);
-}
-
 struct Part { float top, total; };  // of one query over some slots: largest logit, sum of e^(logit - top)
 
-// Logits [m, CHUNK] of m queries at ``query`` positions; -inf if invisible.
+// Logits of a query and LANES slots from their products; -inf if invisible.
+inline F finish_logits(const Op& op, const Group& group, F product, const float* position, float query, int head) {
+  F x = product * op.scale, p = load(position), ahead = query - p;
+  if (op.softcap > 0) x = op.softcap * tangent(x / op.softcap);
+  if (op.slopes) x -= op.slopes[head] * larger(ahead, -ahead);
+  if (op.position_bias)
+    for (int j = 0; j < LANES; j++) {
+      const int distance = ahead[j] < 0 ? 0 : ahead[j] >= op.bias_size ? op.bias_size - 1 : int(ahead[j]);
+      x[j] += op.position_bias[head * op.bias_size + distance];
+    }
+  I seen = p >= 0.0f;
+  if (group.window && group.window_step != 1) {
+    for (int j = 0; j < LANES; j++) seen[j] = visible(group, query, p[j]) ? -1 : 0;
+  } else if (group.causal) {
+    seen &= ahead >= 0.0f;
+    if (group.window) seen &= (ahead < float(group.window)) | (p < float(group.num_sinks));
+    if (group.layer_window) seen &= ahead < float(group.layer_window);
+  }
+  return seen ? x : all(-INFINITY);
+}
+
+struct Queries {  // some queries of one kv head, their positions and heads
+  const void* vectors;  // [m, even head_dim]
+  const float* position;
+  const int* head;
+};
+
+// Logits [m, CHUNK] of an arranged chunk.
 template <class W>
-void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int m, const typename W::T* q,
-                  const float* query, const int* heads, float* logits) {
+void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int count, int m, const Queries& q,
+                  float* logits) {
   const int dim = int(round_up(op.head_dim, 2));
-  const bool simple = (!group.window || group.window_step == 1);
   F acc[ROWS][2];
-  for (int tile = 0; tile < chunk.count; tile += PANEL) {
-    multiply<W>(m, chunk.keys + tile * dim, q, dim, dim, acc);
+  for (int tile = 0; tile < count; tile += PANEL) {
+    multiply<W>(m, chunk.keys + tile * dim, static_cast<const typename W::T*>(q.vectors), dim, dim, acc);
     for (int i = 0; i < m; i++)
-      for (int half = 0; half < 2; half++) {
-        const int at = tile + half * LANES;
-        F x = acc[i][half] * op.scale, p = load(chunk.position + at), ahead = query[i] - p;
-        if (op.softcap > 0) x = op.softcap * tangent(x / op.softcap);
-        if (op.slopes) x -= op.slopes[heads[i]] * larger(ahead, -ahead);
-        if (op.position_bias)
-          for (int j = 0; j < LANES; j++) {
-            const int distance = ahead[j] < 0 ? 0 : ahead[j] >= op.bias_size ? op.bias_size - 1 : int(ahead[j]);
-            x[j] += op.position_bias[heads[i] * op.bias_size + distance];
-          }
-        I seen = p >= 0.0f;
-        if (!simple) {
-          for (int j = 0; j < LANES; j++) seen[j] = visible(group, query[i], p[j]) ? -1 : 0;
-        } else if (group.causal) {
-          seen &= ahead >= 0.0f;
-          if (group.window) seen &= (ahead < float(group.window)) | (p < float(group.num_sinks));
-          if (group.layer_window) seen &= ahead < float(group.layer_window);
-        }
-        store(logits + i * CHUNK + at, seen ? x : all(-INFINITY));
-      }
+      for (int at = tile; at < tile + PANEL; at += LANES)
+        store(logits + i * CHUNK + at,
+              finish_logits(op, group, acc[i][at > tile], chunk.position + at, q.position[i], q.head[i]));
   }
 }
 
 // Sum the values of visible slots only, because 0 x NaN is NaN.
 template <class W>
-void sum_visible(const Chunk<W>& chunk, const float* logits, const typename W::T* weights, int value_dim, float* out) {
+void sum_visible(const Chunk<W>& chunk, int count, const float* logits, const typename W::T* weights, int value_dim,
+                 float* out) {
   for (int d = 0; d < value_dim; d++) {
-    const typename W::T* panel = chunk.values + int64_t(d / PANEL) * CHUNK * PANEL;
     float total = 0;
-    for (int s = 0; s < chunk.count; s++)
-      if (logits[s] != -INFINITY) {
-        const int64_t at = s / W::STEP * (PANEL * W::STEP) + d % PANEL * W::STEP + s % W::STEP;
-        total += widen(weights[s]) * widen(panel[at]);
-      }
+    for (int s = 0; s < count; s++)
+      if (logits[s] != -INFINITY) total += widen(weights[s]) * widen(chunk.value[s][d]);
     out[d] = total;
   }
 }
 
-// Attend m queries to one chunk: out [m, padded value_dim], not divided by the total.
+// Weights e^(logit - top) of one query, and their sum.
+template <class T> Part soften(const float* logits, int count, T* weights) {
+  F top = all(-INFINITY), total = F{};
+  for (int s = 0; s < count; s += LANES) {
+    F x = load(logits + s);
+    top = x > top ? x : (x == x ? top : x);  // NaN stays
+  }
+  const float best = highest(top);
+  const F base = all(best == -INFINITY ? 0.0f : best);
+  for (int s = 0; s < count; s += LANES) {
+    F p = exponential(load(logits + s) - base);
+    total += p;
+    store(weights + s, p);
+  }
+  return {best, sum(total)};
+}
+
+// Mend sums of values [m, value_dim] that are not finite.
 template <class W>
-void attend_chunk(const Op& op, const Chunk<W>& chunk, int m, const float* logits, typename W::T* weights, Part* parts,
-                  float* out) {
+void check_sums(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits,
+                const typename W::T* weights, float* out) {
   const int value_dim = int(round_up(op.value_dim, PANEL));
   for (int i = 0; i < m; i++) {
-    F top = all(-INFINITY), total = F{};
-    for (int s = 0; s < chunk.count; s += LANES) {
-      F x = load(logits + i * CHUNK + s);
-      top = x > top ? x : (x == x ? top : x);  // NaN stays
-    }
-    const float best = highest(top);
-    const F base = all(best == -INFINITY ? 0.0f : best);
-    for (int s = 0; s < chunk.count; s += LANES) {
-      F p = exponential(load(logits + i * CHUNK + s) - base);
-      total += p;
-      store(weights + i * CHUNK + s, p);
-    }
-    parts[i] = {best, sum(total)};
+    F suspect = F{};
+    for (int d = 0; d < value_dim; d += LANES) suspect += load(out + i * value_dim + d) * 0.0f;
+    if (!(sum(suspect) == 0))
+      sum_visible<W>(chunk, count, logits + i * CHUNK, weights + i * CHUNK, value_dim, out + i * value_dim);
   }
-  F acc[ROWS][2], suspect[ROWS] = {};
-  for (int d = 0; d < value_dim; d += PANEL) {
-    multiply<W>(m, chunk.values + int64_t(d) * CHUNK, weights, CHUNK, chunk.count, acc);
-    for (int i = 0; i < m; i++) {
-      store(out + i * value_dim + d, acc[i][0]), store(out + i * value_dim + d + LANES, acc[i][1]);
-      suspect[i] += (acc[i][0] + acc[i][1]) * 0.0f;
-    }
-  }
-  for (int i = 0; i < m; i++)
-    if (!(sum(suspect[i]) == 0)) sum_visible<W>(chunk, logits + i * CHUNK, weights + i * CHUNK, value_dim, out + i * value_dim);
 }
+
+// Attend m queries to an arranged chunk: out [m, padded value_dim], not divided by the total.
+template <class W>
+void attend_chunk(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits, typename W::T* weights,
+                  Part* parts, float* out) {
+  const int value_dim = int(round_up(op.value_dim, PANEL));
+  for (int i = 0; i < m; i++) parts[i] = soften(logits + i * CHUNK, count, weights + i * CHUNK);
+  F acc[ROWS][2];
+  for (int d = 0; d < value_dim; d += PANEL) {
+    multiply<W>(m, chunk.values + int64_t(d) * CHUNK, weights, CHUNK, count, acc);
+    for (int i = 0; i < m; i++)
+      store(out + i * value_dim + d, acc[i][0]), store(out + i * value_dim + d + LANES, acc[i][1]);
+  }
+  check_sums(op, chunk, count, m, logits, weights, out);
+}
+
+#ifdef __AVX512F__
+// Few queries read keys and values from the cache's blocks, with the sums of an arranged chunk.
+template <class W, int M> struct FewQueries {
+  typedef typename W::T T;
+  typedef const T* Row;
+  static constexpr bool IS_HALF = sizeof(T) == 2;
+
+  // Tiles of LANES slots whose products are computed together: enough of them to hide the latency of a sum.
+  static constexpr int TILES = M == 1 ? 8 : M == 2 ? 4 : M <= 5 ? 2 : 1;
+  static constexpr int64_t LINE = TILES * LANES;
+
+  static void logits(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, const Queries& queries, float* out) {
+    const int dim = int(round_up(op.head_dim, 2)), words = dim / W::STEP;
+    const T* q = static_cast<const T*>(queries.vectors);
+    const int64_t heads = kv * op.values->blocks * group.block_size, bytes = slot_bytes(*op.values, op.value_dim);
+    int32_t* arranged = reinterpret_cast<int32_t*>(chunk.keys);  // [words, LINE]
+    for (int first = 0; first < chunk.count; first += LINE) {
+      const int tiles = chunk.count - first < LINE ? (chunk.count - first) / LANES : TILES;
+      for (int tile = 0; tile < tiles; tile++) arrange_tile(op, group, kv, chunk, first + tile * LANES, arranged + tile * LANES);
+      V acc[TILES][M] = {};
+      for (int word = 0; word < words; word++) {
+        for (int64_t i = first + word * LINE / words; i < first + (word + 1) * LINE / words && i < chunk.count; i++)
+          prefetch_vector(*op.values, heads + chunk.slot[i], bytes);
+#pragma GCC unroll 8
+        for (int tile = 0; tile < TILES; tile++)
+#pragma GCC unroll 12
+          for (int i = 0; i < M; i++)
+            acc[tile][i] = W::dot(acc[tile][i], load_step(arranged + word * LINE + tile * LANES), q + i * dim + word * W::STEP);
+      }
+      for (int tile = 0; tile < tiles; tile++)
+        for (int i = 0; i < M; i++) {
+          const int at = first + tile * LANES;
+          store(out + i * CHUNK + at, finish_logits(op, group, (F)acc[tile][i], chunk.position + at,
+                                                    queries.position[i], queries.head[i]));
+        }
+    }
+  }
+
+  static void arrange_tile(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, int tile, int32_t* out) {
+    Row rows[LANES];
+    read_keys(op, group, kv, tile, chunk, rows);
+    read_values(op, group, kv, tile, chunk);
+    transpose_words<LINE>(reinterpret_cast<const int32_t* const*>(rows), int(round_up(op.head_dim, 2)) / W::STEP, out);
+  }
+
+  // Two lines of LANES dims each, of a step of slots.
+  static void load_values(const Row* rows, int d, VI (&lines)[2]) {
+    if constexpr (IS_HALF) interleave_halves(_mm512_loadu_si512(rows[0] + d), _mm512_loadu_si512(rows[1] + d), lines);
+    else lines[0] = load_step(rows[0] + d), lines[1] = load_step(rows[0] + d + LANES);
+  }
+
+  template <int PANELS>
+  static void add_values(const Op& op, const Group& group, const Chunk<W>& chunk, int d, const T* weights, float* out,
+                         int value_dim) {
+    const int64_t bytes = slot_bytes(*op.keys, op.head_dim), left = chunk.next_slots - chunk.next_first;
+    const int next = d ? 0 : int(left < CHUNK ? left : CHUNK);
+    V acc[PANELS][M][2] = {};
+    for (int s = 0; s < chunk.count; s += W::STEP) {
+      for (int i = s; i < s + W::STEP && i < next; i++) {
+        const uint32_t slot = uint32_t(chunk.next_first + i);
+        prefetch_vector(*op.keys, slot_index(group, *op.keys, chunk.next_kv, chunk.next_table, slot), bytes);
+      }
+#pragma GCC unroll 2
+      for (int panel = 0; panel < PANELS; panel++) {
+        VI lines[2];
+        load_values(chunk.value + s, d + panel * PANEL, lines);
+#pragma GCC unroll 12
+        for (int i = 0; i < M; i++)
+          for (int half = 0; half < 2; half++)
+            acc[panel][i][half] = W::dot(acc[panel][i][half], lines[half], weights + i * CHUNK + s);
+      }
+    }
+    for (int panel = 0; panel < PANELS; panel++)
+      for (int i = 0; i < M; i++)
+        for (int half = 0; half < 2; half++)
+          store(out + i * value_dim + d + panel * PANEL + half * LANES, (F)acc[panel][i][half]);
+  }
+
+  static void values(const Op& op, const Group& group, const Chunk<W>& chunk, const T* weights, float* out) {
+    const int value_dim = int(round_up(op.value_dim, PANEL));
+    int d = 0;
+    if constexpr (M <= 6)
+      for (; d + 2 * PANEL <= value_dim; d += 2 * PANEL) add_values<2>(op, group, chunk, d, weights, out, value_dim);
+    for (; d < value_dim; d += PANEL) add_values<1>(op, group, chunk, d, weights, out, value_dim);
+  }
+};
+
+template <class W, int M>
+void attend_few(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, const Queries& queries, float* logits,
+                typename W::T* weights, Part* parts, float* out) {
+  FewQueries<W, M>::logits(op, group, kv, chunk, queries, logits);
+  for (int i = 0; i < M; i++) parts[i] = soften(logits + i * CHUNK, chunk.count, weights + i * CHUNK);
+  FewQueries<W, M>::values(op, group, chunk, weights, out);
+  check_sums(op, chunk, chunk.count, M, logits, weights, out);
+}
+#endif
 
 // Merge a later part into ``to``. A part without visible slots changes nothing.
 inline void merge(Part& to, float* out, const Part& part, const float* from, int dim) {
@@ -375,17 +358,49 @@ template <class W> class Attention {
   bool open(const SubBatch& batch, int64_t seq, int64_t kv, int64_t chunk, int n) {
     float low = query[0], high = query[0];
     for (int i = 1; i < n; i++) low = query[i] < low ? query[i] : low, high = query[i] > high ? query[i] : high;
-    const int64_t first = chunk * CHUNK, *table = batch.table + seq * batch.width;
-    const int count = int(batch.slots - first < CHUNK ? batch.slots - first : CHUNK);
-    if (!open_chunk<W>(group, table, first, count, low, high, memory.chunk)) return false;
-    read_chunk<W>(op, group, table, first, count, kv, memory.chunk);
+    memory.chunk.table = batch.table + seq * batch.width;
+    memory.chunk.first = chunk * CHUNK, memory.chunk.slots = batch.slots;
+    if (!open_chunk<W>(group, low, high, memory.chunk)) return false;
+    if (!reads_blocks(n)) arrange_chunk<W>(op, group, kv, memory.chunk);
     return true;
   }
 
-  void attend_rows(int from, int m, Part* parts) {
-    const T* q = memory.queries + from * round_up(op.head_dim, 2);
-    chunk_logits<W>(op, group, memory.chunk, m, q, query + from, heads + from, memory.logits);
-    attend_chunk<W>(op, memory.chunk, m, memory.logits, memory.weights, parts, memory.out);
+  // Name the chunk that is read after the open one.
+  void announce(const SubBatch& batch, int64_t seq, int64_t kv, int64_t chunk) {
+    memory.chunk.next_table = batch.table + seq * batch.width, memory.chunk.next_kv = kv;
+    memory.chunk.next_first = chunk * CHUNK, memory.chunk.next_slots = batch.slots;
+  }
+
+  // True if ``queries`` queries of a unit read the cache's blocks; more of them read an arranged copy.
+  static bool reads_blocks(int64_t queries) {
+#ifdef __AVX512F__
+    return queries <= ROWS;
+#else
+    return false;
+#endif
+  }
+
+  // Attend m queries, of n in the unit, to the open chunk.
+  void attend_rows(int64_t kv, int from, int m, int n, Part* parts) {
+    const Queries rows = {memory.queries + from * round_up(op.head_dim, 2), query + from, heads + from};
+    if (reads_blocks(n)) return attend_few_rows(kv, m, rows, parts);
+    float high = rows.position[0];
+    for (int i = 1; i < m; i++) high = rows.position[i] > high ? rows.position[i] : high;
+    int count = memory.chunk.count;  // no query sees a slot behind it
+    while (group.causal && count > PANEL && memory.chunk.lowest[count / PANEL - 1] > high) count -= PANEL;
+    chunk_logits<W>(op, group, memory.chunk, count, m, rows, memory.logits);
+    attend_chunk<W>(op, memory.chunk, count, m, memory.logits, memory.weights, parts, memory.out);
+  }
+
+  void attend_few_rows(int64_t kv, int m, const Queries& rows, Part* parts) {
+#ifdef __AVX512F__
+    switch (m) {
+#define CASE(n) \
+  case n: return attend_few<W, n>(op, group, kv, memory.chunk, rows, memory.logits, memory.weights, parts, memory.out);
+      CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+    }
+#endif
   }
 
   T* output(int64_t t, int head) const { return run.buffer<T>(op.out) + t * op.out_stride + head * op.value_dim; }
@@ -393,7 +408,9 @@ template <class W> class Attention {
   void attend_by_block(const SubBatch& batch, const Layout& layout, int64_t first_token) {
     const int64_t units = batch.num_seqs * op.kv_heads * layout.blocks, dim = layout.value_dim;
     Part parts[ROWS], totals[BLOCK_QUERIES];
-    for (int64_t unit; (unit = run.team.ticket.fetch_add(1, std::memory_order_relaxed)) < units;) {
+    int64_t next = run.team.take();
+    for (int64_t unit; (unit = next) < units;) {
+      next = run.team.take();
       const int64_t seq = unit / (op.kv_heads * layout.blocks), kv = unit / layout.blocks % op.kv_heads;
       const int64_t low = (layout.blocks - 1 - unit % layout.blocks) * BLOCK_QUERIES;  // the longest first
       const int n = int(layout.queries - low < BLOCK_QUERIES ? layout.queries - low : BLOCK_QUERIES);
@@ -401,10 +418,13 @@ template <class W> class Attention {
       for (int i = 0; i < n; i++) totals[i] = {-INFINITY, 0};
       std::memset(memory.totals, 0, n * dim * 4);
       for (int64_t chunk = 0; chunk < layout.chunks; chunk++) {
+        if (chunk + 1 < layout.chunks) announce(batch, seq, kv, chunk + 1);
+        else if (next < units) announce(batch, next / (op.kv_heads * layout.blocks), next / layout.blocks % op.kv_heads, 0);
+        else memory.chunk.next_first = memory.chunk.next_slots = 0;
         if (!open(batch, seq, kv, chunk, n)) continue;
         for (int from = 0; from < n; from += ROWS) {
           const int m = n - from < ROWS ? n - from : ROWS;
-          attend_rows(from, m, parts);
+          attend_rows(kv, from, m, n, parts);
           for (int i = 0; i < m; i++)
             merge(totals[from + i], memory.totals + (from + i) * dim, parts[i], memory.out + i * dim, int(dim));
         }
@@ -419,12 +439,14 @@ template <class W> class Attention {
     float* records = reinterpret_cast<float*>(run.shared);
     const int n = int(layout.queries);
     Part parts[ROWS];
-    for (int64_t unit; (unit = run.team.ticket.fetch_add(1, std::memory_order_relaxed)) < units;) {
+    for (int64_t unit = run.low(units); unit < run.high(units); unit++) {  // in sequence, because it reads ahead
       const int64_t seq = unit / (op.kv_heads * layout.chunks), kv = unit / layout.chunks % op.kv_heads;
       const int64_t chunk = unit % layout.chunks;
       take_queries(layout, first_token + seq * batch.num_new, kv, 0, n);
+      const int64_t next = unit + 1 < run.high(units) ? unit + 1 : unit;
+      announce(batch, next / (op.kv_heads * layout.chunks), next / layout.chunks % op.kv_heads, next % layout.chunks);
       const bool seen = open(batch, seq, kv, chunk, n);
-      if (seen) attend_rows(0, n, parts);
+      if (seen) attend_rows(kv, 0, n, n, parts);
       for (int i = 0; i < n; i++) {
         const int64_t row = (token[i] - first_token) * op.heads + heads[i];
         float* to = records + (row * layout.chunks + chunk) * record;

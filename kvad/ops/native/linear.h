@@ -41,11 +41,19 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
   const T* x = run.buffer<T>(op.in) + op.in_offset;
   const T* w = static_cast<const T*>(op.weight);
   const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL;
+  const int64_t passes = (rows + ROWS - 1) / ROWS, steps = op.k / W::STEP;  // of 64 * PANEL / LANES bytes
   F acc[ROWS][2];
   for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
     for (int64_t row = 0; row < rows; row += ROWS) {
       const int m = rows - row < ROWS ? int(rows - row) : ROWS;
-      multiply<W>(m, w + panel * size, x + row * op.in_stride, op.in_stride, op.k, acc);
+      Ahead ahead;
+      ahead.panel = rows > 1 && passes == 1;
+      // The passes after the first one would not use the memory.
+      if (passes > 1 && panel + 1 < run.high(panels)) {
+        ahead.every = passes / 2 < steps ? passes / 2 : steps;
+        ahead.at = reinterpret_cast<const char*>(w + (panel + 1) * size) + row / ROWS * (steps / ahead.every) * 64;
+      }
+      multiply<W>(m, w + panel * size, x + row * op.in_stride, op.in_stride, op.k, acc, ahead);
       finish<W>(run, op, panel, row, m, acc);
     }
 }
@@ -60,19 +68,30 @@ template <class T> void norm_row(const Op& op, const float* x, const float* weig
   }
   if (op.mode != NORM_NONE) {
     F squares = F{};
-    for (int i = 0; i < width; i += LANES) {
+    int i = 0;
+    for (; i + LANES <= width; i += LANES) {
+      F d = load(x + i) - mean;
+      squares += d * d;
+    }
+    if (i < width) {
       F d = load_first(x + i, width - i) - mean;
       for (int j = width - i; j < LANES; j++) d[j] = 0;
       squares += d * d;
     }
     factor = all(op.scale / std::sqrt(sum(squares) / width + op.eps));
   }
-  for (int i = 0; i < width; i += LANES) {
-    F y = (load_first(x + i, width - i) - mean) * factor;
-    if (weight) y *= load_first(weight + i, width - i);
-    if (bias) y += load_first(bias + i, width - i);
-    store_first(out + i, y, width - i);
+  int i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    F y = (load(x + i) - mean) * factor;
+    if (weight) y *= load(weight + i);
+    if (bias) y += load(bias + i);
+    store(out + i, y);
   }
+  if (i == width) return;
+  F y = (load_first(x + i, width - i) - mean) * factor;
+  if (weight) y *= load_first(weight + i, width - i);
+  if (bias) y += load_first(bias + i, width - i);
+  store_first(out + i, y, width - i);
 }
 
 template <class T> void norm(const Run& run, const Op& op, int64_t rows) {

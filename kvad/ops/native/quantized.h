@@ -16,7 +16,7 @@ struct BFloatPair {
                            0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
     both = (VI)_mm512_permutexvar_epi16((__m512i)nibbles, (__m512i)numbers);
   }
-  V dot(V acc, const bf16* x) const { return BFloat::dot(acc, reinterpret_cast<const bf16*>(&both), x); }
+  V dot(V acc, const bf16* x) const { return BFloat::dot(acc, both, x); }
 };
 #endif
 struct FloatPair {

@@ -119,21 +119,32 @@ inline float highest(F x) {
   return top;
 }
 
-// e^x: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cephes, expf); 0 below -87, at most e^88. NaN stays NaN.
-inline F exponential(F x) {
+// e^x: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cephes, expf). NaN stays NaN.
+inline F exponential(F x) {  // 0 below -87, at most e^88
+#ifdef __AVX512F__
+  x = (F)_mm512_min_ps((__m512)all(88.0f), (__m512)x);  // the second one, if it is NaN
+  const __m512 n = _mm512_roundscale_ps((__m512)(x * 1.44269504f), 0);
+  F r = x - (F)n * 0.693359375f + (F)n * 2.12194440e-4f;
+#else
   F bounded = smaller(larger(x, all(-87.0f)), all(88.0f));
   F n = bounded * 1.44269504f + 12582912.0f;
   I shift = as_ints(n) << 23;
   n -= 12582912.0f;
   F r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
+#endif
   F p = all(1.9875691500e-4f) * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
+#ifdef __AVX512F__
+  const F result = (F)_mm512_scalef_ps((__m512)p, n);
+  return (F)_mm512_mask_mov_ps((__m512)result, _mm512_cmp_ps_mask((__m512)x, (__m512)all(-87.0f), _CMP_LT_OQ), (__m512)F{});
+#else
   F result = as_floats(as_ints(p) + shift);
   return x > -87.0f ? result : (x == x ? F{} : x);
+#endif
 }
 inline F sigmoid(F x) { return 1.0f / (1.0f + exponential(-x)); }
 inline F tangent(F x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
@@ -164,13 +175,13 @@ inline F activate(int kind, F x) {
 struct BFloat {
   typedef bf16 T;
   static constexpr int STEP = 2;
-  static V dot(V acc, const T* w, const T* x) {
+  static V dot(V acc, VI w, const T* x) {
+#ifdef __AVX512BF16__
     uint32_t pair;
     std::memcpy(&pair, x, 4);
-#ifdef __AVX512BF16__
-    return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(w), (__m512bh)_mm512_set1_epi32(int(pair)));
+    return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(pair)));
 #else
-    const VI both = *reinterpret_cast<const VI*>(w), first = both << 16, second = both & int32_t(0xffff0000);
+    const VI first = w << 16, second = w & int32_t(0xffff0000);
     acc += (V)first * widen(x[0]);
     return acc + (V)second * widen(x[1]);
 #endif
@@ -179,29 +190,47 @@ struct BFloat {
 struct Float {
   typedef float T;
   static constexpr int STEP = 1;
-  static V dot(V acc, const T* w, const T* x) { return acc + *reinterpret_cast<const V*>(w) * *x; }
+  static V dot(V acc, VI w, const T* x) { return acc + (V)w * *x; }
+};
+inline VI load_step(const void* w) { return *static_cast<const VI*>(w); }
+
+// What is loaded ahead during a product: a line of ``at`` after every ``every`` steps, or the panel itself. Processors
+// load ahead within a page of memory only.
+struct Ahead {
+  const char* at = nullptr;
+  int64_t every = INT64_MAX;
+  bool panel = false;
+  static constexpr int BYTES = 6144;
 };
 
 // Multiply M rows x [M, stride] by a panel [k / STEP, PANEL, STEP]: every number is summed over k in order.
 template <class W, int M>
-inline void multiply_rows(const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k, F (&acc)[ROWS][2]) {
+inline void multiply_rows(const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k, F (&acc)[ROWS][2],
+                          Ahead ahead) {
   V a[M][PARTS];
   for (int m = 0; m < M; m++)
     for (int part = 0; part < PARTS; part++) a[m][part] = V{};
-  for (int64_t i = 0; i < k; i += W::STEP, w += PANEL * W::STEP)
+  for (int64_t i = 0, steps = k / W::STEP; steps > 0; steps -= ahead.every, ahead.at += 64) {
+    if (ahead.at) __builtin_prefetch(ahead.at, 0, 2);
+    for (int64_t end = i + (steps < ahead.every ? steps : ahead.every) * W::STEP; i < end; i += W::STEP, w += PANEL * W::STEP) {
+      if (ahead.panel)
+        for (int line = 0; line < PANEL * 4; line += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(w) + Ahead::BYTES + line, 0, 2);
 #pragma GCC unroll 12
-    for (int m = 0; m < M; m++)
+      for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-      for (int part = 0; part < PARTS; part++)
-        a[m][part] = W::dot(a[m][part], w + part * WIDTH * W::STEP, x + m * stride + i);
+        for (int part = 0; part < PARTS; part++)
+          a[m][part] = W::dot(a[m][part], load_step(w + part * WIDTH * W::STEP), x + m * stride + i);
+    }
+  }
   for (int m = 0; m < M; m++)
     for (int part = 0; part < PARTS; part++) reinterpret_cast<V*>(acc[m])[part] = a[m][part];
 }
 template <class W>
 inline void multiply(int rows, const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k,
-                     F (&acc)[ROWS][2]) {
+                     F (&acc)[ROWS][2], Ahead ahead = {}) {
   switch (rows) {
-#define CASE(n) case n: return multiply_rows<W, n>(w, x, stride, k, acc);
+#define CASE(n) case n: return multiply_rows<W, n>(w, x, stride, k, acc, ahead);
     CASE(1) CASE(2) CASE(3)
 #if defined(__AVX512F__)
     CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)

@@ -75,6 +75,7 @@ struct Team {  // of OpenMP threads; a barrier that spins, then yields its core
   std::atomic<int> arrived{0}, round{0};
   std::atomic<int64_t> ticket{0};  // of work that is shared out in pieces; reset by the barrier
   int size = 1;
+  int64_t take() { return ticket.fetch_add(1, std::memory_order_relaxed); }
   void wait() {
     if (size == 1) return void(ticket.store(0, std::memory_order_relaxed));
     int now = round.load(std::memory_order_relaxed);
