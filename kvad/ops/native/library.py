@@ -261,7 +261,8 @@ def _pack(library: Library | None, like: Matrix, rows: Sequence[NDArray[np.uint6
         if library is not None:
             library.pack(rows[0], width, like.itemsize, packed)
         return packed
-    numbers = like.data.shape[1] + like.scale.shape[1] * like.scale.itemsize * (len(rows) - 1)  # bytes of a row
+    group_bytes = -(-like.group_size // 4) * 4 * like.bits // 8 + like.scale.itemsize * (len(rows) - 1)
+    numbers = like.scale.shape[1] * group_bytes  # bytes of a row
     packed = torch.empty(num_rows, numbers, dtype=torch.uint8, device=like.data.device)
     if library is not None:
         library.pack_quantized(rows, like, packed)

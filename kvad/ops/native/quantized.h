@@ -1,127 +1,249 @@
-// Products with int8 and int4 weights. Activations stay as they are: each group of inputs is summed, then scaled.
+// Products with int8 and int4 weights: each group of inputs is summed, then scaled.
+//
+// In bfloat16, a block of activations is converted to 16-bit integers with a scale, a block being a group or a part of
+// one: 2^-16 of its largest number is a smaller error than that of bfloat16 itself, except for numbers below 1/128 of it.
+// Sums of integers are exact. In float32, activations stay as they are.
 #pragma once
 #include "linear.h"
 #include "store.h"
 
 namespace {
 
-// Two inputs of WIDTH rows, as the product reads them, and their product with a token's numbers x[0] and x[1].
-#ifdef __AVX512BF16__
-typedef uint16_t Words __attribute__((vector_size(64), aligned(4), may_alias));
-struct BFloatPair {
-  VI both;  // the first input in the low half of a lane; integers up to 128 are exact
-  BFloatPair(V first, V second) : both(((VI)first >> 16 & 0xffff) | ((VI)second & int32_t(0xffff0000))) {}
-  BFloatPair(VI nibbles) {  // two per lane, in the low and in the high half
-    const Words numbers = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                           0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-    both = (VI)_mm512_permutexvar_epi16((__m512i)nibbles, (__m512i)numbers);
-  }
-  V dot(V acc, const bf16* x) const { return BFloat::dot(acc, both, x); }
-};
-#endif
-struct FloatPair {
-  V first, second;
-  FloatPair(V a, V b) : first(a), second(b) {}
-  FloatPair(VI nibbles) : first(to_floats(nibbles & 0xffff)), second(to_floats(nibbles >> 16)) {}
-  template <class T> V dot(V acc, const T* x) const {
-    acc += first * widen(x[0]);
-    return acc + second * widen(x[1]);
-  }
-};
-template <class W> struct PairOf { typedef FloatPair Type; };
-#ifdef __AVX512BF16__
-template <> struct PairOf<BFloat> { typedef BFloatPair Type; };
-#endif
+// A step of a panel has four inputs of each row: four int8, or two bytes with two int4 each.
+template <int BITS> constexpr int STEP_BYTES = PANEL * BITS / 2;
+constexpr int INPUTS = 4;
+constexpr int64_t BLOCK = 512;       // inputs whose products fit into 32 bits: 512 x 128 x 32,767
+constexpr int64_t BLOCK_ROWS = 240;  // tokens that are converted together
+constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;  // tokens that a panel is multiplied by at a time
 
-// A step of two inputs of a panel: 16 rows, then the other 16.
-struct Int8 {  // the first input of 16 rows, then the second
-  static constexpr int BYTES = 2 * PANEL;
-  template <class Pair> static Pair read(const uint8_t* step, int row) {
-    const uint8_t* p = step + row / LANES * LANES * 2 + row % LANES;
-    return Pair(to_floats(widen_signed(p)), to_floats(widen_signed(p + LANES)));
-  }
-};
-struct Int4 {  // both inputs in a byte, the first in the low bits
-  static constexpr int BYTES = PANEL;
-  template <class Pair> static Pair read(const uint8_t* step, int row) {
-    const VI both = widen_unsigned(step + row);
-    return Pair((both & 15) | (both >> 4) << 16);
-  }
-};
+// Inputs 0 and 2, and 1 and 3, of WIDTH rows as words of 16 bits.
+template <int BITS> void read_pairs(const uint8_t* p, VI (&pairs)[2]);
+template <> inline void read_pairs<8>(const uint8_t* p, VI (&pairs)[2]) {
+  const VI x = load_step(p);
+#if defined(__AVX512BW__)
+  pairs[0] = (VI)_mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8), pairs[1] = (VI)_mm512_srai_epi16((__m512i)x, 8);
+#elif defined(__AVX2__)
+  pairs[0] = (VI)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)x, 8), 8), pairs[1] = (VI)_mm256_srai_epi16((__m256i)x, 8);
+#else
+  pairs[0] = (x << 24 >> 24 & 0xffff) | (x << 8 >> 24) << 16, pairs[1] = (x << 16 >> 24 & 0xffff) | (x >> 24) << 16;
+#endif
+}
+template <> inline void read_pairs<4>(const uint8_t* p, VI (&pairs)[2]) {
+#if defined(__AVX512BW__)
+  const VI x = (VI)_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  const VI x = (VI)_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  VI x;
+  for (int i = 0; i < WIDTH; i++) x[i] = p[2 * i] | p[2 * i + 1] << 16;
+#endif
+  pairs[0] = x & 0xf000f, pairs[1] = (x >> 4) & 0xf000f;
+}
+
+inline VI dot_pairs(VI sum, VI pairs, const int16_t* x) {  // sum + pairs[0] x[0] + pairs[1] x[1]
+  int32_t both;
+  std::memcpy(&both, x, 4);
+#if defined(__AVX512VNNI__)
+  return (VI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(both));
+#elif defined(__AVX512BW__)
+  return sum + (VI)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(both));
+#elif defined(__AVX2__)
+  return sum + (VI)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(both));
+#else
+  return sum + (pairs << 16 >> 16) * x[0] + (pairs >> 16) * x[1];
+#endif
+}
 
 inline F load_scales(const uint8_t* p, int i, bool half) {
   return half ? load_halves(reinterpret_cast<const uint16_t*>(p) + i) : load(reinterpret_cast<const float*>(p) + i);
 }
 
 inline int64_t group_bytes(int64_t group_size, int64_t bits, int64_t scale_bytes) {
-  return PANEL * (scale_bytes * (bits == 4 ? 2 : 1) + group_size * bits / 8);
+  return PANEL * scale_bytes * (bits == 4 ? 2 : 1) + round_up(group_size, INPUTS) * PANEL * bits / 8;
 }
 
-// Multiply M rows x [M, stride] by a panel; sums [M, groups] of x are what minima are multiplied by.
-template <class W, class Q, int M>
-void multiply_groups(const Op& op, const uint8_t* w, const typename W::T* x, const float* sums, F (&acc)[ROWS][2]) {
-  typedef typename PairOf<W>::Type Pair;
-  const bool half = op.half_scales, has_minimum = Q::BYTES == Int4::BYTES;
-  const int groups = op.k / op.quantized_group, scale_bytes = PANEL * (half ? 2 : 4);
+// Activations of some rows as 16-bit integers, in the order of pairs: each group is filled up with zeros.
+struct IntegerRows {
+  int64_t group, padded, blocks, k;  // blocks of a group
+  int16_t* x;                        // [rows, k]
+  float *scales, *sums;              // [rows, blocks of all groups]: of a number; of the numbers
+  int64_t bytes;
+  IntegerRows(const Op& op, int64_t rows, char* at) : group(op.quantized_group) {
+    padded = round_up(group, INPUTS), blocks = (group + BLOCK - 1) / BLOCK, k = op.k / group * padded;
+    if (k % 512 == 0) k += PANEL;  // rows a multiple of 1 KiB apart would share few sets of the L1 cache
+    const int64_t numbers = round_up(rows * k * 2, 64), floats = round_up(rows * count(op) * 4, 64);
+    x = reinterpret_cast<int16_t*>(at);
+    scales = reinterpret_cast<float*>(at + numbers), sums = reinterpret_cast<float*>(at + numbers + floats);
+    bytes = numbers + 2 * floats;
+  }
+  int64_t count(const Op& op) const { return op.k / group * blocks; }
+
+  template <class T> void convert(const Op& op, int64_t row, const T* from) {
+    int16_t* to = x + row * k;
+    float *scale = scales + row * count(op), *total = sums + row * count(op);
+    for (int64_t g = 0; g < op.k / group; g++, from += group, to += padded) {
+      for (int64_t i = padded - INPUTS; i < padded; i++) to[i] = 0;
+      for (int64_t low = 0; low < group; low += BLOCK)
+        convert_block(from + low, int(group - low < BLOCK ? group - low : BLOCK), to + low, scale++, total++);
+    }
+  }
+
+ private:
+  template <class T> static void convert_block(const T* from, int n, int16_t* to, float* scale, float* total) {
+    F highest_of = F{};
+    for (int i = 0; i < n; i += LANES) {
+      const F x = load_wide(from + i, n - i), size = larger(x, -x);
+      highest_of = size > highest_of ? size : (size == size ? highest_of : size);  // NaN stays
+    }
+    float top = 0;
+    for (int i = 0; i < LANES; i++) top = highest_of[i] > top || highest_of[i] != highest_of[i] ? highest_of[i] : top;
+    const F inverse = all(top > 0 ? 32767.0f / top : 0.0f);
+    I sum = I{};
+    for (int i = 0; i < n; i += LANES) {
+      const F x = load_wide(from + i, n - i) * inverse;
+      const F rounded = x + 12582912.0f;  // the integer is in the low bits
+      const I numbers = ((x > -32767.5f) & (x < 32767.5f)) & (as_ints(rounded) - as_ints(all(12582912.0f)));
+      sum += numbers;
+      store_pairs(numbers, n - i, to + i);
+    }
+    int32_t whole = 0;
+    for (int i = 0; i < LANES; i++) whole += sum[i];
+    *scale = top / 32767.0f, *total = float(whole) * *scale;  // NaN or infinity makes all products NaN
+  }
+
+  static void store_pairs(I numbers, int n, int16_t* to) {
+#if defined(__AVX512F__)
+    const __m512i order = _mm512_set_epi32(15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
+    const __m256i words = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, (__m512i)numbers));
+    if (n >= LANES) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
+#endif
+    for (int i = 0; i < LANES && i < n; i++) to[i / INPUTS * INPUTS + i % 2 * 2 + i % INPUTS / 2] = int16_t(numbers[i]);
+  }
+};
+
+// Multiply M rows, from ``row``, by a panel.
+template <int BITS, int M>
+void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows& rows, int64_t row, F (&acc)[ROWS][2]) {
+  const int64_t count = rows.count(op), stride = rows.k, scale_bytes = PANEL * (op.half_scales ? 2 : 4);
+  const int16_t* x = rows.x + row * stride;
+  const float *scales = rows.scales + row * count, *sums = rows.sums + row * count;
+  V total[M][PARTS] = {};
+  for (int64_t g = 0; g < op.k / rows.group; g++, x += rows.padded) {
+    V scale[PARTS], minimum[PARTS];
+    for (int half = 0; half < 2; half++) {
+      reinterpret_cast<F*>(scale)[half] = load_scales(w, half * LANES, op.half_scales);
+      if (BITS == 4) reinterpret_cast<F*>(minimum)[half] = load_scales(w + scale_bytes, half * LANES, op.half_scales);
+    }
+    w += scale_bytes * (BITS == 4 ? 2 : 1);
+    for (int64_t low = 0; low < rows.group; low += BLOCK, scales++, sums++) {
+      const int n = int(rows.group - low < BLOCK ? rows.group - low : BLOCK);
+      VI sum[M][PARTS] = {};
+      for (int i = 0; i < n; i += INPUTS, w += STEP_BYTES<BITS>) {
+        for (int line = 0; M > 1 && line < STEP_BYTES<BITS>; line += 64) __builtin_prefetch(w + 2048 + line, 0, 3);
+#pragma GCC unroll 8
+        for (int part = 0; part < PARTS; part++) {
+          VI pairs[2];
+          read_pairs<BITS>(w + part * WIDTH * BITS / 2, pairs);
+#pragma GCC unroll 2
+          for (int j = 0; j < 2; j++)
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++)
+              sum[m][part] = dot_pairs(sum[m][part], pairs[j], x + m * stride + low + i + 2 * j);
+        }
+      }
+#pragma GCC unroll 12
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int part = 0; part < PARTS; part++) {
+          total[m][part] += to_floats(sum[m][part]) * (scale[part] * scales[m * count]);
+          if (BITS == 4) total[m][part] += minimum[part] * sums[m * count];
+        }
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int part = 0; part < PARTS; part++) reinterpret_cast<V*>(acc[m])[part] = total[m][part];
+}
+
+// Multiply M rows of float32 x [M, stride] by a panel; sums [M, groups] of x are what minima are multiplied by.
+template <int BITS, int M>
+void multiply_floats(const Op& op, const uint8_t* w, const float* x, const float* sums, F (&acc)[ROWS][2]) {
+  const int groups = op.k / op.quantized_group, scale_bytes = PANEL * (op.half_scales ? 2 : 4);
   for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = F{};
   for (int g = 0; g < groups; g++) {
     const uint8_t *scales = w, *minima = w + scale_bytes;
-    w += scale_bytes * (has_minimum ? 2 : 1);
-    V part[M][PARTS];
-    for (int m = 0; m < M; m++)
-      for (int i = 0; i < PARTS; i++) part[m][i] = V{};
-    for (int i = 0; i < op.quantized_group; i += 2, x += 2, w += Q::BYTES)
+    w += scale_bytes * (BITS == 4 ? 2 : 1);
+    F part[M][2] = {};
+    V* sum = reinterpret_cast<V*>(part);
+    for (int i = 0; i < op.quantized_group; i += INPUTS, x += INPUTS, w += STEP_BYTES<BITS>)
 #pragma GCC unroll 8
       for (int j = 0; j < PARTS; j++) {
-        const Pair pair = Q::template read<Pair>(w, j * WIDTH);
+        VI pairs[2];
+        read_pairs<BITS>(w + j * WIDTH * BITS / 2, pairs);
+        const V inputs[INPUTS] = {to_floats(pairs[0] << 16 >> 16), to_floats(pairs[1] << 16 >> 16),
+                                  to_floats(pairs[0] >> 16), to_floats(pairs[1] >> 16)};
+        const int n = op.quantized_group - i < INPUTS ? op.quantized_group - i : INPUTS;
+        for (int input = 0; input < n; input++)
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) part[m][j] = pair.dot(part[m][j], x + m * int64_t(op.in_stride));
+          for (int m = 0; m < M; m++) sum[m * PARTS + j] += inputs[input] * x[m * int64_t(op.in_stride) + input];
       }
-    F sum_of[M][2];
-    for (int m = 0; m < M; m++)
-      for (int j = 0; j < PARTS; j++) reinterpret_cast<V*>(sum_of[m])[j] = part[m][j];
-    for (int half_panel = 0; half_panel < 2; half_panel++) {
-      const F scale = load_scales(scales, half_panel * LANES, half);
-      for (int m = 0; m < M; m++) acc[m][half_panel] += sum_of[m][half_panel] * scale;
-      if (!has_minimum) continue;
-      const F minimum = load_scales(minima, half_panel * LANES, half);
-      for (int m = 0; m < M; m++) acc[m][half_panel] += minimum * all(sums[m * groups + g]);
+    x -= round_up(op.quantized_group, INPUTS) - op.quantized_group;
+    for (int half = 0; half < 2; half++) {
+      const F scale = load_scales(scales, half * LANES, op.half_scales);
+      for (int m = 0; m < M; m++) acc[m][half] += part[m][half] * scale;
+      if (BITS == 8) continue;
+      const F minimum = load_scales(minima, half * LANES, op.half_scales);
+      for (int m = 0; m < M; m++) acc[m][half] += minimum * all(sums[m * groups + g]);
     }
   }
 }
 
-template <class W, class Q>
-void multiply_groups(int rows, const Op& op, const uint8_t* w, const typename W::T* x, const float* sums,
-                     F (&acc)[ROWS][2]) {
-  switch (rows) {
-#define CASE(n) case n: return multiply_groups<W, Q, n>(op, w, x, sums, acc);
-    CASE(1) CASE(2) CASE(3)
 #if defined(__AVX512F__)
-    CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#define KVAD_CASES CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#else
+#define KVAD_CASES CASE(1) CASE(2) CASE(3)
 #endif
-#undef CASE
-  }
-}
 
-template <class W, class Q> void quantized_linear(const Run& run, const Op& op, int64_t rows) {
-  const typename W::T* x = run.buffer<typename W::T>(op.in) + op.in_offset;
+template <class W, int BITS> void quantized_linear(const Run& run, const Op& op, int64_t rows) {
+  typedef typename W::T T;
+  const T* x = run.buffer<T>(op.in) + op.in_offset;
   const int64_t panels = (op.n + PANEL - 1) / PANEL, groups = op.k / op.quantized_group;
   const int64_t size = groups * group_bytes(op.quantized_group, op.bits, op.half_scales ? 2 : 4);
-  float* sums = reinterpret_cast<float*>(run.own);  // each thread has its own
-  for (int64_t row = 0; op.bits == 4 && row < rows; row++)
-    for (int64_t g = 0; g < groups; g++) {
-      float total = 0;
-      for (int i = 0; i < op.quantized_group; i++) total += widen(x[row * op.in_stride + g * op.quantized_group + i]);
-      sums[row * groups + g] = total;
-    }
+  IntegerRows integers(op, rows < BLOCK_ROWS ? rows : BLOCK_ROWS, run.own);  // each thread has its own
+  float* sums = reinterpret_cast<float*>(run.own);
   F acc[ROWS][2];
-  for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
-    for (int64_t row = 0; row < rows; row += ROWS) {
-      const int m = rows - row < ROWS ? int(rows - row) : ROWS;
-      const uint8_t* w = static_cast<const uint8_t*>(op.weight) + panel * size;
-      multiply_groups<W, Q>(m, op, w, x + row * op.in_stride, sums + row * groups, acc);
-      finish<W>(run, op, panel, row, m, acc);
+  for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+    const int64_t end = rows - first < BLOCK_ROWS ? rows : first + BLOCK_ROWS;
+    for (int64_t row = first; row < end; row++) {
+      const T* from = x + row * op.in_stride;
+      if constexpr (sizeof(T) == 2) integers.convert(op, row - first, from);
+      else
+        for (int64_t g = 0; BITS == 4 && g < groups; g++) {
+          float total = 0;
+          for (int i = 0; i < op.quantized_group; i++) total += from[g * op.quantized_group + i];
+          sums[(row - first) * groups + g] = total;
+        }
     }
+    for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
+      for (int64_t row = first; row < end; row += TOGETHER) {
+        const int m = end - row < TOGETHER ? int(end - row) : TOGETHER;
+        const uint8_t* w = static_cast<const uint8_t*>(op.weight) + panel * size;
+        switch (m) {
+#define CASE(n)                                                                                                       \
+  case n:                                                                                                             \
+    if constexpr (sizeof(T) == 2) multiply_integers<BITS, n>(op, w, integers, row - first, acc);                      \
+    else multiply_floats<BITS, n>(op, w, x + row * op.in_stride, sums + (row - first) * groups, acc);                 \
+    break;
+          KVAD_CASES
+#undef CASE
+        }
+        finish<W>(run, op, panel, row, m, acc);
+      }
+  }
+}
+
+inline int64_t quantized_bytes(const Op& op, int64_t rows) {  // of a thread
+  rows = rows < BLOCK_ROWS ? rows : BLOCK_ROWS;
+  return op.type == TYPE_BFLOAT ? IntegerRows(op, rows, nullptr).bytes : rows * (op.k / op.quantized_group) * 4;
 }
 
 // Pack rows of quantized weights, their scales and minima into panels [n / PANEL, groups, (scales, minima, steps)].
@@ -144,12 +266,10 @@ inline void pack_quantized(const uint8_t* const* data, const char* const* scales
           std::memcpy(at + r * scale_bytes, minima[row] + g * scale_bytes, scale_bytes);
           at += PANEL * scale_bytes;
         }
-        at += r / LANES * LANES * (bits == 4 ? 1 : 2) + r % LANES;
-        const uint8_t* from = data[row] + g * group_size * bits / 8;
-        for (int64_t i = 0; i < group_size; i += 2, at += PANEL * bits / 4) {
-          at[0] = bits == 4 ? from[i / 2] : from[i];
-          if (bits == 8) at[LANES] = from[i + 1];
-        }
+        const int64_t step = bits / 2, size = group_size * bits / 8;  // bytes
+        const uint8_t* from = data[row] + g * size;
+        for (int64_t i = 0; i < size; i += step)
+          std::memcpy(at + i * PANEL + r * step, from + i, size - i < step ? size - i : step);
       }
     }
   }

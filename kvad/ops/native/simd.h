@@ -79,6 +79,18 @@ inline F load_first(const float* p, int n) {
   return x;
 }
 
+inline F load_wide(const float* p, int n) { return load_first(p, n); }
+inline F load_wide(const bf16* p, int n) {  // zeros after the first n
+#if defined(__AVX512BW__)
+  const __mmask16 mask = n >= LANES ? 0xffff : __mmask16((1u << n) - 1);
+  return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16);
+#else
+  F x = F{};
+  for (int i = 0; i < LANES && i < n; i++) x[i] = widen(p[i]);
+  return x;
+#endif
+}
+
 // WIDTH bytes as integers.
 #if defined(__AVX512F__)
 inline VI widen_signed(const void* p) { return (VI)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }

@@ -21,8 +21,8 @@ template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
     case OP_EMBED: return embed<T>(run, op);
     case OP_NORM: return op.out_float ? norm<float>(run, op, rows) : norm<T>(run, op, rows);
     case OP_LINEAR:
-      if (op.bits == 8) return quantized_linear<W, Int8>(run, op, rows);
-      return op.bits == 4 ? quantized_linear<W, Int4>(run, op, rows) : linear<W>(run, op, rows);
+      if (op.bits == 8) return quantized_linear<W, 8>(run, op, rows);
+      return op.bits == 4 ? quantized_linear<W, 4>(run, op, rows) : linear<W>(run, op, rows);
     case OP_ANGLES: return angles(run, op);
     case OP_ROTATE: return rotate<W>(run, op);
     case OP_ATTEND: return Attention<W>(run, op).attend();
@@ -46,9 +46,9 @@ Sizes sizes(const Model& model, const Step& step, int threads) {
   for (int64_t i = 0; i < model.num_buffers; i++) result.buffers += round_up(model.widths[i] * step.tokens, 64) + 64;
   for (int64_t i = 0; i < model.num_ops; i++) {
     const Op& op = model.ops[i];
-    if (op.kind == OP_LINEAR && op.bits == 4) {
-      const int64_t sums = step.tokens * (op.k / op.quantized_group) * 4;
-      result.own = sums > result.own ? sums : result.own;
+    if (op.kind == OP_LINEAR && op.bits) {
+      const int64_t own = quantized_bytes(op, step.tokens);
+      result.own = own > result.own ? own : result.own;
     }
     if (op.kind != OP_ATTEND) continue;
     int64_t own = op.type == TYPE_BFLOAT ? AttentionMemory<BFloat>(op, nullptr).bytes
@@ -93,7 +93,7 @@ extern "C" {
 
 const char* kvad_source_hash() { return KVAD_SOURCE_HASH; }
 
-// The instruction sets of this machine: 1 AVX2, 2 AVX-512, 3 with bfloat16.
+// The instruction sets of this machine: 1 AVX2, 2 AVX-512, 3 with bfloat16 and VNNI.
 int kvad_cpu_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -101,7 +101,7 @@ int kvad_cpu_level() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512) return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+  if (avx512) return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
   return avx2;
 #else
   return 0;
