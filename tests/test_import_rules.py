@@ -203,6 +203,8 @@ def test_every_listed_command_has_help(name):
 
 @pytest.mark.parametrize("package", sorted(KVAD.packages))
 def test_every_public_name_of_a_door_loads(package):
+    if package == "kvad.ops.triton":
+        pytest.importorskip("triton")  # a part of torch's CUDA build
     door = importlib.import_module(package)
     for name in getattr(door, "__all__", ()):
         assert getattr(door, name) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,11 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [T, E] to q [T, H, D], k [T, K, D], v [T, K, Dv], clamped and normalized, not rotated."""
-        flat_q, flat_k, *others = self.qkv(x, *self.input_projections())
+        return self.split_heads(self.qkv(x, *self.input_projections()))
+
+    def split_heads(self, projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the products of ``input_projections`` [T, ...] as ``project`` does."""
+        flat_q, flat_k, *others = projections
         (flat_v,) = others or (flat_k,)
         if self.spec.clip_qkv is not None:
             flat_q, flat_k, flat_v = map(self._clip, (flat_q, flat_k, flat_v))

@@ -52,7 +52,11 @@ class LanguageHead(nn.Module):
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
         """Compute logits [N, V] from hidden [N, E] and the token table [V, E]."""
         hidden = self.pre_logits(hidden)
-        logits = ops.linear.linear(hidden, table if self.weight is None else self.weight, self.bias, self.tiles)
+        weight = table if self.weight is None else self.weight
+        return self.scale_logits(ops.linear.linear(hidden, weight, self.bias, self.tiles))
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """Apply the scale and the softcap to logits [N, V]."""
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if self.spec.logit_softcap is not None:

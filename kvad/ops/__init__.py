@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvad.ops import batch_invariant as batch_invariant
     from kvad.ops import compile as compile
     from kvad.ops import cross_entropy as cross_entropy
+    from kvad.ops import gpu as gpu
     from kvad.ops import linear as linear
     from kvad.ops import malloc as malloc
     from kvad.ops import merge as merge
@@ -21,5 +22,6 @@ if TYPE_CHECKING:
     from kvad.ops import recurrence as recurrence
     from kvad.ops import rotary as rotary
     from kvad.ops import sub_batch as sub_batch
+    from kvad.ops import triton as triton
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -39,6 +39,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: TileSiz
     return out if bias is None else out + bias
 
 
+def add_linear(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Add x [T, in] times weight [out, in] and bias [out] to ``total`` [T, out], in place and in one kernel."""
+    total.addmm_(x, weight.t())
+    if bias is not None:
+        total += bias
+
+
 def _prefers_onednn(x: Tensor, weight: Tensor) -> bool:
     """Return True for float32 products of several rows on a CPU with AVX-512, which MKL uses on Intel's CPUs only."""
     is_float = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
@@ -85,9 +92,23 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
         """Return x [.., in] times each layer's weight, [.., out] each; with gradients, every layer is called itself."""
-        if self._weight is None or torch.is_grad_enabled() or not self._is_packed(layers):
+        weight = None if torch.is_grad_enabled() else self.weight_for(*layers)
+        if weight is None:
             return [layer(x) for layer in layers]
-        return torch.split(linear(x, self._weight, self._bias, layers[0].tiles), self._sizes, dim=-1)
+        return self.split(linear(x, weight, self._bias, layers[0].tiles))
+
+    def weight_for(self, *layers: Linear) -> Tensor | None:
+        """Return the packed weight [out, in], or None if the layers have other weights."""
+        return self._weight if self._weight is not None and self._is_packed(layers) else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The packed bias [out], if the layers have one."""
+        return self._bias
+
+    def split(self, out: Tensor) -> Sequence[Tensor]:
+        """Split the product with the packed weight into those of the layers."""
+        return torch.split(out, self._sizes, dim=-1)
 
     @property
     def shape(self) -> tuple[int, int] | None:

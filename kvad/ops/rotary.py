@@ -34,6 +34,7 @@ class RotaryCache:
     def __init__(self, positions: Tensor, *, exact: bool = False) -> None:
         self._positions, self._exact = positions, exact
         self._known: dict[tuple[int, float, torch.dtype], _Tables] = {}
+        self._angles: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Rotate the first ``2 * inv_freq.shape[-1]`` dims of x [T, H, D]."""
@@ -48,6 +49,18 @@ class RotaryCache:
             out: Tensor = _Rotate.apply(x, tables.cos, tables.sin, rotary.interleaved)  # type: ignore[no-untyped-call]
             return out
         return rotate(x, tables.cos, tables.sin, rotary.interleaved)
+
+    def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [T, D_rot/2] in float32, for a kernel that rotates."""
+        key = (id(rotary.inv_freq), rotary.factor)
+        if key not in self._angles:
+            wide = torch.float64 if self._exact else torch.float32
+            angle = self._positions.to(wide).unsqueeze(-1) * rotary.inv_freq.to(wide)
+            cos, sin = angle.cos().to(torch.float32), angle.sin().to(torch.float32)
+            if rotary.factor != 1.0:
+                cos, sin = cos * rotary.factor, sin * rotary.factor
+            self._angles[key] = rotary.inv_freq, cos, sin
+        return self._angles[key][1:]
 
     def _tables(self, rotary: Rotary, dtype: torch.dtype) -> _Tables:
         wide = torch.promote_types(rotary.inv_freq.dtype, torch.float64 if self._exact else torch.float32)

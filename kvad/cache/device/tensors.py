@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -60,14 +61,18 @@ class BlockTable:
         self.rows, self.per_row = blocks.shape
         self.block_size = block_size
         self.slots = min(slots, block_size) if self.per_row == 1 else self.per_row * block_size
-        self.flat = blocks.reshape(-1)
-        self.ids: list[int] = self.flat.tolist() if self.per_row == 1 else []
+        self.blocks, self.flat = blocks, blocks.reshape(-1)
         self.first: int | None = None
         if self.flat.device.type == "cpu" and len(self.flat):  # On a GPU that would wait for the device.
             first, last, count = int(self.flat[0]), int(self.flat[-1]), len(self.flat)
             if last - first == count - 1 and (count <= 2 or bool((self.flat.diff() == 1).all())):
                 self.first = first
         self._row_index: dict[tuple[int, int], Tensor] = {}
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Blocks of sequences that have one each; on a GPU, the first use waits for the device."""
+        return self.flat.tolist() if self.per_row == 1 else []
 
     def row_index(self, blocks: int, heads: int) -> Tensor:
         """Return the lines of each sequence, head and block in a store [K * blocks, block_size * D].
@@ -170,6 +175,11 @@ class LayerTensor(BlockArrays):
             arrays.append(allocate_head_major(blocks, heads, lines, array.width, dtype=dtype, device=device))
         self.arrays, self.data = tuple(arrays), arrays[0]
         self.empty_values = [0] * len(arrays)  # Every format decodes zeros as zeros.
+
+    @cached_property
+    def paged(self) -> ops.gpu.PagedStore:
+        """The arrays, for kernels that read and write blocks in place (``ops/gpu.py``)."""
+        return ops.gpu.PagedStore(self.format.name, self.data, *self.arrays[1:2])
 
     def write(self, blocks: Tensor, offsets: Tensor, x: Tensor) -> None:
         """Write x [T, K, D] to slots ``offsets`` [T] of ``blocks`` [T]."""

@@ -10,7 +10,7 @@ Views do not choose blocks and support no gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -69,8 +69,22 @@ class WriteIndex:
         self, kv_cache: KVCacheState, group_index: int, model_input: ModelInput, slot_mapping: SlotMapping
     ) -> None:
         assert slot_mapping.slots is not None, "the group's new tokens need slots"
-        self.blocks, self.offsets = split_slots(slot_mapping.slots, kv_cache.groups[group_index].block_size)
-        kv_cache.positions[group_index][self.blocks, self.offsets] = model_input.positions
+        self.slots, self._block_size = slot_mapping.slots, kv_cache.groups[group_index].block_size
+        ops.gpu.write_positions(kv_cache.positions[group_index], self.slots, model_input.positions)
+
+    @property
+    def blocks(self) -> Tensor:
+        """The block of each new token [T]."""
+        return self._split[0]
+
+    @property
+    def offsets(self) -> Tensor:
+        """The offset of each new token in its block [T]."""
+        return self._split[1]
+
+    @cached_property
+    def _split(self) -> tuple[Tensor, Tensor]:
+        return split_slots(self.slots, self._block_size)
 
     def write(self, keys: LayerTensor, values: LayerTensor, k: Tensor, v: Tensor) -> None:
         """Write k [T, K, D] and v [T, K, Dv] of one layer."""
@@ -120,7 +134,7 @@ class ReadPlan:
             BlockTable(blocks, group.block_size, sub_batch.num_read_slots)
             for sub_batch, blocks in zip(self.sub_batches, slot_mapping.block_tables, strict=True)
         ]
-        self.masks = _masks(kv_cache, group_index, self.queries, self.tables)
+        self._kv_cache, self._group_index = kv_cache, group_index
         observes = policy is not None and policy.observed_queries > 0
         self.query_counts = [
             count_queries(policy, queries.position) if policy is not None and observes else None
@@ -136,6 +150,27 @@ class ReadPlan:
                 self.lower.insert(0, _OffloadedLevel(kv_cache, index, self.queries, tiles[index]))
             else:
                 self.lower.insert(0, _LowerLevel(kv_cache, index, self.queries, model_input.slot_mappings[index]))
+        self.paged_reason = paged_reason(kv_cache, group_index)
+
+    @cached_property
+    def masks(self) -> list[ops.attention.AttentionMask]:
+        """The masks of the sub-batches, which kernels that read positions do not need."""
+        return _masks(self._kv_cache, self._group_index, self.queries, self.tables)
+
+    def is_paged(self, q: Tensor, params: AttentionParams, values: LayerTensor) -> bool:
+        """Return True if a kernel reads and writes the blocks of a layer in place."""
+        return not self.paged_reason and not ops.gpu.unsupported_layer(params, q.dtype, q.shape[-1], values.dim)
+
+    def attend_paged(self, q: Tensor, keys: LayerTensor, values: LayerTensor, params: AttentionParams) -> Tensor:
+        """Return attention outputs [T, H, Dv] of one layer, whose blocks are read in place."""
+        outputs, pattern = [], self._kv_cache.patterns[self._group_index]
+        for table, queries, span in zip(self.tables, self.queries, self.spans, strict=True):
+            positions = self.positions, queries.position.flatten()
+            stores = keys.paged, values.paged
+            outputs.append(
+                ops.gpu.attend_blocks(q[span], stores, table.blocks, table.slots, positions, pattern, params)
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=0)
 
     def rotated(self, k: Tensor, positions: Tensor, params: AttentionParams, span: slice) -> Tensor:
         """Rotate keys [R, K, S, D] that were stored without rotation."""
@@ -271,6 +306,27 @@ class ReadPlan:
         return ops.merge.AttentionPart(q, *pair, mask)
 
 
+def paged_reason(kv_cache: KVCacheState, group_index: int) -> str:
+    """Return why no kernel reads and writes a group's blocks in place; "" if one may."""
+    group = kv_cache.groups[group_index]
+    reasons = {
+        "a kernel of PyTorch was chosen": kv_cache.kernel != "auto",
+        "an attention hook reads every layer": kv_cache.attention_hook is not None,
+        "keys are rotated when they are read": kv_cache.rope_on_read,
+        "an eviction policy reads the attention weights": group.eviction_policy is not None,
+        "a policy reads some blocks only": group.sparse_read_policy is not None,
+        "a policy moves older tokens to other levels": any(
+            other.lower_level is not None and other.lower_level.token_group == group_index for other in kv_cache.groups
+        ),
+        "layers with a recurrent state": group.spec.is_state,
+        "latent attention (MLA)": group.spec.values_in_keys,
+    }
+    if found := next((reason for reason, holds in reasons.items() if holds), ""):
+        return found
+    positions, pattern = kv_cache.positions[group_index], kv_cache.patterns[group_index]
+    return ops.gpu.unsupported_blocks(positions.device, group.key_format, group.value_format, pattern)
+
+
 class _LowerLevel:
     """Tables and masks of a lower level in one step.
 
@@ -378,9 +434,13 @@ class LayerView:
         if read_plan.is_cross_attention:
             assert k is None and v is None, "an encoder input is written once, by write"
             _check_no_gradients(q)
+            if read_plan.is_paged(q, params, self._values):
+                return read_plan.attend_paged(q, self._keys, self._values, params)
             return read_plan.attend(self._layer, q, self._keys, self._values, params)
         assert k is not None and v is not None and write_index is not None, "requires keys, values and slots"
         _check_no_gradients(q, k, v)
+        if read_plan.is_paged(q, params, self._values):
+            return self._attend_paged(q, k, v, params)
         if params.rotary is not None:
             read_plan.rotaries[self._layer] = params.rotary
             q = read_plan.angles.rotate(q, params.rotary)
@@ -389,6 +449,15 @@ class LayerView:
         if self._layer in read_plan.bounds:
             read_plan.bounds[self._layer].update(write_index.blocks, write_index.offsets)
         return read_plan.attend(self._layer, q, self._keys, self._values, params)
+
+    def _attend_paged(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+        read_plan, write_index, rotary, angles = self._read_plan, self._write_index, params.rotary, None
+        assert write_index is not None
+        if rotary is not None:
+            read_plan.rotaries[self._layer], angles = rotary, read_plan.angles.angles(rotary)
+        stores, interleaved = (self._keys.paged, self._values.paged), rotary is not None and rotary.interleaved
+        q = ops.gpu.rotate_and_write((q, k, v), stores, write_index.slots, angles, interleaved)
+        return read_plan.attend_paged(q, self._keys, self._values, params)
 
     def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
         """Write the inputs x [T, C], and convolve them with those of earlier tokens."""
