@@ -1,6 +1,6 @@
 # make run        train a small model on real text, generate from its cache, verify it, time it (about 4 minutes, install included)
 # make test       the tests                       make test-long   the full product (SAMPLE=40: that many of its tests)
-# make test-gpu   the engine's tests on a GPU (each is skipped, with the reason, where torch finds none)
+# make test-gpu   the engine's and the kernels' tests on a GPU (each is skipped, with the reason, where torch finds none)
 # make check      format, lint, types, imports    make install     what make test needs
 # make test-unit  the tests without a model or a subprocess   make docs   the documentation as a site, in site/
 # make test-lower-bounds   a model trained and used with the lowest versions of the dependencies, in a separate environment
@@ -69,7 +69,7 @@ oracle: $(TEST_STAMP)
 	$(PY) -m pytest -n $(JOBS) tests/hf_parity tests/checkpoint tests/model $(TEST_ARGS)
 
 test-gpu: $(TEST_STAMP)
-	$(PY) -m pytest -m gpu -rs tests/engine/test_devices.py $(TEST_ARGS)
+	$(PY) -m pytest -m gpu -rs tests/engine/test_devices.py tests/engine/execution/test_gpu_kernels.py tests/ops/test_triton.py $(TEST_ARGS)
 
 docs: $(TEST_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -35,8 +35,8 @@ from kvad.model import Summarizer, Transformer
 from kvad.storage import CacheFingerprint
 from kvad.text import Tokenizer
 
-# Up to this many bytes of weights, projections with the same input are fused. In a larger model, kernel launches are
-# negligible, and fusing would copy weights that are mapped from a file.
+# Up to this many bytes of weights, projections with the same input are fused; on a GPU always. In a larger model on a
+# CPU, kernel launches are negligible, and fusing would copy weights that are mapped from a file.
 MAX_PACKED_BYTES = 1 << 28
 POLL_SECONDS = 0.005  # longest wait for loading blocks in one call, if nothing else can run
 
@@ -77,8 +77,7 @@ class Engine:
         self.model, self.tokenizer, self.cache, self.config = model, tokenizer, cache, config
         self.device = model.token_embedding.device
         sizing.check_policy(model.config, cache, deterministic=config.deterministic)
-        if sum(parameter.nbytes for parameter in model.parameters()) <= MAX_PACKED_BYTES:
-            model.fuse_projections()
+        _fuse_projections(model)
         computed = str(model.token_embedding.dtype).removeprefix("torch.")
         groups = build_groups(attention_specs(model.config), cache, computed)
         summarizer = config.summarizer
@@ -120,7 +119,7 @@ class Engine:
                 step_costs=self._step_costs,
             )
             self._resources = resources.pop_all()
-        self.runner = ModelRunner(model, self.kv_cache, native=config.native)
+        self.runner = ModelRunner(model, self.kv_cache, native=config.native, cuda_graphs=config.cuda_graphs)
         self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
         self.times = StepTimes()
         self._next_request = 0
@@ -433,6 +432,12 @@ class Engine:
         if finish is not None:
             del self._texts[key]
         return chunk._replace(text=text)
+
+
+def _fuse_projections(model: Transformer) -> None:
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    if num_bytes <= MAX_PACKED_BYTES or model.token_embedding.device.type == "cuda":
+        model.fuse_projections()
 
 
 def _check_summarizer(summarizer: Summarizer, groups: Sequence[CacheGroup]) -> None:

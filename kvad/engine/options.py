@@ -41,6 +41,7 @@ class EngineConfig:
     max_inter_token: float | None = None
     kernel: ops.attention.Kernel = "auto"
     native: bool = True  # run the decoder with the native CPU kernels, where they can
+    cuda_graphs: int = 64  # shapes of decoding steps that are recorded as CUDA graphs, on a GPU; 0: none
     # Logits and tokens of a request are independent of the batch and of chunking, bit for bit (CPU, one process; other
     # machines, builds and numbers of threads round differently).
     deterministic: bool = False
@@ -55,6 +56,8 @@ class EngineConfig:
     fs: FileSystem = REAL_FILE_SYSTEM  # for offloaded and swapped tokens
 
     def __post_init__(self) -> None:
+        if self.cuda_graphs < 0:
+            raise ConfigError(f"cuda_graphs: must be at least 0, got {self.cuda_graphs}", "Give 0 to record none.")
         if self.max_inter_token is not None and not 0 < self.max_inter_token < math.inf:
             message = f"max_inter_token: must be above 0 seconds, got {self.max_inter_token}"
             raise ConfigError(message, "Give 0.1, or omit it for no bound.")

@@ -148,7 +148,7 @@ def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
 
 
 def _kernels(config: ModelConfig, tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
-    """Say what runs the decoder on a CPU, with the default cache."""
+    """Say what runs the decoder on a CPU and on a GPU, with the default cache."""
     weights = (name for name in tensors if f"{name.rpartition('.')[0]}.data" not in tensors)  # not scales
     counts = Counter(str(tensors.dtype(name)).removeprefix("torch.") for name in weights)
     floats = [dtype for dtype, _ in counts.most_common() if dtype.startswith(("float", "bfloat")) and "8" not in dtype]
@@ -158,9 +158,10 @@ def _kernels(config: ModelConfig, tensors: checkpoint.safetensors_io.ShardedTens
     )
     reason = execution.unsupported_reason(config, options, dtype)
     library = ops.native.load().library
+    gpu = f"on a GPU with Triton, {execution.describe_gpu(config, options, dtype)}"
     if reason or library is None:
-        return f"on a CPU, the decoder runs in PyTorch: {reason}"
-    return f"on a CPU, the decoder runs in the native kernels ({library.variant})"
+        return f"on a CPU, the decoder runs in PyTorch: {reason}; {gpu}"
+    return f"on a CPU, the decoder runs in the native kernels ({library.variant}); {gpu}"
 
 
 def _text_files(config: ModelConfig, handle: CheckpointHandle) -> Iterator[CheckResult]:

@@ -15,8 +15,8 @@ A ModelInput of ``InputBuffers.fill`` is valid until the next one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,40 +24,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvad import model as model_lib
+from kvad import ops
+from kvad.cache.device import KVCache, paged_reason
 from kvad.engine import scheduling
+from kvad.engine.execution.cuda_graphs import BatchShape, GraphCache, decoding_bucket
+from kvad.engine.execution.fused_decoder import FusedDecoder, build_fused_decoder
 from kvad.engine.execution.native_program import NativeProgram, build_program
 from kvad.engine.scheduling import SchedulerOutput
 from kvad.model import Transformer
-from kvad.model_input import NULL_BLOCK, BlockOps, CacheProtocol, ModelInput, SlotMapping, SubBatch
+from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, BlockOps, CacheProtocol, ModelInput, SlotMapping
 
 ALIGNED = 8  # integers, 64 bytes
 MIN_CAPACITY = 1 << 12  # integers
+MAX_GRAPHS = 64  # recorded steps, by default
 MAX_SHAPES = 256  # cached; all are rebuilt when the limit is exceeded
-
-
-class BatchShape(NamedTuple):
-    """Shape of a step."""
-
-    sub_batches: tuple[SubBatch, ...]
-    num_logits: int
-    widths: tuple[tuple[int, ...], ...]  # per cache group and sub-batch: blocks of its longest sequence
-    cross_sub_batches: tuple[SubBatch, ...] | None = None  # used by cross-attention groups, which come last
-    num_token_groups: int = 0  # the first groups, which store tokens
-    num_cached_groups: int = 0  # the groups before those of cross-attention
-
-    @staticmethod
-    def from_output(output: SchedulerOutput) -> BatchShape:
-        sub_batches, cross_sub_batches, allocation = output.sub_batches, output.cross_sub_batches, output.allocation
-        widths = tuple(_widths(sub_batches, tables) for tables in allocation.block_tables)
-        num_logits = sum(len(scheduled.logit_offsets) for scheduled in output.scheduled)
-        num_token_groups = len(allocation.slots)
-        num_cached_groups = num_token_groups + allocation.num_lower_levels
-        return BatchShape(sub_batches, num_logits, widths, cross_sub_batches, num_token_groups, num_cached_groups)
-
-    def group_sub_batches(self, group: int) -> tuple[SubBatch, ...]:
-        if group < self.num_cached_groups or self.cross_sub_batches is None:
-            return self.sub_batches
-        return self.cross_sub_batches
 
 
 class _ShapeBuffers(NamedTuple):
@@ -70,10 +50,17 @@ class _ShapeBuffers(NamedTuple):
 
 
 class InputBuffers:
-    """Buffers for all shapes; ``with_seq_lens``: the rotary frequencies depend on the lengths of sequences."""
+    """Buffers for all shapes.
 
-    def __init__(self, device: torch.device, *, with_seq_lens: bool) -> None:
-        self.device, self._with_seq_lens = device, with_seq_lens
+    Args:
+        device: Device of the tensors.
+        with_seq_lens: The rotary frequencies depend on the lengths of sequences.
+        block_sizes: Slots of a block in each cache group, for steps that are padded.
+    """
+
+    def __init__(self, device: torch.device, *, with_seq_lens: bool, block_sizes: Sequence[int] = ()) -> None:
+        self.device, self._with_seq_lens, self._block_sizes = device, with_seq_lens, block_sizes
+        self.num_allocations = 0
         self._shapes: dict[BatchShape, _ShapeBuffers] = {}
         self._allocate(MIN_CAPACITY)
 
@@ -81,9 +68,9 @@ class InputBuffers:
         """Return every tensor that a step's tensors are views of."""
         return [self._device_buffer]
 
-    def fill(self, output: SchedulerOutput) -> ModelInput:
-        """Write the step's integers to the tensors of its shape."""
-        buffers = self._buffers_for(BatchShape.from_output(output))
+    def fill(self, output: SchedulerOutput, shape: BatchShape | None = None) -> ModelInput:
+        """Write the step's integers to the tensors of its shape, or of a larger one, whose other tokens are padding."""
+        buffers = self._buffers_for(BatchShape.from_output(output) if shape is None else shape)
         tokens: list[int] = []
         positions: list[int] = []
         seq_lens: list[int] = []
@@ -97,10 +84,11 @@ class InputBuffers:
                 seq_lens.extend([len(scheduled.sequence.token_ids)] * scheduled.num_tokens)
         arrays, allocation = iter(buffers.arrays), output.allocation
         for values in (tokens, positions, logit_indices, *([seq_lens] if self._with_seq_lens else [])):
-            next(arrays)[:] = values
+            _write(next(arrays), values)
         for group, tables in enumerate(allocation.block_tables):
             if group < len(allocation.slots):
-                next(arrays)[:] = allocation.slots[group]
+                padding = PADDING_BLOCK * self._block_sizes[group] if self._block_sizes else 0
+                _write(next(arrays), allocation.slots[group], padding)
             _write_tables(arrays, buffers.strides[group], tables)
         # The host waits for every step's logits, so the device buffer is no longer in use.
         if self._device_buffer is not self._host_buffer:
@@ -121,6 +109,7 @@ class InputBuffers:
 
     def _allocate(self, integers: int) -> None:
         self._shapes.clear()
+        self.num_allocations += 1
         self._host_buffer = torch.zeros(integers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._device_buffer = (
             self._host_buffer if self.device.type == "cpu" else torch.zeros_like(self._host_buffer, device=self.device)
@@ -169,12 +158,9 @@ def _aligned(integers: int) -> int:
     return -(-integers // ALIGNED) * ALIGNED
 
 
-def _widths(sub_batches: Sequence[SubBatch], tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    widths, start = [], 0
-    for sub_batch in sub_batches:
-        widths.append(max(map(len, tables[start : start + sub_batch.num_seqs])))
-        start += sub_batch.num_seqs
-    return tuple(widths)
+def _write(array: NDArray[np.int64], values: Sequence[int], padding: int = 0) -> None:
+    array[: len(values)] = values
+    array[len(values) :] = padding
 
 
 def _write_tables(arrays: Iterator[NDArray[np.int64]], strides: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
@@ -183,9 +169,10 @@ def _write_tables(arrays: Iterator[NDArray[np.int64]], strides: Sequence[int], t
     for stride in strides:
         table = next(arrays)
         stop = start + len(table) * stride
-        for blocks, table_row in zip(tables[start:stop:stride], table, strict=True):
+        for blocks, table_row in zip(tables[start:stop:stride], table, strict=False):
             table_row[: len(blocks)] = blocks
             table_row[len(blocks) :] = NULL_BLOCK
+        table[-(-len(tables[start:stop]) // stride) :] = NULL_BLOCK  # padding sequences
         start = stop
 
 
@@ -197,19 +184,59 @@ class ManagedCache(CacheProtocol, Protocol):
     def tensors(self) -> list[Tensor]: ...
 
 
+class CudaRecorder:
+    """Records functions as CUDA graphs that share one memory pool, since only one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None  # torch's handle of a memory pool
+        self._stream: torch.cuda.Stream | None = None
+
+    def clear(self) -> None:
+        """Use other memory for the next recordings, since a pool without graphs cannot be used again."""
+        self._pool = None
+
+    def record(self, function: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """Record a function without running it."""
+        self._stream = self._stream or torch.cuda.Stream(self._device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = function()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph.replay, output
+
+
 class ModelRunner:
     """Runs scheduled steps on one model and one cache: with the native kernels if they can, else in PyTorch.
 
     ``native``: False always runs in PyTorch. ``native_reason`` says why the kernels are not used, once a step has run.
+    On a GPU, ``fused`` computes decoders that it can, and ``graphs`` replays decoding steps: at most ``cuda_graphs``
+    shapes.
     """
 
-    def __init__(self, model: Transformer, cache: ManagedCache, *, native: bool = True) -> None:
+    def __init__(
+        self, model: Transformer, cache: ManagedCache, *, native: bool = True, cuda_graphs: int = MAX_GRAPHS
+    ) -> None:
         self.model, self.cache = model, cache
         self.device = model.token_embedding.device
         short_lens = model_lib.positions.short_regime_lens(model.config.stack, model.config.max_seq_len)
-        self.buffers = InputBuffers(self.device, with_seq_lens=bool(short_lens))
+        block_sizes = [group.block_size for group in cache.groups] if isinstance(cache, KVCache) else []
+        self.buffers = InputBuffers(self.device, with_seq_lens=bool(short_lens), block_sizes=block_sizes)
         self.native_reason = "" if native else "the engine has native=False"
         self.program: NativeProgram | None = None
+        self._is_prepared = False
+        self.fused: FusedDecoder | None = None
+        self._device_reason = self.fused_reason = ops.gpu.unavailable_reason(self.device)
+        self.graphs = GraphCache(self._forward, cuda_graphs, CudaRecorder(self.device))
+        self.graphs.reason = self.graphs.reason or self._unrecordable()
+        self._weights_key: tuple[int, ...] = ()  # addresses
+        self._graph_key: tuple[int, ...] = ()
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step uses and that outlives it: inputs, cache and weights."""
@@ -220,19 +247,48 @@ class ModelRunner:
         """Return logits [N, V] of the step's logit positions, in scheduled order."""
         assert output.encoder_batch is None, "an encoder step has no logits; call encode"
         self.cache.apply(output.allocation.block_ops)
-        model_input = self.buffers.fill(output)
-        if self.program is None or any(scheduled.start == 0 for scheduled in output.scheduled):
-            self._update_program()
+        bucket = None if self.graphs.reason else decoding_bucket(BatchShape.from_output(output))
+        model_input = self.buffers.fill(output) if bucket is None else self.buffers.fill(output, bucket)
+        if not self._is_prepared or any(scheduled.start == 0 for scheduled in output.scheduled):
+            self._update_kernels()
         if self.program is not None:
             return self.program.run(model_input)
+        if bucket is None:
+            return self._forward(model_input)
+        if self._graph_key != (key := (self.buffers.num_allocations, *self._weights_key)):
+            self.graphs.clear()
+            self._graph_key = key
+        return self.graphs.run(bucket, model_input)[: len(output.scheduled)]
+
+    def _forward(self, model_input: ModelInput) -> Tensor:
+        if self.fused is not None:
+            return self.fused.run(model_input, self.cache)
         hidden = self.model(model_input, self.cache)
         return self.model.logits(hidden, model_input.logit_indices)
 
-    def _update_program(self) -> None:
-        """Build the program of the native kernels if there is none, or if the weights have changed.
+    def _unrecordable(self) -> str:
+        """Return why steps cannot be recorded as CUDA graphs; "" if they can."""
+        if self.device.type != "cuda":
+            return f"the device is {self.device.type}"
+        if type(self.cache) is not KVCache:
+            return f"the cache is {type(self.cache).__name__}"
+        if any(isinstance(module, model_lib.layers.MixtureOfExperts) for module in self.model.modules()):
+            return "experts are chosen on the host"
+        indices = range(len(self.cache.groups))
+        return next((reason for index in indices if (reason := paged_reason(self.cache, index))), "")
+
+    def _update_kernels(self) -> None:
+        """Choose the kernels if none were chosen, or if the weights have changed.
 
         They do not change during a request, so this is called at its start.
         """
+        self._is_prepared = True
+        if not self._device_reason:
+            key = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+            if key != self._weights_key:
+                fused = build_fused_decoder(self.model)
+                self.fused, self.fused_reason = (None, fused) if isinstance(fused, str) else (fused, "")
+            self._weights_key = key
         if self.native_reason or (self.program is not None and self.program.is_current(self.model)):
             return
         self.program = None

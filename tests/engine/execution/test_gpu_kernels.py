@@ -1,0 +1,191 @@
+"""A GPU's path through the engine: kernels over block tables, the fused decoder and recorded steps.
+
+Without a GPU, Triton interprets its kernels, and recordings are functions; without triton, only the host's part runs.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+from kvad.cache.config import CacheConfig
+from kvad.engine.engine import Engine
+from kvad.engine.execution.cuda_graphs import BatchShape, GraphCache, decoding_bucket, num_seqs_bucket
+from kvad.engine.options import EngineConfig
+from kvad.engine.scheduling.request import SamplingParams
+from kvad.errors import ConfigError
+from kvad.model_input import PADDING_BLOCK, SubBatch
+from tests.support.random_models import build, model_config
+
+HAS_GPU = torch.cuda.is_available()
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+NUM_TOKENS = 9 if HAS_GPU else 5  # the interpreter is slow
+PROMPTS = ((1, 5, 2, 8, 4, 4, 7), (3, 3), (9, 1, 1, 6, 2, 8, 5, 3, 2, 1, 7), (4,), (2, 6))[: 5 if HAS_GPU else 3]
+
+
+class HostRecorder:
+    """Stands in for CUDA graphs: what is recorded runs at each replay, and writes to the same tensor."""
+
+    def __init__(self):
+        self.num_cleared = 0
+
+    def record(self, function):
+        logits = function().clone()
+        return lambda: logits.copy_(function()), logits
+
+    def clear(self):
+        self.num_cleared += 1
+
+
+def make_engine(graphs=0, dtype=torch.float32, **kinds):
+    torch.manual_seed(0)
+    model = build(model_config(**kinds)).to(dtype)
+    if HAS_GPU:
+        model = model.cuda()
+    name = str(dtype).removeprefix("torch.")
+    cache = CacheConfig(dtype=name, max_num_seqs=8, max_seq_len=64, block_size=4, prefill_chunk_size=8)
+    engine = Engine(model, cache, EngineConfig(native=False, cuda_graphs=graphs))
+    if graphs and not HAS_GPU:
+        engine.runner.graphs = GraphCache(engine.runner._forward, graphs, HostRecorder())
+    return engine
+
+
+def tokens(engine):
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    numbers = [engine.add_request(list(prompt), sampling) for prompt in PROMPTS]
+    outputs = {number: [] for number in numbers}
+    while not engine.idle:
+        for chunk in engine.step():
+            assert chunk.error is None
+            outputs[chunk.request].append(chunk.token_id)
+    return [outputs[number] for number in numbers]
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    if not HAS_GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Tokens of the PyTorch path by kinds of the model."""
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv("KVAD_TRITON", "off")
+        return {name: tokens(make_engine(**kinds)) for name, kinds in KINDS.items()}
+
+
+KINDS = {
+    "rope": {},
+    "partial": {"position": "rope-partial"},
+    "dynamic": {"position": "rope-dynamic"},
+    "alibi": {"position": "alibi"},
+    "bias": {"heads": "mha"},
+    "qk-norm": {"heads": "qk-norm"},
+    "softcap": {"heads": "softcap"},
+    "sinks": {"heads": "sinks"},
+    "window": {"heads": "window-mix"},
+    "value-dim": {"heads": "value-dim"},
+    "sandwich": {"norm": "sandwich"},
+}
+UNFUSED = ("sandwich",)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("graphs", [0, 8])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_tokens_equal_those_of_pytorch(interpreter, expected, kinds, graphs):
+    engine = make_engine(graphs, **KINDS[kinds])
+    assert tokens(engine) == expected[kinds]
+    assert engine.runner.graphs.num_recorded > 0 or not graphs
+    assert (engine.runner.fused is None) == (kinds in UNFUSED), engine.runner.fused_reason
+
+
+def shape(*sub_batches, widths=None, num_logits=None, groups=1):
+    num_seqs = sum(batch.num_seqs for batch in sub_batches)
+    widths = tuple(-(-batch.num_read_slots // 16) for batch in sub_batches) if widths is None else widths
+    logits = num_seqs if num_logits is None else num_logits
+    return BatchShape(sub_batches, logits, (widths,) * groups, None, groups, groups)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "padded"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24), (64, 64), (65, 72)]
+)
+def test_number_of_sequences_is_padded(num_seqs, padded):
+    assert num_seqs_bucket(num_seqs) == padded
+    bucket = decoding_bucket(shape(SubBatch(num_seqs, 1, 40)))
+    assert bucket.sub_batches == (SubBatch(padded, 1, 64),) and bucket.num_logits == padded
+
+
+def test_sub_batches_are_joined():
+    bucket = decoding_bucket(shape(SubBatch(5, 1, 48), SubBatch(1, 1, 144), groups=2))
+    assert bucket == BatchShape((SubBatch(8, 1, 256),), 8, ((16,), (16,)), None, 2, 2)
+    assert decoding_bucket(bucket) == bucket
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        shape(SubBatch(2, 1, 32), SubBatch(1, 5, 32)),
+        shape(SubBatch(2, 1, 32), num_logits=1),
+        shape(SubBatch(2, 1, 32))._replace(cross_sub_batches=(SubBatch(2, 1, 32),)),
+        shape(SubBatch(2, 1, 32), groups=2)._replace(num_token_groups=1),
+    ],
+    ids=["prefill", "a token without logits", "cross-attention", "a lower level"],
+)
+def test_other_steps_are_not_padded(other):
+    assert decoding_bucket(other) is None
+
+
+def recorded(limit):
+    recorder = HostRecorder()
+    return GraphCache(lambda step: torch.tensor([step]), limit, recorder), recorder
+
+
+def test_a_shape_is_recorded_when_it_occurs_again():
+    graphs, recorder = recorded(limit=2)
+    for number in range(4):
+        assert graphs.run("a", 1.0).item() == 1.0
+        assert graphs.num_recorded == (number > 0)
+    graphs.clear()
+    assert len(graphs) == 0 and recorder.num_cleared == 1
+    graphs.run("a", 1.0)
+    assert graphs.num_recorded == 1
+
+
+def test_the_least_recently_used_graph_is_dropped():
+    graphs, _ = recorded(limit=2)
+    for shape_name in "aabbaccaabb":
+        graphs.run(shape_name, 1.0)
+    assert len(graphs) == 2
+    assert graphs.num_recorded == 4  # a, b, c for which b was dropped, and b again
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_it_is():
+    graphs, _ = recorded(limit=2)
+    graphs._recorder.record = lambda function: (_ for _ in ()).throw(RuntimeError("not permitted\nsecond line"))
+    assert [graphs.run("a", 2.0).item() for _ in range(3)] == [2.0] * 3
+    assert graphs.reason == "a step cannot be recorded: not permitted"
+    assert GraphCache(lambda step: step, 0, HostRecorder()).reason == "the engine has cuda_graphs=0"
+    with pytest.raises(ConfigError, match="cuda_graphs: must be at least 0, got -1"):
+        EngineConfig(cuda_graphs=-1)
+
+
+def test_padding_writes_to_the_padding_block(monkeypatch):
+    """The padded input of a step of three sequences: one of padding, which writes there and reads nothing."""
+    monkeypatch.setenv("KVAD_TRITON", "off")
+    engine = make_engine()
+    engine.runner.graphs = GraphCache(engine.runner._forward, 8, HostRecorder())
+    inputs, fill = [], engine.runner.buffers.fill
+    engine.runner.buffers.fill = lambda *arguments: inputs.append(fill(*arguments)) or inputs[-1]
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for prompt in ((1, 2, 3), (4,), (5, 6)):
+        engine.add_request(list(prompt), sampling)
+    engine.step()
+    engine.step()
+    step, block_size = inputs[-1], engine.cache.block_size
+    assert step.sub_batches[0].num_seqs == 4 and len(step.token_ids) == 4
+    (mapping,) = step.slot_mappings
+    assert mapping.slots[3] == PADDING_BLOCK * block_size and (mapping.slots[:3] // block_size > PADDING_BLOCK).all()
+    assert mapping.block_tables[0][3].abs().max() == 0 and (mapping.block_tables[0][:3, 0] > PADDING_BLOCK).all()
