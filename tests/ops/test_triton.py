@@ -34,6 +34,12 @@ def interpreter(monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are imported, and by kvad
 
 
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles per sequence, the first of which are visible to all queries."""
+    monkeypatch.setattr(ops.triton.attention, "tile_sizes", lambda *_: (16, 2))
+
+
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
@@ -101,7 +107,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("new", [1, 7])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_visibility(pattern, new):
+def test_visibility(pattern, new, small_tiles):
     Problem(new=new).check(PATTERNS[pattern])
 
 
@@ -144,7 +150,7 @@ def test_formats(dtype, keys, values, new):
 
 
 @pytest.mark.parametrize("new", [1, 7])
-def test_values_that_are_not_finite(new):
+def test_values_that_are_not_finite(new, small_tiles):
     problem = Problem(new=new)
     keys, values = problem.stores
     block = problem.table[0, 8]  # positions 32 to 35 of the first sequence

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvad import config as cfg
 from kvad import model as model_lib
 from kvad import ops
 from kvad.cache import CacheConfig, build_groups, resolve_for_model
@@ -143,6 +144,12 @@ def build_fused_decoder(model: Transformer) -> FusedDecoder | str:
         return str(unfused)
 
 
+def _has_other_bias(position: object) -> bool:
+    if isinstance(position, cfg.AlibiConfig):
+        return position.round_to_bfloat16
+    return position is not None and not isinstance(position, cfg.RopeConfig)
+
+
 def _rms_norm(norm: model_lib.layers.Norm | None) -> ops.gpu.RMSNorm:
     _require(norm is not None, "a layer without a norm")
     assert norm is not None
@@ -171,6 +178,9 @@ def describe_gpu(config: ModelConfig, cache: CacheConfig, dtype: str) -> str:
     reasons = [paged_reason(kv_cache, index) for index in range(len(groups))]
     for spec in attention_specs(config):
         reasons.append(ops.gpu.unsupported_shape(model.token_embedding.dtype, spec.head_dim, spec.value_dim))
+    kinds = () if config.decoder is None else config.decoder.layer_types.values()
+    if any(_has_other_bias(getattr(kind.attention, "position", None)) for kind in kinds):
+        reasons.append("a position bias other than ALiBi")
     for reason in filter(None, reasons):
         return f"attention runs in PyTorch: {reason}"
     try:

@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from kvad.cache.config import CacheConfig
+from kvad.cache.manager import BlockAllocation
 from kvad.engine.engine import Engine
 from kvad.engine.execution.cuda_graphs import BatchShape, GraphCache, decoding_bucket, num_seqs_bucket
+from kvad.engine.execution.fused_decoder import describe_gpu
+from kvad.engine.execution.sampler import sample_outputs
 from kvad.engine.options import EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
+from kvad.engine.scheduling.sequence import SchedulerOutput
 from kvad.errors import ConfigError
-from kvad.model_input import PADDING_BLOCK, SubBatch
+from kvad.model_input import PADDING_BLOCK, BlockOps, SubBatch
 from tests.support.random_models import build, model_config
 
 HAS_GPU = torch.cuda.is_available()
@@ -189,3 +193,37 @@ def test_padding_writes_to_the_padding_block(monkeypatch):
     (mapping,) = step.slot_mappings
     assert mapping.slots[3] == PADDING_BLOCK * block_size and (mapping.slots[:3] // block_size > PADDING_BLOCK).all()
     assert mapping.block_tables[0][3].abs().max() == 0 and (mapping.block_tables[0][:3, 0] > PADDING_BLOCK).all()
+
+
+def test_a_step_without_sampled_tokens():
+    assert (
+        sample_outputs(
+            SchedulerOutput((), (), BlockAllocation(BlockOps((), ()), (), ())), torch.empty(0, 7, device="meta")
+        )
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "text"),
+    [
+        ({}, {}, "attention reads the cache's blocks in place, and products are fused"),
+        ({}, {"dtype": "int8"}, "attention reads the cache's blocks in place, and products are fused"),
+        ({"norm": "sandwich"}, {}, "in place; products are not fused: norm_position sandwich"),
+        ({"norm": "post"}, {}, "products are not fused"),
+        ({"position": "alibi"}, {}, "and products are fused"),
+        ({"position": "t5"}, {}, "attention runs in PyTorch: a position bias other than ALiBi"),
+        ({"heads": "latent"}, {}, "attention runs in PyTorch: latent attention (MLA)"),
+        ({"heads": "recurrence"}, {}, "attention runs in PyTorch: layers with a recurrent state"),
+        ({}, {"dtype": "int4"}, "attention runs in PyTorch: a cache of int4"),
+        ({}, {"policy": "sinks(2, 8)", "rope_at": "read"}, "keys are rotated when they are read"),
+    ],
+)
+def test_description(kinds, options, text):
+    cache = CacheConfig(**{"dtype": "bfloat16", "max_seq_len": 64, "block_size": 4, **options})
+    assert text in describe_gpu(model_config(**kinds), cache, "bfloat16")
+
+
+def test_description_of_float64():
+    cache = CacheConfig(dtype="float32", max_seq_len=64)
+    assert describe_gpu(model_config(), cache, "float64") == "attention runs in PyTorch: activations of float64"
