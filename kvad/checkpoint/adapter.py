@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad import model
+from kvad import model, ops
 from kvad.checkpoint import folder as folder_lib
 from kvad.checkpoint import peft
 from kvad.checkpoint.families import find_family
@@ -233,6 +233,10 @@ class AdaptedCheckpoint(CheckpointHandle):
     def tensors(self) -> Mapping[str, Tensor]:
         """The base's tensors, without the adapter."""
         return self.base.tensors
+
+    def weight_files(self) -> list[ops.native.WeightFile]:
+        """Return none: merged weights are in no file."""
+        return []
 
     @cached_property
     def factors(self) -> dict[str, model.lora.LoraFactors]:

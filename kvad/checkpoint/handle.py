@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from kvad import config as config_lib
 from kvad import ops
 from kvad.checkpoint.folder import MODEL, TRAINING, check_file, read_json
 from kvad.checkpoint.generation_config import GenerationConfig
-from kvad.checkpoint.safetensors_io import open_file_tensors
+from kvad.checkpoint.safetensors_io import ShardedTensors, open_file_tensors
 from kvad.config import ModelConfig
 from kvad.text import Tokenizer, load_tokenizer
 
@@ -120,11 +121,25 @@ class CheckpointHandle(ABC):
             size += sum(tensor.nbytes for tensor in matrix.tensors().values())
         return size
 
+    def weight_files(self) -> list[ops.native.WeightFile]:
+        """Return the mapped files that ``weights`` yields tensors of, for ``ops.native.PackedStore``."""
+        tensors, files = self.tensors, []
+        for path, content in tensors.contents().items() if isinstance(tensors, ShardedTensors) else ():
+            entry = (self.files or {}).get(path.name)
+            checksum = None if entry is None else _checksum(entry)
+            files.append(ops.native.WeightFile.create(path, np.frombuffer(content, np.uint8), checksum))
+        return files
+
     def check_weights(self) -> None:
-        """Compare the model's tensor files with the manifest, if any; all their bytes are read."""
+        """Compare the model's tensor files with the manifest, if any.
+
+        All their bytes are read, unless a large file was compared before and was not written since.
+        """
         for name, entry in (self.files or {}).items():
             if name.endswith(".safetensors") and not name.startswith(f"{TRAINING}/"):
-                check_file(self.path / name, entry, "crc32")
+                verification = ops.native.Verification.of_weights(self.path / name, _checksum(entry))
+                check_file(self.path / name, entry, "size" if verification.is_current else "crc32")
+                verification.record()
 
     def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors in ``dtype`` (None: as stored); some are never rounded below float32."""
@@ -162,6 +177,10 @@ class CheckpointHandle(ABC):
         if self.tokenizer is not None:
             digest.update(self.tokenizer.fingerprint().encode())
         return digest.hexdigest()
+
+
+def _checksum(entry: Mapping[str, Any]) -> str:
+    return f"{entry.get('crc32')} {entry['sha256']}"
 
 
 def converted(weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

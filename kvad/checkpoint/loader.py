@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad import storage
+from kvad import ops, storage
 from kvad.checkpoint import families
 from kvad.checkpoint.adapter import find_adapter, open_adapted
 from kvad.checkpoint.gguf import GGUFCheckpoint
@@ -118,6 +118,8 @@ def load_weights(
         tensor_dtype = torch.float32 if on_cpu and tensor.dtype == torch.float16 else None
         state_dict[name] = tensor.to(device=device, dtype=tensor_dtype)
     model.load_state_dict(state_dict, assign=True)
+    if on_cpu:
+        model.packed_weights = ops.native.PackedWeights(ops.native.PackedStore.create(handle.weight_files()))
     return model.eval().requires_grad_(False)
 
 

@@ -63,7 +63,8 @@ class _Shard:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
     @cached_property
-    def _mapped(self) -> mmap.mmap:
+    def content(self) -> mmap.mmap:
+        """The mapped file."""
         try:
             return mmap.mmap(self._file, 0, flags=UNRESERVED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
@@ -74,7 +75,7 @@ class _Shard:
         dtype = _dtype(entry)
         if entry.bytes == 0:
             return torch.empty(entry.shape, dtype=dtype)
-        raw = torch.frombuffer(self._mapped, dtype=torch.uint8, count=entry.bytes, offset=entry.start)
+        raw = torch.frombuffer(self.content, dtype=torch.uint8, count=entry.bytes, offset=entry.start)
         return (raw.clone() if entry.start % dtype.itemsize else raw).view(dtype).view(entry.shape)
 
     def read(self, start: int, into: memoryview) -> None:
@@ -169,6 +170,10 @@ class ShardedTensors(Mapping[str, Tensor]):
 
     def file_name(self, name: str) -> Path:
         return self._entries[name][0].path
+
+    def contents(self) -> dict[Path, mmap.mmap]:
+        """Return the mapped content of the safetensors files, by path."""
+        return {shard.path: shard.content for shard, _ in self._entries.values() if isinstance(shard, _Shard)}
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Yield the elements in order, ``READ_CHUNK`` bytes at a time; each chunk overwrites the one before it.

@@ -283,6 +283,12 @@ def build_mlp(
     return GatedMLP(width, spec, dropout) if isinstance(spec, cfg.GatedMLPConfig) else PlainMLP(width, spec, dropout)
 
 
+def _embedding(rows: int, width: int) -> nn.Embedding:
+    """Return a table; without memory it is not initialized, for which torch would import its compiler (a second)."""
+    table = torch.empty(rows, width)
+    return nn.Embedding(rows, width, _weight=table if table.is_meta else None)
+
+
 class Embedding(nn.Module):
     """Token embedding (``config.EmbeddingConfig``); with ``vocab`` None it shares another embedding's table."""
 
@@ -291,10 +297,10 @@ class Embedding(nn.Module):
         self.spec = spec
         table = width if spec.embedding_size is None else spec.embedding_size
         inner = width if spec.projection == "start" else table  # size at which positions and token types are added
-        self.tokens = None if vocab is None else nn.Embedding(vocab, table)
+        self.tokens = None if vocab is None else _embedding(vocab, table)
         learned = spec.position if isinstance(spec.position, cfg.LearnedPositionsConfig) else None
-        self.positions = None if learned is None else nn.Embedding(learned.num_positions, inner)
-        self.token_types = nn.Embedding(spec.num_token_types, inner) if spec.num_token_types else None
+        self.positions = None if learned is None else _embedding(learned.num_positions, inner)
+        self.token_types = _embedding(spec.num_token_types, inner) if spec.num_token_types else None
         self.norm = Norm(inner, spec.norm) if spec.norm else None
         has_bias = spec.projection == "end"
         self.projection = None if spec.embedding_size is None else ops.linear.Linear(table, width, has_bias)

@@ -143,16 +143,12 @@ def write_container(
     """
     infos = [[name, dtype, list(shape), memoryview(data).nbytes, crc32(data)] for name, dtype, shape, data in sections]
     assert len({section.name for section in sections}) == len(sections), "duplicate section name"
-    content = {"kind": kind, "fingerprint": dict(fingerprint), "metadata": dict(metadata), "sections": infos}
-    header = json.dumps(content).encode()
-    header += b" " * (-(_PREFIX + len(header)) % ALIGNED)
-    assert len(header) <= MAX_HEADER_BYTES, f"a header of {len(header)} bytes"
-    start = MAGIC + _SIZE.pack(len(header))
+    header = _encode_header({"kind": kind, "fingerprint": fingerprint, "metadata": metadata, "sections": infos})
     temporary = temp_path(path, "tmp")
     file = fs.create(temporary)
     try:
         try:
-            fs.write(file, start + _CRC.pack(crc32(header, crc32(start))) + header)
+            fs.write(file, header)
             for section in sections:
                 fs.write(file, section.data)
             fs.write(file, END)
@@ -170,7 +166,60 @@ def write_container(
         raise
     if durable:
         fs.sync_dir(path.parent)
-    return _PREFIX + len(header) + sum(memoryview(section.data).nbytes for section in sections) + len(END)
+    return len(header) + sum(memoryview(section.data).nbytes for section in sections) + len(END)
+
+
+def _encode_header(content: Mapping[str, Any], nbytes: int = 0) -> bytes:
+    """Return all that precedes the sections, padded to ``nbytes`` at least."""
+    text = json.dumps({name: dict(x) if isinstance(x, Mapping) else x for name, x in content.items()}).encode()
+    text += b" " * max(nbytes - _PREFIX - len(text), -(_PREFIX + len(text)) % ALIGNED)
+    assert len(text) <= MAX_HEADER_BYTES, f"a header of {len(text)} bytes"
+    start = MAGIC + _SIZE.pack(len(text))
+    return start + _CRC.pack(crc32(text, crc32(start))) + text
+
+
+class ContainerWriter:
+    """Writes a container of bytes section by section, when their sizes are not known before.
+
+    The header is written last, into ``header_bytes`` that are reserved for it. ``close`` removes a file that was not
+    committed. Sections are padded to multiples of ALIGNED.
+
+    Raises:
+        OSError: If an operation of the disk fails. The previous file is then unchanged.
+    """
+
+    def __init__(self, path: Path, header_bytes: int, fs: FileSystem = REAL_FILE_SYSTEM) -> None:
+        self.path, self.file, self._fs = path, -1, fs
+        self._temporary = temp_path(path, "tmp")
+        self._start = self.end = header_bytes + -header_bytes % ALIGNED
+        self._infos: list[list[Any]] = []
+        self.file = fs.create(self._temporary)
+
+    def write(self, name: str, data: Buffer) -> int:
+        """Append a section and return its position in the file."""
+        offset, nbytes = self.end, memoryview(data).nbytes
+        padding = bytes(-nbytes % ALIGNED)
+        self._fs.write_at(self.file, data, offset)
+        self._fs.write_at(self.file, padding, offset + nbytes)
+        self._infos.append([name, "uint8", [nbytes + len(padding)], nbytes + len(padding), crc32(padding, crc32(data))])
+        self.end += nbytes + len(padding)
+        return offset
+
+    def commit(self, kind: str, fingerprint: Mapping[str, str]) -> None:
+        """Write the header and give the file its name; power cuts are detected by checksums only."""
+        content = {"kind": kind, "fingerprint": fingerprint, "metadata": {}, "sections": self._infos}
+        header = _encode_header(content, self._start)
+        assert len(header) == self._start, f"a header of {len(header)} bytes, {self._start} are reserved"
+        self._fs.write_at(self.file, END, self.end)
+        self._fs.write_at(self.file, header, 0)
+        self._fs.replace(self._temporary, self.path)
+
+    def close(self) -> None:
+        """Close the file; one that was not committed is removed."""
+        with suppress(OSError):
+            self._fs.remove(self._temporary)
+        with suppress(OSError):
+            self._fs.close(self.file)
 
 
 class ContainerFile:
@@ -208,6 +257,10 @@ class ContainerFile:
         if crc32(target) != section.crc:
             raise self._damaged(f"section {name} has a wrong checksum")
         return target
+
+    def map(self) -> mmap.mmap:
+        """Map the file, which must not be truncated while it is in use; sections are not verified."""
+        return self._fs.map(self._file, 0, self._size)
 
     def check(self) -> None:
         """Read and verify the whole file in chunks; StorageError if any section is damaged."""

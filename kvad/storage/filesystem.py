@@ -8,7 +8,8 @@ recover from fsync failures?"), so the file being written is discarded.
 The module also has what every store folder needs: valid names, the default folder and the removal of leftovers. All
 files that a user names are opened by ``open_regular``: a pipe or device in a file's place is an error at once.
 
-Reads are ``pread`` into our own buffers, never a mapping: truncating a mapped file during a read kills the process.
+Reads are ``pread`` into our own buffers: truncating a mapped file during a read kills the process. Only packed weights
+are mapped (``kvad/ops/native/packed_store.py``), whose files are replaced and removed, never truncated.
 Standard library only.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import mmap
 import os
 import re
 import stat
@@ -78,6 +80,11 @@ class FileSystem:
                 break
             left, count_read = left[count:], count_read + count
         return count_read
+
+    def map(self, file: int, offset: int, size: int) -> mmap.mmap:
+        """Map bytes of a file, whose ``offset`` is a multiple of the page size; writes stay in this process."""
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # no memory is reserved for writes
+        return mmap.mmap(file, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
 
     def size(self, file: int) -> int:
         return os.fstat(file).st_size

@@ -49,7 +49,13 @@ def build_program(model: Transformer, cache: CacheProtocol) -> NativeProgram | s
         library, reason = native.load()
         if library is None:
             return reason
-        return NativeProgram(_Builder(model, cache, library, files), library)
+        weights, num_tensors = model.packed_weights, len(list(model.parameters())) + len(list(model.buffers()))
+        try:
+            with weights.storing(library, num_tensors):
+                builder = _Builder(model, cache, library, files)
+        except OSError:  # of the disk; the weights are packed in memory now
+            builder = _Builder(model, cache, library, files)
+        return NativeProgram(builder, library)
     except Unsupported as reason:
         return str(reason)
 

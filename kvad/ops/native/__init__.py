@@ -8,6 +8,7 @@ from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvad.ops.native import library as library
+    from kvad.ops.native import packed_store as packed_store
     from kvad.ops.native.library import FileMappings as FileMappings
     from kvad.ops.native.library import GroupInput as GroupInput
     from kvad.ops.native.library import Library as Library
@@ -18,5 +19,8 @@ if TYPE_CHECKING:
     from kvad.ops.native.library import Store as Store
     from kvad.ops.native.library import SubBatchTable as SubBatchTable
     from kvad.ops.native.library import load as load
+    from kvad.ops.native.packed_store import PackedStore as PackedStore
+    from kvad.ops.native.packed_store import Verification as Verification
+    from kvad.ops.native.packed_store import WeightFile as WeightFile
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -15,7 +15,8 @@ import re
 import struct
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvad.ops.native.build import VARIANTS, library_path, source_hash
+from kvad.ops.native.packed_store import PackedStore
 from kvad.ops.quantized_linear import QuantizedMatrix
 
 Matrix = Tensor | QuantizedMatrix
@@ -213,8 +215,31 @@ def _elf_size(header: bytes) -> int:
 class PackedWeights:
     """Weights in the order in which the kernels read them, made once for all engines of a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: PackedStore | None = None) -> None:
         self._panels: dict[tuple[int, ...], _Panels] = {}
+        self._store = store
+
+    @contextmanager
+    def storing(self, library: Library, num_weights: int) -> Iterator[None]:
+        """Map panels of the block from the store, or write all of them to it, at most ``num_weights``.
+
+        Raises:
+            OSError: If a write fails; weights are packed in memory from then on.
+        """
+        store = self._store
+        if store is None:
+            yield
+            return
+        complete = False
+        store.open(library.variant, num_weights)
+        try:
+            yield
+            complete = True
+        except OSError:
+            self._panels, self._store = {}, None
+            raise
+        finally:
+            store.close(complete=complete)
 
     def panels(
         self, library: Library | None, matrices: Sequence[Matrix], files: FileMappings, *, interleaved: bool = False
@@ -232,13 +257,31 @@ class PackedWeights:
         if known is None or known.state != state or any(ref() is None for ref in known.sources):
             join = _interleave if interleaved else _concatenate
             rows = [join(*map(_row_addresses, arrays)) for arrays in zip(*parts, strict=True)]
-            packed = _pack(library, matrices[0], rows)
             if library is None:  # only the shape is needed
-                return packed
+                return _pack(None, matrices[0], rows)
+            packed = self._load_or_pack(library, matrices, rows, files, f"{interleaved}")
             for tensor in tensors:
                 files.release(tensor)
             known = self._panels[key] = _Panels(packed, state, [weakref.ref(tensor) for tensor in tensors])
         return known.packed
+
+    def _load_or_pack(
+        self,
+        library: Library,
+        matrices: Sequence[Matrix],
+        rows: Sequence[NDArray[np.uint64]],
+        files: FileMappings,
+        kind: str,
+    ) -> Tensor:
+        """Return the panels of rows; those of unchanged files are in the store, if there is one."""
+        tensors = [tensor for matrix in matrices for tensor in _parts(matrix)]
+        name = None
+        if self._store is not None and all(map(files.contain, tensors)):
+            name = self._store.name(tensors, kind)
+        if self._store is None or name is None:
+            return _pack(library, matrices[0], rows)
+        packed = self._store.find(name, _pack(None, matrices[0], rows))
+        return self._store.add(name, _pack(library, matrices[0], rows, apart=True)) if packed is None else packed
 
     def __reduce__(self) -> tuple[type[PackedWeights], tuple[()]]:
         """Copy without the panels: they belong to the parameters of one model."""
@@ -252,19 +295,26 @@ def _parts(matrix: Matrix) -> list[Tensor]:
     return [tensor for tensor in (matrix.data, matrix.scale, matrix.minimum) if tensor is not None]
 
 
-def _pack(library: Library | None, like: Matrix, rows: Sequence[NDArray[np.uint64]]) -> Tensor:
-    """Pack the rows of matrices like ``like``, which are given by their addresses."""
-    num_rows = _padded(len(rows[0]))
+def _pack(library: Library | None, like: Matrix, rows: Sequence[NDArray[np.uint64]], *, apart: bool = False) -> Tensor:
+    """Pack the rows of matrices like ``like``, which are given by their addresses; without a library, only the shape.
+
+    ``apart``: in memory that goes back to the system when it is freed; freed blocks would grow the heap.
+    """
+    width, dtype = (_even(like.shape[1]), like.dtype) if isinstance(like, Tensor) else (0, torch.uint8)
+    if not isinstance(like, Tensor):  # bytes of a row
+        group_bytes = -(-like.group_size // 4) * 4 * like.bits // 8 + like.scale.itemsize * (len(rows) - 1)
+        width = like.scale.shape[1] * group_bytes
+    shape = _padded(len(rows[0])), width
+    if library is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    if apart and min(shape):
+        buffer = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize)
+        packed = torch.frombuffer(buffer, dtype=dtype).view(shape)
+    else:
+        packed = torch.empty(shape, dtype=dtype)
     if isinstance(like, Tensor):
-        width = like.shape[1]
-        packed = torch.empty(num_rows, _even(width), dtype=like.dtype, device=like.device)
-        if library is not None:
-            library.pack(rows[0], width, like.itemsize, packed)
-        return packed
-    group_bytes = -(-like.group_size // 4) * 4 * like.bits // 8 + like.scale.itemsize * (len(rows) - 1)
-    numbers = like.scale.shape[1] * group_bytes  # bytes of a row
-    packed = torch.empty(num_rows, numbers, dtype=torch.uint8, device=like.data.device)
-    if library is not None:
+        library.pack(rows[0], like.shape[1], like.itemsize, packed)
+    else:
         library.pack_quantized(rows, like, packed)
     return packed
 
