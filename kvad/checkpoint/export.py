@@ -6,7 +6,7 @@ A model that was imported from a family is exported to that family; for any othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from kvad.checkpoint.adapter import AdaptedCheckpoint
 from kvad.checkpoint.conversion import write_tensors
 from kvad.checkpoint.folder import CONFIG, write_json
 from kvad.checkpoint.generation_config import GENERATION_FILE, write_embedding
-from kvad.checkpoint.handle import CheckpointHandle, read_tokenizer_files
+from kvad.checkpoint.handle import CheckpointHandle, quantizable, read_tokenizer_files
 from kvad.checkpoint.hf_layout import HFCheckpoint, choose_family, write_hf_config
 from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.safetensors_io import write_sharded
@@ -116,9 +116,6 @@ def write_merged(adapted: AdaptedCheckpoint, out: Path, dtype: torch.dtype | Non
         write_embedding(temp_folder, base.generation, base.config.hidden_size)
 
 
-MODULES = (model_lib.attention.Attention, model_lib.layers.GatedMLP, model_lib.layers.PlainMLP)
-
-
 class QuantizationResult(NamedTuple):
     """Sizes before and after, in bytes, and which matrices were quantized."""
 
@@ -133,6 +130,8 @@ def quantize_checkpoint(
     handle: CheckpointHandle, out: Path, bits: int, group_size: int, progress: Progress | None = None
 ) -> QuantizationResult:
     """Write a checkpoint in kvad's layout with quantized matrices (``native.py``), completely or not at all.
+
+    ``group_size`` 0 is one scale for each row.
 
     Raises:
         ConfigError: If the checkpoint is quantized, or has no matrix that can be.
@@ -150,7 +149,9 @@ def quantize_checkpoint(
         before += tensor.nbytes
         module, _, parameter = name.rpartition(".")
         if parameter == "weight" and module in known and module not in left:
-            matrix = ops.quantized_linear.quantize_matrix(tensor, bits, group_size).with_half_scales()
+            matrix = ops.quantized_linear.quantize_matrix(
+                tensor, bits, group_size or tensor.shape[1]
+            ).with_half_scales()
             error = (matrix.dequantize(torch.float32) - tensor.float()).abs().max() / tensor.abs().max().clamp_min(
                 1e-30
             )
@@ -174,18 +175,9 @@ def quantize_checkpoint(
     return QuantizationResult(before, after, len(known) - len(left), left, worst)
 
 
-def quantizable(model: model_lib.Transformer) -> Iterator[tuple[str, ops.linear.Linear]]:
-    """Yield the products of attention and MLPs, and their names."""
-    for name, module in model.named_modules():
-        if isinstance(module, MODULES):
-            for child, layer in module.named_children():
-                if type(layer) is ops.linear.Linear:
-                    yield f"{name}.{child}", layer
-
-
 def _fits(layer: ops.linear.Linear, bits: int, group_size: int) -> bool:
     try:
-        ops.quantized_linear.check_groups(layer.in_features, bits, group_size)
+        ops.quantized_linear.check_groups(layer.in_features, bits, group_size or layer.in_features)
     except ConfigError:
         return False
     return group_size <= layer.in_features

@@ -419,12 +419,13 @@ class WeightQuantization(NamedTuple):
     """Format of the matrices of a checkpoint that ``kvad quantize`` wrote."""
 
     bits: int
-    group_size: int
+    group_size: int  # 0: one scale for each row
 
     @property
     def description(self) -> str:
         """Return a short description, as ``int8, groups of 32``."""
-        return f"int{self.bits}, groups of {self.group_size}"
+        groups = f"groups of {self.group_size}" if self.group_size else "one scale for each row"
+        return f"int{self.bits}, {groups}"
 
 
 def read_quantization(path: Path) -> WeightQuantization | None:
@@ -436,6 +437,6 @@ def read_quantization(path: Path) -> WeightQuantization | None:
     if not isinstance(content, dict) or set(content) != {"bits", "group_size"}:
         raise ConfigError(f"{where}: must have bits and group_size, got {content!r}")
     found = WeightQuantization(**content)
-    if found.bits not in (4, 8) or type(found.group_size) is not int or found.group_size < 1:
-        raise ConfigError(f"{where}: bits must be 4 or 8 and group_size positive, got {content!r}")
+    if found.bits not in (4, 8) or type(found.group_size) is not int or found.group_size < 0:
+        raise ConfigError(f"{where}: bits must be 4 or 8 and group_size not negative, got {content!r}")
     return found

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvad import config as config_lib
+from kvad import model as model_lib
 from kvad import ops
 from kvad.checkpoint.folder import MODEL, TRAINING, check_file, read_json
 from kvad.checkpoint.generation_config import GenerationConfig
@@ -23,6 +24,11 @@ from kvad.checkpoint.safetensors_io import ShardedTensors, open_file_tensors
 from kvad.config import ModelConfig
 from kvad.text import Tokenizer, load_tokenizer
 
+MODULES = (
+    model_lib.attention.Attention,
+    model_lib.layers.GatedMLP,
+    model_lib.layers.PlainMLP,
+)  # have quantized matrices
 # A folder that has one of these files has a tokenizer, which must be readable.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer_config.json", "*.model", "*.spm")
 # Files of a tokenizer or a chat template; they are copied unchanged.
@@ -108,7 +114,7 @@ class CheckpointHandle(ABC):
         """Yield all tensors by kvad's names; a CheckpointError names one that does not fit, or a changed file."""
 
     @property
-    def quantized_matrices(self) -> Mapping[str, ops.quantized_linear.QuantizedMatrix]:
+    def quantized_matrices(self) -> Mapping[str, ops.quantized_linear.QuantizedMatrix | ops.block_matrix.BlockMatrix]:
         """Matrices, by the name of their layer, that are computed with as they are stored."""
         return {}
 
@@ -117,8 +123,7 @@ class CheckpointHandle(ABC):
         shapes = config_lib.parameter_shapes
         size = shapes.weight_bytes(self.config, dtype)
         for matrix in self.quantized_matrices.values():
-            size -= len(matrix.data) * matrix.in_features * shapes.DTYPE_BYTES[dtype]
-            size += sum(tensor.nbytes for tensor in matrix.tensors().values())
+            size += matrix.num_bytes - matrix.out_features * matrix.in_features * shapes.DTYPE_BYTES[dtype]
         return size
 
     def weight_files(self) -> list[ops.native.WeightFile]:
@@ -177,6 +182,15 @@ class CheckpointHandle(ABC):
         if self.tokenizer is not None:
             digest.update(self.tokenizer.fingerprint().encode())
         return digest.hexdigest()
+
+
+def quantizable(model: model_lib.Transformer) -> Iterator[tuple[str, ops.linear.Linear]]:
+    """Yield the products of attention and MLPs, and their names."""
+    for name, module in model.named_modules():
+        if isinstance(module, MODULES):
+            for child, layer in module.named_children():
+                if type(layer) is ops.linear.Linear:
+                    yield f"{name}.{child}", layer
 
 
 def _checksum(entry: Mapping[str, Any]) -> str:

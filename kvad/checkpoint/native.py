@@ -8,8 +8,9 @@ A checkpoint folder in kvad's layout::
     manifest.json         {"kvad": version, "format": 2, "files": {name: {"bytes", "sha256", "crc32"}}}
     training/             state.json and state.safetensors, if training can be resumed
 
-After ``kvad quantize``, config.json has ``"quantization": {"bits", "group_size"}``, and products of attention and MLPs
-have ``.data``, ``.scale`` and, with 4 bits, ``.minimum`` (``kvad.ops.quantized_linear``) instead of ``.weight``.
+After ``kvad quantize``, config.json has ``"quantization": {"bits", "group_size"}`` (0: one scale for each row), and
+products of attention and MLPs have ``.data``, ``.scale`` and, with 4 bits, ``.minimum``
+(``kvad.ops.quantized_linear``) instead of ``.weight``.
 
 In Hugging Face's layout, which ``transformers`` loads unchanged, config.json is a family's, model.safetensors has its
 tensor names, and generation_config.json has the generation defaults (``hf_layout.py``); nothing about the model is
@@ -188,7 +189,7 @@ class NativeCheckpoint(CheckpointHandle):
     def quantized_matrices(self) -> Mapping[str, ops.quantized_linear.QuantizedMatrix]:
         if self._quantization is None:
             return {}
-        bits, group_size = self._quantization
+        bits, common_size = self._quantization
         stored, matrices = self.tensors, dict[str, ops.quantized_linear.QuantizedMatrix]()
         shapes = config_lib.parameter_shapes.weight_shapes(self.config)
         for name, shape in shapes.items():
@@ -196,6 +197,7 @@ class NativeCheckpoint(CheckpointHandle):
             if name in stored or f"{module}.scale" not in stored:
                 continue
             out, width = shape
+            group_size = common_size or width
             expected = {"data": (out, width * bits // 8), "scale": (out, width // group_size)}
             expected |= {"minimum": expected["scale"]} if bits == 4 else {}
             dtypes = {"data": torch.int8 if bits == 8 else torch.uint8}

@@ -355,12 +355,19 @@ class Transformer(nn.Module):
         stacks = [stack for stack in (self.encoder, self.decoder) if stack is not None]
         return [*self.parameters(), *(constant for stack in stacks for constant in stack.constants())]
 
-    def use_quantized(self, matrices: Mapping[str, ops.quantized_linear.QuantizedMatrix]) -> None:
+    def use_quantized(
+        self, matrices: Mapping[str, ops.quantized_linear.QuantizedMatrix | ops.block_matrix.BlockMatrix]
+    ) -> None:
         """Replace the weights of layers, given by name, by quantized matrices, for inference."""
         for name, matrix in matrices.items():
             parent, _, child = name.rpartition(".")
             module = self.get_submodule(parent)
-            setattr(module, child, ops.quantized_linear.QuantizedLinear(matrix, getattr(module, child).bias))
+            bias = getattr(module, child).bias
+            if isinstance(matrix, ops.block_matrix.BlockMatrix):
+                layer: ops.linear.Linear = ops.block_matrix.BlockLinear(matrix, bias)
+            else:
+                layer = ops.quantized_linear.QuantizedLinear(matrix, bias)
+            setattr(module, child, layer)
 
     def fuse_projections(self) -> None:
         """Pack the weights that share an input, for speed; outputs and checkpoints stay equal."""

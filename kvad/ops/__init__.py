@@ -9,6 +9,7 @@ from kvad._lazy import lazy_names
 if TYPE_CHECKING:
     from kvad.ops import attention as attention
     from kvad.ops import batch_invariant as batch_invariant
+    from kvad.ops import block_matrix as block_matrix
     from kvad.ops import compile as compile
     from kvad.ops import cross_entropy as cross_entropy
     from kvad.ops import gpu as gpu

@@ -37,6 +37,21 @@ class QuantizedMatrix(NamedTuple):
         """Number of columns."""
         return self.scale.shape[1] * self.group_size
 
+    @property
+    def out_features(self) -> int:
+        """Number of rows."""
+        return len(self.data)
+
+    @property
+    def format(self) -> tuple[int, int, torch.dtype]:
+        """Bits, group size and dtype of the scales."""
+        return self.bits, self.group_size, self.scale.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by field."""
         parts = {"data": self.data, "scale": self.scale, "minimum": self.minimum}
@@ -105,12 +120,15 @@ class QuantizedLinear(Linear):
 
     def __init__(self, matrix: QuantizedMatrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)  # Linear.__init__ would allocate a weight
-        self.bits, self.group_size = matrix.bits, matrix.group_size
-        self.out_features, self.in_features = matrix.data.shape[0], matrix.in_features
-        for name in ("data", "scale", "minimum"):
-            self.register_buffer(name, getattr(matrix, name))
+        self.out_features, self.in_features = matrix.out_features, matrix.in_features
+        self._set_matrix(matrix)
         self.bias = bias  # type: ignore[assignment]
         self.training = False
+
+    def _set_matrix(self, matrix: QuantizedMatrix) -> None:
+        self.bits, self.group_size = matrix.bits, matrix.group_size
+        for name in ("data", "scale", "minimum"):
+            self.register_buffer(name, getattr(matrix, name))
 
     @property
     def matrix(self) -> QuantizedMatrix:

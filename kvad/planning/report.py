@@ -112,7 +112,11 @@ def read_target(text: str) -> PlanTarget:
         path = checkpoint.hub.resolve_model_path(text, weights=False)
     if path.is_file() and path.suffix == ".gguf":
         handle = checkpoint.gguf.GGUFCheckpoint(path)
-        return PlanTarget(text, handle.config, str(handle.stored_dtype).removeprefix("torch."), handle.origin)
+        matrices = handle.quantized_matrices.values()
+        numbers = sum(matrix.out_features * matrix.in_features for matrix in matrices)
+        quantized = QuantizedSize(numbers, sum(matrix.num_bytes for matrix in matrices))
+        dtype = str(handle.stored_dtype).removeprefix("torch.")
+        return PlanTarget(text, handle.config, dtype, handle.origin, quantized=quantized)
     if path.is_dir():
         folder = checkpoint.folder.locate(path)
         config_file = folder / checkpoint.folder.CONFIG

@@ -20,7 +20,7 @@ from kvad.text.simple_tokenizers import ByteTokenizer
 from tests.support.cli_checkpoints import run
 from tests.support.random_models import build, model_config, pair_config
 
-FORMATS = [(8, 8), (4, 8), (8, 24)]
+FORMATS = [(8, 8), (4, 8), (8, 24), (8, 0), (4, 0)]
 
 
 def write(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -67,7 +67,7 @@ def test_the_model_computes_with_the_integers_that_are_stored(
     plain.load_state_dict(dict(handle.weights_as(getattr(torch, dtype))), assign=True)  # dequantized
     sizes = {"max_source_len": 3} if kind == "encoder-decoder" else {}
     assert greedy(model, **sizes) == greedy(plain.eval().requires_grad_(False), **sizes)
-    assert handle.quantization == f"int{bits}, groups of {group}"
+    assert handle.quantization == f"int{bits}, " + (f"groups of {group}" if group else "one scale for each row")
 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
@@ -119,6 +119,19 @@ def test_the_command_reports_sizes_and_loss(tmp_path: Path, capsys: pytest.Captu
     assert lines["8"]["perplexity_before"] == pytest.approx(lines["4"]["perplexity_before"])
     again = run(capsys, "quantize", tmp_path / "int8", tmp_path / "twice")
     assert again.code == 2 and "is quantized already (int8, groups of 8)" in again.err
+
+
+def test_matrices_that_groups_do_not_divide_are_left_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "model", model_config())
+    result = run(capsys, "quantize", tmp_path / "model", tmp_path / "out", "--group-size", "24")
+    assert result.code == 0
+    assert "left: decoder.layers.0.mlp.down" in result.out and "whose width groups of 24 do not divide" in result.out
+    matrices = checkpoint.open_checkpoint(tmp_path / "out").quantized_matrices
+    assert "decoder.layers.0.mlp.up" in matrices and "decoder.layers.0.mlp.down" not in matrices
+    result = run(capsys, "quantize", tmp_path / "model", tmp_path / "rows", "--per-channel", "--json")
+    assert result.code == 0 and json.loads(result.out)["group_size"] == 0 and not json.loads(result.out)["left"]
 
 
 def test_other_readers_get_dequantized_matrices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@
 | `architectures` | pairs of GGUF architectures and Hugging Face classes, with their keys |
 | `metadata` | the keys of a file, from and to ``config.json`` |
 | `packings` | tensors that Hugging Face stores in another number of pieces, or in another order |
-| `reader` | a GGUF file as a checkpoint; quantized tensors are dequantized when they are read |
+| `reader` | a GGUF file as a checkpoint; its matrices are used as they are, others dequantized when they are read |
 | `tokenizer` | the tokenizer in the metadata, from and to ``tokenizer.json`` |
 | `writer` | export of a checkpoint in float32, bfloat16 or Q8_0 |
 

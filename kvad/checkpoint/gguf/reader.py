@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import mmap
 import re
 import shutil
 import tempfile
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvad import storage
-from kvad.checkpoint.conversion import HFConfigReader
+from kvad import model as model_lib
+from kvad import ops, storage
+from kvad.checkpoint.conversion import SAME, STACKED, HFConfigReader, TensorRule, read_tensors
 from kvad.checkpoint.gguf import tokenizer
 from kvad.checkpoint.gguf.architectures import find_architecture
 from kvad.checkpoint.gguf.metadata import DIVISORS, Architecture, FileContents, Packing, config_json
+from kvad.checkpoint.handle import converted, quantizable
 from kvad.checkpoint.hf_layout import HFCheckpoint
+from kvad.checkpoint.safetensors_io import UNRESERVED
 from kvad.errors import CheckpointError
 from kvad.text import Tokenizer, load_tokenizer
 
@@ -35,7 +39,10 @@ _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class GGUFCheckpoint(HFCheckpoint):
-    """A GGUF file; quantized tensors are dequantized one at a time, and stored as bfloat16 by default."""
+    """A GGUF file, whose matrices of attention and MLPs are computed with as they are, if their format allows it.
+
+    Other quantized tensors are dequantized one at a time, and stored as bfloat16 by default.
+    """
 
     @cached_property
     def _reader(self) -> gguf.GGUFReader:
@@ -114,10 +121,79 @@ class GGUFCheckpoint(HFCheckpoint):
         """Yield all tensors in ``dtype`` (None: ``stored_dtype``)."""
         yield from super().weights_as(dtype or self.stored_dtype)
 
+    @cached_property
+    def content(self) -> mmap.mmap:
+        """The mapped file; writes stay in this process."""
+        with storage.filesystem.open_regular(self.path) as file:
+            return mmap.mmap(file.fileno(), 0, flags=UNRESERVED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def weight_files(self) -> list[ops.native.WeightFile]:
+        """Return the file, which has no checksum."""
+        return [ops.native.WeightFile.create(self.path, np.frombuffer(self.content, np.uint8), None)]
+
+    @cached_property
+    def quantized_matrices(self) -> Mapping[str, ops.block_matrix.BlockMatrix]:
+        """The matrices of attention and MLPs in a block format (``ops/block_matrix.py``), by their layers.
+
+        Raises:
+            CheckpointError: If a scale is NaN or infinite.
+        """
+        with torch.device("meta"):
+            layers = {name for name, _ in quantizable(model_lib.Transformer(self.config))}
+        matrices: dict[str, ops.block_matrix.BlockMatrix] = {}
+        for rule in self.family.tensor_rules(self.transformer_config):
+            names = [name.removesuffix(".weight") for name in rule.kvad_names]
+            matrix = self.tensors.block_matrix(rule.hf_names[0]) if _keeps_rows(rule) else None
+            if matrix is None or not layers.issuperset(names) or rule.shapes[0][1] != matrix.in_features:
+                continue
+            start = 0
+            for name, (rows, _) in zip(names, rule.shapes, strict=True):
+                part, start = slice(start, start + rows), start + rows
+                order = None if matrix.order is None else matrix.order[part]
+                blocks = matrix.blocks if order is not None else matrix.blocks[part]
+                matrices[name] = ops.block_matrix.BlockMatrix(blocks, order, matrix.kind)
+        return matrices
+
+    def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors but those of ``quantized_matrices``; no other is dequantized."""
+        quantized = {f"{name}.weight" for name in self.quantized_matrices}
+        rules = self.family.tensor_rules(self.transformer_config)
+        unread = {name for rule in rules if quantized.issuperset(rule.kvad_names) for name in rule.hf_names}
+        stored = _PartlyRead(self.tensors, unread)
+        weights = read_tensors(self.family, self.transformer_config, stored, str(self.path))
+        yield from converted((pair for pair in weights if pair[0] not in quantized), dtype or self.stored_dtype)
+
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the largest tensor, bfloat16 if it is quantized."""
         return self.tensors.dtype(max(self.tensors, key=self.tensors.bytes))
+
+
+def _keeps_rows(rule: TensorRule) -> bool:
+    """Return True if the rows of a matrix are those of one or more of kvad's, in the same order."""
+    is_plain = rule.transform is SAME or rule.transform is STACKED
+    return is_plain and len(rule.hf_names) == 1 and all(len(shape) == 2 for shape in rule.shapes)
+
+
+class _PartlyRead(Mapping[str, Tensor]):
+    """Tensors of which some are not read, only their shapes."""
+
+    def __init__(self, tensors: GGUFTensors, unread: Container[str]) -> None:
+        self._tensors, self._unread = tensors, unread
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._unread:
+            return torch.empty(self._tensors.shape(name), device="meta")
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
 
 
 def _shortest(value: float) -> float:
@@ -152,9 +228,31 @@ class RawTensors(Mapping[str, Tensor]):
             message = f"{self.path}: tensor {name} ({tensor.tensor_type.name}) cannot be dequantized: {error}"
             raise CheckpointError(message) from error
         if not torch.isfinite(values).all():
-            message = f"{self.path}: tensor {name} ({tensor.tensor_type.name}) has a block of NaN or infinite values"
-            raise CheckpointError(message, "The file is damaged. Download or copy it again.")
+            raise self._nonfinite(name)
         return values
+
+    def _nonfinite(self, name: str) -> CheckpointError:
+        message = f"{self.path}: tensor {name} ({self.kind(name)}) has a block of NaN or infinite values"
+        return CheckpointError(message, "The file is damaged. Download or copy it again.")
+
+    def kind(self, name: str) -> str:
+        """Return the type of a tensor."""
+        return str(self._tensors[name].tensor_type.name)
+
+    def blocks(self, name: str, content: mmap.mmap) -> Tensor | None:
+        """Return the blocks [out, blocks of a row, bytes] of a matrix, mapped, or None if its format is another one."""
+        tensor, known = self._tensors[name], ops.block_matrix.BLOCK_FORMATS.get(self.kind(name))
+        if known is None or len(tensor.shape) != 2 or int(tensor.shape[0]) % known.size:
+            return None
+        rows, width = self.shape(name)
+        start, size = int(tensor.data_offset), int(tensor.n_bytes)
+        if start + size > len(content):
+            raise CheckpointError(f"{self.path} is truncated in tensor {name}", "Download or copy it again.")
+        raw = torch.frombuffer(content, dtype=torch.uint8, count=size, offset=start)
+        blocks: Tensor = raw.view(rows, width // known.size, known.num_bytes)
+        if not ops.block_matrix.BlockMatrix(blocks, None, self.kind(name)).is_finite:
+            raise self._nonfinite(name)
+        return blocks
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -179,7 +277,7 @@ class GGUFTensors(Mapping[str, Tensor]):
     """Tensors of a GGUF file by Hugging Face's names, in its layout; one without such a name has its own."""
 
     def __init__(self, checkpoint: GGUFCheckpoint) -> None:
-        self._raw = RawTensors(checkpoint.path, checkpoint._reader)
+        self._raw, self._checkpoint = RawTensors(checkpoint.path, checkpoint._reader), checkpoint
         self._architecture, self._content = checkpoint.architecture, checkpoint.fields.content
         family, config = checkpoint.family, checkpoint.family.read(checkpoint.fields)
         num_layers = config.decoder.num_layers if config.decoder else 0
@@ -211,6 +309,26 @@ class GGUFTensors(Mapping[str, Tensor]):
         if location.packing is not None:
             return location.packing.read(parts)
         return self._architecture.convert(location.names[0], parts[0], self._content)
+
+    def block_matrix(self, name: str) -> ops.block_matrix.BlockMatrix | None:
+        """Return a matrix in a block format with the rows of Hugging Face's, or None if it is no such matrix."""
+        location = self._locations.get(name)
+        if location is None or location.packing is not None or location.expert is not None:
+            return None
+        raw_name = location.names[0]
+        shape = self._raw.shape(raw_name)
+        if len(shape) != 2 or self.shape(name) != shape:  # a transposed one
+            return None
+        blocks = self._raw.blocks(raw_name, self._checkpoint.content)
+        if blocks is None:
+            return None
+        rows = torch.arange(shape[0])[:, None]
+        order = self._architecture.convert(raw_name, rows, self._content)
+        if order.shape != rows.shape:
+            return None
+        is_sorted = torch.equal(order, rows)
+        kind = self._raw.kind(raw_name)
+        return ops.block_matrix.BlockMatrix(blocks, None if is_sorted else order[:, 0].contiguous(), kind)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._locations)

@@ -217,6 +217,7 @@ class _QuantizeOptions(ModelArgument, JsonOption):
     out: Path = argument("OUT")
     bits: Literal["8", "4"] = option("Bits of a weight", "8")
     group_size: int = option("Weights of a row that share a scale", 32)
+    per_channel: bool = option("One scale for each row, instead of groups")
     data: Path | None = option("Text on which the loss of the weights is measured", metavar="FILE")
     data_tokens: int = option("Tokens of it that are read", 8192)
     overwrite: bool = option("Replace a checkpoint in the output folder")
@@ -233,7 +234,7 @@ def quantize_command(options: _QuantizeOptions) -> None:
     kvad quantize runs/demo runs/demo-int8
     kvad quantize ./SmolLM2-135M smollm-int4 --bits 4 --data book.txt
     """
-    out, bits = options.out, int(options.bits)
+    out, bits, group_size = options.out, int(options.bits), 0 if options.per_channel else options.group_size
     check_output(out, None, options.overwrite)
     if options.group_size < 1:
         raise UsageError(f"--group-size: must be at least 1, got {options.group_size}")
@@ -250,8 +251,8 @@ def quantize_command(options: _QuantizeOptions) -> None:
             done += num_bytes
             progress.update(name, done, total)
 
-        result = checkpoint.export.quantize_checkpoint(opened, out, bits, options.group_size, update)
-        record: dict[str, Any] = {"model": options.model, "out": out, "bits": bits, "group_size": options.group_size}
+        result = checkpoint.export.quantize_checkpoint(opened, out, bits, group_size, update)
+        record: dict[str, Any] = {"model": options.model, "out": out, "bits": bits, "group_size": group_size}
         record |= result._asdict()
         lines = [f"written: {out}, {format_bytes(result.bytes_after)} (before: {format_bytes(result.bytes_before)})"]
         matrices = format_count(result.quantized, "matrix", "matrices")

@@ -32,6 +32,7 @@ from kvad.ops import native
 MAX_STEPS = 256  # prepared inputs; all are prepared again when the limit is exceeded
 MAX_COPIED_BYTES = 1 << 30  # of weights that stay in memory beside the packed ones
 SCALE_DTYPES = (torch.float32, torch.float16)
+QUANTIZED_LAYERS = (ops.quantized_linear.QuantizedLinear, ops.block_matrix.BlockLinear)
 MAX_POSITION_BYTES = 1 << 28  # of a table of sines
 
 
@@ -93,8 +94,10 @@ def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> No
     _require(table.dtype in native.library.DTYPES, f"weights of {str(table.dtype).removeprefix('torch.')}")
     _require(dtypes == {table.dtype}, "the weights have several dtypes")
     _require(not model._forward_pre_hooks and not model._forward_hooks, "a hook reads the model's input or output")
-    tensors = (*model.parameters(), *model.buffers())
-    copied = sum(x.nbytes for x in tensors if not x.is_meta and not files.contain(x))
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.is_meta and x is not table]
+    if model.config.tie_embeddings and not table.is_meta:  # otherwise it is not packed
+        tensors.append(table)
+    copied = sum(x.nbytes for x in tensors if not files.contain(x))
     _require(copied <= MAX_COPIED_BYTES, "weights that are not mapped from a file would be in memory twice")
     _require(cache.kernel == "auto", "a kernel of PyTorch was chosen")
     _require(cache.attention_hook is None, "an attention hook reads every layer")
@@ -287,12 +290,12 @@ class _Builder:
             _require(all(isinstance(x, Tensor) and x.stride(1) == 1 for x in weights), "a transposed weight")
             quantization = {}
         else:
-            formats = {None if isinstance(x, Tensor) else (x.bits, x.group_size, x.scale.dtype) for x in weights}
-            _require(len(formats) == 1, "joined weights of several formats")
-            _require(first.group_size % 2 == 0, "groups with an odd number of weights")
-            _require(first.scale.dtype in SCALE_DTYPES, f"scales in {first.scale.dtype}")
-            half = first.scale.dtype == torch.float16
-            quantization = {"bits": first.bits, "quantized_group": first.group_size, "half_scales": half}
+            _require(len(set(map(_format, weights))) == 1, "joined weights of several formats")
+            bits, group_size, scale_dtype = first.format
+            _require(group_size % 2 == 0, "groups with an odd number of weights")
+            _require(scale_dtype in SCALE_DTYPES, f"scales in {scale_dtype}")
+            half = scale_dtype == torch.float16
+            quantization = {"bits": bits, "quantized_group": group_size, "half_scales": half}
         panels = self.model.packed_weights.panels(self.library, weights, self.files, interleaved=interleaved)
         rows, width = panels.shape if isinstance(first, Tensor) else (len(panels), first.in_features)
         self._op("linear", input=source, out=out, mode=native.library.OUTPUT_MODES.index(mode), weight=panels, k=width,
@@ -300,7 +303,7 @@ class _Builder:
         return rows
 
     def _linear(self, layer: nn.Module) -> ops.linear.Linear:
-        is_known = type(layer) in (ops.linear.Linear, ops.quantized_linear.QuantizedLinear)
+        is_known = type(layer) in (ops.linear.Linear, *QUANTIZED_LAYERS)
         _require(is_known, f"a layer of the kind {type(layer).__name__}")
         assert isinstance(layer, ops.linear.Linear)
         _require(layer.tiles is None, "batch-invariant products of PyTorch")
@@ -330,15 +333,22 @@ class _Builder:
         ]
         group_index, group = self._group(index)
         width = sum(layer.out_features for layer in layers)
-        projected = self._shared("projections", _padded(width), torch.float32)
-        self._product(self.input, projected, [_matrix(layer) for layer in layers], self._biases(layers), mode="float",
-                      in_stride=_padded(self.size), out_stride=_padded(width), clip=spec.clip_qkv or 0.0)  # fmt: skip
+        stride = _padded(width)
+        joined = [layers]
+        if len({_format(_matrix(layer)) for layer in layers}) > 1:  # each writes whole panels
+            stride, joined = stride + native.library.PANEL, [[layer] for layer in layers]
+        projected, at = self._shared("projections", stride, torch.float32), 0
+        for part in joined:
+            self._product(self.input, projected, [_matrix(layer) for layer in part], self._biases(part), mode="float",
+                          in_stride=_padded(self.size), out_offset=at, out_stride=stride,
+                          clip=spec.clip_qkv or 0.0)  # fmt: skip
+            at += sum(layer.out_features for layer in part)
         at = 0
         norms = [(attention.q_norm, heads, dim), (None if is_cross else attention.k_norm, kv_heads, dim)]
         for norm, count, size in [*norms, (None if is_cross else attention.v_norm, kv_heads, value_dim)]:
             if norm is not None:
                 self._norm(norm, projected, projected, to_float=True, in_offset=at, out_offset=at, k=norm.width,
-                           in_stride=_padded(width), out_stride=_padded(width), heads=count * size // norm.width,
+                           in_stride=stride, out_stride=stride, heads=count * size // norm.width,
                            own_weights=norm.num_weights)  # fmt: skip
             at += count * size
         position = {} if is_cross else self._position(index, attention)
@@ -348,7 +358,7 @@ class _Builder:
         query_size = heads * _even(dim)
         queries = self._shared("queries", _padded(query_size), self.dtype)
         rotary = {name: position.pop(name, 0) for name in ("angles", "rotary_dim", "interleaved")}
-        self._op("rotate", input=projected, out=queries, in_stride=_padded(width), out_stride=_padded(query_size),
+        self._op("rotate", input=projected, out=queries, in_stride=stride, out_stride=_padded(query_size),
                  **shape, **rotary)  # fmt: skip
         attended = self._shared("attended", _padded(heads * value_dim), self.dtype)
         self._op("attend", input=queries, out=attended, in_stride=_padded(query_size),
@@ -444,6 +454,10 @@ class _Builder:
 
 def _matrix(layer: ops.linear.Linear) -> native.library.Matrix:
     return layer.matrix if isinstance(layer, ops.quantized_linear.QuantizedLinear) else layer.weight
+
+
+def _format(matrix: native.library.Matrix) -> tuple[int, int, torch.dtype] | None:
+    return None if isinstance(matrix, Tensor) else matrix.format
 
 
 def _activation(function: object) -> int:

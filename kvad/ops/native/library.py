@@ -15,8 +15,9 @@ import re
 import struct
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +26,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from kvad.ops.block_matrix import BlockMatrix
 from kvad.ops.native.build import VARIANTS, library_path, source_hash
 from kvad.ops.native.packed_store import PackedStore
 from kvad.ops.quantized_linear import QuantizedMatrix
 
-Matrix = Tensor | QuantizedMatrix
+Matrix = Tensor | QuantizedMatrix | BlockMatrix
+JoinRows = Callable[..., NDArray[np.uint64]]  # of several matrices, given by their addresses
 
 ENVIRONMENT_VARIABLE = "KVAD_NATIVE"  # "off", or the name of a variant
 PANEL = 32  # rows of a weight that are stored together
@@ -250,38 +253,36 @@ class PackedWeights:
         ``interleaved``: half a panel of the first matrix, then the same rows of the second one, padded to half a panel.
         A weight that has changed is packed again. Pages of ``files`` that held the rows are given back.
         """
-        parts = [_parts(matrix) for matrix in matrices]
-        tensors = [tensor for arrays in parts for tensor in arrays]
+        tensors = [tensor for matrix in matrices for tensor in _parts(matrix)]
         key, state = tuple(map(id, tensors)), tuple(map(_state, tensors))
         known = self._panels.get(key)
         if known is None or known.state != state or any(ref() is None for ref in known.sources):
             join = _interleave if interleaved else _concatenate
-            rows = [join(*map(_row_addresses, arrays)) for arrays in zip(*parts, strict=True)]
             if library is None:  # only the shape is needed
-                return _pack(None, matrices[0], rows)
-            packed = self._load_or_pack(library, matrices, rows, files, f"{interleaved}")
+                return _empty_panels(matrices, join)
+            packed = self._load_or_pack(library, matrices, join, files)
             for tensor in tensors:
                 files.release(tensor)
             known = self._panels[key] = _Panels(packed, state, [weakref.ref(tensor) for tensor in tensors])
         return known.packed
 
     def _load_or_pack(
-        self,
-        library: Library,
-        matrices: Sequence[Matrix],
-        rows: Sequence[NDArray[np.uint64]],
-        files: FileMappings,
-        kind: str,
+        self, library: Library, matrices: Sequence[Matrix], join: JoinRows, files: FileMappings
     ) -> Tensor:
-        """Return the panels of rows; those of unchanged files are in the store, if there is one."""
-        tensors = [tensor for matrix in matrices for tensor in _parts(matrix)]
+        """Return the panels of matrices; those of unchanged files are in the store, if there is one."""
         name = None
-        if self._store is not None and all(map(files.contain, tensors)):
-            name = self._store.name(tensors, kind)
+        if self._store is not None:
+            tensors = [m.blocks if isinstance(m, BlockMatrix) else x for m in matrices for x in _parts(m)[:1]]
+            tensors += [tensor for m in matrices if isinstance(m, QuantizedMatrix) for tensor in _parts(m)[1:]]
+            orders = [m.order for m in matrices if isinstance(m, BlockMatrix)]
+            kinds = [m.kind for m in matrices if isinstance(m, BlockMatrix)]
+            hashes = ["" if x is None else blake2b(x.numpy().data, digest_size=16).hexdigest() for x in orders]
+            if all(map(files.contain, tensors)):
+                name = self._store.name(tensors, f"{join.__name__} {kinds} {hashes}")
         if self._store is None or name is None:
-            return _pack(library, matrices[0], rows)
-        packed = self._store.find(name, _pack(None, matrices[0], rows))
-        return self._store.add(name, _pack(library, matrices[0], rows, apart=True)) if packed is None else packed
+            return _pack(library, matrices, join)
+        packed = self._store.find(name, _empty_panels(matrices, join))
+        return self._store.add(name, _pack(library, matrices, join, apart=True)) if packed is None else packed
 
     def __reduce__(self) -> tuple[type[PackedWeights], tuple[()]]:
         """Copy without the panels: they belong to the parameters of one model."""
@@ -289,29 +290,36 @@ class PackedWeights:
 
 
 def _parts(matrix: Matrix) -> list[Tensor]:
-    """Return the tensors whose rows make the rows of a matrix."""
-    if isinstance(matrix, Tensor):
-        return [matrix]
-    return [tensor for tensor in (matrix.data, matrix.scale, matrix.minimum) if tensor is not None]
+    """Return the tensors that make the rows of a matrix."""
+    return [matrix] if isinstance(matrix, Tensor) else list(matrix.tensors().values())
 
 
-def _pack(library: Library | None, like: Matrix, rows: Sequence[NDArray[np.uint64]], *, apart: bool = False) -> Tensor:
-    """Pack the rows of matrices like ``like``, which are given by their addresses; without a library, only the shape.
+def _empty_panels(matrices: Sequence[Matrix], join: JoinRows) -> Tensor:
+    """Return panels without memory."""
+    like = matrices[0]
+    counts = [len(matrix) if isinstance(matrix, Tensor) else matrix.out_features for matrix in matrices]
+    rows = _padded(len(join(*(np.zeros(count, dtype=np.uint64) for count in counts))))
+    if isinstance(like, Tensor):
+        return torch.empty(rows, _even(like.shape[1]), dtype=like.dtype, device="meta")
+    row_bytes = like.num_bytes // max(1, like.out_features)
+    if isinstance(like, QuantizedMatrix):  # groups are filled up to four numbers
+        row_bytes += like.scale.shape[1] * (-like.group_size % 4 * like.bits // 8)
+    return torch.empty(rows, row_bytes, dtype=torch.uint8, device="meta")
+
+
+def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, *, apart: bool = False) -> Tensor:
+    """Pack matrices.
 
     ``apart``: in memory that goes back to the system when it is freed; freed blocks would grow the heap.
     """
-    width, dtype = (_even(like.shape[1]), like.dtype) if isinstance(like, Tensor) else (0, torch.uint8)
-    if not isinstance(like, Tensor):  # bytes of a row
-        group_bytes = -(-like.group_size // 4) * 4 * like.bits // 8 + like.scale.itemsize * (len(rows) - 1)
-        width = like.scale.shape[1] * group_bytes
-    shape = _padded(len(rows[0])), width
-    if library is None:
-        return torch.empty(shape, dtype=dtype, device="meta")
-    if apart and min(shape):
-        buffer = mmap.mmap(-1, shape[0] * shape[1] * dtype.itemsize)
-        packed = torch.frombuffer(buffer, dtype=dtype).view(shape)
+    empty = _empty_panels(matrices, join)
+    if apart and empty.nbytes:
+        packed = torch.frombuffer(mmap.mmap(-1, empty.nbytes), dtype=empty.dtype).view(empty.shape)
     else:
-        packed = torch.empty(shape, dtype=dtype)
+        packed = torch.empty(empty.shape, dtype=empty.dtype)
+    plain = [matrix.quantized() if isinstance(matrix, BlockMatrix) else matrix for matrix in matrices]
+    rows = [join(*map(_row_addresses, arrays)) for arrays in zip(*map(_parts, plain), strict=True)]
+    like = plain[0]
     if isinstance(like, Tensor):
         library.pack(rows[0], like.shape[1], like.itemsize, packed)
     else:
