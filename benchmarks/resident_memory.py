@@ -8,7 +8,7 @@ The baseline is this process after one warm step with a minimal pool. Then an en
 fills every sequence to its last token, so that every block is touched. All numbers are above the baseline:
 
 * ``resident``: bytes after the last step, with an idle engine, which asks the C library to return freed scratch
-  (``kvad/ops/malloc.py``); this program does nothing of the kind after the baseline. Requirement: within 2% or
+  (``kvad/ops/runtime.py``); this program does nothing of the kind after the baseline. Requirement: within 2% or
   48 MiB of the plan, whichever is larger; otherwise the exit code is 1.
 * ``between``: the maximum between two steps, including freed scratch that the C library retains; it varies.
 * ``peak``: the maximum at any moment; the plan's bound is pool, scratch and activations.

@@ -284,7 +284,7 @@ class Engine:
             self.state_keeper.collect(states)
         if self.scheduler.idle:
             self.flush_offload()
-            ops.malloc.trim_heap()
+            ops.runtime.trim_heap()
         seconds = time.perf_counter() - step_start
         self.times.total += seconds
         if self._step_costs is not None and output.encoder_batch is None:

@@ -10,11 +10,9 @@ if TYPE_CHECKING:
     from kvad.ops import attention as attention
     from kvad.ops import batch_invariant as batch_invariant
     from kvad.ops import block_matrix as block_matrix
-    from kvad.ops import compile as compile
     from kvad.ops import cross_entropy as cross_entropy
     from kvad.ops import gpu as gpu
     from kvad.ops import linear as linear
-    from kvad.ops import malloc as malloc
     from kvad.ops import merge as merge
     from kvad.ops import native as native
     from kvad.ops import position_bias as position_bias
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from kvad.ops import quantized_linear as quantized_linear
     from kvad.ops import recurrence as recurrence
     from kvad.ops import rotary as rotary
+    from kvad.ops import runtime as runtime
     from kvad.ops import sub_batch as sub_batch
     from kvad.ops import triton as triton
 

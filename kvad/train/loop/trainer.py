@@ -84,7 +84,7 @@ class Trainer:
         """
         began, before = self.clock() - self.state.elapsed, (self.state.step, self.state.val_step)
         self._notify("on_start", self._start_report())
-        with _stop_signals() as stop, ops.malloc.keep_freed_memory():
+        with _stop_signals() as stop, ops.runtime.keep_freed_memory():
             try:
                 checkpoint = self._run(stop, began)
             except NumericalError as error:
@@ -305,7 +305,7 @@ def apply_acceleration(model: Transformer, train: TrainConfig) -> None:
             stack.checkpoint_activations = train.activation_checkpointing
     if not train.compile:
         return
-    reason = ops.compile.compile_error(train.device)
+    reason = ops.runtime.compile_error(train.device)
     if reason is not None:
         raise ConfigError(f"train.compile: torch cannot compile for {train.device}: {reason}", "Leave it out.")
     for module in model.modules():
@@ -317,7 +317,7 @@ def apply_acceleration(model: Transformer, train: TrainConfig) -> None:
 
 def _compile(module: nn.Module, name: str) -> None:
     plain: Callable[..., Any] = getattr(module, name)
-    setattr(module, name, _InTraining(module, plain, ops.compile.lazy_compile(plain)))
+    setattr(module, name, _InTraining(module, plain, ops.runtime.lazy_compile(plain)))
 
 
 class _InTraining:

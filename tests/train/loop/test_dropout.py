@@ -17,7 +17,7 @@ from kvad.model.layers import apply_dropout
 from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.model_input import AttentionParams, AttentionPattern, ModelInput, SubBatch, TokenPositions
-from kvad.ops import compile
+from kvad.ops import runtime
 from kvad.ops.attention import AttentionMask, dot_product_attention
 from kvad.train.config.presets import MODEL_PRESETS
 from kvad.train.config.run import RunConfig, TrainConfig
@@ -245,7 +245,7 @@ def test_a_missing_compiler_is_refused(monkeypatch):
     def missing(function):
         raise RuntimeError("No working C++ compiler found\nmore of it")
 
-    monkeypatch.setattr(compile.torch, "compile", missing)
+    monkeypatch.setattr(runtime.torch, "compile", missing)
     with pytest.raises(ConfigError, match=r"train.compile: torch cannot compile for cpu: No working C\+\+ "):
         apply_acceleration(Transformer(model_config()), TrainConfig(compile=True))
 
@@ -253,7 +253,7 @@ def test_a_missing_compiler_is_refused(monkeypatch):
 @pytest.mark.long(minutes=1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_gradients_are_near(recompute):
-    if compile.compile_error("cpu") is not None:
+    if runtime.compile_error("cpu") is not None:
         pytest.skip("no compiler here")
     model = build(model_config(), dtype=torch.float32).train()
     step = packed(model.config)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kvad.ops import malloc
-from kvad.ops.malloc import keep_freed_memory, trim_heap
+from kvad.ops import runtime
+from kvad.ops.runtime import keep_freed_memory, trim_heap
 
 
 def fragmented():
@@ -19,18 +19,18 @@ def fragmented():
     return stay
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="requires glibc")
+@pytest.mark.skipif(not sys.platform.startswith("linux") or runtime._libc() is None, reason="requires glibc")
 def test_free_memory_is_returned_to_the_system():
     trim_heap(0)
     stay = fragmented()
-    free_bytes = malloc._libc().mallinfo2().fordblks
-    assert free_bytes > malloc.MIN_TRIM_BYTES and len(stay) == 600
+    free_bytes = runtime._libc().mallinfo2().fordblks
+    assert free_bytes > runtime.MIN_TRIM_BYTES and len(stay) == 600
     assert not trim_heap(min_bytes=1 << 40)
     assert trim_heap() and trim_heap(0)
 
 
 def test_without_glibc_nothing_is_returned(monkeypatch):
-    monkeypatch.setattr(malloc, "_libc", lambda: None)
+    monkeypatch.setattr(runtime, "_libc", lambda: None)
     assert trim_heap(0) is False
 
 
@@ -41,10 +41,10 @@ def count_page_faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux") or malloc._libc() is None, reason="requires glibc")
+@pytest.mark.skipif(not sys.platform.startswith("linux") or runtime._libc() is None, reason="requires glibc")
 def test_repeated_allocations_reuse_pages():
     """In its own process: what other tests freed would serve the allocations."""
-    code = "from tests.ops.test_malloc import check_reuse; check_reuse()"
+    code = "from tests.ops.test_runtime import check_reuse; check_reuse()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -54,11 +54,11 @@ def check_reuse():
     with keep_freed_memory():
         count_page_faults()
         assert count_page_faults() < 100
-        assert malloc._libc().mallinfo2().fordblks > 60 << 20
+        assert runtime._libc().mallinfo2().fordblks > 60 << 20
     assert count_page_faults() > 1000  # the block was returned
 
 
 def test_without_glibc_pages_are_not_reused(monkeypatch):
-    monkeypatch.setattr(malloc, "_libc", lambda: None)
+    monkeypatch.setattr(runtime, "_libc", lambda: None)
     with keep_freed_memory():
         pass

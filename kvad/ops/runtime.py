@@ -1,4 +1,4 @@
-"""Control of glibc's allocator: return freed memory to the system, or keep it for reuse.
+"""The process: glibc's allocator, which returns freed memory or keeps it for reuse, and torch.compile.
 
 glibc keeps a step's freed temporaries (gathered keys and values, masks) until malloc_trim is called, so a process stays
 larger than its pool. Blocks of many MB are returned at once, and allocated again as new pages. On other systems (macOS,
@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 DEFAULT_TRIM, DEFAULT_MMAP_MAX = 128 << 10, 65536
@@ -65,3 +70,19 @@ def keep_freed_memory() -> Iterator[None]:
         libc.mallopt(M_MMAP_MAX, DEFAULT_MMAP_MAX)
         libc.mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM)
         trim_heap()
+
+
+def compile_error(device: str) -> str | None:
+    """Compile a small function for a device; return the first line of the error, or None if it worked."""
+    try:
+        x = torch.ones(4, device=device, requires_grad=True)
+        torch.compile(lambda x: (x * x + 1).sum())(x).backward()
+    except Exception as error:  # the compiler and its driver raise errors of many types
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return lines[0] if lines else type(error).__name__
+    return None
+
+
+def lazy_compile(function: F) -> F:
+    """Return the function, compiled at the first call and again for other shapes."""
+    return cast("F", torch.compile(function))
