@@ -15,6 +15,7 @@ A ModelInput of ``InputBuffers.fill`` is valid until the next one.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -218,6 +219,8 @@ class ModelRunner:
     ``native``: False always runs in PyTorch. ``native_reason`` says why the kernels are not used, once a step has run.
     On a GPU, ``fused`` computes decoders that it can, and ``graphs`` replays decoding steps: at most ``cuda_graphs``
     shapes.
+    ``input_seconds``: time spent so far on block operations and inputs. ``op_seconds``, if set, receives the time of
+    each operation of ``program`` (``NativeProgram.run``).
     """
 
     def __init__(
@@ -237,6 +240,8 @@ class ModelRunner:
         self.graphs.reason = self.graphs.reason or self._unrecordable()
         self._weights_key: tuple[int, ...] = ()  # addresses
         self._graph_key: tuple[int, ...] = ()
+        self.input_seconds = 0.0
+        self.op_seconds: NDArray[np.float64] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step uses and that outlives it: inputs, cache and weights."""
@@ -246,13 +251,15 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> Tensor:
         """Return logits [N, V] of the step's logit positions, in scheduled order."""
         assert output.encoder_batch is None, "an encoder step has no logits; call encode"
+        start = time.perf_counter()
         self.cache.apply(output.allocation.block_ops)
         bucket = None if self.graphs.reason else decoding_bucket(BatchShape.from_output(output))
         model_input = self.buffers.fill(output) if bucket is None else self.buffers.fill(output, bucket)
+        self.input_seconds += time.perf_counter() - start
         if not self._is_prepared or any(scheduled.start == 0 for scheduled in output.scheduled):
             self._update_kernels()
         if self.program is not None:
-            return self.program.run(model_input)
+            return self.program.run(model_input, self.op_seconds)
         if bucket is None:
             return self._forward(model_input)
         if self._graph_key != (key := (self.buffers.num_allocations, *self._weights_key)):
@@ -317,6 +324,9 @@ class ModelRunner:
         if allocation is None:
             return self.model.encode(encoder_input), encoder_input
         self.cache.apply(allocation.block_ops)
+        self._update_program()
+        if self.program is not None and self.program.encoder is not None:
+            return self.program.encoder.encode(encoder_input), encoder_input
         model_input = ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input)
         return self.model(model_input, self.cache), encoder_input
 

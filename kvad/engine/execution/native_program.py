@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad import model as model_lib
 from kvad import ops
-from kvad.cache import CacheConfig, CacheGroup, build_groups, resolve_for_model
+from kvad.cache import CacheConfig, build_groups, resolve_for_model
 from kvad.cache.device import KVCache
-from kvad.config import ModelConfig, attention_specs
+from kvad.config import ModelConfig, attention_specs, encoder_attention_specs, encoder_hidden_size
 from kvad.errors import ConfigError
 from kvad.model import Transformer
-from kvad.model_input import AlibiSlopes, CacheProtocol, ModelInput, RelativeBuckets, Rotary
+from kvad.model_input import AlibiSlopes, AttentionPattern, CacheProtocol, ModelInput, RelativeBuckets, Rotary
 from kvad.ops import native
 
 MAX_STEPS = 256  # prepared inputs; all are prepared again when the limit is exceeded
@@ -34,6 +34,18 @@ MAX_COPIED_BYTES = 1 << 30  # of weights that stay in memory beside the packed o
 SCALE_DTYPES = (torch.float32, torch.float16)
 QUANTIZED_LAYERS = (ops.quantized_linear.QuantizedLinear, ops.block_matrix.BlockLinear)
 MAX_POSITION_BYTES = 1 << 28  # of a table of sines
+PARTS = {  # of a step, by kind of operation
+    "embed": "embedding",
+    "norm": "norms and sums",
+    "linear": "weights",
+    "angles": "rotation and cache write",
+    "rotate": "rotation and cache write",
+    "attend": "attention and cache read",
+    "add": "norms and sums",
+    "select": "head",
+    "experts": "weights",
+    "gate": "weights",
+}
 
 
 class Unsupported(Exception):
@@ -41,7 +53,7 @@ class Unsupported(Exception):
 
 
 def build_program(model: Transformer, cache: CacheProtocol) -> NativeProgram | str:
-    """Return the program of a model's decoder, or the reason why there is none."""
+    """Return the program of a model's decoder, with that of its encoder if any, or the reason why there is none."""
     try:
         if type(cache) is not KVCache:
             raise Unsupported(f"the cache is {type(cache).__name__}")
@@ -50,13 +62,19 @@ def build_program(model: Transformer, cache: CacheProtocol) -> NativeProgram | s
         library, reason = native.load()
         if library is None:
             return reason
-        weights, num_tensors = model.packed_weights, len(list(model.parameters())) + len(list(model.buffers()))
+
+        def build() -> NativeProgram:
+            program = NativeProgram(_Builder(model, cache, library, files), library)
+            if model.encoder is not None:
+                program.encoder = NativeEncoder(_EncoderBuilder(model, cache, library, files), library)
+            return program
+
+        num_tensors = len(list(model.parameters())) + len(list(model.buffers()))
         try:
-            with weights.storing(library, num_tensors):
-                builder = _Builder(model, cache, library, files)
+            with model.packed_weights.storing(library, num_tensors):
+                return build()
         except OSError:  # of the disk; the weights are packed in memory now
-            builder = _Builder(model, cache, library, files)
-        return NativeProgram(builder, library)
+            return build()
     except Unsupported as reason:
         return str(reason)
 
@@ -76,6 +94,8 @@ def unsupported_reason(config: ModelConfig, cache: CacheConfig, dtype: str) -> s
     try:
         _check(model, kv_cache, native.FileMappings())
         _Builder(model, kv_cache, None, native.FileMappings())
+        if model.encoder is not None:
+            _EncoderBuilder(model, kv_cache, None, native.FileMappings())
     except Unsupported as unsupported:
         return str(unsupported)
     return ""
@@ -89,7 +109,9 @@ def _require(condition: bool, reason: str) -> None:
 def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> None:
     """Check all but the layers."""
     table = model.token_embedding
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    biases = {id(x.selection_bias) for x in model.modules() if isinstance(x, model_lib.layers.MixtureOfExperts)}
+    weights = [parameter for parameter in model.parameters() if id(parameter) not in biases]  # which are float32
+    dtypes = {parameter.dtype for parameter in weights if parameter.is_floating_point()}
     _require(table.device.type in ("cpu", "meta"), f"the device is {table.device}")
     _require(table.dtype in native.library.DTYPES, f"weights of {str(table.dtype).removeprefix('torch.')}")
     _require(dtypes == {table.dtype}, "the weights have several dtypes")
@@ -129,22 +151,31 @@ class _Builder:
         self.ops: list[native.Op] = []
         self.widths: list[int] = []
         self.referenced: list[object] = []
-        decoder = model.decoder
-        _require(decoder is not None, "the model has no decoder")
-        assert decoder is not None
-        _require(
-            type(model) is Transformer and type(decoder) is model_lib.transformer.LayerStack, "a model of a plugin"
-        )
-        self.decoder, self.size = decoder, model.config.hidden_size
+        self.stack, self.size = self._find_stack()
+        is_known = type(model) is Transformer and type(self.stack) is model_lib.transformer.LayerStack
+        _require(is_known, "a model of a plugin")
         self.stream = self._buffer(_padded(self.size), torch.float32)
         self.input = self._buffer(_padded(self.size), self.dtype)
         self._named: dict[tuple[str, int], int] = {}
         self._angles: dict[str, tuple[int, Rotary]] = {}
-        self._embedding(model.embedding)
-        layers = list(decoder.layers) if decoder.spec.num_distinct_layers is None else decoder._repeated_layers()
+        self._build()
+
+    def _find_stack(self) -> tuple[model_lib.transformer.LayerStack, int]:
+        """Return the layers and their width."""
+        _require(self.model.decoder is not None, "the model has no decoder")
+        assert self.model.decoder is not None
+        return self.model.decoder, self.model.config.hidden_size
+
+    def _build(self) -> None:
+        self._embedding(self.model.embedding, self.model.token_embedding, self.model.config.max_seq_len)
+        self._layers()
+        self._head()
+
+    def _layers(self) -> None:
+        stack = self.stack
+        layers = list(stack.layers) if stack.spec.num_distinct_layers is None else stack._repeated_layers()
         for index, layer in enumerate(layers):
             self._layer(index, layer, len(layers))
-        self._head()
 
     def _buffer(self, numbers: int, dtype: torch.dtype) -> int:
         _require(len(self.widths) < 64, "too many kinds of layers")
@@ -176,12 +207,13 @@ class _Builder:
 
     # Embedding and head
 
-    def _embedding(self, embedding: model_lib.layers.Embedding) -> None:
+    def _embedding(self, embedding: model_lib.layers.Embedding, table: Tensor, length: int) -> None:
+        """Embed tokens by their rows of a table, at less than ``length`` positions."""
         spec = embedding.spec
         _require(embedding.projection is None, "an embedding of another size")
         _require(embedding.token_types is None, "token types")
         _require(not spec.norm_first or spec.norm is None, "a norm before the positions are added")
-        table, offset, scale = self.model.token_embedding.detach(), 0, spec.scale
+        table, offset, scale = table.detach(), 0, spec.scale
         if scale != 1.0:
             scale = float(torch.tensor(scale, dtype=self.dtype))
         positions: Tensor | None = None
@@ -189,7 +221,6 @@ class _Builder:
             assert embedding.positions is not None
             positions, offset = embedding.positions.weight.detach().float().contiguous(), spec.position.offset
         elif isinstance(spec.position, cfg.SinusoidalPositionsConfig):
-            length = self.model.config.max_seq_len
             _require(length * self.size * 4 <= MAX_POSITION_BYTES, "a table of sines this long")
             positions = model_lib.positions.sinusoidal_embedding(torch.arange(length), self.size, spec.position)
         self._op("embed", out=self.stream, out_stride=_padded(self.size), k=self.size, scale=scale,
@@ -203,7 +234,7 @@ class _Builder:
         assert isinstance(head, model_lib.heads.LanguageHead)
         _require(head.transform is None, "a transform before the head")
         _require(head.tiles is None, "batch-invariant products of PyTorch")
-        self._norm(self.decoder.norm, self.stream, self.input)
+        self._norm(self.stack.norm, self.stream, self.input)
         selected = self._buffer(_padded(self.size), self.dtype)
         self._op("select", input=self.input, out=selected, k=_padded(self.size) * self.itemsize)
         weight = self.model.token_embedding if head.weight is None else head.weight
@@ -324,14 +355,9 @@ class _Builder:
         spec, heads, kv_heads = attention.spec, attention.heads, attention.kv_heads
         dim, value_dim = attention.head_dim, attention.value_dim
         _require(type(attention.qkv) is ops.linear.PackedLinear, "joined products of another kind")
-        _require(not spec.values_from_keys, "values that are the keys")
-        _require(spec.query_scaling is None, "queries that grow with their position")
-        _require(attention.gate is None, "an output gate")
         _require(max(dim, value_dim) <= native.library.MAX_HEAD_DIM, "heads this wide")
-        layers = [
-            self._linear(layer) for layer in ((attention.q,) if is_cross else (attention.q, attention.k, attention.v))
-        ]
-        group_index, group = self._group(index)
+        value = attention.k if spec.values_from_keys else attention.v
+        layers = [self._linear(layer) for layer in ((attention.q,) if is_cross else (attention.q, attention.k, value))]
         width = sum(layer.out_features for layer in layers)
         stride = _padded(width)
         joined = [layers]
@@ -352,19 +378,37 @@ class _Builder:
                            own_weights=norm.num_weights)  # fmt: skip
             at += count * size
         position = {} if is_cross else self._position(index, attention)
-        keys, values = self.cache.stores[group_index][index]
-        shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim, "group": group_index}
-        shape |= {"keys": self._store(keys, group.key_format), "values": self._store(values, group.value_format)}
+        shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim, "value_dim": value_dim}
+        shape |= self._stores(index, attention)
         query_size = heads * _even(dim)
         queries = self._shared("queries", _padded(query_size), self.dtype)
         rotary = {name: position.pop(name, 0) for name in ("angles", "rotary_dim", "interleaved")}
         self._op("rotate", input=projected, out=queries, in_stride=stride, out_stride=_padded(query_size),
-                 **shape, **rotary)  # fmt: skip
+                 query_scale=self._query_scale(spec), **shape, **rotary)  # fmt: skip
         attended = self._shared("attended", _padded(heads * value_dim), self.dtype)
         self._op("attend", input=queries, out=attended, in_stride=_padded(query_size),
                  out_stride=_padded(heads * value_dim), scale=attention.scale, softcap=spec.logit_softcap or 0.0,
                  sink_logits=self._float(attention.sink_logits), **shape, **position)  # fmt: skip
+        if attention.gate is not None:
+            self._gate(attention.gate, self.input, attended, heads * value_dim, own_weights=True)
         self._output(attention.out, attended, _padded(heads * value_dim), scale, out)
+
+    def _query_scale(self, spec: cfg.AttentionConfig) -> Tensor | None:
+        """Return the factors of queries by position."""
+        if spec.query_scaling is None:
+            return None
+        length = self.model.config.max_seq_len
+        _require(length * 4 <= MAX_POSITION_BYTES, "a table of factors this long")
+        return model_lib.positions.query_scale(spec.query_scaling, torch.arange(length)).float()
+
+    def _gate(self, layer: nn.Module, source: int, out: int, width: int, **fields: bool) -> None:
+        """Multiply ``out`` by the sigmoid of a product of ``source``: by one per row, or (``own_weights``) number."""
+        linear = self._linear(layer)
+        size = _padded(linear.out_features)
+        gates = self._shared("gates", size, torch.float32)
+        self._product(source, gates, [_matrix(linear)], linear.bias, mode="float",
+                      in_stride=_padded(self.size), out_stride=size)  # fmt: skip
+        self._op("gate", input=gates, out=out, in_stride=size, out_stride=_padded(width), k=width, **fields)
 
     def _output(self, layer: nn.Module, source: int, stride: int, scale: float | None, out: int) -> None:
         """Multiply by the last matrix of a branch, and add to the stream or store."""
@@ -373,8 +417,12 @@ class _Builder:
                       in_stride=stride, out_stride=_padded(self.size),
                       scale=1.0 if scale is None else scale)  # fmt: skip
 
-    def _group(self, layer: int) -> tuple[int, CacheGroup]:
-        return next((index, group) for index, group in enumerate(self.cache.groups) if layer in group.layers)
+    def _stores(self, layer: int, attention: model_lib.attention.Attention) -> dict[str, int]:
+        """Return the group of the cache's layer, and the addresses of its keys and values."""
+        index, group = next((index, group) for index, group in enumerate(self.cache.groups) if layer in group.layers)
+        keys, values = self.cache.stores[index][layer]
+        stores = {"keys": self._store(keys, group.key_format), "values": self._store(values, group.value_format)}
+        return {"group": index, **stores}
 
     def _store(self, tensor: Any, format_name: str) -> int:
         """Return the address of a description of keys or values."""
@@ -386,28 +434,29 @@ class _Builder:
 
     def _position(self, index: int, attention: model_lib.attention.Attention) -> dict[str, Any]:
         """Return the fields of a layer's position encoding."""
-        letter = self.decoder.spec.layer_type(index)
+        letter = self.stack.spec.layer_type(index)
         position = attention.spec.position
         _require(not isinstance(position, cfg.CustomPositionsConfig | cfg.DisentangledConfig), "custom positions")
         if isinstance(position, cfg.RopeConfig):
             return self._rope(letter)
         empty = torch.empty(0, dtype=torch.int64)
-        shared = self.decoder.position_encoding(letter, ModelInput(empty, empty, (), empty))
+        shared = self.stack.position_encoding(letter, ModelInput(empty, empty, (), empty))
         bias = attention.attention_params(shared).bias
         if isinstance(bias, AlibiSlopes):
             _require(not bias.round_to_bfloat16, "a rounded ALiBi bias")
             return {"slopes": self._float(bias.slopes * bias.factor)}
         if isinstance(bias, RelativeBuckets):
-            distances = torch.arange(bias.max_distance + 1)
+            distances = torch.arange(-bias.max_distance if bias.bidirectional else 0, bias.max_distance + 1)
             buckets = ops.position_bias.t5_bucket(-distances, len(bias.table), bias.max_distance, bias.bidirectional)
-            return {"position_bias": self._float(bias.table[buckets].T.contiguous()), "bias_size": len(distances)}
+            table = self._float(bias.table[buckets].T.contiguous())
+            return {"position_bias": table, "bias_size": len(distances), "bias_offset": -int(distances[0])}
         return {}
 
     def _rope(self, letter: str) -> dict[str, Any]:
         if letter not in self._angles:
-            position = self.decoder.spec.layer_types[letter].attention.position
+            position = self.stack.spec.layer_types[letter].attention.position
             assert isinstance(position, cfg.RopeConfig)
-            short_len = model_lib.positions.short_regime_len(position, self.decoder.max_seq_len)
+            short_len = model_lib.positions.short_regime_len(position, self.stack.max_seq_len)
             rotary = self._rotary(letter, [0])
             both = rotary.inv_freq if short_len is None else self._rotary(letter, [short_len, short_len + 1]).inv_freq
             size = 2 * rotary.inv_freq.shape[-1]
@@ -422,12 +471,59 @@ class _Builder:
         """Return the rotation of tokens of sequences of these lengths."""
         tokens = torch.zeros(len(seq_lens), dtype=torch.int64)
         step = ModelInput(tokens, tokens, (), tokens, seq_lens=torch.tensor(seq_lens))
-        rotary = self.decoder.position_encoding(letter, step)
+        rotary = self.stack.position_encoding(letter, step)
         assert isinstance(rotary, Rotary)
         return rotary
 
+    def _experts(self, mlp: model_lib.layers.MixtureOfExperts, source: int, scale: float | None, out: int) -> None:
+        spec = mlp.spec
+        _require(type(mlp.router) is model_lib.layers.Router, f"a router of the kind {type(mlp.router).__name__}")
+        _require(mlp.tiles is None, "batch-invariant products of PyTorch")
+        _require(spec.num_experts <= native.library.MAX_EXPERTS, "this many experts")
+        _require(spec.swiglu_alpha != 0.0, "a swiglu_alpha of 0")
+        panels = self.model.packed_weights.panels
+        gate_up = panels(self.library, [mlp.gate, mlp.up], self.files, interleaved=True)
+        down = panels(self.library, [mlp.down], self.files)
+        size, half = _padded(spec.intermediate_size), native.library.PANEL // 2
+        gate_up_bias = down_bias = None
+        if mlp.gate_bias is not None and mlp.up_bias is not None and mlp.down_bias is not None:
+            pair = torch.stack([_pad_last(bias.detach(), size) for bias in (mlp.gate_bias, mlp.up_bias)], dim=1)
+            gate_up_bias = self._float(pair.unflatten(-1, (-1, half)).transpose(1, 2))
+            down_bias = self._float(_pad_last(mlp.down_bias.detach(), _padded(self.size)))
+        router = self._float(_pad_last(mlp.router.weight.detach(), _padded(self.size)))
+        tensors = [router, self._float(mlp.router.bias), self._float(mlp.selection_bias), gate_up, down]
+        tensors += [gate_up_bias, down_bias]
+        experts = native.Experts(
+            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+            *(spec.num_experts, spec.num_experts_per_token, spec.intermediate_size),
+            *(spec.num_groups, spec.num_groups_per_token, spec.router == "sigmoid", spec.renormalize),
+            *(spec.routed_scale, -1.0 if spec.sparsemixer_jitter is None else spec.sparsemixer_jitter),
+            *(spec.swiglu_alpha or 0.0, spec.swiglu_limit or 0.0),
+        )
+        self.referenced += [experts, *tensors]
+        is_silu = spec.swiglu_alpha is not None  # the activation is a sigmoid then
+        mode = native.library.OUTPUT_MODES.index("float" if scale is None else "add")
+        self._op("experts", input=source, out=out, in_stride=_padded(self.size), out_stride=_padded(self.size),
+                 k=self.size, n=self.size, mode=mode, scale=1.0 if scale is None else scale,
+                 activation=0 if is_silu else _activation(mlp.activation),
+                 experts=ctypes.addressof(experts))  # fmt: skip
+        if mlp.shared is None:
+            return
+        scale = 1.0 if scale is None else scale
+        if mlp.shared_gate is None:
+            self._mlp(mlp.shared, source, scale, out)
+            return
+        shared = self._shared("shared expert", _padded(self.size), torch.float32)
+        self._mlp(mlp.shared, source, None, shared)
+        self._gate(mlp.shared_gate, source, shared, self.size, out_float=True)
+        self._op("add", input=shared, out=out, in_stride=_padded(self.size), out_stride=_padded(self.size),
+                 k=self.size, scale=scale)  # fmt: skip
+
     def _mlp(self, mlp: nn.Module, source: int, scale: float | None, out: int) -> None:
         stride = _padded(self.size)
+        if type(mlp) is model_lib.layers.MixtureOfExperts:
+            self._experts(mlp, source, scale, out)
+            return
         if type(mlp) is model_lib.layers.GatedMLP:
             _require(type(mlp.gate_up) is ops.linear.PackedLinear, "joined products of another kind")
             gate, up, size = self._linear(mlp.gate), self._linear(mlp.up), mlp.gate.out_features
@@ -470,6 +566,10 @@ def _pad(x: Tensor, size: int) -> Tensor:
     return torch.cat((x, x.new_zeros(size - len(x))))
 
 
+def _pad_last(x: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+
+
 def _padded(numbers: int) -> int:
     """Return the stride of rows: rows that are a multiple of 2 KiB apart would share few sets of the L1 cache."""
     panels = -(-numbers // native.library.PANEL)
@@ -480,8 +580,67 @@ def _even(numbers: int) -> int:
     return numbers + numbers % 2
 
 
+class _EncoderBuilder(_Builder):
+    """Operations of an encoder-decoder's encoder, which also write the keys and values of cross-attention.
+
+    Its own keys and values are in memory that all layers share (``own_stores``: of each shape, with the numbers of a
+    token): slot t is that of the step's token t.
+    """
+
+    def _find_stack(self) -> tuple[model_lib.transformer.LayerStack, int]:
+        self.own_stores: list[tuple[native.Store, int]] = []
+        assert self.model.encoder is not None
+        return self.model.encoder, encoder_hidden_size(self.model.config)
+
+    def _build(self) -> None:
+        model, spec = self.model, self.model.config.encoder_input
+        _require(spec is not None, "an encoder without its own input")
+        assert spec is not None
+        embedding = model.encoder_embedding or model.embedding
+        table = model.token_embedding if embedding.tokens is None else embedding.tokens.weight
+        self._embedding(embedding, table, spec.max_seq_len)
+        self.layer_patterns = [layer.pattern for layer in encoder_attention_specs(model.config)]
+        self.patterns = list(dict.fromkeys(self.layer_patterns))  # of the groups after those of the cache
+        self._layers()
+        self._norm(self.stack.norm, self.stream, self.stream, to_float=True)
+        self._op("select", input=self.stream, out=-1, in_stride=_padded(self.size), k=self.size * 4)
+        self._norm(None, self.stream, self.input)
+        assert model.decoder is not None
+        for index, layer in enumerate(model.decoder.layers):
+            assert isinstance(layer, model_lib.transformer.TransformerLayer)
+            self._cross_attention(len(model.decoder.layers) + index, layer.cross_attention)
+
+    def _cross_attention(self, index: int, attention: nn.Module | None) -> None:
+        """Write the keys and values of the encoder's output to the cache's layer ``index``."""
+        _require(type(attention) is model_lib.attention.CrossAttention, f"{type(attention).__name__}")
+        assert isinstance(attention, model_lib.attention.CrossAttention)
+        kv_heads, dim, value_dim = attention.kv_heads, attention.head_dim, attention.value_dim
+        layers = [self._linear(attention.k), self._linear(attention.v)]
+        width = _padded(kv_heads * (dim + value_dim))
+        projected = self._shared("projections", width, torch.float32)
+        self._product(self.input, projected, [_matrix(layer) for layer in layers], self._biases(layers), mode="float",
+                      in_stride=_padded(self.size), out_stride=width, clip=attention.spec.clip_qkv or 0.0)  # fmt: skip
+        norm = attention.k_norm
+        if norm is not None:
+            self._norm(norm, projected, projected, to_float=True, k=norm.width, in_stride=width, out_stride=width,
+                       heads=kv_heads * dim // norm.width, own_weights=norm.num_weights)  # fmt: skip
+        self._op("rotate", input=projected, in_stride=width, kv_heads=kv_heads, head_dim=dim, value_dim=value_dim,
+                 **super()._stores(index, attention))  # fmt: skip
+
+    def _stores(self, layer: int, attention: model_lib.attention.Attention) -> dict[str, int]:
+        stores = []
+        for dim in (attention.head_dim, attention.value_dim):
+            store = native.Store(format=self.type)  # formats begin with the dtypes
+            self.own_stores.append((store, attention.kv_heads * dim))
+            stores.append(ctypes.addressof(store))
+        group = len(self.cache.groups) + self.patterns.index(self.layer_patterns[layer])
+        return {"group": group, "keys": stores[0], "values": stores[1]}
+
+
 class NativeProgram:
     """The operations of one model and one cache, and the inputs of recent steps."""
+
+    encoder: NativeEncoder | None = None
 
     def __init__(self, builder: _Builder, library: native.Library) -> None:
         self._library, self._referenced = library, builder.referenced
@@ -502,6 +661,13 @@ class NativeProgram:
         return self._library.variant
 
     @property
+    def parts(self) -> list[str]:
+        """Part of a step that each operation belongs to: a value of ``PARTS``, or the head."""
+        logits = native.library.OUTPUT_MODES.index("logits")
+        kinds = [(native.library.OPERATIONS[op.kind], op.mode) for op in self._ops]
+        return ["head" if kind == "linear" and mode == logits else PARTS[kind] for kind, mode in kinds]
+
+    @property
     def peak_bytes(self) -> int:
         """Bytes of the activations of the largest step so far."""
         return int(self._program.peak_bytes)
@@ -517,19 +683,23 @@ class NativeProgram:
     def run(self, model_input: ModelInput, seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None) -> Tensor:
         """Write the new tokens to the cache and return logits [N, V], float32.
 
-        ``seconds`` [operations] receives the time of each kind of operation.
+        ``seconds`` [operations + 1] receives the first thread's time in each operation, then its waiting for others.
         """
         known = self._steps.get(id(model_input))
         if known is None or known[0] is not model_input:
             if len(self._steps) >= MAX_STEPS:
                 self._steps.clear()
             known = self._steps[id(model_input)] = (model_input, *self._step(model_input))
-        step = known[1]
-        logits = torch.empty(step.num_logits, self._vocab_size, dtype=torch.float32)
-        step.logits, step.seconds = logits.data_ptr(), None if seconds is None else seconds.ctypes.data
+        return self._run(known[1], self._vocab_size, seconds)
+
+    def _run(
+        self, step: native.StepInput, width: int, seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None
+    ) -> Tensor:
+        out = torch.empty(step.num_logits, width, dtype=torch.float32)
+        step.logits, step.seconds = out.data_ptr(), None if seconds is None else seconds.ctypes.data
         self._program.threads = torch.get_num_threads()
         self._library.step(self._program, step)
-        return logits
+        return out
 
     def _step(self, model_input: ModelInput) -> tuple[native.StepInput, list[object]]:
         """Return the addresses of an input's tensors, and what must outlive them."""
@@ -545,12 +715,10 @@ class NativeProgram:
                 slots = min(sub_batch.num_read_slots, group.block_size) if width == 1 else width * group.block_size
                 entry.num_seqs, entry.num_new, entry.width = sub_batch.num_seqs, sub_batch.num_new_tokens, width
                 entry.slots, entry.table = slots, table.data_ptr()
-            pattern = group.spec.pattern
             to.slots = None if mapping.slots is None else mapping.slots.data_ptr()
             to.positions, to.sub_batches = positions.data_ptr(), ctypes.addressof(tables)
             to.num_sub_batches, to.block_size = len(sub_batches), group.block_size
-            to.causal, to.window, to.num_sinks = pattern.causal, pattern.window or 0, pattern.num_sinks
-            to.window_step, to.layer_window = pattern.window_step, pattern.layer_window or 0
+            _set_pattern(to, group.spec.pattern)
             referenced.append(tables)
         step = native.StepInput(
             tokens=len(model_input.token_ids),
@@ -563,3 +731,55 @@ class NativeProgram:
             groups=ctypes.addressof(groups),
         )
         return step, [*referenced, groups]
+
+
+def _set_pattern(group: native.GroupInput, pattern: AttentionPattern) -> None:
+    group.causal, group.window, group.num_sinks = pattern.causal, pattern.window or 0, pattern.num_sinks
+    group.window_step, group.layer_window = pattern.window_step, pattern.layer_window or 0
+
+
+class NativeEncoder(NativeProgram):
+    """The operations of an encoder-decoder's encoder and of the keys and values of its output."""
+
+    def __init__(self, builder: _EncoderBuilder, library: native.Library) -> None:
+        super().__init__(builder, library)
+        self._size, self._dtype = builder.size, builder.dtype
+        self._patterns, self._own_stores = builder.patterns, builder.own_stores
+        self._numbers = max(numbers for _, numbers in builder.own_stores)  # of a token's keys, or values
+
+    def encode(self, encoder_input: ModelInput) -> Tensor:
+        """Return the encoder's output [T, E], float32; the keys and values of cross-attention are written."""
+        tokens = len(encoder_input.token_ids)
+        memory = torch.empty(2, self._numbers * tokens, dtype=self._dtype)
+        for index, (store, _) in enumerate(self._own_stores):
+            store.data, store.blocks = memory[index % 2].data_ptr(), tokens
+        slots, positions = torch.arange(tokens), torch.empty(tokens, dtype=torch.int64)
+        groups = (native.GroupInput * (len(self._groups) + len(self._patterns)))()
+        mappings = iter(encoder_input.slot_mappings)
+        for group, cached_positions, to in zip(self._groups, self._positions, groups, strict=False):
+            to.positions, to.block_size = cached_positions.data_ptr(), group.block_size
+            if group.spec.is_cross_attention:
+                written = next(mappings).slots
+                assert written is not None
+                to.slots = written.data_ptr()
+        tables = (native.SubBatchTable * len(encoder_input.sub_batches))()
+        first = 0
+        for sub_batch, table in zip(encoder_input.sub_batches, tables, strict=True):
+            count = table.slots = table.width = table.num_new = sub_batch.num_new_tokens
+            table.num_seqs, table.table = sub_batch.num_seqs, slots[first:].data_ptr()
+            first += sub_batch.num_seqs * count
+        for own, pattern in zip(groups[len(self._groups) :], self._patterns, strict=True):
+            own.slots, own.positions, own.block_size = slots.data_ptr(), positions.data_ptr(), 1
+            own.sub_batches, own.num_sub_batches = ctypes.addressof(tables), len(tables)
+            _set_pattern(own, pattern)
+        step = native.StepInput(
+            tokens=tokens,
+            num_logits=tokens,
+            num_groups=len(groups),
+            token_ids=encoder_input.token_ids.data_ptr(),
+            positions=encoder_input.positions.data_ptr(),
+            logit_indices=slots.data_ptr(),
+            seq_lens=None if encoder_input.seq_lens is None else encoder_input.seq_lens.data_ptr(),
+            groups=ctypes.addressof(groups),
+        )
+        return self._run(step, self._size)

@@ -41,7 +41,13 @@ template <class W> void rotate(const Run& run, const Op& op) {
     const float* angle = op.rotary_dim ? run.buffer<float>(op.angles) + t * op.rotary_dim : nullptr;
     if (head < q) {
       T* out = run.buffer<T>(op.out) + t * op.out_stride + head * padded;
-      rotate_head(op, x + head * dim, angle, out);
+      if (op.query_scale) {
+        const float factor = op.query_scale[run.step.positions[t]];
+        for (int i = 0; i < dim; i++) rotated[i] = x[head * dim + i] * factor;
+        rotate_head(op, rotated, angle, out);
+      } else {
+        rotate_head(op, x + head * dim, angle, out);
+      }
       if (padded > dim) put(out + dim, 0);
     } else if (head < q + kv) {
       rotate_head(op, x + head * dim, angle, rotated);
@@ -64,7 +70,8 @@ inline F finish_logits(const Op& op, const Group& group, F product, const float*
   if (op.slopes) x -= op.slopes[head] * larger(ahead, -ahead);
   if (op.position_bias)
     for (int j = 0; j < LANES; j++) {
-      const int distance = ahead[j] < 0 ? 0 : ahead[j] >= op.bias_size ? op.bias_size - 1 : int(ahead[j]);
+      const float at = ahead[j] + op.bias_offset;
+      const int distance = at < 0 ? 0 : at >= op.bias_size ? op.bias_size - 1 : int(at);
       x[j] += op.position_bias[head * op.bias_size + distance];
     }
   I seen = p >= 0.0f;
@@ -74,6 +81,8 @@ inline F finish_logits(const Op& op, const Group& group, F product, const float*
     seen &= ahead >= 0.0f;
     if (group.window) seen &= (ahead < float(group.window)) | (p < float(group.num_sinks));
     if (group.layer_window) seen &= ahead < float(group.layer_window);
+  } else if (group.window) {
+    seen &= larger(ahead, -ahead) < float(group.window);
   }
   return seen ? x : all(-INFINITY);
 }

@@ -86,8 +86,8 @@ inline void interleave(const float* const* rows, int dim, float* out, int64_t pa
 
 inline bool visible(const Group& group, float query, float key) {  // AttentionPattern.visible
   if (key < 0) return false;
-  if (!group.causal) return true;
   const float ahead = query - key;
+  if (!group.causal) return !group.window || std::fabs(ahead) < group.window;
   if (ahead < 0 || (group.layer_window && ahead >= group.layer_window)) return false;
   if (!group.window || key < group.num_sinks) return true;
   if (group.window_step == 1) return ahead < group.window;

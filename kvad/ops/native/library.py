@@ -37,7 +37,8 @@ JoinRows = Callable[..., NDArray[np.uint64]]  # of several matrices, given by th
 ENVIRONMENT_VARIABLE = "KVAD_NATIVE"  # "off", or the name of a variant
 PANEL = 32  # rows of a weight that are stored together
 MAX_HEAD_DIM = 1024
-OPERATIONS = ("embed", "norm", "linear", "angles", "rotate", "attend", "add", "select")
+OPERATIONS = ("embed", "norm", "linear", "angles", "rotate", "attend", "add", "select", "experts", "gate")
+MAX_EXPERTS = 1024
 STORE_FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "fp8-e4m3", "fp8-e5m2")
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh")
 OUTPUT_MODES = ("float", "add", "gated", "activated", "logits")
@@ -57,6 +58,16 @@ class Store(ctypes.Structure):
     _fields_ = [*_fields(ctypes.c_void_p, "data scale zero"), *_fields(ctypes.c_int64, "blocks format")]
 
 
+class Experts(ctypes.Structure):
+    """A mixture of experts of one layer."""
+
+    _fields_ = [
+        *_fields(ctypes.c_void_p, "router router_bias selection_bias gate_up down gate_up_bias down_bias"),
+        *_fields(ctypes.c_int64, "experts chosen size groups chosen_groups is_sigmoid renormalize"),
+        *_fields(ctypes.c_float, "routed_scale jitter alpha limit"),
+    ]
+
+
 class Op(ctypes.Structure):
     """One operation; which fields it reads depends on its kind (``step.h``)."""
 
@@ -67,7 +78,7 @@ class Op(ctypes.Structure):
             "value_dim group rotary_dim interleaved angles own_weights out_float bias_size bias_offset "
             "short_len bits quantized_group half_scales",
         ),
-        *_fields(ctypes.c_void_p, "weight bias keys values position_bias slopes sink_logits"),
+        *_fields(ctypes.c_void_p, "weight bias keys values position_bias slopes sink_logits query_scale experts"),
         *_fields(ctypes.c_float, "scale eps softcap clip"),
     ]
 
@@ -247,7 +258,7 @@ class PackedWeights:
     def panels(
         self, library: Library | None, matrices: Sequence[Matrix], files: FileMappings, *, interleaved: bool = False
     ) -> Tensor:
-        """Return the rows of the matrices [n, k], one after another, as panels.
+        """Return the rows of the matrices [n, k], one after another, as panels; of [e, n, k], n padded to whole panels.
 
         They are [rows / PANEL, k / step, PANEL, step], and bytes [rows / PANEL, size] if the matrices are quantized.
         ``interleaved``: half a panel of the first matrix, then the same rows of the second one, padded to half a panel.
@@ -297,14 +308,20 @@ def _parts(matrix: Matrix) -> list[Tensor]:
 def _empty_panels(matrices: Sequence[Matrix], join: JoinRows) -> Tensor:
     """Return panels without memory."""
     like = matrices[0]
-    counts = [len(matrix) if isinstance(matrix, Tensor) else matrix.out_features for matrix in matrices]
+    counts = [_num_rows(matrix) for matrix in matrices]
     rows = _padded(len(join(*(np.zeros(count, dtype=np.uint64) for count in counts))))
     if isinstance(like, Tensor):
-        return torch.empty(rows, _even(like.shape[1]), dtype=like.dtype, device="meta")
+        return torch.empty(rows, _even(like.shape[-1]), dtype=like.dtype, device="meta")
     row_bytes = like.num_bytes // max(1, like.out_features)
     if isinstance(like, QuantizedMatrix):  # groups are filled up to four numbers
         row_bytes += like.scale.shape[1] * (-like.group_size % 4 * like.bits // 8)
     return torch.empty(rows, row_bytes, dtype=torch.uint8, device="meta")
+
+
+def _num_rows(matrix: Matrix) -> int:
+    if not isinstance(matrix, Tensor):
+        return matrix.out_features
+    return len(matrix) if matrix.dim() == 2 else len(matrix) * _padded(matrix.shape[1])
 
 
 def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, *, apart: bool = False) -> Tensor:
@@ -321,7 +338,7 @@ def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, *, apart
     rows = [join(*map(_row_addresses, arrays)) for arrays in zip(*map(_parts, plain), strict=True)]
     like = plain[0]
     if isinstance(like, Tensor):
-        library.pack(rows[0], like.shape[1], like.itemsize, packed)
+        library.pack(rows[0], like.shape[-1], like.itemsize, packed)
     else:
         library.pack_quantized(rows, like, packed)
     return packed
@@ -373,6 +390,10 @@ def _state(parameter: Tensor) -> tuple[int, int]:
 
 
 def _row_addresses(matrix: Tensor) -> NDArray[np.uint64]:
+    if matrix.dim() == 3:
+        rows = np.zeros((len(matrix), _padded(matrix.shape[1])), dtype=np.uint64)
+        rows[:, : matrix.shape[1]] = [_row_addresses(part) for part in matrix]
+        return rows.reshape(-1)
     assert matrix.stride(1) == 1, "rows are contiguous"
     step = matrix.stride(0) * matrix.element_size()
     return matrix.data_ptr() + np.arange(len(matrix), dtype=np.uint64) * np.uint64(step)

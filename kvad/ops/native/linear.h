@@ -131,9 +131,12 @@ inline void add(const Run& run, const Op& op, int64_t rows) {
   }
 }
 
-inline void select_rows(const Run& run, const Op& op) {  // k: bytes of a row
-  for (int64_t i = run.low(run.step.num_logits); i < run.high(run.step.num_logits); i++)
-    std::memcpy(run.buffers[op.out] + i * op.k, run.buffers[op.in] + run.step.logit_indices[i] * op.k, op.k);
+inline void select_rows(const Run& run, const Op& op) {  // k: bytes of a row; without a buffer: floats of the output
+  for (int64_t i = run.low(run.step.num_logits); i < run.high(run.step.num_logits); i++) {
+    char* out = op.out < 0 ? reinterpret_cast<char*>(run.step.logits) : run.buffers[op.out];
+    const int64_t stride = op.out < 0 ? op.in_stride * 4 : op.k;
+    std::memcpy(out + i * op.k, run.buffers[op.in] + run.step.logit_indices[i] * stride, op.k);
+  }
 }
 
 }  // namespace

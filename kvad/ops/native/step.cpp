@@ -8,6 +8,7 @@
 #endif
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "quantized.h"
 
@@ -28,6 +29,8 @@ template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
     case OP_ATTEND: return Attention<W>(run, op).attend();
     case OP_ADD: return add(run, op, rows);
     case OP_SELECT: return select_rows(run, op);
+    case OP_EXPERTS: return Mixture<W>(run, op).compute();
+    case OP_GATE: return op.out_float ? gate<float>(run, op, rows) : gate<T>(run, op, rows);
   }
 }
 
@@ -49,6 +52,11 @@ Sizes sizes(const Model& model, const Step& step, int threads) {
     if (op.kind == OP_LINEAR && op.bits) {
       const int64_t own = quantized_bytes(op, step.tokens);
       result.own = own > result.own ? own : result.own;
+    }
+    if (op.kind == OP_EXPERTS) {
+      const int64_t bytes = op.type == TYPE_BFLOAT ? ExpertsMemory<BFloat>(op, step.tokens, nullptr).bytes
+                                                   : ExpertsMemory<Float>(op, step.tokens, nullptr).bytes;
+      result.shared = bytes > result.shared ? bytes : result.shared;
     }
     if (op.kind != OP_ATTEND) continue;
     int64_t own = op.type == TYPE_BFLOAT ? AttentionMemory<BFloat>(op, nullptr).bytes
@@ -82,8 +90,9 @@ void run_thread(const Model& model, const Step& step, const Sizes& memory, Team&
     if (op.type == TYPE_BFLOAT) run_op<BFloat>(run, op, rows);
     else run_op<Float>(run, op, rows);
     if (op.kind == OP_SELECT) rows = step.num_logits;
+    const double end = step.seconds && thread == 0 ? now() : 0;
     team.wait();
-    if (step.seconds && thread == 0) step.seconds[op.kind] += now() - start;
+    if (step.seconds && thread == 0) step.seconds[i] += end - start, step.seconds[model.num_ops] += now() - end;
   }
 }
 

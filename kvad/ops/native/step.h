@@ -7,7 +7,7 @@
 
 extern "C" {
 
-enum OpKind { OP_EMBED, OP_NORM, OP_LINEAR, OP_ANGLES, OP_ROTATE, OP_ATTEND, OP_ADD, OP_SELECT, OP_KINDS };
+enum OpKind { OP_EMBED, OP_NORM, OP_LINEAR, OP_ANGLES, OP_ROTATE, OP_ATTEND, OP_ADD, OP_SELECT, OP_EXPERTS, OP_GATE };
 enum OutputMode { OUT_FLOAT, OUT_ADD, OUT_GATED, OUT_ACTIVATED, OUT_LOGITS };
 enum NormKind { NORM_NONE, NORM_RMS, NORM_LAYER };
 enum NumberType { TYPE_FLOAT, TYPE_BFLOAT };
@@ -19,6 +19,14 @@ struct Store {  // keys or values of a layer: data [K, blocks, block_size, width
   int64_t blocks, format;
 };
 
+struct Experts {  // of one layer
+  const float *router, *router_bias, *selection_bias;  // [experts, in_stride], [experts]
+  const void *gate_up, *down;                          // panels of each expert: 16 rows of the gate, then of up; down
+  const float *gate_up_bias, *down_bias;
+  int64_t experts, chosen, size, groups, chosen_groups, is_sigmoid, renormalize;  // size: of an expert's inner layer
+  float routed_scale, jitter, alpha, limit;                                       // negative, 0, 0: none
+};
+
 struct Op {
   int32_t kind, type;                                     // NumberType of weights and activations
   int32_t in, out;                                        // buffers
@@ -27,13 +35,15 @@ struct Op {
   int32_t mode, activation;                               // OutputMode; NormKind
   int32_t heads, kv_heads, head_dim, value_dim;
   int32_t group, rotary_dim, interleaved, angles;         // cache group; buffer of angles
-  int32_t own_weights, out_float, bias_size, bias_offset;  // NORM: of each head; EMBED: of positions in its table
+  int32_t own_weights, out_float, bias_size, bias_offset;  // NORM, GATE: of each head, number; EMBED: of its positions
   int32_t short_len;                                      // ANGLES: longer sequences have the second frequencies
   int32_t bits, quantized_group, half_scales;             // LINEAR with quantized weights (quantized.h); bits: 0 if not
   const void* weight;                                     // panels; a norm's weight; a table of embeddings
   const float* bias;                                      // of LINEAR and NORM; EMBED: a table of positions
   const Store *keys, *values;
-  const float *position_bias, *slopes, *sink_logits;      // ATTEND: [H, bias_size] by distance; [H]; [H]
+  const float *position_bias, *slopes, *sink_logits;      // ATTEND: [H, bias_size] by distance from -bias_offset; [H]; [H]
+  const float* query_scale;                               // ROTATE: by position, or null
+  const Experts* experts;
   float scale, eps, softcap, clip;
 };
 
@@ -55,7 +65,7 @@ struct Step {
   const int64_t *token_ids, *positions, *logit_indices, *seq_lens;  // seq_lens [T], or null
   const Group* groups;
   float* logits;    // [num_logits, V]
-  double* seconds;  // [OP_KINDS] by kind of operation; null: not measured
+  double* seconds;  // [num_ops + 1] of the first thread in each operation, then waiting for others; null: not measured
 };
 
 struct Model {
@@ -102,8 +112,9 @@ struct Run {  // one thread of a step
   char *own, *shared;  // memory of this thread, and of all
   char* buffers[64];
   template <class T> T* buffer(int index) const { return reinterpret_cast<T*>(buffers[index]); }
-  int64_t low(int64_t n) const { return n * thread / team.size; }
-  int64_t high(int64_t n) const { return n * (thread + 1) / team.size; }
+  // This thread's share of n pieces; the first thread has the only one.
+  int64_t low(int64_t n) const { return (n * thread + team.size - 1) / team.size; }
+  int64_t high(int64_t n) const { return (n * (thread + 1) + team.size - 1) / team.size; }
 };
 
 }  // namespace

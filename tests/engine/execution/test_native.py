@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kvad import ops
 from kvad.cache.config import CacheConfig
+from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
 from kvad.engine.options import EngineConfig
@@ -39,7 +41,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "fp8": {"key_dtype": "fp8-e4m3", "value_dtype": "fp8-e5m2"},
 }
 LOSSY = {"bfloat16": 0.02, "float16": 0.002, "int8": 0.02, "int4": 0.3, "fp8": 0.3}  # a rounding may go either way
-AXES = {"position": POSITIONS, "norm": PLACES, "heads": HEADS, "mlp": MLPS[:2], "cache": tuple(CACHES)}
+AXES = {"position": POSITIONS, "norm": PLACES, "heads": HEADS, "mlp": MLPS, "cache": tuple(CACHES)}
 CASES = pairwise(AXES, seed=5)
 PAIRS = pairwise(AXES | {"norm": ("pre", "post", "sandwich"), "cache": ("paged", "contiguous", "bfloat16")}, seed=6)
 
@@ -64,7 +66,9 @@ def logits_of_steps(
         engine.add_request(prompt, params, encoder_token_ids=source)
     while not engine.idle:
         engine.step()
-    assert (engine.runner.program is None) == bool(engine.runner.native_reason)
+    program = engine.runner.program
+    assert (program is None) == bool(engine.runner.native_reason)
+    assert program is None or (program.encoder is None) == (model.config.encoder is None)
     return logits, engine.runner.native_reason
 
 
@@ -135,6 +139,55 @@ def quantize(model: Transformer, bits: int, group_size: int, half: bool) -> int:
     return count
 
 
+ATTENTIONS = {
+    "gate": {"output_gate": True, "qkv_bias": True},
+    "values from keys": {"values_from_keys": True, "qk_norm": "head", "value_norm": True, "qkv_bias": True},
+    "query scaling": {"query_scaling": cfg.QueryScalingConfig(0.5, 10)},
+}
+MIXTURES = {
+    "softmax": cfg.MoEConfig(20, 5, 2, "gelu_tanh", router_bias=True),
+    "not renormalized": cfg.MoEConfig(33, 9, 1, renormalize=False, routed_scale=2.5),
+    "gpt-oss": cfg.MoEConfig(20, 4, 3, bias=True, router_bias=True, swiglu_alpha=1.7, swiglu_limit=0.4),
+    "deepseek-v2": cfg.MoEConfig(16, 8, 3, renormalize=False, num_groups=4, num_groups_per_token=2, shared_size=12),
+    "deepseek-v3": cfg.MoEConfig(
+        20, 6, 3, router="sigmoid", selection_bias=True, routed_scale=1.5, num_groups=3, num_groups_per_token=2
+    ),
+    "qwen2": cfg.MoEConfig(20, 6, 2, renormalize=False, bias=True, shared_size=10, shared_gate=True),
+    "phi": cfg.MoEConfig(20, 6, 2, sparsemixer_jitter=0.2),
+}
+
+
+def with_layer(config: ModelConfig, mlp: Any = None, **mixer: Any) -> ModelConfig:
+    """Return the config with another MLP and other fields of its attention."""
+    layer = config.stack.layer_types["L"]
+    layer = replace(layer, attention=replace(layer.attention, **mixer), mlp=mlp or layer.mlp)
+    return replace(config, decoder=replace(config.stack, layer_types={"L": layer}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", list(ATTENTIONS))
+def test_other_forms_of_attention(kind: str, dtype: torch.dtype) -> None:
+    assert not compare(with_layer(model_config(), **ATTENTIONS[kind]), {"cache": "paged"}, dtype)
+
+
+@pytest.mark.parametrize("variant", native.runnable_variants())
+@pytest.mark.parametrize("kind", list(MIXTURES))
+def test_mixtures_of_experts(kind: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
+    assert not compare(with_layer(model_config(), MIXTURES[kind]), {"cache": "paged"})
+
+
+@pytest.mark.parametrize("kind", list(MIXTURES))
+def test_a_mixture_in_bfloat16_equals_the_one_in_float32(kind: str) -> None:
+    """A rounding may choose other experts, so both have the same weights, and most rows are compared."""
+    narrow = build(with_layer(model_config(), MIXTURES[kind]), dtype=torch.bfloat16)
+    wide = copy.deepcopy(narrow).float()
+    ours, reason = logits_of_steps(narrow, {})
+    theirs, _ = logits_of_steps(wide, {}, native=False)
+    errors = (ours[0] - theirs[0]).abs().amax(-1) / theirs[0].abs().max()
+    assert not reason and errors.median() < 0.05
+
+
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope", "rope-yarn"])
 def test_frequencies_that_depend_on_the_length(position: str) -> None:
     assert not compare(model_config(position, layers=3), {"cache": "paged"})
@@ -160,8 +213,9 @@ def test_every_instruction_set(variant: str, dtype: torch.dtype, cache: str, mon
 
 
 def rows_by_position(model: Transformer, prompts: Sequence[list[int]], **cache: Any) -> dict[tuple[int, int], Tensor]:
-    """Return the logits of sampled tokens by (first token of the prompt, position)."""
-    config = CacheConfig(**{"max_seq_len": 640, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16} | cache)
+    """Return the logits of sampled tokens by (first token of the prompt, position); an encoder reads the prompt too."""
+    sizes = {"max_seq_len": 640, "max_num_seqs": 16, "num_blocks": 400, "block_size": 16}
+    config = CacheConfig(**sizes | {"max_source_len": 64 if model.config.encoder else 0} | cache)
     engine = Engine(model, config, EngineConfig(stop_tokens=frozenset({VOCAB})))
     execute, rows = engine.runner.execute, dict[tuple[int, int], Tensor]()
 
@@ -177,20 +231,24 @@ def rows_by_position(model: Transformer, prompts: Sequence[list[int]], **cache: 
 
     engine.runner.execute = recorded  # type: ignore[method-assign]
     for prompt in prompts:
-        engine.add_request(prompt, SamplingParams(max_tokens=6, temperature=0.0))
+        source = prompt if model.config.encoder else None
+        engine.add_request(prompt, SamplingParams(max_tokens=6, temperature=0.0), encoder_token_ids=source)
     while not engine.idle:
         engine.step()
     assert not engine.runner.native_reason
     return rows
 
 
-@pytest.mark.parametrize("quantization", [None, (8, 8), (4, 8)])
+@pytest.mark.parametrize("quantization", [None, (8, 8), (4, 8), "experts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
-    dtype: torch.dtype, quantization: tuple[int, int] | None
+    dtype: torch.dtype, quantization: tuple[int, int] | str | None
 ) -> None:
-    model = build(replace(model_config("rope"), max_seq_len=640), dtype=dtype)
-    if quantization:
+    config = replace(model_config("rope"), max_seq_len=640)
+    if quantization == "experts":
+        config = with_layer(config, MIXTURES["qwen2"], output_gate=True)
+    model = build(config, dtype=dtype)
+    if isinstance(quantization, tuple):
         assert quantize(model, *quantization, half=False)
     prompts = [[first, *range(1, length)] for first, length in ((1, 600 // 10), (2, 3), (3, 33), (4, 1), (5, 17))]
     prompts += [[6, *[i % 60 for i in range(580)]]]  # several chunks of attention
@@ -207,6 +265,51 @@ def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
     finally:
         torch.set_num_threads(before)
     assert len(together) == 6 * len(prompts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_encoder_decoder_has_the_same_bits_in_every_batch_and_with_all_threads(dtype: torch.dtype) -> None:
+    model = build(replace(pair_config("t5", own=True), max_seq_len=64), dtype=dtype)
+    prompts = [[first, *range(1, length)] for first, length in ((1, 33), (2, 3), (3, 33), (4, 1), (5, 17), (6, 40))]
+    sizes = {"max_seq_len": 64, "num_blocks": None}
+    before = torch.get_num_threads()
+    together = rows_by_position(model, prompts, **sizes)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for prompt in prompts:
+                for key, row in rows_by_position(model, [prompt], **sizes).items():
+                    assert torch.equal(row, together[key]), (threads, key)
+    finally:
+        torch.set_num_threads(before)
+    assert len(together) == 6 * len(prompts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", native.runnable_variants())
+def test_encoders_on_every_instruction_set(variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
+    for position, heads in (("t5", "window"), ("rope", "sinks"), ("alibi", "qk-norm")):
+        assert not compare(pair_config(position, heads=heads, own=True), {"cache": "paged"}, dtype)
+
+
+def test_beams_of_an_encoder_decoder_equal_pytorch() -> None:
+    model = build(pair_config("learned"), dtype=torch.float32)
+    sizes = {"max_seq_len": 32, "max_num_seqs": 20, "max_source_len": 40}
+    found = []
+    for is_native in (True, False):
+        options = EngineConfig(native=is_native, stop_tokens=frozenset({VOCAB}))
+        engine = Engine(model, CacheConfig(**sizes), options)
+        for source in SOURCES:
+            engine.add_request(
+                [3], SamplingParams(max_tokens=8, temperature=0.0, num_beams=4), encoder_token_ids=source
+            )
+        chunks = []
+        while not engine.idle:
+            chunks += [(chunk.request, chunk.token_id) for chunk in engine.step()]
+        assert bool(engine.runner.native_reason) != is_native
+        found.append(sorted(chunks, key=lambda chunk: chunk[0]))
+    assert found[0] == found[1] and len(found[0]) == 8 * len(SOURCES)
 
 
 def test_a_changed_weight_and_a_new_hook_are_seen_by_the_next_request() -> None:
