@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from kvad.benchmarks import needle_tasks as needle_tasks
     from kvad.benchmarks import results as results
     from kvad.benchmarks import scorers as scorers
+    from kvad.benchmarks import step_profile as step_profile
     from kvad.benchmarks import streaming_perplexity as streaming_perplexity
     from kvad.benchmarks import variants as variants
     from kvad.benchmarks.cache_quality import bench_quality as bench_quality
     from kvad.benchmarks.cache_speed import bench_cache as bench_cache
     from kvad.benchmarks.scorers import ScoredRow as ScoredRow
+    from kvad.benchmarks.step_profile import bench_profile as bench_profile
     from kvad.benchmarks.streaming_perplexity import bench_streaming as bench_streaming
     from kvad.benchmarks.variants import Variant as Variant
     from kvad.benchmarks.variants import select_variants as select_variants

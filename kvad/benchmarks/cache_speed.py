@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvad import config, ops
 from kvad.benchmarks.results import Progress, commit_id, machine_info, no_progress
-from kvad.cache import group_bytes
+from kvad.benchmarks.step_profile import bytes_per_number
 from kvad.config import attention_specs
 from kvad.engine import Engine, StepTimes
 from kvad.engine.scheduling import SamplingParams
@@ -156,10 +156,7 @@ def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
 
 
 def _count(llm: LLM, prompt: int, mark: int) -> FlopCount:
-    groups = llm.engine.kv_cache.groups
-    numbers = sum(len(g.layers) * g.spec.kv_size for g in groups)
-    sizes = [group_bytes(group) for group in groups]
-    stored = sum(size.per_token_payload + size.per_token_scales for size in sizes) / numbers  # bytes per number
+    stored = bytes_per_number(llm.engine.kv_cache.groups)
     element = config.DTYPE_BYTES[_dtype(llm)]
     cached, fresh = config.flops.generation_cost(llm.model.config, prompt, mark, element=element, stored=stored)
     gain = config.flops.Gain(fresh.attention / cached.attention, fresh.projections / cached.projections)

@@ -43,12 +43,15 @@ POLL_SECONDS = 0.005  # longest wait for loading blocks in one call, if nothing 
 
 @dataclass
 class StepTimes:
-    """Seconds since the engine started: ``model`` in forward passes, ``total`` in all."""
+    """Steps, tokens and seconds since the engine started."""
 
     steps: int = 0
     tokens: int = 0
-    model: float = 0.0
-    total: float = 0.0
+    model: float = 0.0  # block operations, inputs and forward passes
+    schedule: float = 0.0  # choosing sequences, allocating blocks, applying results
+    sample: float = 0.0
+    text: float = 0.0  # detokenizing, stop strings
+    total: float = 0.0  # of steps, with all of these
 
 
 class Engine:
@@ -260,6 +263,7 @@ class Engine:
             return chunks
         step_start = time.perf_counter()
         output = self.scheduler.schedule()
+        self.times.schedule += time.perf_counter() - step_start
         if states := self.scheduler.pop_finished_states():  # of sequences that ended to make room
             self.state_keeper.collect(states)
         if output is None:
@@ -276,10 +280,14 @@ class Engine:
             chunks = self.scheduler.update_from_output(output, [fault] * count)
             self._undelivered = [self._add_text(chunk) for chunk in chunks]
             raise
+        update_start = time.perf_counter()
         chunks = self.scheduler.update_from_output(output, results)
+        text_start = time.perf_counter()
+        chunks = [self._add_text(chunk) for chunk in chunks]
+        self.times.schedule += text_start - update_start
+        self.times.text += time.perf_counter() - text_start
         self.times.steps += 1
         self.times.tokens += sum(chunk.token_id is not None for chunk in chunks)
-        chunks = [self._add_text(chunk) for chunk in chunks]
         if states := self.scheduler.pop_finished_states():
             self.state_keeper.collect(states)
         if self.scheduler.idle:
@@ -294,9 +302,11 @@ class Engine:
     def _execute(self, output: scheduling.SchedulerOutput) -> list[SequenceOutput]:
         start = time.perf_counter()
         logits = self.runner.execute(output)
-        self.times.model += time.perf_counter() - start
+        sample_start = time.perf_counter()
         num_tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
         results = sample_outputs(output, logits, num_tokens)
+        self.times.model += sample_start - start
+        self.times.sample += time.perf_counter() - sample_start
         for index, reason in self.kv_cache.failed_rows([batch.num_seqs for batch in output.sub_batches]).items():
             results[index] = SequenceOutput(error=reason, retry=True)
         num_computed = sum(scheduled.num_tokens for scheduled in output.scheduled)

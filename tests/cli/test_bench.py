@@ -52,6 +52,15 @@ def test_quick_measures_less_and_given_options_are_used(kvad, model):
     assert record["repeats"] == 1 and record["tokens"] == [4, 8]
 
 
+@pytest.mark.parametrize("spelling", ["bench --profile", "bench profile"])
+def test_profile(kvad, model, spelling):
+    text = kvad(spelling, model, "--context", 8, "--new-tokens", 4, "--repeats", 1)
+    assert text.code == 0 and "part of a step" in text.out and "roofline" in text.out
+    record = json.loads(kvad(spelling, model, "--context", 8, "--new-tokens", 4, "--repeats", 1, "--json").out)
+    assert record["what"] == "bench profile" and record["num_seqs"] == 1 and record["parts"]["sampling"] > 0
+    assert 0 < record["of_roofline"] < 1 and record["tokens_per_second"] > 0
+
+
 class _Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -47,12 +47,20 @@ QUALITY_LEGEND = (
 )
 
 
-@click.group(cls=CommandGroup)
+class _BenchGroup(CommandGroup):
+    """``kvad bench --profile MODEL`` is ``kvad bench profile MODEL``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["profile", *args[1:]] if args[:1] == ["--profile"] else args)
+
+
+@click.group(cls=_BenchGroup)
 def bench_group() -> None:
     """Measure the speed of a model with and without its cache, and the quality of lossy caches.
 
     \b
     kvad bench cache runs/demo
+    kvad bench profile runs/demo
     kvad bench cache-quality runs/lookup-cpu
     kvad bench streaming runs/endless-rope
     """
@@ -113,6 +121,34 @@ def cache_command(options: _BenchOptions) -> None:
                 output.note(f"the model's limit leaves room for {room} new tokens: timing {list(lengths)}")
         result = benchmarks.bench_cache(llm, lengths, options.repeats, progress.update, prompt=prompt)
     _print(options, result, bench_lines(result), write_results)
+
+
+class _ProfileOptions(ModelArgument, FormatOptions, DeviceOptions, JsonOption):
+    num_seqs: int = option("Number of sequences that decode together", 1)
+    context: int = option("Tokens of each sequence before the first step; of an encoder-decoder: of its source", 128)
+    new_tokens: int = option("Number of steps to measure", 64)
+    repeats: int = option("Number of runs; the median is reported", 3)
+
+
+@command("profile", _ProfileOptions, bench_group)
+def profile_command(options: _ProfileOptions) -> None:
+    """Measure where the time of a decoding step goes, beside the time of reading its weights and cache once.
+
+    \b
+    kvad bench profile runs/demo
+    kvad bench profile runs/demo --num-seqs 32 --context 64 --json
+    """
+    length = None if options.context < 1 else options.context + options.new_tokens + 16
+    with (
+        open_llm(options.model, load_fields(options), max_num_seqs=options.num_seqs, max_seq_len=length) as llm,
+        output.ProgressLine() as progress,
+    ):
+        if llm.model.decoder is None:
+            raise UsageError("kvad bench --profile needs a model that generates, got an encoder")
+        numbers = options.num_seqs, options.context, options.new_tokens, options.repeats
+        result = benchmarks.bench_profile(llm, *numbers, progress.update)
+    record = output.with_properties(result, "tokens_per_second", "of_roofline")
+    output.print_result(options.as_json, record, profile_lines(result))
 
 
 class _TextOption(Options):
@@ -348,6 +384,30 @@ def bench_lines(result: benchmarks.cache_speed.BenchResult) -> list[str]:
         f"all three generate the same first {result.outputs_agree} of {last} tokens",
         "",
         *output.format_records(result.counted, COUNT_COLUMNS),
+    ]
+
+
+def profile_lines(result: benchmarks.step_profile.StepProfile) -> list[str]:
+    """Format the profile: the parts of a step, the largest first, then the bytes and the time of reading them."""
+    engine = benchmarks.step_profile.ENGINE_PARTS
+    parts = sorted(result.parts.items(), key=lambda item: -item[1])
+    rows = [
+        (name, f"{value:.3f} ms", f"{value / result.step_ms:.1%}", "engine" if name in engine else "model")
+        for name, value in parts
+    ]
+    size = output.format_bytes
+    read = f"{size(result.weight_bytes)} of weights and {size(result.cache_bytes)} of cache"
+    speed = f"{result.step_ms:.2f} ms (slowest run {result.slowest_ms:.2f}), {result.tokens_per_second:.1f} tokens/s"
+    rate = f"at {result.bandwidth / 1e9:.1f} GB/s take {result.roofline_ms:.2f} ms"
+    return [
+        f"{result.parameters:,} parameters in {result.dtype}, cache in {result.cache_dtype}; kernels: {result.kernels}",
+        f"{result.machine}; commit {result.commit or 'unknown'}",
+        f"{result.num_seqs} sequences of {result.context} tokens, {result.new_tokens} steps, of {result.repeats} runs",
+        "",
+        *output.format_table([("part of a step", "time", "share", "of"), *rows], left=(0, 3)),
+        "",
+        f"one step: {speed}; the engine's share is {result.engine_share:.1%}",
+        f"roofline: {read} {rate}: {result.of_roofline:.0%} of the step",
     ]
 
 

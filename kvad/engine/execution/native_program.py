@@ -484,12 +484,12 @@ class _Builder:
         panels = self.model.packed_weights.panels
         gate_up = panels(self.library, [mlp.gate, mlp.up], self.files, interleaved=True)
         down = panels(self.library, [mlp.down], self.files)
-        size, half = _padded(spec.intermediate_size), native.library.PANEL // 2
+        size, half = _whole_panels(spec.intermediate_size), native.library.PANEL // 2
         gate_up_bias = down_bias = None
         if mlp.gate_bias is not None and mlp.up_bias is not None and mlp.down_bias is not None:
             pair = torch.stack([_pad_last(bias.detach(), size) for bias in (mlp.gate_bias, mlp.up_bias)], dim=1)
             gate_up_bias = self._float(pair.unflatten(-1, (-1, half)).transpose(1, 2))
-            down_bias = self._float(_pad_last(mlp.down_bias.detach(), _padded(self.size)))
+            down_bias = self._float(_pad_last(mlp.down_bias.detach(), _whole_panels(self.size)))
         router = self._float(_pad_last(mlp.router.weight.detach(), _padded(self.size)))
         tensors = [router, self._float(mlp.router.bias), self._float(mlp.selection_bias), gate_up, down]
         tensors += [gate_up_bias, down_bias]
@@ -570,10 +570,14 @@ def _pad_last(x: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
+def _whole_panels(numbers: int) -> int:
+    return -(-numbers // native.library.PANEL) * native.library.PANEL
+
+
 def _padded(numbers: int) -> int:
     """Return the stride of rows: rows that are a multiple of 2 KiB apart would share few sets of the L1 cache."""
-    panels = -(-numbers // native.library.PANEL)
-    return (panels + (panels % 32 == 0)) * native.library.PANEL
+    size = _whole_panels(numbers)
+    return size + native.library.PANEL * (size % 1024 == 0)
 
 
 def _even(numbers: int) -> int:
