@@ -102,7 +102,8 @@ def translate(folder: Path, repeats: int, batch_size: int, length: int, beams: i
     )  # fmt: skip
     model, _ = load_model(folder)
     num_seqs = batch_size * beams
-    cache = CacheConfig(max_seq_len=new + 1, max_num_seqs=num_seqs, max_source_len=length)
+    sizes = {"max_seq_len": new + 1, "max_num_seqs": num_seqs, "max_source_len": length}
+    cache = CacheConfig(**sizes, enable_prefix_caching=False)
     engine = Engine(model, cache, EngineConfig(max_num_batched_tokens=max(2048, num_seqs)))
     ids = torch.randint(5, 31000, (batch_size, length), generator=torch.Generator().manual_seed(0))
     sampling = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, num_beams=beams, stop_token_ids=(0,))
@@ -111,7 +112,6 @@ def translate(folder: Path, repeats: int, batch_size: int, length: int, beams: i
         for text in ids.tolist():
             engine.add_request([32000], sampling, encoder_token_ids=text)
         run_engine(engine)
-        engine.kv_cache_manager.reset_prefix_cache()
 
     def transformers() -> None:
         reference_model.generate(ids, attention_mask=torch.ones_like(ids))
@@ -174,7 +174,6 @@ def ctranslate2(
 def one(engine: Engine, source: list[int], sampling: SamplingParams) -> None:
     engine.add_request([32000], sampling, encoder_token_ids=source)
     run_engine(engine)
-    engine.kv_cache_manager.reset_prefix_cache()
 
 
 def load(folder: Path, repeats: int) -> None:

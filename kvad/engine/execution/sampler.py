@@ -13,7 +13,8 @@ after a preemption or a restore, and on every machine; sequences with other toke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -143,15 +144,13 @@ def sample_tokens(
     scores = raw.log_softmax(dim=-1) if beams else raw
     if beams and samples:  # beams sum log-probabilities, to which bans and penalties apply (as in transformers)
         scores[samples] = raw[samples]
-    if any(seq.sampling_params.edits_scores for seq in sequences):
-        for step in EDIT_STEPS:
-            scores = step(scores, sequences)
-    scores = scores[:, :num_tokens]
     results: dict[int, SequenceOutput] = {}
-    for rows, choose in ((beams, _best_candidates), (samples, _choose_tokens)):
-        if rows:
-            outputs = choose(_select(raw, rows), _select(scores, rows), [sequences[i] for i in rows])
-            results |= zip(rows, outputs, strict=True)
+    with _edited(scores, sequences, is_copy=scores is not raw) as edited:
+        edited = edited[:, :num_tokens]
+        for rows, choose in ((beams, _best_candidates), (samples, _choose_tokens)):
+            if rows:
+                outputs = choose(_select(raw, rows), _select(edited, rows), [sequences[i] for i in rows])
+                results |= zip(rows, outputs, strict=True)
     return [results[i] if ok else results[i]._replace(error=NONFINITE_ERROR) for i, ok in enumerate(is_finite)]
 
 
@@ -165,6 +164,30 @@ def best_tokens(logits: Tensor, num_tokens: int | None = None) -> list[SequenceO
     """Return the best token of each row of [N, V] below ``num_tokens``, with one wait for the device."""
     best = ops.gpu.best_tokens(logits, logits.shape[-1] if num_tokens is None else num_tokens).tolist()
     return [SequenceOutput(token, error=None if is_finite else NONFINITE_ERROR) for token, is_finite in best]
+
+
+@contextmanager
+def _edited(scores: Tensor, sequences: Sequence[TokenSequence], *, is_copy: bool) -> Iterator[Tensor]:
+    """Yield the scores [N, V] after the edit steps.
+
+    Bans are written into the logits and undone afterwards, unless log-probabilities of the raw ones are requested.
+    """
+    if not any(seq.sampling_params.edits_scores for seq in sequences):
+        yield scores
+        return
+    in_place = is_copy or all(seq.sampling_params.logprobs is None for seq in sequences)
+    banned = _banned_entries(scores, sequences) if in_place else None
+    if banned is not None:
+        old = scores[banned]
+        scores[banned] = -math.inf
+    edited = scores
+    try:
+        for step in EDIT_STEPS[in_place:]:
+            edited = step(edited, sequences)
+        yield edited
+    finally:
+        if banned is not None:
+            scores[banned] = old
 
 
 def _finite_rows(raw: Tensor) -> list[bool]:
@@ -332,13 +355,21 @@ def _draw(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
 
 def apply_bans(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     """Ban end tokens before ``min_tokens``, ends of bad words, and repeated n-grams."""
-    banned = [(i, token) for i, seq in enumerate(sequences) for token in _banned(seq) if token < scores.shape[-1]]
-    if not banned:
+    banned = _banned_entries(scores, sequences)
+    if banned is None:
         return scores
     scores = scores.clone()
-    indices, tokens = zip(*banned, strict=True)
-    scores[list(indices), list(tokens)] = -math.inf
+    scores[banned] = -math.inf
     return scores
+
+
+def _banned_entries(scores: Tensor, sequences: Sequence[TokenSequence]) -> tuple[list[int], list[int]] | None:
+    """Return the rows and columns of the banned scores [N, V], or None if there are none."""
+    banned = [(i, token) for i, seq in enumerate(sequences) for token in _banned(seq) if token < scores.shape[-1]]
+    if not banned:
+        return None
+    rows, tokens = zip(*banned, strict=True)
+    return list(rows), list(tokens)
 
 
 def _banned(seq: TokenSequence) -> set[int]:

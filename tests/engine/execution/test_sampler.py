@@ -708,3 +708,23 @@ def test_filtering_the_best_tokens_draws_what_filtering_all_does(values: str, mo
     monkeypatch.setattr(sampler, "_num_candidates", lambda *_: 0)
     assert sampler._draw_filtered(rows, sequences) == drawn
     assert len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"num_beams": 2}, {"temperature": 0.7, "seed": 1}])
+def test_bans_leave_the_logits_as_they_were(options: dict[str, Any]) -> None:
+    """Also if the function of another sequence fails; the raw log-probabilities include banned tokens."""
+    logits = logits_of(2)
+    best = int(logits[0].argmax())
+    before, params = logits.clone(), {"temperature": 0.0} | options
+
+    def fail(tokens: Sequence[int]) -> list[int]:
+        raise ValueError("no")
+
+    banned = job((1,), 1, stops=(best,), min_tokens=3, **params)
+    for other in (job((1,), 1, 1, **params), job((1,), 1, 1, allowed_tokens_fn=fail, temperature=0.0)):
+        result = sampler._sample_or_fail(logits, [banned, other], None)[0]
+        assert torch.equal(logits, before)
+        tokens = [token for token, _ in result.candidates] if options.get("num_beams") else [result.token_id]
+        assert best not in tokens
+        if "logprobs" in options:
+            assert result.logprob.top_logprobs[0][0] == best
