@@ -324,7 +324,7 @@ class ModelRunner:
         if allocation is None:
             return self.model.encode(encoder_input), encoder_input
         self.cache.apply(allocation.block_ops)
-        self._update_program()
+        self._update_kernels()
         if self.program is not None and self.program.encoder is not None:
             return self.program.encoder.encode(encoder_input), encoder_input
         model_input = ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input)
