@@ -4,6 +4,7 @@
 # make check      format, lint, types, imports    make install     what make test needs
 # make test-unit  the tests without a model or a subprocess   make docs   the documentation as a site, in site/
 # make test-lower-bounds   a model trained and used with the lowest versions of the dependencies, in a separate environment
+# make peers      the environment of the engines that kvad is compared with   make bench   measure all of them, by turns
 # make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/hf_parity)
 #
 # TORCH_INDEX=URL  where torch comes from; its CPU build on Linux is  TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -17,6 +18,8 @@ TEST_ARGS ?=
 SAMPLE ?=
 JOBS ?= auto
 ORACLES ?= /tmp/kvad-oracle
+PEERS ?= .venv-peers
+BENCH_ARGS ?=
 
 TORCH := torch==2.13.0
 PY := $(VENV)/bin/python
@@ -28,7 +31,7 @@ KEY := $(shell { pwd; cat pyproject.toml constraints.txt kvad/ops/native/*.cpp k
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 
-.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle check docs install
+.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle peers bench check docs install
 .DELETE_ON_ERROR:
 
 run: $(RUN_STAMP)
@@ -67,6 +70,13 @@ oracle: $(TEST_STAMP)
 	$(ORACLES)/llama-cpp/bin/python tests/file_parity/make_llama_cpp.py $(ORACLES)/gguf $(ORACLES)/llama_cpp.npz
 	$(PY) -m tests.file_parity.compare $(ORACLES)
 	$(PY) -m pytest -n $(JOBS) tests/hf_parity tests/checkpoint tests/model $(TEST_ARGS)
+
+# llama.cpp is compiled for this processor: 5 to 15 minutes, once.
+peers: $(TEST_STAMP)
+	VENV=$(VENV) benchmarks/peers/environment.sh $(PEERS)
+
+bench: $(TEST_STAMP)
+	PEERS=$(PEERS) $(PY) -m benchmarks.peers run $(BENCH_ARGS)
 
 test-gpu: $(TEST_STAMP)
 	$(PY) -m pytest -m gpu -rs tests/engine/test_devices.py tests/engine/execution/test_gpu_kernels.py tests/ops/test_triton.py $(TEST_ARGS)

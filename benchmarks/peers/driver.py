@@ -1,0 +1,330 @@
+"""Runs engines by turns: one computes, the others wait. Every value is one timed run of one turn.
+
+For each shape and scenario, every engine computes it once untimed, and its tokens are compared with those of the
+float32 model in transformers. Then come the rounds: in each, every engine and the machine's limits have one turn, a
+short untimed run, which brings its weights into memory again, and a timed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.peers import convert
+from benchmarks.peers.results import Measurement, agreement_among, result_line
+from benchmarks.peers.scenarios import Scenario, cost_of, shape_fits
+from benchmarks.peers.shapes import CACHE_BYTES, Shape
+from kvad.benchmarks.results import commit_id, machine_info
+
+ROOT = Path(__file__).parents[2]
+PRECISIONS = tuple(CACHE_BYTES)
+ENGINES = ("kvad", "llama.cpp", "openvino", "transformers", "ctranslate2")
+Key = tuple[str, str]  # engine and precision
+PAUSE = 0.3  # seconds between turns: threads that spin after their work have ended by then
+MAX_RESIDENT_BYTES = 3 << 30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run measures, and with what."""
+
+    shapes: tuple[Shape, ...]
+    scenarios: tuple[Scenario, ...]
+    engines: tuple[str, ...]
+    precisions: tuple[str, ...]
+    repeats: int
+    threads: int
+    cache: Path  # folder of checkpoints and conversions
+    peers_python: str  # interpreter of the peers' environment
+    kvad_python: str
+    check: bool = True
+    verbose: bool = False  # print every value
+    log: IO[bytes] | int = subprocess.DEVNULL  # for what the engines print
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of every worker: equal threads, this checkout's modules, no downloads."""
+        threads = str(self.threads)
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+        fixed = {
+            "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+            "OPENVINO_TELEMETRY": "0", "KMP_BLOCKTIME": "1", "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+        return {**os.environ, **dict.fromkeys(names, threads), **fixed}
+
+
+class WorkerError(RuntimeError):
+    """A worker failed or ended, or (``is_refusal``) cannot run what was requested."""
+
+    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
+
+
+class WorkerProcess:
+    """One engine's process."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | int) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=dict(environment), cwd=ROOT
+        )
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request and return the answer; WorkerError if there is none, or if it reports a failure."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            raise WorkerError(f"the process ended with status {self._process.wait()}; --log FILE has what it printed")
+        reply: dict[str, Any] = json.loads(line)
+        for name in ("error", "unsupported"):
+            if name in reply:
+                raise WorkerError(reply[name], is_refusal=name == "unsupported")
+        return reply
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+FORMAT_OF = {
+    ("kvad", "int8"): "kvad-int8", ("llama.cpp", "float32"): "gguf-float32", ("llama.cpp", "bfloat16"): "gguf-bfloat16",
+    ("llama.cpp", "int8-cache"): "gguf-bfloat16", ("llama.cpp", "int8"): "gguf-int8",
+    ("openvino", "bfloat16"): "openvino-bfloat16", ("openvino", "float32"): "openvino-bfloat16",
+    ("openvino", "int8-cache"): "openvino-bfloat16", ("openvino", "int8"): "openvino-int8",
+    ("ctranslate2", "float32"): "ctranslate2", ("ctranslate2", "int8"): "ctranslate2",
+    ("kvad", "float32"): "hf", ("kvad", "bfloat16"): "hf", ("kvad", "int8-cache"): "hf",
+    ("transformers", "float32"): "hf", ("transformers", "bfloat16"): "hf",
+}  # fmt: skip
+
+
+def format_of(engine: str, precision: str, shape: Shape) -> str | None:
+    """Return the format that an engine reads for a precision; None if it has none for this shape."""
+    if shape.is_encoder_decoder and engine in ("llama.cpp", "openvino"):
+        return None
+    return FORMAT_OF.get((engine, precision))
+
+
+class Driver:
+    """Measures what the settings name and yields one result line per engine, precision and scenario."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._workers: dict[Key, LoadedWorker] = {}  # least recently used first
+        self._limits_workers: dict[str, WorkerProcess] = {}  # by precision
+        self._needs: dict[str, int] = {}
+        self._max_resident = 1
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        for shape in self.settings.shapes:
+            scenarios = [each for each in self.settings.scenarios if shape_fits(shape, each)]
+            if not scenarios:
+                continue
+            self._needs = needs_of(scenarios)
+            self._max_resident = max(1, MAX_RESIDENT_BYTES // shape.file_bytes)
+            try:
+                paths = self._convert_all(shape)
+                for scenario in scenarios:
+                    yield from self._measure(shape, scenario, paths)
+            finally:
+                self._close_all()
+
+    def _convert_all(self, shape: Shape) -> dict[Key, Path]:
+        """Convert the checkpoint for each engine; name and skip what cannot be."""
+        self._convert("hf", shape)
+        paths: dict[Key, Path] = {}
+        for precision in self.settings.precisions:
+            for engine in self.settings.engines:
+                name = format_of(engine, precision, shape)
+                if name is None:
+                    continue
+                try:
+                    paths[engine, precision] = self._convert(name, shape)
+                except (RuntimeError, OSError) as error:
+                    notice(f"skipped: {engine} {precision}: {error}")
+        return paths
+
+    def _convert(self, name: str, shape: Shape) -> Path:
+        python = self.settings.kvad_python if name.startswith(("gguf", "kvad")) else self.settings.peers_python
+        return convert.ensure(name, shape, self.settings.cache, python, self.settings.environment())
+
+    def _measure(self, shape: Shape, scenario: Scenario, paths: dict[Key, Path]) -> Iterator[dict[str, Any]]:
+        prompts = scenario.prompts(shape)
+        able: dict[Key, Measurement] = {}
+        for key, path in paths.items():
+            with self._reported(key, f"skipped: {shape.name} {scenario.name}"):
+                worker = self._worker(key, path)
+                output = worker.prepare(scenario, prompts)
+                able[key] = Measurement(*key, versions=worker.versions, output=output)
+        checks = self._check(shape, scenario, prompts, list(able.values())) if self.settings.check else {}
+        limits: dict[str, list[tuple[float, float]]] = {precision: [] for _, precision in able}
+        for repeat in range(self.settings.repeats):
+            for precision, values in limits.items():
+                values.append(self._limits(cost_of(shape, scenario, precision).bytes / scenario.steps, precision))
+            start = repeat % max(1, len(able))
+            for key in [*able][start:] + [*able][:start]:
+                with self._reported(key, f"failed: {shape.name} {scenario.name}"):
+                    reply = self._turn(key, paths[key], scenario, prompts)
+                    able[key].add(reply, scenario)
+                    if self.settings.verbose:
+                        notice(f"{scenario.name} {' '.join(key)}: {able[key].values[-1]:.4g} {scenario.unit}")
+        header = {"machine": machine_info(), "threads": self.settings.threads, "commit": commit_id()}
+        for measurement in able.values():
+            if measurement.values:
+                line = result_line(shape, scenario, measurement, limits[measurement.precision])
+                yield {**line, **checks.get(measurement.key, {}), **header}
+
+    @contextlib.contextmanager
+    def _reported(self, key: Key, what: str) -> Iterator[None]:
+        """Report a worker's failure, end the worker and continue with the other engines."""
+        try:
+            yield
+        except WorkerError as error:
+            notice(f"{what} {' '.join(key)}: {error}")
+            if not error.is_refusal:
+                self._close(key)
+
+    def _worker(self, key: Key, path: Path) -> LoadedWorker:
+        """Return the engine's process with its model; start it, and end others beyond the limit, if needed."""
+        if key in self._workers:
+            self._workers[key] = self._workers.pop(key)
+            return self._workers[key]
+        while len(self._workers) >= self._max_resident:
+            self._close(next(iter(self._workers)))
+        process = self._start(key[0])
+        try:
+            worker = LoadedWorker(process, path=str(path), precision=key[1], needs=self._needs, **self._threads)
+        except WorkerError:
+            process.close()
+            raise
+        self._workers[key] = worker
+        return worker
+
+    @property
+    def _threads(self) -> dict[str, int]:
+        return {"threads": self.settings.threads}
+
+    def _start(self, engine: str) -> WorkerProcess:
+        python = self.settings.kvad_python if engine in ("kvad", "limits") else self.settings.peers_python
+        module = f"benchmarks.peers.engines.{engine.replace('.', '_')}_engine"
+        return WorkerProcess([python, "-m", module], self.settings.environment(), self.settings.log)
+
+    def _turn(self, key: Key, path: Path, scenario: Scenario, prompts: list[list[int]]) -> dict[str, Any]:
+        """Warm an engine up, let the others' threads come to rest, and return its timed run."""
+        if scenario.kind == "load":
+            self._close(key)
+            time.sleep(PAUSE)
+            worker = self._worker(key, path)
+            reply = worker.process.ask(op="run", scenario=scenario.as_json(), prompts=prompts)
+            self._close(key)
+            reply["first_token_seconds"] = reply["seconds"]
+            for name in ("seconds", "major_faults"):
+                reply[name] += worker.loaded[name]
+            return {**reply, "imported_rss": worker.loaded["imported_rss"]}
+        worker = self._worker(key, path)
+        if worker.prepare(scenario, prompts) is None:
+            worker.warm_up(scenario, prompts)
+        time.sleep(PAUSE)
+        return worker.process.ask(op="run", scenario=scenario.as_json(), prompts=prompts)
+
+    def _limits(self, step_bytes: float, precision: str) -> tuple[float, float]:
+        """Return bytes per second of reading and operations per second of products."""
+        if precision not in self._limits_workers:
+            worker = self._limits_workers[precision] = self._start("limits")
+            worker.ask(op="load", path="", precision=precision, needs={}, **self._threads)
+        values = []
+        for kind in ("read", "multiply"):
+            request = Scenario(kind, kind, (1,), int(step_bytes)).as_json()
+            reply = self._limits_workers[precision].ask(op="run", scenario=request, prompts=[])
+            values.append(reply["tokens"] / reply["seconds"])
+        return values[0], values[1]
+
+    def _check(
+        self, shape: Shape, scenario: Scenario, prompts: list[list[int]], measurements: list[Measurement]
+    ) -> dict[str, dict[str, Any]]:
+        """Compare each engine's tokens with the float32 model of transformers, which reads them in one pass."""
+        if shape.is_encoder_decoder:
+            return agreement_among(measurements)
+        worker = self._start("transformers")
+        try:
+            path = str(self._convert("hf", shape))
+            worker.ask(op="load", path=path, precision="float32", needs=self._needs, **self._threads)
+            wanted = ("agree", "count", "gap")
+            checks = {each.key: worker.ask(op="check", prompts=prompts, output=each.output) for each in measurements}
+            return {key: {name: reply[name] for name in wanted} for key, reply in checks.items()}
+        except WorkerError as error:
+            notice(f"tokens not checked: {shape.name} {scenario.name}: {error}")
+            return {}
+        finally:
+            worker.close()
+
+    def _close(self, key: Key) -> None:
+        if key in self._workers:
+            self._workers.pop(key).process.close()
+
+    def _close_all(self) -> None:
+        for key in list(self._workers):
+            self._close(key)
+        while self._limits_workers:
+            self._limits_workers.popitem()[1].close()
+
+
+class LoadedWorker:
+    """A process that loaded its model."""
+
+    def __init__(self, process: WorkerProcess, **request: Any) -> None:
+        self.process = process
+        self.loaded = process.ask(op="load", **request)
+        self.versions: dict[str, str] = self.loaded["versions"]
+        self._prepared: set[str] = set()
+
+    def prepare(self, scenario: Scenario, prompts: list[list[int]]) -> list[list[int]] | None:
+        """Run a scenario untimed, the first time only, and return its tokens."""
+        if scenario.name in self._prepared:
+            return None
+        reply = self.process.ask(op="run", scenario=scenario.as_json(), prompts=prompts)
+        self._prepared.add(scenario.name)
+        output: list[list[int]] = reply["output"]
+        return output
+
+    def warm_up(self, scenario: Scenario, prompts: list[list[int]]) -> None:
+        """Run a short part of a scenario: the system may have taken pages of the weights back meanwhile."""
+        new = min(scenario.new, 4)
+        short = replace(scenario, new=new)
+        if scenario.kind not in ("decode", "prefix-hit"):  # their prompts are cached
+            short = replace(short, lengths=(8,) * scenario.rows)
+            prompts = [prompt[:8] for prompt in prompts]
+        self.process.ask(op="run", scenario=short.as_json(), prompts=prompts)
+
+
+def needs_of(scenarios: Sequence[Scenario]) -> dict[str, int]:
+    """Return the largest lengths and numbers of rows of the scenarios, for which an engine reserves its cache."""
+    is_pair = scenarios[0].kind == "translate"
+    lengths = [(1 if is_pair else max(each.lengths)) + each.new + 1 for each in scenarios]
+    totals = [each.rows * each.beams * (each.new + 17) + (0 if is_pair else sum(each.lengths)) for each in scenarios]
+    return {
+        "max_len": max(lengths),
+        "rows": max(each.rows * each.beams for each in scenarios),
+        "tokens": max(totals) + 64,
+        "max_source_len": max(max(each.lengths) for each in scenarios) if is_pair else 0,
+    }
+
+
+def notice(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

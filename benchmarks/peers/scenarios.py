@@ -1,0 +1,143 @@
+"""Scenarios: the tokens of each, the numbers of new tokens, and the least time the machine needs. No torch.
+
+A scenario is a value that is sent to every worker. Prompts are random tokens of a fixed seed, so every engine and
+every run has the same ones.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.peers.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One measurement. ``kind`` decides what is timed; a worker that has no such kind refuses it by name.
+
+    decode: the new tokens of all rows, after all prompts were computed. mixed: prompts and new tokens. prefill: a
+    prompt up to its first token. prefix-hit: the same, its first ``cached`` tokens having been computed before. load: a
+    new process's first token. translate: sources and new tokens of an encoder-decoder.
+    """
+
+    name: str
+    kind: str
+    lengths: tuple[int, ...]  # tokens of each prompt or source
+    new: int  # new tokens per row
+    cached: int = 0
+    beams: int = 1
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def work(self) -> int:
+        """Tokens that the rate counts: new ones, or those of the prompt where only it is computed."""
+        return sum(self.lengths) if self.kind in ("prefill", "prefix-hit") else self.rows * self.new
+
+    @property
+    def steps(self) -> int:
+        """Steps of the model, at least."""
+        return max(1, self.new) if self.kind != "mixed" else self.new + 1
+
+    @property
+    def unit(self) -> str:
+        return "seconds" if self.kind in ("prefix-hit", "load") else "tokens/s"
+
+    def prompts(self, shape: Shape) -> list[list[int]]:
+        """Return the prompts; ids 0 to 4 and the last one have special roles in some shapes."""
+        draws = random.Random(f"{self.name} {shape.name}")
+        return [[draws.randrange(5, shape.vocab - 1) for _ in range(length)] for length in self.lengths]
+
+    def with_new_end(self, prompt: list[int], count: int) -> list[int]:
+        """Return the prompt with another token after the cached ones, for caches that cannot be cleared."""
+        return [*prompt[: self.cached], 5 + count, *prompt[self.cached + 1 :]] if count else prompt
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> Scenario:
+        return Scenario(**{**fields, "lengths": tuple(fields["lengths"])})
+
+
+def ragged(rows: int) -> tuple[int, ...]:
+    """Lengths from 16 to 256, evenly spread and shuffled."""
+    lengths = [16 + round(240 * row / (rows - 1)) for row in range(rows)]
+    random.Random(rows).shuffle(lengths)
+    return tuple(lengths)
+
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        *(Scenario(f"decode-{name}", "decode", (n,), 64) for name, n in (("128", 128), ("2k", 2048))),
+        *(Scenario(f"decode-{name}", "decode", (n,), 32) for name, n in (("8k", 8192), ("16k", 16384))),
+        *(Scenario(f"rows-{rows}", "decode", ragged(rows), 32) for rows in (8, 32)),
+        *(Scenario(f"mixed-{rows}", "mixed", ragged(rows), 32) for rows in (8, 32)),
+        *(Scenario(f"prefill-{length}", "prefill", (length,), 1) for length in (512, 2048)),
+        Scenario("prefix-hit-2048", "prefix-hit", (2048,), 1, cached=1920),
+        Scenario("load", "load", (8,), 1),
+        Scenario("translate-greedy", "translate", (24,) * 32, 32),
+        Scenario("translate-beam4", "translate", (24,) * 32, 32, beams=4),
+    )
+}
+
+
+def shape_fits(shape: Shape, scenario: Scenario) -> bool:
+    """Return whether the scenario exists for this shape."""
+    if scenario.kind == "translate" or shape.is_encoder_decoder:
+        return scenario.kind == "translate" and shape.is_encoder_decoder
+    longest = max(scenario.lengths) + scenario.new
+    return longest <= (4096 if shape.kind == "gpt2" else 1 << 15)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that must be read and operations that must be done, at least, for a whole scenario."""
+
+    bytes: float
+    flops: float  # of products whose rows are many enough to be limited by the processor
+
+    def seconds(self, bytes_per_second: float, flops_per_second: float) -> float:
+        """Return the least time, if reading and computing overlap perfectly."""
+        return max(self.bytes / bytes_per_second, self.flops / flops_per_second)
+
+
+def cost_of(shape: Shape, scenario: Scenario, precision: str) -> Cost:
+    """Return what the scenario costs: weights once per step, each row's cache once per step."""
+    weights, per_token = shape.token_bytes(precision), shape.cache_bytes(precision)
+    head = 2.0 * shape.head_weights
+    if scenario.kind == "translate":
+        return _translate_cost(shape, scenario, precision)
+    if scenario.kind == "load":
+        return Cost(weights, 0.0)
+    read = flops = 0.0
+    if scenario.kind != "decode":  # a prompt's tokens attend to half of it on average
+        for length in scenario.lengths:
+            new = length - scenario.cached
+            flops += new * shape.token_flops(scenario.cached + new / 2) + head
+            read += per_token * scenario.cached
+        read += weights
+    if scenario.kind in ("decode", "mixed"):
+        for length in scenario.lengths:
+            context = length + scenario.new / 2
+            flops += scenario.new * (shape.token_flops(context) + head)
+            read += scenario.new * per_token * context
+        read += scenario.new * weights
+    return Cost(read, flops)
+
+
+def _translate_cost(shape: Shape, scenario: Scenario, precision: str) -> Cost:
+    sequences, sources = scenario.rows * scenario.beams, sum(scenario.lengths)
+    self_attention = shape.token_flops(scenario.new / 2) + 2.0 * shape.head_weights
+    cross = 4.0 * shape.layers * shape.width * scenario.lengths[0]
+    encoder = sources * 2.0 * shape.layers * (shape.layer_weights + shape.cross_weights)  # and keys, values once
+    flops = encoder + sequences * scenario.new * (self_attention + cross)
+    per_token = shape.cache_bytes(precision)
+    context = scenario.beams * scenario.rows * scenario.new / 2 + sources
+    read = scenario.new * (shape.token_bytes(precision) + per_token * context)
+    return Cost(read, flops)
