@@ -29,7 +29,7 @@ def openvino(source: Path, out: Path, _shape: Shape, *, bits: int | None) -> Non
     model.save_pretrained(out)
 
 
-def ctranslate2(source: Path, out: Path, shape: Shape) -> None:
+def ctranslate2(source: Path, out: Path, shape: Shape, *, precision: str) -> None:
     import torch
     import transformers
     from ctranslate2.converters import transformers as loaders
@@ -54,6 +54,7 @@ def ctranslate2(source: Path, out: Path, shape: Shape) -> None:
     }[shape.kind]()  # fmt: skip
     spec = loader(model, Names())
     spec.validate()
+    spec.optimize(quantization=precision)
     out.mkdir()
     spec.save(str(out))
 
@@ -74,7 +75,8 @@ FORMATS = {
     "kvad-int8": lambda source, out, shape: kvad(["quantize", str(source), str(out), "--bits", "8"]),
     "openvino-bfloat16": lambda source, out, shape: openvino(source, out, shape, bits=None),
     "openvino-int8": lambda source, out, shape: openvino(source, out, shape, bits=8),
-    "ctranslate2": ctranslate2,
+    "ctranslate2-float32": lambda source, out, shape: ctranslate2(source, out, shape, precision="float32"),
+    "ctranslate2-int8": lambda source, out, shape: ctranslate2(source, out, shape, precision="int8"),
 }
 
 

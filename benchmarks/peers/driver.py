@@ -20,14 +20,13 @@ from typing import IO, Any
 
 from benchmarks.peers import convert
 from benchmarks.peers.results import Measurement, agreement_among, result_line
-from benchmarks.peers.scenarios import Scenario, cost_of, shape_fits
-from benchmarks.peers.shapes import CACHE_BYTES, Shape
+from benchmarks.peers.scenarios import Scenario, Selection, cost_of, needs_of
+from benchmarks.peers.shapes import Shape
 from kvad.benchmarks.results import commit_id, machine_info
 
 ROOT = Path(__file__).parents[2]
-PRECISIONS = tuple(CACHE_BYTES)
-ENGINES = ("kvad", "llama.cpp", "openvino", "transformers", "ctranslate2")
 Key = tuple[str, str]  # engine and precision
+RUNS_AFTER_LOADING = 2  # timed runs of a turn, if the engines are too large to stay loaded together
 PAUSE = 0.3  # seconds between turns: threads that spin after their work have ended by then
 MAX_RESIDENT_BYTES = 3 << 30
 
@@ -36,11 +35,9 @@ MAX_RESIDENT_BYTES = 3 << 30
 class Settings:
     """What a run measures, and with what."""
 
-    shapes: tuple[Shape, ...]
-    scenarios: tuple[Scenario, ...]
+    selections: tuple[Selection, ...]
     engines: tuple[str, ...]
-    precisions: tuple[str, ...]
-    repeats: int
+    repeats: int  # timed runs of each engine
     threads: int
     cache: Path  # folder of checkpoints and conversions
     peers_python: str  # interpreter of the peers' environment
@@ -55,7 +52,7 @@ class Settings:
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         fixed = {
             "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-            "OPENVINO_TELEMETRY": "0", "KMP_BLOCKTIME": "1", "PYTHONUNBUFFERED": "1",
+            "OPENVINO_TELEMETRY": "0",
         }  # fmt: skip
         return {**os.environ, **dict.fromkeys(names, threads), **fixed}
 
@@ -93,6 +90,11 @@ class WorkerProcess:
                 raise WorkerError(reply[name], is_refusal=name == "unsupported")
         return reply
 
+    def cpu_seconds(self) -> float:
+        """Return the processor time that the process has used."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
@@ -108,7 +110,7 @@ FORMAT_OF = {
     ("llama.cpp", "int8-cache"): "gguf-bfloat16", ("llama.cpp", "int8"): "gguf-int8",
     ("openvino", "bfloat16"): "openvino-bfloat16", ("openvino", "float32"): "openvino-bfloat16",
     ("openvino", "int8-cache"): "openvino-bfloat16", ("openvino", "int8"): "openvino-int8",
-    ("ctranslate2", "float32"): "ctranslate2", ("ctranslate2", "int8"): "ctranslate2",
+    ("ctranslate2", "float32"): "ctranslate2-float32", ("ctranslate2", "int8"): "ctranslate2-int8",
     ("kvad", "float32"): "hf", ("kvad", "bfloat16"): "hf", ("kvad", "int8-cache"): "hf",
     ("transformers", "float32"): "hf", ("transformers", "bfloat16"): "hf",
 }  # fmt: skip
@@ -132,30 +134,32 @@ class Driver:
         self._max_resident = 1
 
     def run(self) -> Iterator[dict[str, Any]]:
-        for shape in self.settings.shapes:
-            scenarios = [each for each in self.settings.scenarios if shape_fits(shape, each)]
-            if not scenarios:
-                continue
-            self._needs = needs_of(scenarios)
-            self._max_resident = max(1, MAX_RESIDENT_BYTES // shape.file_bytes)
+        for selection in self.settings.selections:
+            self._needs = needs_of(selection.scenarios)
+            self._max_resident = max(1, MAX_RESIDENT_BYTES // selection.shape.file_bytes)
             try:
-                paths = self._convert_all(shape)
-                for scenario in scenarios:
-                    yield from self._measure(shape, scenario, paths)
+                paths = self._convert_all(selection)
+                for scenario in selection.scenarios:
+                    yield from self._measure(selection.shape, scenario, paths)
             finally:
                 self._close_all()
 
-    def _convert_all(self, shape: Shape) -> dict[Key, Path]:
+    def prepare(self) -> None:
+        """Write and convert all checkpoints without measuring."""
+        for selection in self.settings.selections:
+            self._convert_all(selection)
+
+    def _convert_all(self, selection: Selection) -> dict[Key, Path]:
         """Convert the checkpoint for each engine; name and skip what cannot be."""
-        self._convert("hf", shape)
+        self._convert("hf", selection.shape)
         paths: dict[Key, Path] = {}
-        for precision in self.settings.precisions:
+        for precision in selection.precisions:
             for engine in self.settings.engines:
-                name = format_of(engine, precision, shape)
+                name = format_of(engine, precision, selection.shape)
                 if name is None:
                     continue
                 try:
-                    paths[engine, precision] = self._convert(name, shape)
+                    paths[engine, precision] = self._convert(name, selection.shape)
                 except (RuntimeError, OSError) as error:
                     notice(f"skipped: {engine} {precision}: {error}")
         return paths
@@ -174,16 +178,17 @@ class Driver:
                 able[key] = Measurement(*key, versions=worker.versions, output=output)
         checks = self._check(shape, scenario, prompts, list(able.values())) if self.settings.check else {}
         limits: dict[str, list[tuple[float, float]]] = {precision: [] for _, precision in able}
-        for repeat in range(self.settings.repeats):
+        per_turn = 1 if len(able) <= self._max_resident else RUNS_AFTER_LOADING
+        for turn in range(-(-self.settings.repeats // per_turn)):
             for precision, values in limits.items():
                 values.append(self._limits(cost_of(shape, scenario, precision).bytes / scenario.steps, precision))
-            start = repeat % max(1, len(able))
-            for key in [*able][start:] + [*able][:start]:
+            first = turn % max(1, len(able))
+            for key in [*able][first:] + [*able][:first]:
                 with self._reported(key, f"failed: {shape.name} {scenario.name}"):
-                    reply = self._turn(key, paths[key], scenario, prompts)
-                    able[key].add(reply, scenario)
-                    if self.settings.verbose:
-                        notice(f"{scenario.name} {' '.join(key)}: {able[key].values[-1]:.4g} {scenario.unit}")
+                    for _ in range(per_turn):
+                        able[key].add(self._turn(key, paths[key], scenario, prompts), scenario)
+                        if self.settings.verbose:
+                            notice(f"{scenario.name} {' '.join(key)}: {able[key].values[-1]:.4g} {scenario.unit}")
         header = {"machine": machine_info(), "threads": self.settings.threads, "commit": commit_id()}
         for measurement in able.values():
             if measurement.values:
@@ -241,7 +246,11 @@ class Driver:
         if worker.prepare(scenario, prompts) is None:
             worker.warm_up(scenario, prompts)
         time.sleep(PAUSE)
-        return worker.process.ask(op="run", scenario=scenario.as_json(), prompts=prompts)
+        others = [each.process for other, each in self._workers.items() if other != key]
+        before = sum(map(WorkerProcess.cpu_seconds, others))
+        reply = worker.process.ask(op="run", scenario=scenario.as_json(), prompts=prompts)
+        reply["others_cpu_seconds"] = sum(map(WorkerProcess.cpu_seconds, others)) - before
+        return reply
 
     def _limits(self, step_bytes: float, precision: str) -> tuple[float, float]:
         """Return bytes per second of reading and operations per second of products."""
@@ -311,19 +320,6 @@ class LoadedWorker:
             short = replace(short, lengths=(8,) * scenario.rows)
             prompts = [prompt[:8] for prompt in prompts]
         self.process.ask(op="run", scenario=short.as_json(), prompts=prompts)
-
-
-def needs_of(scenarios: Sequence[Scenario]) -> dict[str, int]:
-    """Return the largest lengths and numbers of rows of the scenarios, for which an engine reserves its cache."""
-    is_pair = scenarios[0].kind == "translate"
-    lengths = [(1 if is_pair else max(each.lengths)) + each.new + 1 for each in scenarios]
-    totals = [each.rows * each.beams * (each.new + 17) + (0 if is_pair else sum(each.lengths)) for each in scenarios]
-    return {
-        "max_len": max(lengths),
-        "rows": max(each.rows * each.beams for each in scenarios),
-        "tokens": max(totals) + 64,
-        "max_source_len": max(max(each.lengths) for each in scenarios) if is_pair else 0,
-    }
 
 
 def notice(text: str) -> None:

@@ -3,23 +3,128 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.peers.scenarios import SCENARIOS, needs_of
+from benchmarks.peers.shapes import SHAPES
+
 Line = dict[str, Any]
+Lines = dict[tuple[str, str, str, str], Line]  # by shape, scenario, precision and engine
+ENGINES = ("kvad", "llama.cpp", "openvino", "transformers", "ctranslate2")
+BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
+SPARE_RSS = 350e6  # bytes that a process may have in addition to weights and cache
 
 
-def latest(lines: Sequence[Line]) -> dict[tuple[str, str, str, str], Line]:
+def latest(lines: Sequence[Line]) -> Lines:
     """Return the last line of each shape, scenario, precision and engine, in the order of their first lines."""
-    found: dict[tuple[str, str, str, str], Line] = {}
-    for line in lines:
-        found[line["shape"], line["scenario"], line["precision"], line["engine"]] = line
-    return found
+    return {(line["shape"], line["scenario"], line["precision"], line["engine"]): line for line in lines}
 
 
 def ratio(kvad: Line, peer: Line) -> float:
     """Return kvad's speed relative to a peer's; above 1 kvad is faster."""
     quotient = kvad["median"] / peer["median"]
     return float(1 / quotient if kvad["unit"] == "seconds" else quotient)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A ratio that kvad must reach in one scenario.
+
+    ``peer`` is an engine, "best" for the fastest other one with the same precision, "roofline" for the share of the
+    least time, or "rss" for the resident bytes that are allowed, divided by those of kvad.
+    """
+
+    shape: str
+    scenario: str
+    precision: str
+    peer: str
+    factor: float
+    peer_precision: str = ""  # default: that of kvad
+
+    def value(self, found: Lines) -> float | None:
+        """Return the measured ratio; None if a line is missing."""
+        own = found.get((self.shape, self.scenario, self.precision, "kvad"))
+        if own is None:
+            return None
+        if self.peer == "roofline":
+            return float(own["of_roofline"])
+        if self.peer == "rss":
+            return self._allowed_rss() / own["peak_rss"]
+        place = self.shape, self.scenario, self.peer_precision or self.precision
+        peers = [line for key, line in found.items() if key[:3] == place and key[3] == self.peer]
+        if self.peer == "best":
+            peers = [line for key, line in found.items() if key[:3] == place and key[3] != "kvad"]
+        return min((ratio(own, line) for line in peers), default=None)
+
+    def _allowed_rss(self) -> float:
+        shape = SHAPES[self.shape]
+        tokens = needs_of([SCENARIOS[self.scenario]])["tokens"]
+        return shape.file_bytes + tokens * shape.cache_bytes(self.precision) + SPARE_RSS
+
+
+def _rows_bars(shape: str, rows: int, bf16: float, int8: float) -> tuple[Bar, ...]:
+    name = f"rows-{rows}"
+    openvino = 1.2 if rows == 8 else 1.1
+    return (
+        Bar(shape, name, "bfloat16", "llama.cpp", bf16),
+        Bar(shape, name, "int8", "llama.cpp", int8),
+        Bar(shape, name, "bfloat16", "openvino", openvino),
+        *((Bar(shape, name, "bfloat16", "transformers", 4.0),) if rows == 8 else ()),
+        Bar(shape, f"mixed-{rows}", "bfloat16", "roofline", 0.7),
+        Bar(shape, f"mixed-{rows}", "bfloat16", "best", 1.1),
+    )
+
+
+BARS = (
+    Bar("135m", "decode-128", "bfloat16", "llama.cpp", 1.2),
+    Bar("135m", "decode-128", "int8", "llama.cpp", 1.4),
+    Bar("135m", "decode-128", "bfloat16", "transformers", 4.0),
+    Bar("135m", "decode-128", "bfloat16", "ctranslate2", 2.5, "float32"),
+    Bar("135m", "decode-128", "int8", "ctranslate2", 2.5),
+    Bar("1.1b", "decode-128", "bfloat16", "llama.cpp", 0.95),
+    Bar("1.1b", "decode-128", "int8", "llama.cpp", 1.05),
+    Bar("1.1b", "decode-128", "int8", "ctranslate2", 2.0),
+    Bar("135m", "decode-2k", "bfloat16", "llama.cpp", 1.5),
+    Bar("135m", "decode-2k", "int8", "llama.cpp", 1.9),
+    Bar("135m", "decode-8k", "bfloat16", "llama.cpp", 2.0),
+    Bar("135m", "decode-8k", "int8", "llama.cpp", 2.5),
+    Bar("135m", "decode-16k", "bfloat16", "roofline", 0.85),
+    Bar("135m", "decode-16k", "int8-cache", "kvad", 1.3, "bfloat16"),
+    *_rows_bars("135m", 8, 2.0, 3.0),
+    *_rows_bars("1.1b", 8, 1.5, 2.3),
+    *_rows_bars("135m", 32, 1.9, 2.8),
+    *_rows_bars("1.1b", 32, 1.5, 2.5),
+    *(Bar(shape, f"prefill-{n}", "bfloat16", "best", 1.0) for shape in ("135m", "1.1b") for n in (512, 2048)),
+    *(
+        Bar("marian", name, precision, "ctranslate2", 1.2)
+        for name in ("translate-greedy", "translate-beam4")
+        for precision in ("float32", "int8")
+    ),
+    Bar("1.1b", "load", "bfloat16", "roofline", 1 / 1.3),
+    Bar("1.1b", "load", "bfloat16", "rss", 1.0),
+)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows in columns of equal width."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = (" ".join(cell.ljust(width + 1) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(row.rstrip() for row in cells)
+
+
+def markdown(rows: Sequence[Sequence[str]], num_names: int) -> str:
+    """Return the rows as a Markdown table whose columns after the first ``num_names`` are aligned on the right."""
+    rule = ["---"] * num_names + ["--:"] * (len(rows[0]) - num_names)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
+
+
+def agreement(line: Line) -> str:
+    """Return the tokens that equal the reference's, and the gap of the logits at the first other one, if known."""
+    if "agree" not in line:
+        return ""
+    gap = f", gap {line['gap']:.3f}" if line.get("gap") else ""
+    return f"{line['agree']}/{line['count']}{gap}"
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -29,15 +134,84 @@ def table(lines: Sequence[Line]) -> str:
     for (shape, scenario, precision, engine), line in found.items():
         own = found.get((shape, scenario, precision, "kvad"))
         factor = "" if own is None or engine == "kvad" else f"{ratio(own, line):.2f}x"
-        agree = f"{line['agree']}/{line['count']}" if "agree" in line else ""
-        if line.get("gap"):
-            agree += f" gap {line['gap']:.3f}"
         spread = f"{line['min']:.4g} - {line['max']:.4g}"
         share = f"{line['of_roofline']:.0%}"
-        rows.append(
-            (shape, scenario, precision, engine, f"{line['median']:.4g}", spread, line["unit"], share, agree, factor)
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        name = shape, scenario, precision, engine, f"{line['median']:.4g}", spread, line["unit"]
+        rows.append((*name, share, agreement(line), factor))
+    return aligned(rows)
+
+
+def bars_rows(lines: Sequence[Line]) -> list[tuple[str, ...]]:
+    """Return the bars whose lines exist: the measured ratio and whether it is reached."""
+    found = latest(lines)
+    rows: list[tuple[str, ...]] = [("shape", "scenario", "precision", "relative to", "bar", "measured", "reached")]
+    for bar in BARS:
+        value = bar.value(found)
+        if value is not None:
+            peer = f"{bar.peer} {bar.peer_precision}".strip()
+            reached = "yes" if value >= bar.factor else "no"
+            rows.append((bar.shape, bar.scenario, bar.precision, peer, f"{bar.factor:.2f}", f"{value:.2f}", reached))
+    return rows
+
+
+def bars_table(lines: Sequence[Line]) -> str:
+    rows = bars_rows(lines)
+    return aligned(rows) if len(rows) > 1 else "no bar is set for these scenarios"
+
+
+def engines_table(lines: Sequence[Line]) -> str:
+    """Return the medians as a Markdown table with a column per engine, and kvad's ratio to the fastest other one."""
+    found = latest(lines)
+    rows = [("shape", "scenario", "precision", "unit", *ENGINES, "kvad / best", "kvad / roofline")]
+    for place in dict.fromkeys(key[:3] for key in found):
+        by_engine = {key[3]: line for key, line in found.items() if key[:3] == place}
+        own = by_engine.get("kvad")
+        peers = [line for name, line in by_engine.items() if name != "kvad"]
+        best = "" if own is None or not peers else f"{min(ratio(own, line) for line in peers):.2f}"
+        share = "" if own is None else f"{own['of_roofline']:.2f}"
+        unit = next(iter(by_engine.values()))["unit"]
+        rows.append((*place, unit, *(_median(by_engine.get(name)) for name in ENGINES), best, share))
+    return markdown(rows, 4)
+
+
+def _median(line: Line | None) -> str:
+    """Return the median with the larger distance to an extreme, such as 96.7 ± 2.1."""
+    if line is None:
+        return "-"
+    spread = max(line["max"] - line["median"], line["median"] - line["min"])
+    median = line["median"]
+    digits = 0 if median >= 100 else 1 if median >= 10 else 3
+    return f"{median:,.{digits}f} ± {spread:,.{digits}f}"
+
+
+def with_tables(page: str, lines: Sequence[Line], sources: str) -> str:
+    """Return a page whose part between the markers is written from the lines.
+
+    Raises:
+        ValueError: If the page does not have both markers once, in this order.
+    """
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        raise ValueError(f"the page must have {BEGIN} and, after it, {END}, once each")
+    head, rest = page.split(BEGIN)
+    tail = rest.split(END)[1]
+    return f"{head}{BEGIN}\n{section(lines, sources)}\n{END}{tail}"
+
+
+def section(lines: Sequence[Line], sources: str) -> str:
+    """Return the generated part of the page."""
+    found = list(latest(lines).values())
+    machines, commits = (sorted({line[name] for line in found}) for name in ("machine", "commit"))
+    versions = {f"{name} {value}" for line in found for name, value in line["versions"].items() if name != "kvad"}
+    reads, products = ([line[name] for line in found] for name in ("read_gb_per_second", "gflop_per_second"))
+    checked = [line for line in found if "agree" in line and line["engine"] == "kvad"]
+    agree, count = (sum(line[name] for line in checked) for name in ("agree", "count"))
+    turns = min(len(line["values"]) for line in found)
+    text = (
+        f"Written by `python -m benchmarks.peers docs` from {sources}. Medians of {turns} or more turns, ± the larger "
+        f"distance to an extreme. Machine: {'; '.join(machines)}. Commit of kvad: {', '.join(commits)}. Versions: "
+        f"{', '.join(sorted(versions))}. Measured by turns too: reading {min(reads):.0f} to {max(reads):.0f} GB/s "
+        f"(of the bytes of one step: a small model is read from the processor's cache), products "
+        f"{min(products):,.0f} to {max(products):,.0f} Gflop/s. Of kvad's greedy tokens {agree:,} of {count:,} are the "
+        "most likely ones of the reference in float32; random weights have near ties."
     )
+    return f"{text}\n\n{engines_table(found)}\n\n{markdown(bars_rows(found), 4)}"

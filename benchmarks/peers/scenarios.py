@@ -7,10 +7,11 @@ every run has the same ones.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.peers.shapes import Shape
+from benchmarks.peers.shapes import SHAPES, Shape
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,53 @@ def shape_fits(shape: Shape, scenario: Scenario) -> bool:
         return scenario.kind == "translate" and shape.is_encoder_decoder
     longest = max(scenario.lengths) + scenario.new
     return longest <= (4096 if shape.kind == "gpt2" else 1 << 15)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Scenarios of one shape, each measured with every engine in these precisions."""
+
+    shape: Shape
+    scenarios: tuple[Scenario, ...]
+    precisions: tuple[str, ...]
+
+
+def select(shape: str, scenarios: Iterable[str], precisions: Sequence[str] = ()) -> Selection:
+    """Return the scenarios that the shape has; by default decoders in bfloat16 and int8, others in float32 and int8."""
+    model = SHAPES[shape]
+    fitting = tuple(SCENARIOS[name] for name in scenarios if shape_fits(model, SCENARIOS[name]))
+    default = ("float32", "int8") if model.is_encoder_decoder else ("bfloat16", "int8")
+    return Selection(model, fitting, tuple(precisions) or default)
+
+
+ONE_ROW = ("decode-128", "decode-2k", "decode-8k")
+ROWS = ("rows-8", "rows-32", "mixed-8", "mixed-32")
+PROMPTS = ("prefill-512", "prefill-2048", "prefix-hit-2048")
+TRANSLATE = ("translate-greedy", "translate-beam4")
+DEFAULT = (
+    ("12m", ("decode-128",), ()),
+    ("135m", (*ONE_ROW, *ROWS, *PROMPTS, "load"), ()),
+    ("135m", ("decode-16k",), ("bfloat16", "int8-cache")),
+    ("135m", ("decode-128",), ("float32",)),
+    ("1.1b", ("decode-128", "rows-8", "prefill-512", "load"), ()),
+    ("gpt2", ("decode-128", "prefill-512"), ()),
+    ("marian", TRANSLATE, ()),
+    ("t5-small", TRANSLATE, ()),
+)
+QUICK = (("135m", ("decode-128", "rows-8", "prefill-512"), ()),)
+
+
+def needs_of(scenarios: Sequence[Scenario]) -> dict[str, int]:
+    """Return the largest lengths and numbers of rows of the scenarios, for which an engine reserves its cache."""
+    is_pair = scenarios[0].kind == "translate"
+    lengths = [(1 if is_pair else max(each.lengths)) + each.new + 1 for each in scenarios]
+    totals = [each.rows * each.beams * (each.new + 17) + (0 if is_pair else sum(each.lengths)) for each in scenarios]
+    return {
+        "max_len": max(lengths),
+        "rows": max(each.rows * each.beams for each in scenarios),
+        "tokens": max(totals) + 64,
+        "max_source_len": max(max(each.lengths) for each in scenarios) if is_pair else 0,
+    }
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,8 @@ class Shape:
         return self.width * self.vocab
 
     def token_bytes(self, precision: str) -> float:
-        """Bytes of weights that a decoding step reads, however many rows it has; the head is never quantized."""
-        stored = STORED_BYTES[precision]
-        head = max(stored, STORED_BYTES["bfloat16"]) * self.head_weights
-        return stored * self.layers * (self.layer_weights + self.cross_weights) + head
+        """Bytes of weights that a decoding step reads, however many rows it has; the head has the same precision."""
+        return STORED_BYTES[precision] * (self.layers * (self.layer_weights + self.cross_weights) + self.head_weights)
 
     def cache_bytes(self, precision: str) -> float:
         """Bytes of keys and values of one token."""

@@ -2,13 +2,14 @@
 
 A request is one JSON object per line on stdin, an answer one on stdout:
 
-    {"op": "load", "path": "...", "precision": "bfloat16", "threads": 2, "needs": {...}}  ->  {"seconds": 1.2, ...}
+    {"op": "load", "path": "...", "precision": "bfloat16", "threads": 2, "needs": {...}}
+        ->  {"seconds": 1.2, "versions": {...}, "imported_rss": 123}
     {"op": "run", "scenario": {...}, "prompts": [[...]]}       ->  {"seconds": 0.4, "tokens": 64, "output": [[...]]}
     {"op": "check", "prompts": [[...]], "output": [[...]]}     ->  {"agree": 63, "count": 64, "gap": 0.01}
-    {"op": "usage"}                                            ->  {"cpu_seconds": 3.1, "peak_rss": 123, ...}
 
-A failure is answered with {"error": "..."}; the worker continues. Whatever a library prints goes to stderr. Modules of
-this package import nothing of kvad, except ``kvad_engine``.
+An answer also has ``major_faults`` of the request and ``peak_rss``. A failure is answered with {"error": "..."}, a
+request that the engine has no support for with {"unsupported": "..."}; the worker continues. What a library prints
+goes to stderr. Modules of this package import nothing of kvad, except ``kvad_engine``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Worker(Protocol):
         """Return the versions of the engine and of what decides its speed."""
 
 
-def status_kilobytes(name: str) -> int:
+def status_bytes(name: str) -> int:
     """Return a line of /proc/self/status in bytes; 0 where there is none."""
     try:
         lines = Path("/proc/self/status").read_text("utf-8").splitlines()
@@ -61,20 +62,14 @@ def status_kilobytes(name: str) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), 0)
 
 
-def usage() -> dict[str, Any]:
-    """Return processor seconds, major page faults and peak resident bytes of this process."""
-    spent = resource.getrusage(resource.RUSAGE_SELF)
-    return {
-        "cpu_seconds": spent.ru_utime + spent.ru_stime,
-        "major_faults": spent.ru_majflt,
-        "peak_rss": status_kilobytes("VmHWM"),
-    }
+def usage() -> dict[str, int]:
+    """Return major page faults and peak resident bytes of this process."""
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    return {"major_faults": faults, "peak_rss": status_bytes("VmHWM")}
 
 
 def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
     """Do what one request asks for and return the answer."""
-    if request["op"] == "usage":
-        return usage()
     before = usage()
     if request["op"] == "load":
         start = time.perf_counter()
@@ -88,7 +83,6 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         done = {"seconds": outcome.seconds, "tokens": outcome.tokens, "output": outcome.output}
     after = usage()
     done["major_faults"] = after["major_faults"] - before["major_faults"]
-    done["cpu_seconds"] = after["cpu_seconds"] - before["cpu_seconds"]
     done["peak_rss"] = after["peak_rss"]
     return done
 

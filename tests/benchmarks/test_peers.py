@@ -1,0 +1,281 @@
+"""The comparison with other engines (benchmarks/peers): costs, turns, protocol, tables. No other engine is needed."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import __main__ as command
+from benchmarks.peers import convert, driver, report
+from benchmarks.peers.driver import Driver, Settings, WorkerError, WorkerProcess, format_of
+from benchmarks.peers.results import Measurement, agreement_among, result_line
+from benchmarks.peers.scenarios import DEFAULT, QUICK, SCENARIOS, cost_of, needs_of, select, shape_fits
+from benchmarks.peers.shapes import SHAPES
+
+FAKE = """
+import sys
+from benchmarks.peers.engines import Outcome, Unsupported, serve
+
+class Fake:
+    def load(self, path, precision, threads, needs):
+        self.path, self.runs = path, 0
+        if precision == "int8":
+            raise Unsupported("no int8 here")
+    def versions(self):
+        return {"fake": "1"}
+    def run(self, scenario, prompts):
+        print("noise on stdout")
+        self.runs += 1
+        if scenario.name == "prefill-512" and self.path.endswith("broken"):
+            raise ValueError("broken on purpose")
+        if scenario.kind == "read":
+            return Outcome(0.5, 10_000_000_000, [])
+        if scenario.kind == "multiply":
+            return Outcome(0.5, 100_000_000_000, [])
+        if scenario.name == "rows-8":
+            sys.exit(3)
+        return Outcome(0.5 * self.runs, scenario.rows * scenario.new, [[7] * scenario.new] * scenario.rows)
+
+serve(Fake())
+"""
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Settings whose engines are all the fake worker, and whose checkpoints need no conversion."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+
+    def start(self, engine):
+        return WorkerProcess([sys.executable, str(script)], self.settings.environment(), driver.subprocess.DEVNULL)
+
+    monkeypatch.setattr(Driver, "_start", start)
+    monkeypatch.setattr(driver, "PAUSE", 0)
+    monkeypatch.setattr(convert, "ensure", lambda name, *_: tmp_path / ("broken" if "gguf" in name else name))
+    return Settings(
+        selections=(select("12m", ("decode-128",), ("bfloat16",)),), engines=("kvad", "llama.cpp"), repeats=3,
+        threads=1, cache=tmp_path, peers_python=sys.executable, kvad_python=sys.executable, check=False,
+    )  # fmt: skip
+
+
+def line(engine, median, scenario="decode-128", precision="bfloat16", shape="135m", **more):
+    unit = SCENARIOS[scenario].unit
+    return {
+        "bench": "peers", "shape": shape, "scenario": scenario, "engine": engine, "precision": precision, "unit": unit,
+        "median": median, "min": 0.9 * median, "max": 1.2 * median, "values": [median] * 5, "roofline": 200.0,
+        "of_roofline": median / 200, "read_gb_per_second": 30.0, "gflop_per_second": 390.0, "peak_rss": 1, "versions":
+        {engine: "1"}, "machine": "a machine", "commit": "abc", "agree": 64, "count": 65, "gap": 0.01, **more,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- costs
+
+
+def test_bytes_of_a_decoding_step_are_those_of_the_weights_and_of_one_row_s_cache():
+    shape, scenario = SHAPES["135m"], SCENARIOS["decode-128"]
+    weights = 30 * (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536) + 576 * 49152
+    assert shape.token_bytes("bfloat16") == 2 * weights
+    assert shape.token_bytes("int8") == pytest.approx(weights * 34 / 32)
+    assert shape.cache_bytes("bfloat16") == 2 * 2 * 30 * 3 * 64
+    assert cost_of(shape, scenario, "bfloat16").bytes == 64 * (2 * weights + (128 + 32) * 2 * 2 * 30 * 3 * 64)
+
+
+def test_rows_share_the_weights_and_not_the_cache():
+    shape = SHAPES["135m"]
+    one = cost_of(shape, replace(SCENARIOS["rows-8"], lengths=(136,)), "bfloat16")
+    eight = cost_of(shape, replace(SCENARIOS["rows-8"], lengths=(136,) * 8), "bfloat16")
+    weights = 32 * shape.token_bytes("bfloat16")
+    assert eight.bytes - weights == pytest.approx(8 * (one.bytes - weights))
+    assert eight.flops == pytest.approx(8 * one.flops)
+
+
+def test_a_cached_prefix_is_read_and_not_computed():
+    shape = SHAPES["135m"]
+    hit, miss = (cost_of(shape, SCENARIOS[name], "bfloat16") for name in ("prefix-hit-2048", "prefill-2048"))
+    assert hit.flops < miss.flops / 10
+    assert hit.bytes - miss.bytes == 1920 * shape.cache_bytes("bfloat16")
+
+
+def test_an_8_bit_cache_halves_what_a_long_context_costs():
+    costs = [cost_of(SHAPES["135m"], SCENARIOS["decode-16k"], name).bytes for name in ("bfloat16", "int8-cache")]
+    assert costs[1] < 0.75 * costs[0]
+
+
+def test_prompts_are_equal_in_every_run_and_valid_in_every_shape():
+    for shape in SHAPES.values():
+        for scenario in SCENARIOS.values():
+            prompts = scenario.prompts(shape)
+            assert prompts == scenario.prompts(shape)
+            assert [len(prompt) for prompt in prompts] == list(scenario.lengths)
+            assert all(5 <= token < shape.vocab - 1 for prompt in prompts for token in prompt)
+
+
+def test_default_selections_name_scenarios_that_their_shape_has():
+    for name, scenarios, _ in (*DEFAULT, *QUICK):
+        assert all(shape_fits(SHAPES[name], SCENARIOS[each]) for each in scenarios), name
+    assert select("marian", SCENARIOS).precisions == ("float32", "int8")
+    assert [each.kind for each in select("marian", SCENARIOS).scenarios] == ["translate"] * 2
+    needs = needs_of(select("135m", ("rows-32", "decode-2k")).scenarios)
+    assert needs["max_len"] >= 2048 + 64 and needs["rows"] == 32 and needs["tokens"] > 32 * (136 + 32)
+
+
+# ---------------------------------------------------------------- turns
+
+
+def test_engines_run_by_turns_and_every_value_is_kept(settings):
+    lines = list(Driver(settings).run())
+    assert [(each["engine"], len(each["values"])) for each in lines] == [("kvad", 3), ("llama.cpp", 3)]
+    # Runs 1, 2, 4 and 6 are not timed; run n of the fake worker takes n / 2 seconds.
+    assert (
+        lines[0]["values"]
+        == lines[1]["values"]
+        == [pytest.approx(64 / seconds, rel=1e-4) for seconds in (1.5, 2.5, 3.5)]
+    )
+    assert (lines[0]["median"], lines[0]["max"]) == (25.6, pytest.approx(42.667))
+    assert lines[0]["read_gb_per_second"] == 20 and lines[0]["gflop_per_second"] == 200
+    assert lines[0]["versions"] == {"fake": "1"}
+
+
+@pytest.mark.parametrize("max_bytes", [1, 1 << 40])
+def test_large_models_are_loaded_again_for_each_turn_and_timed_twice(settings, monkeypatch, max_bytes):
+    started = []
+    start = Driver._start
+    monkeypatch.setattr(driver, "MAX_RESIDENT_BYTES", max_bytes)
+    monkeypatch.setattr(Driver, "_start", lambda self, engine: started.append(engine) or start(self, engine))
+    lines = list(Driver(replace(settings, repeats=4)).run())
+    assert [len(each["values"]) for each in lines] == [4, 4]
+    engines = [name for name in started if name != "limits"]
+    assert len(engines) == (
+        2 if max_bytes > 1 else 5
+    )  # untimed: both; turn 1: both again; turn 2: the other, the first
+
+
+def test_an_engine_that_fails_or_refuses_is_named_and_skipped(settings, capsys):
+    scenarios = ("prefill-512", "rows-8", "decode-128")
+    lines = list(Driver(replace(settings, selections=(select("12m", scenarios, ("bfloat16", "int8")),))).run())
+    errors = capsys.readouterr().err
+    assert "skipped: 12m prefill-512 llama.cpp bfloat16: ValueError: broken on purpose" in errors
+    assert "skipped: 12m decode-128 kvad int8: no int8 here" in errors
+    assert "skipped: 12m rows-8 kvad bfloat16: the process ended with status 3" in errors
+    assert {(each["scenario"], each["engine"]) for each in lines} == {
+        ("prefill-512", "kvad"), ("decode-128", "kvad"), ("decode-128", "llama.cpp"),
+    }  # fmt: skip
+
+
+def test_a_conversion_that_fails_is_named_and_leaves_no_file(tmp_path):
+    with pytest.raises(RuntimeError, match="12m cannot be converted to kvad-int8: "):
+        convert.ensure("kvad-int8", SHAPES["12m"], tmp_path, sys.executable, dict(driver.os.environ))
+    assert not list(tmp_path.rglob("kvad-int8"))
+
+
+def test_a_worker_that_ended_is_reported(settings, tmp_path):
+    worker = Driver(settings)._start("kvad")
+    worker.ask(op="load", path="x", precision="bfloat16", threads=1, needs={})
+    with pytest.raises(WorkerError, match="ended with status 3"):
+        worker.ask(op="run", scenario=SCENARIOS["rows-8"].as_json(), prompts=[[5]] * 8)
+    worker.close()
+
+
+def test_formats_of_engines():
+    assert format_of("llama.cpp", "int8", SHAPES["135m"]) == "gguf-int8"
+    assert format_of("llama.cpp", "int8", SHAPES["marian"]) is None
+    assert format_of("ctranslate2", "bfloat16", SHAPES["135m"]) is None
+    assert all(name in convert.FORMATS for name in driver.FORMAT_OF.values())
+
+
+# ---------------------------------------------------------------- lines and tables
+
+
+def test_a_result_line_has_the_median_the_extremes_and_the_share_of_the_roofline():
+    shape, scenario = SHAPES["135m"], SCENARIOS["decode-128"]
+    measured = Measurement("kvad", "bfloat16", values=[90.0, 110.0, 100.0])
+    result = result_line(shape, scenario, measured, [(20e9, 390e9), (30e9, 390e9), (40e9, 390e9)])
+    assert (result["median"], result["min"], result["max"]) == (100, 90, 110)
+    least = cost_of(shape, scenario, "bfloat16").bytes / 30e9
+    assert result["roofline"] == pytest.approx(64 / least, rel=1e-4)
+    assert result["of_roofline"] == pytest.approx(100 * least / 64, abs=1e-3)
+    seconds = result_line(shape, SCENARIOS["load"], Measurement("kvad", "bfloat16", values=[2.0]), [(30e9, 390e9)])
+    assert seconds["of_roofline"] == pytest.approx(shape.token_bytes("bfloat16") / 30e9 / 2, abs=1e-3)
+
+
+def test_agreement_counts_tokens_up_to_the_first_difference():
+    rows = [[1, 2, 3], [4, 5, 6]]
+    reference = Measurement("transformers", "float32", output=rows)
+    other = Measurement("kvad", "float32", output=[[1, 9, 3], [4, 5, 6]])
+    found = agreement_among([other, reference])
+    assert found["kvad float32"] == {"agree": 4, "count": 6, "gap": None}
+    assert found["transformers float32"]["agree"] == 6
+    assert agreement_among([other]) == {}
+
+
+def test_table_has_ratios_of_which_more_is_always_faster():
+    lines = [line("kvad", 120.0), line("llama.cpp", 100.0), line("kvad", 2.0, "load"), line("openvino", 3.0, "load")]
+    text = report.table(lines)
+    assert "1.20x" in text and "1.50x" in text and "64/65, gap 0.010" in text
+    assert report.table([*lines, line("llama.cpp", 60.0)]).count("2.00x") == 1  # a later line replaces an earlier one
+
+
+@pytest.mark.parametrize(("kvad", "reached"), [(120.0, "yes"), (119.0, "no")])
+def test_bars(kvad, reached):
+    rows = report.bars_rows([line("kvad", kvad), line("llama.cpp", 100.0)])
+    assert rows[1:] == [("135m", "decode-128", "bfloat16", "llama.cpp", "1.20", f"{kvad / 100:.2f}", reached)]
+
+
+def test_bars_against_the_best_engine_the_roofline_another_precision_and_the_memory():
+    lines = [
+        line("kvad", 300.0, "prefill-512"), line("llama.cpp", 200.0, "prefill-512"),
+        line("openvino", 400.0, "prefill-512"),
+        line("kvad", 50.0, "decode-16k"), line("kvad", 70.0, "decode-16k", "int8-cache"),
+        line("kvad", 1.0, "load", shape="1.1b", peak_rss=5_000_000_000),
+    ]  # fmt: skip
+    found = {(row[1], row[3]): row[5] for row in report.bars_rows(lines)}
+    assert found["prefill-512", "best"] == "0.75"
+    assert found["decode-16k", "roofline"] == "0.25"
+    assert found["decode-16k", "kvad bfloat16"] == "1.40"
+    assert found["load", "rss"] == "0.51"
+    assert report.bars_table([line("llama.cpp", 1.0)]).startswith("no bar")
+
+
+def test_page_is_written_between_its_markers(tmp_path):
+    page, results = tmp_path / "page.md", tmp_path / "x.jsonl"
+    results.write_text("".join(json.dumps(each) + "\n" for each in (line("kvad", 1234.0), line("openvino", 1000.0))))
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    assert command.main(["docs", str(results), "--page", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n" + report.BEGIN) and text.endswith(report.END + "\nafter\n") and "old" not in text
+    assert "| 135m | decode-128 | bfloat16 | tokens/s | 1,234 ± 247 | - | 1,000 ± 200 | - | - | 1.23 | 6.17 |" in text
+    assert "abc" in text and "a machine" in text and "64 of 65" in text
+    assert command.main(["docs", str(results), "--page", str(page)]) == 0
+    assert page.read_text() == text
+
+
+def test_commands_report_what_is_missing(tmp_path, capsys):
+    empty, page = tmp_path / "x.jsonl", tmp_path / "page.md"
+    empty.write_text('{"bench": "cache"}\n')
+    page.write_text("no markers")
+    assert command.main(["table", str(empty)]) == 2
+    assert "has no lines of this benchmark" in capsys.readouterr().err
+    empty.write_text(json.dumps(line("kvad", 1.0)))
+    assert command.main(["docs", str(empty), "--page", str(page)]) == 2
+    assert report.BEGIN in capsys.readouterr().err
+    assert command.main(["run", "--peers", str(tmp_path)]) == 2
+    assert "Run: make peers" in capsys.readouterr().err
+    assert command.main(["run", "--repeats", "0"]) == 2
+    assert command.main(["table", str(tmp_path / "none.jsonl")]) == 2
+
+
+def test_options_select_shapes_and_scenarios():
+    options = command.parser().parse_args(["run", "--shapes", "135m", "--scenarios", "decode-128", "load"])
+    (selection,) = command.selections(options)
+    assert selection.shape.name == "135m" and [each.name for each in selection.scenarios] == ["decode-128", "load"]
+    options = command.parser().parse_args(["run", "--quick", "--precisions", "int8"])
+    assert [each.precisions for each in command.selections(options)] == [("int8",)]
+    default = command.selections(command.parser().parse_args(["run"]))
+    assert {each.shape.name for each in default} == set(SHAPES)
+
+
+def test_requirements_are_pinned():
+    lines = (Path(command.__file__).parent / "requirements.txt").read_text().splitlines()
+    assert lines and all("==" in each for each in lines)
