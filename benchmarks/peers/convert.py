@@ -37,16 +37,21 @@ def ctranslate2(source: Path, out: Path, shape: Shape, *, precision: str) -> Non
     pair = shape.is_encoder_decoder
     kind = transformers.AutoModelForSeq2SeqLM if pair else transformers.AutoModelForCausalLM
     model = kind.from_pretrained(source, dtype=torch.float32)
-    ends = {"llama": 2, "gpt2": shape.vocab - 1, "marian": 0, "t5": 1}
-    end = ends[shape.kind]
+    special = {
+        "llama": {2: "</s>"}, "gpt2": {shape.vocab - 1: "</s>"}, "marian": {0: "</s>", shape.vocab - 1: "<pad>"},
+        "t5": {0: "<pad>", 1: "</s>"},
+    }[shape.kind]  # fmt: skip
 
     class Names:
         """The tokenizer interface that the converter requires: a name for each id."""
 
-        eos_token, unk_token, bos_token, pad_token = f"t{end}", "t3", "t1", f"t{shape.vocab - 1}"
+        eos_token, unk_token, bos_token, pad_token = "</s>", "t3", "</s>", "<pad>"
 
         def get_vocab(self) -> dict[str, int]:
-            return {f"t{i}": i for i in range(shape.vocab)}
+            return {self.convert_ids_to_tokens(i): i for i in range(shape.vocab)}
+
+        def convert_ids_to_tokens(self, token: int) -> str:
+            return special.get(token, f"t{token}")
 
     loader = {
         "llama": loaders.LlamaLoader, "gpt2": loaders.GPT2Loader, "marian": loaders.MarianMTLoader,

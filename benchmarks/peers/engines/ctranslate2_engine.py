@@ -67,7 +67,7 @@ class CTranslate2Worker:
             max_decoding_length=scenario.new, min_decoding_length=scenario.new,
         )  # fmt: skip
         seconds = time.perf_counter() - start
-        output = [[int(name[1:]) for name in result.hypotheses[0]] for result in results]
+        output = [[-1 if name[0] == "<" else int(name[1:]) for name in each.hypotheses[0]] for each in results]
         return Outcome(seconds, scenario.work, output)
 
 
