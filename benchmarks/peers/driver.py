@@ -26,6 +26,7 @@ from kvad.benchmarks.results import commit_id, machine_info
 
 ROOT = Path(__file__).parents[2]
 Key = tuple[str, str]  # engine and precision
+TICKS = os.sysconf("SC_CLK_TCK")  # of processor time, per second
 RUNS_AFTER_LOADING = 2  # timed runs of a turn, if the engines are too large to stay loaded together
 PAUSE = 0.3  # seconds between turns: threads that spin after their work have ended by then
 MAX_RESIDENT_BYTES = 3 << 30
@@ -91,9 +92,12 @@ class WorkerProcess:
         return reply
 
     def cpu_seconds(self) -> float:
-        """Return the processor time that the process has used."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Return the processor time that the process has used; 0 on systems without /proc."""
+        try:
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / TICKS
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -246,10 +250,10 @@ class Driver:
         if worker.prepare(scenario, prompts) is None:
             worker.warm_up(scenario, prompts)
         time.sleep(PAUSE)
-        others = [each.process for other, each in self._workers.items() if other != key]
-        before = sum(map(WorkerProcess.cpu_seconds, others))
+        start, busy = time.perf_counter(), machine_cpu_seconds() - worker.process.cpu_seconds()
         reply = worker.process.ask(op="run", scenario=scenario.as_json(), prompts=prompts)
-        reply["others_cpu_seconds"] = sum(map(WorkerProcess.cpu_seconds, others)) - before
+        busy = machine_cpu_seconds() - worker.process.cpu_seconds() - busy
+        reply["others_cpu"] = max(0.0, busy) / (time.perf_counter() - start) / (os.cpu_count() or 1)
         return reply
 
     def _limits(self, step_bytes: float, precision: str) -> tuple[float, float]:
@@ -320,6 +324,15 @@ class LoadedWorker:
             short = replace(short, lengths=(8,) * scenario.rows)
             prompts = [prompt[:8] for prompt in prompts]
         self.process.ask(op="run", scenario=short.as_json(), prompts=prompts)
+
+
+def machine_cpu_seconds() -> float:
+    """Return the processor time that all processes have used; 0 on systems without /proc."""
+    try:
+        user, nice, system = Path("/proc/stat").read_text("utf-8").split(maxsplit=4)[1:4]
+    except OSError:
+        return 0.0
+    return (int(user) + int(nice) + int(system)) / TICKS
 
 
 def notice(text: str) -> None:

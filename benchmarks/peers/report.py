@@ -128,16 +128,21 @@ def agreement(line: Line) -> str:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Return one row per measurement: median, spread, share of the roofline, agreement, and kvad's ratio to it."""
+    """Return one row per measurement: median, spread, share of the roofline, agreement, and kvad's ratio to it.
+
+    ``others`` is the share of the cores that other processes used meanwhile: beyond a few percent, measure again.
+    """
     found = latest(lines)
-    rows = [("shape", "scenario", "precision", "engine", "median", "min - max", "unit", "roofline", "agree", "kvad is")]
+    titles = "shape", "scenario", "precision", "engine", "median", "min - max", "unit", "roofline", "others"
+    rows = [(*titles, "agree", "kvad is")]
     for (shape, scenario, precision, engine), line in found.items():
         own = found.get((shape, scenario, precision, "kvad"))
         factor = "" if own is None or engine == "kvad" else f"{ratio(own, line):.2f}x"
         spread = f"{line['min']:.4g} - {line['max']:.4g}"
         share = f"{line['of_roofline']:.0%}"
         name = shape, scenario, precision, engine, f"{line['median']:.4g}", spread, line["unit"]
-        rows.append((*name, share, agreement(line), factor))
+        others = f"{line['others_cpu']:.0%}" if "others_cpu" in line else ""
+        rows.append((*name, share, others, agreement(line), factor))
     return aligned(rows)
 
 

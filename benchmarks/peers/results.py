@@ -21,7 +21,7 @@ class Measurement:
     output: list[list[int]] | None = None  # tokens of the untimed run
     values: list[float] = field(default_factory=list)  # in the scenario's unit
     major_faults: int = 0  # pages that were read from a disk while the time ran
-    others_cpu_seconds: float = 0.0  # of waiting engines while the time ran: spinning threads disturb the run
+    others_cpu: list[float] = field(default_factory=list)  # fraction of the cores that other processes used
     peak_rss: int = 0  # bytes
     more: dict[str, list[float]] = field(default_factory=dict)
 
@@ -36,7 +36,8 @@ class Measurement:
         self.values.append(seconds if scenario.unit == "seconds" else tokens / seconds)
         self.major_faults += reply["major_faults"]
         self.peak_rss = max(self.peak_rss, reply["peak_rss"])
-        self.others_cpu_seconds += reply.get("others_cpu_seconds", 0.0)
+        if "others_cpu" in reply:
+            self.others_cpu.append(reply["others_cpu"])
         for name in ("imported_rss", "first_token_seconds"):
             if name in reply:
                 self.more.setdefault(name, []).append(reply[name])
@@ -70,7 +71,7 @@ def result_line(
         "read_gb_per_second": round(read / 1e9, 2),
         "gflop_per_second": round(multiply / 1e9, 1),
         "major_faults": measurement.major_faults,
-        "others_cpu_seconds": round(measurement.others_cpu_seconds, 2),
+        "others_cpu": round(statistics.median(measurement.others_cpu or [0.0]), 3),
         "peak_rss": measurement.peak_rss,
         "context": max(scenario.lengths),
         "rows": scenario.rows,

@@ -65,8 +65,9 @@ def line(engine, median, scenario="decode-128", precision="bfloat16", shape="135
     return {
         "bench": "peers", "shape": shape, "scenario": scenario, "engine": engine, "precision": precision, "unit": unit,
         "median": median, "min": 0.9 * median, "max": 1.2 * median, "values": [median] * 5, "roofline": 200.0,
-        "of_roofline": median / 200, "read_gb_per_second": 30.0, "gflop_per_second": 390.0, "peak_rss": 1, "versions":
-        {engine: "1"}, "machine": "a machine", "commit": "abc", "agree": 64, "count": 65, "gap": 0.01, **more,
+        "of_roofline": median / 200, "read_gb_per_second": 30.0, "gflop_per_second": 390.0, "peak_rss": 1,
+        "others_cpu": 0.02, "versions": {engine: "1"}, "machine": "a machine",
+        "commit": "abc", "agree": 64, "count": 65, "gap": 0.01, **more,
     }  # fmt: skip
 
 
@@ -185,6 +186,17 @@ def test_formats_of_engines():
     assert all(name in convert.FORMATS for name in driver.FORMAT_OF.values())
 
 
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_processor_time_of_others_is_measured(settings, monkeypatch, is_disturbed):
+    machine = iter(range(100))
+    monkeypatch.setattr(driver, "machine_cpu_seconds", lambda: next(machine) if is_disturbed else 0.0)
+    monkeypatch.setattr(WorkerProcess, "cpu_seconds", lambda self: 0.0)
+    monkeypatch.setattr(driver.time, "perf_counter", iter(range(0, 1000, 2)).__next__)
+    monkeypatch.setattr(driver.os, "cpu_count", lambda: 2)
+    lines = list(Driver(settings).run())
+    assert lines[0]["others_cpu"] == (0.25 if is_disturbed else 0)  # one second of two on two cores
+
+
 # ---------------------------------------------------------------- lines and tables
 
 
@@ -213,7 +225,7 @@ def test_agreement_counts_tokens_up_to_the_first_difference():
 def test_table_has_ratios_of_which_more_is_always_faster():
     lines = [line("kvad", 120.0), line("llama.cpp", 100.0), line("kvad", 2.0, "load"), line("openvino", 3.0, "load")]
     text = report.table(lines)
-    assert "1.20x" in text and "1.50x" in text and "64/65, gap 0.010" in text
+    assert "1.20x" in text and "2%" in text and "1.50x" in text and "64/65, gap 0.010" in text
     assert report.table([*lines, line("llama.cpp", 60.0)]).count("2.00x") == 1  # a later line replaces an earlier one
 
 
@@ -264,6 +276,13 @@ def test_commands_report_what_is_missing(tmp_path, capsys):
     assert "Run: make peers" in capsys.readouterr().err
     assert command.main(["run", "--repeats", "0"]) == 2
     assert command.main(["table", str(tmp_path / "none.jsonl")]) == 2
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit) as exit_status:
+        command.main(["--help"])
+    assert exit_status.value.code == 0
+    assert "python -m benchmarks.peers run --shapes 135m" in capsys.readouterr().out
 
 
 def test_options_select_shapes_and_scenarios():
