@@ -61,6 +61,10 @@ def parser() -> argparse.ArgumentParser:
         "bfloat16 int8; encoder-decoders: float32 int8]",
     )  # fmt: skip
     run.add_argument("--repeats", type=int, default=5, help="timed runs of each engine [default: 5]")
+    run.add_argument(
+        "--max-seconds", type=float, default=180.0,
+        help="begin no round of a scenario later than this after its start [default: 180]",
+    )  # fmt: skip
     run.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: the cores")
     run.add_argument("--out", type=Path, help="file to which the lines are appended too")
     run.add_argument("--quick", action="store_true", help="135M: one row, 8 rows and a prompt of 512, 3 times")
@@ -141,6 +145,7 @@ def measure(options: argparse.Namespace) -> int:
         selections=selections(options),
         engines=tuple(options.engines),
         repeats=min(options.repeats, 3) if options.quick else options.repeats,
+        max_seconds=options.max_seconds,
         threads=options.threads,
         cache=options.cache,
         peers_python=str(python),

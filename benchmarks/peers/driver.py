@@ -39,6 +39,7 @@ class Settings:
     selections: tuple[Selection, ...]
     engines: tuple[str, ...]
     repeats: int  # timed runs of each engine
+    max_seconds: float  # no round of a scenario begins later than this after its start
     threads: int
     cache: Path  # folder of checkpoints and conversions
     peers_python: str  # interpreter of the peers' environment
@@ -173,7 +174,7 @@ class Driver:
         return convert.ensure(name, shape, self.settings.cache, python, self.settings.environment())
 
     def _measure(self, shape: Shape, scenario: Scenario, paths: dict[Key, Path]) -> Iterator[dict[str, Any]]:
-        prompts = scenario.prompts(shape)
+        prompts, start = scenario.prompts(shape), time.monotonic()
         able: dict[Key, Measurement] = {}
         for key, path in paths.items():
             with self._reported(key, f"skipped: {shape.name} {scenario.name}"):
@@ -184,6 +185,9 @@ class Driver:
         limits: dict[str, list[tuple[float, float]]] = {precision: [] for _, precision in able}
         per_turn = 1 if len(able) <= self._max_resident else RUNS_AFTER_LOADING
         for turn in range(-(-self.settings.repeats // per_turn)):
+            if turn and time.monotonic() - start > self.settings.max_seconds:
+                notice(f"{shape.name} {scenario.name}: {turn * per_turn} timed runs only, because of --max-seconds")
+                break
             for precision, values in limits.items():
                 values.append(self._limits(cost_of(shape, scenario, precision).bytes / scenario.steps, precision))
             first = turn % max(1, len(able))

@@ -56,7 +56,8 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "ensure", lambda name, *_: tmp_path / ("broken" if "gguf" in name else name))
     return Settings(
         selections=(select("12m", ("decode-128",), ("bfloat16",)),), engines=("kvad", "llama.cpp"), repeats=3,
-        threads=1, cache=tmp_path, peers_python=sys.executable, kvad_python=sys.executable, check=False,
+        max_seconds=600, threads=1, cache=tmp_path, peers_python=sys.executable, kvad_python=sys.executable,
+        check=False,
     )  # fmt: skip
 
 
@@ -184,6 +185,12 @@ def test_formats_of_engines():
     assert format_of("llama.cpp", "int8", SHAPES["marian"]) is None
     assert format_of("ctranslate2", "bfloat16", SHAPES["135m"]) is None
     assert all(name in convert.FORMATS for name in driver.FORMAT_OF.values())
+
+
+def test_rounds_end_at_the_limit_and_the_number_of_runs_is_reported(settings, capsys):
+    lines = list(Driver(replace(settings, max_seconds=0)).run())
+    assert [len(each["values"]) for each in lines] == [1, 1]
+    assert "12m decode-128: 1 timed runs only, because of --max-seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_disturbed", [False, True])
