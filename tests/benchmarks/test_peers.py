@@ -36,7 +36,12 @@ class Fake:
             return Outcome(0.5, 100_000_000_000, [])
         if scenario.name == "rows-8":
             sys.exit(3)
+        assert scenario.name != "mixed-32" or len(prompts) == 32
         return Outcome(0.5 * self.runs, scenario.rows * scenario.new, [[7] * scenario.new] * scenario.rows)
+    def check(self, prompts, outputs):
+        lengths = {len(row) for output in outputs for row in output}
+        assert all(len(output) == len(prompts) for output in outputs) and len(lengths) == 1
+        return [{"agree": number, "count": len(prompts), "gap": None} for number, _ in enumerate(outputs)]
 
 serve(Fake())
 """
@@ -185,6 +190,13 @@ def test_formats_of_engines():
     assert format_of("llama.cpp", "int8", SHAPES["marian"]) is None
     assert format_of("ctranslate2", "bfloat16", SHAPES["135m"]) is None
     assert all(name in convert.FORMATS for name in driver.FORMAT_OF.values())
+
+
+@pytest.mark.parametrize(("scenario", "rows"), [("decode-128", 1), ("mixed-32", 4)])
+def test_tokens_of_some_rows_are_compared_with_the_reference(settings, scenario, rows):
+    selection = select("12m", (scenario,), ("bfloat16",))
+    lines = list(Driver(replace(settings, selections=(selection,), check=True, repeats=1)).run())
+    assert [(each["agree"], each["count"]) for each in lines] == [(0, rows), (1, rows)]
 
 
 def test_rounds_end_at_the_limit_and_the_number_of_runs_is_reported(settings, capsys):

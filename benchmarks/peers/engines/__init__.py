@@ -5,7 +5,7 @@ A request is one JSON object per line on stdin, an answer one on stdout:
     {"op": "load", "path": "...", "precision": "bfloat16", "threads": 2, "needs": {...}}
         ->  {"seconds": 1.2, "versions": {...}, "imported_rss": 123}
     {"op": "run", "scenario": {...}, "prompts": [[...]]}       ->  {"seconds": 0.4, "tokens": 64, "output": [[...]]}
-    {"op": "check", "prompts": [[...]], "output": [[...]]}     ->  {"agree": 63, "count": 64, "gap": 0.01}
+    {"op": "check", "prompts": [[...]], "outputs": [[[...]]]}  ->  {"checks": [{"agree": 63, "count": 64, "gap": 0.01}]}
 
 An answer also has ``major_faults`` of the request and ``peak_rss``. A failure is answered with {"error": "..."}, a
 request that the engine has no support for with {"unsupported": "..."}; the worker continues. What a library prints
@@ -77,7 +77,7 @@ def answer(worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         done: dict[str, Any] = {"seconds": time.perf_counter() - start, "versions": worker.versions()}
         done["imported_rss"] = before["peak_rss"]
     elif request["op"] == "check":
-        done = worker.check(request["prompts"], request["output"])  # type: ignore[attr-defined]
+        done = {"checks": worker.check(request["prompts"], request["outputs"])}  # type: ignore[attr-defined]
     else:
         outcome = worker.run(Scenario.from_json(request["scenario"]), request["prompts"])
         done = {"seconds": outcome.seconds, "tokens": outcome.tokens, "output": outcome.output}

@@ -83,30 +83,33 @@ class TransformersWorker:
         return logits[:, -1].argmax(-1)
 
     @torch.inference_mode()
-    def check(self, prompts: list[list[int]], output: list[list[int]]) -> dict[str, Any]:
-        """Read each row's tokens after its prompt and compare each with the most likely one at its position.
+    def check(self, prompts: list[list[int]], outputs: list[list[list[int]]]) -> list[dict[str, Any]]:
+        """Read each engine's tokens after each prompt and compare them with the most likely ones at their positions.
+
+        Args:
+            prompts: The prompts.
+            outputs: New tokens by engine and prompt.
 
         Returns:
-            ``agree`` of ``count`` tokens; ``gap``, the difference of the logits at the first other token, in standard
-            deviations of that position's logits (None if all agree).
+            For each engine, ``agree`` of ``count`` tokens; ``gap``, the difference of the logits at the first other
+            token, in standard deviations of that position's logits (None if all agree).
         """
-        agree = count = 0
-        gap = None
-        self.padding = torch.zeros(1)
-        for prompt, row in zip(prompts, output, strict=True):
-            if len(prompts) > 1 or self.prompts != [prompt]:
-                self._prefill([prompt[:-1]])
-                self.prompts = [prompt] if len(prompts) == 1 else []
-            self.cache.crop(len(prompt) - 1)
-            ids = torch.tensor([[prompt[-1], *row[:-1]]])
-            logits = self.model(ids, past_key_values=self.cache, use_cache=True).logits[0].float()
-            chosen = logits.gather(1, torch.tensor(row)[:, None])[:, 0]
-            short = (logits.amax(1) - chosen) / logits.std(1)
-            agree += int((short == 0).sum())
-            count += len(row)
-            if gap is None and (short > 0).any():
-                gap = round(float(short[short > 0][0]), 4)
-        return {"agree": agree, "count": count, "gap": gap}
+        checks: list[dict[str, Any]] = [{"agree": 0, "count": 0, "gap": None} for _ in outputs]
+        self.prompts = []
+        for index, prompt in enumerate(prompts):
+            self._prefill([prompt[:-1]])
+            for output, check in zip(outputs, checks, strict=True):
+                row = output[index]
+                self.cache.crop(len(prompt) - 1)
+                ids = torch.tensor([[prompt[-1], *row[:-1]]])
+                logits = self.model(ids, past_key_values=self.cache, use_cache=True).logits[0].float()
+                chosen = logits.gather(1, torch.tensor(row)[:, None])[:, 0]
+                short = (logits.amax(1) - chosen) / logits.std(1)
+                check["agree"] += int((short == 0).sum())
+                check["count"] += len(row)
+                if check["gap"] is None and (short > 0).any():
+                    check["gap"] = round(float(short[short > 0][0]), 4)
+        return checks
 
     def _translate(self, scenario: Scenario, prompts: list[list[int]]) -> Outcome:
         config = self.model.config
