@@ -91,7 +91,16 @@ struct Queries {  // some queries of one kv head, their positions and heads
   const void* vectors;  // [m, even head_dim]
   const float* position;
   const int* head;
+  const float *scale, *sum;  // of the numbers of Words: of one, and of all
 };
+
+// Products of a query and LANES slots, from the sums of words or numbers.
+template <class W> F key_products(const Op& op, const Chunk<W>& chunk, F sums, int at, const Queries& q, int i) {
+  if constexpr (!W::IS_INTEGER) return sums;
+  F x = integers_to_floats(sums) * (load(chunk.key_scale + at) * q.scale[i]);
+  if (op.keys->format == STORE_INT4) x += load(chunk.key_zero + at) * q.sum[i];
+  return x;
+}
 
 // Logits [m, CHUNK] of an arranged chunk.
 template <class W>
@@ -104,7 +113,8 @@ void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int c
     for (int i = 0; i < m; i++)
       for (int at = tile; at < tile + PANEL; at += LANES)
         store(logits + i * CHUNK + at,
-              finish_logits(op, group, acc[i][at > tile], chunk.position + at, q.position[i], q.head[i]));
+              finish_logits(op, group, key_products(op, chunk, acc[i][at > tile], at, q, i), chunk.position + at,
+                            q.position[i], q.head[i]));
   }
 }
 
@@ -123,10 +133,7 @@ void sum_visible(const Chunk<W>& chunk, int count, const float* logits, const ty
 // Weights e^(logit - top) of one query, and their sum.
 template <class T> Part soften(const float* logits, int count, T* weights) {
   F top = all(-INFINITY), total = F{};
-  for (int s = 0; s < count; s += LANES) {
-    F x = load(logits + s);
-    top = x > top ? x : (x == x ? top : x);  // NaN stays
-  }
+  for (int s = 0; s < count; s += LANES) top = larger_or_nan(top, load(logits + s));
   const float best = highest(top);
   const F base = all(best == -INFINITY ? 0.0f : best);
   for (int s = 0; s < count; s += LANES) {
@@ -137,12 +144,52 @@ template <class T> Part soften(const float* logits, int count, T* weights) {
   return {best, sum(total)};
 }
 
-// Mend sums of values [m, value_dim] that are not finite.
+// How sums of values, multiplied by words, become numbers.
+struct Unpacked { float scale, zero; };
+
+// Words of the weights times the scales of the values of visible slots.
 template <class W>
-void check_sums(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits,
-                const typename W::T* weights, float* out) {
+Unpacked pack_weights(const Op& op, const Chunk<W>& chunk, int count, const float* logits, float* weights, uint16_t* out) {
+  const bool has_zeros = op.values->format == STORE_INT4;
+  F top = F{}, zero = F{};
+  for (int s = 0; s < count; s += LANES) {
+    const I seen = load(logits + s) != -INFINITY;
+    const F p = load(weights + s), x = seen ? p * load(chunk.value_scale + s) : F{};
+    if (has_zeros) zero += seen ? p * load(chunk.value_zero + s) : F{};
+    top = larger_or_nan(top, x);
+    store(weights + s, x);
+  }
+  const float largest = highest_or_nan(top), inverse = inverse_of(largest);
+  for (int s = 0; s < count; s += LANES) store_words(to_words(load(weights + s), inverse), LANES, out + s);
+  return {largest / 32767.0f, sum(zero)};
+}
+
+// Weights of m queries as the values are multiplied by them.
+template <class W>
+void weigh(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits, typename W::T* weights,
+           float* floats, Part* parts, Unpacked* unpacked) {
+  for (int i = 0; i < m; i++) {
+    const float* x = logits + i * CHUNK;
+    if constexpr (W::IS_INTEGER) {
+      parts[i] = soften(x, count, floats);
+      unpacked[i] = pack_weights(op, chunk, count, x, floats, weights + i * CHUNK);
+    } else {
+      parts[i] = soften(x, count, weights + i * CHUNK);
+    }
+  }
+}
+
+// Make numbers of sums of words [m, value_dim], and mend those that are not finite because of an invisible slot.
+template <class W>
+void finish_sums(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits,
+                 const typename W::T* weights, const Unpacked* unpacked, float* out) {
   const int value_dim = int(round_up(op.value_dim, PANEL));
   for (int i = 0; i < m; i++) {
+    if constexpr (W::IS_INTEGER) {
+      for (float *x = out + i * value_dim, *end = x + value_dim; x < end; x += LANES)
+        store(x, integers_to_floats(load(x)) * unpacked[i].scale + unpacked[i].zero);
+      continue;
+    }
     F suspect = F{};
     for (int d = 0; d < value_dim; d += LANES) suspect += load(out + i * value_dim + d) * 0.0f;
     if (!(sum(suspect) == 0))
@@ -153,16 +200,17 @@ void check_sums(const Op& op, const Chunk<W>& chunk, int count, int m, const flo
 // Attend m queries to an arranged chunk: out [m, padded value_dim], not divided by the total.
 template <class W>
 void attend_chunk(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits, typename W::T* weights,
-                  Part* parts, float* out) {
+                  float* floats, Part* parts, float* out) {
   const int value_dim = int(round_up(op.value_dim, PANEL));
-  for (int i = 0; i < m; i++) parts[i] = soften(logits + i * CHUNK, count, weights + i * CHUNK);
+  Unpacked unpacked[ROWS];
+  weigh(op, chunk, count, m, logits, weights, floats, parts, unpacked);
   F acc[ROWS][2];
   for (int d = 0; d < value_dim; d += PANEL) {
     multiply<W>(m, chunk.values + int64_t(d) * CHUNK, weights, CHUNK, count, acc);
     for (int i = 0; i < m; i++)
       store(out + i * value_dim + d, acc[i][0]), store(out + i * value_dim + d + LANES, acc[i][1]);
   }
-  check_sums(op, chunk, count, m, logits, weights, out);
+  finish_sums(op, chunk, count, m, logits, weights, unpacked, out);
 }
 
 #ifdef __AVX512F__
@@ -197,8 +245,9 @@ template <class W, int M> struct FewQueries {
       for (int tile = 0; tile < tiles; tile++)
         for (int i = 0; i < M; i++) {
           const int at = first + tile * LANES;
-          store(out + i * CHUNK + at, finish_logits(op, group, (F)acc[tile][i], chunk.position + at,
-                                                    queries.position[i], queries.head[i]));
+          store(out + i * CHUNK + at,
+                finish_logits(op, group, key_products(op, chunk, (F)acc[tile][i], at, queries, i), chunk.position + at,
+                              queries.position[i], queries.head[i]));
         }
     }
   }
@@ -206,17 +255,21 @@ template <class W, int M> struct FewQueries {
   static void arrange_tile(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, int tile, int32_t* out) {
     Row rows[LANES];
     read_keys(op, group, kv, tile, chunk, rows);
-    read_values(op, group, kv, tile, chunk);
     transpose_words<LINE>(reinterpret_cast<const int32_t* const*>(rows), int(round_up(op.head_dim, 2)) / W::STEP, out);
   }
 
-  // Two lines of LANES dims each, of a step of slots.
-  static void load_values(const Row* rows, int d, VI (&lines)[2]) {
+  // Two lines of LANES dims each, of a step of slots; packed integers in a format of Store.
+  template <int FORMAT> static void load_values(const Row* rows, int d, VI (&lines)[2]) {
+    if constexpr (FORMAT != 0) {
+      const int at = FORMAT == STORE_INT4 ? d / 2 : d;
+      const char *first = reinterpret_cast<const char*>(rows[0]), *second = reinterpret_cast<const char*>(rows[1]);
+      return interleave_halves(load_integers<FORMAT>(first + at), load_integers<FORMAT>(second + at), lines);
+    }
     if constexpr (IS_HALF) interleave_halves(_mm512_loadu_si512(rows[0] + d), _mm512_loadu_si512(rows[1] + d), lines);
     else lines[0] = load_step(rows[0] + d), lines[1] = load_step(rows[0] + d + LANES);
   }
 
-  template <int PANELS>
+  template <int PANELS, int FORMAT>
   static void add_values(const Op& op, const Group& group, const Chunk<W>& chunk, int d, const T* weights, float* out,
                          int value_dim) {
     const int64_t bytes = slot_bytes(*op.keys, op.head_dim), left = chunk.next_slots - chunk.next_first;
@@ -230,7 +283,7 @@ template <class W, int M> struct FewQueries {
 #pragma GCC unroll 2
       for (int panel = 0; panel < PANELS; panel++) {
         VI lines[2];
-        load_values(chunk.value + s, d + panel * PANEL, lines);
+        load_values<FORMAT>(chunk.value + s, d + panel * PANEL, lines);
 #pragma GCC unroll 12
         for (int i = 0; i < M; i++)
           for (int half = 0; half < 2; half++)
@@ -243,22 +296,38 @@ template <class W, int M> struct FewQueries {
           store(out + i * value_dim + d + panel * PANEL + half * LANES, (F)acc[panel][i][half]);
   }
 
+  static bool is_packed(const Op& op) { return W::IS_INTEGER && op.value_dim % PANEL == 0; }
+
   static void values(const Op& op, const Group& group, const Chunk<W>& chunk, const T* weights, float* out) {
+    if constexpr (W::IS_INTEGER) {
+      if (is_packed(op) && op.values->format == STORE_INT8)
+        return add_panels<STORE_INT8>(op, group, chunk, weights, out);
+      if (is_packed(op)) return add_panels<STORE_INT4>(op, group, chunk, weights, out);
+    }
+    add_panels<0>(op, group, chunk, weights, out);
+  }
+
+  template <int FORMAT>
+  static void add_panels(const Op& op, const Group& group, const Chunk<W>& chunk, const T* weights, float* out) {
     const int value_dim = int(round_up(op.value_dim, PANEL));
     int d = 0;
     if constexpr (M <= 6)
-      for (; d + 2 * PANEL <= value_dim; d += 2 * PANEL) add_values<2>(op, group, chunk, d, weights, out, value_dim);
-    for (; d < value_dim; d += PANEL) add_values<1>(op, group, chunk, d, weights, out, value_dim);
+      for (; d + 2 * PANEL <= value_dim; d += 2 * PANEL)
+        add_values<2, FORMAT>(op, group, chunk, d, weights, out, value_dim);
+    for (; d < value_dim; d += PANEL) add_values<1, FORMAT>(op, group, chunk, d, weights, out, value_dim);
   }
 };
 
 template <class W, int M>
 void attend_few(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, const Queries& queries, float* logits,
-                typename W::T* weights, Part* parts, float* out) {
+                typename W::T* weights, float* floats, Part* parts, float* out) {
+  Unpacked unpacked[M];
   FewQueries<W, M>::logits(op, group, kv, chunk, queries, logits);
-  for (int i = 0; i < M; i++) parts[i] = soften(logits + i * CHUNK, chunk.count, weights + i * CHUNK);
+  const bool decode = !FewQueries<W, M>::is_packed(op);
+  for (int tile = 0; tile < chunk.count; tile += LANES) read_values(op, group, kv, tile, decode, chunk);
+  weigh(op, chunk, chunk.count, M, logits, weights, floats, parts, unpacked);
   FewQueries<W, M>::values(op, group, chunk, weights, out);
-  check_sums(op, chunk, chunk.count, M, logits, weights, out);
+  finish_sums(op, chunk, chunk.count, M, logits, weights, unpacked, out);
 }
 #endif
 
@@ -291,7 +360,7 @@ template <class W> struct AttentionMemory {  // of one thread
   typedef typename W::T T;
   Chunk<W> chunk;
   T *weights, *queries;
-  float *logits, *out, *totals;
+  float *logits, *floats, *out, *totals;
   int64_t bytes;
   AttentionMemory(const Op& op, char* at) {
     char* start = at;
@@ -302,6 +371,8 @@ template <class W> struct AttentionMemory {  // of one thread
     chunk.decoded_keys = reinterpret_cast<T*>(take(CHUNK * dim * sizeof(T)));
     chunk.decoded_values = reinterpret_cast<T*>(take(CHUNK * value_dim * sizeof(T)));
     chunk.position = reinterpret_cast<float*>(take(CHUNK * 4));
+    float** numbers[] = {&chunk.key_scale, &chunk.key_zero, &chunk.value_scale, &chunk.value_zero, &floats};
+    for (float** each : numbers) *each = W::IS_INTEGER ? reinterpret_cast<float*>(take(CHUNK * 4)) : nullptr;
     weights = reinterpret_cast<T*>(take(ROWS * CHUNK * sizeof(T)));
     queries = reinterpret_cast<T*>(take(BLOCK_QUERIES * dim * sizeof(T)));
     logits = reinterpret_cast<float*>(take(ROWS * CHUNK * 4));
@@ -327,14 +398,21 @@ struct Layout {
   }
 };
 
-template <class W> class Attention {
+// True if keys and values are computed with as integers, whose sums fit into 32 bits.
+inline bool uses_words(const Op& op) {
+  auto is_packed = [](const Store& store) { return store.format == STORE_INT8 || store.format == STORE_INT4; };
+  return op.type == TYPE_BFLOAT && is_packed(*op.keys) && is_packed(*op.values) && op.head_dim <= 512;
+}
+
+// W: of queries and output; C: of the products with keys and values, W or Words.
+template <class W, class C> class Attention {
   typedef typename W::T T;
   const Run& run;
   const Op& op;
   const Group& group;
-  AttentionMemory<W> memory;
+  AttentionMemory<C> memory;
   int heads[BLOCK_QUERIES];
-  float query[BLOCK_QUERIES];
+  float query[BLOCK_QUERIES], query_scale[BLOCK_QUERIES], query_sum[BLOCK_QUERIES];
   int64_t token[BLOCK_QUERIES];
 
  public:
@@ -360,7 +438,30 @@ template <class W> class Attention {
     for (int i = 0; i < n; i++) {
       token[i] = first_token + (low + i) / layout.groups, heads[i] = int(kv * layout.groups + (low + i) % layout.groups);
       query[i] = float(run.step.positions[token[i]]);
-      std::memcpy(memory.queries + i * dim, q + token[i] * op.in_stride + heads[i] * dim, dim * sizeof(T));
+      take_query(q + token[i] * op.in_stride + heads[i] * dim, int(dim), i);
+    }
+  }
+
+  void take_query(const T* from, int dim, int i) {
+    typename C::T* to = memory.queries + i * dim;
+    if constexpr (!C::IS_INTEGER) {
+      std::memcpy(to, from, dim * sizeof(T));
+    } else {
+      F top = F{};
+      for (int d = 0; d < dim; d += LANES) {
+        const F x = load_wide(from + d, dim - d);
+        top = larger_or_nan(top, larger(x, -x));
+      }
+      const float largest = highest_or_nan(top), inverse = inverse_of(largest);
+      I total = I{};
+      for (int d = 0; d < dim; d += LANES) {
+        const I numbers = to_words(load_wide(from + d, dim - d), inverse);
+        total += numbers;
+        store_words(numbers, dim - d, to + d);
+      }
+      int32_t sum = 0;
+      for (int j = 0; j < LANES; j++) sum += total[j];
+      query_scale[i] = largest / 32767.0f, query_sum[i] = float(sum) * query_scale[i];
     }
   }
 
@@ -369,8 +470,8 @@ template <class W> class Attention {
     for (int i = 1; i < n; i++) low = query[i] < low ? query[i] : low, high = query[i] > high ? query[i] : high;
     memory.chunk.table = batch.table + seq * batch.width;
     memory.chunk.first = chunk * CHUNK, memory.chunk.slots = batch.slots;
-    if (!open_chunk<W>(group, low, high, memory.chunk)) return false;
-    if (!reads_blocks(n)) arrange_chunk<W>(op, group, kv, memory.chunk);
+    if (!open_chunk<C>(group, low, high, memory.chunk)) return false;
+    if (!reads_blocks(n)) arrange_chunk<C>(op, group, kv, memory.chunk);
     return true;
   }
 
@@ -391,21 +492,23 @@ template <class W> class Attention {
 
   // Attend m queries, of n in the unit, to the open chunk.
   void attend_rows(int64_t kv, int from, int m, int n, Part* parts) {
-    const Queries rows = {memory.queries + from * round_up(op.head_dim, 2), query + from, heads + from};
+    const Queries rows = {memory.queries + from * round_up(op.head_dim, 2), query + from, heads + from,
+                          query_scale + from, query_sum + from};
     if (reads_blocks(n)) return attend_few_rows(kv, m, rows, parts);
     float high = rows.position[0];
     for (int i = 1; i < m; i++) high = rows.position[i] > high ? rows.position[i] : high;
     int count = memory.chunk.count;  // no query sees a slot behind it
     while (group.causal && count > PANEL && memory.chunk.lowest[count / PANEL - 1] > high) count -= PANEL;
-    chunk_logits<W>(op, group, memory.chunk, count, m, rows, memory.logits);
-    attend_chunk<W>(op, memory.chunk, count, m, memory.logits, memory.weights, parts, memory.out);
+    chunk_logits<C>(op, group, memory.chunk, count, m, rows, memory.logits);
+    attend_chunk<C>(op, memory.chunk, count, m, memory.logits, memory.weights, memory.floats, parts, memory.out);
   }
 
   void attend_few_rows(int64_t kv, int m, const Queries& rows, Part* parts) {
 #ifdef __AVX512F__
     switch (m) {
 #define CASE(n) \
-  case n: return attend_few<W, n>(op, group, kv, memory.chunk, rows, memory.logits, memory.weights, parts, memory.out);
+  case n: return attend_few<C, n>(op, group, kv, memory.chunk, rows, memory.logits, memory.weights, memory.floats, parts, \
+                                  memory.out);
       CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
     }

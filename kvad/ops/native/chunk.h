@@ -4,13 +4,15 @@
 
 namespace {
 
-// Keys [dim / STEP, PANEL, STEP] for every PANEL slots, values [CHUNK / STEP, PANEL, STEP] for every PANEL dims.
+// Keys [dim / STEP, PANEL, STEP] for every PANEL slots, values [CHUNK / STEP, PANEL, STEP] for every PANEL dims. In
+// bfloat16, int8 and int4 are computed with as they are stored (Words); other packed formats are decoded.
 template <class W> struct Chunk {
   typedef typename W::T T;
   T *keys, *values, *decoded_keys, *decoded_values;
   const T* value[CHUNK];        // of each slot; zeros if it is empty
   int64_t slot[CHUNK];          // counted over all blocks of a head
   float* position;              // of each slot, -1: empty; exact below 2^24
+  float *key_scale, *key_zero, *value_scale, *value_zero;  // of each slot, for Words; zero: null for int8
   float lowest[CHUNK / PANEL];  // of the positions of every PANEL slots; infinity if they are empty
   int count;                    // slots that some query may see, rounded up to PANEL
   const int64_t* table;         // of the sequence, whose chunk begins at slot ``first`` of ``slots``
@@ -142,28 +144,69 @@ template <class T> const T* direct(const Store& store, int dim) {  // vectors th
   return same && dim % PANEL == 0 ? static_cast<const T*>(store.data) : nullptr;
 }
 
-// Find or decode the vectors of LANES slots, from ``tile``. What an empty slot holds may not be finite: it has zeros.
-template <class W>
-void read_tile(const Store& store, int64_t first, int dim, int padded, const Chunk<W>& chunk, int tile,
-               typename W::T* decoded, const typename W::T** rows) {
-  typedef typename W::T T;
-  static const T zeros[MAX_HEAD_DIM] = {};
-  const T* data = direct<T>(store, dim);
-  for (int i = 0; i < LANES; i++) {
-    rows[i] = zeros;
-    if (chunk.position[tile + i] < 0) continue;
-    const int64_t at = first + chunk.slot[tile + i];
-    if (data) rows[i] = data + at * padded;
-    else read_vector(store, at, dim, padded, decoded + i * padded), rows[i] = decoded + i * padded;
-  }
-}
-
 inline int64_t slot_bytes(const Store& store, int dim) {
   switch (store.format) {
     case STORE_FLOAT: return dim * 4;
     case STORE_BFLOAT: case STORE_HALF: return dim * 2;
     case STORE_INT4: return dim / 2;
     default: return dim;
+  }
+}
+
+#if defined(__AVX512BW__)
+// 32 integers as words.
+template <int FORMAT> __m512i load_integers(const void* p) {
+  if (FORMAT == STORE_INT8) return _mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  return _mm512_and_si512(_mm512_or_si512(both, _mm512_slli_epi32(both, 12)), _mm512_set1_epi16(15));
+}
+#endif
+
+inline void read_integers(const Store& from, int64_t index, int n, int padded, uint16_t* out) {
+  int i = 0;
+  if (from.format == STORE_INT8) {
+    const int8_t* x = static_cast<const int8_t*>(from.data) + index * n;
+#if defined(__AVX512BW__)
+    for (; i + 32 <= n; i += 32) _mm512_storeu_si512(out + i, load_integers<STORE_INT8>(x + i));
+#endif
+    for (; i < n; i++) out[i] = uint16_t(x[i]);
+  } else {
+    const uint8_t* x = static_cast<const uint8_t*>(from.data) + index * (n / 2);
+#if defined(__AVX512BW__)
+    for (; i + 32 <= n; i += 32) _mm512_storeu_si512(out + i, load_integers<STORE_INT4>(x + i / 2));
+#endif
+    for (; i < n; i += 2) out[i] = x[i / 2] & 15, out[i + 1] = x[i / 2] >> 4;
+  }
+  for (; i < padded; i++) out[i] = 0;
+}
+
+// Find or decode the vectors of LANES slots, from ``tile``; packed ones are found where they are if ``decoded`` is null.
+// What an empty slot holds may not be finite: it has zeros.
+template <class W>
+void read_tile(const Store& store, int64_t first, int dim, int padded, const Chunk<W>& chunk, int tile,
+               typename W::T* decoded, const typename W::T** rows, float* scale, float* zero) {
+  typedef typename W::T T;
+  static const T zeros[MAX_HEAD_DIM] = {};
+  const T* data = W::IS_INTEGER ? nullptr : direct<T>(store, dim);
+  for (int i = 0; i < LANES; i++) {
+    rows[i] = zeros;
+    const bool is_empty = chunk.position[tile + i] < 0;
+    const int64_t at = first + chunk.slot[tile + i];
+    if constexpr (W::IS_INTEGER) {
+      scale[tile + i] = is_empty ? 0 : store.scale[at];
+      if (store.format == STORE_INT4) zero[tile + i] = is_empty ? 0 : store.zero[at];
+    }
+    if (is_empty) continue;
+    if (data) {
+      rows[i] = data + at * padded;
+    } else if (!decoded) {
+      const char* packed = static_cast<const char*>(store.data) + at * slot_bytes(store, dim);
+      rows[i] = reinterpret_cast<const T*>(packed);
+    } else {
+      if constexpr (W::IS_INTEGER) read_integers(store, at, dim, padded, decoded + i * padded);
+      else read_vector(store, at, dim, padded, decoded + i * padded);
+      rows[i] = decoded + i * padded;
+    }
   }
 }
 
@@ -177,19 +220,22 @@ inline int64_t slot_index(const Group& group, const Store& store, int64_t kv, co
 inline void prefetch_vector(const Store& store, int64_t index, int64_t bytes) {
   const char* at = static_cast<const char*>(store.data) + index * bytes;
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+  if (store.scale) __builtin_prefetch(store.scale + index, 0, 2);
+  if (store.zero) __builtin_prefetch(store.zero + index, 0, 2);
 }
 
-template <class W> void read_values(const Op& op, const Group& group, int64_t kv, int tile, Chunk<W>& chunk) {
+template <class W>
+void read_values(const Op& op, const Group& group, int64_t kv, int tile, bool decode, Chunk<W>& chunk) {
   const int padded = int(round_up(op.value_dim, PANEL));
   read_tile(*op.values, kv * op.values->blocks * group.block_size, op.value_dim, padded, chunk, tile,
-            chunk.decoded_values + int64_t(tile) * padded, chunk.value + tile);
+            decode ? chunk.decoded_values + int64_t(tile) * padded : nullptr, chunk.value + tile, chunk.value_scale, chunk.value_zero);
 }
 
 template <class W>
 void read_keys(const Op& op, const Group& group, int64_t kv, int tile, const Chunk<W>& chunk,
                const typename W::T** rows) {
   read_tile(*op.keys, kv * op.keys->blocks * group.block_size, op.head_dim, int(round_up(op.head_dim, 2)), chunk, tile,
-            chunk.decoded_keys, rows);
+            chunk.decoded_keys, rows, chunk.key_scale, chunk.key_zero);
 }
 
 // Arrange all keys and values.
@@ -200,7 +246,7 @@ template <class W> void arrange_chunk(const Op& op, const Group& group, int64_t 
     read_keys(op, group, kv, tile, chunk, rows);
     int32_t* out = reinterpret_cast<int32_t*>(chunk.keys) + int64_t(tile / PANEL) * words * PANEL + tile % PANEL;
     transpose_words<PANEL>(reinterpret_cast<const int32_t* const*>(rows), words, out);
-    read_values(op, group, kv, tile, chunk);
+    read_values(op, group, kv, tile, true, chunk);
   }
   for (int i = 0; i < chunk.count; i += W::STEP)
     interleave(chunk.value + i, value_dim, chunk.values + i * PANEL, int64_t(CHUNK) * PANEL);

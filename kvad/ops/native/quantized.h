@@ -40,20 +40,6 @@ template <> inline void read_pairs<4>(const uint8_t* p, VI (&pairs)[2]) {
   pairs[0] = x & 0xf000f, pairs[1] = (x >> 4) & 0xf000f;
 }
 
-inline VI dot_pairs(VI sum, VI pairs, const int16_t* x) {  // sum + pairs[0] x[0] + pairs[1] x[1]
-  int32_t both;
-  std::memcpy(&both, x, 4);
-#if defined(__AVX512VNNI__)
-  return (VI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(both));
-#elif defined(__AVX512BW__)
-  return sum + (VI)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(both));
-#elif defined(__AVX2__)
-  return sum + (VI)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(both));
-#else
-  return sum + (pairs << 16 >> 16) * x[0] + (pairs >> 16) * x[1];
-#endif
-}
-
 inline F load_scales(const uint8_t* p, int i, bool half) {
   return half ? load_halves(reinterpret_cast<const uint16_t*>(p) + i) : load(reinterpret_cast<const float*>(p) + i);
 }
@@ -90,19 +76,15 @@ struct IntegerRows {
 
  private:
   template <class T> static void convert_block(const T* from, int n, int16_t* to, float* scale, float* total) {
-    F highest_of = F{};
+    F highest = F{};
     for (int i = 0; i < n; i += LANES) {
-      const F x = load_wide(from + i, n - i), size = larger(x, -x);
-      highest_of = size > highest_of ? size : (size == size ? highest_of : size);  // NaN stays
+      const F x = load_wide(from + i, n - i);
+      highest = larger_or_nan(highest, larger(x, -x));
     }
-    float top = 0;
-    for (int i = 0; i < LANES; i++) top = highest_of[i] > top || highest_of[i] != highest_of[i] ? highest_of[i] : top;
-    const F inverse = all(top > 0 ? 32767.0f / top : 0.0f);
+    const float top = highest_or_nan(highest), inverse = inverse_of(top);
     I sum = I{};
     for (int i = 0; i < n; i += LANES) {
-      const F x = load_wide(from + i, n - i) * inverse;
-      const F rounded = x + 12582912.0f;  // the integer is in the low bits
-      const I numbers = ((x > -32767.5f) & (x < 32767.5f)) & (as_ints(rounded) - as_ints(all(12582912.0f)));
+      const I numbers = to_words(load_wide(from + i, n - i), inverse);
       sum += numbers;
       store_pairs(numbers, n - i, to + i);
     }

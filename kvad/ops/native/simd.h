@@ -130,6 +130,13 @@ inline float highest(F x) {
   for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
   return top;
 }
+// The larger one, or NaN.
+inline F larger_or_nan(F top, F x) { return x > top ? x : (x == x ? top : x); }
+inline float highest_or_nan(F x) {
+  float top = x[0];
+  for (int i = 1; i < LANES; i++) top = x[i] > top || x[i] != x[i] ? x[i] : top;
+  return top;
+}
 
 // e^x: 2^n times a polynomial of degree 6 on [-ln2/2, ln2/2] (Cephes, expf). NaN stays NaN.
 inline F exponential(F x) {  // 0 below -87, at most e^88
@@ -187,6 +194,7 @@ inline F activate(int kind, F x) {
 struct BFloat {
   typedef bf16 T;
   static constexpr int STEP = 2;
+  static constexpr bool IS_INTEGER = false;
   static V dot(V acc, VI w, const T* x) {
 #ifdef __AVX512BF16__
     uint32_t pair;
@@ -202,9 +210,51 @@ struct BFloat {
 struct Float {
   typedef float T;
   static constexpr int STEP = 1;
+  static constexpr bool IS_INTEGER = false;
   static V dot(V acc, VI w, const T* x) { return acc + (V)w * *x; }
 };
 inline VI load_step(const void* w) { return *static_cast<const VI*>(w); }
+
+inline VI dot_pairs(VI sum, VI pairs, const void* x) {  // sum + pairs[0] x[0] + pairs[1] x[1]
+  int32_t both;
+  std::memcpy(&both, x, 4);
+#if defined(__AVX512VNNI__)
+  return (VI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(both));
+#elif defined(__AVX512BW__)
+  return sum + (VI)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(both));
+#elif defined(__AVX2__)
+  return sum + (VI)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(both));
+#else
+  return sum + (pairs << 16 >> 16) * (both << 16 >> 16) + (pairs >> 16) * (both >> 16);
+#endif
+}
+
+// 16-bit integers: the sums are integers of 32 bits, in the bits of V.
+struct Words {
+  typedef uint16_t T;
+  static constexpr int STEP = 2;
+  static constexpr bool IS_INTEGER = true;
+  static V dot(V acc, VI w, const T* x) { return (V)dot_pairs((VI)acc, w, x); }
+};
+inline F integers_to_floats(F x) {
+  V parts[LANES / WIDTH];
+  for (int i = 0; i < LANES / WIDTH; i++) parts[i] = to_floats(reinterpret_cast<const VI*>(&x)[i]);
+  return reinterpret_cast<const F&>(parts);
+}
+
+// Integers of at most 16 bits: numbers times 32,767 over the largest, whose inverse is given; 0 if they are not finite.
+inline I to_words(F x, float inverse) {
+  x *= inverse;
+  const I numbers = as_ints(x + 12582912.0f) - as_ints(all(12582912.0f));  // rounded in the low bits
+  return ((x > -32767.5f) & (x < 32767.5f)) & numbers;
+}
+inline float inverse_of(float top) { return top > 0 ? 32767.0f / top : 0.0f; }
+inline void store_words(I numbers, int n, uint16_t* to) {
+#if defined(__AVX512F__)
+  if (n >= LANES) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)numbers));
+#endif
+  for (int i = 0; i < LANES && i < n; i++) to[i] = uint16_t(numbers[i]);
+}
 
 // What is loaded ahead during a product: a line of ``at`` after every ``every`` steps, or the panel itself. Processors
 // load ahead within a page of memory only.

@@ -26,7 +26,9 @@ template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
       return op.bits == 4 ? quantized_linear<W, 4>(run, op, rows) : linear<W>(run, op, rows);
     case OP_ANGLES: return angles(run, op);
     case OP_ROTATE: return rotate<W>(run, op);
-    case OP_ATTEND: return Attention<W>(run, op).attend();
+    case OP_ATTEND:
+      if (uses_words(op)) return Attention<BFloat, Words>(run, op).attend();
+      return Attention<W, W>(run, op).attend();
     case OP_ADD: return add(run, op, rows);
     case OP_SELECT: return select_rows(run, op);
     case OP_EXPERTS: return Mixture<W>(run, op).compute();
@@ -59,8 +61,9 @@ Sizes sizes(const Model& model, const Step& step, int threads) {
       result.shared = bytes > result.shared ? bytes : result.shared;
     }
     if (op.kind != OP_ATTEND) continue;
-    int64_t own = op.type == TYPE_BFLOAT ? AttentionMemory<BFloat>(op, nullptr).bytes
-                                         : AttentionMemory<Float>(op, nullptr).bytes;
+    const int64_t own = uses_words(op)             ? AttentionMemory<Words>(op, nullptr).bytes
+                        : op.type == TYPE_BFLOAT ? AttentionMemory<BFloat>(op, nullptr).bytes
+                                                 : AttentionMemory<Float>(op, nullptr).bytes;
     result.own = own > result.own ? own : result.own;
     const Group& group = step.groups[op.group];
     for (int64_t j = 0; j < group.num_sub_batches; j++) {

@@ -193,10 +193,10 @@ def test_frequencies_that_depend_on_the_length(position: str) -> None:
     assert not compare(model_config(position, layers=3), {"cache": "paged"})
 
 
-def wide_heads(config: ModelConfig) -> ModelConfig:
-    """Return a config with heads of 40 dims: whole vectors and a rest."""
+def wide_heads(config: ModelConfig, dim: int = 40) -> ModelConfig:
+    """Return a config with wide heads; 40 dims are whole vectors and a rest."""
     layer = config.stack.layer_types["L"]
-    mixer = replace(layer.attention, head_dim=40, value_dim=40)
+    mixer = replace(layer.attention, head_dim=dim, value_dim=dim)
     return replace(config, decoder=replace(config.stack, layer_types={"L": replace(layer, attention=mixer)}))
 
 
@@ -208,8 +208,8 @@ VARIANT_CACHES = ("paged", "sinks", "bfloat16", "float16", "int8", "int4", "fp8"
 @pytest.mark.parametrize("variant", native.runnable_variants())
 def test_every_instruction_set(variant: str, dtype: torch.dtype, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
-    config = wide_heads(model_config("rope"))
-    assert not compare(config, {"cache": cache}, dtype)
+    for dim in (40, 64):
+        assert not compare(wide_heads(model_config("rope"), dim), {"cache": cache}, dtype)
 
 
 def rows_by_position(model: Transformer, prompts: Sequence[list[int]], **cache: Any) -> dict[tuple[int, int], Tensor]:
@@ -239,7 +239,7 @@ def rows_by_position(model: Transformer, prompts: Sequence[list[int]], **cache: 
     return rows
 
 
-@pytest.mark.parametrize("quantization", [None, (8, 8), (4, 8), "experts"])
+@pytest.mark.parametrize("quantization", [None, (8, 8), (4, 8), "experts", "cache"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
     dtype: torch.dtype, quantization: tuple[int, int] | str | None
@@ -247,20 +247,21 @@ def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
     config = replace(model_config("rope"), max_seq_len=640)
     if quantization == "experts":
         config = with_layer(config, MIXTURES["qwen2"], output_gate=True)
-    model = build(config, dtype=dtype)
+    formats = {"key_dtype": "int8", "value_dtype": "int4"} if quantization == "cache" else {}
+    model = build(wide_heads(config, 32) if formats else config, dtype=dtype)
     if isinstance(quantization, tuple):
         assert quantize(model, *quantization, half=False)
     prompts = [[first, *range(1, length)] for first, length in ((1, 600 // 10), (2, 3), (3, 33), (4, 1), (5, 17))]
     prompts += [[6, *[i % 60 for i in range(580)]]]  # several chunks of attention
     before = torch.get_num_threads()
-    together = rows_by_position(model, prompts)
+    together = rows_by_position(model, prompts, **formats)
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             for prompt in prompts:
-                for key, row in rows_by_position(model, [prompt]).items():
+                for key, row in rows_by_position(model, [prompt], **formats).items():
                     assert torch.equal(row, together[key]), (threads, key)
-            for key, row in rows_by_position(model, prompts, prefill_chunk_size=7).items():
+            for key, row in rows_by_position(model, prompts, prefill_chunk_size=7, **formats).items():
                 assert torch.equal(row, together[key]), (threads, key)
     finally:
         torch.set_num_threads(before)
@@ -334,18 +335,20 @@ def test_a_changed_weight_and_a_new_hook_are_seen_by_the_next_request() -> None:
     handle.remove()
 
 
-def test_an_invisible_slot_that_is_not_finite_changes_nothing() -> None:
+@pytest.mark.parametrize(("dtype", "cache"), [(torch.float32, "float32"), (torch.bfloat16, "int8")])
+def test_an_invisible_slot_that_is_not_finite_changes_nothing(dtype: torch.dtype, cache: str) -> None:
     """The blocks of a finished request, overwritten with NaN, do not reach a later one."""
-    model = build(model_config("rope"), dtype=torch.float32)
+    model = build(wide_heads(model_config("rope"), 32), dtype=dtype)
     options = EngineConfig(stop_tokens=frozenset({VOCAB}))
-    clean = rows_by_position(model, [[5, 6, 7]], max_seq_len=64)
-    engine = Engine(model, CacheConfig(max_seq_len=64, max_num_seqs=2), options)
+    clean = rows_by_position(model, [[5, 6, 7]], max_seq_len=64, dtype=cache)
+    engine = Engine(model, CacheConfig(max_seq_len=64, max_num_seqs=2, dtype=cache), options)
     engine.add_request([9] * 20, SamplingParams(max_tokens=3, temperature=0.0))
     while not engine.idle:
         engine.step()
     for pair in engine.kv_cache.stores:
         for keys, values in pair.values():
-            keys.data.fill_(float("nan")), values.data.fill_(float("nan"))
+            for store in (keys, values):  # integers have their scales
+                store.arrays[-1].fill_(float("nan"))
     logits, execute = [], engine.runner.execute
     engine.runner.execute = lambda output: logits.append(execute(output).clone()) or logits[-1]
     engine.add_request([5, 6, 7], SamplingParams(max_tokens=6, temperature=0.0))
