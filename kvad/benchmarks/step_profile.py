@@ -297,8 +297,10 @@ def _step_bytes(llm: LLM, groups: Sequence[CacheGroup], num_seqs: int, length: i
     for module in transformer.decoder.modules():
         if isinstance(module, model.attention.CrossAttention):  # its keys and values are in the cache
             weights -= sum(tensor.nbytes for layer in (module.k, module.v) for tensor in layer.parameters())
-    weights += sum(tensor.nbytes for tensor in transformer.head.parameters())
-    weights += transformer.token_embedding.nbytes if transformer.config.tie_embeddings else 0
+    head = transformer.head
+    weights += sum(tensor.nbytes for tensor in (*head.parameters(), *head.buffers()))
+    is_table = transformer.config.tie_embeddings and getattr(head, "output", None) is None
+    weights += transformer.token_embedding.nbytes if is_table else 0
     stored = bytes_per_number(groups)
     cost = config.flops.cached_pass(transformer.config, 1, length, source=source, stored=stored)
     return round(weights), num_seqs * cost.bytes_read

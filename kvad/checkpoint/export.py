@@ -17,7 +17,7 @@ from kvad import config, ops, storage, text
 from kvad import model as model_lib
 from kvad.checkpoint.adapter import AdaptedCheckpoint
 from kvad.checkpoint.conversion import write_tensors
-from kvad.checkpoint.folder import CONFIG, write_json
+from kvad.checkpoint.folder import CONFIG, WeightQuantization, write_json
 from kvad.checkpoint.generation_config import GENERATION_FILE, write_embedding
 from kvad.checkpoint.handle import CheckpointHandle, quantizable, read_tokenizer_files
 from kvad.checkpoint.hf_layout import HFCheckpoint, choose_family, write_hf_config
@@ -124,14 +124,17 @@ class QuantizationResult(NamedTuple):
     quantized: int  # matrices
     left: tuple[str, ...]  # matrices of the layers whose width the groups do not divide
     max_error: float  # largest error of a weight, as a share of the largest weight of its matrix
+    head_bits: int  # 0: the head was left
+    head_copy: int  # bytes of a tied head's copy of the token table
 
 
 def quantize_checkpoint(
-    handle: CheckpointHandle, out: Path, bits: int, group_size: int, progress: Progress | None = None
+    handle: CheckpointHandle, out: Path, form: WeightQuantization, progress: Progress | None = None
 ) -> QuantizationResult:
     """Write a checkpoint in kvad's layout with quantized matrices (``native.py``), completely or not at all.
 
-    ``group_size`` 0 is one scale for each row.
+    A tied head gets a quantized copy of the token table. The head is left if its groups do not divide its width, or if
+    it has no logits over the vocabulary.
 
     Raises:
         ConfigError: If the checkpoint is quantized, or has no matrix that can be.
@@ -141,23 +144,30 @@ def quantize_checkpoint(
     with torch.device("meta"):
         model = model_lib.Transformer(handle.config)
     known = dict(quantizable(model))
-    left = tuple(name for name, layer in known.items() if not _fits(layer, bits, group_size))
+    left = tuple(name for name, layer in known.items() if not _fits(layer.in_features, form.bits, form.group_size))
     if len(left) == len(known):
-        raise ConfigError(f"group_size: {group_size} divides the inputs of no matrix", "Use a smaller one, as 32.")
-    tensors, before, worst = dict[str, Tensor](), 0, 0.0
+        raise ConfigError(f"group_size: {form.group_size} divides the inputs of no matrix", "Use a smaller one, as 32.")
+    formats = {f"{name}.weight": (name, form.bits, form.group_size) for name in known if name not in left}
+    is_language, is_tied = isinstance(model.head, model_lib.heads.LanguageHead), handle.config.tie_embeddings
+    has_fit = is_language and _fits(config.head_input_size(handle.config), form.head_bits, form.head_group_size)
+    if has_fit:
+        source = "embedding.tokens.weight" if is_tied else "head.weight"
+        formats[source] = (config.parameter_shapes.QUANTIZED_HEAD, form.head_bits, form.head_group_size)
+    else:
+        form = form._replace(head_bits=0, head_group_size=0)
+    tensors, before, worst, head_copy = dict[str, Tensor](), 0, 0.0, 0
     for name, tensor in handle.weights():
         before += tensor.nbytes
-        module, _, parameter = name.rpartition(".")
-        if parameter == "weight" and module in known and module not in left:
-            matrix = ops.quantized_linear.quantize_matrix(
-                tensor, bits, group_size or tensor.shape[1]
-            ).with_half_scales()
-            error = (matrix.dequantize(torch.float32) - tensor.float()).abs().max() / tensor.abs().max().clamp_min(
-                1e-30
-            )
-            worst = max(worst, float(error))
+        is_copied = is_tied and name == "embedding.tokens.weight"
+        if name in formats:
+            module, bits, group_size = formats[name]
+            matrix = ops.quantized_linear.quantize_matrix(tensor, bits, group_size or tensor.shape[1])
+            matrix = matrix.with_half_scales()
+            error = (matrix.dequantize(torch.float32) - tensor.float()).abs().max()
+            worst = max(worst, float(error / tensor.abs().max().clamp_min(1e-30)))
             tensors |= {f"{module}.{part}": value for part, value in matrix.tensors().items()}
-        else:
+            head_copy += matrix.num_bytes if is_copied else 0
+        if name not in formats or is_copied:
             tensors[name] = tensor
         if progress is not None:
             progress(name, tensor.nbytes)
@@ -169,15 +179,15 @@ def quantize_checkpoint(
         generation=handle.generation,
         files=read_tokenizer_files(handle.tokenizer_folder),
         origin=handle.origin,
-        quantization={"bits": bits, "group_size": group_size},
+        quantization=form._asdict(),
     )
     after = sum(tensor.nbytes for tensor in tensors.values())
-    return QuantizationResult(before, after, len(known) - len(left), left, worst)
+    return QuantizationResult(before, after, len(formats), left, worst, form.head_bits, head_copy)
 
 
-def _fits(layer: ops.linear.Linear, bits: int, group_size: int) -> bool:
+def _fits(width: int, bits: int, group_size: int) -> bool:
     try:
-        ops.quantized_linear.check_groups(layer.in_features, bits, group_size or layer.in_features)
+        ops.quantized_linear.check_groups(width, bits, group_size or width)
     except ConfigError:
         return False
-    return group_size <= layer.in_features
+    return group_size <= width

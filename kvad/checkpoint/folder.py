@@ -420,12 +420,21 @@ class WeightQuantization(NamedTuple):
 
     bits: int
     group_size: int  # 0: one scale for each row
+    head_bits: int = 0  # 0: the head is not quantized
+    head_group_size: int = 0
 
-    @property
-    def description(self) -> str:
-        """Return a short description, as ``int8, groups of 32``."""
-        groups = f"groups of {self.group_size}" if self.group_size else "one scale for each row"
-        return f"int{self.bits}, {groups}"
+    def describe(self, model: config.ModelConfig) -> str:
+        """Return a short description, as ``int4, groups of 32; head: int8, groups of 32``."""
+        text = describe_groups(self.bits, self.group_size)
+        if not self.head_bits:
+            return text
+        copied = " (a copy of the token table)" if model.tie_embeddings else ""
+        return f"{text}; head: {describe_groups(self.head_bits, self.head_group_size)}{copied}"
+
+
+def describe_groups(bits: int, group_size: int) -> str:
+    """Describe a format of quantized matrices, as ``int8, groups of 32``."""
+    return f"int{bits}, " + (f"groups of {group_size}" if group_size else "one scale for each row")
 
 
 def read_quantization(path: Path) -> WeightQuantization | None:
@@ -434,9 +443,13 @@ def read_quantization(path: Path) -> WeightQuantization | None:
     if content is None:
         return None
     where = f"{path / CONFIG}: quantization"
-    if not isinstance(content, dict) or set(content) != {"bits", "group_size"}:
+    fields = set(WeightQuantization._fields)
+    if not isinstance(content, dict) or set(content) not in ({"bits", "group_size"}, fields):  # older ones have no head
         raise ConfigError(f"{where}: must have bits and group_size, got {content!r}")
     found = WeightQuantization(**content)
-    if found.bits not in (4, 8) or type(found.group_size) is not int or found.group_size < 0:
+    sizes = (found.group_size, found.head_group_size)
+    if found.bits not in (4, 8) or any(type(size) is not int or size < 0 for size in sizes):
         raise ConfigError(f"{where}: bits must be 4 or 8 and group_size not negative, got {content!r}")
+    if found.head_bits not in (0, 4, 8):
+        raise ConfigError(f"{where}: head_bits must be 0, 4 or 8, got {content!r}")
     return found

@@ -122,8 +122,10 @@ class CheckpointHandle(ABC):
         """Return the bytes of the loaded weights, if those that are not quantized have a dtype."""
         shapes = config_lib.parameter_shapes
         size = shapes.weight_bytes(self.config, dtype)
-        for matrix in self.quantized_matrices.values():
-            size += matrix.num_bytes - matrix.out_features * matrix.in_features * shapes.DTYPE_BYTES[dtype]
+        for module, matrix in self.quantized_matrices.items():
+            size += matrix.num_bytes
+            if shapes.quantized_parameter(self.config, module) is not None:
+                size -= matrix.out_features * matrix.in_features * shapes.DTYPE_BYTES[dtype]
         return size
 
     def weight_files(self) -> list[ops.native.WeightFile]:

@@ -8,9 +8,10 @@ A checkpoint folder in kvad's layout::
     manifest.json         {"kvad": version, "format": 2, "files": {name: {"bytes", "sha256", "crc32"}}}
     training/             state.json and state.safetensors, if training can be resumed
 
-After ``kvad quantize``, config.json has ``"quantization": {"bits", "group_size"}`` (0: one scale for each row), and
-products of attention and MLPs have ``.data``, ``.scale`` and, with 4 bits, ``.minimum``
-(``kvad.ops.quantized_linear``) instead of ``.weight``.
+After ``kvad quantize``, config.json has ``"quantization": {"bits", "group_size", "head_bits", "head_group_size"}``
+(sizes of 0: one scale for each row; head_bits 0: not quantized), and products of attention and MLPs have ``.data``,
+``.scale`` and, with 4 bits, ``.minimum`` (``kvad.ops.quantized_linear``) instead of ``.weight``. Those of the head are
+``head.output.data`` and so on instead of ``head.weight``; a tied head's are a copy of the token table, which remains.
 
 In Hugging Face's layout, which ``transformers`` loads unchanged, config.json is a family's, model.safetensors has its
 tensor names, and generation_config.json has the generation defaults (``hf_layout.py``); nothing about the model is
@@ -183,44 +184,55 @@ class NativeCheckpoint(CheckpointHandle):
 
     @property
     def quantization(self) -> str | None:
-        return None if self._quantization is None else self._quantization.description
+        return None if self._quantization is None else self._quantization.describe(self.config)
 
     @cached_property
     def quantized_matrices(self) -> Mapping[str, ops.quantized_linear.QuantizedMatrix]:
         if self._quantization is None:
             return {}
-        bits, common_size = self._quantization
+        bits, group_size, head_bits, head_group_size = self._quantization
         stored, matrices = self.tensors, dict[str, ops.quantized_linear.QuantizedMatrix]()
         shapes = config_lib.parameter_shapes.weight_shapes(self.config)
         for name, shape in shapes.items():
             module = name.removesuffix(".weight")
-            if name in stored or f"{module}.scale" not in stored:
-                continue
-            out, width = shape
-            group_size = common_size or width
-            expected = {"data": (out, width * bits // 8), "scale": (out, width // group_size)}
-            expected |= {"minimum": expected["scale"]} if bits == 4 else {}
-            dtypes = {"data": torch.int8 if bits == 8 else torch.uint8}
-            for part, part_shape in expected.items():
-                where = f"{stored.path}: tensor {module}.{part}"
-                if f"{module}.{part}" not in stored:
-                    raise CheckpointError(f"{where} {list(part_shape)} is missing")
-                tensor = stored[f"{module}.{part}"]
-                known = (dtypes[part],) if part in dtypes else (torch.float16, torch.float32)
-                if tuple(tensor.shape) != part_shape or tensor.dtype not in known:
-                    found = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-                    raise CheckpointError(f"{where} has shape {found}, the config requires {list(part_shape)}")
-            parts = [stored[f"{module}.{part}"] for part in expected]
-            matrices[module] = ops.quantized_linear.QuantizedMatrix(
-                parts[0], parts[1], parts[2] if bits == 4 else None, bits, group_size
-            )
+            if name not in stored and f"{module}.scale" in stored:
+                matrices[module] = self._read_matrix(module, shape, bits, group_size)
+        if head_bits:
+            shape = shapes["embedding.tokens.weight" if self.config.tie_embeddings else "head.weight"]
+            head = config_lib.parameter_shapes.QUANTIZED_HEAD
+            matrices[head] = self._read_matrix(head, shape, head_bits, head_group_size)
         return matrices
 
+    def _read_matrix(
+        self, module: str, shape: tuple[int, ...], bits: int, group_size: int
+    ) -> ops.quantized_linear.QuantizedMatrix:
+        """Read a matrix; a CheckpointError names a tensor that is missing, or of another shape or dtype."""
+        stored, (out, width) = self.tensors, shape
+        group_size = group_size or width
+        expected = {"data": (out, width * bits // 8), "scale": (out, width // group_size)}
+        expected |= {"minimum": expected["scale"]} if bits == 4 else {}
+        dtypes = {"data": torch.int8 if bits == 8 else torch.uint8}
+        for part, part_shape in expected.items():
+            where = f"{stored.path}: tensor {module}.{part}"
+            if f"{module}.{part}" not in stored:
+                raise CheckpointError(f"{where} {list(part_shape)} is missing")
+            tensor = stored[f"{module}.{part}"]
+            known = (dtypes[part],) if part in dtypes else (torch.float16, torch.float32)
+            if tuple(tensor.shape) != part_shape or tensor.dtype not in known:
+                found = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+                raise CheckpointError(f"{where} has shape {found}, the config requires {list(part_shape)}")
+        parts = [stored[f"{module}.{part}"] for part in expected]
+        return ops.quantized_linear.QuantizedMatrix(
+            parts[0], parts[1], parts[2] if bits == 4 else None, bits, group_size
+        )
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors.  A CheckpointError names both shapes if they differ."""
+        """Yield all tensors; a tied head is the token table.  A CheckpointError names both shapes if they differ."""
         yield from self._unquantized_weights()
-        for name, matrix in self.quantized_matrices.items():
-            yield f"{name}.weight", matrix.dequantize(self.stored_dtype)
+        for module, matrix in self.quantized_matrices.items():
+            name = config_lib.parameter_shapes.quantized_parameter(self.config, module)
+            if name is not None:
+                yield name, matrix.dequantize(self.stored_dtype)
 
     def unquantized_weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         return converted(self._unquantized_weights(), dtype)
@@ -229,7 +241,8 @@ class NativeCheckpoint(CheckpointHandle):
         self.check_weights()
         shapes = config_lib.parameter_shapes.weight_shapes(self.config)
         for name, matrix in self.quantized_matrices.items():
-            del shapes[f"{name}.weight"]
+            if (parameter := config_lib.parameter_shapes.quantized_parameter(self.config, name)) is not None:
+                del shapes[parameter]
             shapes |= {f"{name}.{part}": tuple(tensor.shape) for part, tensor in matrix.tensors().items()}
         check_tensors(self.tensors, shapes)
         parts = {f"{name}.{part}" for name, matrix in self.quantized_matrices.items() for part in matrix.tensors()}

@@ -35,6 +35,7 @@ class Parameter(NamedTuple):
 
 
 Parameters = Iterator[Parameter]
+QUANTIZED_HEAD = "head.output"  # the module of a quantized language head
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 COMPONENTS = ("embedding", "attention", "mlp", "norms", "head")
 
@@ -67,7 +68,7 @@ def summarizer_shapes(specs: Sequence[AttentionSpec], summarizer_shape: Summariz
 
 def mismatches(config: ModelConfig, stored: Mapping[str, TensorShape]) -> list[str]:
     """Describe stored tensors that are missing, unexpected or of another shape, one line each."""
-    expected, stored = weight_shapes(config), dequantized_shapes(stored)
+    expected, stored = weight_shapes(config), dequantized_shapes(config, stored)
     lines = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
     for name, shape in stored.items():
         if name not in expected:
@@ -77,8 +78,15 @@ def mismatches(config: ModelConfig, stored: Mapping[str, TensorShape]) -> list[s
     return lines
 
 
-def dequantized_shapes(stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
-    """Replace the tensors of each matrix of ``kvad quantize`` by the matrix."""
+def quantized_parameter(config: ModelConfig, module: str) -> str | None:
+    """Return the parameter that a quantized matrix replaces; None: a tied head, whose table remains."""
+    if module == QUANTIZED_HEAD:
+        return None if config.tie_embeddings else "head.weight"
+    return f"{module}.weight"
+
+
+def dequantized_shapes(config: ModelConfig, stored: Mapping[str, TensorShape]) -> dict[str, TensorShape]:
+    """Replace the tensors of each matrix of ``kvad quantize`` by the matrix; that of a tied head is no parameter."""
     shapes = dict(stored)
     for name in stored:
         module, _, part = name.rpartition(".")
@@ -86,7 +94,8 @@ def dequantized_shapes(stored: Mapping[str, TensorShape]) -> dict[str, TensorSha
             rows, width = shapes.pop(name)
             del shapes[f"{module}.scale"]
             has_minimum = shapes.pop(f"{module}.minimum", None) is not None
-            shapes[f"{module}.weight"] = rows, width * (2 if has_minimum else 1)
+            if (parameter := quantized_parameter(config, module)) is not None:
+                shapes[parameter] = rows, width * (2 if has_minimum else 1)
     return shapes
 
 
@@ -119,9 +128,12 @@ def is_float32(name: str) -> bool:
     return name.endswith((".selection_bias", ".e_score_correction_bias"))
 
 
-def lookup_bytes(config: ModelConfig, dtype: str) -> int:
-    """Return the bytes of tables of which a token reads one row: positions, token types, untied embeddings."""
-    read_whole = config.tie_embeddings and isinstance(config.head, cfg.LanguageHeadConfig)
+def lookup_bytes(config: ModelConfig, dtype: str, *, has_head_copy: bool = False) -> int:
+    """Return the bytes of tables of which a token reads one row: positions, token types, untied embeddings.
+
+    ``has_head_copy``: a tied head reads a quantized copy of the token table.
+    """
+    read_whole = config.tie_embeddings and isinstance(config.head, cfg.LanguageHeadConfig) and not has_head_copy
     numbers = 0 if read_whole else config.vocab_size * embedding_size(config)
     for name, shape in weight_shapes(config).items():
         if name.endswith((".positions.weight", ".token_types.weight")) or name == "encoder_embedding.tokens.weight":

@@ -122,7 +122,7 @@ def summarize_checkpoint(folder: Path, *, check: bool = False) -> CheckpointSumm
         checked=check,
         unused_keys=() if handle is None else handle.unused_keys,
         origin=target.origin,
-        quantization=_quantization(path) if handle is None else handle.quantization,
+        quantization=_quantization(path, target.config) if handle is None else handle.quantization,
     )
 
 
@@ -133,13 +133,13 @@ def _native_contents(path: Path, config: ModelConfig, problems: list[str]) -> _C
     problems += cfg.parameter_shapes.mismatches(config, shapes)
     has_tokenizer = (path / text_lib.base.FILE_NAME).is_file()
     tokenizer = text_lib.load_tokenizer(path) if has_tokenizer else None
-    parameters = cfg.parameter_shapes.component_sizes(cfg.parameter_shapes.dequantized_shapes(shapes))
+    parameters = cfg.parameter_shapes.component_sizes(cfg.parameter_shapes.dequantized_shapes(config, shapes))
     return tensors, parameters, tokenizer
 
 
-def _quantization(path: Path) -> str | None:
+def _quantization(path: Path, config: ModelConfig) -> str | None:
     found = checkpoint.folder.read_quantization(path)
-    return None if found is None else found.description
+    return None if found is None else found.describe(config)
 
 
 def _hf_contents(handle: checkpoint.hf_layout.HFCheckpoint, config: ModelConfig, problems: list[str]) -> _Contents:

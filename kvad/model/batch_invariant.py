@@ -99,5 +99,7 @@ def _products(model: Transformer) -> Iterator[MatmulShape]:
             for weight, bias in ((module.gate, module.gate_bias), (module.down, module.down_bias)):
                 yield MatmulShape(weight.shape[2], weight.shape[1], dtype, bias is not None)
         elif isinstance(module, (LanguageHead, ClassificationHead)):
+            if isinstance(module, LanguageHead) and module.output is not None:
+                continue  # a Linear of its own
             head = model.token_embedding if module.weight is None else module.weight
             yield MatmulShape(head.shape[1], head.shape[0], dtype, module.bias is not None)

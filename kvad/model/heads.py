@@ -37,7 +37,7 @@ def _build_transform(config: ModelConfig) -> HeadTransform | None:
 
 
 class LanguageHead(nn.Module):
-    """Language head; if tied (Press & Wolf 2017), it uses the token table and has no weight."""
+    """Language head; if tied (Press & Wolf 2017) or quantized (``output``), it has no weight."""
 
     tiles: ops.batch_invariant.TileSizes | None = None
 
@@ -48,10 +48,18 @@ class LanguageHead(nn.Module):
         size = head_input_size(config)
         self.weight = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab_size, size))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if spec.bias else None
+        self.output: ops.quantized_linear.QuantizedLinear | None = None
+
+    def use_quantized(self, matrix: ops.quantized_linear.QuantizedMatrix) -> None:
+        """Multiply by a quantized matrix [V, E], for inference; a tied token table remains for the lookup."""
+        self.weight, self.output = None, ops.quantized_linear.QuantizedLinear(matrix)
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
         """Compute logits [N, V] from hidden [N, E] and the token table [V, E]."""
         hidden = self.pre_logits(hidden)
+        if self.output is not None:
+            logits: Tensor = self.output(hidden)
+            return self.scale_logits(logits if self.bias is None else logits + self.bias)
         weight = table if self.weight is None else self.weight
         return self.scale_logits(ops.linear.linear(hidden, weight, self.bias, self.tiles))
 

@@ -360,6 +360,10 @@ class Transformer(nn.Module):
     ) -> None:
         """Replace the weights of layers, given by name, by quantized matrices, for inference."""
         for name, matrix in matrices.items():
+            if name == cfg.parameter_shapes.QUANTIZED_HEAD:
+                assert isinstance(self.head, LanguageHead) and isinstance(matrix, ops.quantized_linear.QuantizedMatrix)
+                self.head.use_quantized(matrix)
+                continue
             parent, _, child = name.rpartition(".")
             module = self.get_submodule(parent)
             bias = getattr(module, child).bias

@@ -41,6 +41,7 @@ class QuantizedSize(NamedTuple):
 
     numbers: int
     stored: int  # bytes
+    head_copy: int = 0  # bytes of them of a tied head's copy of the token table
 
 
 class PlanTarget(NamedTuple):
@@ -124,7 +125,7 @@ def read_target(text: str) -> PlanTarget:
             return _read_hf(text, config_file)
         config = _read_config(config_file)  # its errors come first
         file = folder / checkpoint.folder.MODEL
-        quantized = _quantized_size(file)
+        quantized = _quantized_size(file, config)
         return PlanTarget(text, config, checkpoint.safetensors_header.stored_dtype(file), quantized=quantized)
     if path.is_file() and path.suffix == ".json" and "model_type" in _content(path):
         return _read_hf(text, path)
@@ -133,19 +134,23 @@ def read_target(text: str) -> PlanTarget:
     return PlanTarget(text.lower(), known_model(text), published_dtype(text))
 
 
-def _quantized_size(file: Path) -> QuantizedSize:
-    """Add the sizes of the matrices of ``kvad quantize`` in a tensor file."""
+def _quantized_size(file: Path, config: ModelConfig) -> QuantizedSize:
+    """Add the sizes of the matrices of ``kvad quantize`` in a tensor file; a tied head's copy replaces no number."""
     tensors = {tensor.name: tensor for tensor in checkpoint.safetensors_header.read_headers(file)}
-    numbers = stored = 0
+    numbers = stored = head_copy = 0
     for name, data in tensors.items():
         module, _, part = name.rpartition(".")
         if part != "data" or f"{module}.scale" not in tensors:
             continue
-        numbers += data.bytes * (2 if f"{module}.minimum" in tensors else 1)
-        stored += sum(
+        size = sum(
             tensors[f"{module}.{each}"].bytes for each in ("data", "scale", "minimum") if f"{module}.{each}" in tensors
         )
-    return QuantizedSize(numbers, stored)
+        stored += size
+        if config_lib.parameter_shapes.quantized_parameter(config, module) is None:
+            head_copy = size
+        else:
+            numbers += data.bytes * (2 if f"{module}.minimum" in tensors else 1)
+    return QuantizedSize(numbers, stored, head_copy)
 
 
 def _content(path: Path) -> Mapping[str, Any]:
@@ -231,6 +236,7 @@ def plan_target(
         config,
         weights_dtype=weights,
         weights=unquantized + quantized.stored,
+        head_copy=quantized.head_copy,
         max_num_batched_tokens=budget,
         summarizer_shape=learned,
         deterministic=deterministic,

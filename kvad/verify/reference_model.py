@@ -43,9 +43,11 @@ class ReferenceModel(Transformer):
             return super().logits(hidden, indices)
         selected, slices = head.pre_logits(selected), []
         weight = self.token_embedding if head.weight is None else head.weight
-        for low in range(0, len(weight), SLICE):
-            bias = None if head.bias is None else head.bias[low : low + SLICE].to(hidden.dtype)
-            slices.append(F.linear(selected, weight[low : low + SLICE].to(hidden.dtype), bias))
+        for low in range(0, self.config.vocab_size, SLICE):
+            rows = slice(low, low + SLICE)
+            bias = None if head.bias is None else head.bias[rows].to(hidden.dtype)
+            part = weight[rows] if head.output is None else head.output.matrix.dequantize(hidden.dtype, rows)
+            slices.append(F.linear(selected, part.to(hidden.dtype), bias))
         logits = torch.cat(slices, dim=-1) * head.spec.logit_scale
         cap = head.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

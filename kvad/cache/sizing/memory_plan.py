@@ -110,6 +110,7 @@ class MemoryPlan(PoolPlan):
     summarizer: int = 0  # parameters of the summarizer, float32 for any weights
     summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None = None  # None: means
     deterministic: bool = False  # batch-invariant
+    head_copy: int = 0  # part of the weights: a tied head's quantized copy of the token table
 
     @property
     def reserved(self) -> int:
@@ -152,6 +153,7 @@ def plan_memory(
     summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None = None,
     deterministic: bool = False,
     weights: int | None = None,
+    head_copy: int = 0,
 ) -> MemoryPlan:
     """Compute the sizes of a model and its cache.
 
@@ -163,6 +165,7 @@ def plan_memory(
         summarizer_shape: Shape of the trained summarizer; None for means.
         deterministic: Batch-invariant computation.
         weights: Bytes of the weights, if some are quantized.
+        head_copy: Bytes of them of a tied head's quantized copy of the token table.
     """
     if weights_dtype not in config_lib.DTYPE_BYTES:
         raise ConfigError(f"dtype: unknown dtype {weights_dtype!r}", suggest(weights_dtype, config_lib.DTYPE_BYTES))
@@ -179,6 +182,7 @@ def plan_memory(
         offload=offload_lib.token_offload.OffloadLayout({}),
         summarizer_shape=summarizer_shape,
         deterministic=deterministic,
+        head_copy=head_copy,
     )
     plan = plan_with(without_cache, cache)
     if summarizer_shape is not None:
@@ -218,7 +222,8 @@ def decode_step_bytes(plan: MemoryPlan, num_seqs: int, seq_len: int) -> int:
     These are the decoder's weights once (of experts, as many as the sequences can choose) and every sequence's cached
     keys, values and positions that its policy or window retains; of an encoder input, all that is cached.
     """
-    lookups = config_lib.parameter_shapes.lookup_bytes(plan.config, plan.weights_dtype)
+    shapes = config_lib.parameter_shapes
+    lookups = shapes.lookup_bytes(plan.config, plan.weights_dtype, has_head_copy=plan.head_copy > 0)
     cached = 0
     for group_plan in plan.groups:
         size, num_slots = group_plan.bytes, _max_read_slots(plan, group_plan.group, seq_len)

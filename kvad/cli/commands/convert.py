@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 TOKENS = 1000  # tokens of the cache size in the plan
+HEAD_GROUP_SIZE = 32  # weights of the head that share a scale
 
 
 class _SaveOptions(JsonOption):
@@ -218,6 +219,7 @@ class _QuantizeOptions(ModelArgument, JsonOption):
     bits: Literal["8", "4"] = option("Bits of a weight", "8")
     group_size: int = option("Weights of a row that share a scale", 32)
     per_channel: bool = option("One scale for each row, instead of groups")
+    head_bits: Literal["8", "0"] = option("Bits of a weight of the language head, in groups of 32; 0: leave it", "8")
     data: Path | None = option("Text on which the loss of the weights is measured", metavar="FILE")
     data_tokens: int = option("Tokens of it that are read", 8192)
     overwrite: bool = option("Replace a checkpoint in the output folder")
@@ -225,10 +227,11 @@ class _QuantizeOptions(ModelArgument, JsonOption):
 
 @command("quantize", _QuantizeOptions)
 def quantize_command(options: _QuantizeOptions) -> None:
-    """Store the matrices of attention and MLPs as int8 or int4, to save memory and to decode faster.
+    """Store the matrices of attention and MLPs as int8 or int4, and the head as int8: less memory, faster decoding.
 
-    Each group of weights has a scale, with 4 bits also a minimum; activations are not rounded. Embeddings, the head,
-    norms, biases and experts stay as they are. Every command reads OUT; training and export read dequantized weights.
+    Each group of weights has a scale, with 4 bits also a minimum; activations are not rounded. Embeddings, norms,
+    biases and experts stay as they are, so a head that is tied to the token table gets a copy. Every command reads OUT;
+    training and export read dequantized weights, and the token table of a tied head.
 
     \b
     kvad quantize runs/demo runs/demo-int8
@@ -251,16 +254,15 @@ def quantize_command(options: _QuantizeOptions) -> None:
             done += num_bytes
             progress.update(name, done, total)
 
-        result = checkpoint.export.quantize_checkpoint(opened, out, bits, group_size, update)
+        head_bits = int(options.head_bits)
+        form = checkpoint.folder.WeightQuantization(bits, group_size, head_bits, HEAD_GROUP_SIZE if head_bits else 0)
+        result = checkpoint.export.quantize_checkpoint(opened, out, form, update)
         record: dict[str, Any] = {"model": options.model, "out": out, "bits": bits, "group_size": group_size}
         record |= result._asdict()
-        lines = [f"written: {out}, {format_bytes(result.bytes_after)} (before: {format_bytes(result.bytes_before)})"]
-        matrices = format_count(result.quantized, "matrix", "matrices")
-        lines.append(f"quantized: {matrices}; the largest error is {result.max_error:.2%} of the largest weight")
-        if result.left:
-            lines.append(
-                f"left: {', '.join(result.left[:3])}, whose width groups of {options.group_size} do not divide"
-            )
+        lines = [
+            f"written: {out}, {format_bytes(result.bytes_after)} (before: {format_bytes(result.bytes_before)})",
+            *_quantized_lines(opened.config, result, form),
+        ]
         if windows is not None:
             load, count = checkpoint.loader.load_weights, sum(len(window) - 1 for window in windows)
             compared = evaluation.objectives.compare_weights(
@@ -278,6 +280,28 @@ def quantize_command(options: _QuantizeOptions) -> None:
             )
     next_command = model_capabilities(opened.config)[1][0]
     print_result(options.as_json, record, [*lines, f"next:  {program_path()} {next_command} {out}"])
+
+
+def _quantized_lines(
+    config: config_lib.ModelConfig,
+    result: checkpoint.export.QuantizationResult,
+    form: checkpoint.folder.WeightQuantization,
+) -> list[str]:
+    """Describe what was quantized and what was left."""
+    matrices, head_size = format_count(result.quantized, "matrix", "matrices"), form.head_group_size
+    lines = [f"quantized: {matrices}; the largest error is {result.max_error:.2%} of the largest weight"]
+    if result.left:
+        lines.append(f"left: {', '.join(result.left[:3])}, whose width groups of {form.group_size} do not divide")
+    if result.head_bits:
+        copied = f"; {format_bytes(result.head_copy)} in addition to the token table, to which it is tied"
+        head = checkpoint.folder.describe_groups(result.head_bits, head_size) + (copied if result.head_copy else "")
+    elif not form.head_bits:
+        head = "left, as requested"
+    elif not isinstance(config.head, config_lib.LanguageHeadConfig):
+        head = "left, it is no language head"
+    else:
+        head = f"left, groups of {head_size} do not divide its width of {config_lib.head_input_size(config)}"
+    return [*lines, f"head: {head}"]
 
 
 def _windows(opened: checkpoint.CheckpointHandle, data: Path, num_tokens: int) -> list[Any]:

@@ -208,8 +208,9 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         ("staging", staging, "two tiles of them, and checksums of the tokens on disk, exact"),
     ]
     prefix_note = "at most, in host memory: evicted blocks and blocks to write"
+    copied = f"; {format_bytes(plan.head_copy)} of them the head's copy of the token table" if plan.head_copy else ""
     table: list[tuple[str, int | None, str]] = [  # a line without a size is omitted
-        ("weights", plan.weights, f"{plan.weights_dtype}, exact"),
+        ("weights", plan.weights, f"{plan.weights_dtype}, exact{copied}"),
         ("summarizer", plan.summarizer or None, "float32, exact"),
         *(cache if plan.groups else [("cache", 0, "none: an encoder has no cache")]),
         *(offloaded if plan.offload.shares else []),

@@ -59,6 +59,7 @@ class FusedDecoder:
         _require(type(head) is model_lib.heads.LanguageHead, "the head is not a language head")
         assert isinstance(head, model_lib.heads.LanguageHead)
         _require(head.transform is None and head.tiles is None, "a transform before the head")
+        _require(head.output is None, "a quantized head")
         _require(decoder.spec.norm_position == "pre", f"norm_position {decoder.spec.norm_position}")
         _require(model.token_embedding.dtype in ops.gpu.DTYPES, "weights in float64")
         self.model, self.decoder, self.head, self.norm = model, decoder, head, _rms_norm(decoder.norm)

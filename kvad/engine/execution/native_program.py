@@ -117,7 +117,8 @@ def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> No
     _require(dtypes == {table.dtype}, "the weights have several dtypes")
     _require(not model._forward_pre_hooks and not model._forward_hooks, "a hook reads the model's input or output")
     tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.is_meta and x is not table]
-    if model.config.tie_embeddings and not table.is_meta:  # otherwise it is not packed
+    is_quantized = getattr(model.head, "output", None) is not None
+    if model.config.tie_embeddings and not is_quantized and not table.is_meta:  # otherwise it is not packed
         tensors.append(table)
     copied = sum(x.nbytes for x in tensors if not files.contain(x))
     _require(copied <= MAX_COPIED_BYTES, "weights that are not mapped from a file would be in memory twice")
@@ -237,7 +238,9 @@ class _Builder:
         self._norm(self.stack.norm, self.stream, self.input)
         selected = self._buffer(_padded(self.size), self.dtype)
         self._op("select", input=self.input, out=selected, k=_padded(self.size) * self.itemsize)
-        weight = self.model.token_embedding if head.weight is None else head.weight
+        weight: native.library.Matrix = self.model.token_embedding if head.weight is None else head.weight
+        if head.output is not None:
+            weight = head.output.matrix
         self._product(selected, 0, [weight], head.bias, mode="logits", n=self.model.config.vocab_size,
                       in_stride=_padded(self.size), scale=head.spec.logit_scale,
                       softcap=head.spec.logit_softcap or 0.0)  # fmt: skip
