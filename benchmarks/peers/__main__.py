@@ -5,7 +5,7 @@
     python -m benchmarks.peers run --shapes 135m --scenarios decode-128 prefill-512 \\
         --engines kvad llama.cpp openvino --precisions bfloat16 int8 --repeats 3 --out /tmp/x.jsonl
     python -m benchmarks.peers table /tmp/x.jsonl       # values, ratios to each engine, bars
-    python -m benchmarks.peers docs dev/results/peers.jsonl    # the tables of docs/explanation/performance.md
+    python -m benchmarks.peers docs dev/results/peers.jsonl    # the tables of docs/explanation/decoding-speed.md
     kvad plot dev/results/peers.jsonl --x context --y median --group-by label --log-x -o peers.svg
 
 kvad is imported from this checkout, so another commit is another worktree. Every value is one timed run; a line has
@@ -28,7 +28,7 @@ from benchmarks.peers.scenarios import DEFAULT, QUICK, SCENARIOS, Selection, sel
 from benchmarks.peers.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "explanation" / "performance.md"
+PAGE = ROOT / "docs" / "explanation" / "decoding-speed.md"
 PRECISIONS = ("float32", "bfloat16", "int8", "int8-cache")
 ENGINES = ("kvad", "llama.cpp", "openvino", "transformers", "ctranslate2")
 
