@@ -1,5 +1,5 @@
-// Random programs for the CPU kernels under sanitizers: every array is exactly as large as the kernels may touch, threads
-// are std::thread (OpenMP's own are unknown to ThreadSanitizer), and their number must not change a bit of the results.
+// Random programs for the CPU kernels under sanitizers: every array is exactly as large as the kernels may touch.
+// Threads are std::thread (OpenMP's own are unknown to ThreadSanitizer), and their number must not change a bit.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -16,11 +16,14 @@ namespace {
 struct Batch { int64_t num_seqs, num_new, context; };  // context: earlier tokens of the longest sequence
 struct Dims { int head, value; };
 struct Weights { int bits, group, hidden; };
-enum Pattern { CAUSAL, WINDOW, SINKS, WINDOW_STEP, LAYER_WINDOW, TWO_SIDED, TWO_SIDED_WINDOW, EXTRAS, PATTERNS = 13 };
+enum Pattern {
+  CAUSAL, WINDOW, SINKS, WINDOW_STEP, LAYER_WINDOW, TWO_SIDED, TWO_SIDED_WINDOW, EXTRAS, PATTERNS = 13
+};
 
 // The lengths of these lists have no common factor, so that consecutive programs have all pairs of entries.
 const std::vector<Batch> BATCHES[] = {{{1, 1, 0}}, {{1, 1, 700}}, {{7, 1, 300}}, {{1, 12, 20}}, {{1, 13, 250}},
-                                      {{1, 40, 0}}, {{5, 1, 530}, {1, 3, 10}}, {{2, 4, 600}}, {{1, 90, 190}, {3, 1, 9}}};
+                                      {{1, 40, 0}}, {{5, 1, 530}, {1, 3, 10}}, {{2, 4, 600}},
+                                      {{1, 90, 190}, {3, 1, 9}}};
 const Weights WEIGHTS[] = {{0, 1, 45}, {8, 2, 42}, {4, 2, 42}, {8, 8, 40}, {4, 8, 40}, {8, 32, 96}, {4, 32, 96},
                            {8, 600, 600}, {4, 600, 600}, {0, 1, 96}, {0, 1, 64}};
 const int BLOCK_SIZES[] = {1, 4, 16, 0, 7};  // 0: a sequence is one block
@@ -47,7 +50,8 @@ class Program {
 
  public:
   explicit Program(int index)
-      : index(index), type(index % 2), heads(index / 2 % 2 ? 6 : 2), kv_heads(2), weights(WEIGHTS[index % 11]), state(index) {
+      : index(index), type(index % 2), heads(index / 2 % 2 ? 6 : 2), kv_heads(2), weights(WEIGHTS[index % 11]),
+        state(index) {
     make_tables();
     make_step();
     Dims dims = DIMS[index / 3 % 4];
@@ -152,14 +156,17 @@ class Program {
     group.slots = slots, group.positions = array<int64_t>(blocks * group.block_size);  // -1: empty
     for (const auto& token : earlier) group.positions[token.second] = token.first;
     group.sub_batches = batches.data(), group.num_sub_batches = int64_t(batches.size());
-    group.causal = pattern != TWO_SIDED && pattern != TWO_SIDED_WINDOW, group.window_step = pattern == WINDOW_STEP ? 8 : 1;
-    const bool windowed = pattern == WINDOW || pattern == SINKS || pattern == WINDOW_STEP || pattern == TWO_SIDED_WINDOW;
-    group.window = windowed ? 37 : 0, group.num_sinks = pattern == SINKS || pattern == WINDOW_STEP ? 4 : 0;
+    group.causal = pattern != TWO_SIDED && pattern != TWO_SIDED_WINDOW,
+    group.window_step = pattern == WINDOW_STEP ? 8 : 1;
+    const bool sinks = pattern == SINKS || pattern == WINDOW_STEP;
+    const bool windowed = sinks || pattern == WINDOW || pattern == TWO_SIDED_WINDOW;
+    group.window = windowed ? 37 : 0, group.num_sinks = sinks ? 4 : 0;
     group.layer_window = pattern == LAYER_WINDOW ? 21 : 0;
     const int64_t num_logits = (tokens + 1) / 2;
     int64_t* indices = array<int64_t>(num_logits);
     for (int64_t i = 0; i < num_logits; i++) indices[i] = tokens - 1 - 2 * i;
-    step = {tokens, num_logits, 1, ids, positions, indices, lens, &group, array<float>(num_logits * VOCABULARY), nullptr};
+    float* logits = array<float>(num_logits * VOCABULARY);
+    step = {tokens, num_logits, 1, ids, positions, indices, lens, &group, logits, nullptr};
     written.emplace_back(reinterpret_cast<char*>(step.logits), num_logits * VOCABULARY * 4);
     written.emplace_back(reinterpret_cast<char*>(group.positions), blocks * group.block_size * 8);
   }
@@ -262,8 +269,9 @@ class Program {
   }
 
   void attention(Dims dims, int stream, int input) {
-    const int size = weights.hidden, stride = padded(size), width = (heads + kv_heads) * dims.head + kv_heads * dims.value;
-    const int rotary = dims.head / 4 * 2, attended_width = heads * dims.value, query_size = int(heads * round_up(dims.head, 2));
+    const int size = weights.hidden, stride = padded(size), rotary = dims.head / 4 * 2;
+    const int width = (heads + kv_heads) * dims.head + kv_heads * dims.value, attended_width = heads * dims.value;
+    const int query_size = int(heads * round_up(dims.head, 2));
     const int projected = buffer(padded(width), true), angle = buffer(rotary, true);
     const int queries = buffer(padded(query_size), false), attended = buffer(padded(attended_width), false);
     product(input, stride, size, projected, padded(width), width, OUT_FLOAT).clip = index % 2 ? 3 : 0;
@@ -271,7 +279,8 @@ class Program {
     norm.in_offset = norm.out_offset = heads * dims.head, norm.heads = kv_heads, norm.mode = NORM_RMS, norm.eps = 1e-6f;
     norm.out_float = 1, norm.own_weights = index % 2, norm.weight = floats((index % 2 ? kv_heads : 1) * dims.head);
     Op& angles = add_op(OP_ANGLES, 0, 0, angle, rotary, 0);
-    angles.rotary_dim = rotary, angles.short_len = index % 3 ? 0 : 100, angles.weight = floats(rotary / 2 * (index % 3 ? 1 : 2));
+    angles.rotary_dim = rotary, angles.short_len = index % 3 ? 0 : 100;
+    angles.weight = floats(rotary / 2 * (index % 3 ? 1 : 2));
     Op op = add_op(OP_ROTATE, projected, padded(width), queries, padded(query_size), 0);
     op.heads = heads, op.kv_heads = kv_heads, op.head_dim = dims.head, op.value_dim = dims.value;
     op.keys = &keys, op.values = &values, op.rotary_dim = rotary, op.angles = angle, op.interleaved = index % 2;
@@ -293,7 +302,8 @@ class Program {
   void feed_forward(int stream, int input, bool gated) {
     const int size = weights.hidden, stride = padded(size), inner = weights.bits ? 3 * weights.group : 50;
     const int half = int(round_up(inner, gated ? LANES : PANEL)), buffer_of_inner = buffer(padded(half), false);
-    product(input, stride, size, buffer_of_inner, padded(half), gated ? 2 * half : inner, gated ? OUT_GATED : OUT_ACTIVATED);
+    product(input, stride, size, buffer_of_inner, padded(half), gated ? 2 * half : inner,
+            gated ? OUT_GATED : OUT_ACTIVATED);
     const int branch = buffer(stride, true);
     product(buffer_of_inner, padded(half), inner, branch, stride, size, OUT_FLOAT);
     add_op(OP_ADD, branch, stride, stream, stride, size);
@@ -324,7 +334,8 @@ int main(int, char** arguments) {
       const std::vector<char> result = Program(index).run(threads);
       if (threads == 1) expected = result;
       if (!result.empty() && result == expected) continue;
-      std::printf("program %d, %d threads: %s\n", index, threads, result.empty() ? "logits are not finite" : "other bits");
+      const char* what = result.empty() ? "logits are not finite" : "other bits";
+      std::printf("program %d, %d threads: %s\n", index, threads, what);
       return 1;
     }
   }

@@ -229,7 +229,7 @@ class _QuantizeOptions(ModelArgument, JsonOption):
 def quantize_command(options: _QuantizeOptions) -> None:
     """Store the matrices of attention and MLPs as int8 or int4, and the head as int8: less memory, faster decoding.
 
-    Each group of weights has a scale, with 4 bits also a minimum; activations are not rounded. Embeddings, norms,
+    Each group of weights has a scale, with 4 bits also a minimum; activations keep 16 bits. Embeddings, norms,
     biases and experts stay as they are, so a head that is tied to the token table gets a copy. Every command reads OUT;
     training and export read dequantized weights, and the token table of a tied head.
 
