@@ -225,7 +225,7 @@ inline VI dot_pairs(VI sum, VI pairs, const void* x) {  // sum + pairs[0] x[0] +
 #elif defined(__AVX2__)
   return sum + (VI)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(both));
 #else
-  return sum + (pairs << 16 >> 16) * (both << 16 >> 16) + (pairs >> 16) * (both >> 16);
+  return sum + (pairs << 16 >> 16) * int32_t(int16_t(both)) + (pairs >> 16) * (both >> 16);
 #endif
 }
 
