@@ -15,7 +15,7 @@ from tests.support.cli_checkpoints import write_model
 
 NAMES = {"device", "dtype", "memory", "max_num_batched_tokens", "max_inter_token", "verbose"}
 # Commands with a MODEL that do not run it, or have the options in other files.
-NO_ENGINE = {"import", "export", "merge", "tokenize", "chat-template", "session show", "plan", "doctor"}
+NO_ENGINE = {"import", "export", "merge", "quantize", "tokenize", "chat-template", "session show", "plan", "doctor"}
 RUN_MODEL = [
     name
     for name, page in PAGES.items()

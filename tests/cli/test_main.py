@@ -138,7 +138,7 @@ def test_no_arguments_print_help_on_stderr(kvad):
         ("verfy", "; did you mean 'verify'?"),
         ("bnch", "; did you mean 'bench'?"),
         ("zzzyyy", ""),
-        ("quantise", ""),
+        ("quantise", "; did you mean 'quantize'?"),
         ("eva", "; did you mean 'eval'?"),
     ],
 )
