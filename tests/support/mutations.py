@@ -190,8 +190,8 @@ CACHE_MUTATIONS = (
     Mutation(
         "written-positions-off-by-one",
         "kvad/cache/device/views.py",
-        "self.offsets] = model_input.positions",
-        "self.offsets] = model_input.positions + 1",
+        "self.slots, model_input.positions)",
+        "self.slots, model_input.positions + 1)",
         ("tests/cache/test_cached_equals_uncached.py",),
         "test_a_cache_changes_nothing",
     ),
@@ -1034,7 +1034,7 @@ STORAGE_MUTATIONS = (
     Mutation(
         "weights-not-compared",
         "kvad/checkpoint/handle.py",
-        'check_file(self.path / name, entry, "crc32")',
+        'check_file(self.path / name, entry, "size" if verification.is_current else "crc32")',
         "pass",
         T_DAMAGE,
     ),
@@ -1066,8 +1066,8 @@ STORAGE_MUTATIONS = (
     Mutation(
         "partial-file-under-its-final-name",
         CONTAINER,
-        'temporary = temp_path(path, "tmp")',
-        "temporary = path",
+        '    temporary = temp_path(path, "tmp")',
+        "    temporary = path",
         (*T_CONTAINER, *T_DISK),
     ),
     Mutation(
