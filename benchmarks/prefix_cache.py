@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import torch
+from deterministic_mode import SMOLLM
 
 from kvad.benchmarks.results import machine_info
 from kvad.cache.config import CacheConfig
@@ -40,17 +41,6 @@ from kvad.storage.container import CacheFingerprint
 from kvad.train.config.presets import MODEL_PRESETS
 
 PROMPT = 2048
-SMOLLM = {  # the shape of SmolLM 135M
-    "hidden_size": 576,
-    "vocab_size": 49152,
-    "max_seq_len": 4096,
-    "decoder": {
-        "num_layers": 30,
-        "layer_types": {
-            "L": {"attention": {"num_heads": 9, "num_kv_heads": 3}, "mlp": {"kind": "gated", "intermediate_size": 1536}}
-        },
-    },
-}
 
 
 def report(measure: str, **numbers: object) -> None:
@@ -236,7 +226,11 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="size of the blocks written to disk")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    config = MODEL_PRESETS["demo"](4096, 4096) if options.shape == "demo" else ModelConfig.from_dict(SMOLLM)
+    config = (
+        MODEL_PRESETS["demo"](4096, 4096)
+        if options.shape == "demo"
+        else ModelConfig.from_dict({**SMOLLM, "max_seq_len": 4096})
+    )
     kinds = next(iter(config.stack.layer_types.values())).attention
     heads = kinds.num_kv_heads or kinds.num_heads
     size = 16 * (8 + config.stack.num_layers * heads * 2 * (config.hidden_size // kinds.num_heads) * 4)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from deterministic import SMOLLM
+from deterministic_mode import SMOLLM
 
 from kvad.benchmarks.results import machine_info
 from kvad.cache.config import CacheConfig
