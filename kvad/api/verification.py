@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from kvad.text import Tokenizer
 
 VERIFY_SETTINGS = {  # with their defaults
-    "dtype": None, "device": None, "memory": None, "adapter": None, "rope_scaling": None, "summarizer": None,
+    "dtype": None, "device": None, "memory": None, "adapter": None, "rope_scaling": None, "activation_bits": None,
+    "summarizer": None,
     "deterministic": False, "max_num_batched_tokens": None, "max_inter_token": None,
     "layouts": ("paged", "contiguous"), "cache_dtypes": (),
     "policies": (), "rope_at": "write", "endless": False, "num_prompts": None, "max_tokens": None,
@@ -45,6 +46,7 @@ class VerifySettings(TypedDict, total=False):
     memory: Literal["auto"] | int | float | None
     adapter: str | Path | None
     rope_scaling: str | Mapping[str, Any] | None
+    activation_bits: int | None
     summarizer: str | Path | None
     deterministic: bool
     max_num_batched_tokens: int | None
@@ -150,7 +152,7 @@ def _load_served(model: str | Path, own: Mapping[str, Any]) -> tuple[Transformer
     if own["max_num_batched_tokens"] is not None:
         config = dataclasses.replace(config, max_num_batched_tokens=own["max_num_batched_tokens"])
     config = engine.loading.with_adapters(config, handle, own["summarizer"])
-    return checkpoint.loader.load_weights(handle, own["dtype"], device), handle, config
+    return checkpoint.loader.load_weights(handle, own["dtype"], device, own["activation_bits"]), handle, config
 
 
 def _verify_hf(

@@ -97,12 +97,16 @@ def load_model(
 
 
 def load_weights(
-    handle: CheckpointHandle, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu"
+    handle: CheckpointHandle,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    activation_bits: int | None = None,
 ) -> Transformer:
     """Load the model of an opened checkpoint for inference: eval mode, no gradients.
 
     On the CPU and in the stored dtype, weights remain memory-mapped.  With ``dtype`` None they have the stored dtype,
-    but float16 becomes float32 on the CPU, which cannot compute in float16.
+    but float16 becomes float32 on the CPU, which cannot compute in float16. ``activation_bits`` is that of
+    ``Transformer.round_activations``.
     """
     target_dtype = parse_dtype(dtype, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
@@ -110,6 +114,8 @@ def load_weights(
     with torch.device("meta"):
         model = Transformer(config)
     model.use_quantized(handle.quantized_matrices)
+    if activation_bits is not None:
+        model.round_activations(activation_bits)
     cpu_dtype = torch.float32 if on_cpu and handle.stored_dtype == torch.float16 else None
     state_dict: dict[str, Tensor] = {}
     for layer, matrix in handle.quantized_matrices.items():

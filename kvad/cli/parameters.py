@@ -183,6 +183,10 @@ class WeightOptions(DeviceOptions):
     """Options for loading weights."""
 
     adapter: Path | None = option("LoRA adapter, kvad's or PEFT's, to merge into the weights")
+    activation_bits: int | None = option(
+        "Round the inputs of int8 and int4 weights to BITS bits, which is faster: 8 [default: not rounded]",
+        metavar="BITS",
+    )
     deterministic: bool = option("Make results independent of the batch (CPU only, slower)")
     rope_scaling: str | None = option(
         "RoPE scaling, which extends the model's limit: yarn,factor=4,original=4096, or transformers' as JSON "
@@ -336,7 +340,7 @@ class CacheFlags(
 # Keywords of LLM.load that do not concern the cache.
 MODEL_FIELDS = (
     "device", "dtype", "memory", "max_num_batched_tokens", "max_inter_token", "adapter", "deterministic",
-    "rope_scaling",
+    "rope_scaling", "activation_bits",
 )  # fmt: skip
 _LOAD_NAMES = (*MODEL_FIELDS, "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "swap_dir")
 

@@ -402,13 +402,17 @@ class Engine:
             )
         if self._weights_fingerprint is None:
             self._weights_fingerprint = model_lib.fingerprint.weights_fingerprint(self.model)
-        cache, deterministic = self.cache, " deterministic" if self.config.deterministic else ""
+        cache, computed = self.cache, str(self.model.token_embedding.dtype).removeprefix("torch.")
+        if self.config.deterministic:
+            computed += " deterministic"
+        if self.model.activation_bits is not None:
+            computed += f" activations int{self.model.activation_bits}"
         adapter = {"adapter": self.config.adapter_fingerprint} if self.config.adapter_fingerprint else {}
         return CacheFingerprint(
             model=self._weights_fingerprint,
             tokenizer="" if self.tokenizer is None else self.tokenizer.fingerprint(),
             template=template,
-            computed=str(self.model.token_embedding.dtype).removeprefix("torch.") + deterministic,
+            computed=computed,
             keys=cache.key_dtype or cache.dtype,
             values=cache.value_dtype or cache.dtype,
             policy=str(cache.resolved_policy),

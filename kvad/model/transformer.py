@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from kvad import config as cfg
 from kvad import ops
 from kvad.config import ModelConfig, encoder_attention_specs, encoder_hidden_size, head_dim, rotary_dim
+from kvad.errors import ConfigError
 from kvad.model.attention import Attention, CrossAttention, PositionEncoding, build_attention
 from kvad.model.heads import ClassificationHead, LanguageHead, PoolingHead, build_head, pool_hidden
 from kvad.model.layers import (
@@ -262,6 +263,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.kernel: ops.attention.Kernel = "auto"  # of the encoder's attention
+        self.activation_bits: int | None = None  # set by ``round_activations``
         self.packed_weights = ops.native.PackedWeights()  # of the native kernels, shared by all engines
         self.embedding = Embedding(config.hidden_size, config.vocab_size, config.embedding)
         spec, width = config.encoder_input, encoder_hidden_size(config)
@@ -372,6 +374,22 @@ class Transformer(nn.Module):
             else:
                 layer = ops.quantized_linear.QuantizedLinear(matrix, bias)
             setattr(module, child, layer)
+
+    def round_activations(self, bits: int) -> None:
+        """Round the inputs of layers with quantized weights to ``bits`` bits (``quantized_linear.round_inputs``).
+
+        Raises:
+            ConfigError: If the model has no such layer, or bits is not 8.
+        """
+        if bits != 8:
+            raise ConfigError(f"activation_bits: must be 8, got {bits}")
+        layers = [layer for layer in self.modules() if isinstance(layer, ops.quantized_linear.QuantizedLinear)]
+        if not layers:
+            message = "activation_bits: the model has no int8 or int4 weights"
+            raise ConfigError(message, "Quantize it with `kvad quantize`, or omit the option.")
+        for layer in layers:
+            layer.activation_bits = bits
+        self.activation_bits = bits
 
     def fuse_projections(self) -> None:
         """Pack the weights that share an input, for speed; outputs and checkpoints stay equal."""

@@ -21,6 +21,7 @@ from kvad.ops.linear import Linear, linear
 
 TINY = 2.0**-126  # the smallest scale, used by groups of zeros, so that no number is divided by zero
 BLOCK = 1 << 20  # dequantized numbers in memory at once in a product
+ROUNDED_BLOCK = 128  # the most inputs with one scale that are rounded to 8 bits
 
 
 class QuantizedMatrix(NamedTuple):
@@ -101,6 +102,18 @@ def quantize_matrix(weight: Tensor, bits: int, group_size: int) -> QuantizedMatr
     return QuantizedMatrix(low | high << 4, scale, minimum, bits, group_size)
 
 
+def round_inputs(x: Tensor, group_size: int) -> Tensor:
+    """Round x [.., in] to integers from -127 to 127, with a scale for each group, or each 128 inputs of one."""
+    numbers = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, group_size))
+    parts = numbers.split(ROUNDED_BLOCK, -1)
+    tops = [part.abs().amax(-1, keepdim=True) for part in parts]
+    rounded = [
+        (part * (127 / top).nan_to_num_(posinf=0.0)).round_().mul_(top / 127)
+        for part, top in zip(parts, tops, strict=True)
+    ]
+    return torch.cat(rounded, -1).flatten(-2).to(x.dtype)
+
+
 def check_groups(inputs: int, bits: int, group_size: int) -> None:
     """Raise ConfigError unless a matrix with ``inputs`` columns can be quantized."""
     if bits not in (4, 8):
@@ -117,6 +130,7 @@ class QuantizedLinear(Linear):
     data: Tensor
     scale: Tensor
     minimum: Tensor | None
+    activation_bits: int | None = None  # 8: the inputs are rounded (``round_inputs``)
 
     def __init__(self, matrix: QuantizedMatrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)  # Linear.__init__ would allocate a weight
@@ -139,6 +153,8 @@ class QuantizedLinear(Linear):
         """Multiply [.., in] by the weight -> [.., out]."""
         size = self.out_features if self.tiles is not None else max(1, BLOCK // self.in_features)
         matrix, starts = self.matrix, range(0, self.out_features, size)
+        if self.activation_bits is not None:
+            input = round_inputs(input, matrix.format[1])
         products = [
             linear(input, matrix.dequantize(input.dtype, slice(start, start + size)), None, self.tiles)
             for start in starts

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvad.errors import ConfigError
 from kvad.ops import linear, quantized_linear
-from kvad.ops.quantized_linear import QuantizedLinear, quantize_matrix
+from kvad.ops.quantized_linear import QuantizedLinear, quantize_matrix, round_inputs
 
 FORMATS = [(8, 32), (8, 128), (4, 32), (4, 128)]
 
@@ -122,3 +122,39 @@ def test_the_state_is_named_and_training_is_refused() -> None:
     assert not layer.eval().training
     with pytest.raises(ConfigError, match="training: must have floating-point weights, got int4"):
         nn.Sequential(layer).train()
+
+
+def test_inputs_are_rounded_in_groups_of_at_most_128() -> None:
+    x = torch.tensor([2.54, -0.5, 0.011, 1.0] * 2)
+    assert torch.allclose(round_inputs(x, 4), torch.tensor([2.54, -0.5, 0.02, 1.0] * 2))
+    x[5] = 127.0  # of the second group
+    assert torch.allclose(round_inputs(x, 4), torch.tensor([2.54, -0.5, 0.02, 1.0, 3.0, 127.0, 0.0, 1.0]))
+    assert torch.allclose(round_inputs(x, 8), torch.tensor([3.0, 0.0, 0.0, 1.0, 3.0, 127.0, 0.0, 1.0]))
+    wide = torch.cat((torch.full((128,), 0.5), torch.full((128,), 127.0), torch.full((8,), 0.25)))
+    assert torch.allclose(round_inputs(wide, 264), wide)
+
+
+@pytest.mark.parametrize("group", [32, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rounded_inputs_stay_near_and_zeros_and_what_is_not_finite_stay(group: int, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 256).to(dtype)
+    x[0, :128], x[1, 3], x[2, 4] = 0.0, float("nan"), float("inf")
+    rounded = round_inputs(x, group)
+    tops = x[3:].double().unflatten(-1, (-1, min(group, 128))).abs().amax(-1, keepdim=True)
+    error = (rounded[3:].double() - x[3:].double()).unflatten(-1, (-1, min(group, 128))).abs()
+    assert (error <= tops * (1 / 254 + torch.finfo(dtype).eps)).all() and error.max() > 0
+    assert not rounded[0, :128].any() and rounded[1, 3].isnan() and not rounded[2, 4].isfinite()
+    assert rounded[1, 128:].isfinite().all() and rounded.dtype == dtype
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_layer_rounds_its_inputs_if_asked_to(bits: int) -> None:
+    layer, x = QuantizedLinear(quantize_matrix(torch.randn(7, 64), bits, 32)), torch.randn(3, 64)
+    plain = layer(x)
+    layer.activation_bits = 8
+    assert torch.equal(layer(x), layer_without_rounding(layer, round_inputs(x, 32)))
+    assert 0 < (layer(x) - plain).abs().max() < 0.05 * plain.abs().max()
+
+
+def layer_without_rounding(layer: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.effective_weight().T

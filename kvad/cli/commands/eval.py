@@ -362,7 +362,7 @@ def eval_objective(opened: CheckpointHandle, task: str, options: EvalOptions, pr
         convention = f"{noise:.0%} of the tokens in spans of {objective.mean_span_length:g}, seed {seed}"
         drawn["mean_span_length"] = objective.mean_span_length
     result = evaluation.objectives.evaluate_objective(
-        checkpoint.loader.load_weights(opened, options.dtype),
+        checkpoint.loader.load_weights(opened, options.dtype, activation_bits=options.activation_bits),
         batches,
         lambda rows: progress.update("reading rows", rows, rows),
     )

@@ -329,7 +329,8 @@ class _Builder:
             _require(group_size % 2 == 0, "groups with an odd number of weights")
             _require(scale_dtype in SCALE_DTYPES, f"scales in {scale_dtype}")
             half = scale_dtype == torch.float16
-            quantization = {"bits": bits, "quantized_group": group_size, "half_scales": half}
+            quantization = {"bits": bits, "quantized_group": group_size, "half_scales": half,
+                            "activation_bits": self.model.activation_bits or 0}  # fmt: skip
         panels = self.model.packed_weights.panels(self.library, weights, self.files, interleaved=interleaved)
         rows, width = panels.shape if isinstance(first, Tensor) else (len(panels), first.in_features)
         self._op("linear", input=source, out=out, mode=native.library.OUTPUT_MODES.index(mode), weight=panels, k=width,

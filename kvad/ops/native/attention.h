@@ -107,7 +107,7 @@ template <class W>
 void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int count, int m, const Queries& q,
                   float* logits) {
   const int dim = int(round_up(op.head_dim, 2));
-  F acc[ROWS][2];
+  alignas(64) F acc[ROWS][2];
   for (int tile = 0; tile < count; tile += PANEL) {
     multiply<W>(m, chunk.keys + tile * dim, static_cast<const typename W::T*>(q.vectors), dim, dim, acc);
     for (int i = 0; i < m; i++)
@@ -159,9 +159,8 @@ Unpacked pack_weights(const Op& op, const Chunk<W>& chunk, int count, const floa
     top = larger_or_nan(top, x);
     store(weights + s, x);
   }
-  const float largest = highest_or_nan(top), inverse = inverse_of(largest);
-  for (int s = 0; s < count; s += LANES) store_words(to_words(load(weights + s), inverse), LANES, out + s);
-  return {largest / 32767.0f, sum(zero)};
+  const auto put = [&](I numbers, int s) { store_words(numbers, LANES, out + s); };
+  return {to_integers(weights, count, highest_or_nan(top), 32767.0f, put).scale, sum(zero)};
 }
 
 // Weights of m queries as the values are multiplied by them.
@@ -204,7 +203,7 @@ void attend_chunk(const Op& op, const Chunk<W>& chunk, int count, int m, const f
   const int value_dim = int(round_up(op.value_dim, PANEL));
   Unpacked unpacked[ROWS];
   weigh(op, chunk, count, m, logits, weights, floats, parts, unpacked);
-  F acc[ROWS][2];
+  alignas(64) F acc[ROWS][2];
   for (int d = 0; d < value_dim; d += PANEL) {
     multiply<W>(m, chunk.values + int64_t(d) * CHUNK, weights, CHUNK, count, acc);
     for (int i = 0; i < m; i++)
@@ -447,21 +446,9 @@ template <class W, class C> class Attention {
     if constexpr (!C::IS_INTEGER) {
       std::memcpy(to, from, dim * sizeof(T));
     } else {
-      F top = F{};
-      for (int d = 0; d < dim; d += LANES) {
-        const F x = load_wide(from + d, dim - d);
-        top = larger_or_nan(top, larger(x, -x));
-      }
-      const float largest = highest_or_nan(top), inverse = inverse_of(largest);
-      I total = I{};
-      for (int d = 0; d < dim; d += LANES) {
-        const I numbers = to_words(load_wide(from + d, dim - d), inverse);
-        total += numbers;
-        store_words(numbers, dim - d, to + d);
-      }
-      int32_t sum = 0;
-      for (int j = 0; j < LANES; j++) sum += total[j];
-      query_scale[i] = largest / 32767.0f, query_sum[i] = float(sum) * query_scale[i];
+      const auto put = [&](I numbers, int d) { store_words(numbers, dim - d, to + d); };
+      const Integers integers = to_integers(from, dim, largest_of(from, dim), 32767.0f, put);
+      query_scale[i] = integers.scale, query_sum[i] = float(integers.sum) * integers.scale;
     }
   }
 

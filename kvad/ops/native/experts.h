@@ -147,13 +147,13 @@ template <class W> class Mixture {
     run.team.wait();
     const int64_t in_width = round_up(op.k, 2), size = round_up(spec.size, 2);
     each_panel(2 * memory.size, spec.gate_up, in_width, [this](int e, int64_t panel, int64_t pair, int m, const T* w) {
-      F acc[ROWS][2];
+      alignas(64) F acc[ROWS][2];
       multiply<W>(m, w, memory.x + pair * op.in_stride, op.in_stride, round_up(op.k, 2), acc);
       activate_pairs(e, panel, pair, m, acc);
     });
     run.team.wait();
     each_panel(memory.width, spec.down, size, [this](int e, int64_t panel, int64_t pair, int m, const T* w) {
-      F acc[ROWS][2];
+      alignas(64) F acc[ROWS][2];
       multiply<W>(m, w, memory.inner + pair * memory.size, memory.size, round_up(spec.size, 2), acc);
       for (int i = 0; i < m; i++)
         for (int half = 0; half < 2; half++) {

@@ -76,7 +76,7 @@ class Op(ctypes.Structure):
             ctypes.c_int32,
             "kind type input out in_offset out_offset in_stride out_stride n k mode activation heads kv_heads head_dim "
             "value_dim group rotary_dim interleaved angles own_weights out_float bias_size bias_offset "
-            "short_len bits quantized_group half_scales",
+            "short_len bits quantized_group half_scales activation_bits",
         ),
         *_fields(ctypes.c_void_p, "weight bias keys values position_bias slopes sink_logits query_scale experts"),
         *_fields(ctypes.c_float, "scale eps softcap clip"),

@@ -42,7 +42,7 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
   const T* w = static_cast<const T*>(op.weight);
   const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL;
   const int64_t passes = (rows + ROWS - 1) / ROWS, steps = op.k / W::STEP;  // of 64 * PANEL / LANES bytes
-  F acc[ROWS][2];
+  alignas(64) F acc[ROWS][2];
   for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
     for (int64_t row = 0; row < rows; row += ROWS) {
       const int m = rows - row < ROWS ? int(rows - row) : ROWS;

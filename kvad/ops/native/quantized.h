@@ -3,6 +3,8 @@
 // In bfloat16, a block of activations is converted to 16-bit integers with a scale, a block being a group or a part of
 // one: 2^-16 of its largest number is a smaller error than that of bfloat16 itself, except for numbers below 1/128 of it.
 // Sums of integers are exact. In float32, activations stay as they are.
+//
+// With ``activation_bits`` = 8, the integers have 8 bits (ops/quantized_linear.py rounds equally), and smaller blocks.
 #pragma once
 #include "linear.h"
 #include "store.h"
@@ -12,9 +14,9 @@ namespace {
 // A step of a panel has four inputs of each row: four int8, or two bytes with two int4 each.
 template <int BITS> constexpr int STEP_BYTES = PANEL * BITS / 2;
 constexpr int INPUTS = 4;
-constexpr int64_t BLOCK = 512;       // inputs whose products fit into 32 bits: 512 x 128 x 32,767
-constexpr int64_t BLOCK_ROWS = 240;  // tokens that are converted together
-constexpr int TOGETHER = ROWS < 8 ? ROWS : 8;  // tokens that a panel is multiplied by at a time
+constexpr int64_t BLOCK = 512;         // inputs whose products fit into 32 bits: 512 x 128 x 32,767
+constexpr int64_t ROUNDED_BLOCK = 128;  // if they are rounded to 8 bits
+constexpr int64_t BLOCK_ROWS = 240;    // tokens that are converted together
 
 // Inputs 0 and 2, and 1 and 3, of WIDTH rows as words of 16 bits.
 template <int BITS> void read_pairs(const uint8_t* p, VI (&pairs)[2]);
@@ -40,6 +42,40 @@ template <> inline void read_pairs<4>(const uint8_t* p, VI (&pairs)[2]) {
   pairs[0] = x & 0xf000f, pairs[1] = (x >> 4) & 0xf000f;
 }
 
+// What activations are converted to: a product multiplies a register of weights by INPUTS / PRODUCTS of them.
+struct WordInputs {
+  typedef int16_t T;  // in the order of pairs
+  static constexpr int PRODUCTS = 2, TOGETHER = ROWS < 8 ? ROWS : 8;  // tokens that a panel is multiplied by at a time
+  template <int BITS> static void read(const uint8_t* p, VI (&w)[PRODUCTS]) { read_pairs<BITS>(p, w); }
+  static VI dot(VI sum, VI w, const T* x) { return dot_pairs(sum, w, x); }
+  static void put(I numbers, int n, T* to) {
+#if defined(__AVX512F__)
+    const __m512i order = _mm512_set_epi32(15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
+    const __m256i words = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, (__m512i)numbers));
+    if (n >= LANES) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
+#endif
+    for (int i = 0; i < LANES && i < n; i++) to[i / INPUTS * INPUTS + i % 2 * 2 + i % INPUTS / 2] = T(numbers[i]);
+  }
+};
+#ifdef KVAD_BYTES
+struct ByteInputs {  // weights are unsigned: int8 is raised by 128, which the sum of the inputs takes back
+  typedef int8_t T;
+  static constexpr int PRODUCTS = 1, TOGETHER = 12;
+  template <int BITS> static void read(const uint8_t* p, VI (&w)[PRODUCTS]) {
+    if (BITS == 8) return void(w[0] = load_step(p) ^ int32_t(0x80808080));
+    const VI x = (VI)_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    w[0] = (x | x << 4) & 0x0f0f0f0f;
+  }
+  static VI dot(VI sum, VI w, const T* x) { return dot_bytes(sum, w, x); }
+  static void put(I numbers, int n, T* to) {
+    const __mmask16 mask = n >= LANES ? 0xffff : __mmask16((1u << n) - 1);
+    _mm_mask_storeu_epi8(to, mask, _mm512_cvtepi32_epi8((__m512i)numbers));
+  }
+};
+#else
+typedef WordInputs ByteInputs;
+#endif
+
 inline F load_scales(const uint8_t* p, int i, bool half) {
   return half ? load_halves(reinterpret_cast<const uint16_t*>(p) + i) : load(reinterpret_cast<const float*>(p) + i);
 }
@@ -48,68 +84,54 @@ inline int64_t group_bytes(int64_t group_size, int64_t bits, int64_t scale_bytes
   return PANEL * scale_bytes * (bits == 4 ? 2 : 1) + round_up(group_size, INPUTS) * PANEL * bits / 8;
 }
 
-// Activations of some rows as 16-bit integers, in the order of pairs: each group is filled up with zeros.
-struct IntegerRows {
-  int64_t group, padded, blocks, k;  // blocks of a group
-  int16_t* x;                        // [rows, k]
-  float *scales, *sums;              // [rows, blocks of all groups]: of a number; of the numbers
+// Activations of some rows as integers: each group is filled up with zeros.
+template <class X> struct IntegerRows {
+  int64_t group, padded, block, blocks, k;  // blocks of a group
+  float highest;
+  typename X::T* x;      // [rows, k]
+  float *scales, *sums;  // [rows, blocks of all groups]: of a number; of the numbers
   int64_t bytes;
   IntegerRows(const Op& op, int64_t rows, char* at) : group(op.quantized_group) {
-    padded = round_up(group, INPUTS), blocks = (group + BLOCK - 1) / BLOCK, k = op.k / group * padded;
-    if (k % 512 == 0) k += PANEL;  // rows a multiple of 1 KiB apart would share few sets of the L1 cache
-    const int64_t numbers = round_up(rows * k * 2, 64), floats = round_up(rows * count(op) * 4, 64);
-    x = reinterpret_cast<int16_t*>(at);
+    block = op.activation_bits ? ROUNDED_BLOCK : BLOCK, highest = op.activation_bits ? 127 : 32767;
+    padded = round_up(group, INPUTS), blocks = (group + block - 1) / block, k = op.k / group * padded;
+    if (k * sizeof(*x) % 1024 == 0) k += PANEL;  // rows a multiple of 1 KiB apart would share few sets of the L1 cache
+    const int64_t numbers = round_up(rows * k * sizeof(*x), 64), floats = round_up(rows * count(op) * 4, 64);
+    x = reinterpret_cast<typename X::T*>(at);
     scales = reinterpret_cast<float*>(at + numbers), sums = reinterpret_cast<float*>(at + numbers + floats);
     bytes = numbers + 2 * floats;
   }
   int64_t count(const Op& op) const { return op.k / group * blocks; }
 
   template <class T> void convert(const Op& op, int64_t row, const T* from) {
-    int16_t* to = x + row * k;
+    typename X::T* to = x + row * k;
     float *scale = scales + row * count(op), *total = sums + row * count(op);
     for (int64_t g = 0; g < op.k / group; g++, from += group, to += padded) {
       for (int64_t i = padded - INPUTS; i < padded; i++) to[i] = 0;
-      for (int64_t low = 0; low < group; low += BLOCK)
-        convert_block(from + low, int(group - low < BLOCK ? group - low : BLOCK), to + low, scale++, total++);
+      for (int64_t low = 0; low < group; low += block, scale++, total++) {
+        const int n = int(group - low < block ? group - low : block);
+        const auto put = [&](I numbers, int i) { X::put(numbers, n - i, to + low + i); };
+        const Integers integers = to_integers(from + low, n, largest_of(from + low, n), highest, put);
+        *scale = integers.scale;  // NaN or infinity makes all products NaN
+        if (X::PRODUCTS == 1 && op.bits == 8) {
+          const int32_t subtracted = -128 * integers.sum;
+          std::memcpy(total, &subtracted, 4);
+        } else {
+          *total = float(integers.sum) * *scale;
+        }
+      }
     }
-  }
-
- private:
-  template <class T> static void convert_block(const T* from, int n, int16_t* to, float* scale, float* total) {
-    F highest = F{};
-    for (int i = 0; i < n; i += LANES) {
-      const F x = load_wide(from + i, n - i);
-      highest = larger_or_nan(highest, larger(x, -x));
-    }
-    const float top = highest_or_nan(highest), inverse = inverse_of(top);
-    I sum = I{};
-    for (int i = 0; i < n; i += LANES) {
-      const I numbers = to_words(load_wide(from + i, n - i), inverse);
-      sum += numbers;
-      store_pairs(numbers, n - i, to + i);
-    }
-    int32_t whole = 0;
-    for (int i = 0; i < LANES; i++) whole += sum[i];
-    *scale = top / 32767.0f, *total = float(whole) * *scale;  // NaN or infinity makes all products NaN
-  }
-
-  static void store_pairs(I numbers, int n, int16_t* to) {
-#if defined(__AVX512F__)
-    const __m512i order = _mm512_set_epi32(15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
-    const __m256i words = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, (__m512i)numbers));
-    if (n >= LANES) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
-#endif
-    for (int i = 0; i < LANES && i < n; i++) to[i / INPUTS * INPUTS + i % 2 * 2 + i % INPUTS / 2] = int16_t(numbers[i]);
   }
 };
 
 // Multiply M rows, from ``row``, by a panel.
-template <int BITS, int M>
-void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows& rows, int64_t row, F (&acc)[ROWS][2]) {
+template <int BITS, class X, int M>
+void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& rows, int64_t row, F (&acc)[ROWS][2]) {
   const int64_t count = rows.count(op), stride = rows.k, scale_bytes = PANEL * (op.half_scales ? 2 : 4);
-  const int16_t* x = rows.x + row * stride;
+  const typename X::T* x = rows.x + row * stride;
   const float *scales = rows.scales + row * count, *sums = rows.sums + row * count;
-  V total[M][PARTS] = {};
+  constexpr bool IS_RAISED = X::PRODUCTS == 1 && BITS == 8;
+  constexpr int LOADED = WIDTH == LANES ? PARTS : 1;  // parts of a panel whose weights are in registers together
+  for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = F{};  // in memory: the registers hold the sums of a block
   for (int64_t g = 0; g < op.k / rows.group; g++, x += rows.padded) {
     V scale[PARTS], minimum[PARTS];
     for (int half = 0; half < 2; half++) {
@@ -117,33 +139,41 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows& rows, 
       if (BITS == 4) reinterpret_cast<F*>(minimum)[half] = load_scales(w + scale_bytes, half * LANES, op.half_scales);
     }
     w += scale_bytes * (BITS == 4 ? 2 : 1);
-    for (int64_t low = 0; low < rows.group; low += BLOCK, scales++, sums++) {
-      const int n = int(rows.group - low < BLOCK ? rows.group - low : BLOCK);
+    for (int64_t low = 0; low < rows.group; low += rows.block, scales++, sums++) {
+      const int n = int(rows.group - low < rows.block ? rows.group - low : rows.block);
       VI sum[M][PARTS] = {};
+      for (int m = 0; IS_RAISED && m < M; m++)
+        for (int part = 0; part < PARTS; part++) sum[m][part] += *reinterpret_cast<const int32_t*>(sums + m * count);
       for (int i = 0; i < n; i += INPUTS, w += STEP_BYTES<BITS>) {
         for (int line = 0; M > 1 && line < STEP_BYTES<BITS>; line += 64) __builtin_prefetch(w + 2048 + line, 0, 3);
 #pragma GCC unroll 8
-        for (int part = 0; part < PARTS; part++) {
-          VI pairs[2];
-          read_pairs<BITS>(w + part * WIDTH * BITS / 2, pairs);
+        for (int first = 0; first < PARTS; first += LOADED) {
+          VI weights[LOADED][X::PRODUCTS];
 #pragma GCC unroll 2
-          for (int j = 0; j < 2; j++)
+          for (int part = 0; part < LOADED; part++)
+            X::template read<BITS>(w + (first + part) * WIDTH * BITS / 2, weights[part]);
+#pragma GCC unroll 2
+          for (int j = 0; j < X::PRODUCTS; j++)
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++)
-              sum[m][part] = dot_pairs(sum[m][part], pairs[j], x + m * stride + low + i + 2 * j);
+            for (int m = 0; m < M; m++) {
+              const typename X::T* inputs = x + m * stride + low + i + INPUTS / X::PRODUCTS * j;
+#pragma GCC unroll 2
+              for (int part = 0; part < LOADED; part++)
+                sum[m][first + part] = X::dot(sum[m][first + part], weights[part][j], inputs);
+            }
         }
       }
+      asm volatile("" ::: "memory");  // the totals are not loaded before, when the registers hold the sums
 #pragma GCC unroll 12
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
         for (int part = 0; part < PARTS; part++) {
-          total[m][part] += to_floats(sum[m][part]) * (scale[part] * scales[m * count]);
-          if (BITS == 4) total[m][part] += minimum[part] * sums[m * count];
+          V& total = reinterpret_cast<V*>(acc[m])[part];
+          total += to_floats(sum[m][part]) * (scale[part] * scales[m * count]);
+          if (BITS == 4) total += minimum[part] * sums[m * count];
         }
     }
   }
-  for (int m = 0; m < M; m++)
-    for (int part = 0; part < PARTS; part++) reinterpret_cast<V*>(acc[m])[part] = total[m][part];
 }
 
 // Multiply M rows of float32 x [M, stride] by a panel; sums [M, groups] of x are what minima are multiplied by.
@@ -180,52 +210,83 @@ void multiply_floats(const Op& op, const uint8_t* w, const float* x, const float
 }
 
 #if defined(__AVX512F__)
-#define KVAD_CASES CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+#define KVAD_CASES CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #else
-#define KVAD_CASES CASE(1) CASE(2) CASE(3)
+#define KVAD_CASES
 #endif
 
-template <class W, int BITS> void quantized_linear(const Run& run, const Op& op, int64_t rows) {
+// Multiply rows in parts of at most TOGETHER by this thread's panels; ``product`` multiplies M of them by a panel.
+template <class W, int TOGETHER, class Product>
+void multiply_panels(const Run& run, const Op& op, int64_t first, int64_t end, Product product) {
+  const int64_t panels = (op.n + PANEL - 1) / PANEL;
+  const int64_t size = op.k / op.quantized_group * group_bytes(op.quantized_group, op.bits, op.half_scales ? 2 : 4);
+  alignas(64) F acc[ROWS][2];
+  for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
+    for (int64_t row = first; row < end; row += TOGETHER) {
+      const int m = end - row < TOGETHER ? int(end - row) : TOGETHER;
+      const uint8_t* w = static_cast<const uint8_t*>(op.weight) + panel * size;
+      switch (m) {
+#define CASE(n)                                                                                              \
+  case n:                                                                                                    \
+    if constexpr (n <= TOGETHER) product(std::integral_constant<int, n>(), w, row, acc);                     \
+    break;
+        CASE(1) CASE(2) CASE(3) KVAD_CASES
+#undef CASE
+      }
+      finish<W>(run, op, panel, row, m, acc);
+    }
+}
+
+constexpr int64_t FEW_ROWS = 4;  // that each thread converts for itself; more are converted by all threads together
+inline bool uses_integers(const Op& op) { return op.activation_bits || op.type == TYPE_BFLOAT; }
+
+template <class W, class X, int BITS> void integer_linear(const Run& run, const Op& op, int64_t rows) {
   typedef typename W::T T;
   const T* x = run.buffer<T>(op.in) + op.in_offset;
-  const int64_t panels = (op.n + PANEL - 1) / PANEL, groups = op.k / op.quantized_group;
-  const int64_t size = groups * group_bytes(op.quantized_group, op.bits, op.half_scales ? 2 : 4);
-  IntegerRows integers(op, rows < BLOCK_ROWS ? rows : BLOCK_ROWS, run.own);  // each thread has its own
-  float* sums = reinterpret_cast<float*>(run.own);
-  F acc[ROWS][2];
+  const bool shared = rows > FEW_ROWS;
+  IntegerRows<X> integers(op, rows < BLOCK_ROWS ? rows : BLOCK_ROWS, shared ? run.shared : run.own);
   for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
-    const int64_t end = rows - first < BLOCK_ROWS ? rows : first + BLOCK_ROWS;
-    for (int64_t row = first; row < end; row++) {
-      const T* from = x + row * op.in_stride;
-      if constexpr (sizeof(T) == 2) integers.convert(op, row - first, from);
-      else
-        for (int64_t g = 0; BITS == 4 && g < groups; g++) {
-          float total = 0;
-          for (int i = 0; i < op.quantized_group; i++) total += from[g * op.quantized_group + i];
-          sums[(row - first) * groups + g] = total;
-        }
-    }
-    for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
-      for (int64_t row = first; row < end; row += TOGETHER) {
-        const int m = end - row < TOGETHER ? int(end - row) : TOGETHER;
-        const uint8_t* w = static_cast<const uint8_t*>(op.weight) + panel * size;
-        switch (m) {
-#define CASE(n)                                                                                                       \
-  case n:                                                                                                             \
-    if constexpr (sizeof(T) == 2) multiply_integers<BITS, n>(op, w, integers, row - first, acc);                      \
-    else multiply_floats<BITS, n>(op, w, x + row * op.in_stride, sums + (row - first) * groups, acc);                 \
-    break;
-          KVAD_CASES
-#undef CASE
-        }
-        finish<W>(run, op, panel, row, m, acc);
-      }
+    const int64_t end = rows - first < BLOCK_ROWS ? rows : first + BLOCK_ROWS, count = end - first;
+    if (shared && first > 0) run.team.wait();  // for those that still multiply
+    for (int64_t row = shared ? run.low(count) : 0; row < (shared ? run.high(count) : count); row++)
+      integers.convert(op, row, x + (first + row) * op.in_stride);
+    if (shared) run.team.wait();
+    multiply_panels<W, X::TOGETHER>(run, op, first, end, [&](auto m, const uint8_t* w, int64_t row, F(&acc)[ROWS][2]) {
+      multiply_integers<BITS, X, m.value>(op, w, integers, row - first, acc);
+    });
   }
 }
 
-inline int64_t quantized_bytes(const Op& op, int64_t rows) {  // of a thread
+template <class W, int BITS> void quantized_linear(const Run& run, const Op& op, int64_t rows) {
+  if (op.activation_bits) return integer_linear<W, ByteInputs, BITS>(run, op, rows);
+  if constexpr (sizeof(typename W::T) == 2) {
+    integer_linear<W, WordInputs, BITS>(run, op, rows);
+  } else {
+    const float* x = run.buffer<float>(op.in) + op.in_offset;
+    const int64_t groups = op.k / op.quantized_group;
+    float* sums = reinterpret_cast<float*>(run.own);
+    for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+      const int64_t end = rows - first < BLOCK_ROWS ? rows : first + BLOCK_ROWS;
+      for (int64_t row = first; BITS == 4 && row < end; row++)
+        for (int64_t g = 0; g < groups; g++) {
+          float total = 0;
+          for (int i = 0; i < op.quantized_group; i++) total += x[row * op.in_stride + g * op.quantized_group + i];
+          sums[(row - first) * groups + g] = total;
+        }
+      multiply_panels<W, WordInputs::TOGETHER>(
+          run, op, first, end, [&](auto m, const uint8_t* w, int64_t row, F(&acc)[ROWS][2]) {
+            multiply_floats<BITS, m.value>(op, w, x + row * op.in_stride, sums + (row - first) * groups, acc);
+          });
+    }
+  }
+}
+#undef KVAD_CASES
+
+inline int64_t quantized_bytes(const Op& op, int64_t rows) {
   rows = rows < BLOCK_ROWS ? rows : BLOCK_ROWS;
-  return op.type == TYPE_BFLOAT ? IntegerRows(op, rows, nullptr).bytes : rows * (op.k / op.quantized_group) * 4;
+  if (op.activation_bits) return IntegerRows<ByteInputs>(op, rows, nullptr).bytes;
+  if (op.type == TYPE_BFLOAT) return IntegerRows<WordInputs>(op, rows, nullptr).bytes;
+  return rows * (op.k / op.quantized_group) * 4;
 }
 
 // Pack rows of quantized weights, their scales and minima into panels [n / PANEL, groups, (scales, minima, steps)].

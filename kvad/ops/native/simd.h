@@ -125,6 +125,15 @@ inline float sum(F x) {
   for (int i = 0; i < 8; i++) s[i] = x[i] + x[i + 8];
   return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
 }
+inline int32_t sum_of(I x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#else
+  int32_t total = 0;
+  for (int i = 0; i < LANES; i++) total += x[i];
+  return total;
+#endif
+}
 inline float highest(F x) {
   float top = x[0];
   for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
@@ -133,6 +142,10 @@ inline float highest(F x) {
 // The larger one, or NaN.
 inline F larger_or_nan(F top, F x) { return x > top ? x : (x == x ? top : x); }
 inline float highest_or_nan(F x) {
+#if defined(__AVX512F__)
+  if (_mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q)) return NAN;
+  return _mm512_reduce_max_ps((__m512)x);
+#endif
   float top = x[0];
   for (int i = 1; i < LANES; i++) top = x[i] > top || x[i] != x[i] ? x[i] : top;
   return top;
@@ -229,6 +242,15 @@ inline VI dot_pairs(VI sum, VI pairs, const void* x) {  // sum + pairs[0] x[0] +
 #endif
 }
 
+#if defined(__AVX512VNNI__)
+#define KVAD_BYTES
+inline VI dot_bytes(VI sum, VI w, const void* x) {  // sum + four unsigned numbers of w times four signed ones of x
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  return (VI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
+}
+#endif
+
 // 16-bit integers: the sums are integers of 32 bits, in the bits of V.
 struct Words {
   typedef uint16_t T;
@@ -242,13 +264,32 @@ inline F integers_to_floats(F x) {
   return reinterpret_cast<const F&>(parts);
 }
 
-// Integers of at most 16 bits: numbers times 32,767 over the largest, whose inverse is given; 0 if they are not finite.
-inline I to_words(F x, float inverse) {
-  x *= inverse;
-  const I numbers = as_ints(x + 12582912.0f) - as_ints(all(12582912.0f));  // rounded in the low bits
-  return ((x > -32767.5f) & (x < 32767.5f)) & numbers;
+// The integers of some numbers, which are integers times the scale; that of the largest number is ``highest``. NaN or
+// infinity makes the scale so.
+struct Integers {
+  float scale;
+  int32_t sum;
+};
+template <class T, class Put> inline Integers to_integers(const T* from, int n, float largest, float highest, Put put) {
+  const float inverse = largest > 0 ? highest / largest : 0.0f;
+  I total = I{};
+  for (int i = 0; i < n; i += LANES) {
+    const F x = load_wide(from + i, n - i) * inverse;
+    const I rounded = as_ints(x + 12582912.0f) - as_ints(all(12582912.0f));  // in the low bits
+    const I numbers = ((x > -highest - 0.5f) & (x < highest + 0.5f)) & rounded;
+    total += numbers;
+    put(numbers, i);
+  }
+  return {largest / highest, sum_of(total)};
 }
-inline float inverse_of(float top) { return top > 0 ? 32767.0f / top : 0.0f; }
+template <class T> inline float largest_of(const T* from, int n) {  // in size, or NaN
+  F top = F{};
+  for (int i = 0; i < n; i += LANES) {
+    const F x = load_wide(from + i, n - i);
+    top = larger_or_nan(top, larger(x, -x));
+  }
+  return highest_or_nan(top);
+}
 inline void store_words(I numbers, int n, uint16_t* to) {
 #if defined(__AVX512F__)
   if (n >= LANES) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)numbers));

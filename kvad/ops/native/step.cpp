@@ -52,8 +52,10 @@ Sizes sizes(const Model& model, const Step& step, int threads) {
   for (int64_t i = 0; i < model.num_ops; i++) {
     const Op& op = model.ops[i];
     if (op.kind == OP_LINEAR && op.bits) {
-      const int64_t own = quantized_bytes(op, step.tokens);
-      result.own = own > result.own ? own : result.own;
+      const bool shared = uses_integers(op) && step.tokens > FEW_ROWS;
+      const int64_t all = shared ? quantized_bytes(op, step.tokens) : 0;
+      const int64_t own = quantized_bytes(op, shared ? FEW_ROWS : step.tokens);
+      result.own = own > result.own ? own : result.own, result.shared = all > result.shared ? all : result.shared;
     }
     if (op.kind == OP_EXPERTS) {
       const int64_t bytes = op.type == TYPE_BFLOAT ? ExpertsMemory<BFloat>(op, step.tokens, nullptr).bytes

@@ -38,6 +38,7 @@ struct Op {
   int32_t own_weights, out_float, bias_size, bias_offset;  // NORM, GATE: of each head, number; EMBED: of its positions
   int32_t short_len;                                      // ANGLES: longer sequences have the second frequencies
   int32_t bits, quantized_group, half_scales;             // LINEAR with quantized weights (quantized.h); bits: 0 if not
+  int32_t activation_bits;                                // of their inputs: 8, or 0
   const void* weight;                                     // panels; a norm's weight; a table of embeddings
   const float* bias;                                      // of LINEAR and NORM; EMBED: a table of positions
   const Store *keys, *values;

@@ -124,6 +124,30 @@ def test_quantized_weights(bits: int, group_size: int, half: bool, dtype: torch.
     assert difference(ours, theirs) <= (3e-5 if dtype == torch.float32 else 0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 6), (8, 24), (4, 2), (4, 8)])
+@pytest.mark.parametrize("variant", native.runnable_variants())
+def test_rounded_activations(
+    variant: str, bits: int, group_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bit of a number may decide how it is rounded, so most rows are compared."""
+    monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
+    model = build(with_layer(model_config("rope"), cfg.GatedMLPConfig(312)), dtype=dtype)
+    assert quantize(model, bits, group_size, half=False) > 4
+    plain, _ = logits_of_steps(model, {})
+    model = copy.deepcopy(model)
+    model.round_activations(8)
+    ours, reason = logits_of_steps(model, {})
+    theirs, _ = logits_of_steps(model, {}, native=False)
+
+    def typical(rows: Tensor) -> float:
+        return float(((rows - theirs[0]).abs().amax(-1) / theirs[0].abs().max()).median())
+
+    assert not reason
+    assert typical(ours[0]) <= (2e-6 if dtype == torch.float32 else 0.02)
+    assert typical(plain[0]) > 1e-3
+
+
 def quantize(model: Transformer, bits: int, group_size: int, half: bool) -> int:
     """Quantize the layers whose width the groups divide; return their number."""
     count = 0
@@ -239,10 +263,10 @@ def rows_by_position(model: Transformer, prompts: Sequence[list[int]], **cache: 
     return rows
 
 
-@pytest.mark.parametrize("quantization", [None, (8, 8), (4, 8), "experts", "cache"])
+@pytest.mark.parametrize("quantization", [None, (8, 8), (4, 8), (8, 8, 8), (4, 8, 8), "experts", "cache"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
-    dtype: torch.dtype, quantization: tuple[int, int] | str | None
+    dtype: torch.dtype, quantization: tuple[int, ...] | str | None
 ) -> None:
     config = replace(model_config("rope"), max_seq_len=640)
     if quantization == "experts":
@@ -250,7 +274,9 @@ def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
     formats = {"key_dtype": "int8", "value_dtype": "int4"} if quantization == "cache" else {}
     model = build(wide_heads(config, 32) if formats else config, dtype=dtype)
     if isinstance(quantization, tuple):
-        assert quantize(model, *quantization, half=False)
+        assert quantize(model, *quantization[:2], half=False)
+        for activation_bits in quantization[2:]:
+            model.round_activations(activation_bits)
     prompts = [[first, *range(1, length)] for first, length in ((1, 600 // 10), (2, 3), (3, 33), (4, 1), (5, 17))]
     prompts += [[6, *[i % 60 for i in range(580)]]]  # several chunks of attention
     before = torch.get_num_threads()
