@@ -133,7 +133,7 @@ void sum_visible(const Chunk<W>& chunk, int count, const float* logits, const ty
 // Weights e^(logit - top) of one query, and their sum.
 template <class T> Part soften(const float* logits, int count, T* weights) {
   F top = all(-INFINITY), total = F{};
-  for (int s = 0; s < count; s += LANES) top = larger_or_nan(top, load(logits + s));
+  for (int s = 0; s < count; s += LANES) top = larger(load(logits + s), top);
   const float best = highest(top);
   const F base = all(best == -INFINITY ? 0.0f : best);
   for (int s = 0; s < count; s += LANES) {
@@ -141,7 +141,8 @@ template <class T> Part soften(const float* logits, int count, T* weights) {
     total += p;
     store(weights + s, p);
   }
-  return {best, sum(total)};
+  const float whole = sum(total);  // NaN, if a logit is: then no part with it is left out
+  return {whole == whole ? best : whole, whole};
 }
 
 // How sums of values, multiplied by words, become numbers.
@@ -227,14 +228,16 @@ template <class W, int M> struct FewQueries {
     const int dim = int(round_up(op.head_dim, 2)), words = dim / W::STEP;
     const T* q = static_cast<const T*>(queries.vectors);
     const int64_t heads = kv * op.values->blocks * group.block_size, bytes = slot_bytes(*op.values, op.value_dim);
+    const int each = int(LINE + words - 1) / words;  // values that are loaded while a word is multiplied
+    int loaded = 0;
     int32_t* arranged = reinterpret_cast<int32_t*>(chunk.keys);  // [words, LINE]
     for (int first = 0; first < chunk.count; first += LINE) {
       const int tiles = chunk.count - first < LINE ? (chunk.count - first) / LANES : TILES;
       for (int tile = 0; tile < tiles; tile++) arrange_tile(op, group, kv, chunk, first + tile * LANES, arranged + tile * LANES);
       V acc[TILES][M] = {};
       for (int word = 0; word < words; word++) {
-        for (int64_t i = first + word * LINE / words; i < first + (word + 1) * LINE / words && i < chunk.count; i++)
-          prefetch_vector(*op.values, heads + chunk.slot[i], bytes);
+        for (int i = 0; i < each && loaded < first + LINE && loaded < chunk.count; i++, loaded++)
+          prefetch_vector(*op.values, heads + chunk.slot[loaded], bytes);
 #pragma GCC unroll 8
         for (int tile = 0; tile < TILES; tile++)
 #pragma GCC unroll 12
@@ -271,26 +274,31 @@ template <class W, int M> struct FewQueries {
   template <int PANELS, int FORMAT>
   static void add_values(const Op& op, const Group& group, const Chunk<W>& chunk, int d, const T* weights, float* out,
                          int value_dim) {
-    const int64_t bytes = slot_bytes(*op.keys, op.head_dim), left = chunk.next_slots - chunk.next_first;
-    const int next = d ? 0 : int(left < CHUNK ? left : CHUNK);
-    V acc[PANELS][M][2] = {};
+    NextSlots next(group, *op.keys, op.head_dim, chunk);
+    if (d) next.left = 0;
+    V acc[PANELS][M][2];
+#pragma GCC unroll 2
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma GCC unroll 12
+      for (int i = 0; i < M; i++) acc[panel][i][0] = acc[panel][i][1] = V{};
     for (int s = 0; s < chunk.count; s += W::STEP) {
-      for (int i = s; i < s + W::STEP && i < next; i++) {
-        const uint32_t slot = uint32_t(chunk.next_first + i);
-        prefetch_vector(*op.keys, slot_index(group, *op.keys, chunk.next_kv, chunk.next_table, slot), bytes);
-      }
+      next.prefetch(W::STEP);
 #pragma GCC unroll 2
       for (int panel = 0; panel < PANELS; panel++) {
         VI lines[2];
         load_values<FORMAT>(chunk.value + s, d + panel * PANEL, lines);
 #pragma GCC unroll 12
         for (int i = 0; i < M; i++)
+#pragma GCC unroll 2
           for (int half = 0; half < 2; half++)
             acc[panel][i][half] = W::dot(acc[panel][i][half], lines[half], weights + i * CHUNK + s);
       }
     }
+#pragma GCC unroll 2
     for (int panel = 0; panel < PANELS; panel++)
+#pragma GCC unroll 12
       for (int i = 0; i < M; i++)
+#pragma GCC unroll 2
         for (int half = 0; half < 2; half++)
           store(out + i * value_dim + d + panel * PANEL + half * LANES, (F)acc[panel][i][half]);
   }

@@ -188,6 +188,11 @@ void read_tile(const Store& store, int64_t first, int dim, int padded, const Chu
   typedef typename W::T T;
   static const T zeros[MAX_HEAD_DIM] = {};
   const T* data = W::IS_INTEGER ? nullptr : direct<T>(store, dim);
+  if (data) {
+    for (int i = 0; i < LANES; i++)
+      rows[i] = chunk.position[tile + i] < 0 ? zeros : data + (first + chunk.slot[tile + i]) * padded;
+    return;
+  }
   for (int i = 0; i < LANES; i++) {
     rows[i] = zeros;
     const bool is_empty = chunk.position[tile + i] < 0;
@@ -197,9 +202,7 @@ void read_tile(const Store& store, int64_t first, int dim, int padded, const Chu
       if (store.format == STORE_INT4) zero[tile + i] = is_empty ? 0 : store.zero[at];
     }
     if (is_empty) continue;
-    if (data) {
-      rows[i] = data + at * padded;
-    } else if (!decoded) {
+    if (!decoded) {
       const char* packed = static_cast<const char*>(store.data) + at * slot_bytes(store, dim);
       rows[i] = reinterpret_cast<const T*>(packed);
     } else {
@@ -210,19 +213,34 @@ void read_tile(const Store& store, int64_t first, int dim, int padded, const Chu
   }
 }
 
-// Index of a sequence's slot, counted over all heads.
-inline int64_t slot_index(const Group& group, const Store& store, int64_t kv, const int64_t* table, uint32_t slot) {
-  const uint32_t size = uint32_t(group.block_size);
-  return (kv * store.blocks + table[slot / size]) * group.block_size + slot % size;
-}
-
-// Load the vector at ``index``, counted in slots over all heads, into the cache of the processor.
-inline void prefetch_vector(const Store& store, int64_t index, int64_t bytes) {
+// Load the vector at ``index``, counted in slots over all heads, into the cache of the processor. GCC removes calls of a
+// function that only does this.
+__attribute__((always_inline)) inline void prefetch_vector(const Store& store, int64_t index, int64_t bytes) {
   const char* at = static_cast<const char*>(store.data) + index * bytes;
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
   if (store.scale) __builtin_prefetch(store.scale + index, 0, 2);
   if (store.zero) __builtin_prefetch(store.zero + index, 0, 2);
 }
+
+// Loads the vectors of the chunk that is read next, one slot after another.
+struct NextSlots {
+  const Store& store;
+  const int64_t* table;  // of the block that is loaded now
+  int64_t head, size, bytes, offset, left;
+  template <class W>
+  NextSlots(const Group& group, const Store& store, int dim, const Chunk<W>& chunk)
+      : store(store), table(chunk.next_table), head(chunk.next_kv * store.blocks), size(group.block_size),
+        bytes(slot_bytes(store, dim)), offset(0), left(chunk.next_slots - chunk.next_first) {
+    left = left < CHUNK ? left : CHUNK;
+    if (left > 0) table += chunk.next_first / size, offset = chunk.next_first % size;
+  }
+  __attribute__((always_inline)) void prefetch(int slots) {
+    for (; slots > 0 && left > 0; slots--, left--) {
+      prefetch_vector(store, (head + *table) * size + offset, bytes);
+      if (++offset == size) offset = 0, table++;
+    }
+  }
+};
 
 template <class W>
 void read_values(const Op& op, const Group& group, int64_t kv, int tile, bool decode, Chunk<W>& chunk) {
