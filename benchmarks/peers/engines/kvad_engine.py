@@ -31,7 +31,8 @@ class KvadWorker:
             num_blocks=needs["tokens"] // 16 + needs["rows"] + 1,
             max_source_len=needs["max_source_len"],
         )
-        self.llm = LLM.load(path, dtype=computed, cache_config=cache)
+        activation_bits = 8 if precision == "int8" else None  # as the other engines do
+        self.llm = LLM.load(path, dtype=computed, cache_config=cache, activation_bits=activation_bits)
 
     def versions(self) -> dict[str, str]:
         return {"kvad": f"{kvad.__version__} at {kvad.__path__[0]}", "torch": torch.__version__}

@@ -229,9 +229,10 @@ class _QuantizeOptions(ModelArgument, JsonOption):
 def quantize_command(options: _QuantizeOptions) -> None:
     """Store the matrices of attention and MLPs as int8 or int4, and the head as int8: less memory, faster decoding.
 
-    Each group of weights has a scale, with 4 bits also a minimum; activations keep 16 bits. Embeddings, norms,
-    biases and experts stay as they are, so a head that is tied to the token table gets a copy. Every command reads OUT;
-    training and export read dequantized weights, and the token table of a tied head.
+    Each group of weights has a scale, with 4 bits also a minimum; activations keep their precision, unless a command
+    gets --activation-bits 8. Embeddings, norms, biases and experts stay as they are, so a head that is tied to the
+    token table gets a copy. Every command reads OUT; training and export read dequantized weights, and the token
+    table of a tied head.
 
     \b
     kvad quantize runs/demo runs/demo-int8
@@ -264,20 +265,25 @@ def quantize_command(options: _QuantizeOptions) -> None:
             *_quantized_lines(opened.config, result, form),
         ]
         if windows is not None:
-            load, count = checkpoint.loader.load_weights, sum(len(window) - 1 for window in windows)
-            compared = evaluation.objectives.compare_weights(
-                load(opened),
-                load(checkpoint.open_checkpoint(out)),
-                windows,
-                lambda tokens: progress.update("measuring the loss", tokens, count),
+            count = sum(len(window) - 1 for window in windows)
+            loss, rounded = (
+                evaluation.objectives.compare_weights(
+                    checkpoint.loader.load_weights(opened),
+                    checkpoint.loader.load_weights(checkpoint.open_checkpoint(out), activation_bits=activation_bits),
+                    windows,
+                    lambda tokens: progress.update("measuring the loss", tokens, count),
+                )
+                for activation_bits in (None, 8)
             )
-            before, after = math.exp(compared.loss_before), math.exp(compared.loss_after)
-            record |= {"perplexity_before": before, "perplexity_after": after}
-            record |= {"kl_divergence": compared.divergence, "tokens": compared.tokens}
-            lines.append(
-                f"perplexity: {after:.4f} (before: {before:.4f}), KL divergence {compared.divergence:.2e} nats, "
-                f"{format_count(compared.tokens, 'token')} of {options.data}"
-            )
+            read = f"{format_count(loss.tokens, 'token')} of {options.data}"
+            before, after = math.exp(loss.loss_before), math.exp(loss.loss_after)
+            with_rounding = {"perplexity": math.exp(rounded.loss_after), "kl_divergence": rounded.divergence}
+            record |= {"perplexity_before": before, "perplexity_after": after, "kl_divergence": loss.divergence}
+            record |= {"tokens": loss.tokens, "activation_bits_8": with_rounding}
+            lines += [
+                f"perplexity: {after:.4f} (before: {before:.4f}), KL divergence {loss.divergence:.2e} nats, {read}",
+                f"with --activation-bits 8: {with_rounding['perplexity']:.4f}, KL {rounded.divergence:.2e} nats",
+            ]
     next_command = model_capabilities(opened.config)[1][0]
     print_result(options.as_json, record, [*lines, f"next:  {program_path()} {next_command} {out}"])
 
