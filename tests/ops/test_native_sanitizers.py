@@ -18,6 +18,7 @@ SANITIZERS = {
     "thread": ("-O1", "-fsanitize=thread"),
 }
 PROGRAMS = {"address": 50, "thread": 28}
+THREADS = {"address": ("1", "3"), "thread": ("3", "2")}  # one thread has no race
 FLAGS = ("-g", "-pthread", "-Wno-unknown-pragmas", "-Wno-uninitialized", '-DKVAD_SOURCE_HASH=""', f"-I{build.FOLDER}")
 # LeakSanitizer needs rights that containers may lack.
 ENVIRONMENT = {
@@ -72,5 +73,5 @@ def test_random_programs(sanitizer: str, is_best: bool, tmp_path: Path) -> None:
     start, program = launcher(sanitizer, tmp_path), tmp_path / "driver"
     compiled = compile_driver(sanitizer, variant, DRIVER, program)
     assert compiled.returncode == 0, compiled.stderr
-    result = run(*start, str(program), "0", str(PROGRAMS[sanitizer]))
+    result = run(*start, str(program), "0", str(PROGRAMS[sanitizer]), *THREADS[sanitizer])
     assert result.returncode == 0, result.stdout + result.stderr[:8000]

@@ -497,7 +497,7 @@ def folded(row: list[float]) -> list[float]:
 def test_draws_have_the_distribution_of_the_logits(name: str) -> None:
     options, expected = DRAWN[name]
     row = logits_of(1, seed=4, spread=1.0)
-    counts = Counter(draws(row, 20_000, seed=11, **options))
+    counts = Counter(draws(row, 6_000, seed=11, **options))
     chances = expected(row[0].tolist())
     freedom = sum(p > 0 for p in chances) - 1
     assert freedom >= 2
