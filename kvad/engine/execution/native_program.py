@@ -120,7 +120,8 @@ def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> No
     is_quantized = getattr(model.head, "output", None) is not None
     if model.config.tie_embeddings and not is_quantized and not table.is_meta:  # otherwise it is not packed
         tensors.append(table)
-    copied = sum(x.nbytes for x in tensors if not files.contain(x))
+    is_small = sum(x.nbytes for x in tensors) <= MAX_COPIED_BYTES
+    copied = 0 if is_small else sum(x.nbytes for x in tensors if not files.contain(x))
     _require(copied <= MAX_COPIED_BYTES, "weights that are not mapped from a file would be in memory twice")
     _require(cache.kernel == "auto", "a kernel of PyTorch was chosen")
     _require(cache.attention_hook is None, "an attention hook reads every layer")

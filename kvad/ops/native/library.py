@@ -356,18 +356,20 @@ def weight_state(model: nn.Module) -> tuple[tuple[int, int], ...]:
 
 
 class FileMappings:
-    """The files that are mapped into memory now (Linux; elsewhere none is known)."""
+    """The files that are mapped into memory at the first question (Linux; elsewhere none is known)."""
 
-    def __init__(self) -> None:
-        self._spans: list[tuple[int, int]] = []  # mapped from files, and not written since
-        low = high = 0
+    @functools.cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        """Addresses that are mapped from files, and not written since."""
+        spans, low, high = list[tuple[int, int]](), 0, 0
         for line in SMAPS.read_text().splitlines() if SMAPS.is_file() else []:
             if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (?:\S+ +){4}/", line):
                 low, high = int(found[1], 16), int(found[2], 16)
             elif low and line.split() == ["Anonymous:", "0", "kB"]:
-                self._spans.append((low, high))
+                spans.append((low, high))
             elif line.startswith("VmFlags"):
                 low = 0
+        return spans
 
     def contain(self, tensor: Tensor) -> bool:
         """Return True if the tensor's memory is mapped from a file, and unchanged."""
