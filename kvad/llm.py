@@ -45,6 +45,7 @@ EmbedPooling = engine_lib.encoder_tasks.EmbedPooling
 ProgressFn = Callable[[int, int], object]
 ENGINE_FIELDS = (
     "deterministic",
+    "compile",
     "max_num_batched_tokens",
     "max_inter_token",
 )  # LoadOptions that are fields of EngineConfig

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VERIFY_SETTINGS = {  # with their defaults
     "dtype": None, "device": None, "memory": None, "adapter": None, "rope_scaling": None, "activation_bits": None,
     "summarizer": None,
-    "deterministic": False, "max_num_batched_tokens": None, "max_inter_token": None,
+    "deterministic": False, "compile": False, "max_num_batched_tokens": None, "max_inter_token": None,
     "layouts": ("paged", "contiguous"), "cache_dtypes": (),
     "policies": (), "rope_at": "write", "endless": False, "num_prompts": None, "max_tokens": None,
     "prefill_chunk_size": 32, "block_size": None, "preempt": True, "prefix_hit": True, "round_trips": (),
@@ -49,6 +49,7 @@ class VerifySettings(TypedDict, total=False):
     activation_bits: int | None
     summarizer: str | Path | None
     deterministic: bool
+    compile: bool
     max_num_batched_tokens: int | None
     max_inter_token: float | None
     layouts: Sequence[str]
@@ -148,7 +149,8 @@ def _load_served(model: str | Path, own: Mapping[str, Any]) -> tuple[Transformer
     if own["adapter"] is not None:
         handle = checkpoint.adapter.merge_adapter(handle, Path(own["adapter"]))
     device = engine.options.find_device(own["device"] or "cpu")
-    config = engine.EngineConfig(deterministic=own["deterministic"], max_inter_token=own["max_inter_token"])
+    fields = {name: own[name] for name in ("deterministic", "compile", "max_inter_token")}
+    config = engine.EngineConfig(**fields)
     if own["max_num_batched_tokens"] is not None:
         config = dataclasses.replace(config, max_num_batched_tokens=own["max_num_batched_tokens"])
     config = engine.loading.with_adapters(config, handle, own["summarizer"])

@@ -187,6 +187,7 @@ class WeightOptions(DeviceOptions):
         "Round the inputs of int8 and int4 weights to BITS bits, which is faster: 8 [default: not rounded]",
         metavar="BITS",
     )
+    compile: bool = option("Compile the layers with torch.compile instead of using the native CPU kernels")
     deterministic: bool = option("Make results independent of the batch (CPU only, slower)")
     rope_scaling: str | None = option(
         "RoPE scaling, which extends the model's limit: yarn,factor=4,original=4096, or transformers' as JSON "
@@ -340,7 +341,7 @@ class CacheFlags(
 # Keywords of LLM.load that do not concern the cache.
 MODEL_FIELDS = (
     "device", "dtype", "memory", "max_num_batched_tokens", "max_inter_token", "adapter", "deterministic",
-    "rope_scaling", "activation_bits",
+    "rope_scaling", "activation_bits", "compile",
 )  # fmt: skip
 _LOAD_NAMES = (*MODEL_FIELDS, "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "swap_dir")
 

@@ -7,6 +7,7 @@ tokens, and the scheduler is updated. An error in one request ends that request 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ from kvad.text import Tokenizer
 # Up to this many bytes of weights, projections with the same input are fused; on a GPU always. In a larger model on a
 # CPU, kernel launches are negligible, and fusing would copy weights that are mapped from a file.
 MAX_PACKED_BYTES = 1 << 28
+LOG = logging.getLogger(__name__)
 POLL_SECONDS = 0.005  # longest wait for loading blocks in one call, if nothing else can run
 
 
@@ -79,6 +81,8 @@ class Engine:
         cache = resolve_for_model(model.config, cache)
         self.model, self.tokenizer, self.cache, self.config = model, tokenizer, cache, config
         self.device = model.token_embedding.device
+        if config.compile:
+            _check_compile(model)
         sizing.check_policy(model.config, cache, deterministic=config.deterministic)
         _fuse_projections(model)
         computed = str(model.token_embedding.dtype).removeprefix("torch.")
@@ -95,6 +99,8 @@ class Engine:
         with ExitStack() as resources:  # an error here leaves no file, thread or lock behind
             self.kv_cache: KVCache = self._build_kv_cache(groups, summarizer)
             resources.callback(self.kv_cache.release)
+            if config.compile and self.kv_cache.ranks > 1:
+                raise ConfigError(f"compile: is not supported with {self.kv_cache.ranks} ranks", "Omit it.")
             self.block_store = open_block_store(cache, groups, lambda: self.cache_fingerprint(""))
             if self.block_store is not None:
                 resources.callback(self.block_store.close)
@@ -122,7 +128,9 @@ class Engine:
                 step_costs=self._step_costs,
             )
             self._resources = resources.pop_all()
-        self.runner = ModelRunner(model, self.kv_cache, native=config.native, cuda_graphs=config.cuda_graphs)
+        self.runner = ModelRunner(
+            model, self.kv_cache, native=config.native, cuda_graphs=config.cuda_graphs, compile_layers=config.compile
+        )
         self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
         self.times = StepTimes()
         self._next_request = 0
@@ -446,6 +454,18 @@ class Engine:
         if finish is not None:
             del self._texts[key]
         return chunk._replace(text=text)
+
+
+def _check_compile(model: Transformer) -> None:
+    """Raise ConfigError if the model's layers cannot be compiled."""
+    if isinstance(model.kernel, ops.attention.TileSizes):
+        raise ConfigError("compile: the model is batch-invariant (deterministic)", "Load it again, or omit compile.")
+    if not model_lib.compiled.compilable_layers(model):
+        raise ConfigError("compile: this model has no layer that can be compiled", "Omit it.")
+    reason = ops.runtime.compile_error(str(model.token_embedding.device), backward=False)
+    if reason is not None:
+        raise ConfigError(f"compile: torch cannot compile for {model.token_embedding.device}: {reason}", "Omit it.")
+    LOG.info("layers are compiled with torch.compile and run in PyTorch; native and fused kernels are not used")
 
 
 def _fuse_projections(model: Transformer) -> None:

@@ -18,6 +18,7 @@ from kvad.checkpoint import CheckpointHandle
 from kvad.engine.options import EngineConfig, PlanSettings, free_device_bytes, plan_cache
 
 LOG = logging.getLogger(__name__)
+FREE_FIELDS = ("max_inter_token", "compile")  # of EngineConfig, not planned: they take no memory in addition
 
 
 def with_adapters(config: EngineConfig, handle: CheckpointHandle, summarizer: str | Path | None) -> EngineConfig:
@@ -57,8 +58,7 @@ def plan_checkpoint(
     if dtype is None and compute_dtype == "float16" and is_host:
         compute_dtype = "float32"  # float16 on a CPU is storage only
     free = available_bytes() if is_host else free_device_bytes(device)
-    # A bound in seconds takes no memory.
-    settings: PlanSettings = {n: x for n, x in engine_fields.items() if n != "max_inter_token"}  # type: ignore[assignment]
+    settings: PlanSettings = {n: x for n, x in engine_fields.items() if n not in FREE_FIELDS}  # type: ignore[assignment]
     settings["weights"] = handle.weight_bytes(compute_dtype)
     if summarizer is not None:
         settings["summarizer_shape"] = checkpoint.folder.read_summarizer_shape(Path(summarizer))

@@ -41,6 +41,7 @@ class EngineConfig:
     max_inter_token: float | None = None
     kernel: ops.attention.Kernel = "auto"
     native: bool = True  # run the decoder with the native CPU kernels, where they can
+    compile: bool = False  # run in PyTorch, with layers compiled by torch.compile, instead of the native kernels
     cuda_graphs: int = 64  # shapes of decoding steps that are recorded as CUDA graphs, on a GPU; 0: none
     # Logits and tokens of a request are independent of the batch and of chunking, bit for bit (CPU, one process; other
     # machines, builds and numbers of threads round differently).
@@ -61,6 +62,9 @@ class EngineConfig:
         if self.max_inter_token is not None and not 0 < self.max_inter_token < math.inf:
             message = f"max_inter_token: must be above 0 seconds, got {self.max_inter_token}"
             raise ConfigError(message, "Give 0.1, or omit it for no bound.")
+        if self.compile and self.deterministic:
+            message = "compile: is not supported with deterministic, because compiled sums depend on the batch"
+            raise ConfigError(message, "Omit one of them.")
 
 
 class CacheOptions(TypedDict, total=False):
@@ -99,6 +103,7 @@ class LoadOptions(CacheOptions, total=False):
     cache_value_dtype: str | torch.dtype | None
     summarizer: str | Path | None  # folder or run of ``kvad train --objective summarizer``
     deterministic: bool
+    compile: bool  # run in PyTorch, with layers compiled by torch.compile, instead of the native kernels
     swap_dir: str | Path | None
     max_num_batched_tokens: int  # new tokens of all sequences per step
     max_inter_token: float | None  # longest time between two tokens of a running sequence, in seconds

@@ -9,6 +9,7 @@ from kvad._lazy import lazy_names
 if TYPE_CHECKING:
     from kvad.model import attention as attention
     from kvad.model import batch_invariant as batch_invariant
+    from kvad.model import compiled as compiled
     from kvad.model import fingerprint as fingerprint
     from kvad.model import heads as heads
     from kvad.model import layers as layers

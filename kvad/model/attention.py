@@ -81,7 +81,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]."""
-        heads = view.attend(*self.project(x), self.attention_params(encoding)).flatten(-2)
+        return self.output(view.attend(*self.project(x), self.attention_params(encoding)), x)
+
+    def output(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Project attended values [T, H, Dv] to [T, E]; x [T, E] is the layer's input, which the gate reads."""
+        heads = attended.flatten(-2)
         out: Tensor = self.out(heads if self.gate is None else heads * self.sigmoid(self.gate(x)))
         return out
 
@@ -147,9 +151,16 @@ class CrossAttention(Attention):
 
     def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding = None) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]."""
-        q = self._heads(self._clip(self.q(x)), self.q_norm, self.heads)
-        out: Tensor = self.out(view.attend(q, None, None, self.attention_params(encoding)).flatten(-2))
+        return self.output(view.attend(self.project_queries(x), None, None, self.attention_params(encoding)), x)
+
+    def output(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Project attended values [T, H, Dv] to [T, E]."""
+        out: Tensor = self.out(attended.flatten(-2))
         return out
+
+    def project_queries(self, x: Tensor) -> Tensor:
+        """Project x [T, E] to q [T, H, D], clamped and normalized."""
+        return self._heads(self._clip(self.q(x)), self.q_norm, self.heads)
 
     def write_encoder_output(self, encoder_output: Tensor, view: CacheView) -> None:
         """Write the keys and values of the encoder's output [S, E]."""
@@ -187,11 +198,10 @@ class LatentAttention(Attention):
         """Return the layers that read the input."""
         return (self.q if self.latent.q_lora_rank is None else self.q_down), self.kv_down
 
-    def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding) -> Tensor:
-        """Apply the layer: x [T, E] -> [T, E]."""
-        latents = view.attend(*self.project(x), self.attention_params(encoding))  # [T, H, rank]
+    def output(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Project attended latents [T, H, rank] to [T, E]."""
         _, value_weight = self._up_weights(x.dtype)
-        out: Tensor = self.out(self._multiply_heads(latents, value_weight).flatten(-2))
+        out: Tensor = self.out(self._multiply_heads(attended, value_weight).flatten(-2))
         return out
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,30 +96,36 @@ class TransformerLayer(nn.Module):
         routings: list[Routing] | None = None,
     ) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]; the experts' routing is appended to ``routings``, if given."""
-        out = self._branches(x, view, cross_view, encoding, routings)
-        return out if self.output_scale is None else out * self.output_scale
-
-    def _branches(
-        self,
-        x: Tensor,
-        view: CacheView,
-        cross_view: CacheView | None,
-        encoding: PositionEncoding,
-        routings: list[Routing] | None,
-    ) -> Tensor:
-        mlp: Callable[[Tensor], Tensor] = self.mlp
-        if routings is not None and isinstance(self.mlp, MixtureOfExperts):
-            mlp = partial(self.mlp, routings=routings)
-        if self.norm_position in ("parallel", "parallel_pair"):
-            normed = _norm(self.norm1, x)
-            mlp_out = self._dropout(mlp(normed if self.norm2 is None else self.norm2(x)))
-            return self._add(x, self._dropout(self.attention(normed, view, encoding)) + mlp_out)
+        mlp, cross = self._mlp(routings), self.cross_attention
+        if self.is_parallel:
+            return self._add_parallel(x, lambda h: self.attention(h, view, encoding), mlp)
         x = self._branch(x, lambda h: self.attention(h, view, encoding), self.norm1, self.norm1_after)
-        if self.cross_attention is not None:
+        if cross is not None:
             assert cross_view is not None, "this layer has cross-attention"
-            attend, encoder_view = self.cross_attention, cross_view
-            x = self._branch(x, lambda h: attend(h, encoder_view), self.norm_cross, self.norm_cross_after)
-        return self._branch(x, mlp, self.norm2, self.norm2_after)
+            encoder_view = cross_view
+            x = self._branch(x, lambda h: cross(h, encoder_view), self.norm_cross, self.norm_cross_after)
+        return self._add_mlp(x, mlp)
+
+    @property
+    def is_parallel(self) -> bool:
+        """True if attention and the MLP read the same input."""
+        return self.norm_position in ("parallel", "parallel_pair")
+
+    def _mlp(self, routings: list[Routing] | None) -> Callable[[Tensor], Tensor]:
+        if routings is not None and isinstance(self.mlp, MixtureOfExperts):
+            return partial(self.mlp, routings=routings)
+        return self.mlp
+
+    def _add_parallel(self, x: Tensor, attend: Callable[[Tensor], Tensor], mlp: Callable[[Tensor], Tensor]) -> Tensor:
+        normed = _norm(self.norm1, x)
+        mlp_out = self._dropout(mlp(normed if self.norm2 is None else self.norm2(x)))
+        return self._scale(self._add(x, self._dropout(attend(normed)) + mlp_out))
+
+    def _add_mlp(self, x: Tensor, mlp: Callable[[Tensor], Tensor]) -> Tensor:
+        return self._scale(self._branch(x, mlp, self.norm2, self.norm2_after))
+
+    def _scale(self, x: Tensor) -> Tensor:
+        return x if self.output_scale is None else x * self.output_scale
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: Norm | None, after: Norm | None) -> Tensor:
         if self.norm_position == "post":
@@ -129,6 +135,10 @@ class TransformerLayer(nn.Module):
         normed = _norm(norm, x)
         stream = normed if self.norm_position == "normed" else x
         return self._add(stream, self._dropout(_norm(after, f(normed))))
+
+    def _branch_input(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """Return what a branch computes from x [T, E]."""
+        return x if self.norm_position in ("post", "after") else _norm(norm, x)
 
     def _dropout(self, branch: Tensor) -> Tensor:
         return apply_dropout(branch, self.dropout, self)
@@ -264,6 +274,7 @@ class Transformer(nn.Module):
         self.config = config
         self.kernel: ops.attention.Kernel = "auto"  # of the encoder's attention
         self.activation_bits: int | None = None  # set by ``round_activations``
+        self.compiler = ops.runtime.RegionCompiler()  # of ``compile_layers``, shared by all engines
         self.packed_weights = ops.native.PackedWeights()  # of the native kernels, shared by all engines
         self.embedding = Embedding(config.hidden_size, config.vocab_size, config.embedding)
         spec, width = config.encoder_input, encoder_hidden_size(config)

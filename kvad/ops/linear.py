@@ -8,6 +8,7 @@ Several rows of float32 are multiplied by oneDNN instead of MKL: twice as fast o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: TileSiz
     if tiles is not None:
         return tiled_matmul(x, weight, bias, tiles)
     if _prefers_onednn(x, weight):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        product: Tensor = (
+            torch.ops.kvad.onednn_linear(x, weight, bias)
+            if torch.compiler.is_compiling()
+            else _onednn_linear(x, weight, bias)
+        )
         return product
     parts = _parts(x, weight)
     if parts == 1:
@@ -37,6 +42,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: TileSiz
     shares = weight.view(parts, -1, weight.shape[1]).transpose(1, 2)
     out = torch.bmm(x.reshape(1, 1, -1).expand(parts, 1, -1), shares).view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
+
+
+def _num_threads() -> int:
+    return torch.get_num_threads()
+
+
+@functools.cache
+def prepare_graphs() -> torch.library.Library:
+    """Let torch.compile read ``linear``, and return the owner of its operator.
+
+    A graph reads the number of threads once; torch compiles again if it changes. oneDNN's operator accepts variable
+    weights outside of graphs only.
+    """
+    torch.compiler.assume_constant_result(_num_threads)
+    library = torch.library.Library("kvad", "DEF")
+    library.define("onednn_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+    library.impl("onednn_linear", _onednn_linear, "CPU")
+
+    def shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    torch.library.register_fake("kvad::onednn_linear", shape, lib=library)
+    return library
 
 
 def add_linear(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -60,7 +93,7 @@ def _parts(x: Tensor, weight: Tensor) -> int:
         return 1
     if x.dtype not in (torch.float32, torch.float64) or not weight.is_contiguous():
         return 1
-    threads = torch.get_num_threads()
+    threads = _num_threads()
     return threads if weight.shape[0] % threads == 0 else 1
 
 
@@ -92,7 +125,8 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
         """Return x [.., in] times each layer's weight, [.., out] each; with gradients, every layer is called itself."""
-        weight = None if torch.is_grad_enabled() else self.weight_for(*layers)
+        is_separate = torch.is_grad_enabled() or torch.compiler.is_compiling()  # graphs have no addresses
+        weight = None if is_separate else self.weight_for(*layers)
         if weight is None:
             return [layer(x) for layer in layers]
         return self.split(linear(x, weight, self._bias, layers[0].tiles))

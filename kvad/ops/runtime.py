@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import types
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
+
+from kvad.ops.linear import prepare_graphs
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 DEFAULT_TRIM, DEFAULT_MMAP_MAX = 128 << 10, 65536
@@ -72,17 +78,54 @@ def keep_freed_memory() -> Iterator[None]:
         trim_heap()
 
 
-def compile_error(device: str) -> str | None:
+def compile_error(device: str, *, backward: bool = True) -> str | None:
     """Compile a small function for a device; return the first line of the error, or None if it worked."""
     try:
-        x = torch.ones(4, device=device, requires_grad=True)
-        torch.compile(lambda x: (x * x + 1).sum())(x).backward()
+        out = torch.compile(lambda x: (x * x + 1).sum())(torch.ones(4, device=device, requires_grad=backward))
+        if backward:
+            out.backward()
     except Exception as error:  # the compiler and its driver raise errors of many types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[0] if lines else type(error).__name__
     return None
 
 
-def lazy_compile(function: F) -> F:
-    """Return the function, compiled at the first call and again for other shapes."""
-    return cast("F", torch.compile(function))
+def lazy_compile(function: F, backend: Callable[..., Any] | str = "inductor") -> F:
+    """Return the function, compiled at the first call and again for other shapes; ``backend`` compiles a graph."""
+    return cast("F", torch.compile(function, backend=backend))
+
+
+class RegionCompiler:
+    """Compiles functions of layers for any number of tokens, once per kind of layer, and counts the compilations."""
+
+    def __init__(self) -> None:
+        self.num_compilations = 0
+        self._functions: dict[tuple[object, object], Callable[..., Any]] = {}
+
+    def run(self, kind: tuple[object, ...], function: Callable[..., T], layer: object, *tensors: Tensor) -> T:
+        """Call a function of a layer and tensors [T, ...], compiled for this kind of layer and any T."""
+        tensors = tuple(tensor.reshape(-1).view(tensor.shape) for tensor in tensors)  # other strides are compiled again
+        for tensor in tensors:  # dynamic=True would also make numbers of the layer variables, such as its width
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return self._compiled(function, kind)(layer, *tensors)
+
+    def _compiled(self, function: F, kind: tuple[object, ...]) -> F:
+        key = (function, kind)
+        if key not in self._functions:
+            prepare_graphs()
+            # torch limits the compilations of a code object, and compares sizes between code of one name (its profile),
+            # so each kind has a copy with another name.
+            original = cast("types.FunctionType", function).__code__
+            code = original.replace(co_name=f"{original.co_name}_{uuid.uuid4().hex}")
+            copied = types.FunctionType(code, function.__globals__, function.__name__)
+            self._functions[key] = lazy_compile(copied, self._compile_graph)
+        return cast("F", self._functions[key])
+
+    def __deepcopy__(self, memo: object) -> RegionCompiler:
+        return RegionCompiler()
+
+    def _compile_graph(self, graph: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx  # takes a second
+
+        self.num_compilations += 1
+        return compile_fx(graph, inputs)

@@ -175,6 +175,8 @@ def check_mesh(model: Transformer, mesh: parallel.Mesh | None, config: EngineCon
     parallel.mesh.check_model_fits_mesh(model.config, mesh)
     if config.deterministic:
         raise ConfigError(f"deterministic: is not supported on a mesh of {mesh}, which splits sums between ranks")
+    if config.compile:
+        raise ConfigError(f"compile: is not supported on a mesh of {mesh}", "Omit it.")
     device = model.token_embedding.device
     if device.type != "cpu":
         raise UsageError(f"--device: must be cpu with --mesh {mesh}, whose ranks are processes here, got {device}")

@@ -50,6 +50,22 @@ def test_queued_sequences_are_generated_too(kvad, model):
     assert kvad("generate", model, "a", "b", "c", *GREEDY, "--max-tokens", 5, "--max-num-seqs", 1).out == wide.out
 
 
+def test_compile_reaches_the_engine(kvad, model, monkeypatch):
+    real, compilations = LLM.load, []
+
+    def load(*arguments, **options):
+        llm = real(*arguments, **options)
+        compilations.append(llm.model.compiler)
+        return llm
+
+    monkeypatch.setattr(LLM, "load", load)
+    arguments = ("generate", model, "a", "bcd", *GREEDY, "--max-tokens", 5, "--no-stream")
+    assert kvad(*arguments, "--compile").out == kvad(*arguments).out
+    compiled, plain = (compiler.num_compilations for compiler in compilations)
+    assert compiled > 0 == plain
+    assert "compile: is not supported with deterministic" in kvad(*arguments, "--compile", "--deterministic").err
+
+
 def test_deterministic_reaches_the_engine(kvad, model, monkeypatch):
     real, kernels = LLM.load, []
 

@@ -858,6 +858,7 @@ INVALID = {
     "format": (["--prompt", "fox", "--format", "svg"], "--format does not apply to --cache"),
     "offload": (["--prompt", "fox", "--offload-ram", "1MiB"], "--offload-ram: nothing is offloaded"),
     "deterministic": (["--prompt", "fox", "--deterministic"], "--deterministic and --cache"),
+    "compile": (["--prompt", "fox", "--compile"], "--compile and --cache"),
     "folder alone": (["--prompt", "fox", "--session-dir", "."], "--session-dir needs --session NAME"),
     "policy": (["--prompt", "fox", "--policy", "windw(8)"], "did you mean 'window'?"),
     "layer": (["--prompt", "fox", "--layer", "9"], "--layer 9 is not one of 0..1"),

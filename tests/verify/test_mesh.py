@@ -105,6 +105,7 @@ def test_a_wrong_sum_over_ranks_is_found(monkeypatch):
         (("--mesh", "3x1"), "3 ranks cannot evenly divide"),
         (("--mesh", "two"), "must be TENSORxPIPELINE"),
         (("--mesh", "2x1", "--deterministic"), "deterministic: is not supported on a mesh of 2x1"),
+        (("--mesh", "2x1", "--compile"), "compile: is not supported on a mesh of 2x1"),
         (("--mesh", "2x1", "--inject-fault", "mask"), "it is injected into one process, not a mesh of 2x1"),
         (("--mesh", "1x2", "--inject-fault", "rank-heads"), "this engine has one tensor rank"),
         (("--inject-fault", "rank-heads"), "this engine has one tensor rank"),

@@ -75,6 +75,7 @@ OPTIONS = {
     "--memory": ("cursor", "exact"),
     "--device": ("table", "exact"),
     "--deterministic": ("packed", "exact"),
+    "--compile": ("cursor", "exact"),
     "--summarizer": ("summary", "lossy by design"),
     "--prefix-cache-ram": ("block-store", "exact"),
 }
@@ -87,6 +88,7 @@ def test_an_intact_engine_passes_and_a_fault_is_named(run, adapter, summarizer, 
         "--memory": ("1GiB",),
         "--device": ("cpu",),
         "--deterministic": (),
+        "--compile": (),
         "--summarizer": (summarizer, *SUMMARIES),
         "--prefix-cache-ram": ("1MiB",),
     }

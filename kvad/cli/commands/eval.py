@@ -130,7 +130,7 @@ def _check_unused_options(task: str, options: EvalOptions, *, has_cache: bool) -
             raise UsageError(f"{flag_of(name)} does not apply to --task {task}", "omit it")
     if task in ("tag", "classify", "masked-lm") and has_cache:
         raise UsageError("an encoder has no cache", "omit the cache options")
-    if task in OBJECTIVE_TASKS and (has_cache or options.deterministic):
+    if task in OBJECTIVE_TASKS and (has_cache or options.deterministic or options.compile):
         raise UsageError(f"--task {task} runs without an engine", "omit its options")
     if task in OBJECTIVE_TASKS and options.device not in (None, "cpu"):
         raise UsageError(f"--device: --task {task} is evaluated on the CPU", "omit --device")

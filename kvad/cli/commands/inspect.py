@@ -171,8 +171,9 @@ def _check_trace(options: _InspectOptions) -> None:
     given_here = click.get_current_context().get_parameter_source("session_dir") is ParameterSource.COMMANDLINE
     if options.session is None and given_here:
         raise click.UsageError("--session-dir needs --session NAME.")
-    if options.deterministic:
-        raise click.UsageError("--deterministic and --cache exclude each other: the trace uses its own kernel.")
+    for name in ("deterministic", "compile"):
+        if getattr(options, name):
+            raise click.UsageError(f"--{name} and --cache exclude each other: the trace uses its own kernel.")
     for name, minimum in (("max_tokens", 0), ("n", 1), ("max_num_seqs", 1)):
         value = getattr(options, name)
         if value is not None and value < minimum:

@@ -130,7 +130,7 @@ def _verify(options: _VerifyOptions) -> verify.report.VerifyReport:
     names += ("activation_bits",)
     names += ("max_num_batched_tokens", "max_inter_token", "num_prompts", "max_tokens", "block_size", "num_beams")
     names += ("prefix_cache_ram", "against", "inject_fault")
-    names += ("deterministic", "endless", "prefill_chunk_size", "preempt", "prefix_hit")
+    names += ("deterministic", "compile", "endless", "prefill_chunk_size", "preempt", "prefix_hit")
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     with console().status("verifying") as status:
         return api.verify(

@@ -216,7 +216,8 @@ class CudaRecorder:
 class ModelRunner:
     """Runs scheduled steps on one model and one cache: with the native kernels if they can, else in PyTorch.
 
-    ``native``: False always runs in PyTorch. ``native_reason`` says why the kernels are not used, once a step has run.
+    ``native``: False always runs in PyTorch; ``compile_layers`` also does, with ``kvad.model.compiled``, and no other
+    kernels. ``native_reason`` says why the kernels are not used, once a step has run.
     On a GPU, ``fused`` computes decoders that it can, and ``graphs`` replays decoding steps: at most ``cuda_graphs``
     shapes.
     ``input_seconds``: time spent so far on block operations and inputs. ``op_seconds``, if set, receives the time of
@@ -224,18 +225,26 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Transformer, cache: ManagedCache, *, native: bool = True, cuda_graphs: int = MAX_GRAPHS
+        self,
+        model: Transformer,
+        cache: ManagedCache,
+        *,
+        native: bool = True,
+        cuda_graphs: int = MAX_GRAPHS,
+        compile_layers: bool = False,
     ) -> None:
         self.model, self.cache = model, cache
         self.device = model.token_embedding.device
         short_lens = model_lib.positions.short_regime_lens(model.config.stack, model.config.max_seq_len)
         block_sizes = [group.block_size for group in cache.groups] if isinstance(cache, KVCache) else []
         self.buffers = InputBuffers(self.device, with_seq_lens=bool(short_lens), block_sizes=block_sizes)
-        self.native_reason = "" if native else "the engine has native=False"
+        self._compile_layers, self._computed = compile_layers, model
+        compile_reason = "the engine has compile=True" if compile_layers else ""
+        self.native_reason = compile_reason or ("" if native else "the engine has native=False")
         self.program: NativeProgram | None = None
         self._is_prepared = False
         self.fused: FusedDecoder | None = None
-        self._device_reason = self.fused_reason = ops.gpu.unavailable_reason(self.device)
+        self._device_reason = self.fused_reason = compile_reason or ops.gpu.unavailable_reason(self.device)
         self.graphs = GraphCache(self._forward, cuda_graphs, CudaRecorder(self.device))
         self.graphs.reason = self.graphs.reason or self._unrecordable()
         self._weights_key: tuple[int, ...] = ()  # addresses
@@ -246,6 +255,11 @@ class ModelRunner:
     def tensors(self) -> list[Tensor]:
         """Return every tensor that a step uses and that outlives it: inputs, cache and weights."""
         return [*self.buffers.tensors(), *self.cache.tensors(), *self.model.tensors()]
+
+    @property
+    def num_compilations(self) -> int:
+        """Number of graphs that torch.compile has compiled for the model, in all engines."""
+        return self.model.compiler.num_compilations
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
@@ -270,7 +284,7 @@ class ModelRunner:
     def _forward(self, model_input: ModelInput) -> Tensor:
         if self.fused is not None:
             return self.fused.run(model_input, self.cache)
-        hidden = self.model(model_input, self.cache)
+        hidden = self._computed(model_input, self.cache)
         return self.model.logits(hidden, model_input.logit_indices)
 
     def _unrecordable(self) -> str:
@@ -290,6 +304,8 @@ class ModelRunner:
         They do not change during a request, so this is called at its start.
         """
         self._is_prepared = True
+        if self._compile_layers:  # a hook may have been added or removed
+            self._computed = model_lib.compiled.compile_layers(self.model)
         if not self._device_reason:
             key = tuple(parameter.data_ptr() for parameter in self.model.parameters())
             if key != self._weights_key:
@@ -321,14 +337,14 @@ class ModelRunner:
             token_type_ids=self._token_types(encoder_batch),
             slot_mappings=tuple(SlotMapping(self._integers(slots), ()) for slots in slots_per_group),
         )
-        if allocation is None:
-            return self.model.encode(encoder_input), encoder_input
-        self.cache.apply(allocation.block_ops)
         self._update_kernels()
+        if allocation is None:
+            return self._computed.encode(encoder_input), encoder_input
+        self.cache.apply(allocation.block_ops)
         if self.program is not None and self.program.encoder is not None:
             return self.program.encoder.encode(encoder_input), encoder_input
         model_input = ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input)
-        return self.model(model_input, self.cache), encoder_input
+        return self._computed(model_input, self.cache), encoder_input
 
     @torch.inference_mode()
     def encoder_outputs(
