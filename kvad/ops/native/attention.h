@@ -107,9 +107,18 @@ template <class W>
 void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int count, int m, const Queries& q,
                   float* logits) {
   const int dim = int(round_up(op.head_dim, 2));
+  const bool is_plain = !W::IS_INTEGER && group.causal && !group.window && !group.layer_window && !op.slopes &&
+                        !op.position_bias && op.softcap <= 0;
+  float low = q.position[0];
+  for (int i = 1; i < m; i++) low = q.position[i] < low ? q.position[i] : low;
   alignas(64) F acc[ROWS][2];
   for (int tile = 0; tile < count; tile += PANEL) {
     multiply<W>(m, chunk.keys + tile * dim, static_cast<const typename W::T*>(q.vectors), dim, dim, acc);
+    if (is_plain && chunk.highest[tile / PANEL] <= low) {  // all see all
+      for (int i = 0; i < m; i++)
+        for (int half = 0; half < 2; half++) store(logits + i * CHUNK + tile + half * LANES, acc[i][half] * op.scale);
+      continue;
+    }
     for (int i = 0; i < m; i++)
       for (int at = tile; at < tile + PANEL; at += LANES)
         store(logits + i * CHUNK + at,

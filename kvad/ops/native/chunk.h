@@ -14,6 +14,7 @@ template <class W> struct Chunk {
   float* position;              // of each slot, -1: empty; exact below 2^24
   float *key_scale, *key_zero, *value_scale, *value_zero;  // of each slot, for Words; zero: null for int8
   float lowest[CHUNK / PANEL];  // of the positions of every PANEL slots; infinity if they are empty
+  float highest[CHUNK / PANEL];  // of them; infinity if a slot is empty
   int count;                    // slots that some query may see, rounded up to PANEL
   const int64_t* table;         // of the sequence, whose chunk begins at slot ``first`` of ``slots``
   int64_t first, slots;
@@ -124,16 +125,17 @@ bool open_chunk(const Group& group, float low, float high, Chunk<W>& chunk) {
   chunk.count = 0;
   for (int tile = 0; tile < padded; tile += PANEL) {
     const F p[2] = {load(chunk.position + tile), load(chunk.position + tile + LANES)};
-    F lowest = all(INFINITY);
+    F lowest = all(INFINITY), top = all(-INFINITY);
     I seen = I{};
     for (int half = 0; half < 2; half++) {
       I possible = p[half] >= 0.0f;
       lowest = smaller(lowest, possible ? p[half] : all(INFINITY));
+      top = larger(top, possible ? p[half] : all(INFINITY));
       if (group.causal) possible &= p[half] <= high;
       if (group.causal && group.window) possible &= (p[half] < float(group.num_sinks)) | (low - p[half] < float(group.window));
       seen |= possible;
     }
-    chunk.lowest[tile / PANEL] = -highest(-lowest);
+    chunk.lowest[tile / PANEL] = -highest(-lowest), chunk.highest[tile / PANEL] = highest(top);
     if (any(seen)) chunk.count = tile + PANEL;
   }
   return chunk.count > 0;

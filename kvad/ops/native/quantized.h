@@ -221,9 +221,11 @@ void multiply_panels(const Run& run, const Op& op, int64_t first, int64_t end, P
   const int64_t panels = (op.n + PANEL - 1) / PANEL;
   const int64_t size = op.k / op.quantized_group * group_bytes(op.quantized_group, op.bits, op.half_scales ? 2 : 4);
   alignas(64) F acc[ROWS][2];
+  const int64_t parts = (end - first + TOGETHER - 1) / TOGETHER;
   for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
-    for (int64_t row = first; row < end; row += TOGETHER) {
-      const int m = end - row < TOGETHER ? int(end - row) : TOGETHER;
+    for (int64_t part = 0; part < parts; part++) {  // of about the same size
+      const int64_t row = first + (end - first) * part / parts;
+      const int m = int(first + (end - first) * (part + 1) / parts - row);
       const uint8_t* w = static_cast<const uint8_t*>(op.weight) + panel * size;
       switch (m) {
 #define CASE(n)                                                                                              \

@@ -81,7 +81,12 @@ def num_compilations(model: Transformer) -> int:
     return model.compiler.num_compilations
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SLOW = pytest.mark.long  # compiling takes seconds
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in ("llama", "encoder-decoder") else pytest.param(name, marks=SLOW) for name in FAMILIES]
+)
 def test_logits_are_equal_and_the_compilations_do_not_grow(family: str) -> None:
     config, expected = FAMILIES[family]
     model = build(config)
@@ -114,7 +119,9 @@ def test_rounded_dtypes_are_near(dtype: torch.dtype) -> None:
     assert float((own - other).abs().max() / other.abs().max()) <= (1e-5 if dtype == torch.float32 else 0.05)
 
 
-@pytest.mark.parametrize(("bits", "rounded"), [(8, False), (4, False), (8, True)])
+@pytest.mark.parametrize(
+    ("bits", "rounded"), [pytest.param(8, False, marks=SLOW), pytest.param(4, False, marks=SLOW), (8, True)]
+)
 def test_quantized_weights(bits: int, rounded: bool) -> None:
     model = build(FAMILIES["llama"][0], dtype=torch.float32)
     for module in list(model.decoder.modules()):  # type: ignore[union-attr]
