@@ -42,6 +42,9 @@ class ReferenceModel(Transformer):
         if not isinstance(head, model_lib.heads.LanguageHead):
             return super().logits(hidden, indices)
         selected, slices = head.pre_logits(selected), []
+        output: Any = head.output  # a _PlainLinear
+        if output is not None and output.is_rounded:
+            selected = ops.quantized_linear.round_inputs(selected, output.matrix.format[1])
         weight = self.token_embedding if head.weight is None else head.weight
         for low in range(0, self.config.vocab_size, SLICE):
             rows = slice(low, low + SLICE)
@@ -90,6 +93,8 @@ def reference_model(model: Transformer, dtype: torch.dtype | None = None) -> Ref
         if isinstance(layer, ops.quantized_linear.QuantizedLinear)
     }
     reference.use_quantized(quantized)
+    if model.activation_bits is not None:
+        reference.round_activations(model.activation_bits)
     reference.load_state_dict({name: x.detach() for name, x in model.state_dict().items()}, assign=True)
     reference.compute_dtype = model.token_embedding.dtype if dtype is None else dtype
     reference.kernel = "reference"
@@ -119,8 +124,12 @@ class _PlainLinear(nn.Module):
         super().__init__()
         self.matrix = layer.matrix if isinstance(layer, ops.quantized_linear.QuantizedLinear) else None
         self.weight, self.bias, self.tiles = None if self.matrix else layer.weight, layer.bias, None
+        self.is_rounded = getattr(layer, "activation_bits", None) is not None  # its inputs are
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_rounded:
+            assert self.matrix is not None
+            x = ops.quantized_linear.round_inputs(x, self.matrix.format[1])
         weight = self.effective_weight() if self.matrix is None else self.matrix.dequantize(x.dtype)
         return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 

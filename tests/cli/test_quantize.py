@@ -278,6 +278,20 @@ def test_verify_compares_with_the_dequantized_model(
     assert faulty.code == 1 and "the joined product of decoder.layers.0.attention" in faulty.out
 
 
+def test_rounded_activations_are_verified_and_refused_without_quantized_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quantized(tmp_path, model_config(), 8, 8)
+    result = run(capsys, "verify", folder, "--activation-bits", "8", "--num-prompts", "3", "--json")
+    assert result.code == 0, result.err
+    plain, rounded = kvad.LLM.load(folder, max_seq_len=40), kvad.LLM.load(folder, max_seq_len=40, activation_bits=8)
+    assert plain.engine.cache_fingerprint("") != rounded.engine.cache_fingerprint("")
+    assert plain.score([[1, 2, 3]])[0] != rounded.score([[1, 2, 3]])[0]
+    for model, bits, message in (("model", 8, "the model has no int8 or int4 weights"), ("small", 4, "must be 8")):
+        with pytest.raises(ConfigError, match=message):
+            kvad.LLM.load(tmp_path / model, activation_bits=bits)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
