@@ -179,14 +179,19 @@ class DeviceOptions(Options):
     )  # fmt: skip
 
 
-class WeightOptions(DeviceOptions):
-    """Options for loading weights."""
+class ActivationOptions(DeviceOptions):
+    """Options for computing with quantized weights."""
 
-    adapter: Path | None = option("LoRA adapter, kvad's or PEFT's, to merge into the weights")
     activation_bits: int | None = option(
         "Round the inputs of int8 and int4 weights to BITS bits, which is faster: 8 [default: not rounded]",
         metavar="BITS",
     )
+
+
+class WeightOptions(ActivationOptions):
+    """Options for loading weights."""
+
+    adapter: Path | None = option("LoRA adapter, kvad's or PEFT's, to merge into the weights")
     compile: bool = option("Compile the layers with torch.compile instead of using the native CPU kernels")
     deterministic: bool = option("Make results independent of the batch (CPU only, slower)")
     rope_scaling: str | None = option(

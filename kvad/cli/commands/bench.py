@@ -21,6 +21,7 @@ from kvad.cli.fields import CommandGroup, Options, command, given_fields, option
 from kvad.cli.parameters import (
     INTEGERS,
     NUMBERS,
+    ActivationOptions,
     DeviceOptions,
     FormatOptions,
     JsonOption,
@@ -93,7 +94,7 @@ def _with_quick_defaults(options: OptionsT) -> OptionsT:
     return replace(options, **{name: QUICK[name] for name in names if source(name) is ParameterSource.DEFAULT})
 
 
-class _BenchOptions(ModelArgument, FormatOptions, DeviceOptions, _QuickOption, JsonOption):
+class _BenchOptions(ModelArgument, FormatOptions, ActivationOptions, _QuickOption, JsonOption):
     new_tokens: tuple[int, ...] | None = option(
         "Numbers of new tokens to time [default: 64,128,256,512, or what fits]", kind=INTEGERS
     )
@@ -123,7 +124,7 @@ def cache_command(options: _BenchOptions) -> None:
     _print(options, result, bench_lines(result), write_results)
 
 
-class _ProfileOptions(ModelArgument, FormatOptions, DeviceOptions, JsonOption):
+class _ProfileOptions(ModelArgument, FormatOptions, ActivationOptions, JsonOption):
     num_seqs: int = option("Number of sequences that decode together", 1)
     context: int = option("Tokens of each sequence before the first step; of an encoder-decoder: of its source", 128)
     new_tokens: int = option("Number of steps to measure", 64)
