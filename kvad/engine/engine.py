@@ -81,6 +81,7 @@ class Engine:
         cache = resolve_for_model(model.config, cache)
         self.model, self.tokenizer, self.cache, self.config = model, tokenizer, cache, config
         self.device = model.token_embedding.device
+        self._num_tokens = None if tokenizer is None else tokenizer.vocab_size  # ids below it are sampled
         if config.compile:
             _check_compile(model)
         sizing.check_policy(model.config, cache, deterministic=config.deterministic)
@@ -129,7 +130,12 @@ class Engine:
             )
             self._resources = resources.pop_all()
         self.runner = ModelRunner(
-            model, self.kv_cache, native=config.native, cuda_graphs=config.cuda_graphs, compile_layers=config.compile
+            model,
+            self.kv_cache,
+            native=config.native,
+            cuda_graphs=config.cuda_graphs,
+            compile_layers=config.compile,
+            num_tokens=self._num_tokens,
         )
         self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
         self.times = StepTimes()
@@ -311,8 +317,7 @@ class Engine:
         start = time.perf_counter()
         logits = self.runner.execute(output)
         sample_start = time.perf_counter()
-        num_tokens = None if self.tokenizer is None else self.tokenizer.vocab_size
-        results = sample_outputs(output, logits, num_tokens)
+        results = sample_outputs(output, logits, self._num_tokens, self.runner.best_tokens(logits))
         self.times.model += sample_start - start
         self.times.sample += time.perf_counter() - sample_start
         for index, reason in self.kv_cache.failed_rows([batch.num_seqs for batch in output.sub_batches]).items():

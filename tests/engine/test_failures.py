@@ -72,7 +72,7 @@ def test_all_requests_of_a_failed_step_get_the_error(monkeypatch: pytest.MonkeyP
 
 def test_a_token_unknown_to_the_tokenizer_fails_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sampler never chooses one; here it does."""
-    monkeypatch.setattr("kvad.engine.engine.sample_outputs", lambda output, logits, _: sample_outputs(output, logits))
+    monkeypatch.setattr("kvad.engine.engine.sample_outputs", lambda output, logits, *_: sample_outputs(output, logits))
     tokenizer = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
     llm = make(tokenizer=tokenizer)
     unknown = tokenizer.vocab_size + 1

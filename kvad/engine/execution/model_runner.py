@@ -220,8 +220,8 @@ class ModelRunner:
     kernels. ``native_reason`` says why the kernels are not used, once a step has run.
     On a GPU, ``fused`` computes decoders that it can, and ``graphs`` replays decoding steps: at most ``cuda_graphs``
     shapes.
-    ``input_seconds``: time spent so far on block operations and inputs. ``op_seconds``, if set, receives the time of
-    each operation of ``program`` (``NativeProgram.run``).
+    ``num_tokens``: ids below it are sampled (None: all). ``input_seconds``: time spent so far on block operations and
+    inputs. ``op_seconds``, if set, receives the time of each operation of ``program`` (``NativeProgram.run``).
     """
 
     def __init__(
@@ -232,6 +232,7 @@ class ModelRunner:
         native: bool = True,
         cuda_graphs: int = MAX_GRAPHS,
         compile_layers: bool = False,
+        num_tokens: int | None = None,
     ) -> None:
         self.model, self.cache = model, cache
         self.device = model.token_embedding.device
@@ -239,6 +240,7 @@ class ModelRunner:
         block_sizes = [group.block_size for group in cache.groups] if isinstance(cache, KVCache) else []
         self.buffers = InputBuffers(self.device, with_seq_lens=bool(short_lens), block_sizes=block_sizes)
         self._compile_layers, self._computed = compile_layers, model
+        self._num_tokens = num_tokens
         compile_reason = "the engine has compile=True" if compile_layers else ""
         self.native_reason = compile_reason or ("" if native else "the engine has native=False")
         self.program: NativeProgram | None = None
@@ -273,6 +275,8 @@ class ModelRunner:
         if not self._is_prepared or any(scheduled.start == 0 for scheduled in output.scheduled):
             self._update_kernels()
         if self.program is not None:
+            if self._num_tokens is not None:
+                self.program.num_tokens = self._num_tokens
             return self.program.run(model_input, self.op_seconds)
         if bucket is None:
             return self._forward(model_input)
@@ -280,6 +284,10 @@ class ModelRunner:
             self.graphs.clear()
             self._graph_key = key
         return self.graphs.run(bucket, model_input)[: len(output.scheduled)]
+
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """Return the best token of each row of ``execute``'s logits, if the kernels have found it."""
+        return None if self.program is None else self.program.best_tokens(logits)
 
     def _forward(self, model_input: ModelInput) -> Tensor:
         if self.fused is not None:

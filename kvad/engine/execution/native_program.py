@@ -663,6 +663,9 @@ class NativeProgram:
         self._groups, self._positions = builder.cache.groups, builder.cache.positions
         self._steps: dict[int, tuple[ModelInput, native.StepInput, list[object]]] = {}
         self._finalizer = weakref.finalize(self, library.free, self._program)
+        self.num_tokens = self._vocab_size  # ids below it are sampled
+        self._logits: weakref.ref[Tensor] | None = None  # of the last step
+        self._best = np.empty(0, dtype=np.int32)  # of each of its rows; -1 if a logit is not finite
 
     @property
     def variant(self) -> str:
@@ -699,7 +702,19 @@ class NativeProgram:
             if len(self._steps) >= MAX_STEPS:
                 self._steps.clear()
             known = self._steps[id(model_input)] = (model_input, *self._step(model_input))
-        return self._run(known[1], self._vocab_size, seconds)
+        step = known[1]
+        self._best = np.empty(step.num_logits, dtype=np.int32)
+        step.best, step.num_tokens = self._best.ctypes.data, self.num_tokens
+        logits = self._run(step, self._vocab_size, seconds)
+        self._logits = weakref.ref(logits)
+        return logits
+
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """Return the best token of each row of the last step's logits; None if these are others, or not finite."""
+        if self._logits is None or self._logits() is not logits or (self._best < 0).any():
+            return None
+        best: list[int] = self._best.tolist()
+        return best
 
     def _run(
         self, step: native.StepInput, width: int, seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None

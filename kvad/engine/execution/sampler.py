@@ -74,8 +74,13 @@ NO_ALLOWED_TOKEN = (
 
 
 @torch.inference_mode()
-def sample_outputs(output: SchedulerOutput, logits: Tensor, num_tokens: int | None = None) -> list[SequenceOutput]:
-    """Sample and score each scheduled sequence's share of the logits [N, V]; ids below ``num_tokens`` are sampled."""
+def sample_outputs(
+    output: SchedulerOutput, logits: Tensor, num_tokens: int | None = None, best: Sequence[int] | None = None
+) -> list[SequenceOutput]:
+    """Sample and score each scheduled sequence's share of the logits [N, V].
+
+    ``num_tokens``: ids below it are sampled. ``best``: the best of them in each row, if it is known; all are finite.
+    """
     scored: dict[int, SequenceOutput] = {}  # index of a scheduled sequence -> scores of its prompt tokens
     sampled: dict[int, int] = {}  # index of a scheduled sequence -> index of its sampled logits
     stop = 0
@@ -86,7 +91,10 @@ def sample_outputs(output: SchedulerOutput, logits: Tensor, num_tokens: int | No
         if stop - is_sampled > start:
             scored[index] = _score_span(output.scheduled[index], logits[start : stop - is_sampled])
     sequences = [output.scheduled[index].sequence for index in sampled]
-    new_results = _sample_in_parts(_select(logits, list(sampled.values())), sequences, num_tokens)
+    if best is not None and all(_is_greedy(seq.sampling_params) for seq in sequences):
+        new_results = [SequenceOutput(best[row]) for row in sampled.values()]
+    else:
+        new_results = _sample_in_parts(_select(logits, list(sampled.values())), sequences, num_tokens)
     if len(sampled) == len(output.scheduled) and not scored:
         return new_results
     results = [scored.get(index, SequenceOutput()) for index in range(len(output.scheduled))]

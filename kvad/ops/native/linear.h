@@ -58,6 +58,50 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
     }
 }
 
+// The best logit of some columns of a row, the first of equal ones; index -1 if one is not finite.
+struct Best {
+  float value;
+  int32_t index;
+};
+inline Best best_logit(const float* logits, int64_t low, int64_t high, int64_t num_tokens) {
+  F top = all(-INFINITY), defect = F{};
+  I at = I{} - 1, column = I{};
+  for (int i = 0; i < LANES; i++) column[i] = i;
+  Best best = {-INFINITY, INT32_MAX};
+  float rest = 0;
+  int64_t c = low;
+  for (; c + LANES <= high && c + LANES <= num_tokens; c += LANES) {
+    const F x = load(logits + c);
+    const I better = x > top;
+    top = better ? x : top, at = better ? column + int32_t(c) : at, defect += x * 0.0f;
+  }
+  for (int i = 0; i < LANES; i++)
+    if (at[i] >= 0 && (top[i] > best.value || (top[i] == best.value && at[i] < best.index))) best = {top[i], at[i]};
+  for (; c < high; c++) {
+    rest += logits[c] * 0.0f;
+    if (c < num_tokens && logits[c] > best.value) best = {logits[c], int32_t(c)};
+  }
+  if (!(sum(defect) + rest == 0)) best.index = -1;
+  return best;
+}
+
+// Find the best token of each row: every thread in its share of the columns, then the first thread among theirs.
+inline void find_best(const Run& run, int64_t size) {
+  const Step& step = run.step;
+  Best* found = reinterpret_cast<Best*>(run.shared);  // [rows, threads]
+  for (int64_t row = 0; row < step.num_logits; row++)
+    found[row * run.team.size + run.thread] = best_logit(step.logits + row * size, run.low(size), run.high(size), step.num_tokens);
+  run.team.wait();
+  for (int64_t row = 0; run.thread == 0 && row < step.num_logits; row++) {
+    Best best = found[row * run.team.size];
+    for (int i = 1; i < run.team.size && best.index >= 0; i++) {
+      const Best& other = found[row * run.team.size + i];
+      if (other.index < 0 || other.value > best.value) best = other;
+    }
+    step.best[row] = best.index == INT32_MAX ? -1 : best.index;
+  }
+}
+
 template <class T> void norm_row(const Op& op, const float* x, const float* weight, const float* bias, T* out) {
   const int width = op.k;
   F mean = F{}, factor = all(op.scale);

@@ -73,7 +73,8 @@ Sizes sizes(const Model& model, const Step& step, int threads) {
       result.shared = bytes > result.shared ? bytes : result.shared;
     }
   }
-  result.own = round_up(result.own, 4096);
+  const int64_t found = step.num_logits * threads * sizeof(Best);
+  result.own = round_up(result.own, 4096), result.shared = found > result.shared ? found : result.shared;
   return result;
 }
 
@@ -99,6 +100,7 @@ void run_thread(const Model& model, const Step& step, const Sizes& memory, Team&
     team.wait();
     if (step.seconds && thread == 0) step.seconds[i] += end - start, step.seconds[model.num_ops] += now() - end;
   }
+  if (step.best) find_best(run, model.ops[model.num_ops - 1].n);
 }
 
 }  // namespace

@@ -66,6 +66,8 @@ struct Step {
   const int64_t *token_ids, *positions, *logit_indices, *seq_lens;  // seq_lens [T], or null
   const Group* groups;
   float* logits;    // [num_logits, V]
+  int64_t num_tokens;  // the first ids, which may be sampled
+  int32_t* best;  // [num_logits]: of them the first one with the largest logit; -1 if a logit is not finite; null: not found
   double* seconds;  // [num_ops + 1] of the first thread in each operation, then waiting for others; null: not measured
 };
 

@@ -148,6 +148,51 @@ def test_rounded_activations(
     assert typical(plain[0]) > 1e-3
 
 
+@pytest.mark.parametrize("variant", native.runnable_variants())
+@pytest.mark.parametrize("num_tokens", [None, 1, 17, VOCAB - 3])
+def test_the_best_tokens_are_those_of_the_logits(
+    variant: str, num_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
+    model = build(replace(model_config("rope"), tie_embeddings=False), dtype=torch.float32)
+    with torch.no_grad():
+        model.head.weight[[7, 20]] = model.head.weight[50] = 5 * model.head.weight[50]  # ties
+    engine = Engine(model, CacheConfig(max_seq_len=64, max_num_seqs=8), EngineConfig())
+    engine.runner._num_tokens = num_tokens
+    execute, steps = engine.runner.execute, list[Tensor]()
+
+    def compared(output: Any) -> Tensor:
+        logits = execute(output)
+        best, rows = engine.runner.best_tokens(logits), logits[:, :num_tokens].numpy()
+        assert best == rows.argmax(-1).tolist() and engine.runner.best_tokens(logits.clone()) is None
+        steps.append(logits.clone())
+        return steps[-1]
+
+    engine.runner.execute = compared  # type: ignore[method-assign]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for prompt in PROMPTS:
+                engine.add_request(prompt, SamplingParams(max_tokens=4, temperature=0.0))
+            while not engine.idle:
+                engine.step()
+    finally:
+        torch.set_num_threads(before)
+    assert len(steps) >= 8 and any(int(row.argmax()) == 7 for step in steps for row in step)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_have_no_best_token(value: float) -> None:
+    model = build(replace(model_config("rope"), tie_embeddings=False), dtype=torch.float32)
+    with torch.no_grad():
+        model.head.weight[VOCAB - 1] = value
+    engine = Engine(model, CacheConfig(max_seq_len=64, max_num_seqs=8), EngineConfig())
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, temperature=0.0))
+    (chunk,) = engine.step()
+    assert engine.runner.program is not None and chunk.error is not None and "NaN or infinite" in chunk.error
+
+
 def quantize(model: Transformer, bits: int, group_size: int, half: bool) -> int:
     """Quantize the layers whose width the groups divide; return their number."""
     count = 0
