@@ -93,7 +93,11 @@ class EngineClient:
     def cancel(self, handles: Sequence[RequestHandle]) -> None:
         """Abort the rest of requests. May be called from anywhere, also from a finalizer during a step."""
         self._cancelled.extend(handle.request for handle in handles)
-        if self.lock.acquire(blocking=False):
+        self._abort_when_free()
+
+    def _abort_when_free(self) -> None:
+        """Abort cancelled requests, unless another thread has the lock: it does so before its last return."""
+        while self._cancelled and self.lock.acquire(blocking=False):
             try:
                 self._abort_cancelled()
             finally:
@@ -107,6 +111,7 @@ class EngineClient:
     def forget(self, request: int) -> None:
         with self.lock:
             self._chunk_queues.pop(request, None)
+        self._abort_when_free()
 
     def check_open(self) -> None:
         if self._closed:
