@@ -166,7 +166,9 @@ class Program {
     int64_t* indices = array<int64_t>(num_logits);
     for (int64_t i = 0; i < num_logits; i++) indices[i] = tokens - 1 - 2 * i;
     float* logits = array<float>(num_logits * VOCABULARY);
-    step = {tokens, num_logits, 1, ids, positions, indices, lens, &group, logits, nullptr};
+    int32_t* best = array<int32_t>(num_logits);
+    step = {tokens, num_logits, 1, ids, positions, indices, lens, &group, logits, VOCABULARY - 5, best, nullptr};
+    written.emplace_back(reinterpret_cast<char*>(best), num_logits * 4);
     written.emplace_back(reinterpret_cast<char*>(step.logits), num_logits * VOCABULARY * 4);
     written.emplace_back(reinterpret_cast<char*>(group.positions), blocks * group.block_size * 8);
   }
@@ -221,6 +223,7 @@ class Program {
       return op;
     }
     op.bits = weights.bits, op.quantized_group = weights.group, op.half_scales = scale_bytes == 2;
+    op.activation_bits = index % 5 < 2 ? 8 : 0;
     std::vector<const uint8_t*> data;
     std::vector<const char*> scales[2];  // and minima
     for (int row = 0; row < n; row++) {
