@@ -114,7 +114,7 @@ def main() -> None:
         parser.error(f"--steps must be more than {WARM_STEPS}")
     if options.rank is not None:
         run_rank(options)
-        return
+        os._exit(0)  # the result is printed; gloo's threads may still run while the interpreter exits
     for mesh in MESHES:
         with tempfile.TemporaryDirectory() as folder:
             given = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in sizes]
