@@ -54,10 +54,13 @@ class WeightsComparison(NamedTuple):
 
 @torch.inference_mode()
 def compare_weights(
-    before: Transformer, after: Transformer, windows: Iterable[Ints], tick: Callable[[int], None] = lambda tokens: None
-) -> WeightsComparison:
-    """Compare two decoders on windows of tokens; DataError if there are none."""
-    losses, divergence, count = [0.0, 0.0], 0.0, 0
+    before: Transformer,
+    changed: Sequence[Transformer],
+    windows: Iterable[Ints],
+    tick: Callable[[int], None] = lambda tokens: None,
+) -> list[WeightsComparison]:
+    """Compare decoders with the one before they were changed, on windows of tokens; DataError if there are none."""
+    losses, divergences, count = [0.0] * (1 + len(changed)), [0.0] * len(changed), 0
     no_cache = NoCache(before.config)
     for window in windows:
         ids = torch.from_numpy(window)
@@ -65,16 +68,20 @@ def compare_weights(
         model_input = ModelInput(ids, indices, (SubBatch(1, len(ids), len(ids)),), indices[:-1])
         scores = [
             model.logits(model(model_input, no_cache), indices[:-1]).double().log_softmax(-1)
-            for model in (before, after)
+            for model in (before, *changed)
         ]
         for index, each in enumerate(scores):
             losses[index] -= float(each.gather(1, ids[1:, None]).sum())
-        divergence += float((scores[0].exp() * (scores[0] - scores[1])).sum())
+        for index, each in enumerate(scores[1:]):
+            divergences[index] += float((scores[0].exp() * (scores[0] - each)).sum())
         count += len(ids) - 1
         tick(count)
     if not count:
         raise DataError("these texts have no targets: they are too short")
-    return WeightsComparison(losses[0] / count, losses[1] / count, divergence / count, count)
+    return [
+        WeightsComparison(losses[0] / count, loss / count, divergence / count, count)
+        for loss, divergence in zip(losses[1:], divergences, strict=True)
+    ]
 
 
 def text_windows(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> Iterator[Ints]:

@@ -266,14 +266,12 @@ def quantize_command(options: _QuantizeOptions) -> None:
         ]
         if windows is not None:
             count = sum(len(window) - 1 for window in windows)
-            loss, rounded = (
-                evaluation.objectives.compare_weights(
-                    checkpoint.loader.load_weights(opened),
-                    checkpoint.loader.load_weights(checkpoint.open_checkpoint(out), activation_bits=activation_bits),
-                    windows,
-                    lambda tokens: progress.update("measuring the loss", tokens, count),
-                )
-                for activation_bits in (None, 8)
+            load, small = checkpoint.loader.load_weights, checkpoint.open_checkpoint(out)
+            loss, rounded = evaluation.objectives.compare_weights(
+                load(opened),
+                [load(small), load(small, activation_bits=8)],
+                windows,
+                lambda tokens: progress.update("measuring the loss", tokens, count),
             )
             read = f"{format_count(loss.tokens, 'token')} of {options.data}"
             before, after = math.exp(loss.loss_before), math.exp(loss.loss_after)
