@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvad import cache as cache_lib
-from kvad import checkpoint, parallel
+from kvad import checkpoint, ops, parallel
 from kvad.cache import CacheConfig
 from kvad.cache.device import KVCache
 from kvad.config import attention_specs
@@ -177,6 +177,9 @@ def check_mesh(model: Transformer, mesh: parallel.Mesh | None, config: EngineCon
         raise ConfigError(f"deterministic: is not supported on a mesh of {mesh}, which splits sums between ranks")
     if config.compile:
         raise ConfigError(f"compile: is not supported on a mesh of {mesh}", "Omit it.")
+    if any(isinstance(layer, ops.quantized_linear.QuantizedLinear) for layer in model.modules()):
+        message = f"weights: int8 and int4 are not supported on a mesh of {mesh}"
+        raise ConfigError(message, "Give the original checkpoint.")
     device = model.token_embedding.device
     if device.type != "cpu":
         raise UsageError(f"--device: must be cpu with --mesh {mesh}, whose ranks are processes here, got {device}")

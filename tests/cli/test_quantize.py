@@ -287,6 +287,8 @@ def test_rounded_activations_are_verified_and_refused_without_quantized_weights(
     plain, rounded = kvad.LLM.load(folder, max_seq_len=40), kvad.LLM.load(folder, max_seq_len=40, activation_bits=8)
     assert plain.engine.cache_fingerprint("") != rounded.engine.cache_fingerprint("")
     assert plain.score([[1, 2, 3]])[0] != rounded.score([[1, 2, 3]])[0]
+    divided = run(capsys, "verify", folder, "--mesh", "1x2")
+    assert divided.code == 2 and "weights: int8 and int4 are not supported on a mesh of 1x2" in divided.err
     for model, bits, message in (("model", 8, "the model has no int8 or int4 weights"), ("small", 4, "must be 8")):
         with pytest.raises(ConfigError, match=message):
             kvad.LLM.load(tmp_path / model, activation_bits=bits)
