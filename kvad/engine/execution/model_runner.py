@@ -275,8 +275,6 @@ class ModelRunner:
         if not self._is_prepared or any(scheduled.start == 0 for scheduled in output.scheduled):
             self._update_kernels()
         if self.program is not None:
-            if self._num_tokens is not None:
-                self.program.num_tokens = self._num_tokens
             return self.program.run(model_input, self.op_seconds)
         if bucket is None:
             return self._forward(model_input)
@@ -328,6 +326,8 @@ class ModelRunner:
             self.native_reason = program
         else:
             self.program = program
+            if self._num_tokens is not None:
+                program.num_tokens = self._num_tokens
 
     @torch.inference_mode()
     def encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> tuple[Tensor, ModelInput]:
