@@ -21,12 +21,19 @@ if TYPE_CHECKING:
     from kvad.config import register
     from kvad.errors import KvadError
     from kvad.llm import LLM
+    from kvad.server import AsyncLLM
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "KvadError", "__version__", "plan", "register", "train", "verify"]
+__all__ = ["LLM", "AsyncLLM", "KvadError", "__version__", "plan", "register", "train", "verify"]
 
-_HOMES = {"LLM": "kvad.llm", "KvadError": "kvad.errors", "register": "kvad.config", "plan": "kvad.api"}
+_HOMES = {
+    "LLM": "kvad.llm",
+    "AsyncLLM": "kvad.server",
+    "KvadError": "kvad.errors",
+    "register": "kvad.config",
+    "plan": "kvad.api",
+}
 _CALLABLE_PACKAGES = ("train", "verify")
 
 

@@ -77,10 +77,10 @@ class LLM:
         engine_config = dataclasses.replace(engine_config, stop_tokens=stop_tokens)
         self.engine = Engine(self.model, cache_config, engine_config, tokenizer=tokenizer)
         self.texts = PromptEncoder(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
-        self._client = engine_lib.client.EngineClient(self.engine)
+        self.client = engine_lib.client.EngineClient(self.engine)
         self._kind = model.config.kind
-        self._requests = engine_lib.submission.RequestSubmitter(self._client, self.texts)
-        self._tasks = engine_lib.encoder_tasks.EncoderTasks(self._client, self.texts)
+        self._requests = engine_lib.submission.RequestSubmitter(self.client, self.texts)
+        self._tasks = engine_lib.encoder_tasks.EncoderTasks(self.client, self.texts)
 
     @staticmethod
     def load(
@@ -189,8 +189,8 @@ class LLM:
             RequestError: If a prompt or an option cannot be served.
             NumericalError: If logits are NaN or infinite.
         """
-        submit = self._requests.generation(sampling_params, settings)
-        results: Completion | list[Completion] = self._client.run_each(prompts, submit, RequestHandle.result, progress)
+        submit = self._requests.submitter(self._requests.generation(sampling_params, settings))
+        results: Completion | list[Completion] = self.client.run_each(prompts, submit, RequestHandle.result, progress)
         return results
 
     def chat(
@@ -233,11 +233,11 @@ class LLM:
         self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
     ) -> Generator[StreamChunk, None, None]:
         """Yield chunks of one prompt's samples; closing the iterator aborts the rest."""
-        handle = self._requests.generation(sampling_params, settings)(prompt)
+        handle = self._requests.submitter(self._requests.generation(sampling_params, settings))(prompt)
         try:
             yield from handle.chunks()
         finally:
-            self._client.cancel([handle])
+            self.client.cancel([handle])
 
     def session(
         self, name: str | Path | None = None, folder: str | Path | None = None, *, cache_salt: str | None = None
@@ -254,7 +254,7 @@ class LLM:
             UsageError: If the name is invalid.
             StorageError: If the file is damaged or belongs to another model or cache.
         """
-        self._client.check_open()
+        self.client.check_open()
         path = name if isinstance(name, Path) else None
         if isinstance(name, str):
             directory = sessions.directory.default_session_dir() if folder is None else Path(folder)
@@ -262,7 +262,7 @@ class LLM:
             sessions.directory.remove_session_leftovers(path.parent)
         session_name = name if isinstance(name, str) else "" if path is None else path.stem
         session = Session(
-            self._client,
+            self.client,
             self.texts,
             self._requests.resolve_sampling,
             path=path,
@@ -301,10 +301,9 @@ class LLM:
             source_language: Language of the encoder input.
             cache_salt: Cached blocks are shared only with requests of the same salt.
         """
-        submit = self._requests.scoring(
-            encoder_input, source_language, top_logprobs=top_logprobs, cache_salt=cache_salt
-        )
-        results: output.TextScore | list[output.TextScore] = self._client.run_each(
+        build = self._requests.scoring(encoder_input, source_language, top_logprobs=top_logprobs, cache_salt=cache_salt)
+        submit = self._requests.submitter(build, scores=True)
+        results: output.TextScore | list[output.TextScore] = self.client.run_each(
             texts, submit, engine_lib.submission.read_score
         )
         return results
@@ -319,7 +318,7 @@ class LLM:
         For an encoder-decoder, ``tokens`` are the target's; for an encoder, the head's output is returned: [T, V], [T,
         labels], or [labels] or [E] if the head pools the text.
         """
-        self._client.check_open()
+        self.client.check_open()
         self._requests.check_encoder_input(encoder_input)
         if self._kind == "decoder":
             model_input = self._model_input(self.texts.encode_prompt(tokens, whole=True))
@@ -408,12 +407,12 @@ class LLM:
         cached: bool = False,
     ) -> ForwardTrace:
         """Return tensors of layers and heads; ``cached``: from a paged cache of this call. Other requests wait."""
-        self._client.check_open()
+        self.client.check_open()
         if self._kind != "decoder":
             raise RequestError(f"tracing an {self._kind} is not supported", "Trace a decoder.")
         tokens = self.texts.encode_prompt(prompt, whole=True)
         pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
-        with self._client.lock:  # the trace hooks the model itself
+        with self.client.lock:  # the trace hooks the model itself
             return engine_lib.trace_forward(self.model, tokens, pieces, layers=layers, heads=heads, cached=cached)
 
     # ------------------------------------------------------------ tokens and options
@@ -434,7 +433,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the pool. Later calls raise EngineError; closing twice is allowed."""
-        self._client.close()
+        self.client.close()
 
     def __repr__(self) -> str:
         parameters, cache = sum(parameter.numel() for parameter in self.model.parameters()), self.engine.cache

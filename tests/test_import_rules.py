@@ -212,7 +212,7 @@ def test_every_public_name_of_a_door_loads(package):
 
 
 def test_public_names_of_kvad():
-    assert kvad.__all__ == ["LLM", "KvadError", "__version__", "plan", "register", "train", "verify"]
+    assert kvad.__all__ == ["LLM", "AsyncLLM", "KvadError", "__version__", "plan", "register", "train", "verify"]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         kvad.nothing  # noqa: B018
 

@@ -93,7 +93,9 @@ def test_timings_do_not_include_waiting_for_the_result(llm, monkeypatch):
     steps = llm.engine.scheduler.stats
     monkeypatch.setattr(llm.engine.scheduler, "_clock", lambda: float(steps().steps))
     collectors = [
-        llm._requests.generation(SamplingParams(max_tokens=n, temperature=0, ignore_eos=True), {})(PROMPT)
+        llm._requests.submitter(
+            llm._requests.generation(SamplingParams(max_tokens=n, temperature=0, ignore_eos=True), {})
+        )(PROMPT)
         for n in (40, 4)
     ]
     long, short = (collector.result().timings for collector in collectors)
@@ -400,7 +402,7 @@ def test_closing_a_stream_cancels_the_request(llm):
     next(stream)
     assert llm.engine.kv_cache_manager.stats().used[0] > 0 and not llm.engine.idle
     stream.close()
-    assert llm.engine.kv_cache_manager.stats().used == (0,) and llm.engine.idle and not llm._client._chunk_queues
+    assert llm.engine.kv_cache_manager.stats().used == (0,) and llm.engine.idle and not llm.client._chunk_queues
     llm.engine.scheduler.check()
 
 
@@ -438,7 +440,7 @@ def test_threads_share_one_engine(llm):
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(generate_one, range(12))) == expected
-    assert llm.engine.idle and not llm._client._chunk_queues
+    assert llm.engine.idle and not llm.client._chunk_queues
     llm.engine.scheduler.check()
 
 
@@ -596,13 +598,13 @@ def test_invalid_requests_are_refused(llm, prompt, options, message):
         with pytest.raises(RequestError) as caught:
             call(prompt, **options)
         assert message in caught.value.message
-    assert llm.engine.idle and not llm._client._chunk_queues
+    assert llm.engine.idle and not llm.client._chunk_queues
 
 
 def test_invalid_prompt_cancels_the_whole_call(llm):
     with pytest.raises(RequestError):
         llm.generate(["a", "x" * 200, "b"], max_tokens=4)
-    assert llm.engine.idle and not llm._client._chunk_queues and llm.engine.kv_cache_manager.stats().used == (0,)
+    assert llm.engine.idle and not llm.client._chunk_queues and llm.engine.kv_cache_manager.stats().used == (0,)
 
 
 @pytest.mark.parametrize(
@@ -641,5 +643,5 @@ def test_nan_is_an_error_and_the_next_call_works(folder):
         with torch.no_grad():
             llm.model.embedding.tokens.weight[120] = row
         assert llm.generate("ok", max_tokens=3, temperature=0).tokens == expected
-        assert llm.engine.idle and not llm._client._chunk_queues
+        assert llm.engine.idle and not llm.client._chunk_queues
         llm.engine.scheduler.check()

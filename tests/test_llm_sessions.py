@@ -225,7 +225,7 @@ def test_names_and_paths(llm, tmp_path, monkeypatch):
 def test_failing_disk(llm, tmp_path):
     def session_of(disk):
         session_files = Session(
-            llm._client, llm.texts, llm._requests.resolve_sampling, path=tmp_path / "trip.session", fs=disk
+            llm.client, llm.texts, llm._requests.resolve_sampling, path=tmp_path / "trip.session", fs=disk
         )
         session_files.generate("hello", **GREEDY)
         return session_files

@@ -50,6 +50,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {  # title -> name -> ("file of 
         "demo": ("demo:demo_command", "Train a small model on this machine, generate from it and verify its cache."),
         "generate": ("generate:generate_command", "Continue prompts."),
         "chat": ("chat:chat_command", "Chat with a model."),
+        "serve": ("serve:serve_command", "Serve a model over HTTP, with OpenAI's API and a web page."),
         "translate": ("batch:translate_command", "Translate lines of text."),
         "embed": ("batch:embed_command", "Compute a vector for each line."),
         "classify": ("batch:classify_command", "Assign a label to each line."),
@@ -105,14 +106,14 @@ FOREIGN_COMMANDS = {
     "list": "use kvad inspect MODEL, or kvad plan --list-models",
     "show": "use kvad inspect MODEL",
     "finetune": "use kvad train DATA --init MODEL --lora-rank RANK --out FOLDER",
-    "serve": "serving is not available yet; use kvad generate, kvad chat, or kvad.LLM in Python",
 }
 
 # Options of other tools, with the option of the same meaning.
 FOREIGN_OPTIONS = {
     "--learning-rate": "--lr", "--epochs": "--steps", "--n-predict": "--max-tokens", "--context": "--max-seq-len",
     "--ctx-size": "--max-seq-len", "--max-model-len": "--max-seq-len", "--gpu-memory-utilization": "--memory",
-    "--kv-cache-dtype": "--cache-dtype", "--eviction": "--policy",
+    "--kv-cache-dtype": "--cache-dtype", "--eviction": "--policy", "--served-model-name": "--model-name",
+    "--api-key": "--api-key-file",
 }  # fmt: skip
 
 _EXTRAS = {
@@ -121,6 +122,7 @@ _EXTRAS = {
     "transformers": "oracle",
     "sacrebleu": "eval",
     "tensorboard": "tensorboard",
+    **dict.fromkeys(("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client"), "server"),
 }
 
 _OS_ERRORS = {

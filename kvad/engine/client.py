@@ -37,6 +37,7 @@ class EngineClient:
         self.lock = threading.Lock()
         self._chunk_queues: dict[int, deque[StreamChunk]] = {}
         self._cancelled: deque[int] = deque()  # requests to abort; a finalizer may run during a step
+        self.on_chunk: Callable[[StreamChunk], None] | None = None  # gets the chunks of requests without a handle
         self._closed = False
 
     def submit(self, queue: Callable[[], int], sampling_params: SamplingParams, token_ids: list[int]) -> RequestHandle:
@@ -83,12 +84,24 @@ class EngineClient:
                 chunk_queue = self._chunk_queues[request]
                 if chunk_queue:
                     return chunk_queue.popleft()
-                chunks = self.engine.step()
-                if not chunks and self.engine.idle:
+                if not self._run_step() and self.engine.idle:
                     raise EngineError(f"request {request} ended without a final chunk", "This is a bug in kvad.")
-                for chunk in chunks:
-                    if chunk.request in self._chunk_queues:
-                        self._chunk_queues[chunk.request].append(chunk)
+
+    def step(self) -> None:
+        """Run one engine step and distribute its chunks."""
+        with self.lock:
+            self.check_open()
+            self._abort_cancelled()
+            self._run_step()
+
+    def _run_step(self) -> list[StreamChunk]:
+        chunks = self.engine.step()
+        for chunk in chunks:
+            if chunk.request in self._chunk_queues:
+                self._chunk_queues[chunk.request].append(chunk)
+            elif self.on_chunk is not None:
+                self.on_chunk(chunk)
+        return chunks
 
     def cancel(self, handles: Sequence[RequestHandle]) -> None:
         """Abort the rest of requests. May be called from anywhere, also from a finalizer during a step."""

@@ -84,7 +84,7 @@ class Session:
             RequestError: If the turn cannot be served; the session is then unchanged.
         """
         tokens, source = self._prompt(text, encoder_input)
-        handle = self._begin(tokens, source, sampling_params, options)
+        handle = self.begin_turn(tokens, source, sampling_params, options)
         return assemble_completion(list(self._run(handle, source)), handle.sampling_params, len(tokens), handle.metrics)
 
     def stream(
@@ -118,7 +118,7 @@ class Session:
     def _stream_turn(
         self, tokens: list[int], source: list[int] | None, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> Generator[StreamChunk, None, None]:
-        yield from self._run(self._begin(tokens, source, params, options), source)
+        yield from self._run(self.begin_turn(tokens, source, params, options), source)
 
     def _run(self, handle: RequestHandle, source: list[int] | None) -> Generator[StreamChunk, None, None]:
         """Yield a turn's chunks, and append them to the session unless there was an error."""
@@ -128,12 +128,12 @@ class Session:
                 chunks.append(chunk)
                 yield chunk
         except GeneratorExit:
-            self._end(handle, source, chunks)
+            self.end_turn(handle, source, chunks)
             raise
         except BaseException:
             self._client.cancel([handle])
             raise
-        self._end(handle, source, chunks)
+        self.end_turn(handle, source, chunks)
 
     def save(self, path: Path | None = None, *, overwrite: bool = False, **metadata: Any) -> int:
         """Write the session to its file or to ``path``, durably, and return the number of bytes.
@@ -250,9 +250,14 @@ class Session:
         tokens = encoder.encode_target(text or None) if is_encoder_decoder else encoder.encode_prompt(text)
         return tokens, encoder_tokens
 
-    def _begin(
+    def begin_turn(
         self, tokens: list[int], source: list[int] | None, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> RequestHandle:
+        """Submit the whole text ``tokens`` with the encoder input ``source``; ``end_turn`` takes its chunks.
+
+        Raises:
+            RequestError: If the turn cannot be served; the session is then unchanged.
+        """
         resolved = self._resolve_sampling(params, dict(options))
         if resolved.seed is None and resolved.uses_seed:
             resolved = replace(resolved, seed=self.seed).with_seed()
@@ -286,7 +291,8 @@ class Session:
         )
         return self._client.submit(partial(queue, tokens, sampling_params), sampling_params, tokens)
 
-    def _end(self, handle: RequestHandle, source: list[int] | None, chunks: Sequence[StreamChunk]) -> None:
+    def end_turn(self, handle: RequestHandle, source: list[int] | None, chunks: Sequence[StreamChunk]) -> None:
+        """Append a turn's tokens to the session, also of one that was cancelled."""
         metrics, tokenizer = handle.metrics, self._prompt_encoder.tokenizer
         self.reused, self.missed = metrics.num_cached_tokens, metrics.resume_miss_reason
         if chunks and chunks[-1].finish_reason is not None and self._keeps_state:

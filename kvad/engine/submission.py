@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvad.engine.client import EngineClient, PromptEncoder, RequestHandle
 from kvad.engine.options import GenerateOptions, PromptInput, resolve_sampling, supported_tasks
-from kvad.engine.output import TextScore
+from kvad.engine.output import Completion, TextScore
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError
 
 Submit = Callable[[PromptInput], RequestHandle]
+Build = Callable[[PromptInput], "Submission"]
 
 
-class RequestSubmitter:
-    """Builds the functions that submit one prompt of a call."""
+class Submission(NamedTuple):
+    """Arguments of ``Engine.add_request`` for one prompt; plain values, also for another process."""
 
-    def __init__(self, client: EngineClient, prompt_encoder: PromptEncoder) -> None:
-        self._client, self._engine, self._prompts = client, client.engine, prompt_encoder
-        self._kind = client.engine.model.config.kind
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    encoder_token_ids: list[int] | None = None
+    cache_salt: str = ""
+    draw_salt: int = 0
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The tokens that are counted as the prompt: those of the encoder input, if there is one."""
+        return self.prompt_token_ids if self.encoder_token_ids is None else self.encoder_token_ids
+
+
+class SubmissionBuilder:
+    """Builds the functions that turn one prompt of a call into a ``Submission``; nothing is queued."""
+
+    def __init__(self, prompt_encoder: PromptEncoder) -> None:
+        self._prompts, self._config = prompt_encoder, prompt_encoder.config
+        self._kind = prompt_encoder.config.kind
 
     def resolve_sampling(self, sampling_params: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
         """Return the given SamplingParams, or ``fields`` over the checkpoint's defaults."""
@@ -37,8 +53,8 @@ class RequestSubmitter:
             raise RequestError(f"sampling_params= and {name}= are both given", "Set it in the SamplingParams.")
         return sampling_params
 
-    def generation(self, sampling_params: SamplingParams | None, settings: GenerateOptions) -> Submit:
-        """Return the function that submits a prompt to be continued with these settings."""
+    def generation(self, sampling_params: SamplingParams | None, settings: GenerateOptions) -> Build:
+        """Return the function that builds the submission of a prompt to be continued with these settings."""
         fields: dict[str, Any] = dict(settings)
         target_prefix, language = fields.pop("target_prefix", None), fields.pop("language", None)
         source_language, cache_salt = fields.pop("source_language", None), fields.pop("cache_salt", "")
@@ -48,7 +64,7 @@ class RequestSubmitter:
             params = self._with_language(params, language, fields, target_prefix)
         if self._kind == "encoder":
             message = "this model is an encoder and cannot continue a text"
-            raise RequestError(message, supported_tasks(self._engine.model.config))
+            raise RequestError(message, supported_tasks(self._config))
         is_encoder_decoder, start = self._kind == "encoder-decoder", list[int]()
         if is_encoder_decoder:
             target_prefix = None if target_prefix == "" else target_prefix
@@ -60,16 +76,14 @@ class RequestSubmitter:
             raise RequestError(message, "Put the text into the prompt.")
         num_equal = Counter[tuple[int, ...]]()
 
-        def submit(prompt: PromptInput) -> RequestHandle:
+        def build(prompt: PromptInput) -> Submission:
             source = self._prompts.encode_source(prompt, source_language) if is_encoder_decoder else None
-            tokens = self._prompts.encode_prompt(prompt) if source is None else source  # counted as the prompt
+            tokens = self._prompts.encode_prompt(prompt) if source is None else source
             salt = num_equal[tuple(tokens)] if draw_salt is None else draw_salt
             num_equal[tuple(tokens)] += 1
-            queue = partial(self._engine.add_request, tokens if source is None else start, encoder_token_ids=source)
-            queue = partial(queue, sampling_params=params, cache_salt=cache_salt, draw_salt=salt)
-            return self._client.submit(queue, params, tokens)
+            return Submission(tokens if source is None else start, params, source, cache_salt, salt)
 
-        return submit
+        return build
 
     def _with_language(
         self, params: SamplingParams, language: str, fields: Mapping[str, Any], target_prefix: PromptInput | None
@@ -84,8 +98,8 @@ class RequestSubmitter:
 
     def scoring(
         self, encoder_input: PromptInput | None, source_language: str | None, *, top_logprobs: int, cache_salt: str
-    ) -> Submit:
-        """Return the function that submits a text to be scored (``LLM.score``)."""
+    ) -> Build:
+        """Return the function that builds the submission of a text to be scored (``LLM.score``)."""
         if self._kind == "encoder-decoder" and encoder_input is None:
             message = "encoder_input: this model scores targets of an encoder input"
             raise RequestError(message, "Give the text that the targets answer.")
@@ -93,20 +107,43 @@ class RequestSubmitter:
         source = None if encoder_input is None else self._prompts.encode_source(encoder_input, source_language)
         sampling_params = SamplingParams(max_tokens=0, prompt_logprobs=top_logprobs)
 
-        def submit(text: PromptInput) -> RequestHandle:
+        def build(text: PromptInput) -> Submission:
             tokens = self._prompts.encode_prompt(text) if source is None else self._prompts.encode_target(text)
-            queue = partial(self._engine.add_request, tokens, sampling_params, cache_salt=cache_salt)
-            return self._client.submit(partial(queue, encoder_token_ids=source), sampling_params, tokens)
+            return Submission(tokens, sampling_params, source, cache_salt)
 
-        return submit
+        return build
 
     def check_encoder_input(self, encoder_input: PromptInput | None) -> None:
         if encoder_input is not None and self._kind != "encoder-decoder":
             raise RequestError("encoder_input: this model has no encoder input", "Omit encoder_input=.")
 
 
+class RequestSubmitter(SubmissionBuilder):
+    """Submits what the builder builds to an engine in this process."""
+
+    def __init__(self, client: EngineClient, prompt_encoder: PromptEncoder) -> None:
+        super().__init__(prompt_encoder)
+        self._client = client
+
+    def submitter(self, build: Build, *, scores: bool = False) -> Submit:
+        """Return the function that builds and submits a prompt; ``scores``: a target's tokens are its tokens."""
+
+        def submit(prompt: PromptInput) -> RequestHandle:
+            submission = build(prompt)
+            tokens = submission.prompt_token_ids if scores else submission.input_ids
+            queue = partial(self._client.engine.add_request, **submission._asdict())
+            return self._client.submit(queue, submission.sampling_params, tokens)
+
+        return submit
+
+
 def read_score(handle: RequestHandle) -> TextScore:
-    """Return the scores of a text that ``RequestSubmitter.scoring`` submitted."""
-    scores = handle.result().prompt_logprobs
+    """Return the scores of a text that ``SubmissionBuilder.scoring`` built."""
+    return text_score(handle.token_ids, handle.result())
+
+
+def text_score(token_ids: Sequence[int], completion: Completion) -> TextScore:
+    """Return the scores of a text's tokens from the completion of its request."""
+    scores = completion.prompt_logprobs
     logprobs, alternatives = [score.logprob for score in scores], [score.top_logprobs for score in scores]
-    return TextScore(tuple(handle.token_ids), (None, *logprobs), ((), *alternatives))
+    return TextScore(tuple(token_ids), (None, *logprobs), ((), *alternatives))

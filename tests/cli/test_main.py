@@ -70,7 +70,6 @@ def test_help_lists_every_command_with_its_line(kvad):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("serve", "not available yet"),
         ("run", "kvad generate"),
         ("pull", "kvad import"),
         ("list", "--list-models"),

@@ -51,7 +51,7 @@ def test_an_exception_in_a_step_ends_only_its_sequences(
             llm.generate([1, 2, 3], **OPTIONS)
     assert llm.generate([1, 2, 3], **OPTIONS).tokens == expected
     llm.engine.scheduler.check()
-    assert llm.engine.idle and not llm._client._chunk_queues
+    assert llm.engine.idle and not llm.client._chunk_queues
 
 
 def test_all_requests_of_a_failed_step_get_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_a_rejected_request_leaves_nothing() -> None:
     for prompt in ([1.7, 2], [[1.5]]):
         with pytest.raises(RequestError, match="token ids"):
             llm.generate(prompt, max_tokens=4)
-    assert llm.engine.idle and not llm._client._chunk_queues
+    assert llm.engine.idle and not llm.client._chunk_queues
 
 
 def test_tensors_and_arrays_are_token_ids() -> None:

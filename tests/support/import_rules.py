@@ -26,6 +26,7 @@ LAYERS = (
     {"verify"},
     {"evaluation"},
     {"api"},
+    {"server"},
     {"cli"},
     {"", "__main__"},
 )

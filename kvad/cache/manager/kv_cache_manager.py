@@ -404,6 +404,12 @@ class KVCacheManager:
         for pool in self.pools:
             pool.reset_peak()
 
+    def blocks(self, seq_index: int) -> tuple[tuple[int, ...], ...]:
+        """Return the blocks of a sequence, per group with block tables; a window may have dropped some."""
+        sequence = self._sequences[seq_index]
+        assert sequence is not None, f"index {seq_index} is not in use"
+        return tuple(tuple(group_blocks.blocks) for group_blocks in sequence.all_groups)
+
     def stats(self) -> CacheStats:
         pools = self.pools
         return CacheStats(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvad.train.monitoring import TrainingResult
 
 RESULT = "demo.json"
+MINUTES = 2.0
 CONTEXT = 256  # tokens of a training row and the model's limit; longer rows learn less in two minutes
 VOCAB_SIZE = 1024  # more text per parameter and more steps per minute than 4,096
 PRESET = "demo"
@@ -50,7 +51,7 @@ NEXT_STEPS = (
 
 
 class _DemoOptions(JsonOption):
-    minutes: float = option("Minutes of training", 2.0)
+    minutes: float = option("Minutes of training", MINUTES)
     out: Path = option("Folder of the run", Path("runs/demo"), short="-o")
     seed: int = option("Seed of weights, data order and sample", 0, short="-s")
     repeats: int = option("Runs of every timing", 2)
@@ -114,6 +115,13 @@ class _Page:
 
     def title(self, text: str) -> None:
         self.write(f"\n{click.style(f'— {text} —', bold=True)}")
+
+
+def train_demo(out: Path) -> None:
+    """Train the demo's model in a folder, with progress on stderr."""
+    outcome = _train(_Page(to_stderr=True), MINUTES, out, 0)
+    if outcome.reason == "interrupted":
+        exit_with(128 + (outcome.signal or signal.SIGINT))
 
 
 def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:

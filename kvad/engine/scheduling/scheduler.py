@@ -188,6 +188,11 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(len(self._running), len(self._waiting), self._preemptions, self._steps, self._tokens)
 
+    @property
+    def active_sequences(self) -> tuple[TokenSequence, ...]:
+        """Running sequences, then waiting ones, oldest first."""
+        return (*self._running, *self._waiting)
+
     def metrics(self, request_id: int) -> RequestMetrics:
         """Return the metrics of an active or recently ended request; KeyError for others."""
         request = self._requests.get(request_id)

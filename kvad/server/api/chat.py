@@ -1,0 +1,244 @@
+"""/v1/chat/completions: answer a conversation in the model's chat template, with tools and event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvad.engine import StreamChunk
+from kvad.engine.scheduling import TokenLogprob
+from kvad.server.api import generation, tools
+from kvad.server.api.errors import invalid
+from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
+from kvad.server.api.logprobs import chat_logprobs
+from kvad.server.api.schema import ChatBody
+from kvad.server.api.structured import constrained, structured_settings
+from kvad.server.api.tools import PLAIN_JSON, ToolCall, ToolCallParser
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How a request uses its tools."""
+
+    tools: list[dict[str, Any]]
+    is_required: bool = False
+    name: str | None = None  # the function that must be called
+
+    @staticmethod
+    def of(given: list[dict[str, Any]] | None, choice: Any, limit: int) -> ToolUse | None:
+        """Return the use of ``tools`` and ``tool_choice``; None if no tool may be called.
+
+        Raises:
+            ApiError: 400 that names the field.
+        """
+        if not given:
+            if choice not in (None, "none", "auto"):
+                raise invalid("tool_choice", "requires tools")
+            return None
+        generation.check_limit("tools", len(given), limit, "tools")
+        names = tools.check_tools(given)
+        if choice in (None, "auto"):
+            return ToolUse(given)
+        if choice == "none":
+            return None
+        if choice == "required":
+            return ToolUse(given, is_required=True)
+        function = choice.get("function") if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in names:
+            raise invalid("tool_choice", f"must be none, auto, required or one of the tools {names}")
+        return ToolUse(given, is_required=True, name=name)
+
+
+async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) -> dict[str, Any] | EventStream:
+    """Answer a request to /v1/chat/completions."""
+    context.check_model(body.model)
+    group, use = await submit_chat(context, body, key)
+    answer = _Answer(context, body, group, use)
+    if body.stream:
+        return EventStream(generation.stream_events(group, answer.events, answer.last_events))
+    return answer.response(await group.all_chunks())
+
+
+async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[RequestGroup, ToolUse | None]:
+    """Submit a conversation and return its requests and the use of tools."""
+    limits = context.config.limits
+    use = ToolUse.of(body.tools, body.tool_choice, limits.max_tools)
+    messages = check_messages(body.messages, limits.max_messages, limits.max_prompt_chars)
+    settings: Any = generation.sampling_settings(context, body)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is not None:
+        settings["max_tokens"] = max_tokens
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise invalid("top_logprobs", "requires logprobs to be true")
+        generation.check_limit("top_logprobs", body.top_logprobs, limits.max_logprobs, "alternatives")
+    if body.logprobs:
+        settings["logprobs"] = body.top_logprobs or 0
+    settings |= structured_settings(body, limits)
+    if use is not None and use.is_required:
+        if "structured_output" in settings:
+            raise invalid("response_format", "cannot be combined with a required tool")
+        settings |= constrained({"json": tools.required_schema(use.tools, use.name)}, limits)
+    settings["cache_salt"] = context.salt(key, body.cache_salt)
+    make = context.llm.builder.generation(None, settings)
+    shown_tools = body.tools if body.tool_choice != "none" else None
+    tokens = await asyncio.to_thread(
+        context.llm.render_chat,
+        messages,
+        tools=shown_tools,
+        continue_final=body.continue_final_message,
+        generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+    )
+    session = generation.session_of(body, key, body.n)
+    return RequestGroup(context, [make(tokens)], session=session), use
+
+
+def check_messages(messages: Sequence[dict[str, Any]], max_messages: int, max_chars: int) -> list[dict[str, Any]]:
+    """Return the messages with texts instead of lists of text parts.
+
+    Raises:
+        ApiError: 400 for too many or too long messages, and for parts that are no text.
+    """
+    generation.check_limit("messages", len(messages), max_messages, "messages")
+    checked, num_chars = [], 0
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_part_text(part, index) for part in content)
+        message = {**message, "content": content} if "content" in message else dict(message)
+        if message.get("role") == "developer":
+            message["role"] = "system"
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+        num_chars += len(content) if isinstance(content, str) else 0
+        checked.append(message)
+    generation.check_limit("messages", num_chars, max_chars, "characters")
+    return checked
+
+
+def _part_text(part: Any, index: int) -> str:
+    if isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise invalid(f"messages[{index}]", f"content parts must be text, got {str(kind)[:80]!r}")
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """Return a call of the conversation with its arguments as an object, which templates expect."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
+
+
+class _Answer:
+    """Builds the response or the events of one request."""
+
+    def __init__(self, context: ApiContext, body: ChatBody, group: RequestGroup, use: ToolUse | None) -> None:
+        self._context, self._body, self._group = context, body, group
+        self._id, self._created = generation.new_id("chatcmpl"), int(time.time())
+        self._parsers: list[ToolCallParser] | None = None
+        if use is not None:
+            self._parsers = [make_parser(context, use) for _ in range(body.n)]
+        options = body.stream_options
+        self._usage = options is not None and options.include_usage
+        self._begun: set[int] = set()
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._context.model_name}
+
+    # ------------------------------------------------------------ one response
+
+    def response(self, results: Sequence[Sequence[StreamChunk]]) -> dict[str, Any]:
+        choices = []
+        for sample in range(self._body.n):
+            chunks = [chunk for chunk in results[0] if chunk.sample_index == sample]
+            choices.append(self._choice(sample, chunks))
+        self._group.observe()
+        response = {**self._head("chat.completion"), "choices": choices, "usage": self._group.usage()}
+        return response if not self._body.timings else {**response, "timings": self._group.timings()}
+
+    def _choice(self, sample: int, chunks: Sequence[StreamChunk]) -> dict[str, Any]:
+        content, calls = self._parse(sample, "".join(chunk.text for chunk in chunks), is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content.strip() or None, "tool_calls": [call.as_json() for call in calls]}
+        reason = "tool_calls" if calls else chunks[-1].finish_reason
+        self._context.metrics.observe_finish(str(reason))
+        scores = [chunk.logprob for chunk in chunks if chunk.logprob is not None]
+        logprobs = chat_logprobs(self._context.token_texts, scores) if self._body.logprobs else None
+        return {"index": sample, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _parse(self, sample: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
+        if self._parsers is None:
+            return text, []
+        content, calls = self._parsers[sample].push(text)
+        if is_last:
+            rest, last_calls = self._parsers[sample].flush()
+            content, calls = content + rest, [*calls, *last_calls]
+        return content, calls
+
+    # ------------------------------------------------------------ events
+
+    def events(self, chunks: Sequence[tuple[int, StreamChunk]]) -> bytes:
+        return b"".join(self._event(chunk) for _, chunk in chunks)
+
+    def _event(self, chunk: StreamChunk) -> bytes:
+        sample, finish = chunk.sample_index, chunk.finish_reason
+        known_calls = 0 if self._parsers is None else self._parsers[sample].num_calls
+        content, calls = self._parse(sample, chunk.text, is_last=finish is not None)
+        scores: list[TokenLogprob] = [chunk.logprob] if self._body.logprobs and chunk.logprob is not None else []
+        if not (content or calls or scores or finish):
+            return b""
+        delta: dict[str, Any] = {}
+        if sample not in self._begun:
+            self._begun.add(sample)
+            delta["role"] = "assistant"
+        if content or (not calls and "role" in delta):
+            delta["content"] = content
+        if calls:
+            numbered = enumerate(calls, known_calls)
+            delta["tool_calls"] = [{"index": number, **call.as_json()} for number, call in numbered]
+        logprobs = chat_logprobs(self._context.token_texts, scores) if self._body.logprobs else None
+        if finish is not None:
+            if self._parsers is not None and self._parsers[sample].num_calls:
+                reason = "tool_calls"
+            else:
+                reason = finish
+            self._context.metrics.observe_finish(reason)
+            if not delta:
+                return self._chunk(sample, {}, logprobs, reason)
+            return self._chunk(sample, delta, logprobs, None) + self._chunk(sample, {}, None, reason)
+        return self._chunk(sample, delta, logprobs, None)
+
+    def _chunk(self, sample: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
+        choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        fields = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return generation.event({**fields, "usage": None} if self._usage else fields)
+
+    def last_events(self) -> bytes:
+        fields: dict[str, Any] = {**self._head("chat.completion.chunk"), "choices": []}
+        if self._usage:
+            fields["usage"] = self._group.usage()
+        if self._body.timings:
+            fields["timings"] = self._group.timings()
+        is_wanted = self._usage or self._body.timings
+        return (generation.event(fields) if is_wanted else b"") + generation.DONE
+
+
+def make_parser(context: ApiContext, use: ToolUse) -> ToolCallParser:
+    """Return the parser of the calls: of the template's format, or of plain JSON if a call is required."""
+    template = context.llm.chat_template
+    if use.is_required or template is None:
+        return ToolCallParser(PLAIN_JSON)
+    return ToolCallParser(tools.find_format(template.templates[template.choose(tools=True)]))

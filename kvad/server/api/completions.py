@@ -1,0 +1,172 @@
+"""/v1/completions: continue prompts, with echo, log-probabilities and event streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvad.engine import StreamChunk
+from kvad.engine.options import PromptInput
+from kvad.engine.scheduling import TokenLogprob
+from kvad.server.api import generation
+from kvad.server.api.errors import invalid
+from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
+from kvad.server.api.logprobs import CompletionLogprobs
+from kvad.server.api.schema import CompletionBody
+from kvad.server.api.structured import structured_settings
+
+
+async def create_completion(context: ApiContext, body: CompletionBody, key: str) -> dict[str, Any] | EventStream:
+    """Answer a request to /v1/completions."""
+    context.check_model(body.model)
+    limits = context.config.limits
+    if body.logprobs is not None:
+        generation.check_limit("logprobs", body.logprobs, limits.max_logprobs, "alternatives")
+    best_of = body.n if body.best_of is None else body.best_of
+    if best_of < body.n:
+        raise invalid("best_of", f"must be at least n ({body.n}), got {best_of}")
+    if best_of > body.n and body.stream:
+        raise invalid("best_of", "cannot be combined with stream: the best samples are known at the end")
+    prompts = generation.split_prompts(context, "prompt", body.prompt)
+    settings: Any = generation.sampling_settings(context, body, n=best_of)
+    settings |= structured_settings(body, limits)
+    settings |= {"max_tokens": body.max_tokens, "cache_salt": context.salt(key, body.cache_salt)}
+    if body.logprobs is not None or best_of > body.n:
+        settings["logprobs"] = body.logprobs or 0
+    if body.echo and body.logprobs is not None:
+        settings["prompt_logprobs"] = body.logprobs
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "must be at least 1 without echo, got 0")
+    submissions = await generation.build(context, context.llm.builder.generation(None, settings), prompts)
+    session = generation.session_of(body, key, len(prompts) * best_of)
+    group = RequestGroup(context, submissions, session=session)
+    answer = _Answer(context, body, prompts, group)
+    if body.stream:
+        return EventStream(generation.stream_events(group, answer.events, answer.last_events))
+    return answer.response(await group.all_chunks(), best_of)
+
+
+class _Answer:
+    """Builds the response or the events of one request."""
+
+    def __init__(
+        self, context: ApiContext, body: CompletionBody, prompts: Sequence[PromptInput], group: RequestGroup
+    ) -> None:
+        self._context, self._body, self._group, self._n = context, body, group, body.n
+        self._head = {
+            "id": generation.new_id("cmpl"), "object": "text_completion", "created": int(time.time()),
+            "model": context.model_name,
+        }  # fmt: skip
+        self._prompt_texts = [self._prompt_text(prompt) for prompt in prompts] if body.echo else []
+        options = body.stream_options
+        self._usage = options is not None and options.include_usage
+        self._every_usage = options is not None and options.continuous_usage_stats
+        self._num_tokens = 0
+        self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
+        self._echoed: set[tuple[int, int]] = set()
+
+    def _prompt_text(self, prompt: PromptInput) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        tokenizer = self._context.llm.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(list(prompt), skip_specials=False)
+
+    # ------------------------------------------------------------ one response
+
+    def response(self, results: Sequence[Sequence[StreamChunk]], best_of: int) -> dict[str, Any]:
+        choices = []
+        for index, chunks in enumerate(results):
+            samples = [[chunk for chunk in chunks if chunk.sample_index == sample] for sample in range(best_of)]
+            if best_of > self._n:
+                samples = sorted(samples, key=_mean_logprob, reverse=True)[: self._n]
+            prompt_scores = [score for chunk in chunks for score in chunk.prompt_logprobs]
+            choices += [self._choice(index, number, sample, prompt_scores) for number, sample in enumerate(samples)]
+        self._group.observe()
+        for choice in choices:
+            self._context.metrics.observe_finish(choice["finish_reason"])
+        response = {**self._head, "choices": choices, "usage": self._group.usage()}
+        return response if not self._body.timings else {**response, "timings": self._group.timings()}
+
+    def _choice(
+        self, index: int, sample: int, chunks: Sequence[StreamChunk], prompt_scores: Sequence[TokenLogprob]
+    ) -> dict[str, Any]:
+        text = "".join(chunk.text for chunk in chunks)
+        tokens = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+        choice: dict[str, Any] = {
+            "index": index * self._n + sample,
+            "text": self._prompt_texts[index] + text if self._body.echo else text,
+            "logprobs": None,
+            "finish_reason": chunks[-1].finish_reason,
+        }
+        if self._body.logprobs is not None:
+            scores: list[TokenLogprob | None] = [chunk.logprob for chunk in chunks if chunk.logprob is not None]
+            if self._body.echo:
+                prompt_tokens = self._group.submissions[index].input_ids
+                tokens, scores = [*prompt_tokens, *tokens], [None, *prompt_scores, *scores]
+            choice["logprobs"] = CompletionLogprobs(self._context.token_texts).take(tokens, scores)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = self._group.submissions[index].input_ids
+            choice["token_ids"] = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+        return choice
+
+    # ------------------------------------------------------------ events
+
+    def events(self, chunks: Sequence[tuple[int, StreamChunk]]) -> bytes:
+        return b"".join(self._event(index, chunk) for index, chunk in chunks)
+
+    def _event(self, index: int, chunk: StreamChunk) -> bytes:
+        key = index, chunk.sample_index
+        echo = self._prompt_texts[index] if self._body.echo and key not in self._echoed else ""
+        self._num_tokens += chunk.token_id is not None
+        has_scores = self._body.logprobs is not None and (chunk.logprob is not None or bool(chunk.prompt_logprobs))
+        if not (chunk.text or echo or has_scores or chunk.finish_reason):
+            return b""
+        choice: dict[str, Any] = {
+            "index": index * self._n + chunk.sample_index,
+            "text": echo + chunk.text,
+            "logprobs": self._event_logprobs(index, chunk) if has_scores else None,
+            "finish_reason": chunk.finish_reason,
+        }
+        self._echoed.add(key)
+        if self._body.return_token_ids:
+            choice["token_ids"] = [] if chunk.token_id is None else [chunk.token_id]
+        if chunk.finish_reason is not None:
+            self._context.metrics.observe_finish(chunk.finish_reason)
+        fields = {**self._head, "choices": [choice]}
+        if self._usage:
+            fields["usage"] = self._partial_usage() if self._every_usage else None
+        return generation.event(fields)
+
+    def _event_logprobs(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+        key = index, chunk.sample_index
+        collected = self._logprobs.setdefault(key, CompletionLogprobs(self._context.token_texts))
+        tokens, scores = list[int](), list[TokenLogprob | None]()
+        if chunk.prompt_logprobs:
+            tokens += self._group.submissions[index].input_ids
+            scores += [None, *chunk.prompt_logprobs]
+        if chunk.logprob is not None:
+            tokens.append(chunk.logprob.token_id)
+            scores.append(chunk.logprob)
+        return collected.take(tokens, scores)
+
+    def _partial_usage(self) -> dict[str, int]:
+        prompt_tokens = sum(len(each.input_ids) for each in self._group.submissions)
+        return {
+            "prompt_tokens": prompt_tokens, "completion_tokens": self._num_tokens,
+            "total_tokens": prompt_tokens + self._num_tokens,
+        }  # fmt: skip
+
+    def last_events(self) -> bytes:
+        fields: dict[str, Any] = {**self._head, "choices": []}
+        if self._usage:
+            fields["usage"] = self._group.usage()
+        if self._body.timings:
+            fields["timings"] = self._group.timings()
+        is_wanted = self._usage or self._body.timings
+        return (generation.event(fields) if is_wanted else b"") + generation.DONE
+
+
+def _mean_logprob(chunks: Sequence[StreamChunk]) -> float:
+    scores = [chunk.logprob.logprob for chunk in chunks if chunk.logprob is not None]
+    return sum(scores) / max(1, len(scores))

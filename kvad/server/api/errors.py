@@ -1,0 +1,72 @@
+"""Errors of the API: HTTP status and OpenAI's error body."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kvad.errors import EngineError, KvadError, NumericalError, StorageError, UsageError
+
+_PARAM = re.compile(r"([a-z][a-z0-9_]*(?:\[\d+\])?(?:\.[a-z0-9_]+)*)(?:, [a-z_]+)*:")
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
+    415: "invalid_request_error", 429: "rate_limit_error", 500: "server_error", 503: "unavailable_error",
+    504: "timeout_error",
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """A request that is refused or failed.
+
+    Args:
+        status: HTTP status.
+        message: One line with the problem and a fix.
+        param: Field of the request.
+        code: Machine-readable reason.
+        retry_after: Seconds after which the client may try again (429, 503).
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's error body."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def from_exception(error: Exception) -> ApiError:
+    """Return the API's error for an exception; the message of an unknown one is not sent to the client."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NumericalError):
+        return ApiError(500, str(error), code="numerical_error")
+    if isinstance(error, StorageError):
+        return ApiError(409, str(error), code=f"storage_{error.reason}")
+    if isinstance(error, UsageError):
+        match = _PARAM.match(error.message)
+        return ApiError(400, str(error), param=None if match is None else match[1], code="invalid_value")
+    if isinstance(error, KvadError):
+        is_gone = isinstance(error, EngineError) and "process has ended" in error.message
+        return ApiError(503 if is_gone else 500, str(error), code="engine_error", retry_after=5 if is_gone else None)
+    if isinstance(error, TimeoutError):
+        return ApiError(
+            504, "the request exceeded its time limit: shorten it, or give a larger timeout", code="timeout"
+        )
+    return ApiError(500, "internal error: the server's log has the reason", code="internal_error")
+
+
+def invalid(param: str, problem: str) -> ApiError:
+    """Return a 400 that names the field: ``invalid("n", "must be at most 16, got 99")``."""
+    return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")

@@ -1,0 +1,333 @@
+"""Parts that all generating routes share: limits, options, submission, reading of chunks, usage and timings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvad.engine import StreamChunk
+from kvad.engine.options import PromptInput
+from kvad.engine.submission import Submission
+from kvad.server.api.errors import ApiError, invalid
+from kvad.server.api.logprobs import TokenTexts
+from kvad.server.api.schema import GenerationBody
+from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, chunk_error
+from kvad.server.config import ServerConfig
+from kvad.server.metrics import ServerMetrics
+
+PING_SECONDS = 10.0  # without an event, a comment keeps the connection open
+REFUSAL_SECONDS = 2.0  # a response begins with the first token, or after this time
+# Fields of a body that are fields of SamplingParams, unchanged.
+SAMPLING_FIELDS = (
+    "temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "no_repeat_ngram_size", "min_tokens", "ignore_eos", "num_beams", "length_penalty", "overflow",
+)  # fmt: skip
+
+
+@dataclass
+class ApiContext:
+    """Everything that the routes share."""
+
+    llm: AsyncLLM
+    config: ServerConfig
+    metrics: ServerMetrics
+    model_name: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    active: Counter[str] = field(default_factory=Counter)  # requests per API key
+
+    def __post_init__(self) -> None:
+        self.token_texts = TokenTexts(self.llm.tokenizer)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 if another model is requested."""
+        if name not in (None, self.model_name):
+            message = f"model: {name!r} is not served here: use {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check_room(self, num_requests: int, num_tokens: int) -> None:
+        """Raise a 429 or 503 if these requests would exceed the queue's limits."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+        if self.llm.failure is not None:
+            raise ApiError(503, str(self.llm.failure), code="engine_error", retry_after=5)
+        limits = self.config.limits
+        waiting = [stream.submission for stream in self.llm.streams if not stream.started]
+        queued = sum(len(submission.input_ids) for submission in waiting if submission is not None)
+        if len(waiting) + num_requests > limits.max_queued_requests and waiting:
+            message = f"the queue has {len(waiting)} requests, its limit is {limits.max_queued_requests}: try again"
+            raise ApiError(429, message, code="queue_full", retry_after=1)
+        if queued + num_tokens > limits.max_queued_tokens and waiting:
+            message = f"the queue has {queued} prompt tokens, its limit is {limits.max_queued_tokens}: try again"
+            raise ApiError(429, message, code="queue_full", retry_after=1)
+
+    def salt(self, key: str, cache_salt: str | None) -> str:
+        """Return the salt of the prefix cache: API keys share no blocks, unless the server is configured so."""
+        owner = "" if self.config.shares_prefixes else key
+        return f"{owner}\0{cache_salt or ''}" if owner or cache_salt else ""
+
+
+@dataclass(frozen=True)
+class EventStream:
+    """Response of server-sent events; ``events`` yields whole events."""
+
+    events: AsyncIterator[bytes]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def event(fields: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+# ---------------------------------------------------------------- options
+
+
+def sampling_settings(context: ApiContext, body: GenerationBody, *, n: int | None = None) -> dict[str, Any]:
+    """Return the given options as fields of SamplingParams, within the limits.
+
+    Raises:
+        ApiError: 400 that names the field and its limit.
+    """
+    limits, fields = context.config.limits, dict[str, Any]()
+    for name in SAMPLING_FIELDS:
+        if (value := getattr(body, name)) is not None:
+            fields[name] = value
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    check_limit("stop", len(stops), limits.max_stop, "strings")
+    for text in stops:
+        check_limit("stop", len(text), limits.max_stop_chars, "characters in a string")
+    if stops:
+        fields["stop"] = tuple(stops)
+    if body.stop_token_ids:
+        check_limit("stop_token_ids", len(body.stop_token_ids), limits.max_stop, "tokens")
+        fields["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.top_k is not None:
+        fields["top_k"] = max(0, body.top_k)
+    if body.seed is not None:
+        fields["seed"] = body.seed % (1 << 64)
+    if body.logit_bias:
+        check_limit("logit_bias", len(body.logit_bias), limits.max_logit_bias, "entries")
+        fields["logit_bias"] = _logit_bias(body.logit_bias)
+    n = body.n if n is None else n
+    check_limit("n", n, limits.max_n, "samples")
+    if n != 1:
+        fields["n"] = n
+    return fields
+
+
+def check_limit(param: str, value: int, limit: int, noun: str) -> None:
+    """Raise a 400 if a value exceeds its limit."""
+    if value > limit:
+        raise invalid(param, f"must be at most {limit:,} {noun}, got {value:,}. This is a limit of the server.")
+
+
+def _logit_bias(entries: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in entries.items()}
+    except ValueError:
+        raise invalid("logit_bias", "keys must be token ids, such as {'42': -5}") from None
+
+
+def split_prompts(context: ApiContext, param: str, prompt: Any) -> list[PromptInput]:
+    """Return the prompts of a text, a list of texts, token ids or a list of token ids, within the limits."""
+    limits = context.config.limits
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompts = [prompt]
+    else:
+        prompts = list(prompt)
+    if not prompts:
+        raise invalid(param, "must have at least one prompt, got none")
+    check_limit(param, len(prompts), limits.max_prompts, "prompts")
+    for each in prompts:
+        is_text = isinstance(each, str)
+        limit = limits.max_prompt_chars if is_text else limits.max_prompt_tokens
+        check_limit(param, len(each), limit, "characters" if is_text else "tokens")
+    return prompts
+
+
+def check_submissions(context: ApiContext, submissions: Sequence[Submission]) -> None:
+    """Check the numbers of tokens and sequences, and the room in the queue."""
+    limits = context.config.limits
+    num_sequences = sum(max(each.sampling_params.n, each.sampling_params.num_beams) for each in submissions)
+    check_limit("n", num_sequences, limits.max_sequences, "sequences of all prompts")
+    for each in submissions:
+        check_limit("prompt", len(each.input_ids), limits.max_prompt_tokens, "tokens")
+    context.check_room(len(submissions), sum(len(each.input_ids) for each in submissions))
+
+
+# ---------------------------------------------------------------- requests that run
+
+
+class RequestGroup:
+    """The requests of one HTTP request, read together."""
+
+    def __init__(
+        self, context: ApiContext, submissions: Sequence[Submission], *, session: Mapping[str, str] | None = None
+    ) -> None:
+        check_submissions(context, submissions)
+        self.context, self.submissions, self._signal = context, submissions, Signal()
+        self.begun = time.monotonic()
+        self.streams: list[RequestStream] = []
+        self._samples_left = sum(each.sampling_params.n for each in submissions)
+        try:
+            for submission in submissions:
+                self.streams.append(context.llm.submit(submission, session=session, signal=self._signal))
+        except BaseException:
+            self.cancel()
+            raise
+
+    @property
+    def ended(self) -> bool:
+        return all(stream.metrics is not None for stream in self.streams)
+
+    async def next_chunks(self, timeout: float | None = None) -> list[tuple[int, StreamChunk]] | None:
+        """Return the chunks that have arrived, each with the index of its prompt; [] at the end, None after a timeout.
+
+        Raises:
+            KvadError: If a request was refused, or a sample failed.
+        """
+        while True:
+            ended = self.ended
+            chunks = [(index, chunk) for index, stream in enumerate(self.streams) for chunk in stream.take()]
+            for _, chunk in chunks:
+                if chunk.error is not None:
+                    raise chunk_error(chunk)
+            if chunks or ended:
+                return chunks
+            if not await self._signal.wait(timeout):
+                return None
+
+    async def all_chunks(self) -> list[list[StreamChunk]]:
+        """Return all chunks of each prompt."""
+        results: list[list[StreamChunk]] = [[] for _ in self.streams]
+        try:
+            while chunks := await self.next_chunks():
+                for index, chunk in chunks:
+                    results[index].append(chunk)
+        finally:
+            self.cancel()
+        return results
+
+    def cancel(self) -> None:
+        """End the requests that have not ended."""
+        for stream in self.streams:
+            stream.cancel()
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's token counts of all requests so far; cached tokens are known at the end."""
+        prompt_tokens = sum(len(each.input_ids) for each in self.submissions)
+        metrics = [stream.metrics for stream in self.streams if stream.metrics is not None]
+        completion_tokens = sum(each.num_completion_tokens for each in metrics)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in metrics)},
+        }
+
+    def timings(self) -> dict[str, Any]:
+        """Return seconds and rates of the first request, measured by the engine."""
+        metrics = self.streams[0].metrics
+        assert metrics is not None, "the request has not ended"
+        finished = metrics.finished if metrics.finished is not None else metrics.arrived
+        first = finished if metrics.first_token is None else metrics.first_token
+        decode = finished - first
+        num_tokens = metrics.num_completion_tokens
+        result: dict[str, Any] = {
+            "queue_seconds": (metrics.admitted or metrics.arrived) - metrics.arrived,
+            "first_token_seconds": first - metrics.arrived,
+            "total_seconds": finished - metrics.arrived,
+            "tokens_per_second": (num_tokens - 1) / decode if num_tokens > 1 and decode > 0 else None,
+            "cached_tokens": metrics.num_cached_tokens,
+            "preemptions": metrics.num_preemptions,
+        }
+        return result if self.streams[0].session is None else {**result, "session": self.streams[0].session}
+
+    def observe(self) -> None:
+        """Add the ended requests to the metrics."""
+        for stream in self.streams:
+            if stream.metrics is not None:
+                self.context.metrics.observe_request(stream.metrics)
+
+
+async def stream_events(
+    group: RequestGroup, convert: Callable[[Sequence[tuple[int, StreamChunk]]], bytes], finish: Callable[[], bytes]
+) -> AsyncIterator[bytes]:
+    """Yield the events of a group: ``convert`` of its chunks, then ``finish``; comments while nothing arrives.
+
+    The first item is b"" if no token has arrived in ``REFUSAL_SECONDS``, so that the response can begin.
+    """
+    metrics = group.context.metrics
+    timeout = REFUSAL_SECONDS
+    try:
+        while True:
+            chunks = await group.next_chunks(timeout)
+            if chunks is None:
+                yield b"" if timeout == REFUSAL_SECONDS else b": ping\n\n"
+            elif chunks:
+                metrics.observe_chunks(len(chunks))
+                if data := convert(chunks):
+                    yield data
+            else:
+                break
+            timeout = PING_SECONDS
+        group.observe()
+        yield finish()
+    finally:
+        group.cancel()
+
+
+async def build(
+    context: ApiContext, make: Callable[[PromptInput], Submission], prompts: Sequence[PromptInput]
+) -> list[Submission]:
+    """Return the submissions of prompts; long ones are encoded in a thread."""
+    if sum(len(prompt) for prompt in prompts) < 2000:
+        return [make(prompt) for prompt in prompts]
+    return await asyncio.to_thread(lambda: [make(prompt) for prompt in prompts])
+
+
+def session_of(body: GenerationBody, key: str, num_sequences: int) -> dict[str, str] | None:
+    """Return the identity of the request's session, if it has one."""
+    if body.session is None:
+        return None
+    if num_sequences != 1:
+        raise invalid("session", f"must be one sequence, got {num_sequences}. Send one prompt with n=1.")
+    return {"name": body.session, "owner": key}
+
+
+async def cancel_on_disconnect(receive: Callable[[], Any], work: Any) -> Any:
+    """Return the result of ``work``; cancel it if the client disconnects.
+
+    Raises:
+        ConnectionError: If the client has disconnected.
+    """
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ConnectionError("the client has disconnected")
+    finally:
+        for each in (task, watcher):
+            if not each.done():
+                each.cancel()
+                with suppress(asyncio.CancelledError):
+                    await each
+
+
+async def _disconnected(receive: Callable[[], Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,75 @@
+"""Routes of the page: state of the cache as an event stream, attention of a token, the newest training run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from kvad.server.api import generation
+from kvad.server.api.errors import ApiError
+from kvad.server.api.generation import ApiContext, EventStream
+from kvad.server.api.schema import AttentionBody
+
+INTERVAL = 0.05  # seconds between two states: 20 per second at most
+QUIET_INTERVAL = 1.0  # while nothing runs
+MAX_RUN_LINES = 2000  # points of a curve
+
+
+async def cache_state(context: ApiContext) -> dict[str, Any]:
+    """Answer a request to /cache: the pools, sequences and stores now."""
+    state = await context.llm.call("blocks")
+    del state["reply"]
+    return {"time": time.time(), "requests": len(context.llm.streams), **state}
+
+
+def cache_events(context: ApiContext) -> EventStream:
+    """Answer a request to /cache/events: the state whenever it changes, at most 20 times per second."""
+
+    async def events() -> AsyncIterator[bytes]:
+        last = b""
+        while not context.draining:
+            state = await cache_state(context)
+            shown = {name: value for name, value in state.items() if name != "time"}
+            data = generation.event(shown)
+            yield data if data != last else b": ping\n\n"
+            last = data
+            await asyncio.sleep(INTERVAL if state["sequences"] else QUIET_INTERVAL)
+
+    return EventStream(events())
+
+
+async def attention(context: ApiContext, body: AttentionBody, key: str) -> dict[str, Any]:
+    """Answer a request to /attention: weights of a text's last token, exact, per head of one layer."""
+    if not context.config.attention:
+        raise ApiError(403, "attention weights are off: start the server with --attention", code="disabled")
+    prompts = generation.split_prompts(context, "prompt", body.prompt)
+    tokens = await asyncio.to_thread(context.llm.texts.encode_prompt, prompts[0])
+    reply = await context.llm.call("attention", token_ids=tokens, layer=body.layer)
+    del reply["reply"]
+    return reply
+
+
+async def training(context: ApiContext) -> dict[str, Any]:
+    """Answer a request to /training: loss and samples of the newest run, {} without one."""
+    folder = context.config.runs_dir
+    return {} if folder is None else await asyncio.to_thread(read_newest_run, folder)
+
+
+def read_newest_run(folder: Path) -> dict[str, Any]:
+    """Return the name, the state and the last lines of metrics of the run that was written last."""
+    metrics = [path for path in (*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")) if path.is_file()]
+    if not metrics:
+        return {}
+    newest = max(metrics, key=lambda path: path.stat().st_mtime)
+    lines = []
+    for line in newest.read_text("utf-8", errors="replace").splitlines()[-MAX_RUN_LINES:]:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:  # the last line is being written
+            continue
+    age = time.time() - newest.stat().st_mtime
+    return {"name": newest.parent.name, "seconds_since_write": age, "lines": lines}

@@ -1,0 +1,208 @@
+"""/v1/responses: the stateless core of OpenAI's Responses API, answered as a conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from kvad.server.api import generation
+from kvad.server.api.chat import make_parser, submit_chat
+from kvad.server.api.errors import invalid
+from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
+from kvad.server.api.schema import ChatBody, ResponsesBody, validate
+from kvad.server.api.tools import ToolCall
+
+
+async def create_response(context: ApiContext, body: ResponsesBody, key: str) -> dict[str, Any] | EventStream:
+    """Answer a request to /v1/responses."""
+    context.check_model(body.model)
+    chat = _to_chat(body)
+    group, use = await submit_chat(context, chat, key)
+    parser = None if use is None else make_parser(context, use)
+    answer = _Answer(context, body, group, parser)
+    if body.stream:
+        return EventStream(answer.events())
+    chunks = (await group.all_chunks())[0]
+    answer.add("".join(chunk.text for chunk in chunks), is_last=True)
+    group.observe()
+    context.metrics.observe_finish(str(chunks[-1].finish_reason))
+    return answer.response(str(chunks[-1].finish_reason))
+
+
+def _to_chat(body: ResponsesBody) -> ChatBody:
+    """Return the same request for the chat API."""
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        messages += [_to_message(item, index) for index, item in enumerate(body.input)]
+    fields: dict[str, Any] = {
+        "messages": messages, "max_completion_tokens": body.max_output_tokens, "temperature": body.temperature,
+        "top_p": body.top_p, "tools": _to_tools(body.tools), "tool_choice": _to_choice(body.tool_choice),
+        "response_format": _to_format(body.text),
+    }  # fmt: skip
+    chat, _ = validate(
+        ChatBody, {name: value for name, value in fields.items() if value is not None}, ignore_unknown=False
+    )
+    return chat
+
+
+def _to_message(item: Mapping[str, Any], index: int) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    if kind == "message":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+    raise invalid(f"input[{index}]", f"type must be message, function_call or function_call_output, got {kind!r}")
+
+
+def _to_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return tools whose fields are under ``function``, as in the chat API."""
+    if tools is None:
+        return None
+    names = ("name", "description", "parameters", "strict")
+    return [
+        {"type": tool.get("type"), "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+        for tool in tools
+    ]
+
+
+def _to_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _to_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    form = None if text is None else text.get("format")
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+
+
+class _Answer:
+    """Builds the response object and its events."""
+
+    def __init__(self, context: ApiContext, body: ResponsesBody, group: RequestGroup, parser: Any) -> None:
+        self._context, self._body, self._group, self._parser = context, body, group, parser
+        self._id, self._message_id = generation.new_id("resp"), generation.new_id("msg")
+        self._created, self._text, self._sequence = int(time.time()), "", -1
+        self._calls: list[tuple[str, ToolCall]] = []
+
+    def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[tuple[str, ToolCall]]]:
+        """Add generated text; return the new content and the new calls with their item ids."""
+        content, calls = text, list[ToolCall]()
+        if self._parser is not None:
+            content, calls = self._parser.push(text)
+            if is_last:
+                rest, last_calls = self._parser.flush()
+                content, calls = content + rest, [*calls, *last_calls]
+        self._text += content
+        numbered = [(generation.new_id("fc"), call) for call in calls]
+        self._calls += numbered
+        return content, numbered
+
+    def response(self, finish_reason: str | None) -> dict[str, Any]:
+        """Return the response object; ``finish_reason`` None: it is in progress."""
+        status = {None: "in_progress", "length": "incomplete"}.get(finish_reason, "completed")
+        usage = self._group.usage()
+        return {
+            "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": self._body.instructions, "max_output_tokens": self._body.max_output_tokens,
+            "model": self._context.model_name, "output": [] if finish_reason is None else self._output(status),
+            "parallel_tool_calls": True, "previous_response_id": None, "store": False,
+            "temperature": self._body.temperature, "text": self._body.text or {"format": {"type": "text"}},
+            "tool_choice": self._body.tool_choice or "auto", "tools": self._body.tools or [],
+            "top_p": self._body.top_p, "truncation": "disabled", "metadata": {},
+            "usage": None if finish_reason is None else {
+                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"],
+            },
+        }  # fmt: skip
+
+    def _output(self, status: str) -> list[dict[str, Any]]:
+        items = [self._message(status)] if self._text.strip() or not self._calls else []
+        return [*items, *(self._call_item(item_id, call) for item_id, call in self._calls)]
+
+    def _message(self, status: str) -> dict[str, Any]:
+        content = [{"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}]
+        return {"type": "message", "id": self._message_id, "status": status, "role": "assistant", "content": content}
+
+    def _call_item(self, item_id: str, call: ToolCall) -> dict[str, Any]:
+        return {
+            "type": "function_call", "id": item_id, "call_id": call.id, "name": call.name,
+            "arguments": call.arguments, "status": "completed",
+        }  # fmt: skip
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence += 1
+        data = generation.event({"type": kind, "sequence_number": self._sequence, **fields})
+        return f"event: {kind}\n".encode() + data
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of the response; they end without ``[DONE]``, as in OpenAI's API."""
+        finish: str | None = None
+        item = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        try:
+            first = await self._group.next_chunks(generation.REFUSAL_SECONDS)
+            yield self._event("response.created", response=self.response(None)) + self._begin()
+            chunks = first
+            while chunks or chunks is None:
+                for _, chunk in chunks or ():
+                    finish = chunk.finish_reason or finish
+                    content, calls = self.add(chunk.text, is_last=chunk.finish_reason is not None)
+                    if content:
+                        yield self._event("response.output_text.delta", **item, delta=content, logprobs=[])
+                    for number, (item_id, call) in enumerate(calls, len(self._calls) - len(calls) + 1):
+                        yield self._call_events(number, item_id, call)
+                if chunks is None:
+                    yield b": ping\n\n"
+                chunks = await self._group.next_chunks(generation.PING_SECONDS)
+            self._group.observe()
+            self._context.metrics.observe_finish(str(finish))
+            yield self._end(finish, item)
+        finally:
+            self._group.cancel()
+
+    def _begin(self) -> bytes:
+        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        message = {**self._message("in_progress"), "content": []}
+        part = {"item_id": self._message_id, "output_index": 0, "content_index": 0, "part": empty}
+        return b"".join(
+            (
+                self._event("response.in_progress", response=self.response(None)),
+                self._event("response.output_item.added", output_index=0, item=message),
+                self._event("response.content_part.added", **part),
+            )
+        )
+
+    def _call_events(self, number: int, item_id: str, call: ToolCall) -> bytes:
+        item, place = self._call_item(item_id, call), {"item_id": item_id, "output_index": number}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        return b"".join(
+            (
+                self._event("response.output_item.added", output_index=number, item=begun),
+                self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
+                self._event("response.function_call_arguments.done", **place, arguments=call.arguments),
+                self._event("response.output_item.done", output_index=number, item=item),
+            )
+        )
+
+    def _end(self, finish: str | None, item: Mapping[str, Any]) -> bytes:
+        kind = "response.incomplete" if finish == "length" else "response.completed"
+        message = self._message("incomplete" if finish == "length" else "completed")
+        return b"".join(
+            (
+                self._event("response.output_text.done", **item, text=self._text, logprobs=[]),
+                self._event("response.content_part.done", **item, part=message["content"][0]),
+                self._event("response.output_item.done", output_index=0, item=message),
+                self._event(kind, response=self.response(finish or "stop")),
+            )
+        )

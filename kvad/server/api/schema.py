@@ -1,0 +1,259 @@
+"""Request bodies. Every field is applied, documented as without effect, or refused by name.
+
+Fields that OpenAI's API does not have are those of vLLM with the same meaning, and a few of kvad's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvad.errors import suggest
+from kvad.server.api.errors import ApiError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+MAX_NESTING = 100
+
+# Fields without effect here: they concern accounts and storage of OpenAI's service.
+NO_EFFECT = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+)  # fmt: skip
+# Fields of OpenAI's API that are refused, with the reason.
+REFUSED = {
+    "suffix": "this server does not insert text before a suffix",
+    "functions": "use tools instead of functions",
+    "function_call": "use tool_choice instead of function_call",
+    "chat_template": "templates of clients are not accepted",
+    "chat_template_kwargs": "variables of clients are not passed to the template",
+    "prompt_embeds": "tensors of clients are not accepted",
+    "previous_response_id": "responses are not stored; send the whole conversation as input",
+    "conversation": "responses are not stored; send the whole conversation as input",
+    "audio": "this model produces text only",
+    "modalities": "this model produces text only",
+    "prediction": "predicted outputs are not supported",
+    "web_search_options": "this server does not search",
+    "dimensions": "vectors have the model's size",
+    "background": "responses are not stored",
+}
+
+
+class Body(BaseModel):
+    """Base of request bodies: strict types, unknown fields are kept for ``check_unknown``."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = Field(None, max_length=512, description="Name of the model, as in /v1/models.")
+
+
+class StreamOptions(BaseModel):
+    """Options of an event stream."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool = Field(False, description="Send the token counts in a last event.")
+    continuous_usage_stats: bool = Field(False, description="Send the token counts in every event.")
+
+
+class GenerationBody(Body):
+    """Fields of all requests that generate text."""
+
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(None, description="0 and -1: off.")
+    min_p: Number | None = None
+    typical_p: Number | None = None
+    n: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    no_repeat_ngram_size: Count | None = None
+    logit_bias: dict[str, Number] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    num_beams: Annotated[int, Field(ge=1, le=128)] | None = Field(None, description="Beam search; 1: sampling.")
+    length_penalty: Number | None = None
+    overflow: Literal["stop", "preempt", "reject", "sinks", "window", "offload"] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = Field(None, description="json, json_object, regex, choice or grammar.")
+    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="Cached blocks are shared only with requests of the same text."
+    )
+    session: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="Name under which the cache is kept on disk."
+    )
+    timings: bool = Field(False, description="Add seconds and tokens per second to the response.")
+    timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = Field(None, description="Seconds.")
+
+
+class CompletionBody(GenerationBody):
+    """Body of /v1/completions."""
+
+    prompt: Prompt
+    max_tokens: Count | None = 16
+    logprobs: Count | None = None
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    return_token_ids: bool = False
+
+
+class ChatBody(GenerationBody):
+    """Body of /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class ResponsesBody(Body):
+    """Body of /v1/responses; nothing is stored."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_logprobs: Count | None = None
+    stream: bool = False
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[str] | None = Field(None, max_length=0)
+    timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
+
+
+class EmbeddingBody(Body):
+    """Body of /v1/embeddings."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class TokenizeBody(Body):
+    """Body of /tokenize: a prompt or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Body of /detokenize."""
+
+    tokens: list[TokenId]
+
+
+class TranslateBody(Body):
+    """Body of /v1/translate."""
+
+    text: str | list[str]
+    target_language: str | None = Field(None, max_length=64)
+    source_language: str | None = Field(None, max_length=64)
+    target_prefix: str | None = None
+    num_beams: Annotated[int, Field(ge=1, le=128)] | None = None
+    length_penalty: Number | None = None
+    max_tokens: Count | None = None
+    temperature: Number | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    n: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+    timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
+
+
+class AttentionBody(Body):
+    """Body of /attention."""
+
+    prompt: str | list[TokenId]
+    layer: Count = 0
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """Parse a body: one JSON object without NaN, duplicate keys or deep nesting.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        value = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+    except ValueError as error:  # of JSON, UTF-8 or the number of digits
+        raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    if _depth(value) > MAX_NESTING:
+        raise ApiError(400, f"the body is nested more than {MAX_NESTING} levels deep", code="invalid_json")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {duplicate[:80]!r} occurs twice")
+    return fields
+
+
+def _depth(value: Any) -> int:
+    """Return the number of nested levels; children are visited level by level."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_NESTING:
+        children = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
+        level = [child for each in children for child in each if isinstance(child, dict | list)]
+        depth += 1
+    return depth
+
+
+def validate(kind: type[ModelT], fields: dict[str, Any], *, ignore_unknown: bool) -> tuple[ModelT, list[str]]:
+    """Validate a body and return it with the names of ignored fields.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    for name, reason in REFUSED.items():
+        if fields.get(name) is not None and name not in kind.model_fields:
+            if name == "modalities" and fields[name] == ["text"]:
+                continue
+            raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_parameter")
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = [str(part) for part in first["loc"] if not _is_type_name(part)]
+        param = ".".join(place) or None
+        raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param, code="invalid_value") from None
+    extra = [name for name in body.model_extra or {} if name not in NO_EFFECT and name not in REFUSED]
+    if extra and not ignore_unknown:
+        hint = suggest(extra[0], list(kind.model_fields))
+        message = f"{extra[0][:80]}: unknown field. {hint} See /openapi.json.".replace(".. ", ". ")
+        raise ApiError(400, message, param=extra[0][:80], code="unknown_parameter")
+    return body, extra
+
+
+def _is_type_name(part: int | str) -> bool:
+    """Return True for the parts of a place that name a member of a union, such as ``list[str]``."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool", "dict") or "[" in part)

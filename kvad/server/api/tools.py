@@ -1,0 +1,167 @@
+"""Tool calls: the formats in which models write them, found in the generated text.
+
+The format follows from the model's chat template. Text before the first call is content; a call is passed on when it is
+complete, so its arguments arrive in one piece.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvad.server.api.errors import invalid
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """Marks around calls; ``end`` "" means the end of the text. ``is_list``: one list of calls follows the mark."""
+
+    name: str
+    start: str
+    end: str
+    is_list: bool = False
+
+
+FORMATS = (
+    ToolFormat("hermes", "<tool_call>", "</tool_call>"),  # Qwen, Hermes
+    ToolFormat("mistral", "[TOOL_CALLS]", "", is_list=True),
+    ToolFormat("granite", "<|tool_call|>", "", is_list=True),
+    ToolFormat("llama", "<|python_tag|>", ""),
+)
+PLAIN_JSON = ToolFormat("json", "{", "")  # Llama 3.1: the whole answer is an object with name and parameters
+
+
+def find_format(template: str) -> ToolFormat:
+    """Return the format that a chat template mentions; plain JSON if it mentions none."""
+    return next((each for each in FORMATS if each.start in template and each.name != "llama"), PLAIN_JSON)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function; ``arguments`` is JSON text."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def as_json(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class ToolCallParser:
+    """Separates the text of one sample into content and calls, as it arrives."""
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._form = form
+        self._pending = ""  # text that may belong to a call
+        self._inside = False
+        self._has_content = False
+        self.num_calls = 0
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Add text; return the new content and the calls that are complete."""
+        self._pending += text
+        content, calls = "", list[ToolCall]()
+        while True:
+            if not self._inside:
+                before, found = self._split_before_start()
+                content += before
+                if not found:
+                    break
+            end = self._form.end
+            if not end or end not in self._pending:
+                break
+            inner, _, self._pending = self._pending.partition(end)
+            calls += self._parse(inner)
+            self._inside = False
+        self._has_content = self._has_content or bool(content.strip())
+        return content, calls
+
+    def _split_before_start(self) -> tuple[str, bool]:
+        """Return the text before the next start mark, and whether there is one; a possible part of it is kept."""
+        start, pending = self._form.start, self._pending
+        if self._form is PLAIN_JSON:
+            stripped = pending.lstrip()
+            if self._has_content or (stripped and not stripped.startswith("{")):
+                self._pending = ""
+                return pending, False
+            self._inside = stripped.startswith("{")
+            return "", self._inside
+        if start in pending:
+            before, _, self._pending = pending.partition(start)
+            self._inside = True
+            return before.rstrip() if not self._form.is_list else before, True
+        size = next((n for n in range(min(len(start) - 1, len(pending)), 0, -1) if start.startswith(pending[-n:])), 0)
+        self._pending = pending[len(pending) - size :]
+        return pending[: len(pending) - size], False
+
+    def flush(self) -> tuple[str, list[ToolCall]]:
+        """Return what is left at the end of the text; an incomplete or invalid call is content."""
+        pending, self._pending = self._pending, ""
+        if not self._inside:
+            return pending, []
+        calls = self._parse(pending)
+        if calls:
+            return "", calls
+        mark = "" if self._form is PLAIN_JSON else self._form.start
+        return mark + pending, []
+
+    def _parse(self, text: str) -> list[ToolCall]:
+        try:
+            value = json.loads(text.strip())
+        except ValueError:
+            return []
+        calls = [call for item in (value if isinstance(value, list) else [value]) if (call := _to_call(item))]
+        self.num_calls += len(calls)
+        return calls
+
+
+def _to_call(item: Any) -> ToolCall | None:
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        return None
+    arguments = item.get("arguments", item.get("parameters", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(item["name"], text)
+
+
+def check_tools(tools: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the functions.
+
+    Raises:
+        ApiError: 400 for a tool that is no function, or without a valid name.
+    """
+    names = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise invalid(f"tools[{index}]", "must be {'type': 'function', 'function': {...}}")
+        name, parameters = function.get("name"), function.get("parameters", {})
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise invalid(f"tools[{index}]", "function.name must be 1 to 64 letters, digits, '_', '.' or '-'")
+        if not isinstance(parameters, dict):
+            raise invalid(f"tools[{index}]", "function.parameters must be a JSON schema")
+        names.append(name)
+    return names
+
+
+def required_schema(tools: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
+    """Return the schema of a call of the function ``name``, or of any of them."""
+    chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    schemas = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in chosen
+    ]
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}

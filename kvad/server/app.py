@@ -1,0 +1,456 @@
+"""ASGI application: guards, routes, and the conversion of results and errors to HTTP responses."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvad.server.api import (
+    ApiContext,
+    ApiError,
+    EventStream,
+    chat,
+    completions,
+    errors,
+    panel,
+    responses,
+    schema,
+    texts,
+)
+from kvad.server.api.generation import DONE, cancel_on_disconnect
+from kvad.server.config import ServerConfig
+
+LOG = logging.getLogger(__name__)
+OPEN_PATH = "/health"  # the only route without an API key
+STATIC = Path(__file__).with_name("static")
+PAGE_FILES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css", "/favicon.svg": "favicon.svg"}
+MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+STEP_SECONDS = 60.0  # a running engine that sends nothing for so long is not ready
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "object-src 'none'; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+Handler = Callable[[ApiContext, Any, str], Awaitable[Any]]
+
+POST_ROUTES: dict[str, tuple[type[schema.Body], Handler]] = {
+    "/v1/completions": (schema.CompletionBody, completions.create_completion),
+    "/v1/chat/completions": (schema.ChatBody, chat.create_chat_completion),
+    "/v1/responses": (schema.ResponsesBody, responses.create_response),
+    "/v1/embeddings": (schema.EmbeddingBody, texts.create_embeddings),
+    "/v1/translate": (schema.TranslateBody, texts.translate),
+    "/tokenize": (schema.TokenizeBody, texts.tokenize),
+    "/detokenize": (schema.DetokenizeBody, texts.detokenize),
+    "/attention": (schema.AttentionBody, panel.attention),
+}
+
+
+def build_app(context: ApiContext) -> ASGIApp:
+    """Return the application of a loaded model."""
+    routes = [
+        Route(path, _Endpoint(context, kind, handler), methods=["POST"])
+        for path, (kind, handler) in POST_ROUTES.items()
+    ]
+    getters: dict[str, Callable[[], Any]] = {
+        "/v1/models": lambda: texts.list_models(context),
+        "/tokenizer_info": lambda: texts.tokenizer_info(context),
+        "/cache": lambda: panel.cache_state(context),
+        "/cache/events": lambda: panel.cache_events(context),
+        "/training": lambda: panel.training(context),
+        "/metrics": lambda: _metrics(context),
+        "/health": lambda: {"status": "ok"},
+        "/ready": lambda: _ready(context),
+        "/openapi.json": lambda: openapi(context),
+    }
+    routes += [Route(path, _Getter(getter), methods=["GET"]) for path, getter in getters.items()]
+    routes += [Route(path, _Page(STATIC / name), methods=["GET"]) for path, name in PAGE_FILES.items()]
+    routes.append(Route("/v1/models/{name:path}", _model_endpoint(context), methods=["GET"]))
+    handlers: dict[Any, Any] = {404: _http_error, 405: _http_error}
+    return Guard(context, Starlette(routes=routes, exception_handlers=handlers))
+
+
+async def _http_error(request: Any, error: Any) -> Response:
+    path = str(request.scope["path"])[:200]
+    message = f"{request.method} {path}: " + ("no such route" if error.status_code == 404 else "method not allowed")
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    return error_response(ApiError(error.status_code, f"{message}. See /openapi.json.", code=code), error.headers)
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    body = json.dumps(value, separators=(",", ":")).encode()
+    return Response(body, status, dict(headers or {}), "application/json")
+
+
+def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the response of an error, with Retry-After if the client may try again."""
+    fields = dict(headers or {})
+    if error.retry_after is not None:
+        fields["retry-after"] = str(error.retry_after)
+    if error.status == 401:
+        fields["www-authenticate"] = 'Basic realm="kvad", Bearer'
+    return json_response(error.body(), error.status, fields)
+
+
+# ---------------------------------------------------------------- guards
+
+
+class Guard:
+    """Checks every request before it is routed: Host, Origin, API key, by the raw path."""
+
+    def __init__(self, context: ApiContext, app: ASGIApp) -> None:
+        self._context, self._app = context, app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 0
+        config, headers = self._context.config, _headers(scope)
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *_cors_headers(config, headers)]}
+            await send(message)
+
+        try:
+            check_host(config, headers)
+            check_origin(config, headers)
+            preflight = scope["method"] == "OPTIONS" and bool(config.cors_origins) and "origin" in headers
+            scope["key"] = "" if preflight else check_key(config, scope, headers)
+            if preflight:
+                await Response(status_code=204)(scope, receive, send_with_headers)
+            else:
+                await self._app(scope, receive, send_with_headers)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send_with_headers)
+        finally:
+            self._context.metrics.observe_response(status)
+            seconds = time.monotonic() - start
+            LOG.info("%s %s %d %.3f s", scope["method"], printable(scope["path"]), status, seconds)
+
+
+def printable(text: str) -> str:
+    """Return text for a log line: no control characters, at most 200 characters."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:200])
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """Return the headers, the last one of each name; a second Host is refused by ``check_host``."""
+    headers = dict[str, str]()
+    for name, value in scope["headers"]:
+        text = name.decode("latin-1").lower()
+        headers[text] = "\0" if text == "host" and "host" in headers else value.decode("latin-1")
+    return headers
+
+
+def host_name(host: str) -> str:
+    """Return the name in a Host header without its port; "" if it is malformed."""
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port
+    except ValueError:
+        return ""
+    return (parts.hostname or "") if parts.netloc == host and "@" not in host else ""
+
+
+def check_host(config: ServerConfig, headers: Mapping[str, str]) -> None:
+    """Raise a 403 for a Host that is neither an IP address nor allowed (DNS rebinding)."""
+    name = host_name(headers.get("host", ""))
+    if "*" in config.hosts or name in config.hosts:
+        return
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        message = f"the Host header {printable(headers.get('host', ''))!r} is not allowed: start with --allowed-host"
+        raise ApiError(403, message, code="host_not_allowed") from None
+
+
+def check_origin(config: ServerConfig, headers: Mapping[str, str]) -> None:
+    """Raise a 403 for a request that a page of another site has sent."""
+    origin = headers.get("origin")
+    if origin is None or origin in config.cors_origins or "*" in config.cors_origins:
+        return
+    if origin.partition("://")[2] != headers.get("host"):
+        raise ApiError(403, "requests of other sites are not allowed: start with --cors-origin", code="origin")
+
+
+def _cors_headers(config: ServerConfig, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    origin = headers.get("origin")
+    if origin is None or not (origin in config.cors_origins or "*" in config.cors_origins):
+        return []
+    return [
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (b"access-control-allow-headers", b"authorization, content-type"),
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"vary", b"origin"),
+    ]
+
+
+def check_key(config: ServerConfig, scope: Scope, headers: Mapping[str, str]) -> str:
+    """Return the id of the request's API key, "" if none is required.
+
+    The raw path decides which requests need none, because a Host header can change what other code takes for the path.
+
+    Raises:
+        ApiError: 401.
+    """
+    if not config.api_keys.digests:
+        return ""
+    is_open = scope["raw_path"] == OPEN_PATH.encode() and scope["path"] == OPEN_PATH
+    kind, _, text = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "basic":  # of a browser: the password is the key
+        with suppress(binascii.Error, UnicodeDecodeError):
+            text = base64.b64decode(text.strip(), validate=True).decode().partition(":")[2]
+    elif kind.lower() != "bearer":
+        text = ""
+    key = config.api_keys.find(text.strip()) if text else None
+    if key is not None:
+        return key
+    if is_open:
+        return ""
+    problem = "the API key is not valid" if text else "an API key is required"
+    raise ApiError(401, f"{problem}: send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
+
+
+# ---------------------------------------------------------------- endpoints
+
+
+class _Endpoint:
+    """Reads and validates a JSON body, calls a handler and sends its result."""
+
+    def __init__(self, context: ApiContext, kind: type[schema.Body], handler: Handler) -> None:
+        self._context, self._kind, self._handler = context, kind, handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, key = self._context, scope["key"]
+        headers: dict[str, str] = {}
+        try:
+            fields = schema.parse_json(await read_body(context.config, scope, receive))
+            ignore = context.config.ignores_unknown_fields
+            body, ignored = schema.validate(self._kind, fields, ignore_unknown=ignore)
+            if ignored:
+                headers["x-kvad-ignored-fields"] = ", ".join(printable(name) for name in ignored)[:500]
+            if context.active[key] >= context.config.limits.max_requests_per_key:
+                raise ApiError(
+                    429, "too many requests of this API key at the same time", code="rate_limit", retry_after=1
+                )
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        limit = context.config.limits.request_seconds
+        deadline = asyncio.get_running_loop().time() + min(getattr(body, "timeout", None) or limit, limit)
+        context.active[key] += 1
+        try:
+            await cancel_on_disconnect(receive, self._answer(scope, receive, send, body, headers, deadline))
+        except ConnectionError:
+            LOG.debug("the client of %s has disconnected", printable(scope["path"]))
+        finally:
+            context.active[key] -= 1
+            if not context.active[key]:
+                del context.active[key]
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, body: schema.Body, headers: dict[str, str], deadline: float
+    ) -> None:
+        try:
+            async with asyncio.timeout_at(deadline):
+                result = await self._handler(self._context, body, scope["key"])
+                first = b""
+                if isinstance(result, EventStream):
+                    first = await anext(result.events)  # an error before it has its own status
+        except Exception as error:
+            await error_response(_api_error(error, scope))(scope, receive, send)
+            return
+        if isinstance(result, EventStream):
+            await send_events(scope, send, first, result.events, deadline)
+        else:
+            await json_response(result, headers=headers)(scope, receive, send)
+
+
+def _api_error(error: Exception, scope: Scope) -> ApiError:
+    converted = errors.from_exception(error)
+    if converted.code == "internal_error":
+        LOG.error("%s failed", printable(scope["path"]), exc_info=error)
+    return converted
+
+
+async def send_events(
+    scope: Scope, send: Send, first: bytes, events: AsyncIterator[bytes], deadline: float | None
+) -> None:
+    """Send events as they come; an error becomes an event, and the stream ends."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ],
+        }
+    )
+    async with aclosing(events) as rest:  # type: ignore[type-var]
+        try:
+            if first:
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+            async with asyncio.timeout_at(deadline):
+                async for data in rest:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            body = json.dumps(_api_error(error, scope).body(), separators=(",", ":")).encode()
+            await send({"type": "http.response.body", "body": b"data: " + body + b"\n\n" + DONE, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def read_body(config: ServerConfig, scope: Scope, receive: Receive) -> bytes:
+    """Return the body of a JSON request, within the limits of size and time.
+
+    Raises:
+        ApiError: 415, 413 or 408.
+    """
+    limit, seconds = config.limits.max_body_bytes, config.limits.body_seconds
+    headers = _headers(scope)
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the Content-Type must be application/json", code="content_type")
+    too_large = ApiError(413, f"the body must be at most {limit:,} bytes", code="body_too_large")
+    length = headers.get("content-length", "0")
+    if not length.isdigit() or int(length) > limit:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "the client has disconnected", code="disconnected")
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > limit:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(408, f"the body has not arrived within {seconds:g} s", code="timeout", retry_after=1) from None
+
+
+class _Getter:
+    """Sends the result of a function without arguments."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            result = self._function()
+            if isinstance(result, Awaitable):
+                result = await result
+        except Exception as error:
+            await error_response(_api_error(error, scope))(scope, receive, send)
+            return
+        if isinstance(result, EventStream):
+            with suppress(ConnectionError):
+                await cancel_on_disconnect(receive, send_events(scope, send, b"", result.events, None))
+        else:
+            await (result if isinstance(result, Response) else json_response(result))(scope, receive, send)
+
+
+class _Page:
+    """Sends a file of the page."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        media_type = MEDIA_TYPES[self._path.suffix]
+        await FileResponse(self._path, headers=PAGE_HEADERS, media_type=media_type)(scope, receive, send)
+
+
+def _model_endpoint(context: ApiContext) -> ASGIApp:
+    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            context.check_model(scope["path_params"]["name"])
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await json_response(texts.describe_model(context))(scope, receive, send)
+
+    return endpoint
+
+
+def _ready(context: ApiContext) -> Response:
+    """Return 200 if requests are accepted and the engine runs."""
+    problem = ""
+    if context.llm.failure is not None:
+        problem = "the engine has ended"
+    elif context.draining:
+        problem = "the server is shutting down"
+    elif context.llm.streams and time.monotonic() - context.llm.last_message > STEP_SECONDS:
+        problem = f"the engine has sent nothing for {STEP_SECONDS:g} s"
+    if problem:
+        return error_response(ApiError(503, problem, code="not_ready", retry_after=5))
+    return json_response({"status": "ready", "model": context.model_name})
+
+
+async def _metrics(context: ApiContext) -> Response:
+    stats = None
+    with suppress(TimeoutError):
+        async with asyncio.timeout(2.0):  # a long step delays the reply
+            stats = await context.llm.call("stats")
+    text = context.metrics.expose(stats, len(context.llm.streams))
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def openapi(context: ApiContext) -> dict[str, Any]:
+    """Return the description of all routes (OpenAPI 3.1)."""
+    from kvad import __version__
+
+    definitions: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    error = {
+        "description": "Error",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    answers = {"200": {"description": "Success"}, "4XX": error, "5XX": error}
+    for path, (kind, handler) in POST_ROUTES.items():
+        form = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        definitions |= form.pop("$defs", {})
+        form["additionalProperties"] = False
+        form["properties"] |= {name: {"description": "Without effect."} for name in schema.NO_EFFECT}
+        definitions[kind.__name__] = form
+        reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        content = {"application/json": {"schema": reference}}
+        summary = (handler.__doc__ or "").partition("\n")[0]
+        paths[path] = {
+            "post": {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": answers}
+        }
+    for path in ("/v1/models", "/tokenizer_info", "/cache", "/training", "/metrics", "/health", "/ready"):
+        paths[path] = {"get": {"summary": f"Get {path}.", "responses": answers}}
+    definitions["Error"] = {
+        "type": "object", "required": ["error"],
+        "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
+    }  # fmt: skip
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvad", "version": __version__, "description": f"Serves {context.model_name}."},
+        "paths": paths,
+        "components": {"schemas": definitions},
+    }

@@ -1,0 +1,494 @@
+"""AsyncLLM: the asynchronous twin of ``LLM``, whose engine runs in a separate process.
+
+    from kvad import AsyncLLM
+    async with await AsyncLLM.load("runs/demo") as llm:
+        async for chunk in llm.stream("def __init__(self", max_tokens=64):
+            print(chunk.text, end="")
+
+Leaving the loop cancels the request. Texts are encoded in threads of this process, so that long ones delay neither
+other requests nor the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Unpack
+
+from kvad import errors
+from kvad import text as text_lib
+from kvad.cache.sizing import MemoryBudget
+from kvad.checkpoint import CheckpointHandle, open_checkpoint
+from kvad.engine import Completion, PromptEncoder, StreamChunk
+from kvad.engine.options import GenerateOptions, LoadOptions, PromptInput, ScoreOptions
+from kvad.engine.output import TextScore, assemble_completion
+from kvad.engine.scheduling import RequestMetrics, SamplingParams
+from kvad.engine.submission import Submission, SubmissionBuilder, text_score
+from kvad.errors import EngineError, KvadError, NumericalError, RequestError
+from kvad.server import wire
+from kvad.server.wire import Message
+
+LOG = logging.getLogger(__name__)
+CLOSE_SECONDS = 10.0  # the engine's process is killed if it has not ended by then
+
+
+class Signal:
+    """Wakes the one reader of one or several request streams."""
+
+    def __init__(self) -> None:
+        self._waiter: asyncio.Future[bool] | None = None
+
+    def set(self) -> None:
+        if self._waiter is not None:
+            _resolve(self._waiter, True)
+
+    async def wait(self, timeout: float | None) -> bool:
+        """Return True after the next ``set``, False after ``timeout`` seconds."""
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
+        timer = None if timeout is None else loop.call_later(timeout, _resolve, waiter, False)
+        try:
+            is_set: bool = await waiter
+            return is_set
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+
+def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(value)
+
+
+class RequestStream:
+    """Chunks of one request as they arrive; after the last one, its metrics.
+
+    Attributes:
+        submission: The request; None for a text of an encoder.
+        metrics: Counts and times in seconds, set at the end.
+        session: Reused tokens of a session's turn, set at the end.
+        started: True once its first chunk has arrived.
+    """
+
+    def __init__(self, llm: AsyncLLM, number: int, signal: Signal, submission: Submission | None = None) -> None:
+        self.number, self.submission = number, submission
+        self.metrics: RequestMetrics | None = None
+        self.session: dict[str, Any] | None = None
+        self.started = False
+        self._llm, self._signal = llm, signal
+        self._chunks: list[StreamChunk] = []
+        self._error: KvadError | None = None
+
+    def add(self, chunk: StreamChunk) -> None:
+        self._chunks.append(chunk)
+        self.started = True
+        self._signal.set()
+
+    def end(self, message: Message) -> None:
+        self.metrics, self.session = RequestMetrics(**message["metrics"]), message.get("session")
+        self._signal.set()
+
+    def fail(self, error: KvadError) -> None:
+        self._error = error
+        self._signal.set()
+
+    def take(self) -> list[StreamChunk]:
+        """Return the chunks that have arrived since the last call.
+
+        Raises:
+            KvadError: If the request was refused or the engine's process ended.
+        """
+        if self._error is not None and not self._chunks:
+            raise self._error
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    async def chunks(self) -> AsyncIterator[StreamChunk]:
+        """Yield chunks; an error of a sample is raised. Leaving the loop cancels the request."""
+        try:
+            while True:
+                ended = self.metrics is not None
+                for chunk in self.take():
+                    if chunk.error is not None:
+                        raise chunk_error(chunk)
+                    yield chunk
+                if ended:
+                    return
+                if not self._chunks and self.metrics is None and self._error is None:
+                    await self._signal.wait(None)
+        finally:
+            self.cancel()
+
+    async def completion(self) -> Completion:
+        """Return the whole result."""
+        submission = self.submission
+        assert submission is not None, "an encoder's output is not a completion"
+        chunks = [chunk async for chunk in self.chunks()]
+        assert self.metrics is not None
+        return assemble_completion(chunks, submission.sampling_params, len(submission.input_ids), self.metrics)
+
+    def cancel(self) -> None:
+        """End the request now, unless it has ended; its blocks are freed before the next step."""
+        self._llm.cancel(self)
+
+
+def chunk_error(chunk: StreamChunk) -> KvadError:
+    """Return the exception of a chunk with an error."""
+    assert chunk.error is not None
+    is_numerical = chunk.error.startswith("numerical")
+    return (NumericalError if is_numerical else EngineError)(f"sample {chunk.sample_index}: {chunk.error}")
+
+
+class AsyncLLM:
+    """A model in a separate engine process, for one event loop. Built by ``load``."""
+
+    def __init__(self, handle: CheckpointHandle, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+        self.generation, self.tokenizer, self.config = handle.generation, handle.tokenizer, handle.config
+        self.info: dict[str, Any] = {}  # of the engine (``engine_process.describe``)
+        self.last_message = time.monotonic()  # arrival of the last message of the engine
+        self._tokenizer_folder = handle.tokenizer_folder
+        self._process, self._connection = process, connection
+        self._streams: dict[int, RequestStream] = {}
+        self._replies: dict[int, asyncio.Future[Message]] = {}
+        self._next_number = 0
+        self._transport: asyncio.Transport | None = None
+        self._ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._failure: KvadError | None = None
+        self.ended = asyncio.Event()  # the engine's process has closed the connection
+
+    @staticmethod
+    async def load(
+        path: str | Path,
+        *,
+        dtype: str | None = None,
+        device: str = "cpu",
+        memory: str | float | MemoryBudget = "auto",
+        adapter: str | Path | None = None,
+        rope_scaling: str | None = None,
+        activation_bits: int | None = None,
+        revision: str | None = None,
+        session_dir: str | Path | None = None,
+        **settings: Unpack[LoadOptions],
+    ) -> AsyncLLM:
+        """Load a checkpoint in a new process.
+
+        Args:
+            path: As in ``LLM.load``, like the other arguments; dtypes and devices are names.
+            dtype: Dtype of the computation.
+            device: Device of model and cache.
+            memory: Memory of the device for model and cache.
+            adapter: LoRA adapter.
+            rope_scaling: Another RoPE scaling.
+            activation_bits: 8 rounds the inputs of int8 and int4 weights.
+            revision: Revision on the hub.
+            session_dir: Folder of the sessions of requests (None: they are refused).
+            **settings: ``kvad.engine.options.LoadOptions``.
+
+        Raises:
+            KvadError: As ``LLM.load``.
+        """
+        handle = open_checkpoint(path, rope_scaling=rope_scaling, revision=revision)
+        budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)  # type: ignore[arg-type]
+        fields: dict[str, Any] = dict(settings) | {
+            "path": str(path), "dtype": dtype, "device": device, "memory": list(budget), "adapter": adapter,
+            "rope_scaling": rope_scaling, "activation_bits": activation_bits, "revision": revision,
+        }  # fmt: skip
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "kvad.server.engine_process", str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        ours.setblocking(False)
+        llm = AsyncLLM(handle, process, ours)
+        try:
+            await llm._connect({"load": plain, "session_dir": None if session_dir is None else str(session_dir)})
+        except BaseException:
+            await llm.close()
+            raise
+        return llm
+
+    async def _connect(self, load: Message) -> None:
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: _Connection(self), sock=self._connection)
+        self._transport = transport
+        transport.write(wire.encode_frame(load))
+        message = await self._ready
+        self.info = message["ready"]
+
+    # ------------------------------------------------------------ text
+
+    @cached_property
+    def texts(self) -> PromptEncoder:
+        return PromptEncoder(self.config, self.tokenizer, self.generation, endless=self.info["endless"])
+
+    @cached_property
+    def builder(self) -> SubmissionBuilder:
+        return SubmissionBuilder(self.texts)
+
+    @cached_property
+    def chat_template(self) -> text_lib.chat_template.ChatTemplate | None:
+        folder = self._tokenizer_folder
+        return None if folder is None else text_lib.chat_template.ChatTemplate.load(folder)
+
+    async def generate(
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
+    ) -> Completion:
+        """Continue one prompt (``LLM.generate``); gather several calls for a batch."""
+        return await self.submit(await self._build(prompt, sampling_params, settings)).completion()
+
+    async def stream(
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
+    ) -> AsyncIterator[StreamChunk]:
+        """Yield chunks of one prompt's samples; leaving the loop cancels the rest."""
+        stream = self.submit(await self._build(prompt, sampling_params, settings))
+        async for chunk in stream.chunks():
+            yield chunk
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **settings: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Answer a conversation in the model's chat template (``LLM.chat``)."""
+        tokens = await asyncio.to_thread(self.render_chat, messages, tools=tools)
+        return await self.generate(tokens, sampling_params, **settings)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generation_prompt: bool = True,
+        continue_final: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a conversation; blocks while another process renders the template.
+
+        Args:
+            messages: Objects with ``role`` and ``content``.
+            tools: JSON schemas of the tools that the template names.
+            generation_prompt: End with the start of the assistant's turn.
+            continue_final: End inside the last message, to continue it.
+
+        Raises:
+            RequestError: If the model has no chat template.
+            ChatTemplateError: If the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise RequestError("this model has no chat template", "Use /v1/completions, or generate() with a text.")
+        rendered = self.chat_template.render(
+            messages, tools=tools, generation_prompt=generation_prompt, continue_final=continue_final
+        )
+        return self.texts.require_tokenizer().encode(rendered.text, specials=True)
+
+    async def score(self, text: PromptInput, **settings: Unpack[ScoreOptions]) -> TextScore:
+        """Return each token's log-probability given the tokens before it (``LLM.score``)."""
+        build = self.builder.scoring(
+            settings.get("encoder_input"),
+            settings.get("source_language"),
+            top_logprobs=settings.get("top_logprobs", 0),
+            cache_salt=settings.get("cache_salt", ""),
+        )
+        submission = await asyncio.to_thread(build, text)
+        return text_score(submission.prompt_token_ids, await self.submit(submission).completion())
+
+    async def embed(self, texts: Sequence[PromptInput], *, cache_salt: str = "") -> list[list[float]]:
+        """Return one vector per text, with the checkpoint's pooling and normalization."""
+        inputs = [await asyncio.to_thread(self.texts.encode_embedding, text) for text in texts]
+        return await self.embed_ids(inputs)
+
+    async def embed_ids(self, inputs: Sequence[list[int]]) -> list[list[float]]:
+        """Return one vector per encoded text."""
+        pooling = self.generation.pooling
+        if self.config.kind == "decoder":
+            reply = await self.call("embed", token_ids=list(inputs), pool=pooling or "last")
+            vectors = reply["vectors"]
+        else:
+            message = {"op": "encode", "pool": pooling or "mean"}
+            streams = [self._open({**message, "token_ids": ids}, Signal()) for ids in inputs]
+            vectors = [[chunk async for chunk in stream.chunks()][-1].output for stream in streams]
+        return [_normalize(vector) for vector in vectors] if self.generation.normalize else vectors
+
+    async def _build(
+        self, prompt: PromptInput, sampling_params: SamplingParams | None, settings: GenerateOptions
+    ) -> Submission:
+        return await asyncio.to_thread(self.builder.generation(sampling_params, settings), prompt)
+
+    # ------------------------------------------------------------ requests
+
+    def submit(
+        self, submission: Submission, *, session: Mapping[str, str] | None = None, signal: Signal | None = None
+    ) -> RequestStream:
+        """Send a request to the engine.
+
+        Args:
+            submission: The request.
+            session: The session's ``name`` and ``owner``, if the request is a session's turn.
+            signal: Signal of a reader of several streams.
+
+        Raises:
+            RequestError: If a field cannot be sent.
+            EngineError: If the engine's process has ended.
+        """
+        params = wire.params_to_json(submission.sampling_params)
+        message = {"op": "generate", **submission._asdict(), "params": params}
+        del message["sampling_params"]
+        if session is not None:
+            message["session"] = dict(session)
+        return self._open(message, signal or Signal(), submission)
+
+    def _open(self, message: Message, signal: Signal, submission: Submission | None = None) -> RequestStream:
+        number = self._number()
+        stream = RequestStream(self, number, signal, submission)
+        self._send({"id": number, **message})
+        self._streams[number] = stream
+        return stream
+
+    def cancel(self, stream: RequestStream) -> None:
+        """End a request now, unless it has ended."""
+        if self._streams.pop(stream.number, None) is not None and self._failure is None:
+            self._send({"op": "cancel", "id": stream.number})
+
+    def stop_all(self, reason: str) -> None:
+        """Fail all requests and cancel them."""
+        for stream in list(self._streams.values()):
+            self.cancel(stream)
+            stream.fail(EngineError(reason))
+
+    async def call(self, operation: str, **arguments: Any) -> Message:
+        """Return the engine's reply to another message, such as "stats"."""
+        number = self._number()
+        self._send({"op": operation, "id": number, **arguments})
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._replies[number] = future
+        try:
+            return await future
+        finally:
+            self._replies.pop(number, None)
+
+    @property
+    def streams(self) -> Collection[RequestStream]:
+        """The requests that have not ended."""
+        return self._streams.values()
+
+    @property
+    def failure(self) -> KvadError | None:
+        """Why the engine's process has ended, if it has."""
+        return self._failure
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number
+
+    def _send(self, message: Message) -> None:
+        if self._failure is not None:
+            raise self._failure
+        assert self._transport is not None
+        self._transport.write(wire.encode_frame(message))
+
+    # ------------------------------------------------------------ messages of the engine
+
+    def on_message(self, message: Message) -> None:
+        """Distribute a message of the engine."""
+        if "chunks" in message:
+            self._on_chunks(message)
+        elif "reply" in message:
+            self._on_reply(message)
+        elif not self._ready.done():
+            if "error" in message:
+                self._ready.set_exception(error_from_json(message["error"]))
+            else:
+                self._ready.set_result(message)
+
+    def _on_chunks(self, message: Message) -> None:
+        streams = self._streams
+        for fields in message["chunks"]:
+            stream = streams.get(fields[0])
+            if stream is not None:
+                stream.add(wire.chunk_from_json(fields))
+        for ended in message.get("ended", ()):
+            stream = streams.pop(ended["id"], None)
+            if stream is not None:
+                stream.end(ended)
+
+    def _on_reply(self, message: Message) -> None:
+        number, error = message["reply"], message.get("error")
+        stream, future = self._streams.get(number), self._replies.get(number)
+        if stream is not None and error is not None:
+            del self._streams[number]
+            stream.fail(error_from_json(error))
+        if future is not None and not future.done():
+            if error is not None:
+                future.set_exception(error_from_json(error))
+            else:
+                future.set_result(message)
+
+    def on_end(self) -> None:
+        """Fail all requests, because the engine's process has closed the connection."""
+        self._failure = EngineError("the engine's process has ended", "Its log has the reason.")
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            stream.fail(self._failure)
+        for future in [*self._replies.values(), self._ready]:
+            if not future.done():
+                future.set_exception(self._failure)
+        if self._ready.done():
+            self._ready.exception()  # it may have no reader
+        self.ended.set()
+
+    # ------------------------------------------------------------ closing
+
+    async def close(self) -> int:
+        """End the engine's process and return its exit code. Closing twice is allowed."""
+        if self._transport is not None:
+            self._transport.close()
+        else:
+            self._connection.close()
+        try:
+            return await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            LOG.warning("the engine's process has not ended in %g s and is killed", CLOSE_SECONDS)
+            self._process.kill()
+            return await asyncio.to_thread(self._process.wait)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+
+class _Connection(asyncio.Protocol):
+    """Passes the messages of the engine's process to an AsyncLLM."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm, self._frames = llm, wire.FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        self._llm.last_message = time.monotonic()
+        for message in self._frames.feed(data):
+            self._llm.on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._llm.on_end()
+
+
+def error_from_json(fields: Mapping[str, str]) -> KvadError:
+    """Return the error that the engine's process sent."""
+    kind: type[KvadError] = getattr(errors, fields["kind"], EngineError)
+    return kind(fields["message"], fields["hint"])
+
+
+def _normalize(vector: list[float]) -> list[float]:
+    norm = max(math.sqrt(math.fsum(value * value for value in vector)), 1e-12)  # as torch.nn.functional.normalize
+    return [value / norm for value in vector]

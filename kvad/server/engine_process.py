@@ -1,0 +1,252 @@
+"""Engine process: one LLM that runs steps for the requests which arrive on a socket.
+
+``AsyncLLM`` starts it with ``python -m kvad.server.engine_process FD`` and sends the arguments of ``LLM.load`` first.
+Between two steps all arrived messages are handled; the chunks of a step leave in one message. The process ends when
+the socket is closed, and with exit code 1 when the engine cannot continue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvad._log import show_log
+from kvad.cache.sizing import MemoryBudget
+from kvad.engine import StreamChunk
+from kvad.errors import KvadError
+from kvad.llm import LLM
+from kvad.server import cache_view, wire
+from kvad.server.sessions import SessionTurns
+from kvad.server.wire import Message
+
+LOG = logging.getLogger(__name__)
+READ_SIZE = 1 << 18
+IDLE_SECONDS = 0.02  # longest wait for a message while blocks are loaded
+MAX_FAILED_STEPS = 8  # failed steps in succession after which the engine cannot continue
+
+
+class EngineProcess:
+    """Runs an LLM's engine for the requests of one connection."""
+
+    def __init__(self, llm: LLM, connection: socket.socket, session_dir: Path | None = None) -> None:
+        self._llm, self._connection = llm, connection
+        self._client = llm.client
+        self._client.on_chunk = self._add_chunk
+        self._frames = wire.FrameReader()
+        self._numbers: dict[int, int] = {}  # the server's number of a request -> the engine's
+        self._server_numbers: dict[int, int] = {}  # and the reverse
+        self._samples_left: dict[int, int] = {}  # engine's number -> samples that have not ended
+        self._chunks: list[list[Any]] = []
+        self._ended: list[tuple[int, int]] = []  # numbers of the server and of the engine
+        self._sessions = SessionTurns(llm, session_dir)
+        self._failed_steps = 0
+        self._handlers: dict[str, Callable[[Message], Message | None]] = {
+            "generate": self._generate,
+            "encode": self._encode,
+            "embed": self._embed,
+            "cancel": self._cancel,
+            "stats": lambda message: stats(self._llm),
+            "blocks": lambda message: cache_view.block_map(self._llm.engine, self._server_numbers),
+            "attention": self._attention,
+        }
+
+    def run(self) -> int:
+        """Handle messages and run steps until the connection is closed; return the exit code."""
+        while True:
+            idle = self._llm.engine.idle
+            if not self._receive(None if idle else 0.0):
+                break
+            if not self._llm.engine.idle:
+                self._step()
+        self._llm.close()
+        return 0
+
+    def _step(self) -> None:
+        try:
+            self._client.step()
+            self._failed_steps = 0
+        except Exception as error:  # the engine ends the requests of this step; their chunks come with the next call
+            self._failed_steps += 1
+            LOG.error("a step failed: %s", "".join(traceback.format_exception(error)))
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                raise
+        self._send_chunks()
+
+    def _receive(self, timeout: float | None) -> bool:
+        """Handle the messages that have arrived, waiting for one if ``timeout`` is None; False at the end."""
+        self._connection.settimeout(timeout)
+        try:
+            data = self._connection.recv(READ_SIZE)
+        except (BlockingIOError, TimeoutError):
+            return True
+        if not data:
+            return False
+        for message in self._frames.feed(data):
+            self._handle(message)
+        return True
+
+    def _handle(self, message: Message) -> None:
+        reply: Message | None
+        try:
+            reply = self._handlers[message["op"]](message)
+        except KvadError as error:
+            reply = {"error": error_to_json(error)}
+        except Exception as error:  # a bug ends its request only
+            LOG.error("%s failed: %s", message["op"], "".join(traceback.format_exception(error)))
+            reply = {"error": {"kind": "EngineError", "message": f"{type(error).__name__}: {error}", "hint": ""}}
+        if reply is not None:
+            self._send({"reply": message["id"], **reply})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._connection.settimeout(None)
+        self._connection.sendall(wire.encode_frame(message))
+
+    # ------------------------------------------------------------ requests
+
+    def _generate(self, message: Message) -> None:
+        params = wire.params_from_json(message["params"])
+        tokens, source, salt = message["prompt_token_ids"], message["encoder_token_ids"], message["cache_salt"]
+        if "session" in message:
+            request = self._sessions.begin(message["session"], tokens, source, params, salt)
+        else:
+            request = self._llm.engine.add_request(
+                tokens, params, cache_salt=salt, encoder_token_ids=source, draw_salt=message["draw_salt"]
+            )
+        self._track(message["id"], request, params.n)
+
+    def _encode(self, message: Message) -> None:
+        """Queue a text for the encoder; its chunk has the output as a list of numbers."""
+        request = self._llm.engine.add_encoder_request(message["token_ids"], message["pool"])
+        self._track(message["id"], request, 1)
+
+    def _track(self, number: int, request: int, num_samples: int) -> None:
+        self._numbers[number], self._server_numbers[request] = request, number
+        self._samples_left[request] = num_samples
+
+    def _embed(self, message: Message) -> Message:
+        """Return the vectors of a decoder, computed at once."""
+        vectors = self._llm.embed(message["token_ids"], pool=message["pool"])
+        return {"vectors": vectors.float().tolist()}
+
+    def _cancel(self, message: Message) -> None:
+        request = self._numbers.pop(message["id"], None)
+        if request is not None:
+            self._sessions.cancel(request)
+            self._llm.engine.abort_request(request)
+            self._server_numbers.pop(request)
+            self._samples_left.pop(request)
+
+    def _attention(self, message: Message) -> Message:
+        """Return the attention weights of a text's last token in one layer."""
+        return cache_view.attention_of_last_token(self._llm, message["token_ids"], message["layer"])
+
+    # ------------------------------------------------------------ chunks
+
+    def _add_chunk(self, chunk: StreamChunk) -> None:
+        number = self._server_numbers.get(chunk.request)
+        if number is None:
+            return
+        output = None if chunk.output is None else chunk.output.float().tolist()
+        self._chunks.append([number, *chunk[1:7], output, *chunk[8:]])
+        self._sessions.add_chunk(chunk)
+        if chunk.finish_reason is None:
+            return
+        self._samples_left[chunk.request] -= 1
+        if not self._samples_left[chunk.request]:
+            del self._samples_left[chunk.request], self._server_numbers[chunk.request], self._numbers[number]
+            self._ended.append((number, chunk.request))
+
+    def _send_chunks(self) -> None:
+        """Send the chunks of the step; sessions are saved first, which may run further steps."""
+        while self._chunks:
+            chunks, ended = self._chunks, self._ended
+            self._chunks, self._ended = [], []
+            ends = [self._end(number, request) for number, request in ended]
+            self._send({"chunks": chunks, "ended": ends} if ends else {"chunks": chunks})
+
+    def _end(self, number: int, request: int) -> Message:
+        """Return what is reported of an ended request."""
+        end = {"id": number, "metrics": asdict(self._llm.engine.metrics(request))}
+        try:
+            return {**end, **self._sessions.end(request)}
+        except KvadError as error:  # the disk failed: the output is right, the session is not saved
+            LOG.error("a session is not saved: %s", error)
+            return {**end, "session": {"error": error.message}}
+
+
+def stats(llm: LLM) -> Message:
+    """Return counts of the engine and its cache, as plain values."""
+    engine = llm.engine
+    cache = engine.kv_cache_manager.stats()
+    return {
+        "scheduler": engine.scheduler.stats()._asdict(),
+        "cache": asdict(cache),
+        "times": asdict(engine.times),
+        "block_size": engine.cache.block_size,
+    }
+
+
+def error_to_json(error: KvadError) -> dict[str, str]:
+    return {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
+
+
+def describe(llm: LLM) -> Message:
+    """Return what the server needs to know of the model and its engine."""
+    engine, limits = llm.engine, llm.engine.limits
+    return {
+        "name": llm.name,
+        "endless": engine.cache.endless,
+        "max_len": limits.max_len,
+        "max_num_seqs": engine.cache.max_num_seqs,
+        "block_size": engine.cache.block_size,
+        "num_blocks": list(engine.kv_cache_manager.stats().total),
+        "policy": str(engine.cache.resolved_policy),
+        "formats": engine.cache.format_name,
+        "dtype": str(engine.model.token_embedding.dtype).removeprefix("torch."),
+        "num_layers": engine.model.config.stack.num_layers,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the connection whose file descriptor is the argument."""
+    connection = socket.socket(fileno=int(arguments[0]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server closes the connection when it ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if not os.environ.get("KVAD_LOG"):
+        show_log(0)
+    frames = wire.FrameReader()
+    messages: list[Message] = []
+    while not messages:
+        data = connection.recv(READ_SIZE)
+        if not data:
+            return 0
+        messages = frames.feed(data)
+    try:
+        fields = messages[0]["load"]
+        llm = LLM.load(fields.pop("path"), **{**fields, "memory": _budget(fields.pop("memory"))})
+    except KvadError as error:
+        connection.sendall(wire.encode_frame({"error": error_to_json(error)}))
+        return error.exit_code
+    session_dir = messages[0]["session_dir"]
+    process = EngineProcess(llm, connection, None if session_dir is None else Path(session_dir))
+    connection.sendall(wire.encode_frame({"ready": describe(llm)}))
+    try:
+        return process.run()
+    except (BrokenPipeError, ConnectionResetError):  # the server ended
+        return 0
+
+
+def _budget(memory: list[Any]) -> MemoryBudget:
+    return MemoryBudget(*memory)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

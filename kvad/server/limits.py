@@ -1,0 +1,51 @@
+"""Limits of requests, checked before anything is allocated. Plain numbers, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from kvad.errors import ConfigError
+
+
+def _limit(default: float, status: int, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"status": status, "text": text})
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Largest values of a request; ``status`` is the HTTP status beyond them."""
+
+    max_body_bytes: int = _limit(16 << 20, 413, "bytes of a request's body")
+    max_prompts: int = _limit(256, 400, "prompts or texts of a request")
+    max_prompt_tokens: int = _limit(1 << 20, 400, "tokens of a prompt, below the longest sequence of the cache")
+    max_prompt_chars: int = _limit(8 << 20, 400, "characters of a prompt or of all messages")
+    max_messages: int = _limit(4096, 400, "messages of a conversation")
+    max_n: int = _limit(16, 400, "samples of a prompt (n, best_of)")
+    max_sequences: int = _limit(512, 400, "sequences of a request (prompts times samples)")
+    max_logprobs: int = _limit(20, 400, "alternatives per token (logprobs, top_logprobs)")
+    max_stop: int = _limit(16, 400, "stop strings")
+    max_stop_chars: int = _limit(256, 400, "characters of a stop string")
+    max_logit_bias: int = _limit(1024, 400, "entries of logit_bias")
+    max_tools: int = _limit(128, 400, "tools of a request")
+    max_schema_bytes: int = _limit(64 << 10, 400, "bytes of a schema, a regex or a grammar")
+    max_queued_requests: int = _limit(256, 429, "requests that wait for their first token")
+    max_queued_tokens: int = _limit(1 << 20, 429, "prompt tokens of these requests")
+    max_requests_per_key: int = _limit(128, 429, "requests of an API key at the same time")
+    request_seconds: float = _limit(600.0, 504, "seconds of a request, also its own timeout field")
+    header_seconds: float = _limit(10.0, 408, "seconds until a request's head has arrived")
+    body_seconds: float = _limit(30.0, 408, "seconds until a request's body has arrived")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ConfigError(f"{field.name}: must be above 0, got {value}", f"Use {field.default}, the default.")
+
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """Return (name, value, status beyond it, text) of every limit."""
+        return [
+            (field.name, f"{getattr(self, field.name):,}", str(field.metadata["status"]), field.metadata["text"])
+            for field in dataclasses.fields(self)
+        ]

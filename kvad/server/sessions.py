@@ -1,0 +1,108 @@
+"""Sessions of HTTP requests: the cache of a conversation is saved before the end of each turn is reported.
+
+A request gives the whole text, as for every other request; what the session has of it is not computed again, also
+after a restart of the server. Sessions belong to an API key: the same name of another key is another session.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvad.cache import sessions
+from kvad.engine import Session, StreamChunk
+from kvad.engine.client import RequestHandle
+from kvad.engine.scheduling import SamplingParams
+from kvad.errors import RequestError
+from kvad.llm import LLM
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MAX_OPEN = 8  # sessions whose tokens stay in memory between turns; others are loaded from their files
+
+
+@dataclass(eq=False)
+class _Turn:
+    session: Session
+    handle: RequestHandle
+    source: list[int] | None
+    chunks: list[StreamChunk] = field(default_factory=list)
+
+
+class SessionTurns:
+    """Runs turns of sessions in the engine process.
+
+    Args:
+        llm: The model.
+        folder: Folder of the session files; None: sessions are refused.
+    """
+
+    def __init__(self, llm: LLM, folder: Path | None) -> None:
+        self._llm, self._folder = llm, folder
+        self._open: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._turns: dict[int, _Turn] = {}  # by request
+
+    def begin(
+        self,
+        identity: dict[str, str],
+        tokens: list[int],
+        source: list[int] | None,
+        sampling_params: SamplingParams,
+        cache_salt: str,
+    ) -> int:
+        """Submit a turn and return the request's number.
+
+        Args:
+            identity: The session's ``name`` and its ``owner`` (the API key's id, or "").
+            tokens: The whole text.
+            source: Tokens of the encoder input.
+            sampling_params: Sampling parameters of one sample.
+            cache_salt: Salt of the prefix cache.
+
+        Raises:
+            RequestError: If the name is invalid, or the session has a running turn.
+            StorageError: If the session's file is damaged or belongs to another model.
+        """
+        session = self._session(identity["name"], identity["owner"], cache_salt)
+        if any(turn.session is session for turn in self._turns.values()):
+            raise RequestError(f"session: {identity['name']!r} has a running request", "Wait for its end.")
+        handle = session.begin_turn(tokens, source, sampling_params, {})
+        self._llm.client.forget(handle.request)  # its chunks are passed to ``add_chunk``
+        self._turns[handle.request] = _Turn(session, handle, source)
+        return handle.request
+
+    def add_chunk(self, chunk: StreamChunk) -> None:
+        turn = self._turns.get(chunk.request)
+        if turn is not None:
+            turn.chunks.append(chunk)
+
+    def end(self, request: int) -> dict[str, Any]:
+        """End a turn, if the request is one, save the session and return what is reported of it."""
+        turn = self._turns.pop(request, None)
+        if turn is None:
+            return {}
+        turn.session.end_turn(turn.handle, turn.source, turn.chunks)
+        turn.session.save(overwrite=True)
+        return {"session": {"reused": turn.session.reused, "missed": turn.session.missed}}
+
+    def cancel(self, request: int) -> None:
+        """Forget the turn of a cancelled request; the session keeps its previous text."""
+        self._turns.pop(request, None)
+
+    def _session(self, name: str, owner: str, cache_salt: str) -> Session:
+        if self._folder is None:
+            raise RequestError("session: this server keeps no sessions", "Start it with --session-dir.")
+        if not NAME.fullmatch(name):
+            raise RequestError(f"session: must be 1 to 64 letters, digits, '.', '_' or '-', got {name[:80]!r}")
+        session = self._open.pop((owner, name), None)
+        if session is None:
+            folder = self._folder / (hashlib.sha256(owner.encode()).hexdigest()[:16] if owner else "public")
+            sessions.directory.session_path(name, folder)
+            session = self._llm.session(name, folder, cache_salt=cache_salt)
+        self._open[owner, name] = session
+        if len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)
+        return session
