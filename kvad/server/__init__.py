@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvad.server import limits as limits
     from kvad.server.async_llm import AsyncLLM as AsyncLLM
+    from kvad.server.config import ApiKeys as ApiKeys
     from kvad.server.config import ServerConfig as ServerConfig
     from kvad.server.limits import ServerLimits as ServerLimits
     from kvad.server.run import serve as serve

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import ipaddress
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvad.server.api import (
-    ApiContext,
-    ApiError,
-    EventStream,
-    chat,
-    completions,
-    errors,
-    panel,
-    responses,
-    schema,
-    texts,
-)
-from kvad.server.api.generation import DONE, cancel_on_disconnect
+from kvad.server import api
+from kvad.server.api import ApiContext, ApiError, EventStream
 from kvad.server.config import ServerConfig
+from kvad.server.guards import Guard, error_response, json_response, printable, request_headers
 
+chat, completions, errors, generation = api.chat, api.completions, api.errors, api.generation
+panel, responses, schema, texts = api.panel, api.responses, api.schema, api.texts
 LOG = logging.getLogger(__name__)
-OPEN_PATH = "/health"  # the only route without an API key
 STATIC = Path(__file__).with_name("static")
 PAGE_FILES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css", "/favicon.svg": "favicon.svg"}
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -93,144 +80,6 @@ async def _http_error(request: Any, error: Any) -> Response:
     return error_response(ApiError(error.status_code, f"{message}. See /openapi.json.", code=code), error.headers)
 
 
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    body = json.dumps(value, separators=(",", ":")).encode()
-    return Response(body, status, dict(headers or {}), "application/json")
-
-
-def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the response of an error, with Retry-After if the client may try again."""
-    fields = dict(headers or {})
-    if error.retry_after is not None:
-        fields["retry-after"] = str(error.retry_after)
-    if error.status == 401:
-        fields["www-authenticate"] = 'Basic realm="kvad", Bearer'
-    return json_response(error.body(), error.status, fields)
-
-
-# ---------------------------------------------------------------- guards
-
-
-class Guard:
-    """Checks every request before it is routed: Host, Origin, API key, by the raw path."""
-
-    def __init__(self, context: ApiContext, app: ASGIApp) -> None:
-        self._context, self._app = context, app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, status = time.monotonic(), 0
-        config, headers = self._context.config, _headers(scope)
-
-        async def send_with_headers(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message = {**message, "headers": [*message["headers"], *_cors_headers(config, headers)]}
-            await send(message)
-
-        try:
-            check_host(config, headers)
-            check_origin(config, headers)
-            preflight = scope["method"] == "OPTIONS" and bool(config.cors_origins) and "origin" in headers
-            scope["key"] = "" if preflight else check_key(config, scope, headers)
-            if preflight:
-                await Response(status_code=204)(scope, receive, send_with_headers)
-            else:
-                await self._app(scope, receive, send_with_headers)
-        except ApiError as error:
-            await error_response(error)(scope, receive, send_with_headers)
-        finally:
-            self._context.metrics.observe_response(status)
-            seconds = time.monotonic() - start
-            LOG.info("%s %s %d %.3f s", scope["method"], printable(scope["path"]), status, seconds)
-
-
-def printable(text: str) -> str:
-    """Return text for a log line: no control characters, at most 200 characters."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:200])
-
-
-def _headers(scope: Scope) -> dict[str, str]:
-    """Return the headers, the last one of each name; a second Host is refused by ``check_host``."""
-    headers = dict[str, str]()
-    for name, value in scope["headers"]:
-        text = name.decode("latin-1").lower()
-        headers[text] = "\0" if text == "host" and "host" in headers else value.decode("latin-1")
-    return headers
-
-
-def host_name(host: str) -> str:
-    """Return the name in a Host header without its port; "" if it is malformed."""
-    try:
-        parts = urlsplit(f"//{host}")
-        _ = parts.port
-    except ValueError:
-        return ""
-    return (parts.hostname or "") if parts.netloc == host and "@" not in host else ""
-
-
-def check_host(config: ServerConfig, headers: Mapping[str, str]) -> None:
-    """Raise a 403 for a Host that is neither an IP address nor allowed (DNS rebinding)."""
-    name = host_name(headers.get("host", ""))
-    if "*" in config.hosts or name in config.hosts:
-        return
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        message = f"the Host header {printable(headers.get('host', ''))!r} is not allowed: start with --allowed-host"
-        raise ApiError(403, message, code="host_not_allowed") from None
-
-
-def check_origin(config: ServerConfig, headers: Mapping[str, str]) -> None:
-    """Raise a 403 for a request that a page of another site has sent."""
-    origin = headers.get("origin")
-    if origin is None or origin in config.cors_origins or "*" in config.cors_origins:
-        return
-    if origin.partition("://")[2] != headers.get("host"):
-        raise ApiError(403, "requests of other sites are not allowed: start with --cors-origin", code="origin")
-
-
-def _cors_headers(config: ServerConfig, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    origin = headers.get("origin")
-    if origin is None or not (origin in config.cors_origins or "*" in config.cors_origins):
-        return []
-    return [
-        (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-allow-headers", b"authorization, content-type"),
-        (b"access-control-allow-methods", b"GET, POST"),
-        (b"vary", b"origin"),
-    ]
-
-
-def check_key(config: ServerConfig, scope: Scope, headers: Mapping[str, str]) -> str:
-    """Return the id of the request's API key, "" if none is required.
-
-    The raw path decides which requests need none, because a Host header can change what other code takes for the path.
-
-    Raises:
-        ApiError: 401.
-    """
-    if not config.api_keys.digests:
-        return ""
-    is_open = scope["raw_path"] == OPEN_PATH.encode() and scope["path"] == OPEN_PATH
-    kind, _, text = headers.get("authorization", "").partition(" ")
-    if kind.lower() == "basic":  # of a browser: the password is the key
-        with suppress(binascii.Error, UnicodeDecodeError):
-            text = base64.b64decode(text.strip(), validate=True).decode().partition(":")[2]
-    elif kind.lower() != "bearer":
-        text = ""
-    key = config.api_keys.find(text.strip()) if text else None
-    if key is not None:
-        return key
-    if is_open:
-        return ""
-    problem = "the API key is not valid" if text else "an API key is required"
-    raise ApiError(401, f"{problem}: send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
-
-
 # ---------------------------------------------------------------- endpoints
 
 
@@ -260,7 +109,7 @@ class _Endpoint:
         deadline = asyncio.get_running_loop().time() + min(getattr(body, "timeout", None) or limit, limit)
         context.active[key] += 1
         try:
-            await cancel_on_disconnect(receive, self._answer(scope, receive, send, body, headers, deadline))
+            await generation.cancel_on_disconnect(receive, self._answer(scope, receive, send, body, headers, deadline))
         except ConnectionError:
             LOG.debug("the client of %s has disconnected", printable(scope["path"]))
         finally:
@@ -317,7 +166,9 @@ async def send_events(
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             body = json.dumps(_api_error(error, scope).body(), separators=(",", ":")).encode()
-            await send({"type": "http.response.body", "body": b"data: " + body + b"\n\n" + DONE, "more_body": True})
+            await send(
+                {"type": "http.response.body", "body": b"data: " + body + b"\n\n" + generation.DONE, "more_body": True}
+            )
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -328,7 +179,7 @@ async def read_body(config: ServerConfig, scope: Scope, receive: Receive) -> byt
         ApiError: 415, 413 or 408.
     """
     limit, seconds = config.limits.max_body_bytes, config.limits.body_seconds
-    headers = _headers(scope)
+    headers = request_headers(scope)
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the Content-Type must be application/json", code="content_type")
     too_large = ApiError(413, f"the body must be at most {limit:,} bytes", code="body_too_large")
@@ -368,7 +219,7 @@ class _Getter:
             return
         if isinstance(result, EventStream):
             with suppress(ConnectionError):
-                await cancel_on_disconnect(receive, send_events(scope, send, b"", result.events, None))
+                await generation.cancel_on_disconnect(receive, send_events(scope, send, b"", result.events, None))
         else:
             await (result if isinstance(result, Response) else json_response(result))(scope, receive, send)
 

@@ -23,20 +23,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
+from kvad import engine as engine_lib
 from kvad import errors
 from kvad import text as text_lib
 from kvad.cache.sizing import MemoryBudget
 from kvad.checkpoint import CheckpointHandle, open_checkpoint
 from kvad.engine import Completion, PromptEncoder, StreamChunk
-from kvad.engine.options import GenerateOptions, LoadOptions, PromptInput, ScoreOptions
-from kvad.engine.output import TextScore, assemble_completion
 from kvad.engine.scheduling import RequestMetrics, SamplingParams
-from kvad.engine.submission import Submission, SubmissionBuilder, text_score
 from kvad.errors import EngineError, KvadError, NumericalError, RequestError
 from kvad.server import wire
 from kvad.server.wire import Message
 
 LOG = logging.getLogger(__name__)
+PromptInput = engine_lib.options.PromptInput
+GenerateOptions = engine_lib.options.GenerateOptions
+Submission = engine_lib.submission.Submission
+SubmissionBuilder = engine_lib.submission.SubmissionBuilder
+TextScore = engine_lib.output.TextScore
 CLOSE_SECONDS = 10.0  # the engine's process is killed if it has not ended by then
 
 
@@ -133,7 +136,9 @@ class RequestStream:
         assert submission is not None, "an encoder's output is not a completion"
         chunks = [chunk async for chunk in self.chunks()]
         assert self.metrics is not None
-        return assemble_completion(chunks, submission.sampling_params, len(submission.input_ids), self.metrics)
+        return engine_lib.output.assemble_completion(
+            chunks, submission.sampling_params, len(submission.input_ids), self.metrics
+        )
 
     def cancel(self) -> None:
         """End the request now, unless it has ended; its blocks are freed before the next step."""
@@ -176,7 +181,7 @@ class AsyncLLM:
         activation_bits: int | None = None,
         revision: str | None = None,
         session_dir: str | Path | None = None,
-        **settings: Unpack[LoadOptions],
+        **settings: Unpack[engine_lib.options.LoadOptions],
     ) -> AsyncLLM:
         """Load a checkpoint in a new process.
 
@@ -202,12 +207,12 @@ class AsyncLLM:
             "rope_scaling": rope_scaling, "activation_bits": activation_bits, "revision": revision,
         }  # fmt: skip
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "kvad.server.engine_process", str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        ours.setblocking(False)
-        llm = AsyncLLM(handle, process, ours)
+        parent, child = socket.socketpair()
+        with child:
+            command = [sys.executable, "-m", "kvad.server.engine_process", str(child.fileno())]
+            process = subprocess.Popen(command, pass_fds=[child.fileno()], stdin=subprocess.DEVNULL)
+        parent.setblocking(False)
+        llm = AsyncLLM(handle, process, parent)
         try:
             await llm._connect({"load": plain, "session_dir": None if session_dir is None else str(session_dir)})
         except BaseException:
@@ -291,7 +296,7 @@ class AsyncLLM:
         )
         return self.texts.require_tokenizer().encode(rendered.text, specials=True)
 
-    async def score(self, text: PromptInput, **settings: Unpack[ScoreOptions]) -> TextScore:
+    async def score(self, text: PromptInput, **settings: Unpack[engine_lib.options.ScoreOptions]) -> TextScore:
         """Return each token's log-probability given the tokens before it (``LLM.score``)."""
         build = self.builder.scoring(
             settings.get("encoder_input"),
@@ -300,7 +305,7 @@ class AsyncLLM:
             cache_salt=settings.get("cache_salt", ""),
         )
         submission = await asyncio.to_thread(build, text)
-        return text_score(submission.prompt_token_ids, await self.submit(submission).completion())
+        return engine_lib.submission.text_score(submission.prompt_token_ids, await self.submit(submission).completion())
 
     async def embed(self, texts: Sequence[PromptInput], *, cache_salt: str = "") -> list[list[float]]:
         """Return one vector per text, with the checkpoint's pooling and normalization."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvad.cache.manager.block_pool import BlockPool
 from kvad.engine import Engine
 from kvad.errors import RequestError
 from kvad.llm import LLM
@@ -65,7 +64,7 @@ def _describe_group(group: Any) -> dict[str, Any]:
     }
 
 
-def _pool_states(pool: BlockPool) -> str:
+def _pool_states(pool: Any) -> str:
     """Return one letter per block, up to ``MAX_BLOCKS``."""
     last = min(len(pool.refs), RESERVED_BLOCKS + MAX_BLOCKS)
     blocks = zip(pool.refs[RESERVED_BLOCKS:last], pool.prefixes[RESERVED_BLOCKS:last], strict=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvad import engine as engine_lib
 from kvad.cache import sessions
 from kvad.engine import Session, StreamChunk
-from kvad.engine.client import RequestHandle
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError
 from kvad.llm import LLM
@@ -27,7 +27,7 @@ MAX_OPEN = 8  # sessions whose tokens stay in memory between turns; others are l
 @dataclass(eq=False)
 class _Turn:
     session: Session
-    handle: RequestHandle
+    handle: engine_lib.client.RequestHandle
     source: list[int] | None
     chunks: list[StreamChunk] = field(default_factory=list)
 

@@ -14,8 +14,7 @@ from kvad.cli import parameters
 from kvad.cli.fields import argument, command, option
 from kvad.cli.output import exit_with, format_table, note
 from kvad.errors import UsageError, format_count, suggest
-from kvad.server.config import ApiKeys, ServerConfig
-from kvad.server.limits import ServerLimits
+from kvad.server import ApiKeys, ServerConfig, ServerLimits
 
 if TYPE_CHECKING:
     from kvad.server import AsyncLLM

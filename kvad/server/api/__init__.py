@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvad.server.api import chat as chat
     from kvad.server.api import completions as completions
     from kvad.server.api import errors as errors
+    from kvad.server.api import generation as generation
     from kvad.server.api import panel as panel
     from kvad.server.api import responses as responses
     from kvad.server.api import schema as schema

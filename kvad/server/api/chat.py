@@ -152,7 +152,7 @@ class _Answer:
             self._parsers = [make_parser(context, use) for _ in range(body.n)]
         options = body.stream_options
         self._usage = options is not None and options.include_usage
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._context.model_name}
@@ -201,8 +201,8 @@ class _Answer:
         if not (content or calls or scores or finish):
             return b""
         delta: dict[str, Any] = {}
-        if sample not in self._begun:
-            self._begun.add(sample)
+        if sample not in self._started:
+            self._started.add(sample)
             delta["role"] = "assistant"
         if content or (not calls and "role" in delta):
             delta["content"] = content

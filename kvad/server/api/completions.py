@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvad.engine import StreamChunk
-from kvad.engine.options import PromptInput
 from kvad.engine.scheduling import TokenLogprob
 from kvad.server.api import generation
 from kvad.server.api.errors import invalid
-from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
+from kvad.server.api.generation import ApiContext, EventStream, PromptInput, RequestGroup
 from kvad.server.api.logprobs import CompletionLogprobs
 from kvad.server.api.schema import CompletionBody
 from kvad.server.api.structured import structured_settings

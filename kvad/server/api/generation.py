@@ -12,9 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvad import engine as engine_lib
 from kvad.engine import StreamChunk
-from kvad.engine.options import PromptInput
-from kvad.engine.submission import Submission
 from kvad.server.api.errors import ApiError, invalid
 from kvad.server.api.logprobs import TokenTexts
 from kvad.server.api.schema import GenerationBody
@@ -22,6 +21,8 @@ from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, chunk_error
 from kvad.server.config import ServerConfig
 from kvad.server.metrics import ServerMetrics
 
+PromptInput = engine_lib.options.PromptInput
+Submission = engine_lib.submission.Submission
 PING_SECONDS = 10.0  # without an event, a comment keeps the connection open
 REFUSAL_SECONDS = 2.0  # a response begins with the first token, or after this time
 # Fields of a body that are fields of SamplingParams, unchanged.
@@ -179,7 +180,6 @@ class RequestGroup:
     ) -> None:
         check_submissions(context, submissions)
         self.context, self.submissions, self._signal = context, submissions, Signal()
-        self.begun = time.monotonic()
         self.streams: list[RequestStream] = []
         self._samples_left = sum(each.sampling_params.n for each in submissions)
         try:

@@ -185,10 +185,10 @@ class _Answer:
 
     def _call_events(self, number: int, item_id: str, call: ToolCall) -> bytes:
         item, place = self._call_item(item_id, call), {"item_id": item_id, "output_index": number}
-        begun = {**item, "arguments": "", "status": "in_progress"}
+        started = {**item, "arguments": "", "status": "in_progress"}
         return b"".join(
             (
-                self._event("response.output_item.added", output_index=number, item=begun),
+                self._event("response.output_item.added", output_index=number, item=started),
                 self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
                 self._event("response.function_call_arguments.done", **place, arguments=call.arguments),
                 self._event("response.output_item.done", output_index=number, item=item),

@@ -7,11 +7,10 @@ import base64
 from array import array
 from typing import Any
 
-from kvad.engine.options import PromptInput
 from kvad.server.api import generation
 from kvad.server.api.chat import check_messages
 from kvad.server.api.errors import invalid
-from kvad.server.api.generation import ApiContext, RequestGroup
+from kvad.server.api.generation import ApiContext, PromptInput, RequestGroup
 from kvad.server.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody, TranslateBody
 
 
