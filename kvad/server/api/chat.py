@@ -22,7 +22,7 @@ from kvad.server.api.tools import PLAIN_JSON, ToolCall, ToolCallParser
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How a request uses its tools."""
+    """Use of the tools of a request."""
 
     tools: list[dict[str, Any]]
     is_required: bool = False
