@@ -270,7 +270,8 @@ class Engine:
     def step(self) -> list[StreamChunk]:
         """Run one step; return [] if there is nothing to run.
 
-        An exception ends the sequences of its step; their error chunks are returned by the next call.
+        If a step of several requests fails, they are recomputed one after the other. An exception in a step of one
+        request ends it, and is raised; its error chunk is returned by the next call.
         """
         if self._undelivered:
             chunks, self._undelivered = self._undelivered, []
@@ -289,6 +290,9 @@ class Engine:
             results = self._execute(output) if output.encoder_batch is None else self._encode(output.encoder_batch)
         except BaseException as error:  # includes Ctrl-C: the step's sequences end, the engine continues
             self.kv_cache.discard(output.allocation.block_ops)
+            if isinstance(error, Exception) and self.scheduler.retry_alone(output):
+                LOG.exception("a step of several requests failed: each is computed alone")
+                return [self._add_text(chunk) for chunk in self.scheduler.pop_chunks()]
             fault = SequenceOutput(error=f"the step failed: {type(error).__name__}: {error}")
             count = len(output.scheduled) if output.encoder_batch is None else len(output.encoder_batch.sequences)
             chunks = self.scheduler.update_from_output(output, [fault] * count)

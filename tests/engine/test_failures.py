@@ -14,6 +14,7 @@ from kvad.engine.execution import sampler
 from kvad.engine.execution.sampler import sample_outputs
 from kvad.engine.output import OutputTextStream
 from kvad.engine.scheduling.request import SamplingParams
+from kvad.engine.scheduling.sequence import SchedulerOutput
 from kvad.errors import EngineError, KvadError, RequestError
 from kvad.llm import LLM
 from kvad.model.no_cache import NoCache
@@ -54,8 +55,35 @@ def test_an_exception_in_a_step_ends_only_its_sequences(
     assert llm.engine.idle and not llm.client._chunk_queues
 
 
-def test_all_requests_of_a_failed_step_get_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_failed_step_ends_only_the_request_at_fault(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Steps with a sequence of the prompt [1, 2, 3] fail; the other requests are recomputed one after the other."""
     llm = make()
+    prompts = [[4, 5, 6], [7, 8], [9, 4, 4, 4, 4, 2]]
+    expected = [llm.generate(prompt, temperature=0, max_tokens=30).tokens for prompt in prompts]
+    execute = llm.engine.runner.execute
+
+    def fail(output: SchedulerOutput) -> torch.Tensor:
+        if any(each.sequence.token_ids[:3] == [1, 2, 3] for each in output.scheduled):
+            raise RuntimeError("now")
+        return execute(output)
+
+    monkeypatch.setattr(llm.engine.runner, "execute", fail)
+    streams = [llm.stream(prompt, temperature=0, max_tokens=30) for prompt in prompts]
+    tokens = [[next(stream).token_id] for stream in streams]
+    at_fault = llm.stream([1, 2, 3], temperature=1, max_tokens=12, n=n, seed=1)
+    with pytest.raises((RuntimeError, EngineError), match="now"):
+        list(at_fault)
+    for given, stream in zip(tokens, streams, strict=True):
+        given += [chunk.token_id for chunk in stream]
+    assert [tuple(given) for given in tokens] == expected
+    llm.engine.scheduler.check()
+    assert llm.engine.idle and llm.engine.kv_cache_manager.stats().used == (0,)
+
+
+def test_a_failed_step_of_a_lossy_cache_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their evicted tokens cannot be recomputed."""
+    llm = LLM(build(model_config()), None, replace(CACHE, policy="heavy-hitters(16)"))
     stream = llm.stream([4, 5, 6], temperature=0, max_tokens=30)
     next(stream)
 

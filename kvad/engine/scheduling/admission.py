@@ -33,8 +33,8 @@ class AdmissionQueue:
         self.waiting: list[TokenSequence] = []
         self._num_frees_when_blocked = -1  # at the last failed admission; retried when blocks are freed
 
-    def admit(self, *, with_encoder_input: bool) -> Iterator[TokenSequence]:
-        """Yield waiting sequences as they are admitted, in order, until one does not fit.
+    def admit(self, *, with_encoder_input: bool, request_id: int | None = None) -> Iterator[TokenSequence]:
+        """Yield waiting sequences (of ``request_id`` only, if given) as they are admitted, until one does not fit.
 
         They are not running before ``start``, which the caller may call at once.
         """
@@ -46,7 +46,9 @@ class AdmissionQueue:
             if not self.free_indices:
                 return
             has_encoder_input = seq.request.encoder_input is not None
-            if has_encoder_input != with_encoder_input or not self.is_ready(seq) or not self._is_prefetched(seq):
+            if request_id not in (None, seq.request_id) or has_encoder_input != with_encoder_input:
+                continue
+            if not self.is_ready(seq) or not self._is_prefetched(seq):
                 continue
             if not self.try_admit(seq, new_seqs):
                 self.block()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvad import cache
@@ -86,6 +87,7 @@ class Scheduler:
         self._in_flight: SchedulerOutput | None = None
         self._pending_chunks: list[StreamChunk] = []  # of sequences that ended outside a step
         self._finished_states: list[FinishedState] = []
+        self._alone: deque[int] = deque()  # requests of a failed step that run one after the other
         self._arrivals = self._preemptions = self._steps = self._tokens = 0
 
     def add_request(
@@ -213,15 +215,20 @@ class Scheduler:
             self._switch_rope_regimes()
         if self._waiting:
             self._poll_swaps()
+        while self._alone and self._alone[0] not in self._requests:
+            self._alone.popleft()
+        alone = self._alone[0] if self._alone else None
         while True:
             if can_admit and self._waiting:
-                for seq in self._admission.admit(with_encoder_input=True):
+                for seq in self._admission.admit(with_encoder_input=True, request_id=alone):
                     self._admission.start(seq, self._clock())  # an uncached input is encoded next
             encoder_seqs = [seq for seq in self._running if not seq.encoder_ready]
             if encoder_seqs:
                 return self._schedule_encoder(encoder_seqs)
-            items, num_tokens_left = self._batch_builder.continue_running(self._running)
-            new_items = self._admit(num_tokens_left) if can_admit and num_tokens_left > 0 and self._waiting else []
+            running = [seq for seq in self._running if alone in (None, seq.request_id)]
+            items, num_tokens_left = self._batch_builder.continue_running(running)
+            has_room = can_admit and num_tokens_left > 0 and self._waiting
+            new_items = self._admit(num_tokens_left, alone) if has_room else []
             allocation = self._allocate(items, new_items)
             if allocation is not None:
                 return self._build_output(*allocation)
@@ -245,10 +252,10 @@ class Scheduler:
             seq = next((seq for seq in self._waiting if self._admission.is_ready(seq)), self._waiting[0])
             self.preemption.prefetch(seq)
 
-    def _admit(self, num_tokens_left: int) -> list[BatchItem]:
+    def _admit(self, num_tokens_left: int, request_id: int | None) -> list[BatchItem]:
         """Admit waiting sequences while indices, tokens and blocks last; they are not running yet."""
         new_items: list[BatchItem] = []
-        for seq in self._admission.admit(with_encoder_input=False):
+        for seq in self._admission.admit(with_encoder_input=False, request_id=request_id):
             new_items.append(self._batch_builder.prefill_item(seq, num_tokens_left))
             num_tokens_left -= new_items[-1][2]
             if num_tokens_left <= 0:
@@ -344,6 +351,8 @@ class Scheduler:
             return self._update_from_encoder(output.encoder_batch, results)
         assert len(results) == len(output.scheduled), f"{len(results)} results for {len(output.scheduled)} spans"
         self._in_flight = None
+        if self._alone:
+            self._alone.popleft()
         chunks = self.pop_chunks()
         commit = self.kv_cache_manager.commit
         for (seq, start, count, logit_offsets, is_sampled), result in zip(output.scheduled, results, strict=True):
@@ -366,6 +375,24 @@ class Scheduler:
                 chunk = self._end(seq, "length", limit=seq.limited_by)
                 chunks.append(chunk._replace(prompt_logprobs=seq.pop_prompt_logprobs()))
         return chunks
+
+    def retry_alone(self, output: SchedulerOutput) -> bool:
+        """Recompute the sequences of a failed step, one request at a time; the request at fault then fails alone.
+
+        Returns False, and changes nothing, if there is one request only, or if its tokens cannot be recomputed.
+        """
+        assert output is self._in_flight, "this output is not in flight"
+        requests = list(dict.fromkeys(scheduled.sequence.request_id for scheduled in output.scheduled))
+        manager = self.kv_cache_manager
+        if len(requests) < 2 or manager.lossy or manager.uses_offload:
+            return False
+        self._in_flight = None
+        for seq in [scheduled.sequence for scheduled in output.scheduled]:
+            if seq.state == RUNNING:  # the beams of a request wait together
+                self._admission.requeue(seq)
+                self.preemption.forget(seq)
+        self._alone = deque(requests)
+        return True
 
     def _update_from_encoder(self, batch: EncoderBatch, results: Sequence[SequenceOutput]) -> list[StreamChunk]:
         assert len(results) == len(batch.sequences), f"{len(results)} results for {len(batch.sequences)} encoder inputs"
