@@ -12,7 +12,9 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -29,8 +31,10 @@ from kvad.server.wire import Message
 
 LOG = logging.getLogger(__name__)
 READ_SIZE = 1 << 18
-IDLE_SECONDS = 0.02  # longest wait for a message while blocks are loaded
-MAX_FAILED_STEPS = 8  # failed steps in succession after which the engine cannot continue
+CHECK_INTERVAL = 8  # failed steps after which the engine is checked
+# Chunks of short steps are sent together, because a write to a client's socket costs as much as ten tokens: at least so
+# many seconds per request pass between two messages, up to the maximum.
+SEND_SECONDS, MAX_SEND_SECONDS = 0.001, 0.008
 
 
 class EngineProcess:
@@ -48,6 +52,7 @@ class EngineProcess:
         self._ended: list[tuple[int, int]] = []  # numbers of the server and of the engine
         self._sessions = SessionTurns(llm, session_dir)
         self._failed_steps = 0
+        self._last_send = 0.0
         self._handlers: dict[str, Callable[[Message], Message | None]] = {
             "generate": self._generate,
             "encode": self._encode,
@@ -72,13 +77,19 @@ class EngineProcess:
     def _step(self) -> None:
         try:
             self._client.step()
-            self._failed_steps = 0
-        except Exception as error:  # the engine ends the requests of this step; their chunks come with the next call
-            self._failed_steps += 1
+        except Exception as error:  # the engine ends the request of this step; its chunk comes with the next call
             LOG.error("a step failed: %s", "".join(traceback.format_exception(error)))
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                raise
+            self._failed_steps += 1
+            if self._failed_steps % CHECK_INTERVAL == 0:
+                self.check_engine()
         self._send_chunks()
+
+    def check_engine(self) -> None:
+        """Compute one token, which also prepares the kernels; an exception means that the engine cannot continue."""
+        if self._llm.model.config.kind == "encoder":
+            self._llm.embed([[0]])
+        else:
+            self._llm.generate([[0]], max_tokens=1, temperature=0, ignore_eos=True)
 
     def _receive(self, timeout: float | None) -> bool:
         """Handle the messages that have arrived, waiting for one if ``timeout`` is None; False at the end."""
@@ -165,8 +176,13 @@ class EngineProcess:
             self._ended.append((number, chunk.request))
 
     def _send_chunks(self) -> None:
-        """Send the chunks of the step; sessions are saved first, which may run further steps."""
+        """Send the chunks, unless others were sent just now; sessions are saved first, which may run further steps."""
         while self._chunks:
+            now = time.monotonic()
+            interval = min(MAX_SEND_SECONDS, SEND_SECONDS * len(self._numbers))
+            if now - self._last_send < interval and not (self._ended or self._llm.engine.idle):
+                return
+            self._last_send = now
             chunks, ended = self._chunks, self._ended
             self._chunks, self._ended = [], []
             ends = [self._end(number, request) for number, request in ended]
@@ -222,6 +238,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not os.environ.get("KVAD_LOG"):
         show_log(0)
+    warnings.showwarning = _log_warning
     frames = wire.FrameReader()
     messages: list[Message] = []
     while not messages:
@@ -237,11 +254,16 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     session_dir = messages[0]["session_dir"]
     process = EngineProcess(llm, connection, None if session_dir is None else Path(session_dir))
-    connection.sendall(wire.encode_frame({"ready": describe(llm)}))
     try:
+        process.check_engine()
+        connection.sendall(wire.encode_frame({"ready": describe(llm)}))
         return process.run()
     except (BrokenPipeError, ConnectionResetError):  # the server ended
         return 0
+
+
+def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
+    LOG.warning("%s", message)
 
 
 def _budget(memory: list[Any]) -> MemoryBudget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -62,6 +63,14 @@ class _Answer:
         self._usage = options is not None and options.include_usage
         self._every_usage = options is not None and options.continuous_usage_stats
         self._num_tokens = 0
+        # An event with nothing but text is put together from its parts, because it is sent for every token.
+        self._is_plain = body.logprobs is None and not (body.return_token_ids or self._every_usage)
+        head = json.dumps(self._head, separators=(",", ":"))[:-1]
+        self._event_parts = (
+            f'data: {head},"choices":[{{"index":',
+            ',"text":',
+            ',"logprobs":null,"finish_reason":null}]' + (',"usage":null}\n\n' if self._usage else "}\n\n"),
+        )
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
         self._echoed: set[tuple[int, int]] = set()
 
@@ -119,8 +128,10 @@ class _Answer:
         echo = self._prompt_texts[index] if self._body.echo and key not in self._echoed else ""
         self._num_tokens += chunk.token_id is not None
         has_scores = self._body.logprobs is not None and (chunk.logprob is not None or bool(chunk.prompt_logprobs))
-        if not (chunk.text or echo or has_scores or chunk.finish_reason):
+        if not (chunk.text or echo or has_scores or chunk.finish_reason or self._body.return_token_ids):
             return b""
+        if self._is_plain and chunk.finish_reason is None and not echo:
+            return self._plain_event(index * self._n + chunk.sample_index, chunk.text)
         choice: dict[str, Any] = {
             "index": index * self._n + chunk.sample_index,
             "text": echo + chunk.text,
@@ -136,6 +147,10 @@ class _Answer:
         if self._usage:
             fields["usage"] = self._partial_usage() if self._every_usage else None
         return generation.event(fields)
+
+    def _plain_event(self, index: int, text: str) -> bytes:
+        first, second, last = self._event_parts
+        return f"{first}{index}{second}{json.dumps(text)}{last}".encode()
 
     def _event_logprobs(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
         key = index, chunk.sample_index
