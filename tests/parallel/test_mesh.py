@@ -97,6 +97,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
         assert sum(result.get(what, 0) for result in results.values()) > 0, what
 
 
+@pytest.mark.long
 def test_four_ranks_equal_one_process(tmp_path: Path) -> None:
     check(4, "short", tmp_path)
 

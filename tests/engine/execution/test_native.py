@@ -315,8 +315,31 @@ def rows_by_position(
     return rows
 
 
-@pytest.mark.parametrize("quantization", [None, (8, 8), (4, 8), (8, 8, 8), (4, 8, 8), "experts", "cache"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        (None, torch.float32),
+        ((8, 8), torch.bfloat16),
+        ((4, 8), torch.float32),
+        ((8, 8, 8), torch.bfloat16),
+        ("experts", torch.bfloat16),
+        ("cache", torch.bfloat16),
+        *(
+            pytest.param(quantization, dtype, marks=pytest.mark.long)
+            for quantization, dtype in (
+                (None, torch.bfloat16),
+                ((8, 8), torch.float32),
+                ((4, 8), torch.bfloat16),
+                ((8, 8, 8), torch.float32),
+                ((4, 8, 8), torch.float32),
+                ((4, 8, 8), torch.bfloat16),
+                ("experts", torch.float32),
+                ("cache", torch.float32),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_logits_have_the_same_bits_in_every_batch_and_with_all_threads(
     dtype: torch.dtype, quantization: tuple[int, ...] | str | None
 ) -> None:

@@ -29,7 +29,9 @@ def check(ran, kills):
     assert result["kills"] == kills and result["runs"] >= 1 and result["reached"] >= 2, result
 
 
-@pytest.mark.parametrize(("setup", "kills"), [("ema", 5), ("pairs", 3), ("lora", 3)])
+@pytest.mark.parametrize(
+    ("setup", "kills"), [("ema", 5), ("pairs", 3), pytest.param("lora", 3, marks=pytest.mark.long)]
+)
 def test_repeated_kills_end_with_the_same_bits(tmp_path, setup, kills):
     check(run(setup, kills, 0, tmp_path / "kills"), kills)
 
