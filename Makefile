@@ -89,7 +89,7 @@ check: $(TEST_STAMP)
 
 install: $(TEST_STAMP)
 
-$(VENV)/.kvad-run-$(KEY): EXTRAS := plot
+$(VENV)/.kvad-run-$(KEY): EXTRAS := plot,server
 $(TEST_STAMP): EXTRAS := plot,dev,docs,oracle
 
 # torch is installed first and alone: its index has no other package at the versions of constraints.txt. hatchling is

@@ -48,6 +48,7 @@ ENGINE_FIELDS = (
     "compile",
     "max_num_batched_tokens",
     "max_inter_token",
+    "max_slowdown",
 )  # LoadOptions that are fields of EngineConfig
 
 

@@ -114,8 +114,8 @@ class Engine:
                 watermark=cache.watermark,
                 block_store=self.block_store,
             )
-            max_inter_token = config.max_inter_token
-            self._step_costs = None if max_inter_token is None else scheduling.step_costs.StepCosts(max_inter_token)
+            bounds = config.max_inter_token, config.max_slowdown
+            self._step_costs = None if bounds == (None, None) else scheduling.step_costs.StepCosts(*bounds)
             self.preemption = self._build_preemption()
             resources.callback(self.preemption.close)
             self.kv_cache.copier.on_copied = self.preemption.on_copied

@@ -18,7 +18,11 @@ from kvad.checkpoint import CheckpointHandle
 from kvad.engine.options import EngineConfig, PlanSettings, free_device_bytes, plan_cache
 
 LOG = logging.getLogger(__name__)
-FREE_FIELDS = ("max_inter_token", "compile")  # of EngineConfig, not planned: they take no memory in addition
+FREE_FIELDS = (
+    "max_inter_token",
+    "max_slowdown",
+    "compile",
+)  # of EngineConfig, not planned: they take no memory in addition
 
 
 def with_adapters(config: EngineConfig, handle: CheckpointHandle, summarizer: str | Path | None) -> EngineConfig:

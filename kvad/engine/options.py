@@ -39,6 +39,8 @@ class EngineConfig:
     # Longest time between two tokens of a running sequence, in seconds: in a step in which sequences decode, others
     # read as many prompt tokens as measured steps allow. None: up to max_num_batched_tokens.
     max_inter_token: float | None = None
+    # The same as a ratio to the time of a step without prompt tokens (``StepCosts``). None: no bound.
+    max_slowdown: float | None = None
     kernel: ops.attention.Kernel = "auto"
     native: bool = True  # run the decoder with the native CPU kernels, where they can
     compile: bool = False  # run in PyTorch, with layers compiled by torch.compile, instead of the native kernels
@@ -62,6 +64,9 @@ class EngineConfig:
         if self.max_inter_token is not None and not 0 < self.max_inter_token < math.inf:
             message = f"max_inter_token: must be above 0 seconds, got {self.max_inter_token}"
             raise ConfigError(message, "Give 0.1, or omit it for no bound.")
+        if self.max_slowdown is not None and not 1.2 <= self.max_slowdown < math.inf:
+            message = f"max_slowdown: must be at least 1.2, got {self.max_slowdown}"
+            raise ConfigError(message, "Give 2, or omit it for no bound.")
         if self.compile and self.deterministic:
             message = "compile: is not supported with deterministic, because compiled sums depend on the batch"
             raise ConfigError(message, "Omit one of them.")
@@ -107,6 +112,7 @@ class LoadOptions(CacheOptions, total=False):
     swap_dir: str | Path | None
     max_num_batched_tokens: int  # new tokens of all sequences per step
     max_inter_token: float | None  # longest time between two tokens of a running sequence, in seconds
+    max_slowdown: float | None  # the same, as a ratio to the time without prompts
 
 
 class PlanSettings(TypedDict, total=False):

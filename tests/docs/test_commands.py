@@ -80,6 +80,7 @@ LIMITS = {  # appended to a command that begins with these words: less work, the
     "bench --profile": "--context 8 --new-tokens 4 --repeats 1",
     "bench streaming": "--num-tokens 128 --span-length 32 --text book.txt",
     "generate": "--max-tokens 4",
+    "serve": "--limits",  # it would serve until a signal; tests/server does
     "eval": "--quiet",
 }
 UNLIMITED = ("--dry-run", "--resume", "--against")

@@ -44,6 +44,9 @@ class _ServeOptions(
     shutdown_timeout: float = option(
         "Time in which running requests may finish after SIGTERM", 10.0, kind=parameters.SECONDS
     )
+    max_slowdown: float = option(
+        "Ratio by which reading prompts may lengthen the time between tokens of running sequences; 0 is no bound", 2.0
+    )
     share_prefixes: bool = option("Share cached prefixes between API keys")
     ignore_unknown_fields: bool = option("Ignore unknown fields of requests, and name them in a header, instead of 400")
     attention: bool = option("Let clients read attention weights")
@@ -67,7 +70,7 @@ def serve_command(options: _ServeOptions) -> None:
         rows = [("limit", "value", "status", ""), *limits.table()]
         click.echo("\n".join(format_table(rows)))
         return
-    load = parameters.load_fields(options)
+    load = {**parameters.load_fields(options), "max_slowdown": options.max_slowdown or None}
     config = ServerConfig(
         model_name=options.model_name,
         host=options.host,

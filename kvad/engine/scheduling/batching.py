@@ -32,8 +32,8 @@ class BatchBuilder:
         self._bucket_unit = max([MIN_READ_BUCKET, *(group.block_size for group in paged_groups)])
         self._max_read_slots = max((g.max_blocks_per_seq * g.block_size for g in self._groups), default=1)
 
-    def continue_running(self, running: Sequence[TokenSequence]) -> tuple[list[BatchItem], int]:
-        """Return the running sequences' next tokens (decoding first) and the tokens left."""
+    def continue_running(self, running: Sequence[TokenSequence], num_waiting: int) -> tuple[list[BatchItem], int]:
+        """Return the running sequences' next tokens (decoding first) and the tokens left for others, which wait."""
         items: list[BatchItem] = []
         prefilling: list[TokenSequence] = []
         num_tokens_left = self.max_num_batched_tokens
@@ -47,7 +47,8 @@ class BatchBuilder:
             else:
                 prefilling.append(seq)
         if items and self._step_costs is not None:
-            num_tokens_left = min(num_tokens_left, self._step_costs.max_prompt_tokens())
+            max_tokens = self._step_costs.max_prompt_tokens(len(items), len(prefilling) + num_waiting)
+            num_tokens_left = min(num_tokens_left, max_tokens)
         for seq in prefilling:
             if num_tokens_left <= 0:
                 break

@@ -226,7 +226,7 @@ class Scheduler:
             if encoder_seqs:
                 return self._schedule_encoder(encoder_seqs)
             running = [seq for seq in self._running if alone in (None, seq.request_id)]
-            items, num_tokens_left = self._batch_builder.continue_running(running)
+            items, num_tokens_left = self._batch_builder.continue_running(running, len(self._waiting))
             has_room = can_admit and num_tokens_left > 0 and self._waiting
             new_items = self._admit(num_tokens_left, alone) if has_room else []
             allocation = self._allocate(items, new_items)

@@ -11,6 +11,7 @@ Durations are data: no clock, no torch.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -27,11 +28,14 @@ class StepCosts:
     """Costs of one scheduler's steps.
 
     Args:
-        max_inter_token: Longest time between two tokens of a running sequence, in seconds.
+        max_inter_token: Longest time between two tokens of a running sequence, in seconds; None: no bound.
+        max_slowdown: Largest ratio of a step's seconds to those without prompt tokens; None: no bound. If more
+            sequences wait or read their prompts than decode, prompts get as many times more, because they would
+            otherwise be read at the pace of a few sequences.
     """
 
-    def __init__(self, max_inter_token: float) -> None:
-        self.max_inter_token = max_inter_token
+    def __init__(self, max_inter_token: float | None, max_slowdown: float | None = None) -> None:
+        self.max_inter_token, self.max_slowdown = max_inter_token, max_slowdown
         self._decoding, self._prompt = _Recent(), _Recent()
         self._has_warned = False
 
@@ -51,16 +55,26 @@ class StepCosts:
         """Seconds of a step without prompt tokens; 0 before the first."""
         return self._decoding.median or 0.0
 
-    def max_prompt_tokens(self) -> int:
-        """Return how many prompt tokens a step with decoding sequences may compute."""
-        per_token = self._prompt.median
-        if per_token is None:
+    def max_prompt_tokens(self, num_decoding: int = 1, num_reading: int = 1) -> int:
+        """Return how many prompt tokens a step with decoding sequences may compute.
+
+        Args:
+            num_decoding: Sequences that decode in the step.
+            num_reading: Sequences that wait or read their prompts.
+        """
+        per_token, decoding = self._prompt.median, self.decoding_seconds
+        if not per_token:
             return FIRST_TOKENS
-        seconds = TARGET * self.max_inter_token - self.decoding_seconds
-        return max(MIN_TOKENS, int(seconds / per_token)) if per_token else FIRST_TOKENS
+        seconds = math.inf if self.max_inter_token is None else TARGET * self.max_inter_token - decoding
+        if self.max_slowdown is not None and decoding:
+            share = max(1.0, num_reading / num_decoding)
+            seconds = min(seconds, share * (TARGET * self.max_slowdown - 1.0) * decoding)
+        return FIRST_TOKENS if seconds == math.inf else max(MIN_TOKENS, int(seconds / per_token))
 
     def _warn_if_too_slow(self, num_decoding: int) -> None:
-        if self.decoding_seconds > self.max_inter_token and not self._has_warned:
+        if self.max_inter_token is None or self._has_warned:
+            return
+        if self.decoding_seconds > self.max_inter_token:
             self._has_warned = True
             LOG.warning(
                 "max_inter_token: %.3g ms cannot be met: a step of %d sequences takes %.3g ms without prompt tokens; "

@@ -26,9 +26,11 @@ def simulated_seconds(output: SchedulerOutput, slowdown: float = 1.0) -> float:
     return slowdown * (DECODING * any(each.num_tokens == 1 for each in output.scheduled) + prompt)
 
 
-def steps_of(bound: float | None, length: int = 3000, slowdown: float = 1.0) -> list[tuple[int, float]]:
+def steps_of(
+    bound: float | None, length: int = 3000, slowdown: float = 1.0, max_slowdown: float | None = None
+) -> list[tuple[int, float]]:
     """Let three sequences decode while a prompt of ``length`` tokens is read: (its tokens, seconds) of each step."""
-    costs = None if bound is None else StepCosts(bound)
+    costs = None if bound is max_slowdown is None else StepCosts(bound, max_slowdown)
     fake = FakeModelRun(budget=512, chunk=512, limit=length + 200, step_costs=costs, blocks=2000)
     for number in range(3):
         fake.add(number, 4, max_tokens=190)
@@ -55,6 +57,23 @@ def test_steps_stay_within_the_bound() -> None:
     assert all(seconds <= 0.030 for _, seconds in reading)
     assert max(seconds for _, seconds in reading) > 0.025, "the bound is used"
     assert reading[-1][0] < reading[len(reading) // 3][0], "later tokens of the prompt cost more"
+
+
+def test_steps_stay_within_the_ratio() -> None:
+    reading = [(tokens, seconds) for tokens, seconds in steps_of(None, max_slowdown=4.0) if tokens > 1][
+        WARM_UP_STEPS:-1
+    ]
+    assert all(seconds <= 4.4 * DECODING for _, seconds in reading), "the median lags behind the growing context"
+    assert max(seconds for _, seconds in reading) > 3.4 * DECODING, "the bound is used"
+
+
+def test_many_waiting_prompts_get_more_of_a_step() -> None:
+    costs = StepCosts(None, 2.0)
+    for _ in range(WARM_UP_STEPS + 1):
+        costs.record([1], 0.01)
+        costs.record([100], 0.1)
+    assert costs.max_prompt_tokens(4, 1) == costs.max_prompt_tokens(4, 4) == 8
+    assert costs.max_prompt_tokens(2, 8) == 32
 
 
 def test_a_bound_that_cannot_be_met_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,6 +105,8 @@ def test_the_median_ignores_one_slow_step() -> None:
 def test_invalid_bounds(bound: float) -> None:
     with pytest.raises(ConfigError, match="max_inter_token: must be above 0 seconds"):
         EngineConfig(max_inter_token=bound)
+    with pytest.raises(ConfigError, match="max_slowdown: must be at least 1.2"):
+        EngineConfig(max_slowdown=bound)
 
 
 def test_the_bound_changes_no_output() -> None:
