@@ -105,7 +105,7 @@ def test_the_median_ignores_one_slow_step() -> None:
 def test_invalid_bounds(bound: float) -> None:
     with pytest.raises(ConfigError, match="max_inter_token: must be above 0 seconds"):
         EngineConfig(max_inter_token=bound)
-    with pytest.raises(ConfigError, match="max_slowdown: must be at least 1.2"):
+    with pytest.raises(ConfigError, match="max_slowdown: must be at least"):
         EngineConfig(max_slowdown=bound)
 
 
