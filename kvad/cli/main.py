@@ -123,6 +123,7 @@ _EXTRAS = {
     "sacrebleu": "eval",
     "tensorboard": "tensorboard",
     **dict.fromkeys(("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client"), "server"),
+    "ray": "ray",
 }
 
 _OS_ERRORS = {

@@ -18,7 +18,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
@@ -96,8 +97,25 @@ class RequestStream:
         self._signal.set()
 
     def end(self, message: Message) -> None:
-        self.metrics, self.session = RequestMetrics(**message["metrics"]), message.get("session")
+        self.end_with(RequestMetrics(**message["metrics"]), message.get("session"))
+
+    def end_with(self, metrics: RequestMetrics, session: dict[str, Any] | None) -> None:
+        self.metrics, self.session = metrics, session
         self._signal.set()
+
+    async def parts(self) -> AsyncGenerator[list[StreamChunk], None]:
+        """Yield the chunks that have arrived, as lists, until the end. Leaving the loop cancels the request."""
+        try:
+            while True:
+                ended = self.metrics is not None
+                if chunks := self.take():
+                    yield chunks
+                if ended:
+                    return
+                if not self._chunks and self.metrics is None and self._error is None:
+                    await self._signal.wait(None)
+        finally:
+            self.cancel()
 
     def fail(self, error: KvadError) -> None:
         self._error = error
@@ -116,19 +134,12 @@ class RequestStream:
 
     async def chunks(self) -> AsyncIterator[StreamChunk]:
         """Yield chunks; an error of a sample is raised. Leaving the loop cancels the request."""
-        try:
-            while True:
-                ended = self.metrics is not None
-                for chunk in self.take():
+        async with aclosing(self.parts()) as parts:
+            async for chunks in parts:
+                for chunk in chunks:
                     if chunk.error is not None:
                         raise chunk_error(chunk)
                     yield chunk
-                if ended:
-                    return
-                if not self._chunks and self.metrics is None and self._error is None:
-                    await self._signal.wait(None)
-        finally:
-            self.cancel()
 
     async def completion(self) -> Completion:
         """Return the whole result."""
@@ -155,12 +166,12 @@ def chunk_error(chunk: StreamChunk) -> KvadError:
 class AsyncLLM:
     """A model in a separate engine process, for one event loop. Built by ``load``."""
 
-    def __init__(self, handle: CheckpointHandle, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(self, handle: CheckpointHandle) -> None:
         self.generation, self.tokenizer, self.config = handle.generation, handle.tokenizer, handle.config
         self.info: dict[str, Any] = {}  # of the engine (``engine_process.describe``)
         self.last_message = time.monotonic()  # arrival of the last message of the engine
         self._tokenizer_folder = handle.tokenizer_folder
-        self._process, self._connection = process, connection
+        self._process: subprocess.Popen[bytes] | None = None
         self._streams: dict[int, RequestStream] = {}
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._next_number = 0
@@ -200,19 +211,13 @@ class AsyncLLM:
         Raises:
             KvadError: As ``LLM.load``.
         """
-        handle = open_checkpoint(path, rope_scaling=rope_scaling, revision=revision)
+        llm = AsyncLLM(open_checkpoint(path, rope_scaling=rope_scaling, revision=revision))
         budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)  # type: ignore[arg-type]
         fields: dict[str, Any] = dict(settings) | {
             "path": str(path), "dtype": dtype, "device": device, "memory": list(budget), "adapter": adapter,
             "rope_scaling": rope_scaling, "activation_bits": activation_bits, "revision": revision,
         }  # fmt: skip
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
-        parent, child = socket.socketpair()
-        with child:
-            command = [sys.executable, "-m", "kvad.server.engine_process", str(child.fileno())]
-            process = subprocess.Popen(command, pass_fds=[child.fileno()], stdin=subprocess.DEVNULL)
-        parent.setblocking(False)
-        llm = AsyncLLM(handle, process, parent)
         try:
             await llm._connect({"load": plain, "session_dir": None if session_dir is None else str(session_dir)})
         except BaseException:
@@ -221,8 +226,14 @@ class AsyncLLM:
         return llm
 
     async def _connect(self, load: Message) -> None:
+        """Start the engine's process and wait until the model is loaded."""
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(lambda: _Connection(self), sock=self._connection)
+        parent, child = socket.socketpair()
+        with child:
+            command = [sys.executable, "-m", "kvad.server.engine_process", str(child.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[child.fileno()], stdin=subprocess.DEVNULL)
+        parent.setblocking(False)
+        transport, _ = await loop.create_connection(lambda: _Connection(self), sock=parent)
         self._transport = transport
         transport.write(wire.encode_frame(load))
         message = await self._ready
@@ -457,14 +468,15 @@ class AsyncLLM:
         """End the engine's process and return its exit code. Closing twice is allowed."""
         if self._transport is not None:
             self._transport.close()
-        else:
-            self._connection.close()
+        process = self._process
+        if process is None:
+            return 0
         try:
-            return await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)
+            return await asyncio.to_thread(process.wait, CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             LOG.warning("the engine's process has not ended in %g s and is killed", CLOSE_SECONDS)
-            self._process.kill()
-            return await asyncio.to_thread(self._process.wait)
+            process.kill()
+            return await asyncio.to_thread(process.wait)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -59,6 +59,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()  # Host headers besides the local ones and the host itself; "*": every one
     cors_origins: tuple[str, ...] = ()
     limits: ServerLimits = field(default_factory=ServerLimits)
+    num_replicas: int = 1  # engines; several are behind Ray Serve
     shutdown_seconds: float = 10.0  # running requests may finish in this time
     session_dir: Path | None = None
     shares_prefixes: bool = False  # between API keys
@@ -69,6 +70,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port: must be from 0 to 65535, got {self.port}")
+        if self.num_replicas < 1:
+            raise ConfigError(f"num_replicas: must be at least 1, got {self.num_replicas}")
         if not self.shutdown_seconds >= 0:
             raise ConfigError(f"shutdown_seconds: must be at least 0, got {self.shutdown_seconds}")
 

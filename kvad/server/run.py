@@ -64,8 +64,9 @@ async def _serve(
     listener: socket.socket,
     on_ready: Callable[[str, AsyncLLM], None] | None,
 ) -> int:
-    stop = _Stop(asyncio.get_running_loop())
-    async with await AsyncLLM.load(model, session_dir=config.session_dir, **load) as llm:
+    stop = _Stop()
+    async with await _load(model, {**load, "session_dir": config.session_dir}, config.num_replicas) as llm:
+        stop.listen()  # again: Ray installs handlers
         name = config.model_name or model.resolve().name or str(model)
         context = ApiContext(llm, config, ServerMetrics(name), name)
         settings = uvicorn.Config(
@@ -96,6 +97,14 @@ async def _serve(
         return 0 if llm.failure is None else 1
 
 
+async def _load(model: Path, load: Mapping[str, Any], num_replicas: int) -> AsyncLLM:
+    if num_replicas == 1:
+        return await AsyncLLM.load(model, **load)
+    from kvad.server.replicas import ReplicatedLLM
+
+    return await ReplicatedLLM.load_replicas(model, num_replicas, **load)
+
+
 async def _first_of(*waits: Any) -> None:
     tasks = [asyncio.ensure_future(each) for each in waits]
     _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -120,10 +129,14 @@ async def _drain(context: ApiContext, stop: _Stop, seconds: float) -> None:
 class _Stop:
     """The first and the second SIGINT or SIGTERM."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
+        self.listen()
+
+    def listen(self) -> None:
+        """Install the handlers."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()

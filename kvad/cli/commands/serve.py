@@ -47,6 +47,7 @@ class _ServeOptions(
     max_slowdown: float = option(
         "Ratio by which reading prompts may lengthen the time between tokens of running sequences; 0 is no bound", 2.0
     )
+    replicas: int = option("Engines behind Ray Serve, which needs kvad[ray]; 1 is an engine without Ray", 1)
     share_prefixes: bool = option("Share cached prefixes between API keys")
     ignore_unknown_fields: bool = option("Ignore unknown fields of requests, and name them in a header, instead of 400")
     attention: bool = option("Let clients read attention weights")
@@ -79,6 +80,7 @@ def serve_command(options: _ServeOptions) -> None:
         allowed_hosts=options.allowed_host,
         cors_origins=options.cors_origin,
         limits=limits,
+        num_replicas=options.replicas,
         shutdown_seconds=options.shutdown_timeout,
         session_dir=options.session_folder / "server",
         shares_prefixes=options.share_prefixes,
