@@ -14,17 +14,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
 from kvad import cache, checkpoint, engine, storage
 from kvad import text as text_lib
 from kvad.cache import CacheConfig, sessions, sizing
-from kvad.cli.fields import Options, Parsed, argument, flag_of, given_fields, option, parse_count
+from kvad.cli.fields import Options, Parsed, argument, flag_of, given_fields, is_given, option, parse_count
 from kvad.cli.output import note
 from kvad.engine import scheduling
-from kvad.engine.scheduling import SamplingParams
+from kvad.engine.scheduling import SamplingParams, StructuredOutput
 from kvad.errors import DataError, RequestError, UsageError
 from kvad.text import Tokenizer
 
@@ -459,6 +459,37 @@ class SamplingFlags(Options):
         "Subtract X from a token's log-probability per beam of an earlier group that chose it", of=SamplingParams
     )
     length_penalty: float | None = option("Divide beam scores by length ** X", of=SamplingParams)
+    json_schema: str | None = option("Generate JSON of this schema: a file, or the schema itself", metavar="FILE|JSON")
+    json_object: bool = option("Generate a JSON object")
+    regex: str | None = option("Generate a text that this regular expression matches as a whole", metavar="REGEX")
+    grammar: Path | None = option("Generate a text of this Lark grammar", metavar="FILE")
+    choice: tuple[str, ...] = option("Generate this TEXT, or another one of them", metavar="TEXT")
+
+    def structured_output(self) -> StructuredOutput | None:
+        """Return the form of the output that was given.
+
+        Raises:
+            UsageError: If several forms are given.
+            RequestError: If it is invalid.
+            DataError: If its file cannot be read.
+        """
+        given = [
+            name
+            for name in get_args(scheduling.structured_output.StructuredOutputKind)
+            if is_given(getattr(self, name))
+        ]
+        if len(given) > 1:
+            flags = " and ".join(map(flag_of, given))
+            raise UsageError(f"{flags} exclude each other", "Give one of them.")
+        if not given:
+            return None
+        (kind,) = given
+        if kind == "json_schema" and not (self.json_schema or "").lstrip().startswith("{"):
+            return StructuredOutput(kind, read_text(Path(self.json_schema or "")))
+        if self.grammar is not None:
+            return StructuredOutput("grammar", read_text(self.grammar))
+        value = getattr(self, kind)
+        return StructuredOutput.from_json({kind: list(value) if kind == "choice" else value})
 
     def sampling_fields(self) -> dict[str, Any]:
         """Return the given options as fields of SamplingParams, except bad words, which need a tokenizer.
@@ -469,6 +500,8 @@ class SamplingFlags(Options):
         fields = given_fields(self, SamplingParams)
         if self.logit_bias:
             fields["logit_bias"] = dict(self.logit_bias)
+        if (output := self.structured_output()) is not None:
+            fields["structured_output"] = output
         check_sampling_ranges({"max_tokens": MAX_TOKENS, **fields})
         return fields
 

@@ -25,7 +25,7 @@ from kvad.cache.offload import PinnedPrefix
 from kvad.cache.sessions import SequenceState
 from kvad.config import attention_specs
 from kvad.engine import scheduling
-from kvad.engine.execution import NONFINITE_ERROR, ModelRunner, sample_outputs
+from kvad.engine.execution import NONFINITE_ERROR, GrammarCompiler, ModelRunner, sample_outputs
 from kvad.engine.options import EngineConfig, check_request, check_source
 from kvad.engine.output import OutputTextStream
 from kvad.engine.resume import StateKeeper
@@ -82,6 +82,7 @@ class Engine:
         self.model, self.tokenizer, self.cache, self.config = model, tokenizer, cache, config
         self.device = model.token_embedding.device
         self._num_tokens = None if tokenizer is None else tokenizer.vocab_size  # ids below it are sampled
+        self.grammars = GrammarCompiler(tokenizer)
         if config.compile:
             _check_compile(model)
         sizing.check_policy(model.config, cache, deterministic=config.deterministic)
@@ -199,8 +200,12 @@ class Engine:
         check_request(self.model.config, prompt_token_ids, sampling_params, encoder_token_ids)
         self._check_options(sampling_params, draw_salt, uses_states=resume is not None or keep_state)
         request, texts = self._next_request, dict[tuple[int, int], OutputTextStream]()
+        output, stop_tokens = sampling_params.structured_output, self._stop_tokens(sampling_params)
+        grammar = None if output is None else self.grammars.compile(output)
         if self.tokenizer is not None:
-            texts = {(request, i): OutputTextStream(self.tokenizer, sampling_params) for i in range(sampling_params.n)}
+            end_tokens = stop_tokens | frozenset(sampling_params.stop_token_ids)
+            for sample in range(sampling_params.n):
+                texts[request, sample] = OutputTextStream(self.tokenizer, sampling_params, end_tokens)
         regime = self.limits.rope_regime(len(prompt_token_ids))
         prefix_root = self._root(cache_salt, encoder_token_ids)
         resume_point = self.state_keeper.resume(
@@ -218,12 +223,13 @@ class Engine:
             prompt_token_ids,
             sampling_params,
             prefix_root,
-            stop_tokens=self._stop_tokens(sampling_params),
+            stop_tokens=stop_tokens,
             encoder_input=encoder,
             swapped=resume_point.swapped,
             keep_state=keep_state,
             draw_salt=draw_salt,
             has_stop_string=self._stop_string_test(sampling_params),
+            grammar=grammar,
         )
         metrics.resume_miss_reason = resume_point.miss_reason
         self.state_keeper.begin(resume_point)
@@ -238,6 +244,9 @@ class Engine:
             raise RequestError(f"draw_salt: must be from 0 to {scheduling.request.MAX_SEED}, got {draw_salt}")
         if sampling_params.stop and self.tokenizer is None:
             raise RequestError("stop: requires a tokenizer, and this model has none", "Use stop_token_ids.")
+        first, has_output = sampling_params.forced_bos_token_id, sampling_params.structured_output is not None
+        if has_output and first is not None and self.tokenizer is not None and self.tokenizer.decode([first]):
+            raise RequestError("structured_output: the token of forced_bos_token_id must have no text")
         if uses_states and max(sampling_params.n, sampling_params.num_beams) > 1:  # a state holds one sequence
             beams, samples = f"{sampling_params.num_beams} beams", f"{sampling_params.n} samples"
             label = beams if sampling_params.num_beams > 1 else samples
@@ -451,7 +460,8 @@ class Engine:
             return chunk
         text, error = "", None
         try:
-            text, stopped = stream.push(None if finish == "stop" else chunk.token_id)  # a stop token has no text
+            is_end = finish == "stop" and chunk.token_id in stream.stop_tokens  # which has no text
+            text, stopped = stream.push(None if is_end else chunk.token_id)
             if stopped and finish in (None, "length"):
                 finish = "stop"
             text += stream.flush() if finish is not None else ""

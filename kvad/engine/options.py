@@ -259,6 +259,8 @@ def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -
     request = scheduling.request
     beam_fields, sampling_fields = set(request.BEAM_ONLY_FIELDS), set(request.SAMPLING_ONLY_FIELDS)
     wants_more_samples = options.get("n", 1) > defaults.get("num_beams", 1)
+    if options.get("structured_output") is not None:
+        defaults = _without(defaults, beam_fields)
     if wants_more_samples or (sampling_fields & options.keys() and not beam_fields & options.keys()):
         defaults = _without(defaults, beam_fields)
     if options.get("num_beams", 1) != 1:

@@ -17,9 +17,15 @@ from kvad.text import Detokenizer, StopStringMatcher, Tokenizer
 
 
 class OutputTextStream:
-    """Incremental text of one sample; stop strings are matched once ``min_tokens`` are generated."""
+    """Incremental text of one sample; stop strings are matched once ``min_tokens`` are generated.
 
-    def __init__(self, tokenizer: Tokenizer, sampling_params: SamplingParams) -> None:
+    ``stop_tokens``: tokens without text at the end of a sample.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, sampling_params: SamplingParams, stop_tokens: frozenset[int] = frozenset()
+    ) -> None:
+        self.stop_tokens = stop_tokens
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStringMatcher(sampling_params.stop)
         self._min_tokens_left = sampling_params.min_tokens
         self._stopped = False
@@ -69,7 +75,7 @@ class CompletionChoice:
     """One continuation."""
 
     text: str
-    token_ids: tuple[int, ...]  # with the stop token, which is not part of the text
+    token_ids: tuple[int, ...]  # with the stop token, if one was sampled, which is not part of the text
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: scheduling.request.FinishReason
     cumulative_logprob: float | None = None  # of a beam search: sum of log-probabilities over the length penalty

@@ -117,6 +117,7 @@ class Tokenizer(ABC):
     on_unknown: Literal["warn", "error"] = "warn"  # for text without a token
     source_tokenizer: Tokenizer | None = None  # of source texts if it differs from that of target texts (Marian)
     units: ClassVar[tuple[str, str]] = "piece of text", "pieces of text"  # a token in messages, singular and plural
+    has_token_bytes: ClassVar[bool] = True  # after the first token, a token's text is ``token_bytes`` in every text
     _post_processor: PostProcessor
 
     @property

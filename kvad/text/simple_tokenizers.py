@@ -266,6 +266,7 @@ class WordTokenizer(VocabularyTokenizer):
 
     kind = "word"
     units = "word", "words"
+    has_token_bytes = False  # spaces depend on both words
     option_types: ClassVar[Mapping[str, type]] = {"split": str, "lower": bool}
 
     def __init__(

@@ -166,6 +166,23 @@ def test_bad_words_and_stop_work(kvad, model):
     assert (stopped["text"], stopped["finish_reason"], len(stopped["token_ids"])) == ("", "stop", 3)
 
 
+def test_the_output_has_the_form_that_is_given(kvad, model, tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "sum.lark"
+    schema.write_text('{"enum": ["a", 7]}')
+    grammar.write_text('start: DIGIT "+" DIGIT\nDIGIT: /[0-9]/')
+    for flags, pattern in (
+        (("--json-schema", schema), '"a"|7'),
+        (("--json-schema", '{"enum": ["é"]}'), '"é"'),
+        (("--json-object", "--logit-bias", "125=500"), r"\{\s*\}"),
+        (("--regex", "[a-c]{3}"), "[a-c]{3}"),
+        (("--grammar", grammar), r"\d\+\d"),
+        (("--choice", "yes", "--choice", "no, never"), "yes|no, never"),
+    ):
+        result = kvad("generate", model, "hi", "--seed", 1, "--n", 2, "--json", *flags)
+        samples = json.loads(result.out)["completions"][0]["choices"]
+        assert all(sample["finish_reason"] == "stop" and re.fullmatch(pattern, sample["text"]) for sample in samples)
+
+
 def test_json(kvad, model, llm):
     result = kvad(f"generate {model} hey --n 2 --max-tokens 4 --seed 3 --logprobs 2 --prompt-logprobs 1 --stats --json")
     assert result.err == "" and result.out.count("\n") == 1
@@ -305,6 +322,11 @@ def test_model_without_tokenizer_prints_ids(kvad, tmp_path):
         (("--logit-bias", "7"), "--logit-bias: '7' is not ID=V"),
         (("--logit-bias", "7=x"), "--logit-bias: '7=x' is not ID=V"),
         (("--stop", ""), "stop: must not contain an empty string"),
+        (("--regex", "a", "--choice", "b"), "--regex and --choice exclude each other"),
+        (("--json-schema", "{"), "structured_output: json_schema: line 1, column 2"),
+        (("--json-schema", "absent.json"), "absent.json: No such file"),
+        (("--choice", ""), "structured_output: choice: must be a list of texts that are not empty"),
+        (("--regex", "a", "--num-beams", 2), "structured_output: cannot be combined with num_beams=2"),
         (("--temprature", 1), "'--temperature'"),
         (("--layout", "heap"), "'heap' is not one of 'paged', 'contiguous'"),
         (("--cache-dtype", "int3"), "'int3' is not one of"),
@@ -328,6 +350,7 @@ def test_invalid_values_fail_before_loading(kvad, tmp_path, flags, message):
         (("hi", "--json", "--echo"), "--echo and --json exclude each other"),
         (("hi", "--logit-bias", "999=1"), "logit_bias: token id must be below 257, got 999"),
         (("hi", "--bad-word", ""), "--bad-word: must not be empty"),
+        (("hi", "--regex", "a("), "structured_output: regex: unclosed group"),
         (("hi", "--max-num-seqs", 0), "cache.max_num_seqs: must be at least 1"),
         (("hi", "--block-size", 0), "cache.block_size: must be at least 1"),
         (("hi", "--max-seq-len", 0), "cache.max_seq_len: must be at least 1"),

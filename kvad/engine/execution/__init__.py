@@ -8,6 +8,7 @@ from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvad.engine.execution.fused_decoder import describe_gpu as describe_gpu
+    from kvad.engine.execution.grammar import GrammarCompiler as GrammarCompiler
     from kvad.engine.execution.model_runner import ManagedCache as ManagedCache
     from kvad.engine.execution.model_runner import ModelRunner as ModelRunner
     from kvad.engine.execution.native_program import unsupported_reason as unsupported_reason

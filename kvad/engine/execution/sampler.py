@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvad import ops
 from kvad.engine import scheduling
+from kvad.engine.execution import grammar
 from kvad.engine.scheduling import (
     SamplingParams,
     ScheduledSequence,
@@ -31,6 +32,7 @@ from kvad.engine.scheduling import (
     TokenLogprob,
     TokenSequence,
 )
+from kvad.errors import KvadError
 
 ROUNDS = 10
 MULTIPLIERS = np.array([[0xCD9E8D57], [0xD2511F53]], dtype=np.uint64)  # of words 2 and 0
@@ -69,7 +71,8 @@ def uniform(keys: Sequence[int], samples: Sequence[int], positions: Sequence[int
 
 NONFINITE_ERROR = "numerical error: the model's logits are NaN or infinite"
 NO_ALLOWED_TOKEN = (
-    "every token is banned by allowed_tokens_fn, bad_words_ids, logit_bias, min_tokens or no_repeat_ngram_size"
+    "every token is banned by allowed_tokens_fn, bad_words_ids, logit_bias, min_tokens, no_repeat_ngram_size or "
+    "structured_output"
 )
 
 
@@ -122,14 +125,15 @@ def _sample_in_parts(
 
 
 def _sample_or_fail(logits: Tensor, sequences: Sequence[TokenSequence], num_tokens: int | None) -> list[SequenceOutput]:
-    """Sample from [N, V]; an exception in ``allowed_tokens_fn`` fails its sequence only."""
+    """Sample from [N, V]; an exception in ``allowed_tokens_fn`` or in a grammar fails its sequence only."""
     try:
         return sample_tokens(logits, sequences, num_tokens)
     except Exception as error:
-        if all(seq.sampling_params.allowed_tokens_fn is None for seq in sequences):
+        if all(seq.sampling_params.allowed_tokens_fn is None and seq.grammar_state is None for seq in sequences):
             raise
         if len(sequences) == 1:
-            return [SequenceOutput(0, error=f"sampling failed: {type(error).__name__}: {error}")]
+            reason = str(error) if isinstance(error, KvadError) else f"{type(error).__name__}: {error}"
+            return [SequenceOutput(0, error=f"sampling failed: {reason}")]
         parts = zip(logits.split(1), sequences, strict=True)
         return [result for part, seq in parts for result in _sample_or_fail(part, [seq], num_tokens)]
 
@@ -159,7 +163,17 @@ def sample_tokens(
             if rows:
                 outputs = choose(_select(raw, rows), _select(edited, rows), [sequences[i] for i in rows])
                 results |= zip(rows, outputs, strict=True)
+    if any(seq.grammar_state is not None for seq in sequences):
+        _mark_complete(results, sequences)
     return [results[i] if ok else results[i]._replace(error=NONFINITE_ERROR) for i, ok in enumerate(is_finite)]
+
+
+def _mark_complete(results: dict[int, SequenceOutput], sequences: Sequence[TokenSequence]) -> None:
+    """Set ``is_complete`` of the results whose tokens complete structured outputs."""
+    rows = [i for i, result in results.items() if result.error is None and grammar.is_constrained(sequences[i])]
+    tokens = [results[i].token_id or 0 for i in rows]
+    for i, is_complete in zip(rows, grammar.complete_outputs([sequences[i] for i in rows], tokens), strict=True):
+        results[i] = results[i]._replace(is_complete=is_complete)
 
 
 def _is_greedy(params: SamplingParams) -> bool:
@@ -393,8 +407,22 @@ def _banned(seq: TokenSequence) -> set[int]:
     return banned
 
 
+def apply_structured_output(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
+    """Keep only the tokens that the grammars of structured outputs allow."""
+    rows = [i for i, seq in enumerate(sequences) if grammar.is_constrained(seq)]
+    if not rows:
+        return scores
+    allowed = torch.from_numpy(grammar.allowed_tokens([sequences[i] for i in rows], scores.shape[-1]))
+    masked = torch.where(allowed.to(scores.device), _select(scores, rows), -math.inf)
+    if len(rows) == len(sequences):
+        return masked
+    scores = scores.clone()
+    scores[rows] = masked
+    return scores
+
+
 def apply_forced_tokens(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
-    """Keep only allowed tokens, and the forced first or last token."""
+    """Keep only allowed tokens, and the forced first or last token; the last one only where the grammar may end."""
     all_params = [seq.sampling_params for seq in sequences]
     options = ((p.allowed_tokens_fn, p.forced_bos_token_id, p.forced_eos_token_id) for p in all_params)
     if all(option is None for values in options for option in values):
@@ -408,7 +436,7 @@ def apply_forced_tokens(scores: Tensor, sequences: Sequence[TokenSequence]) -> T
         forced_token = params.forced_bos_token_id if num_tokens == seq.num_prompt_tokens else None
         if params.forced_eos_token_id is not None and num_tokens + 1 == seq.max_len:
             forced_token = params.forced_eos_token_id
-        if forced_token is not None:
+        if forced_token is not None and (scores[i, forced_token] > -math.inf or not grammar.is_constrained(seq)):
             _keep_only(scores[i], [forced_token], 0.0)
     return scores
 
@@ -528,6 +556,8 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 SamplerStep = Callable[[Tensor, Sequence[TokenSequence]], Tensor]
-EDIT_STEPS: tuple[SamplerStep, ...] = (apply_bans, apply_logit_bias, apply_penalties, apply_forced_tokens)
+EDIT_STEPS: tuple[SamplerStep, ...] = (
+    apply_bans, apply_logit_bias, apply_penalties, apply_structured_output, apply_forced_tokens
+)  # fmt: skip
 FILTER_STEPS: tuple[SamplerStep, ...] = (apply_temperature, apply_top_k, apply_top_p, apply_min_p, apply_typical_p)
 SAMPLER_STEPS = EDIT_STEPS + FILTER_STEPS

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvad.engine.scheduling import request as request
     from kvad.engine.scheduling import sequence as sequence
     from kvad.engine.scheduling import step_costs as step_costs
+    from kvad.engine.scheduling import structured_output as structured_output
     from kvad.engine.scheduling.beam_search import num_candidates as num_candidates
     from kvad.engine.scheduling.limits import LengthLimits as LengthLimits
     from kvad.engine.scheduling.request import SamplingOptions as SamplingOptions
@@ -23,5 +24,6 @@ if TYPE_CHECKING:
     from kvad.engine.scheduling.sequence import ScheduledSequence as ScheduledSequence
     from kvad.engine.scheduling.sequence import SchedulerOutput as SchedulerOutput
     from kvad.engine.scheduling.sequence import TokenSequence as TokenSequence
+    from kvad.engine.scheduling.structured_output import StructuredOutput as StructuredOutput
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
 
 from kvad import cache
 from kvad import config as cfg
+from kvad.engine.scheduling.structured_output import StructuredOutput
 from kvad.errors import RequestError, suggest
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ SampleCount = Annotated[int, cfg.Range(1, MAX_SAMPLES)]
 class SamplingParams:
     """Options for choosing the next tokens.
 
-    Filters apply in this order: bans (``bad_words_ids``, ``min_tokens``), ``logit_bias``, penalties, forced tokens,
-    temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``. With ``num_beams`` > 1 a beam search runs instead of
-    sampling (``beam_search.py``), and the ``n`` best hypotheses are returned at its end.
+    Filters apply in this order: bans (``bad_words_ids``, ``min_tokens``), ``logit_bias``, penalties,
+    ``structured_output``, forced tokens, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``. With
+    ``num_beams`` > 1 a beam search runs instead of sampling (``beam_search.py``), and the ``n`` best hypotheses are
+    returned at its end.
     """
 
     max_tokens: cfg.NonNegativeInt | None = None  # None: up to the limit of the model or the cache
@@ -70,6 +72,9 @@ class SamplingParams:
     forced_bos_token_id: cfg.NonNegativeInt | None = None  # first generated token
     forced_eos_token_id: cfg.NonNegativeInt | None = None  # token at the length limit
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None = None
+    # Form of the text. A sample ends with "stop", without an end token, as soon as its text is complete and nothing can
+    # continue it, also with ``ignore_eos`` or before ``min_tokens``; end tokens are allowed only where a text may end.
+    structured_output: StructuredOutput | None = None
     num_beams: SampleCount = 1
     num_beam_groups: SampleCount = 1  # equal parts of the beams, searched one after the other in each step
     # Subtracted from a token's log-probability per beam of an earlier group that chose it in the same step.
@@ -113,9 +118,9 @@ class SamplingParams:
     def edits_scores(self) -> bool:
         """True if bans, biases, penalties or forced tokens change scores before temperature and filters."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        forced = self.forced_bos_token_id, self.forced_eos_token_id, self.allowed_tokens_fn
+        forced = self.forced_bos_token_id, self.forced_eos_token_id, self.allowed_tokens_fn, self.structured_output
         bans = self.bad_words_ids, self.min_tokens, self.no_repeat_ngram_size
-        return any((*bans, self.logit_bias, penalties != (1.0, 0.0, 0.0))) or forced != (None, None, None)
+        return any((*bans, self.logit_bias, penalties != (1.0, 0.0, 0.0))) or forced != (None, None, None, None)
 
     def with_seed(self) -> SamplingParams:
         """Return these options with a random seed if they need one and have none."""
@@ -157,6 +162,7 @@ class SamplingOptions(TypedDict, total=False):
     forced_bos_token_id: int | None
     forced_eos_token_id: int | None
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None
+    structured_output: StructuredOutput | None
     num_beams: int
     num_beam_groups: int
     diversity_penalty: float
@@ -180,7 +186,7 @@ def _check_beams(params: SamplingParams) -> None:
         raise RequestError(message)
     if params.diversity_penalty and params.num_beam_groups == 1:
         raise RequestError("diversity_penalty: requires num_beam_groups above 1", "Set num_beam_groups=2, for example.")
-    for name in SAMPLING_ONLY_FIELDS:
+    for name in (*SAMPLING_ONLY_FIELDS, "structured_output"):
         if name != "temperature" and getattr(params, name) != getattr(SamplingParams, name):
             raise RequestError(
                 f"{name}: cannot be combined with num_beams={params.num_beams}", "Beam search does not sample."
@@ -217,6 +223,7 @@ class SequenceOutput(NamedTuple):
     candidates: tuple[tuple[int, float], ...] = ()  # best continuations of a beam (token, log-probability), best first
     candidate_logprobs: tuple[TokenLogprob, ...] = ()  # of the candidates, if requested
     retry: bool = False  # with an error from lost data: the tokens can be recomputed
+    is_complete: bool = False  # the token completes a structured output
 
 
 class StreamChunk(NamedTuple):

@@ -42,6 +42,7 @@ from kvad.engine.scheduling.sequence import (
     TokenSequence,
 )
 from kvad.engine.scheduling.step_costs import StepCosts
+from kvad.engine.scheduling.structured_output import Grammar
 from kvad.model_input import BlockOps
 
 MAX_RECOVERIES = 2  # recomputations of a sequence whose offloaded tokens were lost; then it ends with an error
@@ -103,6 +104,7 @@ class Scheduler:
         keep_state: bool = False,
         draw_salt: int = 0,
         has_stop_string: Callable[[Sequence[int]], bool] | None = None,
+        grammar: Grammar | None = None,
     ) -> RequestMetrics:
         """Queue a request and return its metrics, which are updated until it ends.
 
@@ -116,6 +118,7 @@ class Scheduler:
             keep_state: Return the final state with ``pop_finished_states``.
             draw_salt: Requests with the same seed and tokens draw other numbers if it differs.
             has_stop_string: Returns True if generated tokens end with a stop string; for a beam search.
+            grammar: The compiled structured output.
 
         Raises:
             RequestError: If the prompt is empty or too long, the pool could never hold the tokens, or the overflow mode
@@ -139,6 +142,7 @@ class Scheduler:
             encoder_input,
             keep_state,
             draw_salt,
+            grammar,
         )
         self._arrivals += 1
         if sampling_params.num_beams > 1 and not encoder_only:
@@ -428,7 +432,8 @@ class Scheduler:
         metrics.num_completion_tokens += 1
         prompt_logprobs = seq.pop_prompt_logprobs() if seq.prompt_logprobs else ()
         seq.token_ids.append(token)
-        if token in seq.stop_tokens and seq.num_generated_tokens > seq.sampling_params.min_tokens:
+        is_end = token in seq.stop_tokens and seq.num_generated_tokens > seq.sampling_params.min_tokens
+        if is_end or result.is_complete:
             chunk = self._end(seq, "stop")
         elif len(seq.token_ids) >= seq.max_len:
             chunk = self._end(seq, "length", limit=seq.limited_by)

@@ -16,6 +16,7 @@ from kvad.cache import manager
 from kvad.cache.manager import BlockAllocation, EncoderAllocation, SwappedSequence
 from kvad.engine.scheduling.beam_search import BeamSearch, DiverseBeamSearch
 from kvad.engine.scheduling.request import EncoderInput, SamplingParams, TokenLogprob
+from kvad.engine.scheduling.structured_output import Grammar, GrammarState
 from kvad.model_input import SubBatch
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
@@ -50,6 +51,7 @@ class Request:
     encoder_input: EncoderInput | None = None
     keep_state: bool = False  # its final state was requested
     draw_salt: int = 0  # requests that differ in it draw other numbers
+    grammar: Grammar | None = None  # of its structured output
     beams: BeamSearch | DiverseBeamSearch | None = None
     live_beams: list[TokenSequence] = field(default_factory=list)  # best first
     reserved_blocks: tuple[int, ...] | None = None  # per group (``limits.py``)
@@ -102,6 +104,7 @@ class TokenSequence:
     read_bucket: int = 0  # upper bound of the slots read
     draw_hash: blake2b | None = None  # with the first ``num_hashed_tokens`` tokens
     num_hashed_tokens: int = 0
+    grammar_state: GrammarState | None = field(init=False)  # of its structured output; the sampler's
 
     def __post_init__(self) -> None:
         request = self.request
@@ -110,6 +113,7 @@ class TokenSequence:
         self.priority = request.arrival, self.sample_index
         self.num_prompt_tokens = len(self.token_ids)
         self.encoder_ready = request.encoder_input is None
+        self.grammar_state = None if request.grammar is None else request.grammar.start()
         self.wants_prompt_logprobs = self.sample_index == 0 and self.sampling_params.prompt_logprobs is not None
 
     @property

@@ -648,14 +648,13 @@ def test_half_precision_logits_are_widened_first() -> None:
 
 
 def test_steps_are_in_the_documented_order() -> None:
-    first = ["apply_bans", "apply_logit_bias", "apply_penalties", "apply_forced_tokens", "apply_temperature"]
-    filters = ["apply_top_k", "apply_top_p", "apply_min_p", "apply_typical_p"]
+    first = ["apply_bans", "apply_logit_bias", "apply_penalties", "apply_structured_output", "apply_forced_tokens"]
+    filters = ["apply_temperature", "apply_top_k", "apply_top_p", "apply_min_p", "apply_typical_p"]
     assert [step.__name__ for step in SAMPLER_STEPS] == [*first, *filters]
     assert SamplingParams.__doc__ is not None
     text = " ".join(SamplingParams.__doc__.split())
-    assert (
-        "``logit_bias``, penalties, forced tokens, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``" in text
-    )
+    order = "``logit_bias``, penalties, ``structured_output``, forced tokens, temperature, ``top_k``, ``top_p``"
+    assert f"{order}, ``min_p``, ``typical_p``" in text
 
 
 def test_results_are_plain_values() -> None:
@@ -676,7 +675,7 @@ def test_every_sampling_field_is_known_to_these_tests() -> None:
     }
     elsewhere = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "prompt_logprobs", "overflow"}
     elsewhere |= {"length_penalty", "length_penalty_form", "early_stopping", "patience"}  # test_beam_search.py
-    elsewhere |= {"num_beam_groups", "diversity_penalty"}
+    elsewhere |= {"num_beam_groups", "diversity_penalty", "structured_output"}  # the last: test_structured_output.py
     assert {f.name for f in dataclasses.fields(SamplingParams)} == tested | elsewhere
 
 
