@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 from kvad._log import show_log
 from kvad.cache.sizing import MemoryBudget
 from kvad.engine import StreamChunk
+from kvad.engine.scheduling import StructuredOutput
 from kvad.errors import KvadError
 from kvad.llm import LLM
 from kvad.server import cache_view, wire
@@ -53,6 +57,8 @@ class EngineProcess:
         self._sessions = SessionTurns(llm, session_dir)
         self._failed_steps = 0
         self._last_send = 0.0
+        self._send_lock = threading.Lock()
+        self._compilers = ThreadPoolExecutor(2, "compiler")
         self._handlers: dict[str, Callable[[Message], Message | None]] = {
             "generate": self._generate,
             "encode": self._encode,
@@ -61,6 +67,7 @@ class EngineProcess:
             "stats": lambda message: stats(self._llm),
             "blocks": lambda message: cache_view.block_map(self._llm.engine, self._server_numbers),
             "attention": self._attention,
+            "compile": self._compile,
         }
 
     def run(self) -> int:
@@ -117,8 +124,11 @@ class EngineProcess:
             self._send({"reply": message["id"], **reply})
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        self._connection.settimeout(None)
-        self._connection.sendall(wire.encode_frame(message))
+        frame = memoryview(wire.encode_frame(message))
+        with self._send_lock:  # a thread that compiles replies, too
+            while frame:
+                select.select([], [self._connection], [])
+                frame = frame[self._connection.send(frame) :]
 
     # ------------------------------------------------------------ requests
 
@@ -146,6 +156,18 @@ class EngineProcess:
         """Return the vectors of a decoder, computed at once."""
         vectors = self._llm.embed(message["token_ids"], pool=message["pool"])
         return {"vectors": vectors.float().tolist()}
+
+    def _compile(self, message: Message) -> None:
+        """Compile a structured output in a thread, so that the running sequences do not wait for it."""
+
+        def compile_and_reply() -> None:
+            try:
+                self._llm.engine.grammars.compile(StructuredOutput.from_json(message["structured_output"]))
+                self._send({"reply": message["id"]})
+            except KvadError as error:
+                self._send({"reply": message["id"], "error": error_to_json(error)})
+
+        self._compilers.submit(compile_and_reply)
 
     def _cancel(self, message: Message) -> None:
         request = self._numbers.pop(message["id"], None)

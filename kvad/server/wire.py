@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvad.engine.scheduling import SamplingParams, StreamChunk, TokenLogprob
+from kvad.engine.scheduling import SamplingParams, StreamChunk, StructuredOutput, TokenLogprob
 from kvad.errors import RequestError
 
 MAX_FRAME = 1 << 29  # bytes; longer than the prompt tokens of any request
@@ -55,7 +55,10 @@ def params_to_json(params: SamplingParams) -> Message:
         raise RequestError("allowed_tokens_fn: a function cannot be sent to the engine's process", "Use kvad.LLM.")
     default = SamplingParams()
     given = {field.name: getattr(params, field.name) for field in dataclasses.fields(SamplingParams)}
-    return {name: value for name, value in given.items() if value != getattr(default, name)}
+    fields = {name: value for name, value in given.items() if value != getattr(default, name)}
+    if params.structured_output is not None:
+        fields["structured_output"] = params.structured_output.to_json()
+    return fields
 
 
 def params_from_json(fields: Message) -> SamplingParams:
@@ -66,6 +69,8 @@ def params_from_json(fields: Message) -> SamplingParams:
     for name in ("stop", "stop_token_ids"):
         if name in fields:
             fields[name] = tuple(fields[name])
+    if "structured_output" in fields:
+        fields["structured_output"] = StructuredOutput.from_json(fields["structured_output"])
     return SamplingParams(**fields)
 
 

@@ -16,7 +16,7 @@ from kvad.server.api.errors import invalid
 from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
 from kvad.server.api.logprobs import chat_logprobs
 from kvad.server.api.schema import ChatBody
-from kvad.server.api.structured import constrained, structured_settings
+from kvad.server.api.structured import constrain, structured_settings
 from kvad.server.api.tools import PLAIN_JSON, ToolCall, ToolCallParser
 
 
@@ -79,11 +79,12 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
         generation.check_limit("top_logprobs", body.top_logprobs, limits.max_logprobs, "alternatives")
     if body.logprobs:
         settings["logprobs"] = body.top_logprobs or 0
-    settings |= structured_settings(body, limits)
+    settings |= await structured_settings(context, body)
     if use is not None and use.is_required:
         if "structured_output" in settings:
             raise invalid("response_format", "cannot be combined with a required tool")
-        settings |= constrained({"json": tools.required_schema(use.tools, use.name)}, limits)
+        schema = tools.required_schema(use.tools, use.name)
+        settings |= await constrain(context, "tools", {"json_schema": schema})
     settings["cache_salt"] = context.salt(key, body.cache_salt)
     make = context.llm.builder.generation(None, settings)
     shown_tools = body.tools if body.tool_choice != "none" else None

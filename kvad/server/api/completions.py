@@ -30,7 +30,7 @@ async def create_completion(context: ApiContext, body: CompletionBody, key: str)
         raise invalid("best_of", "cannot be combined with stream: the best samples are known at the end")
     prompts = generation.split_prompts(context, "prompt", body.prompt)
     settings: Any = generation.sampling_settings(context, body, n=best_of)
-    settings |= structured_settings(body, limits)
+    settings |= await structured_settings(context, body)
     settings |= {"max_tokens": body.max_tokens, "cache_salt": context.salt(key, body.cache_salt)}
     if body.logprobs is not None or best_of > body.n:
         settings["logprobs"] = body.logprobs or 0

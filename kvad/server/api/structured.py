@@ -1,37 +1,50 @@
-"""Structured output: ``response_format`` and ``structured_outputs`` of a request as options of the engine."""
+"""Structured output: ``response_format`` and ``structured_outputs`` of a request as an option of the engine."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from kvad.engine.scheduling import StructuredOutput
+from kvad.errors import RequestError
 from kvad.server.api.errors import ApiError, invalid
-from kvad.server.api.generation import check_limit
+from kvad.server.api.generation import ApiContext, check_limit
 from kvad.server.api.schema import GenerationBody
-from kvad.server.limits import ServerLimits
 
 
-def structured_settings(body: GenerationBody, limits: ServerLimits) -> dict[str, Any]:
-    """Return the option of a request's structured output, or {} without one.
+async def structured_settings(context: ApiContext, body: GenerationBody) -> dict[str, Any]:
+    """Return the option of a request's structured output, compiled by the engine, or {} without one.
 
     Raises:
         ApiError: 400 that names the field.
     """
-    constraint: dict[str, Any] | None = None
+    if body.response_format is not None and body.structured_outputs is not None:
+        raise invalid("structured_outputs", "cannot be combined with response_format")
     if body.response_format is not None:
         constraint = _from_response_format(body.response_format)
-    if body.structured_outputs is not None:
-        if constraint is not None:
-            raise invalid("structured_outputs", "cannot be combined with response_format")
-        constraint = body.structured_outputs
-    return {} if constraint is None else constrained(constraint, limits)
+        return {} if constraint is None else await constrain(context, "response_format", constraint)
+    if body.structured_outputs is None:
+        return {}
+    given = {name: value for name, value in body.structured_outputs.items() if value is not None}
+    if "json" in given:  # vLLM's name
+        given["json_schema"] = given.pop("json")
+    return await constrain(context, "structured_outputs", given)
 
 
-def constrained(constraint: dict[str, Any], limits: ServerLimits) -> dict[str, Any]:
-    """Return the option of the engine for a constraint such as ``{"json": {...}}``."""
-    size = len(json.dumps(constraint))
-    check_limit("structured_outputs", size, limits.max_schema_bytes, "bytes")
-    raise ApiError(400, "response_format: structured output is not available yet", param="response_format")
+async def constrain(context: ApiContext, param: str, constraint: dict[str, Any]) -> dict[str, Any]:
+    """Return the option of the engine for a constraint such as ``{"json_schema": {...}}``.
+
+    Raises:
+        ApiError: 400 that names ``param``.
+    """
+    check_limit(param, len(json.dumps(constraint)), context.config.limits.max_schema_bytes, "bytes")
+    try:
+        output = StructuredOutput.from_json(constraint)
+        await context.llm.call("compile", structured_output=output.to_json())
+    except RequestError as error:
+        message = str(error).removeprefix("structured_output: ")
+        raise ApiError(400, f"{param}: {message}", param=param, code="invalid_value") from None
+    return {"structured_output": output}
 
 
 def _from_response_format(given: dict[str, Any]) -> dict[str, Any] | None:
@@ -44,7 +57,7 @@ def _from_response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "json_schema":
         wrapper = given.get("json_schema")
         schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-        if not isinstance(schema, dict | bool):
+        if not isinstance(schema, dict):
             raise invalid("response_format", "json_schema.schema must be a JSON schema")
-        return {"json": schema}
+        return {"json_schema": schema}
     raise invalid("response_format", f"type must be text, json_object or json_schema, got {str(kind)[:80]!r}")
