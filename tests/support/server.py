@@ -1,0 +1,142 @@
+"""A tiny chat model with a byte-level tokenizer, and ``kvad serve`` as a process of the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from kvad.checkpoint.native import save_checkpoint
+from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, StackConfig
+from kvad.config.model import ModelConfig
+from kvad.text.hf_tokenizer import HFTokenizer, byte_alphabet
+from tests.support.random_models import build
+
+LIMIT = 1024
+BLOCK_SIZE = 16
+CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
+MARKS = ("<tool_call>", "</tool_call>", CALL)  # tokens that are text, so that a test can force a call
+CHAT_TEMPLATE = """{%- if tools %}Tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>
+{% endif %}{% for turn in messages %}[{{ turn.role }}] {{ turn.content or '' }}
+{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"""
+START_SECONDS = 60.0
+
+
+def make_tokenizer() -> HFTokenizer:
+    """Return a tokenizer with a token per byte (its id is the byte), an end token and the marks of tool calls."""
+    characters = {byte: character for character, byte in byte_alphabet().items()}
+    backend = Tokenizer(models.BPE({characters[byte]: byte for byte in range(256)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    backend.add_tokens(list(MARKS))
+    return HFTokenizer(backend, {"eos": "</s>"})
+
+
+def write_model(folder: Path, *, seed: int = 0) -> Path:
+    """Write a random decoder of two layers whose greedy text depends on the whole context."""
+    tokenizer = make_tokenizer()
+    layer = LayerConfig(AttentionConfig(4, 2), GatedMLPConfig(96))
+    config = ModelConfig(
+        hidden_size=64, vocab_size=tokenizer.vocab_size, max_seq_len=LIMIT, decoder=StackConfig(2, {"L": layer})
+    )
+    torch.manual_seed(seed)
+    files = {"chat_template.jinja": CHAT_TEMPLATE.encode()}
+    save_checkpoint(folder, config, build(config).float().state_dict(), tokenizer, files=files)
+    return folder
+
+
+class ServerProcess:
+    """``kvad serve`` on a free port.
+
+    Args:
+        model: The checkpoint.
+        *options: Further options.
+        keys: API keys.
+    """
+
+    def __init__(self, model: Path, *options: object, keys: tuple[str, ...] = ()) -> None:
+        environment = {**os.environ, "KVAD_API_KEY": ",".join(keys), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        arguments = ["serve", model, "--port", 0, "--block-size", BLOCK_SIZE, "--model-name", "tiny", *options]
+        command = [sys.executable, "-m", "kvad", *map(str, arguments)]
+        self.log: list[str] = []
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        threading.Thread(target=self._read_log, daemon=True).start()
+        line = self.process.stdout.readline()
+        assert line.startswith("serving "), (line, "".join(self.log))
+        self.url = line.split()[1]
+        self.port = int(self.url.rpartition(":")[2])
+        headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        self.http = httpx.Client(base_url=self.url, headers=headers, timeout=30)
+
+    def _read_log(self) -> None:
+        for line in self.process.stderr:
+            self.log.append(line)
+
+    def post(self, path: str, **fields: object) -> httpx.Response:
+        return self.http.post(path, json=fields)
+
+    def complete(self, prompt: object, **fields: object) -> dict:
+        """Return the response of a greedy completion that ignores the end token."""
+        body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
+        response = self.http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def cache(self) -> dict:
+        return self.http.get("/cache").json()
+
+    def blocks_in_use(self) -> int:
+        """Return the number of blocks that sequences use; those of the prefix cache alone are not counted."""
+        return sum(pool.count("u") + pool.count("s") for pool in self.cache()["pools"])
+
+    def wait_for(self, condition: Callable[[dict], bool], seconds: float = 10.0) -> dict:
+        """Return the first state of the cache that satisfies a condition."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if condition(state := self.cache()):
+                return state
+            time.sleep(0.005)
+        raise AssertionError(f"still not so after {seconds} s: {self.cache()}")
+
+    @property
+    def engine_process(self) -> psutil.Process:
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 15.0) -> int:
+        """Send a signal and return the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        self.http.close()
+        return self.process.wait(seconds)
+
+
+def parse_events(text: str) -> list[dict | str]:
+    """Return the data of server-sent events; "[DONE]" is kept as text."""
+    events = []
+    for part in text.split("\n\n"):
+        data = "\n".join(line[6:] for line in part.split("\n") if line.startswith("data: "))
+        if data:
+            events.append(data if data == "[DONE]" else json.loads(data))
+    return events
+
+
+def forced(*tokens: int) -> dict:
+    """Return fields that generate these tokens, all different, in this order: a bias falls from one to the next."""
+    assert len(set(tokens)) == len(tokens)
+    bias = {str(token): 1000 - 20 * place for place, token in enumerate(tokens)}
+    return {"logit_bias": bias, "no_repeat_ngram_size": 1, "temperature": 0, "max_tokens": len(tokens)}
