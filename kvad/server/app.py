@@ -68,7 +68,7 @@ def build_app(context: ApiContext) -> ASGIApp:
     }
     routes += [Route(path, _Getter(getter), methods=["GET"]) for path, getter in getters.items()]
     routes += [Route(path, _Page(STATIC / name), methods=["GET"]) for path, name in PAGE_FILES.items()]
-    routes.append(Route("/v1/models/{name:path}", _model_endpoint(context), methods=["GET"]))
+    routes.append(Route("/v1/models/{name:path}", _ModelEndpoint(context), methods=["GET"]))
     handlers: dict[Any, Any] = {404: _http_error, 405: _http_error}
     return Guard(context, Starlette(routes=routes, exception_handlers=handlers))
 
@@ -235,16 +235,19 @@ class _Page:
         await FileResponse(self._path, headers=PAGE_HEADERS, media_type=media_type)(scope, receive, send)
 
 
-def _model_endpoint(context: ApiContext) -> ASGIApp:
-    async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            context.check_model(scope["path_params"]["name"])
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
-            return
-        await json_response(texts.describe_model(context))(scope, receive, send)
+class _ModelEndpoint:
+    """Sends the description of the model that the path names."""
 
-    return endpoint
+    def __init__(self, context: ApiContext) -> None:
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._context.check_model(scope["path_params"]["name"])
+            response = json_response(texts.describe_model(self._context))
+        except ApiError as error:
+            response = error_response(error)
+        await response(scope, receive, send)
 
 
 def _ready(context: ApiContext) -> Response:

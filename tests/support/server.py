@@ -27,7 +27,7 @@ LIMIT = 1024
 BLOCK_SIZE = 16
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
 MARKS = ("<tool_call>", "</tool_call>", CALL)  # tokens that are text, so that a test can force a call
-CHAT_TEMPLATE = """{%- if tools %}Tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call>
+CHAT_TEMPLATE = """{%- if tools %}Tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}{# <tool_call> #}
 {% endif %}{% for turn in messages %}[{{ turn.role }}] {{ turn.content or '' }}
 {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"""
 START_SECONDS = 60.0

@@ -59,6 +59,7 @@ class ToolCallParser:
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
         self._pending = ""  # text that may belong to a call
+        self._space = ""  # white space before a call, which is content only if the call is invalid
         self._inside = False
         self._has_content = False
         self.num_calls = 0
@@ -77,13 +78,18 @@ class ToolCallParser:
             if not end or end not in self._pending:
                 break
             inner, _, self._pending = self._pending.partition(end)
-            calls += self._parse(inner)
+            found_calls = self._parse(inner)
+            calls += found_calls
+            content += "" if found_calls else f"{self._space}{self._form.start}{inner}{end}"
             self._inside = False
         self._has_content = self._has_content or bool(content.strip())
         return content, calls
 
     def _split_before_start(self) -> tuple[str, bool]:
-        """Return the text before the next start mark, and whether there is one; a possible part of it is kept."""
+        """Return the text before the next start mark, and whether there is one.
+
+        A possible part of the mark and the white space before it are kept.
+        """
         start, pending = self._form.start, self._pending
         if self._form is PLAIN_JSON:
             stripped = pending.lstrip()
@@ -92,24 +98,25 @@ class ToolCallParser:
                 return pending, False
             self._inside = stripped.startswith("{")
             return "", self._inside
-        if start in pending:
-            before, _, self._pending = pending.partition(start)
-            self._inside = True
-            return before.rstrip() if not self._form.is_list else before, True
-        size = next((n for n in range(min(len(start) - 1, len(pending)), 0, -1) if start.startswith(pending[-n:])), 0)
-        self._pending = pending[len(pending) - size :]
-        return pending[: len(pending) - size], False
+        before, mark, after = pending.partition(start)
+        if not mark:
+            sizes = range(min(len(start) - 1, len(pending)), 0, -1)
+            size = next((size for size in sizes if start.startswith(pending[-size:])), 0)
+            before, after = pending[: len(pending) - size], pending[len(pending) - size :]
+        content = before.rstrip()
+        self._space = before[len(content) :]
+        self._inside, self._pending = bool(mark), after if mark else self._space + after
+        return content, self._inside
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         """Return what is left at the end of the text; an incomplete or invalid call is content."""
         pending, self._pending = self._pending, ""
         if not self._inside:
-            return pending, []
+            return ("" if self.num_calls and not pending.strip() else pending), []
         calls = self._parse(pending)
         if calls:
             return "", calls
-        mark = "" if self._form is PLAIN_JSON else self._form.start
-        return mark + pending, []
+        return pending if self._form is PLAIN_JSON else f"{self._space}{self._form.start}{pending}", []
 
     def _parse(self, text: str) -> list[ToolCall]:
         try:

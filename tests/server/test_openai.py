@@ -1,0 +1,268 @@
+"""The unmodified ``openai`` package against the server: its parsers, its exceptions, its retries."""
+
+import asyncio
+import itertools
+import json
+import math
+import time
+
+import httpx
+import pytest
+
+from kvad.server.api.tools import FORMATS, PLAIN_JSON, ToolCallParser, find_format
+from tests.server.conftest import KEYS
+from tests.support.server import CALL, forced
+
+openai = pytest.importorskip("openai")
+
+HELLO = [{"role": "user", "content": "hello"}]
+WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+STOP, START, END, CALL_ID = 256, 257, 258, 259  # tokens of the marks
+
+
+def options(server, **changes):
+    return {"base_url": f"{server.url}/v1", "api_key": KEYS[0], "max_retries": 0, **changes}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(**options(server)) as opened:
+        yield opened
+
+
+def arguments(*tokens):
+    """Return ``forced`` as arguments of the package: a field that OpenAI's API does not have is in ``extra_body``."""
+    fields = forced(*tokens)
+    size = fields.pop("no_repeat_ngram_size")
+    return {**fields, "extra_body": {"no_repeat_ngram_size": size}}
+
+
+# ---------------------------------------------------------------- generation
+
+
+def test_completion(client):
+    reply = client.completions.create(model="tiny", prompt="-", logprobs=2, **arguments(*b"ABC"))
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("ABC", "length")
+    assert reply.choices[0].logprobs.tokens == list("ABC") and len(reply.choices[0].logprobs.top_logprobs[0]) == 3
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (1, 3, 4)
+    assert reply.usage.prompt_tokens_details.cached_tokens == 0 and reply.model == "tiny"
+
+
+def test_stream_ends_with_the_usage(client):
+    stream = client.completions.create(
+        model="tiny", prompt="-", stream=True, stream_options={"include_usage": True}, **arguments(*b"ABC")
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "ABC"
+    assert last.choices == [] and last.usage.completion_tokens == 3 and all(chunk.usage is None for chunk in chunks)
+
+
+def test_chat_and_its_stream_agree(client):
+    body = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "logprobs": True}
+    reply = client.chat.completions.create(**body, top_logprobs=2)
+    *chunks, last = client.chat.completions.create(
+        **body, top_logprobs=2, stream=True, stream_options={"include_usage": True}
+    )
+    choice, parts = reply.choices[0], [chunk.choices[0] for chunk in chunks]
+    assert choice.message.role == parts[0].delta.role == "assistant"
+    assert choice.message.content == "".join(part.delta.content or "" for part in parts)
+    assert choice.finish_reason == parts[-1].finish_reason == "length"
+    streamed = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
+    assert streamed == choice.logprobs.content and len(streamed) == reply.usage.completion_tokens == 12
+    assert reply.usage.prompt_tokens == last.usage.prompt_tokens
+
+
+def test_async_client(server):
+    async def main():
+        async with openai.AsyncOpenAI(**options(server)) as client:
+            body = {"model": "tiny", "messages": HELLO, **arguments(*b"ABC")}
+            stream = await client.chat.completions.create(stream=True, **body)
+            streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            replies = await asyncio.gather(*(client.chat.completions.create(**body) for _ in range(4)))
+            return [streamed, *(reply.choices[0].message.content for reply in replies)]
+
+    assert asyncio.run(main()) == ["ABC"] * 5
+
+
+def test_a_stream_that_is_left_ends_its_request(client, server):
+    stream = client.completions.create(
+        model="tiny", prompt="left", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert server.cache()["sequences"]
+    stream.close()
+    server.wait_for(lambda state: not state["sequences"], 2.0)
+
+
+# ---------------------------------------------------------------- tools
+
+
+def test_tool_call(client):
+    body = {"model": "tiny", "messages": HELLO, "tools": TOOLS, **arguments(*b"OK", START, CALL_ID, END)}
+    choice = client.chat.completions.create(**body).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "OK")
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "get_weather") and call.id
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+
+
+def test_tool_call_in_a_stream(client):
+    body = {"messages": HELLO, "tools": TOOLS, **arguments(*b"OK", START, CALL_ID, END, STOP)}
+    with client.chat.completions.stream(model="tiny", **body) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert (final.finish_reason, final.message.content) == ("tool_calls", "OK")
+    (call,) = final.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"} and call.function.name == "get_weather"
+
+
+def test_a_conversation_with_a_call_and_its_result(client):
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]  # fmt: skip
+    reply = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, **arguments(*b"ABC"))
+    assert reply.choices[0].message.content == "ABC" and reply.choices[0].message.tool_calls is None
+
+
+def test_tool_choice_none_leaves_the_text(client):
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "none", **arguments(START, CALL_ID, END)}
+    choice = client.chat.completions.create(model="tiny", **body).choices[0]
+    assert choice.finish_reason == "length" and choice.message.content == f"<tool_call>{CALL}</tool_call>"
+
+
+PLAIN, LIST = '{"name": "f", "arguments": {"a": 1}}', '[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]'
+TEXTS = {  # format -> texts with their content and names of calls
+    "hermes": [
+        (f"Hi. <tool_call>{PLAIN}</tool_call>", "Hi.", ["f"]),
+        (f"<tool_call>\n{PLAIN}\n</tool_call>\n<tool_call>{PLAIN}</tool_call>", "", ["f", "f"]),
+        ("a < b, <tool_cat> and <tool_", "a < b, <tool_cat> and <tool_", []),
+        (f"<tool_call>{PLAIN}", "", ["f"]),
+        ("so <tool_call>{broken", "so <tool_call>{broken", []),
+        ("so <tool_call>{broken}</tool_call> it is", "so <tool_call>{broken}</tool_call> it is", []),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS]{LIST}", "", ["f", "g"]),
+        (f"Well [TOOL_CALLS] {LIST}", "Well", ["f", "g"]),
+        ("[TOOL] is [TOOL_CALLS] not", "[TOOL] is [TOOL_CALLS] not", []),
+    ],
+    "granite": [(f"<|tool_call|>{LIST}", "", ["f", "g"])],
+    "llama": [(f"<|python_tag|>{PLAIN}", "", ["f"])],
+    "json": [
+        (PLAIN, "", ["f"]),
+        (f"\n {PLAIN} ", "", ["f"]),
+        (f"Use {PLAIN}", f"Use {PLAIN}", []),
+        ('{"x": 1}', '{"x": 1}', []),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_parser_finds_calls_whatever_the_split(name):
+    """Every text in one piece, in single characters, and in every pair of pieces has the same content and calls."""
+    form = next(each for each in (*FORMATS, PLAIN_JSON) if each.name == name)
+    for text, content, names in TEXTS[name]:
+        splits = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
+        splits += [[text[:a], text[a:b], text[b:]] for a, b in itertools.combinations(range(1, len(text)), 2)][::7]
+        for pieces in splits:
+            parser = ToolCallParser(form)
+            results = [*(parser.push(piece) for piece in pieces), parser.flush()]
+            calls = [call for _, found in results for call in found]
+            assert [call.name for call in calls] == names, pieces
+            assert "".join(part for part, _ in results).strip() == content, pieces
+            assert parser.num_calls == len(names) and len({call.id for call in calls}) == len(names)
+
+
+def test_format_follows_from_the_template():
+    assert find_format("{{ '[TOOL_CALLS]' }}").name == "mistral" and find_format("{{ x }}") is PLAIN_JSON
+
+
+# ---------------------------------------------------------------- other routes
+
+
+def test_embeddings_have_the_same_numbers_in_both_encodings(client, llm):
+    """The package requests base64 unless another encoding is given, and decodes it."""
+    texts = ["one", "another text"]
+    packed = client.embeddings.create(model="tiny", input=texts)
+    plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    for first, second, expected in zip(packed.data, plain.data, llm.embed(texts).tolist(), strict=True):
+        assert first.embedding == pytest.approx(second.embedding, abs=1e-7)
+        assert second.embedding == pytest.approx(expected, abs=1e-5)
+        assert math.isclose(sum(value * value for value in expected), sum(v * v for v in first.embedding), rel_tol=1e-3)
+    assert plain.usage.prompt_tokens == len("".join(texts))
+
+
+def test_models(client):
+    (model,) = client.models.list().data
+    assert model.id == "tiny" and client.models.retrieve("tiny").owned_by == "kvad"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-5")
+
+
+def test_responses(client):
+    body = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 8}
+    reply = client.responses.create(**body, instructions="be brief")
+    assert reply.status == "incomplete" and reply.incomplete_details.reason == "max_output_tokens"
+    assert reply.usage.output_tokens == 8 and reply.output_text
+    events = list(client.responses.create(**body, instructions="be brief", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == reply.output_text == events[-1].response.output_text
+    assert events[-1].response.usage.input_tokens == reply.usage.input_tokens
+
+
+# ---------------------------------------------------------------- errors and retries
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (openai.BadRequestError, {"prompt": "x", "temperature": -1}, "temperature"),
+        (openai.BadRequestError, {"prompt": "x", "n": 0}, "n"),
+        (openai.BadRequestError, {"prompt": "x", "suffix": "y"}, "suffix"),
+        (openai.NotFoundError, {"prompt": "x", "model": "gpt-5"}, "model"),
+    ],
+)
+def test_errors_have_the_class_of_the_package(client, kind, fields, param):
+    with pytest.raises(kind) as caught:
+        client.completions.create(**{"model": "tiny", **fields})
+    assert caught.value.param == param and param in caught.value.message
+    assert caught.value.body["type"] in ("invalid_request_error", "not_found_error") and caught.value.code
+
+
+def test_a_wrong_key_is_an_authentication_error(server):
+    with openai.OpenAI(**options(server, api_key="not-a-key")) as other, pytest.raises(openai.AuthenticationError):
+        other.models.list()
+
+
+def test_an_error_inside_a_stream_is_raised(client):
+    """A request that exceeds its time ends its stream with an error event."""
+    stream = client.completions.create(
+        model="tiny", prompt="x", max_tokens=1000, stream=True, extra_body={"timeout": 0.2, "ignore_eos": True}
+    )
+    with pytest.raises(openai.APIError, match="time limit"):
+        list(stream)
+
+
+def test_retry_after_is_honored(server):
+    """While a key has its maximum of requests, the next one gets a 429; the package tries again after a second."""
+    limit = 16
+    body = {"prompt": [[number] for number in range(1)], "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEYS[1]}"}) as http:
+        opened = [http.stream("POST", "/v1/completions", json=body) for _ in range(limit)]
+        responses = [each.__enter__() for each in opened]
+        assert [response.status_code for response in responses] == [200] * limit
+        with openai.OpenAI(**options(server, api_key=KEYS[1])) as client:
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model="tiny", prompt="x")
+            assert caught.value.response.headers["retry-after"] == "1"
+            begun = time.monotonic()
+            with client.with_options(max_retries=8) as patient:
+                for each in opened:
+                    each.__exit__(None, None, None)
+                assert patient.completions.create(model="tiny", prompt="x", max_tokens=1).usage.completion_tokens == 1
+            assert time.monotonic() - begun < 10
