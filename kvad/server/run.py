@@ -47,7 +47,8 @@ def serve(
 
 def _bind(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
+    # asyncio turns off Nagle's algorithm only if the protocol is given: else each response waits 40 ms for an ACK
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))

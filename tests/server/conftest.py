@@ -5,11 +5,12 @@ import pytest
 from tests.support.server import ServerProcess, write_model
 
 KEYS = ("the-first-api-key", "the-second-api-key")
+MAX_SEQS = 8
 LIMITS = {
     "max_body_bytes": 60_000, "max_prompts": 8, "max_prompt_tokens": 600, "max_prompt_chars": 4000, "max_messages": 6,
     "max_n": 4, "max_sequences": 16, "max_logprobs": 5, "max_stop": 4, "max_stop_chars": 32, "max_logit_bias": 16,
     "max_tools": 3, "max_schema_bytes": 1000, "max_queued_requests": 12, "max_queued_tokens": 3000,
-    "max_requests_per_key": 16, "request_seconds": 20.0, "header_seconds": 0.5, "body_seconds": 0.5,
+    "max_requests_per_key": 12, "request_seconds": 20.0, "header_seconds": 0.5, "body_seconds": 0.5,
 }  # fmt: skip
 
 
@@ -22,7 +23,7 @@ def model(tmp_path_factory):
 def server(model, tmp_path_factory):
     limits = [f"--limit={name}={value}" for name, value in LIMITS.items()]
     sessions = tmp_path_factory.mktemp("sessions")
-    process = ServerProcess(model, *limits, "--session-dir", sessions, keys=KEYS)
+    process = ServerProcess(model, *limits, "--max-num-seqs", MAX_SEQS, "--session-dir", sessions, keys=KEYS)
     process.session_folder = sessions
     yield process
     assert process.stop() == 0, "".join(process.log)

@@ -4,14 +4,14 @@ import asyncio
 import itertools
 import json
 import math
+import threading
 import time
 
-import httpx
 import pytest
 
 from kvad.server.api.tools import FORMATS, PLAIN_JSON, ToolCallParser, find_format
-from tests.server.conftest import KEYS
-from tests.support.server import CALL, forced
+from tests.server.conftest import KEYS, LIMITS
+from tests.support.server import CALL, forced, open_stream
 
 openai = pytest.importorskip("openai")
 
@@ -87,7 +87,7 @@ def test_async_client(server):
 
 def test_a_stream_that_is_left_ends_its_request(client, server):
     stream = client.completions.create(
-        model="tiny", prompt="left", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        model="tiny", prompt="left", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))
     assert server.cache()["sequences"]
@@ -242,7 +242,7 @@ def test_a_wrong_key_is_an_authentication_error(server):
 def test_an_error_inside_a_stream_is_raised(client):
     """A request that exceeds its time ends its stream with an error event."""
     stream = client.completions.create(
-        model="tiny", prompt="x", max_tokens=1000, stream=True, extra_body={"timeout": 0.2, "ignore_eos": True}
+        model="tiny", prompt="x", max_tokens=4000, stream=True, extra_body={"timeout": 0.2, "ignore_eos": True}
     )
     with pytest.raises(openai.APIError, match="time limit"):
         list(stream)
@@ -250,19 +250,16 @@ def test_an_error_inside_a_stream_is_raised(client):
 
 def test_retry_after_is_honored(server):
     """While a key has its maximum of requests, the next one gets a 429; the package tries again after a second."""
-    limit = 16
-    body = {"prompt": [[number] for number in range(1)], "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEYS[1]}"}) as http:
-        opened = [http.stream("POST", "/v1/completions", json=body) for _ in range(limit)]
-        responses = [each.__enter__() for each in opened]
-        assert [response.status_code for response in responses] == [200] * limit
-        with openai.OpenAI(**options(server, api_key=KEYS[1])) as client:
-            with pytest.raises(openai.RateLimitError) as caught:
-                client.completions.create(model="tiny", prompt="x")
-            assert caught.value.response.headers["retry-after"] == "1"
-            begun = time.monotonic()
-            with client.with_options(max_retries=8) as patient:
-                for each in opened:
-                    each.__exit__(None, None, None)
-                assert patient.completions.create(model="tiny", prompt="x", max_tokens=1).usage.completion_tokens == 1
-            assert time.monotonic() - begun < 10
+    limit = LIMITS["max_requests_per_key"]
+    opened = [open_stream(server, "x", key=KEYS[1], max_tokens=4000) for _ in range(limit)]
+    server.wait_for(lambda state: state["requests"] == limit)
+    with openai.OpenAI(**options(server, api_key=KEYS[1])) as client, pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model="tiny", prompt="x")
+    assert caught.value.response.headers["retry-after"] == "1"
+    waits = threading.Timer(0.1, lambda: [connection.close() for connection in opened])
+    waits.start()
+    begun = time.monotonic()
+    with openai.OpenAI(**options(server, api_key=KEYS[1], max_retries=2)) as client:
+        assert client.completions.create(model="tiny", prompt="x", max_tokens=1).usage.completion_tokens == 1
+    assert 0.9 < time.monotonic() - begun < 5, "without Retry-After, the package waits half a second"
+    waits.join()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -23,7 +25,7 @@ from kvad.config.model import ModelConfig
 from kvad.text.hf_tokenizer import HFTokenizer, byte_alphabet
 from tests.support.random_models import build
 
-LIMIT = 1024
+LIMIT = 4096
 BLOCK_SIZE = 16
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
 MARKS = ("<tool_call>", "</tool_call>", CALL)  # tokens that are text, so that a test can force a call
@@ -123,6 +125,22 @@ class ServerProcess:
             self.process.send_signal(number)
         self.http.close()
         return self.process.wait(seconds)
+
+
+def open_stream(server: ServerProcess, prompt: object, *, key: str = "", **fields: object) -> socket.socket:
+    """Send a streaming completion that ignores the end token, and return its socket."""
+    body = json.dumps({"prompt": prompt, "stream": True, "ignore_eos": True, "temperature": 0, **fields})
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    authorization = key or server.http.headers.get("authorization", "none").removeprefix("Bearer ")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {authorization}\r\n"
+    connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    return connection
+
+
+def reset(connection: socket.socket) -> None:
+    """Close a connection with RST."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
 def parse_events(text: str) -> list[dict | str]:

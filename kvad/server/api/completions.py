@@ -24,6 +24,7 @@ async def create_completion(context: ApiContext, body: CompletionBody, key: str)
     if body.logprobs is not None:
         generation.check_limit("logprobs", body.logprobs, limits.max_logprobs, "alternatives")
     best_of = body.n if body.best_of is None else body.best_of
+    generation.check_limit("n" if body.best_of is None else "best_of", best_of, limits.max_n, "samples")
     if best_of < body.n:
         raise invalid("best_of", f"must be at least n ({body.n}), got {best_of}")
     if best_of > body.n and body.stream:

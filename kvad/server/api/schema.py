@@ -187,7 +187,7 @@ class AttentionBody(Body):
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Parse a body: one JSON object without NaN, duplicate keys or deep nesting.
+    """Parse a body: one JSON object without NaN, duplicate keys, lone surrogates or deep nesting.
 
     Raises:
         ApiError: 400.
@@ -202,6 +202,11 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     if _depth(value) > MAX_NESTING:
         raise ApiError(400, f"the body is nested more than {MAX_NESTING} levels deep", code="invalid_json")
+    if b"\\u" in data:  # only an escape can be half of a character
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ApiError(400, "the body has a lone surrogate, which is not text", code="invalid_json") from None
     return value
 
 
