@@ -217,7 +217,9 @@ class _Getter:
         except Exception as error:
             await error_response(_api_error(error, scope))(scope, receive, send)
             return
-        if isinstance(result, EventStream):
+        if isinstance(result, EventStream) and scope["method"] == "HEAD":
+            await Response(media_type="text/event-stream")(scope, receive, send)
+        elif isinstance(result, EventStream):
             with suppress(ConnectionError):
                 await generation.cancel_on_disconnect(receive, send_events(scope, send, b"", result.events, None))
         else:

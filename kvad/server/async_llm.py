@@ -132,7 +132,7 @@ class RequestStream:
         chunks, self._chunks = self._chunks, []
         return chunks
 
-    async def chunks(self) -> AsyncIterator[StreamChunk]:
+    async def chunks(self) -> AsyncGenerator[StreamChunk, None]:
         """Yield chunks; an error of a sample is raised. Leaving the loop cancels the request."""
         async with aclosing(self.parts()) as parts:
             async for chunks in parts:
@@ -265,8 +265,9 @@ class AsyncLLM:
     ) -> AsyncIterator[StreamChunk]:
         """Yield chunks of one prompt's samples; leaving the loop cancels the rest."""
         stream = self.submit(await self._build(prompt, sampling_params, settings))
-        async for chunk in stream.chunks():
-            yield chunk
+        async with aclosing(stream.chunks()) as chunks:  # else the request ends when the inner loop is collected
+            async for chunk in chunks:
+                yield chunk
 
     async def chat(
         self,

@@ -6,7 +6,7 @@ from operator import itemgetter
 
 import pytest
 
-from tests.support.server import forced, parse_events
+from tests.support.server import forced
 
 SCRIPTS = "éж한日😀"  # Latin, Cyrillic, Hangul, Han, emoji; no byte occurs twice
 HELLO = [{"role": "user", "content": "hello"}]
@@ -75,7 +75,7 @@ def test_completion_stream_equals_the_response(server):
         for name in ("tokens", "token_logprobs"):
             streamed = [value for part in parts if part["logprobs"] for value in part["logprobs"][name]]
             expected = choice["logprobs"][name]
-            assert streamed == expected or index > 0 and streamed == expected[len(expected) - len(streamed) :]
+            assert streamed == expected or (index > 0 and streamed == expected[len(expected) - len(streamed) :])
     assert all(event["usage"] is None for event in events) and last["choices"] == []
     assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 40
 

@@ -7,7 +7,6 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from kvad.server.limits import ServerLimits
@@ -46,7 +45,8 @@ def chat(**fields):
 
 
 CASES = {  # limit -> the fields that an error may name, and requests with a size
-    "max_prompts": ("prompt", lambda n: completion(prompt=["x"] * n), lambda n: ("/v1/embeddings", {"input": ["x"] * n})),
+    "max_prompts": ("prompt", lambda n: completion(prompt=["x"] * n),
+                    lambda n: ("/v1/embeddings", {"input": ["x"] * n})),
     "max_prompt_tokens": ("prompt", lambda n: completion(prompt=[65] * n), lambda n: completion(prompt="x" * n)),
     "max_prompt_chars": ("prompt", lambda n: ("/tokenize", {"prompt": "x" * n}),
                          lambda n: ("/tokenize", {"messages": [{"role": "user", "content": "x" * n}]})),
@@ -82,11 +82,13 @@ def test_limit(server, name):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": HUGE}, {"best_of": HUGE}, {"logprobs": HUGE}, {"top_k": 1 << 40}, {"seed": 1 << 80}, {"min_tokens": 1 << 70},
-        {"temperature": 1e308}, {"logit_bias": {str(HUGE): 1}}, {"logit_bias": {"1": 1e9}}, {"logit_bias": {"x": 1}},
-        {"stop_token_ids": [HUGE]}, {"prompt": [HUGE]}, {"prompt": [-1]}, {"n": -1}, {"n": True}, {"n": 1.5}, {"n": "2"},
-        {"max_tokens": -1}, {"num_beams": HUGE}, {"no_repeat_ngram_size": 1 << 40}, {"timeout": 1e9}, {"timeout": -1},
-        {"prompt": []}, {"prompt": ""}, {"prompt": [[]]}, {"prompt": None}, {"prompt": {"a": 1}}, {"stop": {"a": 1}},
+        {"n": HUGE}, {"best_of": HUGE}, {"logprobs": HUGE}, {"top_k": 1 << 40}, {"seed": 1 << 80},
+        {"min_tokens": 1 << 70}, {"temperature": 1e308}, {"logit_bias": {str(HUGE): 1}}, {"logit_bias": {"1": 1e9}},
+        {"logit_bias": {"x": 1}},
+        {"stop_token_ids": [HUGE]}, {"prompt": [HUGE]}, {"prompt": [-1]}, {"n": -1}, {"n": True}, {"n": 1.5},
+        {"n": "2"}, {"max_tokens": -1}, {"num_beams": HUGE}, {"no_repeat_ngram_size": 1 << 40}, {"timeout": 1e9},
+        {"timeout": -1}, {"prompt": []}, {"prompt": ""}, {"prompt": [[]]}, {"prompt": None}, {"prompt": {"a": 1}},
+        {"stop": {"a": 1}},
         {"cache_salt": "x" * 300}, {"session": "../../etc/passwd"}, {"session": "a/b"}, {"session": "x" * 65},
         {"session": "."}, {"repetition_penalty": 0}, {"top_p": 2}, {"stream_options": {"other": 1}}, {"stream": "yes"},
         {"response_format": {"type": "xml"}}, {"suffix": "x"}, {"chat_template": "{{ x }}"}, {"prompt_embeds": "AAAA"},
@@ -299,10 +301,9 @@ def test_a_deadline_is_a_504_or_an_error_event(server):
 def test_a_full_queue_is_a_429(server):
     """Requests and tokens that wait are limited; the others are refused at once and may try again."""
     prompts = [[number] * 590 for number in range(1, 8)]
-    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {KEYS[0]}"}, timeout=30) as http:
-        with ThreadPoolExecutor(4) as pool:
-            bodies = [{"prompt": prompts[:5], "max_tokens": 64, "temperature": 0, "ignore_eos": True}] * 4
-            responses = list(pool.map(lambda body: http.post(COMPLETIONS, json=body), bodies))
+    body = {"prompt": prompts[:5], "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:
+        responses = list(pool.map(lambda body: server.http.post(COMPLETIONS, json=body), [body] * 4))
     statuses = sorted(response.status_code for response in responses)
     assert statuses[0] == 200 and statuses[-1] == 429, statuses
     for response in responses:

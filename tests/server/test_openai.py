@@ -256,10 +256,10 @@ def test_retry_after_is_honored(server):
     with openai.OpenAI(**options(server, api_key=KEYS[1])) as client, pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model="tiny", prompt="x")
     assert caught.value.response.headers["retry-after"] == "1"
-    waits = threading.Timer(0.1, lambda: [connection.close() for connection in opened])
-    waits.start()
-    begun = time.monotonic()
     with openai.OpenAI(**options(server, api_key=KEYS[1], max_retries=2)) as client:
+        waits = threading.Timer(0.4, lambda: [connection.close() for connection in opened])
+        waits.start()
+        begun = time.monotonic()
         assert client.completions.create(model="tiny", prompt="x", max_tokens=1).usage.completion_tokens == 1
     assert 0.9 < time.monotonic() - begun < 5, "without Retry-After, the package waits half a second"
     waits.join()
