@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from kvad import benchmarks, checkpoint, datasets, inspection, planning
 from kvad import text as text_lib
 from kvad.cli import output
+from kvad.cli.commands.bench_serve import serve_bench_command
 from kvad.cli.fields import CommandGroup, Options, command, given_fields, option
 from kvad.cli.parameters import (
     INTEGERS,
@@ -64,7 +65,11 @@ def bench_group() -> None:
     kvad bench profile runs/demo
     kvad bench cache-quality runs/lookup-cpu
     kvad bench streaming runs/endless-rope
+    kvad bench serve runs/demo --max-concurrency 8
     """
+
+
+bench_group.add_command(serve_bench_command)
 
 
 class _QuickOption(Options):
