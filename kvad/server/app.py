@@ -22,7 +22,7 @@ from kvad.server.config import ServerConfig
 from kvad.server.guards import Guard, error_response, json_response, printable, request_headers
 
 chat, completions, errors, generation = api.chat, api.completions, api.errors, api.generation
-panel, responses, schema, texts = api.panel, api.responses, api.schema, api.texts
+panel, plain_routes, responses, schema = api.panel, api.plain_routes, api.responses, api.schema
 LOG = logging.getLogger(__name__)
 STATIC = Path(__file__).with_name("static")
 PAGE_FILES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css", "/favicon.svg": "favicon.svg"}
@@ -41,10 +41,10 @@ POST_ROUTES: dict[str, tuple[type[schema.Body], Handler]] = {
     "/v1/completions": (schema.CompletionBody, completions.create_completion),
     "/v1/chat/completions": (schema.ChatBody, chat.create_chat_completion),
     "/v1/responses": (schema.ResponsesBody, responses.create_response),
-    "/v1/embeddings": (schema.EmbeddingBody, texts.create_embeddings),
-    "/v1/translate": (schema.TranslateBody, texts.translate),
-    "/tokenize": (schema.TokenizeBody, texts.tokenize),
-    "/detokenize": (schema.DetokenizeBody, texts.detokenize),
+    "/v1/embeddings": (schema.EmbeddingBody, plain_routes.create_embeddings),
+    "/v1/translate": (schema.TranslateBody, plain_routes.translate),
+    "/tokenize": (schema.TokenizeBody, plain_routes.tokenize),
+    "/detokenize": (schema.DetokenizeBody, plain_routes.detokenize),
     "/attention": (schema.AttentionBody, panel.attention),
 }
 
@@ -56,8 +56,8 @@ def build_app(context: ApiContext) -> ASGIApp:
         for path, (kind, handler) in POST_ROUTES.items()
     ]
     getters: dict[str, Callable[[], Any]] = {
-        "/v1/models": lambda: texts.list_models(context),
-        "/tokenizer_info": lambda: texts.tokenizer_info(context),
+        "/v1/models": lambda: plain_routes.list_models(context),
+        "/tokenizer_info": lambda: plain_routes.tokenizer_info(context),
         "/cache": lambda: panel.cache_state(context),
         "/cache/events": lambda: panel.cache_events(context),
         "/training": lambda: panel.training(context),
@@ -246,7 +246,7 @@ class _ModelEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._context.check_model(scope["path_params"]["name"])
-            response = json_response(texts.describe_model(self._context))
+            response = json_response(plain_routes.describe_model(self._context))
         except ApiError as error:
             response = error_response(error)
         await response(scope, receive, send)

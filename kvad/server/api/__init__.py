@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from kvad.server.api import errors as errors
     from kvad.server.api import generation as generation
     from kvad.server.api import panel as panel
+    from kvad.server.api import plain_routes as plain_routes
     from kvad.server.api import responses as responses
     from kvad.server.api import schema as schema
-    from kvad.server.api import texts as texts
     from kvad.server.api.errors import ApiError as ApiError
     from kvad.server.api.generation import ApiContext as ApiContext
     from kvad.server.api.generation import EventStream as EventStream
