@@ -328,12 +328,16 @@ class AsyncLLM:
         """Return one vector per encoded text."""
         pooling = self.generation.pooling
         if self.config.kind == "decoder":
-            reply = await self.call("embed", token_ids=list(inputs), pool=pooling or "last")
-            vectors = reply["vectors"]
+            replies = [await self.call("embed", token_ids=[ids], pool=pooling or "last") for ids in inputs]
+            vectors = [reply["vectors"][0] for reply in replies]  # one by one, between the steps of other requests
         else:
             message = {"op": "encode", "pool": pooling or "mean"}
             streams = [self._open({**message, "token_ids": ids}, Signal()) for ids in inputs]
-            vectors = [[chunk async for chunk in stream.chunks()][-1].output for stream in streams]
+            try:
+                vectors = [[chunk async for chunk in stream.chunks()][-1].output for stream in streams]
+            finally:
+                for stream in streams:
+                    stream.cancel()
         return [_normalize(vector) for vector in vectors] if self.generation.normalize else vectors
 
     async def _build(
