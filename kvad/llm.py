@@ -28,7 +28,7 @@ from kvad.cache import CacheConfig, sessions
 from kvad.cache.sizing import MemoryBudget, MemoryPlan
 from kvad.checkpoint import CheckpointHandle, GenerationConfig, open_checkpoint
 from kvad.engine import Completion, Engine, EngineConfig, ForwardTrace, PromptEncoder, Session, StreamChunk
-from kvad.engine.scheduling import SamplingOptions, SamplingParams
+from kvad.engine.scheduling import SamplingOptions, SamplingParams, SpeculativeConfig
 from kvad.errors import RequestError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import ModelInput
@@ -122,6 +122,7 @@ class LLM:
         fields: dict[str, Any] = dict(settings)
         summarizer, swap_dir = fields.pop("summarizer", None), fields.pop("swap_dir", None)
         engine_fields = {name: fields.pop(name) for name in ENGINE_FIELDS if name in fields}
+        engine_fields["speculative"] = SpeculativeConfig.from_options(fields.pop("speculative", None))
         given = [name for name, value in fields.items() if name not in options.CACHE_DTYPE_FIELDS or value is not None]
         if cache_config is not None and given:
             raise RequestError(f"cache_config= and {given[0]}= are both given", "Set it in the CacheConfig.")

@@ -52,6 +52,7 @@ class StepTimes:
     model: float = 0.0  # block operations, inputs and forward passes
     schedule: float = 0.0  # choosing sequences, allocating blocks, applying results
     sample: float = 0.0
+    draft: float = 0.0  # proposing drafts
     text: float = 0.0  # detokenizing, stop strings
     total: float = 0.0  # of steps, with all of these
 
@@ -129,6 +130,8 @@ class Engine:
                 preemption=self.preemption,
                 step_costs=self._step_costs,
             )
+            if config.speculative is not None:
+                self.scheduler.drafter = self._build_drafter(config.speculative)
             self._resources = resources.pop_all()
         self.runner = ModelRunner(
             model,
@@ -165,6 +168,14 @@ class Engine:
         swap_space = open_swap_space(self.kv_cache, manager, self.cache.swap_space, swap_dir, config.fs)
         block_bytes = self.kv_cache.block_bytes()
         return scheduling.preemption.PreemptionManager(manager, config.cost_model, swap_space, block_bytes)
+
+    def _build_drafter(self, config: scheduling.SpeculativeConfig) -> scheduling.speculation.Drafter:
+        if self.model.decoder is None:
+            raise ConfigError("speculative: an encoder generates no tokens", "Omit it.")
+        if self.kv_cache_manager.observes_attention:
+            message = f"speculative: policy {self.cache.resolved_policy} ranks tokens by the attention to them"
+            raise ConfigError(f"{message}, which rejected drafts would change", "Omit it, or use another policy.")
+        return scheduling.speculation.NgramDrafter(config)
 
     def _make_root_seed(self) -> bytes:
         """Return the prefix of hash chain roots: not empty if blocks outlive the process."""
@@ -286,8 +297,11 @@ class Engine:
             chunks, self._undelivered = self._undelivered, []
             return chunks
         step_start = time.perf_counter()
+        self.scheduler.propose_drafts()
+        draft_end = time.perf_counter()
         output = self.scheduler.schedule()
-        self.times.schedule += time.perf_counter() - step_start
+        self.times.draft += draft_end - step_start
+        self.times.schedule += time.perf_counter() - draft_end
         if states := self.scheduler.pop_finished_states():  # of sequences that ended to make room
             self.state_keeper.collect(states)
         if output is None:
@@ -311,6 +325,8 @@ class Engine:
         chunks = self.scheduler.update_from_output(output, results)
         text_start = time.perf_counter()
         chunks = [self._add_text(chunk) for chunk in chunks]
+        while accepted := self.scheduler.append_accepted():
+            chunks += [self._add_text(chunk) for chunk in accepted]
         self.times.schedule += text_start - update_start
         self.times.text += time.perf_counter() - text_start
         self.times.steps += 1
@@ -323,7 +339,7 @@ class Engine:
         seconds = time.perf_counter() - step_start
         self.times.total += seconds
         if self._step_costs is not None and output.encoder_batch is None:
-            self._step_costs.record([scheduled.num_tokens for scheduled in output.scheduled], seconds)
+            self._step_costs.record(_own_tokens(output), seconds)
         return chunks
 
     def _execute(self, output: scheduling.SchedulerOutput) -> list[SequenceOutput]:
@@ -335,7 +351,7 @@ class Engine:
         self.times.sample += time.perf_counter() - sample_start
         for index, reason in self.kv_cache.failed_rows([batch.num_seqs for batch in output.sub_batches]).items():
             results[index] = SequenceOutput(error=reason, retry=True)
-        num_computed = sum(scheduled.num_tokens for scheduled in output.scheduled)
+        num_computed = sum(_own_tokens(output))
         if num_computed > 2 * len(output.scheduled):  # most of them are prompt tokens
             self.preemption.costs.record("compute", num_computed, time.perf_counter() - start)
         return results
@@ -473,6 +489,11 @@ class Engine:
         if finish is not None:
             del self._texts[key]
         return chunk._replace(text=text)
+
+
+def _own_tokens(output: scheduling.SchedulerOutput) -> list[int]:
+    """Return the new tokens of each sequence of a step, without drafts."""
+    return [scheduled.num_tokens - len(scheduled.draft_token_ids) for scheduled in output.scheduled]
 
 
 def _check_compile(model: Transformer) -> None:

@@ -22,6 +22,7 @@ FREE_FIELDS = (
     "max_inter_token",
     "max_slowdown",
     "compile",
+    "speculative",
 )  # of EngineConfig, not planned: they take no memory in addition
 
 

@@ -22,7 +22,7 @@ from kvad.cache.device import KVCache
 from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
 from kvad.engine import scheduling
-from kvad.engine.scheduling import SamplingOptions, SamplingParams
+from kvad.engine.scheduling import SamplingOptions, SamplingParams, SpeculativeConfig
 from kvad.errors import ConfigError, MemoryPlanError, RequestError, UsageError, suggest
 from kvad.model import Summarizer
 from kvad.storage import REAL_FILE_SYSTEM, FileSystem
@@ -48,6 +48,7 @@ class EngineConfig:
     # Logits and tokens of a request are independent of the batch and of chunking, bit for bit (CPU, one process; other
     # machines, builds and numbers of threads round differently).
     deterministic: bool = False
+    speculative: SpeculativeConfig | None = None  # draft tokens that the model checks
     attention_hook: ops.sub_batch.AttentionHook | None = None  # called with the tensors of every attention layer
     summarizer: Summarizer | None = None  # computes the policy's summaries
     stop_tokens: frozenset[int] = frozenset()  # end a text; none: the tokenizer's separator and end token
@@ -109,6 +110,9 @@ class LoadOptions(CacheOptions, total=False):
     summarizer: str | Path | None  # folder or run of ``kvad train --objective summarizer``
     deterministic: bool
     compile: bool  # run in PyTorch, with layers compiled by torch.compile, instead of the native kernels
+    speculative: (
+        str | Mapping[str, Any] | SpeculativeConfig | None
+    )  # "ngram", "ngram:K", or a SpeculativeConfig's fields
     swap_dir: str | Path | None
     max_num_batched_tokens: int  # new tokens of all sequences per step
     max_inter_token: float | None  # longest time between two tokens of a running sequence, in seconds

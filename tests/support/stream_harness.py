@@ -21,7 +21,13 @@ from kvad.cache.manager.prefix_index import digest
 from kvad.engine.scheduling.beam_search import BeamSearch, Hypothesis, num_candidates
 from kvad.engine.scheduling.request import EncoderInput, SamplingParams, SequenceOutput, StreamChunk, TokenLogprob
 from kvad.engine.scheduling.scheduler import Scheduler
-from kvad.engine.scheduling.sequence import EncoderBatch, RequestMetrics, SchedulerOutput, TokenSequence
+from kvad.engine.scheduling.sequence import (
+    EncoderBatch,
+    RequestMetrics,
+    ScheduledSequence,
+    SchedulerOutput,
+    TokenSequence,
+)
 from tests.support.manager_driver import unpublish_all
 from tests.support.streams import FakeKVCache, Mismatch, Setup, SoloSequence
 
@@ -136,6 +142,7 @@ class SchedulerHarness:
         manager: Callable[..., KVCacheManager] = KVCacheManager,
         kv_cache: type[FakeKVCache] = FakeKVCache,
         check: bool = True,
+        draft: bool = False,
     ) -> None:
         self.setup, self.checks_invariants, config = setup, check, setup.config
         groups = setup.groups()
@@ -156,6 +163,8 @@ class SchedulerHarness:
             limit=setup.max_len,
             clock=self.clock,
         )
+        if draft:
+            self.scheduler.drafter = SoloDrafter(self)
         self.time = 0.0
         self.expected: dict[int, dict[int, ExpectedSample | ExpectedHypothesis]] = {}  # by request and sample
         self.metrics: dict[int, RequestMetrics] = {}
@@ -215,6 +224,7 @@ class SchedulerHarness:
             self.remove_expected(chunk)
 
     def schedule(self) -> SchedulerOutput | None:
+        self.scheduler.propose_drafts()
         output = self.scheduler.schedule()
         if output is None:
             self.check_idle()
@@ -235,15 +245,16 @@ class SchedulerHarness:
         chunks = self.scheduler.update_from_output(output, results)
         self.compare(chunks)
         self.check()
+        while accepted := self.scheduler.append_accepted():
+            self.compare(accepted)
+            self.check()
+            chunks += accepted
         self.kv_cache.fill_unowned(self.manager)
         return chunks
 
     def execute(self, output: SchedulerOutput, faults: Faults) -> list[SequenceOutput]:
         num_read_slots = [batch.num_read_slots for batch in output.sub_batches for _ in range(batch.num_seqs)]
-        spans = [
-            (scheduled.start, scheduled.sequence.token_ids[scheduled.start : scheduled.start + scheduled.num_tokens])
-            for scheduled in output.scheduled
-        ]
+        spans = [(scheduled.start, scheduled.token_ids) for scheduled in output.scheduled]
         roots = [scheduled.sequence.request.prefix_root for scheduled in output.scheduled]
         values = self.kv_cache.run(spans, roots, output.allocation, num_read_slots)
         results, begin = [], 0
@@ -252,11 +263,7 @@ class SchedulerHarness:
                 self.spoil(output.allocation.slots, 0, begin, scheduled.num_tokens)
                 results.append(SequenceOutput(error="not a number", retry=fault == "retry"))
             else:
-                results.append(
-                    self.result(
-                        scheduled.sequence, scheduled.start, scheduled.logit_offsets, scheduled.is_sampled, span_values
-                    )
-                )
+                results.append(self.result(scheduled, span_values))
             begin += scheduled.num_tokens
         return results
 
@@ -275,19 +282,23 @@ class SchedulerHarness:
             begin += len(source)
         return results
 
-    def result(
-        self, seq: TokenSequence, start: int, logit_offsets: range, is_sampled: bool, values: list[int]
-    ) -> SequenceOutput:
-        scored = logit_offsets[:-1] if is_sampled else logit_offsets
+    def result(self, scheduled: ScheduledSequence, values: list[int]) -> SequenceOutput:
+        seq, start, _, logit_offsets, is_sampled, drafts = scheduled
+        scored = logit_offsets[: -1 - len(drafts)] if is_sampled else logit_offsets
         prompt = tuple(TokenLogprob(seq.token_ids[start + i + 1], float(values[i])) for i in scored)
         if not is_sampled:
             return SequenceOutput(prompt_logprobs=prompt)
-        value = values[logit_offsets[-1]]
+        value = values[logit_offsets[-1 - len(drafts)]]
         if seq.request.beams is not None:
             candidates = continuations(value, seq.sampling_params, seq.stop_tokens)
             return SequenceOutput(0, None, prompt, candidates=candidates)
-        token = choose_token(value, seq.sample_index)
-        return SequenceOutput(token, TokenLogprob(token, float(value)), prompt)
+        outputs = []
+        for draft, value in zip((*drafts, -1), values[logit_offsets[-1] - len(drafts) :], strict=True):
+            token = choose_token(value, seq.sample_index)
+            outputs.append(SequenceOutput(token, TokenLogprob(token, float(value))))
+            if token != draft:
+                break
+        return outputs[0]._replace(prompt_logprobs=prompt, next_outputs=tuple(outputs[1:]))
 
     def spoil(self, slots_per_group: Sequence[Sequence[int]], first_group: int, begin: int, count: int) -> None:
         """Make everything wrong that a failed sequence wrote; no sequence may ever see it."""
@@ -350,6 +361,28 @@ class SchedulerHarness:
             ]
             assert order == sorted(order)
         assert begin == len(output.scheduled) == len({scheduled.sequence.seq_index for scheduled in output.scheduled})
+
+
+class SoloDrafter:
+    """Drafts from the solo runs, each token wrong with probability 1/4."""
+
+    def __init__(self, harness: SchedulerHarness) -> None:
+        self.harness, self.rng = harness, random.Random(1)
+
+    def propose(self, seqs: Sequence[TokenSequence], max_drafts: Sequence[int]) -> list[list[int]]:
+        drafts = []
+        for seq, limit in zip(seqs, max_drafts, strict=True):
+            expected = self.harness.expected[seq.request_id][seq.sample_index]
+            assert isinstance(expected, ExpectedSample)
+            solo = expected.solo.with_tokens(seq.token_ids) if limit > 0 else expected.solo
+            assert solo.tokens == seq.token_ids
+            drafts.append([self.draft(solo, seq.sample_index) for _ in range(self.rng.randint(0, max(0, limit)))])
+        return drafts
+
+    def draft(self, solo: SoloSequence, sample: int) -> int:
+        token = choose_token(solo.values[-1], sample)
+        solo.push(token)
+        return token if self.rng.random() < 0.75 else self.rng.randrange(VOCAB)
 
 
 class RandomRequests:

@@ -78,7 +78,7 @@ class KVCacheManager:
         is_lossy = any(group.eviction_policy or group.demotion_policy for group in self.token_groups)
         self.lossy = is_lossy and not self.uses_offload
         policies = [group.eviction_policy for group in self.token_groups]
-        self._observes_attention = any(policy is not None and policy.observed_queries for policy in policies)
+        self.observes_attention = any(policy is not None and policy.observed_queries for policy in policies)
         # A sequence of one block can share no full block and leave one token to compute: nothing to publish.
         # Blocks of an offloading sequence leave its table, and another sequence would have no room for all of them.
         has_rings = any(mapping.is_ring for mapping in self.block_mappings)
@@ -147,7 +147,7 @@ class KVCacheManager:
         """
         sequence = self._sequence(seq_index)
         assert self._sequences[child] is None and 0 <= length <= sequence.length, (seq_index, child, length)
-        if self._observes_attention or self.is_loading(seq_index) or not self._window_held(sequence, length):
+        if self.observes_attention or self.is_loading(seq_index) or not self._window_held(sequence, length):
             return False
         forked = self._new_sequence(sequence.root)
         for old_level, new_level in zip(sequence.lower_levels, forked.lower_levels, strict=True):

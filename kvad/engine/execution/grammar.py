@@ -24,6 +24,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from copy import copy
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
@@ -135,6 +136,12 @@ class MatcherState:
         """True if the text may end here and no token can continue it."""
         return self.may_end and not self.words.any()
 
+    def copy(self) -> MatcherState:
+        """Return a separate state after the same tokens."""
+        state = copy(self)
+        state._matcher = None if self._matcher is None else self._matcher.deep_copy()
+        return state
+
     def advance(self, tokens: list[int]) -> LLMatcher:
         """Set the tokens and return the matcher after them, of which ``compute_masks`` reads the words."""
         matcher, num_equal = self._matcher, len(self.tokens)
@@ -195,6 +202,18 @@ def allowed_tokens(sequences: Sequence[TokenSequence], num_tokens: int) -> npt.N
             allowed[row, :size] = bits[row, vocabulary.first_entries[:size]]
         allowed[row, [token for token in seq.stop_tokens if token < num_tokens]] = state.may_end
     return allowed
+
+
+def num_valid_drafts(seq: TokenSequence, drafts: Sequence[int]) -> int:
+    """Return how many drafts the grammar of a sequence allows one after the other, end tokens excluded."""
+    stop = next((i for i, token in enumerate(drafts) if token in seq.stop_tokens), len(drafts))
+    if not is_constrained(seq):
+        return 0 if seq.grammar_state is not None else len(drafts)  # 0: behind a forced token
+    state, tokens = _state(seq), _output_tokens(seq)
+    entries = list(drafts[:stop])
+    if entries and not tokens:
+        entries[0] = int(state.grammar.vocabulary.first_entries[entries[0]])
+    return state.copy().advance(tokens).validate_tokens(entries) if entries else 0
 
 
 def complete_outputs(sequences: Sequence[TokenSequence], tokens: Sequence[int]) -> list[bool]:

@@ -79,7 +79,7 @@ class InputBuffers:
         for scheduled in output.scheduled:
             end = scheduled.start + scheduled.num_tokens
             logit_indices.extend(len(tokens) + offset for offset in scheduled.logit_offsets)
-            tokens.extend(scheduled.sequence.token_ids[scheduled.start : end])
+            tokens.extend(scheduled.token_ids)
             positions.extend(range(scheduled.start, end))
             if self._with_seq_lens:
                 seq_lens.extend([len(scheduled.sequence.token_ids)] * scheduled.num_tokens)

@@ -85,19 +85,27 @@ def sample_outputs(
     ``num_tokens``: ids below it are sampled. ``best``: the best of them in each row, if it is known; all are finite.
     """
     scored: dict[int, SequenceOutput] = {}  # index of a scheduled sequence -> scores of its prompt tokens
-    sampled: dict[int, int] = {}  # index of a scheduled sequence -> index of its sampled logits
+    sampled: dict[int, tuple[int, ...]] = {}  # index of a scheduled sequence -> its drafts
+    rows: list[int] = []  # of the sampled logits
+    sequences: list[TokenSequence] = []  # of each of these rows, with the drafts before it
     stop = 0
-    for index, (_, _, _, logit_offsets, is_sampled) in enumerate(output.scheduled):
+    for index, (seq, _, _, logit_offsets, is_sampled, drafts) in enumerate(output.scheduled):
         start, stop = stop, stop + len(logit_offsets)
+        num_sampled = is_sampled + len(drafts)
         if is_sampled:
-            sampled[index] = stop - 1
-        if stop - is_sampled > start:
-            scored[index] = _score_span(output.scheduled[index], logits[start : stop - is_sampled])
-    sequences = [output.scheduled[index].sequence for index in sampled]
+            if drafts and seq.grammar_state is not None:
+                drafts = drafts[: grammar.num_valid_drafts(seq, drafts)]
+            sampled[index] = drafts
+            rows.extend(range(stop - num_sampled, stop - num_sampled + 1 + len(drafts)))
+            sequences += _with_each_draft(seq, drafts)
+        if stop - num_sampled > start:
+            scored[index] = _score_span(output.scheduled[index], logits[start : stop - num_sampled])
     if best is not None and all(_is_greedy(seq.sampling_params) for seq in sequences):
-        new_results = [SequenceOutput(best[row]) for row in sampled.values()]
+        new_results = [SequenceOutput(best[row]) for row in rows]
     else:
-        new_results = _sample_in_parts(_select(logits, list(sampled.values())), sequences, num_tokens)
+        new_results = _sample_in_parts(_select(logits, rows), sequences, num_tokens)
+    if len(rows) > len(sampled):
+        new_results = _accept_drafts(new_results, list(sampled.values()))
     if len(sampled) == len(output.scheduled) and not scored:
         return new_results
     results = [scored.get(index, SequenceOutput()) for index in range(len(output.scheduled))]
@@ -105,6 +113,29 @@ def sample_outputs(
         span = results[index]
         results[index] = result._replace(prompt_logprobs=span.prompt_logprobs, error=span.error or result.error)
     return results
+
+
+def _with_each_draft(seq: TokenSequence, drafts: Sequence[int]) -> list[TokenSequence]:
+    """Return the sequence as it is, and with 1, 2, ... of its drafts."""
+    if _is_greedy(seq.sampling_params):  # of which only the options are read
+        return [seq] * (1 + len(drafts))
+    if drafts and seq.sampling_params.uses_seed:
+        seq.draw_key()  # hashes the tokens once for all copies
+    return [seq, *(seq.with_drafts(drafts[:count]) for count in range(1, 1 + len(drafts)))]
+
+
+def _accept_drafts(results: Sequence[SequenceOutput], drafts: Sequence[tuple[int, ...]]) -> list[SequenceOutput]:
+    """Merge the results of each sequence up to the first draft that differs from the token before it."""
+    merged, start = [], 0
+    for tokens in drafts:
+        first, num_accepted = results[start], 0
+        for token, result in zip(tokens, results[start:], strict=False):
+            if result.error is not None or result.token_id != token:
+                break
+            num_accepted += 1
+        merged.append(first._replace(next_outputs=tuple(results[start + 1 : start + 1 + num_accepted])))
+        start += 1 + len(tokens)
+    return merged
 
 
 def _score_span(scheduled: ScheduledSequence, logits: Tensor) -> SequenceOutput:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from kvad.engine.scheduling import preemption as preemption
     from kvad.engine.scheduling import request as request
     from kvad.engine.scheduling import sequence as sequence
+    from kvad.engine.scheduling import speculation as speculation
     from kvad.engine.scheduling import step_costs as step_costs
     from kvad.engine.scheduling import structured_output as structured_output
     from kvad.engine.scheduling.beam_search import num_candidates as num_candidates
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvad.engine.scheduling.sequence import ScheduledSequence as ScheduledSequence
     from kvad.engine.scheduling.sequence import SchedulerOutput as SchedulerOutput
     from kvad.engine.scheduling.sequence import TokenSequence as TokenSequence
+    from kvad.engine.scheduling.speculation import SpeculativeConfig as SpeculativeConfig
     from kvad.engine.scheduling.structured_output import StructuredOutput as StructuredOutput
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -233,7 +233,7 @@ class AdmissionQueue:
             self._kv_cache_manager.free(seq.seq_index, publish)
         if has_index:
             heapq.heappush(self.free_indices, seq.seq_index)
-        seq.seq_index, seq.num_computed_tokens, seq.read_bucket = -1, 0, 0
+        seq.seq_index, seq.num_computed_tokens, seq.read_bucket, seq.draft_token_ids = -1, 0, 0, ()
         seq.encoder_ready = seq.request.encoder_input is None
 
     def release_idle_beams(self, request: Request) -> None:

@@ -42,8 +42,8 @@ class BatchBuilder:
             if seq.beam_candidates is not None:
                 continue  # this beam waits for the other beams
             if seq.num_computed_tokens + 1 == len(seq.token_ids):
-                items.append((self._sort_key(seq, 1), seq, 1))
-                num_tokens_left -= 1
+                items.append(self.decode_item(seq))
+                num_tokens_left -= items[-1][2]
             else:
                 prefilling.append(seq)
         if items and self._step_costs is not None:
@@ -55,6 +55,21 @@ class BatchBuilder:
             items.append(self.prefill_item(seq, num_tokens_left))
             num_tokens_left -= items[-1][2]
         return items, num_tokens_left
+
+    def decode_item(self, seq: TokenSequence) -> BatchItem:
+        """Return the sequence with its last token and its drafts."""
+        num_new_tokens = 1 + len(seq.draft_token_ids)
+        return self._sort_key(seq, num_new_tokens), seq, num_new_tokens
+
+    def max_drafts(self, seqs: Sequence[TokenSequence]) -> list[int]:
+        """Return how many drafts each decoding sequence may have: they share half of the tokens of a step.
+
+        Drafts are a chunk, so that a windowed group holds what their queries need, and end where the policy evicts.
+        """
+        share = (self.max_num_batched_tokens - len(seqs)) // 2 // max(1, len(seqs))
+        limit = min(share, self._prefill_chunk_size - 1)
+        until_eviction = self._kv_cache_manager.tokens_until_eviction
+        return [min(limit, until_eviction(seq.seq_index) - 1, seq.max_len - len(seq.token_ids) - 1) for seq in seqs]
 
     def prefill_item(self, seq: TokenSequence, num_tokens_left: int) -> BatchItem:
         """Return the sequence with its next tokens: a chunk that ends where the policy evicts."""
@@ -133,14 +148,15 @@ def _group_by_source(items: list[BatchItem], sub_batches: Sequence[SubBatch]) ->
 
 def schedule_span(seq: TokenSequence, num_new_tokens: int) -> ScheduledSequence:
     """Return the sequence's next tokens with the offsets whose logits are needed."""
-    start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
+    start, drafts = seq.num_computed_tokens, seq.draft_token_ids
+    end = start + num_new_tokens - len(drafts)
     is_sampled = end == len(seq.token_ids) and end < seq.max_len
     # The last token scores the next one, if any: finite logits there validate the span (Scheduler.update_from_output).
     stop = num_new_tokens if is_sampled or end < len(seq.token_ids) else num_new_tokens - 1
-    first_offset = stop - 1
+    first_offset = stop - 1 - len(drafts)
     if seq.wants_prompt_logprobs and seq.num_scored_tokens < seq.num_prompt_tokens - 1:
         first_offset = min(first_offset, max(seq.num_scored_tokens - start, 0))
-    return ScheduledSequence(seq, start, num_new_tokens, range(max(first_offset, 0), stop), is_sampled)
+    return ScheduledSequence(seq, start, num_new_tokens, range(max(first_offset, 0), stop), is_sampled, drafts)
 
 
 def next_encoder_batch(

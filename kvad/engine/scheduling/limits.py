@@ -55,6 +55,10 @@ class LengthLimits:
         """
         return sum(num_tokens > length for length in self.short_regime_lens)
 
+    def rope_regime_room(self, num_tokens: int) -> int:
+        """Return how many tokens more a sequence may have in the same rotary regime."""
+        return min((end - num_tokens for end in self.short_regime_lens if end >= num_tokens), default=ENDLESS)
+
     @property
     def endless(self) -> bool:
         """True if a request without ``overflow`` has no length limit."""

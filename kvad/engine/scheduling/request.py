@@ -224,6 +224,7 @@ class SequenceOutput(NamedTuple):
     candidate_logprobs: tuple[TokenLogprob, ...] = ()  # of the candidates, if requested
     retry: bool = False  # with an error from lost data: the tokens can be recomputed
     is_complete: bool = False  # the token completes a structured output
+    next_outputs: tuple[SequenceOutput, ...] = ()  # of the tokens after the accepted drafts, one per draft
 
 
 class StreamChunk(NamedTuple):

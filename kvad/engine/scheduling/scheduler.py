@@ -3,6 +3,7 @@
 ``Scheduler.schedule`` gives every decoding sequence its token, then continues prompts in chunks, then admits
 waiting sequences first come, first served, all within ``max_num_batched_tokens`` and ``max_num_seqs``; its output has
 blocks allocated. ``Scheduler.update_from_output`` takes the results and returns chunks. One step may be in flight.
+With a drafter, ``propose_drafts`` precedes a step, and ``append_accepted`` follows it (``speculation.py``).
 The encoder's input is encoded whole in a separate step before the rest of its sequence, together with others.
 
 Invariants: the oldest sequence advances or ends, so every request ends; the tokens of a sequence do not depend on its
@@ -41,6 +42,7 @@ from kvad.engine.scheduling.sequence import (
     SchedulerStats,
     TokenSequence,
 )
+from kvad.engine.scheduling.speculation import Drafter
 from kvad.engine.scheduling.step_costs import StepCosts
 from kvad.engine.scheduling.structured_output import Grammar
 from kvad.model_input import BlockOps
@@ -89,7 +91,10 @@ class Scheduler:
         self._pending_chunks: list[StreamChunk] = []  # of sequences that ended outside a step
         self._finished_states: list[FinishedState] = []
         self._alone: deque[int] = deque()  # requests of a failed step that run one after the other
+        self.drafter: Drafter | None = None
+        self._accepted: list[tuple[TokenSequence, tuple[SequenceOutput, ...]]] = []  # not appended yet
         self._arrivals = self._preemptions = self._steps = self._tokens = 0
+        self._draft_tokens = self._accepted_tokens = 0
 
     def add_request(
         self,
@@ -192,7 +197,8 @@ class Scheduler:
         return not self._requests and not self._pending_chunks
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(len(self._running), len(self._waiting), self._preemptions, self._steps, self._tokens)
+        counts = self._preemptions, self._steps, self._tokens, self._draft_tokens, self._accepted_tokens
+        return SchedulerStats(len(self._running), len(self._waiting), *counts)
 
     @property
     def active_sequences(self) -> tuple[TokenSequence, ...]:
@@ -208,12 +214,29 @@ class Scheduler:
         request = self._requests.get(request_id)
         return tuple(request.sequences) if request is not None else ()
 
+    def propose_drafts(self) -> None:
+        """Let the drafter propose tokens for the sequences that decode in the next step."""
+        if self.drafter is None:
+            return
+        seqs = [
+            seq
+            for seq in self._running
+            if seq.num_computed_tokens + 1 == len(seq.token_ids) and seq.encoder_ready and seq.request.beams is None
+        ]
+        limits = [
+            max(0, min(limit, self.limits.rope_regime_room(len(seq.token_ids))))
+            for seq, limit in zip(seqs, self._batch_builder.max_drafts(seqs), strict=True)
+        ]
+        for seq, limit, drafts in zip(seqs, limits, self.drafter.propose(seqs, limits), strict=True):
+            seq.draft_token_ids = tuple(drafts[:limit])
+
     def schedule(self) -> SchedulerOutput | None:
         """Build the next step, with blocks allocated, or return None if nothing can run or all wait for blocks to load.
 
         Call ``update_from_output`` before the next one.
         """
         assert self._in_flight is None, "a step is in flight: call update_from_output first"
+        self._accepted.clear()  # not empty after an interrupt
         can_admit = True
         if self.limits.short_regime_lens:
             self._switch_rope_regimes()
@@ -289,6 +312,9 @@ class Scheduler:
             )
             if allocation is not None:
                 return all_items, allocation
+            if any(seq.draft_token_ids for _, seq, _ in items):  # no sequence is preempted for drafts
+                items[:] = [self._without_drafts(item) for item in items]
+                continue
             if not new_items:
                 return None
             seq = new_items.pop()[1]
@@ -302,6 +328,13 @@ class Scheduler:
             else:
                 self._admission.enqueue(seq)
         return None
+
+    def _without_drafts(self, item: BatchItem) -> BatchItem:
+        seq = item[1]
+        if not seq.draft_token_ids:
+            return item
+        seq.draft_token_ids = ()
+        return self._batch_builder.decode_item(seq)
 
     def _preempt_or_stop(self, items: Sequence[BatchItem]) -> None:
         """Preempt the youngest sequence that may be preempted, or end it with its output so far."""
@@ -359,9 +392,16 @@ class Scheduler:
             self._alone.popleft()
         chunks = self.pop_chunks()
         commit = self.kv_cache_manager.commit
-        for (seq, start, count, logit_offsets, is_sampled), result in zip(output.scheduled, results, strict=True):
+        for (seq, start, count, logit_offsets, is_sampled, drafts), result in zip(
+            output.scheduled, results, strict=True
+        ):
             if seq.state != RUNNING:  # it ended, or was preempted with a beam that is recomputed
                 continue
+            if drafts:
+                count, logit_offsets = count - len(drafts), logit_offsets[: -len(drafts)]
+                seq.draft_token_ids = ()
+                seq.request.metrics.num_draft_tokens += len(drafts)
+                self._draft_tokens += len(drafts)
             if result.error is not None:
                 chunks += self._recover(seq, result.error) if result.retry else self._fail(seq, result.error)
                 continue
@@ -375,6 +415,8 @@ class Scheduler:
                 chunks += self._advance(seq.request, seq.request.beams)
             elif is_sampled:
                 chunks.append(self._append_sampled(seq, result))
+                if result.next_outputs:
+                    self._accepted.append((seq, result.next_outputs))
             elif end >= seq.max_len:  # no token was requested
                 chunk = self._end(seq, "length", limit=seq.limited_by)
                 chunks.append(chunk._replace(prompt_logprobs=seq.pop_prompt_logprobs()))
@@ -397,6 +439,28 @@ class Scheduler:
                 self.preemption.forget(seq)
         self._alone = deque(requests)
         return True
+
+    def append_accepted(self) -> list[StreamChunk]:
+        """Append the next token of sequences whose last one was an accepted draft; [] if there is none.
+
+        Call it until then. In between, a sequence may end, at a stop string for example: its other tokens are dropped.
+        """
+        chunks: list[StreamChunk] = []
+        accepted, self._accepted = self._accepted, []
+        for seq, (result, *others) in accepted:
+            if seq.state != RUNNING:
+                continue
+            if result.error is not None:
+                chunks += self._fail(seq, result.error)
+                continue
+            self.kv_cache_manager.commit(seq.seq_index, seq.token_ids[-1:])
+            seq.num_computed_tokens += 1
+            seq.request.metrics.num_accepted_tokens += 1
+            self._accepted_tokens += 1
+            chunks.append(self._append_sampled(seq, result))
+            if others:
+                self._accepted.append((seq, tuple(others)))
+        return chunks
 
     def _update_from_encoder(self, batch: EncoderBatch, results: Sequence[SequenceOutput]) -> list[StreamChunk]:
         assert len(results) == len(batch.sequences), f"{len(results)} results for {len(batch.sequences)} encoder inputs"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -32,6 +33,8 @@ class RequestMetrics:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens of sample 0 from a prefix hit or a resumed state
     num_preemptions: int = 0
+    num_draft_tokens: int = 0  # that the model checked
+    num_accepted_tokens: int = 0  # of them, those that were generated
     resume_miss_reason: str = ""  # why a given state was not used
     admitted: float | None = None  # for the first time
     first_token: float | None = None
@@ -102,6 +105,7 @@ class TokenSequence:
     num_recoveries: int = 0  # recomputations after offloaded tokens could not be read
     prefetch: manager.prefix_offload.PrefetchRequest | None = None  # blocks loading from the block store
     read_bucket: int = 0  # upper bound of the slots read
+    draft_token_ids: tuple[int, ...] = ()  # proposed next tokens, for its next step only
     draw_hash: blake2b | None = None  # with the first ``num_hashed_tokens`` tokens
     num_hashed_tokens: int = 0
     grammar_state: GrammarState | None = field(init=False)  # of its structured output; the sampler's
@@ -138,6 +142,14 @@ class TokenSequence:
         self.num_hashed_tokens = len(self.token_ids)
         return int.from_bytes(self.draw_hash.digest(), "little")
 
+    def with_drafts(self, draft_token_ids: Sequence[int]) -> TokenSequence:
+        """Return a copy, for the sampler, in which these drafts are accepted."""
+        seq = copy(self)
+        seq.token_ids = [*self.token_ids, *draft_token_ids]
+        seq.draw_hash = None if self.draw_hash is None else self.draw_hash.copy()
+        seq.grammar_state = None if self.grammar_state is None else self.grammar_state.copy()
+        return seq
+
     def add_prompt_logprobs(self, end: int, scores: Sequence[TokenLogprob]) -> None:
         """Store the scores of prompt tokens up to position ``end``; the last prompt token scores none."""
         stop = min(end, self.num_prompt_tokens - 1)
@@ -159,7 +171,9 @@ class SchedulerStats(NamedTuple):
     waiting: int
     preemptions: int
     steps: int
-    tokens: int  # computed tokens, recomputed ones included
+    tokens: int  # computed tokens, recomputed ones and drafts included
+    draft_tokens: int = 0  # that the model checked
+    accepted_tokens: int = 0  # drafts that were generated
 
 
 class FinishedState(NamedTuple):
@@ -174,15 +188,23 @@ class FinishedState(NamedTuple):
 class ScheduledSequence(NamedTuple):
     """Part of a step for one sequence: tokens at positions ``start .. start + num_tokens - 1``.
 
-    The logits at the end of every span are needed, so that no block is published before finite logits after it were
-    seen; others score tokens of the prompt.
+    The last of them are ``draft_token_ids``, which the sequence does not have yet. The logits at the end of every span
+    are needed, so that no block is published before finite logits after it were seen; others score tokens of the
+    prompt.
     """
 
     sequence: TokenSequence
     start: int
     num_tokens: int
     logit_offsets: range  # offsets in the span whose logits are needed
-    is_sampled: bool  # the last of them is sampled
+    is_sampled: bool  # the last of them is sampled, and with drafts one more per draft
+    draft_token_ids: tuple[int, ...] = ()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the span, drafts included."""
+        end = self.start + self.num_tokens - len(self.draft_token_ids)
+        return [*self.sequence.token_ids[self.start : end], *self.draft_token_ids]
 
 
 class EncoderBatch(NamedTuple):

@@ -28,6 +28,10 @@ class Grammar(Protocol):
 class GrammarState(Protocol):
     """Position of a sample in its grammar, which ``engine/execution/grammar.py`` implements and reads."""
 
+    def copy(self) -> GrammarState:
+        """Return a separate state at the same position."""
+        ...
+
 
 @dataclass(frozen=True)
 class StructuredOutput:

@@ -36,6 +36,13 @@ def test_every_stream_equals_its_solo_run(name: str) -> None:
         assert harness.scheduler.stats().preemptions > 5, "the pool was never full"
 
 
+@pytest.mark.parametrize("name", [name for name in SETUPS if name != "observed"])  # which refuses drafts
+def test_drafts_change_no_stream(name: str) -> None:
+    harness = RandomRequests(SETUPS[name], 1, draft=True).run(250)
+    stats = harness.scheduler.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
 @pytest.mark.parametrize("name", ["full-tight", "mixed", "full-collisions"])
 def test_long_runs_preempt_hit_and_evict(name: str) -> None:
     harness = RandomRequests(SETUPS[name], 12).run(2500)
@@ -53,7 +60,7 @@ def test_ten_thousand_operations(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", SETUPS)
 def test_forked_truncated_and_swapped_sequences_equal_solo_runs(name: str) -> None:
     harness = ManagerHarness.random_run(SETUPS[name], 5, 1000 if name in EXACT_SETUPS else 700)
-    assert harness.num_forks > 5 or harness.manager._observes_attention
+    assert harness.num_forks > 5 or harness.manager.observes_attention
     assert harness.num_swapped_in > 5 or not harness.manager.lossy or name == "ranked-translating"
 
 
