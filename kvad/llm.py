@@ -116,7 +116,8 @@ class LLM:
         Raises:
             CheckpointError: If the checkpoint is incomplete, or summarizer or adapter belong to another model.
             UsageError: If the device does not exist.
-            ConfigError: If a dtype or the cache configuration is invalid, or ``deterministic`` is unavailable.
+            ConfigError: If a dtype or the cache configuration is invalid, ``deterministic`` is unavailable, or the
+                draft model has another tokenizer.
             MemoryPlanError: If given sizes, or a single block, would not fit, before anything is allocated.
         """
         fields: dict[str, Any] = dict(settings)
@@ -136,6 +137,7 @@ class LLM:
             handle, cache_config, fields, memory, torch_device, dtype, summarizer, engine_fields
         )
         engine_config = EngineConfig(swap_dir=swap_dir, **engine_fields)
+        engine_config = engine_lib.loading.with_draft_model(engine_config, handle, plan.weights_dtype, torch_device)
         engine_lib.loading.warn_unused(handle)
         llm = LLM(
             checkpoint.loader.load_weights(handle, dtype, torch_device, activation_bits),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from kvad import checkpoint, engine, parallel, planning
 from kvad.cache import CacheConfig, sizing
+from kvad.engine.scheduling import SpeculativeConfig
 from kvad.errors import UsageError, check_names
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         summarizer: str | Path | None
         max_num_batched_tokens: int
         deterministic: bool
+        speculative: str | Mapping[str, Any] | SpeculativeConfig | None  # its draft model is a target too
         mesh: str | None  # such as "2x1"
         compression_ratios: Sequence[float]  # of the policies that ``fit_memory`` tries
         fit_seq_lens: Sequence[int]  # lengths and numbers of sequences that it tries
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 PLAN_SETTINGS = (
     "dtype", "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "max_num_batched_tokens", "mesh",
-    "deterministic", "compression_ratios", "fit_seq_lens", "fit_num_seqs", "quality_results",
+    "deterministic", "speculative", "compression_ratios", "fit_seq_lens", "fit_num_seqs", "quality_results",
 )  # fmt: skip
 
 
@@ -79,6 +81,10 @@ def plan(
         deterministic=own.get("deterministic", False),
         **{"max_num_seqs": 1, **given},
     )
+    speculative = SpeculativeConfig.from_options(own.get("speculative"))
+    if speculative is not None:
+        draft = None if speculative.draft_model is None else planning.read_target(speculative.draft_model)
+        planned = planning.with_speculation(planned, speculative.num_tokens, draft)
     return planning.build_report(
         plan_input.name,
         planned,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 import kvad.verify as verify_lib  # kvad.verify is also a function
 from kvad import benchmarks, checkpoint, engine, parallel
 from kvad.cache import sizing
+from kvad.engine.scheduling import SpeculativeConfig
 from kvad.errors import ConfigError, MemoryPlanError, RequestError, UsageError, check_names
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 VERIFY_SETTINGS = {  # with their defaults
     "dtype": None, "device": None, "memory": None, "adapter": None, "rope_scaling": None, "activation_bits": None,
-    "summarizer": None,
+    "summarizer": None, "speculative": None,
     "deterministic": False, "compile": False, "max_num_batched_tokens": None, "max_inter_token": None,
     "layouts": ("paged", "contiguous"), "cache_dtypes": (),
     "policies": (), "rope_at": "write", "endless": False, "num_prompts": None, "max_tokens": None,
@@ -48,6 +49,7 @@ class VerifySettings(TypedDict, total=False):
     rope_scaling: str | Mapping[str, Any] | None
     activation_bits: int | None
     summarizer: str | Path | None
+    speculative: str | Mapping[str, Any] | SpeculativeConfig | None  # drafts: the right tokens, every third one wrong
     deterministic: bool
     compile: bool
     max_num_batched_tokens: int | None
@@ -150,7 +152,10 @@ def _load_served(model: str | Path, own: Mapping[str, Any]) -> tuple[Transformer
         handle = checkpoint.adapter.merge_adapter(handle, Path(own["adapter"]))
     device = engine.options.find_device(own["device"] or "cpu")
     fields = {name: own[name] for name in ("deterministic", "compile", "max_inter_token")}
-    config = engine.EngineConfig(**fields)
+    config = engine.EngineConfig(speculative=SpeculativeConfig.from_options(own["speculative"]), **fields)
+    if config.speculative is not None and config.speculative.method != "ngram":
+        message = f"speculative: must be ngram, got {config.speculative.method}"
+        raise UsageError(message, "Drafts do not come from a model here: they are known tokens and wrong ones.")
     if own["max_num_batched_tokens"] is not None:
         config = dataclasses.replace(config, max_num_batched_tokens=own["max_num_batched_tokens"])
     config = engine.loading.with_adapters(config, handle, own["summarizer"])

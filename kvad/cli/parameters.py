@@ -24,7 +24,7 @@ from kvad.cache import CacheConfig, sessions, sizing
 from kvad.cli.fields import Options, Parsed, argument, flag_of, given_fields, is_given, option, parse_count
 from kvad.cli.output import note
 from kvad.engine import scheduling
-from kvad.engine.scheduling import SamplingParams, StructuredOutput
+from kvad.engine.scheduling import SamplingParams, SpeculativeConfig, StructuredOutput
 from kvad.errors import DataError, RequestError, UsageError
 from kvad.text import Tokenizer
 
@@ -199,6 +199,18 @@ class WeightOptions(ActivationOptions):
         "[default: the checkpoint's]",
         metavar="SCALING",
     )
+
+
+class SpeculativeOptions(Options):
+    """Speculative decoding."""
+
+    section = "Speculative decoding"
+    speculative: str | None = option(
+        "Check up to K drafts in each step, with the same output: ngram[:K], or draft[:K] with --draft-model "
+        "[default: none; K 5]",
+        metavar="METHOD[:K]", common=True,
+    )  # fmt: skip
+    draft_model: str | None = option("Smaller model with the same tokenizer, which drafts", metavar="MODEL")
 
 
 class TextOptions(Options):
@@ -376,7 +388,22 @@ def model_fields(options: Any) -> dict[str, Any]:
 def load_fields(options: Any) -> dict[str, Any]:
     """Return the given options, those of the cache included, as keywords of ``kvad.llm.LLM.load``."""
     given = {name: value for name in _LOAD_NAMES if (value := getattr(options, name, None))}
-    return {**given, **cache_fields(options)}
+    speculative = speculative_config(options)
+    return {**given, **({} if speculative is None else {"speculative": speculative}), **cache_fields(options)}
+
+
+def speculative_config(options: Any) -> SpeculativeConfig | None:
+    """Return the options of ``SpeculativeOptions``, if given; raise ConfigError or UsageError if they are invalid."""
+    text, draft_model = getattr(options, "speculative", None), getattr(options, "draft_model", None)
+    if draft_model is None:
+        if text is not None and text.partition(":")[0] == "draft":
+            raise UsageError("--speculative draft: no draft model is given", "add --draft-model MODEL")
+        return SpeculativeConfig.from_options(text)
+    method, _, count = (text or "draft").partition(":")
+    if method != "draft":
+        raise UsageError(f"--draft-model: --speculative {text} does not use it", "omit one of them")
+    num_tokens = {"num_tokens": int(count) if count.isdecimal() else count} if count else {}
+    return SpeculativeConfig.from_options({"method": "draft", "draft_model": draft_model, **num_tokens})
 
 
 def open_llm(

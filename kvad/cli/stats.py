@@ -103,6 +103,9 @@ class RunStats:
     engine_ms: float  # per generated token, over all sequences
     model_ms: float  # per generated token, over all sequences
     steps: int
+    draft_tokens: int  # speculative decoding
+    accepted_tokens: int
+    draft_ms: float  # per generated token
     cache: tuple[CacheGroupUse, ...]
     prefix_hits: int
     prefix_misses: int
@@ -175,6 +178,7 @@ class RunMeter:
         end, times, cache = time.perf_counter(), self._llm.engine.times, self._llm.engine.kv_cache_manager.stats()
         first = self._first or end
         model, total = times.model - self._times.model, times.total - self._times.total
+        draft = times.draft - self._times.draft
         usages, offload, num_tokens = self.metrics.values(), self._offload_stats(), self._tokens.total()
         samples = self._tokens.items()
         lengths = [self.metrics[request].num_prompt_tokens + count for (request, _), count in samples]
@@ -187,9 +191,12 @@ class RunMeter:
             seconds=end - self._start,
             first_token=first - self._start,
             tokens_per_second=(num_tokens - 1) / (end - first) if num_tokens > 1 else 0.0,
-            engine_ms=1e3 * (total - model) / max(1, num_tokens),
+            engine_ms=1e3 * (total - model - draft) / max(1, num_tokens),
             model_ms=1e3 * model / max(1, num_tokens),
             steps=times.steps - self._times.steps,
+            draft_tokens=sum(usage.num_draft_tokens for usage in usages),
+            accepted_tokens=sum(usage.num_accepted_tokens for usage in usages),
+            draft_ms=1e3 * draft / max(1, num_tokens),
             cache=group_use(self._llm, lengths),
             prefix_hits=cache.hits - self._cache_before.hits,
             prefix_misses=cache.misses - self._cache_before.misses,
@@ -216,6 +223,7 @@ def stats_lines(stats: RunStats) -> list[str]:
         ("generated", f"{tokens} in {stats.seconds:.3f} s, {format_count(stats.steps, 'step')}"),
         ("speed", f"{stats.tokens_per_second:.1f} tokens/s, the first token after {1e3 * stats.first_token:.1f} ms"),
         ("per token", f"{stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine"),
+        *_speculation_lines(stats),
         *(("cache", cache_line(use)) for use in stats.cache),
         *_offload_lines(stats.offload),
         ("prefix", f"{format_count(stats.prefix_hits, 'hit')}, {format_count(stats.prefix_misses, 'miss', 'misses')}"),
@@ -230,6 +238,14 @@ def stats_lines(stats: RunStats) -> list[str]:
         ("ended", ended or "nothing"),
     ]
     return [f"{label:<11} {line}" for label, line in lines]
+
+
+def _speculation_lines(stats: RunStats) -> list[Line]:
+    if not stats.draft_tokens:
+        return []
+    drafts, rate = format_count(stats.draft_tokens, "draft"), stats.accepted_tokens / stats.draft_tokens
+    accepted = f"{stats.accepted_tokens:,} of {drafts} accepted ({rate:.0%})"
+    return [("speculation", f"{accepted}, {stats.draft_ms:.3f} ms per token to draft")]
 
 
 def cache_line(use: CacheGroupUse) -> str:

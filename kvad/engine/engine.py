@@ -25,7 +25,7 @@ from kvad.cache.offload import PinnedPrefix
 from kvad.cache.sessions import SequenceState
 from kvad.config import attention_specs
 from kvad.engine import scheduling
-from kvad.engine.execution import NONFINITE_ERROR, GrammarCompiler, ModelRunner, sample_outputs
+from kvad.engine.execution import NONFINITE_ERROR, DraftModel, GrammarCompiler, ModelRunner, sample_outputs
 from kvad.engine.options import EngineConfig, check_request, check_source
 from kvad.engine.output import OutputTextStream
 from kvad.engine.resume import StateKeeper
@@ -131,7 +131,9 @@ class Engine:
                 step_costs=self._step_costs,
             )
             if config.speculative is not None:
-                self.scheduler.drafter = self._build_drafter(config.speculative)
+                self.scheduler.drafter = drafter = self._build_drafter(config.speculative)
+                if isinstance(drafter, DraftModel):
+                    resources.callback(drafter.release)
             self._resources = resources.pop_all()
         self.runner = ModelRunner(
             model,
@@ -175,7 +177,32 @@ class Engine:
         if self.kv_cache_manager.observes_attention:
             message = f"speculative: policy {self.cache.resolved_policy} ranks tokens by the attention to them"
             raise ConfigError(f"{message}, which rejected drafts would change", "Omit it, or use another policy.")
-        return scheduling.speculation.NgramDrafter(config)
+        if config.method == "ngram":
+            return scheduling.speculation.NgramDrafter(config)
+        model = self.config.draft_model
+        if model is None:
+            raise ConfigError("speculative: method 'draft' requires EngineConfig(draft_model=...)", "Load one.")
+        return self._build_draft_model(model.eval(), config.num_tokens)
+
+    def _build_draft_model(self, model: Transformer, num_drafts: int) -> DraftModel:
+        """Build the drafter of a draft model; raise ConfigError if it cannot draft for this model."""
+        kinds = self.model.config.kind, model.config.kind
+        if kinds != ("decoder", "decoder"):
+            raise ConfigError(f"speculative: model and draft model must be decoders, got {kinds[0]} and {kinds[1]}")
+        if self.kv_cache.ranks > 1:
+            raise ConfigError(f"speculative: a draft model is not supported with {self.kv_cache.ranks} ranks")
+        if self._num_tokens is None and model.config.vocab_size != self.model.config.vocab_size:
+            sizes = f"{self.model.config.vocab_size} and {model.config.vocab_size}"
+            raise ConfigError(f"speculative: the draft model must have the same vocabulary, got sizes {sizes}")
+        _fuse_projections(model)
+        return DraftModel(
+            model,
+            sizing.draft_cache(model.config, self.cache, str(model.token_embedding.dtype).removeprefix("torch.")),
+            num_drafts=num_drafts,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            num_tokens=self._num_tokens,
+            native=self.config.native,
+        )
 
     def _make_root_seed(self) -> bytes:
         """Return the prefix of hash chain roots: not empty if blocks outlive the process."""

@@ -13,9 +13,19 @@ import torch
 
 from kvad import checkpoint
 from kvad.cache import CacheConfig
-from kvad.cache.sizing import MemoryBudget, MemoryPlan, available_bytes, describe_room, plan_memory, require_memory
+from kvad.cache.sizing import (
+    MemoryBudget,
+    MemoryPlan,
+    SpeculationShape,
+    available_bytes,
+    describe_room,
+    plan_memory,
+    require_memory,
+)
 from kvad.checkpoint import CheckpointHandle
 from kvad.engine.options import EngineConfig, PlanSettings, free_device_bytes, plan_cache
+from kvad.engine.scheduling import SpeculativeConfig
+from kvad.errors import ConfigError
 
 LOG = logging.getLogger(__name__)
 FREE_FIELDS = (
@@ -33,6 +43,26 @@ def with_adapters(config: EngineConfig, handle: CheckpointHandle, summarizer: st
     if isinstance(handle, checkpoint.adapter.AdaptedCheckpoint):
         config = dataclasses.replace(config, adapter_fingerprint=handle.adapter_fingerprint)
     return config
+
+
+def open_draft_model(config: SpeculativeConfig | None, handle: CheckpointHandle) -> CheckpointHandle | None:
+    """Open the draft model, if any; raise ConfigError if its tokenizer is not the model's."""
+    if config is None or config.draft_model is None:
+        return None
+    draft = checkpoint.open_checkpoint(config.draft_model)
+    tokenizers = [None if each.tokenizer is None else each.tokenizer.fingerprint() for each in (handle, draft)]
+    if tokenizers[0] != tokenizers[1]:
+        message = f"speculative.draft_model: {draft.path} has another tokenizer than {handle.path}"
+        raise ConfigError(message, "Use a smaller model of the same family.")
+    return draft
+
+
+def with_draft_model(config: EngineConfig, handle: CheckpointHandle, dtype: str, device: torch.device) -> EngineConfig:
+    """Load the draft model, if any, in the dtype and on the device of the model."""
+    draft = open_draft_model(config.speculative, handle)
+    if draft is None:
+        return config
+    return dataclasses.replace(config, draft_model=checkpoint.loader.load_weights(draft, dtype, device))
 
 
 def warn_unused(handle: CheckpointHandle) -> None:
@@ -65,6 +95,12 @@ def plan_checkpoint(
     free = available_bytes() if is_host else free_device_bytes(device)
     settings: PlanSettings = {n: x for n, x in engine_fields.items() if n not in FREE_FIELDS}  # type: ignore[assignment]
     settings["weights"] = handle.weight_bytes(compute_dtype)
+    speculative: SpeculativeConfig | None = engine_fields.get("speculative")
+    if speculative is not None:
+        settings["speculation"] = SpeculationShape(speculative.num_tokens)
+        if (draft := open_draft_model(speculative, handle)) is not None:
+            shape = SpeculationShape(speculative.num_tokens, draft.config, draft.weight_bytes(compute_dtype))
+            settings["speculation"] = shape
     if summarizer is not None:
         settings["summarizer_shape"] = checkpoint.folder.read_summarizer_shape(Path(summarizer))
     if cache is not None:

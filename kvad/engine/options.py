@@ -24,7 +24,7 @@ from kvad.config import ModelConfig
 from kvad.engine import scheduling
 from kvad.engine.scheduling import SamplingOptions, SamplingParams, SpeculativeConfig
 from kvad.errors import ConfigError, MemoryPlanError, RequestError, UsageError, suggest
-from kvad.model import Summarizer
+from kvad.model import Summarizer, Transformer
 from kvad.storage import REAL_FILE_SYSTEM, FileSystem
 
 PromptInput = str | Sequence[int]  # text or token ids
@@ -49,6 +49,7 @@ class EngineConfig:
     # machines, builds and numbers of threads round differently).
     deterministic: bool = False
     speculative: SpeculativeConfig | None = None  # draft tokens that the model checks
+    draft_model: Transformer | None = None  # of speculative method "draft"
     attention_hook: ops.sub_batch.AttentionHook | None = None  # called with the tensors of every attention layer
     summarizer: Summarizer | None = None  # computes the policy's summaries
     stop_tokens: frozenset[int] = frozenset()  # end a text; none: the tokenizer's separator and end token
@@ -126,6 +127,7 @@ class PlanSettings(TypedDict, total=False):
     summarizer_shape: cfg.parameter_shapes.SummarizerShape | None
     deterministic: bool
     weights: int | None
+    speculation: sizing.SpeculationShape | None
 
 
 class GenerateOptions(SamplingOptions, total=False):

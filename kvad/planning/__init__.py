@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     from kvad.planning.report import plan_target as plan_target
     from kvad.planning.report import read_target as read_target
     from kvad.planning.report import report_to_json as report_to_json
+    from kvad.planning.report import with_speculation as with_speculation
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from kvad.train.config import RunConfig, read_toml
 PARTS = ("payload", "scales", "metadata")
 BYTE_FIELDS = (
     "weights", "summarizer", "payload", "scales", "metadata", "reserved", "pool", "scratch", "activations",
-    "prefix_cache_host_bytes", "total",
+    "prefix_cache_host_bytes", "draft_bytes", "total",
 )  # fmt: skip
 
 
@@ -231,16 +231,28 @@ def plan_target(
     if weights not in config_lib.DTYPE_BYTES:
         raise ConfigError(f"dtype: unknown dtype {weights!r}", suggest(weights, config_lib.DTYPE_BYTES))
     unquantized = shapes.weight_bytes(target.config, weights) - quantized.numbers * config_lib.DTYPE_BYTES[weights]
-    return plan_memory(
+    plan = plan_memory(
         target.config,
         config,
         weights_dtype=weights,
         weights=unquantized + quantized.stored,
-        head_copy=quantized.head_copy,
         max_num_batched_tokens=budget,
         summarizer_shape=learned,
         deterministic=deterministic,
     )
+    return replace(plan, head_copy=quantized.head_copy)
+
+
+def with_speculation(plan: MemoryPlan, num_drafts: int, draft: PlanTarget | None) -> MemoryPlan:
+    """Add speculative decoding with up to ``num_drafts`` drafts per step, those of a draft model, if any."""
+    plan = replace(plan, num_drafts=num_drafts)
+    if draft is not None:
+        config, quantized, dtype = draft.config, draft.quantized, plan.weights_dtype
+        numbers = config_lib.parameter_shapes.weight_bytes(config, dtype)
+        weights = numbers - quantized.numbers * config_lib.DTYPE_BYTES[dtype] + quantized.stored
+        cache = sizing.draft_cache(config, plan.cache, dtype)
+        plan = replace(plan, draft=plan_memory(config, cache, weights_dtype=dtype, weights=weights))
+    return sizing.memory_plan.plan_with(plan, plan.cache)
 
 
 def build_report(

@@ -98,7 +98,7 @@ def diagnose(
         subject.prepare(engine)
         return recorder.wrap(engine.kv_cache)
 
-    config = dataclasses.replace(subject.config, attention_hook=recorder.seen.append)
+    config = dataclasses.replace(subject.config, attention_hook=recorder.seen.append, speculative=None)
     with ReplayEngine(model, cache, streams, config, wrap=prepare, watch=on_scheduled) as replay:
         layout = ExpectedLayout(build_groups(attention_specs(model.config), cache), replay.key)
         try:

@@ -21,7 +21,7 @@ from kvad import ops
 from kvad.cache import CacheGroup
 from kvad.cache.device import KVCache
 from kvad.config import AttentionSpec
-from kvad.engine.scheduling import ScheduledSequence, SchedulerOutput
+from kvad.engine.scheduling import ScheduledSequence, SchedulerOutput, TokenSequence
 from kvad.model import NoCache, Transformer
 from kvad.model_input import NULL_BLOCK, AttentionParams, BlockOps, CacheView, ModelInput, TokenPositions, WrappedView
 from kvad.verify.reference_model import ReferenceModel, WholeSequence
@@ -127,7 +127,7 @@ def reference_layers(
 class ExpectedLayout:
     """Expected position of every slot per group (-1: empty), and the latest block tables by (stream, sample)."""
 
-    def __init__(self, groups: Sequence[CacheGroup], key: Callable[[ScheduledSequence], SequenceKey]) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], key: Callable[[TokenSequence], SequenceKey]) -> None:
         self.key = key
         self.groups = tuple(group for group in groups if not group.spec.is_cross_attention)
         self.positions = [
@@ -152,7 +152,7 @@ class ExpectedLayout:
             positions.view(-1)[torch.tensor(output.allocation.slots[group])] = new_positions
             slots, size = iter(output.allocation.slots[group]), positions.shape[1]
             for scheduled, table in zip(output.scheduled, output.allocation.block_tables[group], strict=True):
-                self.blocks[group][self.key(scheduled)] = list(table)
+                self.blocks[group][self.key(scheduled.sequence)] = list(table)
                 first, *_ = (next(slots) for _ in range(scheduled.num_tokens))
                 for index, block in enumerate(table):
                     if block in self.loaded[group]:  # tables of windowed groups begin at a later position
@@ -214,7 +214,7 @@ class Mismatch:
     ) -> None:
         """Compare row ``r`` of ``seen``, whose first new token is ``first_token`` in the step's flat tokens."""
         self.context, self.call, self.first_token = context, call, first_token
-        self.key, self.start = context.expected_layout.key(scheduled), scheduled.start
+        self.key, self.start = context.expected_layout.key(scheduled.sequence), scheduled.start
         self.new = torch.arange(scheduled.start, scheduled.start + scheduled.num_tokens)
         self.kv_cache, self.close = context.kv_cache, context.close[call.layer]
         if context.lossy:

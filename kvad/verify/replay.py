@@ -21,7 +21,7 @@ from kvad import benchmarks
 from kvad.cache import CacheConfig, CacheGroup
 from kvad.engine import Engine, EngineConfig, scheduling
 from kvad.engine.execution import ManagedCache, ModelRunner
-from kvad.engine.scheduling import SamplingParams, ScheduledSequence, SchedulerOutput
+from kvad.engine.scheduling import SamplingParams, ScheduledSequence, SchedulerOutput, TokenSequence
 from kvad.errors import EngineError
 from kvad.model import NoCache, Transformer
 from kvad.model_input import CacheProtocol, ModelInput, SubBatch
@@ -74,6 +74,8 @@ class ScenarioCounts:
     longest: int = 0  # tokens of the longest sequence
     encoded: int = 0  # encoder inputs
     loaded: int = 0  # tokens read from the block store
+    drafts: int = 0  # of speculative decoding
+    rejected: int = 0  # of them
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,9 @@ class BlockHistories:
                     for slot in slots:
                         owners.pop(slot // size, None)
                     continue
-                tokens, key = tuple(scheduled.sequence.token_ids), (index, scheduled.sequence.sample_index)
-                finding = finding or self._other_history(group, key, tokens, table)
+                seq, drafts = scheduled.sequence, scheduled.draft_token_ids
+                tokens, key = (*seq.token_ids, *drafts), (index, scheduled.sequence.sample_index)
+                finding = finding or self._other_history(group, key, tuple(seq.token_ids), table)
                 stream = self._streams[index]
                 for position, slot in enumerate(slots, scheduled.start):
                     owners[slot // size] = BlockOwner(key, stream.salt, stream.source, tokens[: position + 1])
@@ -205,6 +208,8 @@ class ReplayEngine(AbstractContextManager["ReplayEngine"]):
         config = dataclasses.replace(config, max_num_batched_tokens=budget)
         self.engine = Engine(model, cache, config)
         self.engine.runner = _ReplayRunner(self, wrap(self.engine))
+        if self.engine.scheduler.drafter is not None:
+            self.engine.scheduler.drafter = _ForcedDrafter(self)
         counts = ScenarioCounts(rows=sum(len(stream.forced_tokens) for stream in streams))
         self.result = ReplayResult({}, counts, self.engine.kv_cache_manager.prefix_caching)
         self.requests: dict[int, int] = {}  # request -> stream
@@ -299,20 +304,19 @@ class ReplayEngine(AbstractContextManager["ReplayEngine"]):
         active = [request for request, seqs in rows.items() if any(seq.num_computed_tokens for seq in seqs)]
         return len(active) > 1 and self.engine.scheduler.preempt(max(active))
 
-    def forced_token(self, scheduled: ScheduledSequence) -> int:
-        """Return the token that follows a sequence's tokens."""
-        stream, sample = self.key(scheduled)
+    def forced_tokens(self, seq: TokenSequence, count: int) -> tuple[int, ...]:
+        """Return the ``count`` tokens that follow a sequence's tokens, fewer at its end."""
+        stream, sample = self.key(seq)
         tokens = (*self.streams[stream].prompt, *self.streams[stream].forced_tokens[sample])
-        return tokens[len(scheduled.sequence.token_ids)]
+        return tokens[len(seq.token_ids) :][:count]
 
-    def key(self, scheduled: ScheduledSequence) -> SequenceKey:
-        """Return the stream (negative: none of the streams) and the sample of a scheduled sequence."""
-        request = scheduled.sequence.request_id
-        return self.requests.get(request, -1 - request), scheduled.sequence.sample_index
+    def key(self, seq: TokenSequence) -> SequenceKey:
+        """Return the stream (negative: none of the streams) and the sample of a sequence."""
+        return self.requests.get(seq.request_id, -1 - seq.request_id), seq.sample_index
 
     def is_compared(self, scheduled: ScheduledSequence) -> bool:
         """Return True for a sequence of the streams, in the rotary regime of its whole length."""
-        key = self.key(scheduled)
+        key = self.key(scheduled.sequence)
         if key[0] < 0:
             return False
         length = len(self.streams[key[0]].tokens(key[1]))
@@ -330,13 +334,16 @@ class ReplayEngine(AbstractContextManager["ReplayEngine"]):
         decoding = [scheduled.start >= scheduled.sequence.num_prompt_tokens for scheduled in output.scheduled]
         counts.mixed += any(decoding) and not all(decoding)
         for scheduled in output.scheduled:
-            piece = logits[offset : offset + scheduled.num_tokens]
+            num_tokens = scheduled.num_tokens - self._num_rejected(scheduled)
+            piece = logits[offset : offset + num_tokens]
             offset += scheduled.num_tokens
             if scheduled.sequence.request_id not in self.requests:
                 continue
-            key, end = self.key(scheduled), scheduled.start + scheduled.num_tokens
+            key, end = self.key(scheduled.sequence), scheduled.start + num_tokens
             reached = self._reached.get(key, 0)
-            counts.tokens += scheduled.num_tokens
+            counts.tokens += num_tokens
+            counts.drafts += len(scheduled.draft_token_ids)
+            counts.rejected += scheduled.num_tokens - num_tokens
             counts.recomputed += max(0, min(end, reached) - scheduled.start)
             counts.chunks += end < scheduled.sequence.num_prompt_tokens
             counts.longest = max(counts.longest, end)
@@ -344,6 +351,31 @@ class ReplayEngine(AbstractContextManager["ReplayEngine"]):
             self._reached[key] = max(reached, end)
             if self.watch is None and self.is_compared(scheduled):
                 self.result.pieces.setdefault(key, []).append((scheduled.start, piece.cpu()))
+
+    def _num_rejected(self, scheduled: ScheduledSequence) -> int:
+        """Return the number of drafts from the first wrong one on."""
+        drafts = scheduled.draft_token_ids
+        forced = self.forced_tokens(scheduled.sequence, len(drafts)) if drafts else ()
+        wrong = (i for i, (draft, token) in enumerate(zip(drafts, forced, strict=True)) if draft != token)
+        return len(drafts) - next(wrong, len(drafts))
+
+
+class _ForcedDrafter:
+    """Drafts the forced tokens of a replay, every third one wrong."""
+
+    def __init__(self, replay: ReplayEngine) -> None:
+        self._replay = replay
+
+    def propose(self, seqs: Sequence[TokenSequence], max_drafts: Sequence[int]) -> list[list[int]]:
+        return [self._drafts(seq, limit) for seq, limit in zip(seqs, max_drafts, strict=True)]
+
+    def _drafts(self, seq: TokenSequence, limit: int) -> list[int]:
+        config = self._replay.engine.config.speculative
+        if config is None or seq.request_id not in self._replay.requests:
+            return []
+        tokens = enumerate(self._replay.forced_tokens(seq, min(limit, config.num_tokens)), len(seq.token_ids))
+        vocab = self._replay.engine.model.config.vocab_size
+        return [(token + 1) % vocab if position % 3 == 2 else token for position, token in tokens]
 
 
 class _ReplayRunner(ModelRunner):
@@ -362,12 +394,15 @@ class _ReplayRunner(ModelRunner):
         replay.collect(output, logits)
         rows, first = [], 0
         for scheduled in output.scheduled:
+            seq, num_drafts = scheduled.sequence, len(scheduled.draft_token_ids)
+            is_forced = seq.request_id in replay.requests
+            forced = replay.forced_tokens(seq, 1 + num_drafts) if is_forced and scheduled.is_sampled else ()
             for offset in scheduled.logit_offsets:
                 row = logits[first + offset]
-                if scheduled.sequence.request_id in replay.requests:
-                    row = torch.zeros_like(row)
-                    if scheduled.is_sampled and offset == scheduled.num_tokens - 1:
-                        row[replay.forced_token(scheduled)] = 1.0
+                if is_forced:
+                    row, index = torch.zeros_like(row), offset - (scheduled.num_tokens - 1 - num_drafts)
+                    if forced and index >= 0:
+                        row[forced[index]] = 1.0
                 rows.append(row)
             first += scheduled.num_tokens
         return torch.stack(rows)

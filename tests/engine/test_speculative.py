@@ -6,15 +6,18 @@ offset. Outputs of a model in float64 are compared chunk by chunk with those of 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from kvad.cache.config import CacheConfig
 from kvad.engine import Engine, StreamChunk
+from kvad.engine.execution import DraftModel
 from kvad.engine.options import EngineConfig
 from kvad.engine.scheduling import SamplingParams, SpeculativeConfig, TokenSequence
 from kvad.model.transformer import Transformer
@@ -177,3 +180,44 @@ def test_drafts_change_nothing_for_any_model(position: str, norm: str, heads: st
 
 def test_drafts_change_nothing_for_an_encoder_decoder() -> None:
     assert accepted_and_rejected(case_of(build(pair_config()), replace(CACHE, max_source_len=64)).compare())
+
+
+def noisy(model: Transformer, scale: float, seed: int = 1) -> Transformer:
+    """Return a model with other weights near those of ``model``: it agrees on many tokens."""
+    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return other
+
+
+def draft_config(model: Transformer, num_tokens: int = 4, **options: Any) -> EngineConfig:
+    speculative = SpeculativeConfig("draft", num_tokens, draft_model="a model")
+    return EngineConfig(max_num_batched_tokens=40, speculative=speculative, draft_model=model, **options)
+
+
+@pytest.mark.parametrize("name", ["paged", "tight", "sinks-contiguous", "small-chunks", "int8"])
+def test_a_draft_model_changes_nothing(name: str) -> None:
+    model = build(model_config())
+    case = case_of(model, replace(CACHE, **CACHES[name]))
+    base = case.run(Engine(model, case.cache, case.config))
+    engine = Engine(model, case.cache, draft_config(noisy(model, 0.02)))
+    assert_equal(base, case.run(engine), 1e-9)
+    assert accepted_and_rejected(engine)
+    drafter = engine.scheduler.drafter
+    assert isinstance(drafter, DraftModel)
+    drafter.manager.check()
+    drafter.propose([], [])
+    assert not any(drafter.manager.stats().used)
+
+
+def test_a_draft_model_with_the_same_weights_is_always_right() -> None:
+    """Its draws have the same random numbers, and its cache holds the right tokens whatever was rejected before."""
+    model = build(model_config())
+    case = case_of(model, CACHE)
+    base = case.run(Engine(model, CACHE, case.config))
+    engine = Engine(model, CACHE, draft_config(model))
+    assert_equal(base, case.run(engine), 1e-9)
+    stats = engine.scheduler.stats()
+    num_ends = len(OPTIONS) + 1  # a draft that ends a sample is its last token: nothing follows it
+    assert stats.accepted_tokens > 50 and stats.accepted_tokens >= stats.draft_tokens - num_ends

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from kvad.cache.sizing.memory_plan import GroupPlan as GroupPlan
     from kvad.cache.sizing.memory_plan import MemoryPlan as MemoryPlan
     from kvad.cache.sizing.memory_plan import PoolPlan as PoolPlan
+    from kvad.cache.sizing.memory_plan import SpeculationShape as SpeculationShape
     from kvad.cache.sizing.memory_plan import check_policy as check_policy
     from kvad.cache.sizing.memory_plan import check_summarizer as check_summarizer
+    from kvad.cache.sizing.memory_plan import draft_cache as draft_cache
     from kvad.cache.sizing.memory_plan import plan_memory as plan_memory
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

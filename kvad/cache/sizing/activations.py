@@ -16,7 +16,7 @@ Activations: the maximum over these moments, W the input width of the head:
     MLP         c T (5 E + 3 F), gated 4 F                    two residuals, norm; up, gate, product
     experts     c T (8 E + 6 F + 10 count + 20 chosen)        all tokens may choose one expert; or 4 times the shared F
     sources     c T (E + 2 K (D + Dv)) + e T K (D + Dv)       cross-attention keys and values while they are written
-    logits      c T E + rows V (c + 3 * 4)                    one per sequence, and the sampler's float32 copies
+    logits      c T E + rows V (c + 3 * 4)                    one per sequence and draft, the sampler's float32 copies
                 c T (E + 3 W + n V) + S V (c + 3)             of an encoder: of every token (n = 1, plus 1 if scaled,
                                                               2 if capped), and checks of one sequence's logits
 
@@ -55,6 +55,7 @@ def peak_memory(
     groups: Sequence[CacheGroup],
     computed: str,
     max_num_batched_tokens: int,
+    num_drafts: int = 0,
     *,
     hidden: int = 0,
     deterministic: bool = False,
@@ -67,6 +68,7 @@ def peak_memory(
         groups: Its groups.
         computed: Dtype of the computation.
         max_num_batched_tokens: New tokens of a step, at most.
+        num_drafts: Drafts of a sequence, whose logits are needed too.
         hidden: Hidden size of the summarizer; 0 for means.
         deterministic: Batch-invariant computation.
     """
@@ -77,7 +79,8 @@ def peak_memory(
         reads = _decoder_reads(config.decoder, cache, groups, tokens, hidden=hidden, tiled=tiled)
         scratch = scratch_bytes(list(reads), computed)
         tile_values = _tile_values(config, config.decoder, tokens, config.hidden_size) if deterministic else 0
-        activations = _decoding(config, config.decoder, cache, tokens, tile_values, size)
+        rows = max(cache.max_num_seqs, min(tokens, cache.max_num_seqs * (1 + num_drafts)))
+        activations = _decoding(config, config.decoder, tokens, rows, tile_values, size)
     if config.encoder is not None:
         tokens = max_encoder_tokens(config, cache, max_num_batched_tokens)
         reads = _encoder_reads(config, config.encoder, cache, computed, tokens, tiled=tiled)
@@ -174,13 +177,11 @@ def _spec_of_layer(stack: cfg.StackConfig, index: int) -> tuple[str, cfg.TokenMi
     return (f"{index}" if is_separate else stack.layer_type(index)), attention
 
 
-def _decoding(
-    config: ModelConfig, stack: cfg.StackConfig, cache: CacheConfig, tokens: int, tile_values: int, size: int
-) -> int:
+def _decoding(config: ModelConfig, stack: cfg.StackConfig, tokens: int, rows: int, tile_values: int, size: int) -> int:
     moments = list(_layer_moments(config, stack, config.hidden_size))
-    logits = tokens * config.hidden_size * size + cache.max_num_seqs * config.vocab_size * (size + 3 * 4)
+    logits = tokens * config.hidden_size * size + rows * config.vocab_size * (size + 3 * 4)
     if tile_values:
-        logits += _padded(cache.max_num_seqs) * (config.hidden_size + 2 * config.vocab_size) * size
+        logits += _padded(rows) * (config.hidden_size + 2 * config.vocab_size) * size
     return max(size * (tokens * max(moments) + tile_values), logits)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvad import config as config_lib
 from kvad.cache import offload as offload_lib
@@ -33,6 +34,14 @@ from kvad.errors import ConfigError, suggest
 from kvad.model_input import RESERVED_BLOCKS
 
 DEFAULT_BATCHED_TOKENS = 2048  # default number of new tokens per step
+
+
+class SpeculationShape(NamedTuple):
+    """Sizes of speculative decoding."""
+
+    num_drafts: int  # of a sequence per step; each has a row of logits
+    draft_config: ModelConfig | None = None  # of a draft model
+    draft_weights: int = 0  # its bytes
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,8 @@ class MemoryPlan(PoolPlan):
     summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None = None  # None: means
     deterministic: bool = False  # batch-invariant
     head_copy: int = 0  # part of the weights: a tied head's quantized copy of the token table
+    num_drafts: int = 0  # speculative decoding: drafts of a sequence per step
+    draft: MemoryPlan | None = None  # of the draft model and its cache
 
     @property
     def reserved(self) -> int:
@@ -141,7 +152,13 @@ class MemoryPlan(PoolPlan):
     @property
     def total(self) -> int:
         """Bytes of everything."""
-        return self.weights + self.summarizer + self.pool + self.scratch + self.activations + self.host_bytes
+        own = self.weights + self.summarizer + self.pool + self.scratch + self.activations + self.host_bytes
+        return own + self.draft_bytes
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft model, its cache and its steps."""
+        return 0 if self.draft is None else self.draft.total
 
 
 def plan_memory(
@@ -153,7 +170,7 @@ def plan_memory(
     summarizer_shape: config_lib.parameter_shapes.SummarizerShape | None = None,
     deterministic: bool = False,
     weights: int | None = None,
-    head_copy: int = 0,
+    speculation: SpeculationShape | None = None,
 ) -> MemoryPlan:
     """Compute the sizes of a model and its cache.
 
@@ -165,7 +182,7 @@ def plan_memory(
         summarizer_shape: Shape of the trained summarizer; None for means.
         deterministic: Batch-invariant computation.
         weights: Bytes of the weights, if some are quantized.
-        head_copy: Bytes of them of a tied head's quantized copy of the token table.
+        speculation: Sizes of speculative decoding; a draft model has the same dtype.
     """
     if weights_dtype not in config_lib.DTYPE_BYTES:
         raise ConfigError(f"dtype: unknown dtype {weights_dtype!r}", suggest(weights_dtype, config_lib.DTYPE_BYTES))
@@ -182,8 +199,12 @@ def plan_memory(
         offload=offload_lib.token_offload.OffloadLayout({}),
         summarizer_shape=summarizer_shape,
         deterministic=deterministic,
-        head_copy=head_copy,
+        num_drafts=0 if speculation is None else speculation.num_drafts,
     )
+    if speculation is not None and speculation.draft_config is not None:
+        draft = replace(without_cache, config=speculation.draft_config, weights=speculation.draft_weights, num_drafts=0)
+        draft = replace(draft, deterministic=False, summarizer_shape=None)
+        without_cache = replace(without_cache, draft=draft)
     plan = plan_with(without_cache, cache)
     if summarizer_shape is not None:
         check_summarizer(summarizer_shape.ratio, [group_plan.group for group_plan in plan.groups])
@@ -203,16 +224,34 @@ def plan_with(plan: MemoryPlan, cache: CacheConfig) -> MemoryPlan:
         summarizer_bytes = config_lib.DTYPE_BYTES["float32"] * sum(map(math.prod, shapes))
     limit = plan.max_num_batched_tokens
     scratch, activations = peak_memory(
-        config, resolved, groups, plan.weights_dtype, limit, hidden=hidden, deterministic=deterministic
+        config, resolved, groups, plan.weights_dtype, limit, plan.num_drafts, hidden=hidden, deterministic=deterministic
     )
+    draft = plan.draft
     return replace(
         plan,
         cache=cache,
+        draft=None if draft is None else plan_with(draft, draft_cache(draft.config, cache, draft.weights_dtype)),
         groups=tuple(map(_plan_group, groups)),
         scratch=scratch,
         activations=activations,
         offload=offload_lib.token_offload.plan_offload(groups, resolved.offload_ram),
         summarizer=summarizer_bytes,
+    )
+
+
+def draft_cache(config: ModelConfig, cache: CacheConfig, dtype: str) -> CacheConfig:
+    """Return the cache of a draft model, with as many sequences, tokens and blocks as ``cache``.
+
+    It is paged and keeps all tokens, in the dtype of the computation.
+    """
+    grows = any(spec.window is None for spec in attention_specs(config))
+    return CacheConfig(
+        dtype=dtype,
+        block_size=cache.block_size,
+        max_num_seqs=cache.max_num_seqs,
+        max_seq_len=min(cache.max_seq_len, config.max_seq_len),
+        prefill_chunk_size=cache.prefill_chunk_size,
+        num_blocks=cache.num_blocks if grows else None,
     )
 
 

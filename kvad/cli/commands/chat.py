@@ -117,7 +117,11 @@ FILE_FORMAT = 1
 
 
 class _ChatOptions(
-    parameters.ModelArgument, parameters.SamplingFlags, parameters.CacheFlags, parameters.SessionDirOption
+    parameters.ModelArgument,
+    parameters.SamplingFlags,
+    parameters.CacheFlags,
+    parameters.SpeculativeOptions,
+    parameters.SessionDirOption,
 ):
     system: str | None = option("System message of the chat template")
 

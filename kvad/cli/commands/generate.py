@@ -33,7 +33,11 @@ SampleKey = tuple[int, int]  # (prompt, sample)
 
 
 class _GenerateOptions(
-    parameters.ModelArgument, parameters.SamplingFlags, parameters.CacheFlags, parameters.JsonOption
+    parameters.ModelArgument,
+    parameters.SamplingFlags,
+    parameters.CacheFlags,
+    parameters.SpeculativeOptions,
+    parameters.JsonOption,
 ):
     prompt: tuple[str, ...] = argument("[PROMPT]...|-")
     n: int | None = option("Samples of each prompt, which share its cache [default: 1]")
@@ -67,6 +71,7 @@ def generate_command(options: _GenerateOptions) -> None:
     kvad generate runs/demo "class Node" --endless
     kvad generate runs/demo - --max-seq-len 128 --overflow offload --stats < long.txt
     kvad generate runs/demo "def __init__(self" --prefix-cache-dir ./prefix-store --stats
+    kvad generate runs/demo "def __init__(self" --speculative ngram --stats
     """
     if options.echo and options.as_json:
         raise click.UsageError("--echo and --json exclude each other: the JSON contains the prompts.")

@@ -27,7 +27,11 @@ from kvad.planning import PlanReport
 
 
 class _PlanOptions(
-    parameters.PolicyOptions, parameters.EndlessOption, parameters.PrefixCacheOptions, parameters.JsonOption
+    parameters.PolicyOptions,
+    parameters.EndlessOption,
+    parameters.PrefixCacheOptions,
+    parameters.SpeculativeOptions,
+    parameters.JsonOption,
 ):
     target: str | None = argument("CONFIG|MODEL|NAME")
     list_models: bool = option("List the models known by name")
@@ -84,6 +88,7 @@ def plan_command(options: _PlanOptions) -> None:
     kvad plan gpt2 --policy "sinks(4, 252)"
     kvad plan gpt2 --max-seq-len 256 --overflow offload --offload-ram 64MiB --swap-space 256MiB
     kvad plan llama-3-8b --max-seq-len 8192 --max-num-seqs 8 --mesh 4x1
+    kvad plan llama-3-8b --draft-model smollm-135m
 
     Exit code 1 if the given sizes, or one sequence of one block, do not fit.
     """
@@ -113,6 +118,7 @@ def _settings(options: _PlanOptions) -> dict[str, Any]:
         "fit_seq_lens": seq_lens,
         "fit_num_seqs": num_seqs,
         "bandwidth": None if options.bandwidth is None else options.bandwidth * 1e9,
+        "speculative": parameters.speculative_config(options),
     }
     same: tuple[str, ...] = (
         "dtype",
@@ -212,6 +218,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     table: list[tuple[str, int | None, str]] = [  # a line without a size is omitted
         ("weights", plan.weights, f"{plan.weights_dtype}, exact{copied}"),
         ("summarizer", plan.summarizer or None, "float32, exact"),
+        ("draft model", plan.draft_bytes or None, "weights and cache, exact; a step, at most"),
         *(cache if plan.groups else [("cache", 0, "none: an encoder has no cache")]),
         *(offloaded if plan.offload.shares else []),
         ("scratch", plan.scratch, f"at most: {scratch}"),
@@ -237,7 +244,9 @@ def _step(plan: MemoryPlan) -> str:
         return f"a step of {format_count(num_tokens, 'token')} of texts"
     groups = [each.group for each in plan.groups]
     num_new = sizing.activations.max_decoder_tokens(cache, plan.max_num_batched_tokens, groups)
-    logits = f"{format_count(num_new, 'new token')}, {format_count(cache.max_num_seqs, 'sequence')} of logits"
+    drafts = f" with {format_count(plan.num_drafts, 'draft')}" if plan.num_drafts else ""
+    rows = f"{format_count(cache.max_num_seqs, 'sequence')}{drafts}"
+    logits = f"{format_count(num_new, 'new token')}, {rows} of logits"
     return f"a step of {logits}" if config.encoder is None else f"{logits}; or {num_tokens:,} of source"
 
 

@@ -27,6 +27,7 @@ from kvad.cli.parameters import (
     PromptOptions,
     SamplingFlags,
     SessionDirOption,
+    SpeculativeOptions,
     choose_seed,
     load_fields,
     load_tokenizer_of,
@@ -43,7 +44,9 @@ class _NameArgument(Options):
     name: str = argument("NAME")
 
 
-class _TurnOptions(_NameArgument, ModelArgument, PromptOptions, CacheFlags, SessionDirOption, JsonOption):
+class _TurnOptions(
+    _NameArgument, ModelArgument, PromptOptions, CacheFlags, SpeculativeOptions, SessionDirOption, JsonOption
+):
     source: str | None = option("Encoder input of an encoder-decoder, with the first text", common=True)
 
 

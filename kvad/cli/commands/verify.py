@@ -30,6 +30,7 @@ COUNT_WORDS = {  # count -> its noun and more words
     "chunks": ("partial prompt chunk", ""), "mixed": ("step", " of prefill and decode together"),
     "preemptions": ("preemption", ""), "recomputed": ("token", " recomputed"),
     "hit_tokens": ("token", " from prefix hits"), "forks": ("forked sample", ""),
+    "drafts": ("draft", ""), "rejected": ("draft", " rejected"),
 }  # fmt: skip
 
 
@@ -77,6 +78,9 @@ class _VerifyOptions(ModelArgument, JsonOption, WeightOptions):
         "Host memory for evicted blocks, which are then read back", kind=POSITIVE_SIZE
     )
     summarizer: Path | None = option("Summarizer for a tiered policy with summaries")
+    speculative: str | None = option(
+        "Check up to K drafts in each step: known tokens, every third one wrong [default: none]", metavar="ngram[:K]"
+    )
     mesh: str | None = option("Divide the model among T x P ranks, started here, such as 2x1 [default: one process]")
     against: Literal["hf"] | None = option("Verify transformers' own caches instead, on the same checkpoint")
     prompt: tuple[str, ...] = option("Prompt of a sequence [default: generated]")
@@ -104,6 +108,7 @@ def verify_command(options: _VerifyOptions) -> None:
     kvad verify runs/demo --dtype bfloat16 --deterministic --num-beams 4
     kvad verify runs/demo --policy "sinks(4,60)" --policy snapkv --cache-dtype float32,int8
     kvad verify runs/demo --policy all --rope-at both
+    kvad verify runs/demo --speculative ngram --layout paged
     kvad verify runs/demo --round-trip all --cache-dtype float32,int8
     kvad verify runs/demo --layout paged --cache-dtype int8 --round-trip session,prefix-disk --policy sinks
     """
@@ -128,7 +133,7 @@ def verify_command(options: _VerifyOptions) -> None:
 def _verify(options: _VerifyOptions) -> verify.report.VerifyReport:
     names: tuple[str, ...] = ("dtype", "device", "memory", "adapter", "rope_scaling", "summarizer", "mesh", "rope_at")
     names += ("max_num_batched_tokens", "max_inter_token", "num_prompts", "max_tokens", "block_size", "num_beams")
-    names += ("prefix_cache_ram", "against", "inject_fault", "activation_bits")
+    names += ("prefix_cache_ram", "against", "inject_fault", "activation_bits", "speculative")
     names += ("deterministic", "compile", "endless", "prefill_chunk_size", "preempt", "prefix_hit")
     settings = {name: value for name in names if (value := getattr(options, name)) is not None}
     with console().status("verifying") as status:
@@ -155,7 +160,8 @@ def _page(report: verify.report.VerifyReport) -> list[str]:
         lines.append(f"injected   {report.injected}: {verify.report.FAULTS[report.injected].what}")
     for layout in dict.fromkeys(case.layout for case in report.cases):
         counts = next(case.scenario_counts for case in report.cases if case.layout == layout)
-        words = (format_count(counts[name], noun) + rest for name, (noun, rest) in COUNT_WORDS.items())
+        counted = (name for name in COUNT_WORDS if counts[name] or name not in ("drafts", "rejected"))
+        words = (format_count(counts[name], COUNT_WORDS[name][0]) + COUNT_WORDS[name][1] for name in counted)
         lines.append(f"{layout:11}{', '.join(words)}")
     lines += [f"note       {text}" for text in report.notes]
     lines += _skipped([(each.reason, each.memory) for each in report.skipped])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kvad.engine.execution.draft_model import DraftModel as DraftModel
     from kvad.engine.execution.fused_decoder import describe_gpu as describe_gpu
     from kvad.engine.execution.grammar import GrammarCompiler as GrammarCompiler
     from kvad.engine.execution.model_runner import ManagedCache as ManagedCache

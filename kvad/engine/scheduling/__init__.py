@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvad._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from kvad.engine.scheduling import batching as batching
     from kvad.engine.scheduling import preemption as preemption
     from kvad.engine.scheduling import request as request
     from kvad.engine.scheduling import sequence as sequence

@@ -1,13 +1,14 @@
 """Speculative decoding: a drafter proposes the next tokens of a sequence, and the model checks all of them in one step.
 
-A decoding sequence gets its last token and its drafts in one step, with logits behind each. The sampler draws from each
-of these logits the token that it would draw without drafts. A draft that equals it is accepted; from the first other one
+A decoding sequence gets its last token and its drafts in one step, with logits behind each. From these the sampler
+draws the tokens that it would draw without drafts. A draft that equals its token is accepted; from the first other one
 on, drafts are rejected. So a request's tokens do not depend on its drafts, whatever the options of its sampling: a draw
 is a function of the tokens so far (``TokenSequence.draw_key``). Rejection sampling (Leviathan et al. 2023, Chen et al.
 2023) would accept a few more drafts of a sampled request, and return other tokens than without drafts.
 
-Keys and values of rejected drafts stay in their slots. No query sees them: their positions are behind it until other
-tokens are written there. Chunks end where a policy evicts, so no slot moves while it holds a rejected draft.
+A wrong draft costs time, never a token. Its keys and values stay in their slots, where no query sees them: their
+positions are behind it until other tokens are written there. Chunks end where a policy evicts, so no slot is moved
+while it holds a rejected draft.
 
 Integers only: no torch.
 """
