@@ -8,32 +8,38 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from kvad.cache.config import CacheConfig
 from kvad.engine import Engine, StreamChunk
-from kvad.engine.execution import DraftModel
+from kvad.engine.execution import DraftModel, sampler
 from kvad.engine.options import EngineConfig
-from kvad.engine.scheduling import SamplingParams, SpeculativeConfig, TokenSequence
+from kvad.engine.scheduling import SamplingParams, SchedulerOutput, SequenceOutput, SpeculativeConfig, TokenSequence
+from kvad.engine.scheduling.speculation import Drafter, NgramDrafter
+from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
-from tests.support.driver import run_engine
-from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, model_config, pair_config
+from kvad.text.tokenizer import train_tokenizer
+from tests.support.driver import run_engine, uncached
+from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 
 CACHE = CacheConfig(dtype="float64", max_num_seqs=4, max_seq_len=64, block_size=4, prefill_chunk_size=8)
 NGRAM = SpeculativeConfig("ngram", num_tokens=4, min_match=1)
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
 Outputs = dict[tuple[int, int], list[int]]  # generated tokens by request and sample
 
 
 class MixedDrafter:
     """Drafts the right tokens, each of them wrong with probability 1/4."""
 
-    def __init__(self, outputs: Outputs, seed: int = 0, wrong: float = 0.25) -> None:
-        self.outputs, self.random, self.wrong = outputs, random.Random(seed), wrong
+    def __init__(self, outputs: Outputs, wrong: float = 0.25, wrong_tokens: Sequence[int] = range(VOCAB)) -> None:
+        self.outputs, self.random, self.wrong, self.wrong_tokens = outputs, random.Random(0), wrong, wrong_tokens
 
     def propose(self, seqs: Sequence[TokenSequence], max_drafts: Sequence[int]) -> list[list[int]]:
         drafts = []
@@ -43,15 +49,20 @@ class MixedDrafter:
             assert right[: seq.num_generated_tokens] == seq.token_ids[seq.num_prompt_tokens :]
             tokens = right[seq.num_generated_tokens : seq.num_generated_tokens + count]
             tokens += [0] * (count - len(tokens))  # beyond the end: the sequence ends before they are reached
-            drafts.append([self.random.randrange(VOCAB) if self.random.random() < self.wrong else t for t in tokens])
+            drafts.append(
+                [self.random.choice(self.wrong_tokens) if self.random.random() < self.wrong else t for t in tokens]
+            )
         return drafts
 
 
 class Case:
     """Requests for one model and cache, run with and without drafts."""
 
-    def __init__(self, model: Transformer, cache: CacheConfig, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self, model: Transformer, cache: CacheConfig, config: EngineConfig | None = None, tokenizer: Any = None
+    ) -> None:
         self.model, self.cache, self.config = model, cache, config or EngineConfig(max_num_batched_tokens=40)
+        self.tokenizer = tokenizer
         self.requests: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
 
     def add(self, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
@@ -65,14 +76,19 @@ class Case:
         assert all(used == 0 for used in engine.kv_cache_manager.stats().used), "blocks leak"
         return [chunks[request] for request in sorted(chunks)]
 
-    def compare(self, config: SpeculativeConfig | None = None, seed: int = 0, *, exact: bool = False) -> Engine:
-        """Run both engines and compare every chunk; return the speculative engine."""
-        base = self.run(Engine(self.model, self.cache, self.config))
-        speculative = replace(self.config, speculative=config or SpeculativeConfig())
-        engine = Engine(self.model, self.cache, speculative)
-        if config is None:
-            engine.scheduler.drafter = MixedDrafter(outputs_of(base), seed)
-        assert_equal(base, self.run(engine), 0.0 if exact else 1e-9)
+    def engine(self, **options: Any) -> Engine:
+        return Engine(self.model, self.cache, replace(self.config, **options), tokenizer=self.tokenizer)
+
+    def drafting(self, drafter: Drafter) -> Engine:
+        engine = self.engine(speculative=SpeculativeConfig())
+        engine.scheduler.drafter = drafter
+        return engine
+
+    def compare(self, *, tolerance: float = 1e-9) -> Engine:
+        """Compare every chunk with and without a MixedDrafter; return its engine."""
+        base = self.run(self.engine())
+        engine = self.drafting(MixedDrafter(outputs_of(base)))
+        assert_equal(base, self.run(engine), tolerance)
         return engine
 
 
@@ -200,7 +216,7 @@ def draft_config(model: Transformer, num_tokens: int = 4, **options: Any) -> Eng
 def test_a_draft_model_changes_nothing(name: str) -> None:
     model = build(model_config())
     case = case_of(model, replace(CACHE, **CACHES[name]))
-    base = case.run(Engine(model, case.cache, case.config))
+    base = case.run(case.engine())
     engine = Engine(model, case.cache, draft_config(noisy(model, 0.02)))
     assert_equal(base, case.run(engine), 1e-9)
     assert accepted_and_rejected(engine)
@@ -215,9 +231,316 @@ def test_a_draft_model_with_the_same_weights_is_always_right() -> None:
     """Its draws have the same random numbers, and its cache holds the right tokens whatever was rejected before."""
     model = build(model_config())
     case = case_of(model, CACHE)
-    base = case.run(Engine(model, CACHE, case.config))
+    base = case.run(case.engine())
     engine = Engine(model, CACHE, draft_config(model))
     assert_equal(base, case.run(engine), 1e-9)
     stats = engine.scheduler.stats()
     num_ends = len(OPTIONS) + 1  # a draft that ends a sample is its last token: nothing follows it
     assert stats.accepted_tokens > 50 and stats.accepted_tokens >= stats.draft_tokens - num_ends
+
+
+# ---------------------------------------------------------------- n-grams
+
+
+def repetitive(model: Transformer, cache: CacheConfig = CACHE) -> Case:
+    """Return requests with repeated prompts, biased so that the output repeats itself too."""
+    case = Case(model, cache, EngineConfig(max_num_batched_tokens=64))
+    for seed, options in enumerate(OPTIONS):
+        text, bias = prompts(seed)[0][:5], dict.fromkeys(prompts(seed)[0][:3], 5.0)
+        case.add(text * 3, SamplingParams(max_tokens=20, logit_bias=bias, **options))
+    return case
+
+
+def test_ngrams_change_nothing() -> None:
+    case = repetitive(build(model_config()))
+    base, engine = case.run(case.engine()), case.engine(speculative=NGRAM)
+    assert_equal(base, case.run(engine), 1e-9)
+    assert accepted_and_rejected(engine)
+    metrics = [engine.metrics(request) for request in range(len(base))]
+    stats = engine.scheduler.stats()
+    assert sum(each.num_draft_tokens for each in metrics) == stats.draft_tokens
+    assert sum(each.num_accepted_tokens for each in metrics) == stats.accepted_tokens
+    num_tokens = sum(map(len, outputs_of(base).values()))
+    assert sum(each.num_completion_tokens for each in metrics) == num_tokens
+    assert engine.scheduler.drafter is not None and engine.times.draft > 0
+
+
+def sequence(tokens: Sequence[int]) -> TokenSequence:
+    """Return a stand-in with the fields that a drafter of n-grams reads."""
+    return cast(TokenSequence, SimpleNamespace(request_id=0, sample_index=0, token_ids=list(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1, 2]),  # what followed 1 2
+        ([1, 2, 3, 9, 1, 2, 4, 1, 2], [4, 1, 2, 4]),  # the latest of equally long matches
+        ([7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], [3, 9, 1, 2]),  # the longest match
+        ([5, 5, 5], [5, 5, 5, 5]),  # a continuation that reaches into itself
+        ([3, 1, 2, 1, 2], [1, 2, 1, 2]),
+        ([1, 2, 3], []),
+        ([1, 2], []),
+        ([2], []),
+    ],
+)
+def test_the_longest_match_is_continued(tokens: list[int], expected: list[int]) -> None:
+    config = SpeculativeConfig("ngram", num_tokens=4, min_match=2)
+    assert NgramDrafter(config).propose([sequence(tokens)], [9]) == [expected]
+    assert NgramDrafter(config).propose([sequence(tokens)], [2]) == [expected[:2]]
+    assert NgramDrafter(config).propose([sequence(tokens)], [0]) == [[]]
+
+
+def test_the_index_grows_with_the_sequence() -> None:
+    """An index that is extended by a few tokens at a time finds what a new one finds."""
+    draw, config = random.Random(4), SpeculativeConfig("ngram", num_tokens=6, min_match=2, max_match=5)
+    drafter, seq = NgramDrafter(config), sequence([1])
+    for _ in range(200):
+        seq.token_ids.extend(draw.randrange(4) for _ in range(draw.randint(1, 4)))
+        (found,) = drafter.propose([seq], [6])
+        assert [found] == NgramDrafter(config).propose([sequence(seq.token_ids)], [6])
+        assert bool(found) == (found == slow_continuation(seq.token_ids, config) != [])
+
+
+def slow_continuation(tokens: list[int], config: SpeculativeConfig) -> list[int]:
+    def match(end: int) -> int:
+        lengths = range(min(config.max_match, end), config.min_match - 1, -1)
+        return next((n for n in lengths if tokens[end - n : end] == tokens[-n:]), 0)
+
+    best = max(range(1, len(tokens)), key=lambda end: (match(end), end))
+    copied = list(tokens)
+    for i in range(config.num_tokens if match(best) else 0):
+        copied.append(copied[best + i])
+    return copied[len(tokens) :]
+
+
+# ---------------------------------------------------------------- ends of sequences
+
+
+def test_a_stop_string_drops_the_accepted_drafts_after_it() -> None:
+    """The text, the state that is kept and the counts are those without drafts; a state can be resumed."""
+    tokenizer = train_tokenizer("byte", ["x"])
+    model = build(replace(model_config(), vocab_size=tokenizer.vocab_size))
+    free = Case(model, CACHE, tokenizer=tokenizer)
+    free.add(tokenizer.encode("hello"), GREEDY)
+    (chunks,) = free.run(free.engine())
+    outputs = {(0, 0): [chunk.token_id for chunk in chunks if chunk.token_id is not None]}
+    text = "".join(chunk.text for chunk in chunks)
+    for start in range(2, 12):
+        case = Case(model, CACHE, tokenizer=tokenizer)
+        case.add(tokenizer.encode("hello"), replace(GREEDY, stop=(text[start : start + 2],)), keep_state=True)
+        engines = case.engine(), case.drafting(MixedDrafter(outputs, wrong=0.0))
+        results = [case.run(engine) for engine in engines]
+        assert_equal(results[0], results[1], 1e-9)
+        assert results[0][0][-1].finish_reason == "stop"
+        states = [engine.pop_state(0) for engine in engines]
+        assert states[0].tokens == states[1].tokens
+        assert engines[0].metrics(0).num_completion_tokens == engines[1].metrics(0).num_completion_tokens
+
+
+def test_the_error_of_a_draft_ends_the_sequence_where_it_would_without_drafts() -> None:
+    model = build(model_config(norm="post"))  # an untied head: the NaN row is not a column of the logits
+    case = Case(model, CACHE)
+    for prompt in ([1, 2, 3, 4], [5, 6, 7]):
+        case.add(prompt, GREEDY)
+    outputs = outputs_of(case.run(case.engine()))
+    poisoned = outputs[0, 0][7]
+    with torch.no_grad():
+        model.embedding.tokens.weight[poisoned] = torch.nan
+    base, engine = case.run(case.engine()), case.drafting(MixedDrafter(outputs, wrong=0.0))
+    assert_equal(base, case.run(engine), 1e-9)
+    assert base[0][-1].finish_reason == "error" and 0 < len(base[0]) <= 9
+
+
+def test_a_function_of_the_tokens_gets_the_accepted_drafts_too() -> None:
+    """An exception for tokens that are drafted and rejected is not an error."""
+    case = Case(build(model_config()), CACHE)
+
+    def allowed(tokens: Sequence[int]) -> list[int]:
+        assert 60 not in tokens, "60 is never allowed"
+        return [(31 * tokens[-1] + 7 * len(tokens) + i) % 60 for i in range(9)]
+
+    case.add([1, 2, 3], SamplingParams(max_tokens=30, seed=1, allowed_tokens_fn=allowed))
+    case.add([4, 5], replace(GREEDY, allowed_tokens_fn=allowed))
+    base = case.run(case.engine())
+    engine = case.drafting(MixedDrafter(outputs_of(base), wrong_tokens=[60]))
+    assert_equal(base, case.run(engine), 1e-9)
+    assert accepted_and_rejected(engine)
+
+
+def test_a_beam_search_runs_beside_sequences_with_drafts() -> None:
+    case = case_of(build(model_config()), replace(CACHE, max_num_seqs=6))
+    case.add([9, 8, 7], SamplingParams(num_beams=3, n=2, temperature=0, max_tokens=12))
+    base = case.run(case.engine())
+    outputs = outputs_of(base)
+    engine = case.drafting(MixedDrafter(outputs))
+    assert_equal(base, case.run(engine), 1e-9)
+    assert engine.metrics(5).num_draft_tokens == 0 and accepted_and_rejected(engine)
+
+
+# ---------------------------------------------------------------- the prefix cache, preemption, exactness
+
+
+def test_published_blocks_hold_no_rejected_draft() -> None:
+    """Prompts that contain earlier outputs hit as many blocks as without drafts, and give the same tokens."""
+    model = build(model_config())
+    case = case_of(model, replace(CACHE, num_blocks=200))
+    base = case.engine()
+    outputs = outputs_of(case.run(base))
+    engine = case.drafting(MixedDrafter(outputs, wrong=0.5))
+    case.run(engine)
+    engine.scheduler.drafter = None
+    for request, (prompt, _, _) in enumerate(case.requests):
+        for cut in (3, 9):
+            tokens = [*prompt, *outputs[request, 0][:-cut]]
+            results = []
+            for each in (base, engine, Engine(model, replace(CACHE, enable_prefix_caching=False))):
+                number = each.add_request(tokens, replace(GREEDY, logprobs=2))
+                (chunks,) = run_engine(each).values()
+                results.append(([plain(chunk) for chunk in chunks], logprobs(chunks), each.metrics(number)))
+            assert results[0][0] == results[1][0] == results[2][0]
+            assert results[1][1] == pytest.approx(results[2][1], abs=1e-9, rel=0)
+            assert results[0][2].num_cached_tokens == results[1][2].num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_deterministic_engine_has_the_same_bits_with_drafts(dtype: str) -> None:
+    model = build(model_config(), dtype=getattr(torch, dtype))
+    config = EngineConfig(max_num_batched_tokens=40, deterministic=True)
+    assert accepted_and_rejected(case_of(model, replace(CACHE, dtype=dtype), config).compare(tolerance=0.0))
+
+
+def test_drafts_preempt_no_sequence() -> None:
+    """A pool that has just enough blocks: drafts are dropped before a sequence is preempted."""
+    cache = replace(CACHE, num_blocks=2 * 8, max_num_seqs=2, enable_prefix_caching=False)
+    case = Case(build(model_config()), cache)
+    for prompt in ([1, 2, 3], [4, 5, 6]):
+        case.add(prompt, SamplingParams(temperature=0, max_tokens=30))  # 32 tokens, 8 blocks each
+    base = case.engine()
+    outputs = outputs_of(case.run(base))
+    engine = case.drafting(MixedDrafter(outputs, wrong=0.5))
+    case.run(engine)
+    assert base.scheduler.stats().preemptions == engine.scheduler.stats().preemptions == 0
+
+
+def test_drafts_take_half_of_the_tokens_of_a_step() -> None:
+    """So that prompts are read while other sequences decode."""
+    case = case_of(build(model_config()), CACHE, EngineConfig(max_num_batched_tokens=12))
+    base = case.run(case.engine())
+    engine = case.drafting(MixedDrafter(outputs_of(base), wrong=0.0))
+    sizes: list[tuple[int, int]] = []
+    execute = engine.runner.execute
+
+    def record(output: SchedulerOutput) -> torch.Tensor:
+        drafts = sum(len(scheduled.draft_token_ids) for scheduled in output.scheduled)
+        sizes.append((drafts, sum(scheduled.num_tokens for scheduled in output.scheduled)))
+        return execute(output)
+
+    engine.runner.execute = record  # type: ignore[method-assign]
+    assert_equal(base, case.run(engine), 1e-9)
+    assert 0 < max(drafts for drafts, _ in sizes) <= 5 and max(num_tokens for _, num_tokens in sizes) <= 12
+
+
+# ---------------------------------------------------------------- the distribution
+
+
+def test_sampled_tokens_are_distributed_as_the_model_says() -> None:
+    """Frequencies of pairs against the exact probabilities of the uncached model; without drafts the pairs are the
+    same.
+    """
+    model, options = build(model_config()), {"temperature": 0.7, "top_k": 3}
+    case, prompt, count = Case(model, replace(CACHE, max_num_seqs=64), EngineConfig()), [3, 1, 4], 2048
+    for seed in range(count // 128):
+        case.add(prompt, SamplingParams(max_tokens=3, n=128, seed=seed, **options))
+    engine = case.engine(**vars_of(draft_config(noisy(model, 0.05))))
+    outputs = outputs_of(case.run(engine))
+    assert accepted_and_rejected(engine)
+    assert outputs == outputs_of(case.run(case.engine()))
+    expected = {
+        (a, b): p * q
+        for a, p in probabilities(model, prompt, **options)
+        for b, q in probabilities(model, [*prompt, a], **options)
+    }
+    counts = Counter((tokens[0], tokens[1]) for tokens in outputs.values())
+    assert counts.keys() <= expected.keys() and len(expected) == 9
+    assert chi_square(counts, expected) < 26.1, "above it once in 1000 draws with 8 degrees of freedom"
+    flatter = Counter({pair: round(count * p**0.8) for pair, p in expected.items()})
+    assert chi_square(flatter, expected) > 26.1, "another distribution is not noticed"
+
+
+def chi_square(counts: Counter[tuple[int, int]], expected: dict[tuple[int, int], float]) -> float:
+    total = counts.total()
+    return sum((counts[pair] - total * p) ** 2 / (total * p) for pair, p in expected.items())
+
+
+def vars_of(config: EngineConfig) -> dict[str, Any]:
+    return {"speculative": config.speculative, "draft_model": config.draft_model}
+
+
+def probabilities(model: Transformer, tokens: list[int], temperature: float, top_k: int) -> list[tuple[int, float]]:
+    values, ids = (uncached(model, tokens)[-1] / temperature).topk(top_k)
+    return list(zip(ids.tolist(), values.softmax(dim=-1).tolist(), strict=True))
+
+
+# ---------------------------------------------------------------- broken on purpose
+
+
+def test_a_sampler_that_accepts_every_draft_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept_all(results: Sequence[SequenceOutput], drafts: Sequence[tuple[int, ...]]) -> list[SequenceOutput]:
+        merged, start = [], 0
+        for tokens in drafts:
+            stop = start + 1 + len(tokens)
+            merged.append(results[start]._replace(next_outputs=tuple(results[start + 1 : stop])))
+            start = stop
+        return merged
+
+    monkeypatch.setattr(sampler, "_accept_drafts", accept_all)
+    with pytest.raises(AssertionError):
+        case_of(build(model_config()), CACHE).compare()
+
+
+def test_a_sampler_without_the_drafts_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws, penalties and bans behind a draft depend on it."""
+    monkeypatch.setattr(sampler, "_with_each_draft", lambda seq, drafts: [seq] * (1 + len(drafts)))
+    with pytest.raises(AssertionError):
+        case_of(build(model_config()), CACHE).compare()
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("ngrams", "speculative.method: "),
+        ("ngram:0", "speculative.num_tokens: "),
+        ("ngram:x", "speculative.num_tokens: "),
+        ("draft", "speculative.draft_model: must be given"),
+        ({"method": "ngram", "draft_model": "x"}, "speculative.draft_model: must be given"),
+        ({"min_match": 5, "max_match": 3}, "speculative.max_match: must be at least min_match"),
+        ({"num_token": 3}, "unknown option 'num_token'"),
+    ],
+)
+def test_invalid_options_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SpeculativeConfig.from_options(value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_options_are_read_from_text() -> None:
+    assert SpeculativeConfig.from_options("ngram:7") == SpeculativeConfig(num_tokens=7)
+    assert SpeculativeConfig.from_options({"method": "draft", "draft_model": "x"}).method == "draft"  # type: ignore[union-attr]
+    assert SpeculativeConfig.from_options(None) is None
+
+
+def test_engines_that_cannot_draft_refuse_it() -> None:
+    model, speculative = build(model_config()), EngineConfig(speculative=SpeculativeConfig())
+    with pytest.raises(ConfigError, match=r"speculative: policy .* ranks tokens by the attention"):
+        Engine(model, replace(CACHE, policy="heavy-hitters(8, interval=4)"), speculative)
+    with pytest.raises(ConfigError, match="speculative: an encoder generates no tokens"):
+        Engine(build(encoder_config()), CacheConfig(max_seq_len=64), speculative)
+    with pytest.raises(ConfigError, match="same vocabulary"):
+        Engine(model, CACHE, draft_config(build(replace(model_config(), vocab_size=VOCAB + 1))))
+    with pytest.raises(ConfigError, match="must be decoders"):
+        Engine(build(pair_config()), replace(CACHE, max_source_len=64), draft_config(model))
+    with pytest.raises(ConfigError, match=r"requires EngineConfig\(draft_model"):
+        Engine(model, CACHE, replace(draft_config(model), draft_model=None))

@@ -21,10 +21,19 @@ from kvad.cache.manager.encoder_blocks import EncoderBlocks, EncoderSequence
 from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.cache.manager.prefix_index import PrefixIndex, PrefixNode
 from kvad.cache.manager.sequence_blocks import BlockMapping
-from kvad.engine.scheduling.request import SamplingParams
+from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, TokenLogprob
+from kvad.engine.scheduling.sequence import ScheduledSequence
 from kvad.model_input import BlockOps, EvictOp
 from tests.support.manager_harness import ManagerHarness
-from tests.support.stream_harness import MACHINE, MACHINE_LONG, TOKENS, RandomRequests, SchedulerHarness, StreamMachine
+from tests.support.stream_harness import (
+    MACHINE,
+    MACHINE_LONG,
+    TOKENS,
+    RandomRequests,
+    SchedulerHarness,
+    StreamMachine,
+    choose_token,
+)
 from tests.support.streams import EXACT_SETUPS, SETUPS, FakeKVCache, Mismatch
 
 
@@ -38,7 +47,7 @@ def test_every_stream_equals_its_solo_run(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SETUPS if name != "observed"])  # which refuses drafts
 def test_drafts_change_no_stream(name: str) -> None:
-    harness = RandomRequests(SETUPS[name], 1, draft=True).run(250)
+    harness = RandomRequests(SETUPS[name], 1, draft=True).run(130)
     stats = harness.scheduler.stats()
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
@@ -136,6 +145,8 @@ def test_many_examples_equal_solo_runs(name: str) -> None:
     long = settings(MACHINE_LONG, max_examples=100)
     run_state_machine_as_test(lambda: StreamMachine(SchedulerHarness(SETUPS[name])), settings=long)
     run_state_machine_as_test(lambda: ManagerMachine(ManagerHarness(SETUPS[name])), settings=long)
+    if name != "observed":
+        run_state_machine_as_test(lambda: StreamMachine(SchedulerHarness(SETUPS[name], draft=True)), settings=long)
 
 
 def test_only_equal_encoder_inputs_share_blocks() -> None:
@@ -323,6 +334,28 @@ def test_a_bug_changes_a_stream(bug: dict[str, Any], run: Callable[..., Any], na
 def test_a_chunk_beyond_an_eviction_is_detected(name: str) -> None:
     with pytest.raises((Mismatch, AssertionError)):
         RandomRequests(SETUPS[name], 1, manager=ChunksBeyondEvictions).run(2000)
+
+
+class AcceptsEveryDraft(SchedulerHarness):
+    """Returns the tokens behind rejected drafts too."""
+
+    def result(self, scheduled: ScheduledSequence, values: list[int]) -> SequenceOutput:
+        result, drafts = super().result(scheduled, values), scheduled.draft_token_ids
+        if not scheduled.is_sampled or not drafts:
+            return result
+        tokens = [choose_token(value, scheduled.sequence.sample_index) for value in values[-len(drafts) :]]
+        scored = (
+            TokenLogprob(token, float(value)) for token, value in zip(tokens, values[-len(drafts) :], strict=True)
+        )
+        return result._replace(next_outputs=tuple(SequenceOutput(each.token_id, each) for each in scored))
+
+
+def test_wrong_handling_of_drafts_is_detected() -> None:
+    class Requests(RandomRequests):
+        harness_type = AcceptsEveryDraft
+
+    with pytest.raises(Mismatch):
+        Requests(SETUPS["full-tight"], 1, draft=True, check=False).run(500)
 
 
 def evict_in_one_step(kv_cache: type[FakeKVCache]) -> None:
