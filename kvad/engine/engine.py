@@ -143,6 +143,8 @@ class Engine:
             compile_layers=config.compile,
             num_tokens=self._num_tokens,
         )
+        is_adaptive = config.speculative is not None and config.speculative.adaptive
+        self._draft_gate = scheduling.speculation.DraftGate() if is_adaptive else None
         self.state_keeper = StateKeeper(self.kv_cache, self.kv_cache_manager)
         self.times = StepTimes()
         self._next_request = 0
@@ -324,7 +326,8 @@ class Engine:
             chunks, self._undelivered = self._undelivered, []
             return chunks
         step_start = time.perf_counter()
-        self.scheduler.propose_drafts()
+        if self._draft_gate is None or self._draft_gate.is_open:
+            self.scheduler.propose_drafts()
         draft_end = time.perf_counter()
         output = self.scheduler.schedule()
         self.times.draft += draft_end - step_start
@@ -365,9 +368,16 @@ class Engine:
             ops.runtime.trim_heap()
         seconds = time.perf_counter() - step_start
         self.times.total += seconds
-        if self._step_costs is not None and output.encoder_batch is None:
-            self._step_costs.record(_own_tokens(output), seconds)
+        if output.encoder_batch is None:
+            self._record_step(output, sum(chunk.token_id is not None for chunk in chunks), seconds)
         return chunks
+
+    def _record_step(self, output: scheduling.SchedulerOutput, num_generated: int, seconds: float) -> None:
+        own_tokens = _own_tokens(output)
+        if self._step_costs is not None:
+            self._step_costs.record(own_tokens, seconds)
+        if self._draft_gate is not None and sum(own_tokens) == len(own_tokens):  # every sequence decodes
+            self._draft_gate.record(len(own_tokens), num_generated, seconds)
 
     def _execute(self, output: scheduling.SchedulerOutput) -> list[SequenceOutput]:
         start = time.perf_counter()

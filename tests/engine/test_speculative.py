@@ -22,7 +22,7 @@ from kvad.engine import Engine, StreamChunk
 from kvad.engine.execution import DraftModel, sampler
 from kvad.engine.options import EngineConfig
 from kvad.engine.scheduling import SamplingParams, SchedulerOutput, SequenceOutput, SpeculativeConfig, TokenSequence
-from kvad.engine.scheduling.speculation import Drafter, NgramDrafter
+from kvad.engine.scheduling.speculation import Drafter, DraftGate, NgramDrafter
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
@@ -30,7 +30,7 @@ from tests.support.driver import run_engine, uncached
 from tests.support.random_models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
 
 CACHE = CacheConfig(dtype="float64", max_num_seqs=4, max_seq_len=64, block_size=4, prefill_chunk_size=8)
-NGRAM = SpeculativeConfig("ngram", num_tokens=4, min_match=1)
+NGRAM = SpeculativeConfig("ngram", num_tokens=4, min_match=1, adaptive=False)
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 Outputs = dict[tuple[int, int], list[int]]  # generated tokens by request and sample
 
@@ -80,7 +80,7 @@ class Case:
         return Engine(self.model, self.cache, replace(self.config, **options), tokenizer=self.tokenizer)
 
     def drafting(self, drafter: Drafter) -> Engine:
-        engine = self.engine(speculative=SpeculativeConfig())
+        engine = self.engine(speculative=SpeculativeConfig(adaptive=False))
         engine.scheduler.drafter = drafter
         return engine
 
@@ -208,7 +208,7 @@ def noisy(model: Transformer, scale: float, seed: int = 1) -> Transformer:
 
 
 def draft_config(model: Transformer, num_tokens: int = 4, **options: Any) -> EngineConfig:
-    speculative = SpeculativeConfig("draft", num_tokens, draft_model="a model")
+    speculative = SpeculativeConfig("draft", num_tokens, draft_model="a model", adaptive=False)
     return EngineConfig(max_num_batched_tokens=40, speculative=speculative, draft_model=model, **options)
 
 
@@ -311,6 +311,52 @@ def slow_continuation(tokens: list[int], config: SpeculativeConfig) -> list[int]
     for i in range(config.num_tokens if match(best) else 0):
         copied.append(copied[best + i])
     return copied[len(tokens) :]
+
+
+# ---------------------------------------------------------------- the gate
+
+
+def simulate(gate: DraftGate, num_seqs: int, num_steps: int, with_drafts: tuple[int, float], without: float) -> int:
+    """Record steps that take ``without`` seconds for a token, or with drafts seconds for tokens; return those with."""
+    count = 0
+    for _ in range(num_steps):
+        tokens, seconds = with_drafts if gate.is_open else (1, without)
+        count += gate.is_open
+        gate.record(num_seqs, num_seqs * tokens, seconds)
+    return count
+
+
+def test_drafts_are_proposed_while_they_are_faster() -> None:
+    assert simulate(DraftGate(), 1, 1000, (3, 2.0), 1.0) > 950  # 3 tokens in 2 seconds
+    assert simulate(DraftGate(), 1, 1000, (3, 4.0), 1.0) < 60
+    gate = DraftGate()
+    assert simulate(gate, 1, 1000, (3, 2.0), 1.0) > 950
+    assert simulate(gate, 8, 1000, (3, 4.0), 1.0) < 60  # each number of sequences has its own measurements
+    assert simulate(gate, 1, 1000, (3, 2.0), 1.0) > 950
+    assert simulate(gate, 1, 4000, (3, 4.0), 1.0) < 2500, "a change is noticed at the next probe"
+    assert simulate(gate, 1, 1000, (3, 4.0), 1.0) < 60
+
+
+def test_an_engine_stops_drafting_what_is_always_wrong() -> None:
+    model = build(model_config())
+    case = Case(model, replace(CACHE, max_seq_len=96))
+    case.add([1, 2, 3], replace(GREEDY, max_tokens=90))
+    engine = case.engine(speculative=SpeculativeConfig())
+    calls: list[int] = []
+
+    class Counting(MixedDrafter):
+        def propose(self, seqs: Sequence[TokenSequence], max_drafts: Sequence[int]) -> list[list[int]]:
+            calls.append(len(seqs))
+            return super().propose(seqs, max_drafts)
+
+    outputs = outputs_of(case.run(case.engine()))
+    engine.scheduler.drafter = Counting(outputs, wrong=1.0, wrong_tokens=[VOCAB - 1])
+    record = engine._record_step
+    engine._record_step = lambda output, count, _: record(  # type: ignore[method-assign]
+        output, count, 2.0 if output.scheduled[0].draft_token_ids else 1.0
+    )
+    assert outputs_of(case.run(engine)) == outputs
+    assert 10 < len(calls) < 30
 
 
 # ---------------------------------------------------------------- ends of sequences

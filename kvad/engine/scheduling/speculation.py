@@ -24,6 +24,9 @@ from kvad.engine.scheduling.sequence import TokenSequence
 from kvad.errors import ConfigError, suggest
 
 MAX_DRAFTS = 32
+FIRST_STEPS = 16  # with drafts, before the first ones without
+PROBE_STEPS = 8  # of the slower way, now and then
+MIN_STEPS, MAX_STEPS = 64, 1024  # between two probes: more while the same way remains faster
 MAX_MATCHES = 64  # earlier occurrences of the last tokens that are compared
 DraftCount = Annotated[int, cfg.Range(1, MAX_DRAFTS)]
 
@@ -41,6 +44,7 @@ class SpeculativeConfig:
     min_match: cfg.PositiveInt = 2  # ngram: fewest last tokens that must have occurred before
     max_match: cfg.PositiveInt = 8  # ngram: the occurrence with most equal tokens is chosen, counted up to here
     draft_model: str | None = None  # draft: checkpoint
+    adaptive: bool = True  # draft nothing while measured steps generate more tokens per second without drafts
 
     def __post_init__(self) -> None:
         cfg.check_fields(self, "speculative")
@@ -79,6 +83,61 @@ class Drafter(Protocol):
         ``seqs`` are all sequences that decode in the next step.
         """
         ...
+
+
+class DraftGate:
+    """Decides by measured steps whether drafts pay, for each power of two of decoding sequences.
+
+    Few sequences leave the processor idle while it reads the weights, so drafts cost little; many do not. Durations are
+    data: no clock.
+    """
+
+    def __init__(self) -> None:
+        self._trials: dict[int, _Trial] = {}
+        self._latest = _Trial()
+
+    @property
+    def is_open(self) -> bool:
+        """True if the next step may have drafts."""
+        return self._latest.with_drafts
+
+    def record(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
+        """Record a step in which ``num_seqs`` sequences decoded and generated ``num_tokens``."""
+        trial = self._trials.setdefault(num_seqs.bit_length(), self._latest if not self._trials else _Trial())
+        if trial is self._latest:  # otherwise the step was decided by another number of sequences
+            trial.record(num_tokens, seconds)
+        self._latest = trial
+
+
+class _Trial:
+    """Steps with and without drafts in turn: many of the faster way, then a few of the other one."""
+
+    def __init__(self) -> None:
+        self.with_drafts, self._is_probe = True, False
+        self._interval, self._speeds = MIN_STEPS, dict[bool, float]()  # with drafts or not -> tokens per second
+        self._start(FIRST_STEPS)
+
+    def _start(self, num_steps: int) -> None:
+        self._is_first, self._steps_left, self._tokens, self._seconds = True, num_steps, 0, 0.0
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        if self._is_first:  # left out: a draft model reads the tokens that it missed
+            self._is_first = False
+            return
+        self._steps_left -= 1
+        self._tokens, self._seconds = self._tokens + num_tokens, self._seconds + seconds
+        if self._steps_left:
+            return
+        self._speeds[self.with_drafts] = self._tokens / max(self._seconds, 1e-9)
+        if not self._is_probe:
+            self.with_drafts, self._is_probe = not self.with_drafts, True
+            self._start(PROBE_STEPS)
+            return
+        fastest = self._speeds[True] >= self._speeds[False]
+        was_fastest = not self.with_drafts
+        self._interval = min(2 * self._interval, MAX_STEPS) if fastest == was_fastest else MIN_STEPS
+        self.with_drafts, self._is_probe = fastest, False
+        self._start(self._interval)
 
 
 class NgramDrafter:
