@@ -131,10 +131,12 @@ class CacheTracer:
         self._latest: list[SequenceTrace] = []
         self._recorder = states.BlockRecorder(self.manager, self.kv_cache.groups)
         self._before = engine.runner, engine.kv_cache.attention_hook, engine.kv_cache.eviction_hook
+        self._drafter = engine.scheduler.drafter
 
     def __enter__(self) -> CacheTracer:
         self.kv_cache.attention_hook, self.kv_cache.eviction_hook = self.on_attention, self.on_eviction
         self.engine.runner = _TracedRunner(self.engine.runner, self)
+        self.engine.scheduler.drafter = None  # every step adds one token
         self.engine.preemption.preemption_hook = lambda row, record: self.preemptions.append((row, record))
         if self.manager.prefix_offload is not None:
             self.manager.prefix_offload.results = {}
@@ -142,6 +144,7 @@ class CacheTracer:
 
     def __exit__(self, *_: object) -> None:
         self.engine.runner, self.kv_cache.attention_hook, self.kv_cache.eviction_hook = self._before
+        self.engine.scheduler.drafter = self._drafter
         self.engine.preemption.preemption_hook = None
         if self.manager.prefix_offload is not None:
             self.manager.prefix_offload.results = None

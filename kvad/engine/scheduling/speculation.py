@@ -24,7 +24,7 @@ from kvad.engine.scheduling.sequence import TokenSequence
 from kvad.errors import ConfigError, suggest
 
 MAX_DRAFTS = 32
-FIRST_STEPS = 16  # with drafts, before the first ones without
+FIRST_STEPS = 8  # with drafts, before the first ones without
 PROBE_STEPS = 8  # of the slower way, now and then
 MIN_STEPS, MAX_STEPS = 64, 1024  # between two probes: more while the same way remains faster
 MAX_MATCHES = 64  # earlier occurrences of the last tokens that are compared
