@@ -327,7 +327,7 @@ class Engine:
             return chunks
         step_start = time.perf_counter()
         if self._draft_gate is None or self._draft_gate.is_open:
-            self.scheduler.propose_drafts()
+            self._propose_drafts()
         draft_end = time.perf_counter()
         output = self.scheduler.schedule()
         self.times.draft += draft_end - step_start
@@ -371,6 +371,14 @@ class Engine:
         if output.encoder_batch is None:
             self._record_step(output, sum(chunk.token_id is not None for chunk in chunks), seconds)
         return chunks
+
+    def _propose_drafts(self) -> None:
+        """Propose drafts; a drafter that fails is not used again, and no request ends."""
+        try:
+            self.scheduler.propose_drafts()
+        except Exception:
+            LOG.exception("drafting failed: from here on the engine runs without drafts")
+            self.scheduler.drafter = None
 
     def _record_step(self, output: scheduling.SchedulerOutput, num_generated: int, seconds: float) -> None:
         own_tokens = _own_tokens(output)

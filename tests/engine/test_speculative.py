@@ -19,9 +19,16 @@ import torch
 
 from kvad.cache.config import CacheConfig
 from kvad.engine import Engine, StreamChunk
-from kvad.engine.execution import DraftModel, sampler
+from kvad.engine.execution import DraftModel, grammar, sampler
 from kvad.engine.options import EngineConfig
-from kvad.engine.scheduling import SamplingParams, SchedulerOutput, SequenceOutput, SpeculativeConfig, TokenSequence
+from kvad.engine.scheduling import (
+    SamplingParams,
+    SchedulerOutput,
+    SequenceOutput,
+    SpeculativeConfig,
+    StructuredOutput,
+    TokenSequence,
+)
 from kvad.engine.scheduling.speculation import Drafter, DraftGate, NgramDrafter
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
@@ -413,6 +420,30 @@ def test_a_function_of_the_tokens_gets_the_accepted_drafts_too() -> None:
     assert accepted_and_rejected(engine)
 
 
+def test_structured_outputs_with_drafts_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that the grammar does not allow are dropped, and the state after the accepted ones is right."""
+    tokenizer = train_tokenizer("byte", [], specials=["eos"])
+    model = build(replace(model_config(), vocab_size=tokenizer.vocab_size))
+    case = Case(model, CACHE, tokenizer=tokenizer)
+    forms: list[dict[str, Any]] = [{"regex": "[a-z]{3,9}( [0-9]{1,3}){2,9}"}, {"json_object": True}]
+    for form in (*forms, {"choice": ["yes, of course", "yes, maybe", "no"]}):
+        for options in ({"temperature": 0}, {"seed": 3, "n": 2, "top_p": 0.9, "logprobs": 1}):
+            sampling = SamplingParams(max_tokens=30, structured_output=StructuredOutput.from_json(form), **options)
+            case.add(tokenizer.encode("hello"), sampling)
+    case.add(tokenizer.encode("a"), replace(case.requests[0][1], forced_bos_token_id=tokenizer.special_tokens.eos))
+    base = case.run(case.engine())
+    assert {chunk.finish_reason for chunks in base for chunk in chunks} >= {"stop", "length"}
+    engine = case.drafting(MixedDrafter(outputs_of(base)))
+    assert_equal(base, case.run(engine), 1e-9)
+    assert accepted_and_rejected(engine)
+    engine = case.engine(**vars_of(draft_config(noisy(model, 0.02))))
+    assert_equal(base, case.run(engine), 1e-9)
+    assert accepted_and_rejected(engine)
+    monkeypatch.setattr(grammar.MatcherState, "copy", lambda state: state)  # one state for all drafts
+    with pytest.raises(AssertionError):
+        assert_equal(base, case.run(case.drafting(MixedDrafter(outputs_of(base)))), 1e-9)
+
+
 def test_a_beam_search_runs_beside_sequences_with_drafts() -> None:
     case = case_of(build(model_config()), replace(CACHE, max_num_seqs=6))
     case.add([9, 8, 7], SamplingParams(num_beams=3, n=2, temperature=0, max_tokens=12))
@@ -421,6 +452,24 @@ def test_a_beam_search_runs_beside_sequences_with_drafts() -> None:
     engine = case.drafting(MixedDrafter(outputs))
     assert_equal(base, case.run(engine), 1e-9)
     assert engine.metrics(5).num_draft_tokens == 0 and accepted_and_rejected(engine)
+
+
+def test_a_drafter_that_fails_is_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(model_config())
+    case = case_of(model, CACHE)
+    base, engine = case.run(case.engine()), case.engine(**vars_of(draft_config(noisy(model, 0.02))))
+    assert isinstance(drafter := engine.scheduler.drafter, DraftModel)
+    execute, calls = drafter.runner.execute, list[int]()
+
+    def fail(output: SchedulerOutput) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) == 6:
+            raise RuntimeError("out of memory")
+        return execute(output)
+
+    drafter.runner.execute = fail  # type: ignore[method-assign]
+    assert_equal(base, case.run(engine), 1e-9)
+    assert engine.scheduler.drafter is None and len(calls) == 6 and "drafting failed" in caplog.text
 
 
 # ---------------------------------------------------------------- the prefix cache, preemption, exactness

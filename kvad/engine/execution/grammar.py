@@ -24,8 +24,8 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from copy import copy
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
