@@ -458,7 +458,8 @@ def test_a_drafter_that_fails_is_not_used_again(caplog: pytest.LogCaptureFixture
     model = build(model_config())
     case = case_of(model, CACHE)
     base, engine = case.run(case.engine()), case.engine(**vars_of(draft_config(noisy(model, 0.02))))
-    assert isinstance(drafter := engine.scheduler.drafter, DraftModel)
+    drafter = engine.scheduler.drafter
+    assert isinstance(drafter, DraftModel)
     execute, calls = drafter.runner.execute, list[int]()
 
     def fail(output: SchedulerOutput) -> torch.Tensor:
