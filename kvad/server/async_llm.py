@@ -12,6 +12,7 @@ other requests nor the engine.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import math
 import socket
@@ -217,7 +218,7 @@ class AsyncLLM:
             "path": str(path), "dtype": dtype, "device": device, "memory": list(budget), "adapter": adapter,
             "rope_scaling": rope_scaling, "activation_bits": activation_bits, "revision": revision,
         }  # fmt: skip
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+        plain = {name: _to_plain(value) for name, value in fields.items()}
         try:
             await llm._connect({"load": plain, "session_dir": None if session_dir is None else str(session_dir)})
         except BaseException:
@@ -488,6 +489,13 @@ class AsyncLLM:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
+
+
+def _to_plain(value: Any) -> Any:
+    """Return an argument of ``LLM.load`` as JSON: paths are texts, options are their fields."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 class _Connection(asyncio.Protocol):

@@ -91,6 +91,8 @@ class ServerMetrics:
                 ("vllm:prefix_cache_hits", "Lookups that found blocks.", cache["hits"]),
                 ("kvad:prefix_cache_hit_tokens", "Tokens found in the prefix cache.", cache["hit_tokens"]),
                 ("kvad:evicted_blocks", "Blocks evicted from the prefix cache.", sum(cache["evictions"])),
+                ("kvad:draft_tokens", "Draft tokens that the model checked.", scheduler["draft_tokens"]),
+                ("kvad:accepted_tokens", "Draft tokens that were generated.", scheduler["accepted_tokens"]),
                 ("kvad:engine_steps", "Steps of the engine.", stats["times"]["steps"]),
                 ("kvad:engine_step_seconds", "Seconds of all steps.", stats["times"]["total"]),
                 ("kvad:engine_model_seconds", "Seconds of forward passes.", stats["times"]["model"]),

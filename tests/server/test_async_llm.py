@@ -1,12 +1,14 @@
 """AsyncLLM: the results of LLM, cancellation by leaving the loop, errors, the end of the engine's process."""
 
 import asyncio
+import re
 import signal
 import threading
 
 import pytest
 
 from kvad import AsyncLLM
+from kvad.engine.scheduling import SpeculativeConfig, StructuredOutput
 from kvad.errors import EngineError, KvadError, RequestError
 
 PROMPTS = [f"{number} prompt" + " and more" * number for number in range(8)]
@@ -131,3 +133,20 @@ def test_score_chat_and_embed_equal_those_of_llm(background, llm):
     assert answer.text == llm.chat(messages, **settings).text
     (vector,) = background.run(background.llm.embed(["embedded"]))
     assert vector == pytest.approx(llm.embed(["embedded"])[0].tolist(), abs=1e-5)
+
+
+def test_drafts_and_structured_output_in_the_engines_process(model, llm):
+    """Options that are objects reach the engine: the same texts as without drafts, and texts that match the regex."""
+    regex = StructuredOutput("regex", "(ab){5,40}")
+
+    async def main():
+        async with await AsyncLLM.load(model, block_size=16, speculative=SpeculativeConfig(adaptive=False)) as drafting:
+            calls = [drafting.generate("ab" * 30, max_tokens=40, seed=1, logit_bias={97: 3.0, 98: 3.0})]
+            calls.append(drafting.generate("ab", max_tokens=60, seed=1, structured_output=regex))
+            results = await asyncio.gather(*calls)
+            return results, (await drafting.call("stats"))["scheduler"]
+
+    (plain, matching), stats = asyncio.run(main())
+    assert plain.tokens == llm.generate("ab" * 30, max_tokens=40, seed=1, logit_bias={97: 3.0, 98: 3.0}).tokens
+    assert re.fullmatch(regex.source, matching.text) or matching.finish_reason == "length"
+    assert 0 < stats["accepted_tokens"] <= stats["draft_tokens"]

@@ -26,7 +26,8 @@ MAX_SEQS = 64  # default of --max-num-seqs, if the memory suffices
 
 class _ServeOptions(
     parameters.CacheSizeOptions, parameters.FormatOptions, parameters.PolicyOptions, parameters.EndlessOption,
-    parameters.PrefixCacheOptions, parameters.WeightOptions, parameters.SessionDirOption,
+    parameters.PrefixCacheOptions, parameters.SpeculativeOptions, parameters.WeightOptions,
+    parameters.SessionDirOption,
 ):  # fmt: skip
     model: Path | None = argument("[MODEL]")
     host: str = option("Address to listen on", "127.0.0.1", common=True)

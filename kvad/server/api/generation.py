@@ -253,6 +253,8 @@ class RequestGroup:
             "tokens_per_second": (num_tokens - 1) / decode if num_tokens > 1 and decode > 0 else None,
             "cached_tokens": metrics.num_cached_tokens,
             "preemptions": metrics.num_preemptions,
+            "draft_tokens": metrics.num_draft_tokens,
+            "accepted_tokens": metrics.num_accepted_tokens,
         }
         return result if self.streams[0].session is None else {**result, "session": self.streams[0].session}
 
