@@ -1,5 +1,7 @@
 """One server for all tests of this folder, with API keys and small limits; the same model in this process."""
 
+import signal
+
 import pytest
 
 from tests.support.server import ServerProcess, write_model
@@ -27,6 +29,20 @@ def server(model, tmp_path_factory):
     process.session_folder = sessions
     yield process
     assert process.stop() == 0, "".join(process.log)
+
+
+@pytest.fixture
+def start_server(model):
+    """Start further servers of the model; those that a test leaves are killed."""
+    started = []
+
+    def start(*options, **settings):
+        started.append(ServerProcess(model, *options, **settings))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.stop(signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import KEYS
-from tests.support.server import ServerProcess, open_stream, parse_events
+from tests.support.server import open_stream, parse_events
 
 TURN = "a conversation of some blocks, whose cache is on disk"
 
@@ -45,7 +45,7 @@ def take_turn(server, text, max_tokens):
     return reply["choices"][0]["text"], reply["timings"]
 
 
-def test_a_restarted_server_continues_then_drains(model, server, tmp_path):
+def test_a_restarted_server_continues_then_drains(start_server, server, tmp_path):
     """A copy of the session folder, taken between two turns, is all that a new server needs.
 
     At SIGTERM it refuses new requests, and ends streams at the timeout.
@@ -54,7 +54,7 @@ def test_a_restarted_server_continues_then_drains(model, server, tmp_path):
     shutil.copytree(server.session_folder, tmp_path / "sessions")
     expected, timings = take_turn(server, f"{TURN}{text} and on", 20)
     options = ("--session-dir", tmp_path / "sessions", "--shutdown-timeout", 0.5)
-    restarted = ServerProcess(model, *options, keys=KEYS)
+    restarted = start_server(*options, keys=KEYS)
     continued, again = take_turn(restarted, f"{TURN}{text} and on", 20)
     assert continued == expected and again["cached_tokens"] == timings["cached_tokens"] > len(TURN)
     check_drain(restarted)
@@ -88,13 +88,13 @@ def check_drain(server):
 
 
 @pytest.mark.long
-def test_killed_server_and_killed_engine(model, tmp_path):
+def test_killed_server_and_killed_engine(start_server, tmp_path):
     """After kill -9 of the server, its engine ends and a session continues; kill -9 of the engine ends the server.
 
     The servers share prefixes between keys.
     """
     options = ("--session-dir", tmp_path / "sessions", "--share-prefixes")
-    first = ServerProcess(model, *options, keys=KEYS)
+    first = start_server(*options, keys=KEYS)
     body = {"prompt": "shared by all keys, of two whole blocks", "max_tokens": 1}
     for key, cached in zip(KEYS, (0, 32), strict=True):
         headers = {"authorization": f"Bearer {key}"}
@@ -105,7 +105,7 @@ def test_killed_server_and_killed_engine(model, tmp_path):
     open_stream(first, "running", max_tokens=4000)
     assert first.stop(signal.SIGKILL) == -signal.SIGKILL
     engine.wait(10)
-    second = ServerProcess(model, *options, keys=KEYS)
+    second = start_server(*options, keys=KEYS)
     continued, timings = take_turn(second, f"{TURN}{text} and on", 20)
     assert timings["cached_tokens"] > len(TURN)
     assert continued == second.complete(f"{TURN}{text} and on", max_tokens=20, cache_salt="new")["choices"][0]["text"]
