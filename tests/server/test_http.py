@@ -229,4 +229,5 @@ def test_tokenize_and_detokenize(server):
     assert reply["tokens"] == [*SCRIPTS.encode(), 257] and reply["count"] == 15
     assert server.post("/detokenize", tokens=reply["tokens"]).json() == {"prompt": text}
     info = server.http.get("/tokenizer_info").json()
+    assert server.post("/tokenize", prompt=info["eos_token"], add_special_tokens=False).json()["tokens"] == [256]
     assert info["eos_token"] == "</s>" and "[assistant]" in info["chat_template"]

@@ -79,7 +79,8 @@ async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[st
         assert body.prompt is not None
         generation.check_limit("prompt", len(body.prompt), limits.max_prompt_chars, "characters")
         tokenizer = llm.texts.require_tokenizer()
-        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt)
+        # special tokens are parsed, as in other servers: clients find the id of "</s>" so
+        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, specials=True)
         if body.add_special_tokens:
             tokens = tokenizer.add_special_tokens(tokens)
     reply: dict[str, Any] = {"count": len(tokens), "max_model_len": llm.info["max_len"], "tokens": tokens}
