@@ -134,6 +134,45 @@ def test_tool_choice_none_leaves_the_text(client):
     assert choice.finish_reason == "length" and choice.message.content == f"<tool_call>{CALL}</tool_call>"
 
 
+# ---------------------------------------------------------------- structured output
+
+ENUMS = {"ok": {"type": "boolean"}, "color": {"enum": ["red", "green"]}}
+SCHEMA = {"type": "object", "properties": ENUMS, "required": ["ok", "color"], "additionalProperties": False}
+
+
+def test_structured_output(client):
+    """A random model writes an object of the schema, in both forms of a response, and ends by itself."""
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    body = {"model": "tiny", "messages": HELLO, "response_format": form, "temperature": 0.8, "seed": 4}
+    reply = client.chat.completions.create(**body)
+    value = json.loads(reply.choices[0].message.content)
+    assert set(value) == {"ok", "color"} and isinstance(value["ok"], bool) and value["color"] in ("red", "green")
+    assert reply.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(**body) as stream:
+        assert stream.get_final_completion().choices[0].message.content == reply.choices[0].message.content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+def test_required_tool_call(client, choice):
+    """A random model calls the function, with arguments of its schema."""
+    parameters = {**SCHEMA, "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    body = {"model": "tiny", "messages": HELLO, "tools": tools, "tool_choice": choice, "temperature": 0.8, "seed": 4}
+    answer = client.chat.completions.create(**body).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+
+
+def test_bad_schema_is_a_bad_request(client):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": 5}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, response_format=form)
+    assert caught.value.param == "response_format"
+
+
+# ---------------------------------------------------------------- formats of tool calls
+
 PLAIN, LIST = '{"name": "f", "arguments": {"a": 1}}', '[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]'
 TEXTS = {  # format -> texts with their content and names of calls
     "hermes": [
