@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.support.server import ServerProcess, write_model
+from tests.support.server import ServerProcess, check_drain, write_model
 
 KEYS = ("the-first-api-key", "the-second-api-key")
 MAX_SEQS = 8
@@ -25,10 +25,11 @@ def model(tmp_path_factory):
 def server(model, tmp_path_factory):
     limits = [f"--limit={name}={value}" for name, value in LIMITS.items()]
     sessions = tmp_path_factory.mktemp("sessions")
-    process = ServerProcess(model, *limits, "--max-num-seqs", MAX_SEQS, "--session-dir", sessions, keys=KEYS)
+    options = ("--max-num-seqs", MAX_SEQS, "--session-dir", sessions, "--shutdown-timeout", 0.5)
+    process = ServerProcess(model, *limits, *options, keys=KEYS)
     process.session_folder = sessions
     yield process
-    assert process.stop() == 0, "".join(process.log)
+    check_drain(process)
 
 
 @pytest.fixture

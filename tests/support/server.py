@@ -158,3 +158,67 @@ def forced(*tokens: int) -> dict:
     assert len(set(tokens)) == len(tokens)
     bias = {str(token): 1000 - 20 * place for place, token in enumerate(tokens)}
     return {"logit_bias": bias, "no_repeat_ngram_size": 1, "temperature": 0, "max_tokens": len(tokens)}
+
+
+def read_in_background(connections: list[socket.socket]) -> tuple[list[threading.Thread], list[str]]:
+    """Read sockets to their ends in threads; return (threads, texts)."""
+    texts = [""] * len(connections)
+
+    def read(index: int) -> None:
+        data = b""
+        while part := connections[index].recv(65536):
+            data += part
+        texts[index] = data.decode()
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(len(connections))]
+    for thread in threads:
+        thread.start()
+    return threads, texts
+
+
+def events_of(text: str) -> list[dict | str]:
+    """Return the events of a whole response with a chunked body."""
+    rest, body = text.partition("\r\n\r\n")[2], ""
+    while rest != "0\r\n\r\n":
+        size, _, rest = rest.partition("\r\n")
+        length = int(size, 16)
+        body, rest = body + rest[:length], rest[length + 2 :]
+    return parse_events(body)
+
+
+def wait_for_tokens(server: ServerProcess, num_sequences: int) -> None:
+    """Wait until this many sequences run and all have generated tokens, so that their responses have begun."""
+
+    def is_decoding(state: dict) -> bool:
+        sequences = state["sequences"]
+        return len(sequences) >= num_sequences and all(s["tokens"] > s["prompt_tokens"] + 4 for s in sequences)
+
+    server.wait_for(is_decoding)
+
+
+def check_drain(server: ServerProcess) -> None:
+    """Send SIGTERM while streams run: new requests are refused, short streams end, long ones at the timeout."""
+    short = [open_stream(server, f"{i} short", max_tokens=200) for i in range(2)]
+    long = [open_stream(server, f"{i} long", max_tokens=4000) for i in range(3)]
+    wait_for_tokens(server, len(long))
+    watcher = httpx.Client(base_url=server.url, headers=server.http.headers)
+    assert watcher.get("/ready").status_code == 200
+    begun = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    threads, texts = read_in_background([*short, *long])
+    time.sleep(0.15)
+    ready, refused = watcher.get("/ready"), watcher.post("/v1/completions", json={"prompt": "x"})
+    assert ready.status_code == 503 and refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down" and refused.headers["retry-after"]
+    assert watcher.get("/health").status_code == 200
+    for thread in threads:
+        thread.join(10)
+    assert 0.4 < time.monotonic() - begun < 6
+    for text in texts[:2]:
+        *_, last, done = events_of(text)
+        assert last["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
+    for text in texts[2:]:
+        *_, error, done = events_of(text)
+        assert "shutting down" in error["error"]["message"] and done == "[DONE]"
+    watcher.close()
+    assert server.stop() == 0, server.log
