@@ -81,6 +81,7 @@ class RequestStream:
         metrics: Counts and times in seconds, set at the end.
         session: Reused tokens of a session's turn, set at the end.
         started: True once its first chunk has arrived.
+        request_id: Name that the client gave the request, if any.
     """
 
     def __init__(self, llm: AsyncLLM, number: int, signal: Signal, submission: Submission | None = None) -> None:
@@ -88,6 +89,7 @@ class RequestStream:
         self.metrics: RequestMetrics | None = None
         self.session: dict[str, Any] | None = None
         self.started = False
+        self.request_id: str | None = None
         self._llm, self._signal = llm, signal
         self._chunks: list[StreamChunk] = []
         self._error: KvadError | None = None

@@ -29,9 +29,10 @@ def block_map(engine: Engine, numbers: Mapping[int, int]) -> dict[str, Any]:
         numbers: The server's number of each of the engine's requests.
     """
     manager = engine.kv_cache_manager
-    store = engine.block_store
+    store, preemption = engine.block_store, engine.preemption.stats()
     return {
         "block_size": engine.cache.block_size,
+        "first_block": RESERVED_BLOCKS,  # number of the first block of a map
         "groups": [_describe_group(group) for group in manager.groups],
         "pools": [_pool_states(pool) for pool in manager.pools],
         "sequences": [
@@ -50,6 +51,10 @@ def block_map(engine: Engine, numbers: Mapping[int, int]) -> dict[str, Any]:
         ],
         "cache": asdict(manager.stats()),
         "scheduler": engine.scheduler.stats()._asdict(),
+        "preemption": {
+            name: getattr(preemption, name)
+            for name in ("recomputed", "recomputed_tokens", "to_ram", "to_disk", "swapped_bytes", "num_lost")
+        },
         "store": None if store is None else asdict(store.stats()),
     }
 

@@ -34,7 +34,7 @@ def error_response(error: ApiError, headers: Mapping[str, str] | None = None) ->
     if error.retry_after is not None:
         fields["retry-after"] = str(error.retry_after)
     if error.status == 401:
-        fields["www-authenticate"] = 'Basic realm="kvad", Bearer'
+        fields["www-authenticate"] = 'Basic realm="kvad"'
     return json_response(error.body(), error.status, fields)
 
 

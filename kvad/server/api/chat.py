@@ -96,7 +96,7 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
         generation_prompt=body.add_generation_prompt and not body.continue_final_message,
     )
     session = generation.session_of(body, key, body.n)
-    return RequestGroup(context, [make(tokens)], session=session), use
+    return RequestGroup(context, [make(tokens)], session=session, request_id=body.request_id), use
 
 
 def check_messages(messages: Sequence[dict[str, Any]], max_messages: int, max_chars: int) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ class _Answer:
 
     def __init__(self, context: ApiContext, body: ChatBody, group: RequestGroup, use: ToolUse | None) -> None:
         self._context, self._body, self._group = context, body, group
-        self._id, self._created = generation.new_id("chatcmpl"), int(time.time())
+        self._id, self._created = generation.new_id("chatcmpl", body.request_id), int(time.time())
         self._parsers: list[ToolCallParser] | None = None
         if use is not None:
             self._parsers = [make_parser(context, use) for _ in range(body.n)]
@@ -178,7 +178,10 @@ class _Answer:
         self._context.metrics.observe_finish(str(reason))
         scores = [chunk.logprob for chunk in chunks if chunk.logprob is not None]
         logprobs = chat_logprobs(self._context.token_texts, scores) if self._body.logprobs else None
-        return {"index": sample, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": sample, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        if self._body.return_token_ids:
+            choice["token_ids"] = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+        return choice
 
     def _parse(self, sample: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
         if self._parsers is None:
@@ -199,7 +202,8 @@ class _Answer:
         known_calls = 0 if self._parsers is None else self._parsers[sample].num_calls
         content, calls = self._parse(sample, chunk.text, is_last=finish is not None)
         scores: list[TokenLogprob] = [chunk.logprob] if self._body.logprobs and chunk.logprob is not None else []
-        if not (content or calls or scores or finish):
+        tokens = [chunk.token_id] if self._body.return_token_ids and chunk.token_id is not None else []
+        if not (content or calls or scores or tokens or finish):
             return b""
         delta: dict[str, Any] = {}
         if sample not in self._started:
@@ -218,12 +222,16 @@ class _Answer:
                 reason = finish
             self._context.metrics.observe_finish(reason)
             if not delta:
-                return self._chunk(sample, {}, logprobs, reason)
-            return self._chunk(sample, delta, logprobs, None) + self._chunk(sample, {}, None, reason)
-        return self._chunk(sample, delta, logprobs, None)
+                return self._chunk(sample, {}, logprobs, reason, tokens)
+            return self._chunk(sample, delta, logprobs, None, tokens) + self._chunk(sample, {}, None, reason, [])
+        return self._chunk(sample, delta, logprobs, None, tokens)
 
-    def _chunk(self, sample: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
+    def _chunk(
+        self, sample: int, delta: dict[str, Any], logprobs: Any, finish: str | None, tokens: Sequence[int | None]
+    ) -> bytes:
         choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(tokens)
         fields = {**self._head("chat.completion.chunk"), "choices": [choice]}
         return generation.event({**fields, "usage": None} if self._usage else fields)
 

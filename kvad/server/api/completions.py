@@ -41,7 +41,7 @@ async def create_completion(context: ApiContext, body: CompletionBody, key: str)
         raise invalid("max_tokens", "must be at least 1 without echo, got 0")
     submissions = await generation.build(context, context.llm.builder.generation(None, settings), prompts)
     session = generation.session_of(body, key, len(prompts) * best_of)
-    group = RequestGroup(context, submissions, session=session)
+    group = RequestGroup(context, submissions, session=session, request_id=body.request_id)
     answer = _Answer(context, body, prompts, group)
     if body.stream:
         return EventStream(generation.stream_events(group, answer.events, answer.last_events))
@@ -56,7 +56,7 @@ class _Answer:
     ) -> None:
         self._context, self._body, self._group, self._n = context, body, group, body.n
         self._head = {
-            "id": generation.new_id("cmpl"), "object": "text_completion", "created": int(time.time()),
+            "id": generation.new_id("cmpl", body.request_id), "object": "text_completion", "created": int(time.time()),
             "model": context.model_name,
         }  # fmt: skip
         self._prompt_texts = [self._prompt_text(prompt) for prompt in prompts] if body.echo else []

@@ -82,8 +82,8 @@ class EventStream:
     events: AsyncIterator[bytes]
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+def new_id(prefix: str, request_id: str | None = None) -> str:
+    return f"{prefix}-{request_id or uuid.uuid4().hex}"
 
 
 def event(fields: Mapping[str, Any]) -> bytes:
@@ -176,7 +176,12 @@ class RequestGroup:
     """The requests of one HTTP request, read together."""
 
     def __init__(
-        self, context: ApiContext, submissions: Sequence[Submission], *, session: Mapping[str, str] | None = None
+        self,
+        context: ApiContext,
+        submissions: Sequence[Submission],
+        *,
+        session: Mapping[str, str] | None = None,
+        request_id: str | None = None,
     ) -> None:
         check_submissions(context, submissions)
         self.context, self.submissions, self._signal = context, submissions, Signal()
@@ -184,7 +189,9 @@ class RequestGroup:
         self._samples_left = sum(each.sampling_params.n for each in submissions)
         try:
             for submission in submissions:
-                self.streams.append(context.llm.submit(submission, session=session, signal=self._signal))
+                stream = context.llm.submit(submission, session=session, signal=self._signal)
+                stream.request_id = request_id
+                self.streams.append(stream)
         except BaseException:
             self.cancel()
             raise

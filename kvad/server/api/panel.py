@@ -23,6 +23,9 @@ async def cache_state(context: ApiContext) -> dict[str, Any]:
     """Answer a request to /cache: the pools, sequences and stores now."""
     state = await context.llm.call("blocks")
     del state["reply"]
+    names = {stream.number: stream.request_id for stream in context.llm.streams}
+    for sequence in state["sequences"]:
+        sequence["request_id"] = names.get(sequence["request"])
     return {"time": time.time(), "requests": len(context.llm.streams), **state}
 
 
@@ -37,7 +40,11 @@ def cache_events(context: ApiContext) -> EventStream:
             data = generation.event(shown)
             yield data if data != last else b": ping\n\n"
             last = data
-            await asyncio.sleep(INTERVAL if state["sequences"] else QUIET_INTERVAL)
+            waited = INTERVAL
+            await asyncio.sleep(INTERVAL)
+            while waited < QUIET_INTERVAL and not (context.llm.streams or state["sequences"]):
+                await asyncio.sleep(INTERVAL)
+                waited += INTERVAL
 
     return EventStream(events())
 

@@ -133,7 +133,7 @@ async def translate(context: ApiContext, body: TranslateBody, key: str) -> dict[
     settings["cache_salt"] = context.salt(key, None)
     make = llm.builder.generation(None, settings)
     submissions = await generation.build(context, make, list[PromptInput](texts))
-    group = RequestGroup(context, submissions)
+    group = RequestGroup(context, submissions, request_id=body.request_id)
     results = await group.all_chunks()
     group.observe()
     translations = []

@@ -18,6 +18,7 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 MAX_NESTING = 100
 
 # Fields without effect here: they concern accounts and storage of OpenAI's service.
@@ -93,6 +94,8 @@ class GenerationBody(Body):
         None, description="Name under which the cache is kept on disk."
     )
     timings: bool = Field(False, description="Add seconds and tokens per second to the response.")
+    return_token_ids: bool = False
+    request_id: RequestId | None = Field(None, description="End of the response's id; also shown by /cache.")
     timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = Field(None, description="Seconds.")
 
 
@@ -104,7 +107,6 @@ class CompletionBody(GenerationBody):
     logprobs: Count | None = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    return_token_ids: bool = False
 
 
 class ChatBody(GenerationBody):
@@ -175,6 +177,7 @@ class TranslateBody(Body):
     max_tokens: Count | None = None
     temperature: Number | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    request_id: RequestId | None = None
     n: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
     timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
 
