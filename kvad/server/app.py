@@ -25,8 +25,9 @@ chat, completions, errors, generation = api.chat, api.completions, api.errors, a
 panel, plain_routes, responses, schema = api.panel, api.plain_routes, api.responses, api.schema
 LOG = logging.getLogger(__name__)
 STATIC = Path(__file__).with_name("static")
-PAGE_FILES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css", "/favicon.svg": "favicon.svg"}
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+PAGE_FILES = {f"/{path.name}": path.name for path in sorted(STATIC.iterdir()) if path.suffix in MEDIA_TYPES}
+PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
 STEP_SECONDS = 60.0  # a running engine that sends nothing for so long is not ready
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "

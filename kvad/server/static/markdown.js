@@ -1,0 +1,282 @@
+// Markdown as DOM nodes. Text of a model is only ever text: no HTML is parsed, images are links, and links are http(s) or mailto.
+
+import { copyButton, h } from "./dom.js";
+
+const MAX_DEPTH = 12;
+const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
+const RULE = /^ {0,3}(?:(?:-[ \t]*){3,}|(?:\*[ \t]*){3,}|(?:_[ \t]*){3,})$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
+const TABLE_RULE = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
+const SAFE_URL = /^(?:https?:\/\/|mailto:)/i;
+
+/** Keeps an element equal to the Markdown of a growing text; blocks that have not changed keep their nodes. */
+export class MarkdownView {
+  #raws = [];
+
+  constructor(element) {
+    this.element = element;
+    element.classList.add("markdown");
+  }
+
+  update(text) {
+    const blocks = parseBlocks(text.split("\n"));
+    let index = 0;
+    while (index < blocks.length && this.#raws[index] === blocks[index].raw) index++;
+    while (this.element.childNodes.length > index) this.element.lastChild.remove();
+    for (const block of blocks.slice(index)) this.element.append(render(block, 0));
+    this.#raws = blocks.map((block) => block.raw);
+  }
+}
+
+// ---------------------------------------------------------------- blocks
+
+/** Return [{type, raw, ...}]; every line belongs to one block. */
+export function parseBlocks(lines) {
+  const blocks = [];
+  let at = 0;
+  while (at < lines.length) {
+    if (!lines[at].trim()) { at++; continue; }
+    const [block, end] = nextBlock(lines, at);
+    blocks.push({ ...block, raw: `${block.type}\n${lines.slice(at, end).join("\n")}` });
+    at = end;
+  }
+  return blocks;
+}
+
+function nextBlock(lines, at) {
+  const line = lines[at];
+  let match;
+  if ((match = FENCE.exec(line))) return fence(lines, at, match);
+  if ((match = HEADING.exec(line))) return [{ type: "heading", level: match[1].length, text: match[2].replace(/[ \t]+#+[ \t]*$/, "") }, at + 1];
+  if (RULE.test(line)) return [{ type: "rule" }, at + 1];
+  if (QUOTE.test(line)) {
+    let end = at;
+    while (end < lines.length && (QUOTE.test(lines[end]) || (lines[end].trim() && !startsBlock(lines, end)))) end++;
+    return [{ type: "quote", lines: lines.slice(at, end).map((each) => each.replace(QUOTE, "")) }, end];
+  }
+  if (ITEM.test(line)) return items(lines, at);
+  if (isTable(lines, at)) {
+    let end = at + 2;
+    while (end < lines.length && lines[end].includes("|")) end++;
+    return [{ type: "table", rows: lines.slice(at, end) }, end];
+  }
+  let end = at + 1;
+  while (end < lines.length && lines[end].trim() && !startsBlock(lines, end)) end++;
+  return [{ type: "paragraph", text: lines.slice(at, end).join("\n") }, end];
+}
+
+const isTable = (lines, at) => lines[at].includes("|") && at + 1 < lines.length && lines[at + 1].includes("-") && TABLE_RULE.test(lines[at + 1]);
+
+function startsBlock(lines, at) {
+  const line = lines[at];
+  return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || ITEM.test(line) || isTable(lines, at);
+}
+
+function fence(lines, at, [, marks, info]) {
+  let end = at + 1;
+  const isEnd = (line) => line.trim().startsWith(marks) && !line.trim().replaceAll(marks[0], "");
+  while (end < lines.length && !isEnd(lines[end])) end++;
+  const language = info.trim().split(/\s/)[0];
+  return [{ type: "code", language, text: lines.slice(at + 1, end).join("\n") }, Math.min(end + 1, lines.length)];
+}
+
+function items(lines, at) {
+  const [, margin, mark] = ITEM.exec(lines[at]);
+  const isOrdered = /\d/.test(mark);
+  const entries = [];
+  let end = at;
+  while (end < lines.length) {
+    const match = ITEM.exec(lines[end]);
+    const indent = lines[end].search(/\S/);
+    if (match && match[1].length <= margin.length + 1 && indent <= margin.length + 1) {
+      if (/\d/.test(match[2]) !== isOrdered || RULE.test(lines[end])) break;
+      entries.push({ indent: match[0].length, lines: [lines[end].slice(match[0].length)] });
+    } else if (indent < 0) {
+      const next = lines.slice(end + 1).find((line) => line.trim());
+      const belongs = next !== undefined && (next.search(/\S/) > margin.length + 1 || ITEM.test(next));
+      if (!belongs) break;
+      entries.at(-1).lines.push("");
+    } else if (indent > margin.length || !lines[end - 1].trim() === false) {
+      if (indent <= margin.length && startsBlock(lines, end)) break;
+      entries.at(-1).lines.push(lines[end].slice(Math.min(indent, entries.at(-1).indent)));
+    } else break;
+    end++;
+  }
+  return [{ type: "list", isOrdered, start: parseInt(mark, 10) || 1, entries: entries.map((entry) => entry.lines) }, end];
+}
+
+// ---------------------------------------------------------------- nodes
+
+function render(block, depth) {
+  switch (block.type) {
+    case "heading": return h(`h${Math.min(6, block.level + 1)}`, {}, ...inline(block.text));
+    case "rule": return h("hr");
+    case "code": return codeBlock(block.text, block.language);
+    case "quote": return h("blockquote", {}, ...children(block.lines, depth));
+    case "list": return h(block.isOrdered ? "ol" : "ul", { start: block.isOrdered && block.start !== 1 ? block.start : null }, ...block.entries.map((entry) => listItem(entry, depth)));
+    case "table": return table(block.rows);
+    default: return h("p", {}, ...inline(block.text));
+  }
+}
+
+function children(lines, depth) {
+  if (depth >= MAX_DEPTH) return [h("p", {}, lines.join("\n"))];
+  return parseBlocks(lines).map((block) => render(block, depth + 1));
+}
+
+function listItem(lines, depth) {
+  const task = /^\[([ xX])\] /.exec(lines[0]);
+  const nodes = children(task ? [lines[0].slice(4), ...lines.slice(1)] : lines, depth);
+  const isTight = !lines.includes("") && nodes[0]?.tagName === "P";
+  const content = isTight ? [...nodes[0].childNodes, ...nodes.slice(1)] : nodes;
+  const box = task ? h("input", { type: "checkbox", checked: task[1] !== " ", disabled: true, "aria-label": "task" }) : null;
+  return h("li", { class: task ? "task" : null }, box, ...content);
+}
+
+function table(rows) {
+  const cells = (row) => row.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+  const aligns = cells(rows[1]).map((cell) => (/^:-+:$/.test(cell) ? "center" : /-:$/.test(cell) ? "right" : null));
+  const line = (row, tag) => h("tr", {}, ...cells(row).slice(0, 64).map((cell, index) => h(tag, { style: aligns[index] ? { "text-align": aligns[index] } : {} }, ...inline(cell))));
+  const body = h("tbody", {}, ...rows.slice(2).map((row) => line(row, "td")));
+  return h("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-label": "Table" }, h("table", {}, h("thead", {}, line(rows[0], "th")), body));
+}
+
+function codeBlock(text, language) {
+  const head = h("div", { class: "code-head" }, h("span", {}, language || "text"), copyButton(() => text, "Copy code"));
+  return h("div", { class: "code" }, head, h("pre", { tabindex: "0" }, h("code", {}, ...highlight(text, language))));
+}
+
+// ---------------------------------------------------------------- inline
+
+/** Return the nodes of a line of text. */
+export function inline(text, depth = 0) {
+  const nodes = [];
+  const missing = new Set(); // delimiters without an end after here
+  let plain = "";
+  let at = 0;
+  const flush = () => { if (plain) { nodes.push(document.createTextNode(plain)); plain = ""; } };
+  const find = (mark, from) => {
+    if (missing.has(mark)) return -1;
+    const end = text.indexOf(mark, from);
+    if (end < 0) missing.add(mark);
+    return end;
+  };
+  while (at < text.length) {
+    const found = depth < MAX_DEPTH ? span(text, at, find, depth) : null;
+    if (found) {
+      flush();
+      nodes.push(found[0]);
+      at = found[1];
+    } else if (text[at] === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) {
+      plain += text[at + 1];
+      at += 2;
+    } else {
+      const run = text[at] === "`" ? /^`+/.exec(text.slice(at, at + 64))[0] : text[at];
+      plain += run;
+      at += run.length;
+    }
+  }
+  flush();
+  return nodes;
+}
+
+/** Return [node, end] of the construct that begins at `at`, or null. */
+function span(text, at, find, depth) {
+  switch (text[at]) {
+    case "\n": return [h("br"), at + 1];
+    case "`": {
+      const marks = /^`+/.exec(text.slice(at, at + 64))[0];
+      const end = find(marks, at + marks.length);
+      return end < 0 ? null : [h("code", {}, text.slice(at + marks.length, end).replace(/^ (.*) $/, "$1")), end + marks.length];
+    }
+    case "*": case "_": return emphasis(text, at, find, depth);
+    case "~": return text.startsWith("~~", at) ? delimited(text, at, "~~", "del", find, depth) : null;
+    case "!": return text[at + 1] === "[" ? link(text, at + 1, find, depth) : null;
+    case "[": return link(text, at, find, depth);
+    case "h": return /^https?:\/\/[^\s<>"'`)\]]+/.test(text.slice(at, at + 12)) && !/\w/.test(text[at - 1] ?? " ") ? bareLink(text, at) : null;
+    default: return null;
+  }
+}
+
+function emphasis(text, at, find, depth) {
+  const mark = text[at];
+  if (mark === "_" && /\w/.test(text[at - 1] ?? " ")) return null;
+  if (text[at + 1] === mark) return delimited(text, at, mark + mark, "strong", find, depth);
+  return delimited(text, at, mark, "em", find, depth);
+}
+
+function delimited(text, at, mark, tag, find, depth) {
+  const start = at + mark.length;
+  if (/\s/.test(text[start] ?? " ")) return null;
+  let end = find(mark, start + 1);
+  for (let tries = 0; end > 0 && tries < 20; tries++) {
+    const isInWord = mark[0] === "_" && /\w/.test(text[end + mark.length] ?? " ");
+    const isLonger = mark.length === 1 && (text[end + 1] === mark || text[end - 1] === mark);
+    if (!/\s/.test(text[end - 1]) && !isInWord && !isLonger) return [h(tag, {}, ...inline(text.slice(start, end), depth + 1)), end + mark.length];
+    end = text.indexOf(mark, end + (isLonger && text[end + 1] === mark ? 2 : 1));
+  }
+  return null;
+}
+
+function link(text, at, find, depth) {
+  const middle = find("](", at);
+  if (middle < 0 || middle - at > 500) return null;
+  const end = closingParenthesis(text, middle + 2);
+  if (end < 0) return null;
+  const url = text.slice(middle + 2, end).trim().split(/\s/)[0];
+  const label = text.slice(at + 1, middle);
+  if (label.includes("[")) return null;
+  if (!SAFE_URL.test(url)) return [h("span", {}, ...inline(label, depth + 1)), end + 1];
+  return [anchor(url, inline(label || url, MAX_DEPTH)), end + 1];
+}
+
+/** Return the index of the ")" that ends a link's address; pairs inside it belong to the address. */
+function closingParenthesis(text, from) {
+  let open = 1;
+  for (let at = from; at < Math.min(text.length, from + 2000); at++) {
+    if (text[at] === "\n") return -1;
+    if (text[at] === "(") open++;
+    if (text[at] === ")" && --open === 0) return at;
+  }
+  return -1;
+}
+
+function bareLink(text, at) {
+  const url = /^https?:\/\/[^\s<>"'`]+/.exec(text.slice(at, at + 2000))[0].replace(/[).,;:!?\]]+$/, "");
+  return [anchor(url, [url]), at + url.length];
+}
+
+const anchor = (url, content) => h("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow", title: url }, ...content);
+
+// ---------------------------------------------------------------- code colors
+
+const HASH = new Set(["py", "python", "sh", "bash", "shell", "zsh", "yaml", "yml", "toml", "ruby", "rb", "r", "perl", "make", "makefile", "dockerfile", "console"]);
+const PLAIN = new Set(["", "text", "txt", "plain", "output", "markdown", "md", "diff"]);
+const KEYWORDS = new Set((
+  "and as assert async await break case catch class const continue def default del do elif else enum except export extends extern false False finally fn for from func function global if impl import in interface is lambda let "
+  + "match mod mut new nil None nonlocal not null or package pass private protected pub public raise return self static struct super switch this throw trait true True try type typedef typeof undefined unsafe use using var void where while with yield "
+  + "int float double bool char string str select insert update delete create table values set join group order by echo then fi done esac local"
+).split(" "));
+const STRINGS = "\"\"\"[\\s\\S]*?(?:\"\"\"|$)|'''[\\s\\S]*?(?:'''|$)|\"(?:\\\\.|[^\"\\\\\\n])*\"?|'(?:\\\\.|[^'\\\\\\n])*'?|`(?:\\\\.|[^`\\\\])*`?";
+const REST = "\\b\\d[\\w.]*|[A-Za-z_$][\\w$]*";
+const WITH_HASH = new RegExp(`(#.*)|(${STRINGS})|(${REST})`, "g");
+const WITH_SLASH = new RegExp(`(//.*|/\\*[\\s\\S]*?(?:\\*/|$))|(${STRINGS})|(${REST})`, "g");
+
+/** Return the nodes of a program's text, with classes for comments, strings, numbers and keywords. */
+export function highlight(text, language) {
+  const name = (language ?? "").toLowerCase();
+  if (PLAIN.has(name) || text.length > 100_000) return [text];
+  const nodes = [];
+  let last = 0;
+  for (const match of text.matchAll(HASH.has(name) ? WITH_HASH : WITH_SLASH)) {
+    const kind = match[1] ? "c" : match[2] ? "s" : /^\d/.test(match[3]) ? "n" : KEYWORDS.has(match[3]) ? "k" : text[match.index + match[0].length] === "(" ? "f" : "";
+    if (!kind) continue;
+    if (match.index > last) nodes.push(text.slice(last, match.index));
+    nodes.push(h("span", { class: `hl-${kind}` }, match[0]));
+    last = match.index + match[0].length;
+  }
+  nodes.push(text.slice(last));
+  return nodes;
+}
