@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -70,10 +69,14 @@ class LLM:
         self.memory_plan: MemoryPlan | None = None  # set by ``load``
         self.name = name  # stored in session files, like the chat template's fingerprint
         self.chat_template_fingerprint = chat_template_fingerprint
-        self._tokenizer_folder = tokenizer_folder  # has the chat template
         self.model, self.tokenizer, self.cache_config = model.eval(), tokenizer, cache_config
         self.generation = GenerationConfig() if generation is None else generation
         engine_config = EngineConfig() if engine_config is None else engine_config
+        folders = {name: adapter.path for name, adapter in engine_config.adapters.items()}
+        folders[""] = tokenizer_folder
+        self._templates = text_lib.chat_template.ChatTemplates(
+            {name: folder for name, folder in folders.items() if folder is not None}
+        )
         stop_tokens = frozenset(self.generation.eos_token_ids) or engine_config.stop_tokens
         engine_config = dataclasses.replace(engine_config, stop_tokens=stop_tokens)
         self.engine = Engine(self.model, cache_config, engine_config, tokenizer=tokenizer)
@@ -92,6 +95,7 @@ class LLM:
         memory: Literal["auto"] | int | float | MemoryBudget = "auto",
         cache_config: CacheConfig | None = None,
         adapter: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         rope_scaling: str | Mapping[str, Any] | None = None,
         activation_bits: int | None = None,
         revision: str | None = None,
@@ -108,6 +112,7 @@ class LLM:
                 not fit, ``max_seq_len``, unless they are given.
             cache_config: Configuration of the cache; alternatively its fields as keywords (``max_num_seqs=4``).
             adapter: LoRA adapter (kvad's or PEFT's) that is merged into the weights.
+            adapters: LoRA adapters by name, which requests choose (``generate(adapter=name)``); the base stays.
             rope_scaling: Another RoPE scaling (``checkpoint.loader.scale_rope``), which extends the model's limit.
             activation_bits: 8 rounds the inputs of int8 and int4 weights to 8 bits, for speed (None: not rounded).
             revision: Revision on the hub.
@@ -133,6 +138,7 @@ class LLM:
             handle = checkpoint.adapter.merge_adapter(handle, Path(adapter))
         if rope_scaling is not None:
             checkpoint.loader.scale_rope(handle, rope_scaling)
+        engine_fields["adapters"] = engine_lib.loading.load_adapters(handle, adapters or {})
         plan = engine_lib.loading.plan_checkpoint(
             handle, cache_config, fields, memory, torch_device, dtype, summarizer, engine_fields
         )
@@ -219,7 +225,7 @@ class LLM:
             RequestError: If the model has no chat template, or the conversation cannot be served.
             ChatTemplateError: If the template refuses the messages.
         """
-        template = self._chat_template
+        template = self._templates.find(settings.get("adapter", ""))
         if template is None:
             raise RequestError("this model has no chat template", "Use generate() with a text.")
         rendered = template.render(
@@ -227,11 +233,6 @@ class LLM:
         )
         tokens = self.texts.require_tokenizer().encode(rendered.text, specials=True)
         return self.generate(tokens, sampling_params, **settings)
-
-    @cached_property
-    def _chat_template(self) -> text_lib.chat_template.ChatTemplate | None:
-        folder = self._tokenizer_folder
-        return None if folder is None else text_lib.chat_template.ChatTemplate.load(folder)
 
     def stream(
         self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
@@ -244,7 +245,12 @@ class LLM:
             self.client.cancel([handle])
 
     def session(
-        self, name: str | Path | None = None, folder: str | Path | None = None, *, cache_salt: str | None = None
+        self,
+        name: str | Path | None = None,
+        folder: str | Path | None = None,
+        *,
+        cache_salt: str | None = None,
+        adapter: str = "",
     ) -> Session:
         """Open a text that continues over turns and processes (``engine/session.py``).
 
@@ -253,12 +259,14 @@ class LLM:
                 crashed writers are removed. None: a session of this process only.
             folder: Folder of sessions (default: ``KVAD_SESSION_DIR``, else the user's data folder).
             cache_salt: Cached blocks are shared only with requests of the same salt. None: the salt in the file.
+            adapter: Name of the adapter that computes all turns; "": the base. A file of another one is refused.
 
         Raises:
             UsageError: If the name is invalid.
             StorageError: If the file is damaged or belongs to another model or cache.
         """
         self.client.check_open()
+        self.engine.adapters.number(adapter)
         path = name if isinstance(name, Path) else None
         if isinstance(name, str):
             directory = sessions.directory.default_session_dir() if folder is None else Path(folder)
@@ -274,6 +282,7 @@ class LLM:
             model=self.name,
             template=self.chat_template_fingerprint,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         if path is not None and path.exists():
             session.load()
@@ -295,6 +304,7 @@ class LLM:
         encoder_input: PromptInput | None = None,
         source_language: str | None = None,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> output.TextScore | list[output.TextScore]:
         """Return each token's log-probability given the tokens before it, computed with the cache.
 
@@ -304,8 +314,10 @@ class LLM:
             encoder_input: Input of the encoder.
             source_language: Language of the encoder input.
             cache_salt: Cached blocks are shared only with requests of the same salt.
+            adapter: Name of the adapter; "": the base.
         """
-        build = self._requests.scoring(encoder_input, source_language, top_logprobs=top_logprobs, cache_salt=cache_salt)
+        shared: Any = {"cache_salt": cache_salt, "adapter": adapter}
+        build = self._requests.scoring(encoder_input, source_language, top_logprobs=top_logprobs, **shared)
         submit = self._requests.submitter(build, scores=True)
         results: output.TextScore | list[output.TextScore] = self.client.run_each(
             texts, submit, engine_lib.submission.read_score
@@ -313,7 +325,7 @@ class LLM:
         return results
 
     @torch.inference_mode()
-    def logits(self, tokens: PromptInput, encoder_input: PromptInput | None = None) -> Tensor:
+    def logits(self, tokens: PromptInput, encoder_input: PromptInput | None = None, *, adapter: str = "") -> Tensor:
         """Return logits [T, V] without a cache, with plain kernels: no joined products and no fused attention.
 
         With ``deterministic``, attention has the engine's tiles, which give a token the same bits at every length.
@@ -325,14 +337,15 @@ class LLM:
         self.client.check_open()
         self._requests.check_encoder_input(encoder_input)
         if self._kind == "decoder":
-            model_input = self._model_input(self.texts.encode_prompt(tokens, whole=True))
+            model_input = self._model_input(self.texts.encode_prompt(tokens, whole=True), adapter)
         elif self._kind == "encoder":
-            model_input = self._model_input(self.texts.encode_source(tokens))
+            model_input = self._model_input(self.texts.encode_source(tokens), adapter)
         else:
             if encoder_input is None:
                 raise RequestError("encoder_input: required by this model", "Give the text to translate.")
-            model_input = self._model_input(self.texts.encode_target(tokens))
-            model_input = model_input._replace(encoder_input=self._model_input(self.texts.encode_source(encoder_input)))
+            model_input = self._model_input(self.texts.encode_target(tokens), adapter)
+            source = self._model_input(self.texts.encode_source(encoder_input), adapter)
+            model_input = model_input._replace(encoder_input=source)
         model = copy.copy(self.model)  # the engine's model keeps its kernel
         if not isinstance(model.kernel, ops.attention.TileSizes):
             model.kernel = "reference"
@@ -349,6 +362,7 @@ class LLM:
         pool: EmbedPooling | None = None,
         prompt_name: str | None = None,
         truncate: bool = False,
+        adapter: str = "",
     ) -> Tensor:
         """Return one vector per text, [N, E] (N = 1 for one text).
 
@@ -360,11 +374,12 @@ class LLM:
             prompt_name: Prompt of the checkpoint that precedes the texts (default: the checkpoint's, if any).
             truncate: Truncate texts that are too long. A sentence-transformers folder with ``max_seq_length`` always
                 truncates.
+            adapter: Name of the adapter, for a decoder; "": the base.
 
         Raises:
             RequestError: If a text is too long, the prompt is unknown, or the head does not pool.
         """
-        return self._tasks.embed(texts, pool, prompt_name, truncate=truncate)
+        return self._tasks.embed(texts, pool, prompt_name, truncate=truncate, adapter=adapter)
 
     @overload
     def tag(self, texts: PromptInput) -> tuple[output.TokenLabel, ...]: ...  # type: ignore[overload-overlap]
@@ -454,5 +469,7 @@ class LLM:
 
     # ------------------------------------------------------------ internals
 
-    def _model_input(self, ids: Sequence[int]) -> ModelInput:
-        return engine_lib.encoder_tasks.text_input(ids, self.engine.device)
+    def _model_input(self, ids: Sequence[int], adapter: str) -> ModelInput:
+        adapters = self.engine.adapters
+        model_input = engine_lib.encoder_tasks.text_input(ids, self.engine.device)
+        return model_input._replace(adapters=adapters.select([(adapters.number(adapter), len(ids))]))

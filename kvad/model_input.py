@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 NULL_BLOCK = 0  # pads block tables; never written, so its positions stay -1 and its slots are invisible
 PADDING_BLOCK = 1  # takes the writes of padding tokens; in no block table
@@ -88,6 +89,18 @@ class ModelInput(NamedTuple):
     # [T] order of tokens if positions do not give it: packed documents whose positions restart and that are visible to
     # later ones. Position encodings use positions, masks use this.
     causal_order: Tensor | None = None
+    adapters: TokenAdapters | None = None  # of the tokens; None: no token has one
+
+
+class TokenAdapters(Protocol):
+    """Low-rank terms that some tokens of a step add to the products of linear layers (``model/lora.py``)."""
+
+    def add(self, layer: Module, x: Tensor, out: Tensor) -> Tensor:
+        """Add the terms for ``layer``, given its input x [T, in], to ``out`` [T, out] in place.
+
+        Tokens whose adapter has no term for the layer, and those without an adapter, are not touched.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from kvad.checkpoint.hub import resolve_model_path
 from kvad.checkpoint.native import new_checkpoint, open_folder
 from kvad.checkpoint.safetensors_io import open_file_tensors, save_tensors
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError
+from kvad.errors import CheckpointError, ConfigError
 from kvad.text import Tokenizer
 
 METADATA_FILE, TENSORS, FORMAT = "adapter.json", "adapter_model.safetensors", 2
@@ -132,6 +132,24 @@ class StoredAdapter:
         base = self.metadata.get("base") or self.content.get("base_model_name_or_path")
         return base if isinstance(base, str) and base else None
 
+    @property
+    def end_tokens(self) -> tuple[int, ...] | None:
+        """Tokens that end a text, if kvad stored them with the adapter."""
+        path = self.path / GENERATION_FILE
+        return read_generation_config({}, read_json(path)).eos_token_ids if path.is_file() else None
+
+    def check_base(self, base: CheckpointHandle, fingerprint: str | None = None) -> None:
+        """Raise CheckpointError if the adapter records that it was trained on another base.
+
+        Args:
+            base: The base.
+            fingerprint: Its ``base_fingerprint``, if it is known.
+        """
+        trained_on = self.metadata.get("fingerprint")
+        if trained_on is not None and trained_on != (fingerprint or base_fingerprint(base)):
+            message = f"{self.path}: this adapter was trained on another model than {base.path}"
+            raise CheckpointError(message, f"Its base was {self.base}.")
+
     def factors(self, base: CheckpointHandle) -> dict[str, model.lora.LoraFactors]:
         """Read the matrices by the name of the linear layer of ``base``, which they must fit."""
         has_native_names = self.metadata.get("names") == "kvad"
@@ -178,6 +196,22 @@ def merge_adapter(base: CheckpointHandle, path: Path) -> AdaptedCheckpoint:
     return AdaptedCheckpoint(adapter.path, base=base, adapter=adapter)
 
 
+def open_adapters(base: CheckpointHandle, paths: Mapping[str, str | Path]) -> dict[str, StoredAdapter]:
+    """Open adapters, by name, that are used next to ``base``.
+
+    Raises:
+        ConfigError: If a name is empty or not printable.
+        CheckpointError: If a folder is no adapter, or ``base`` has an adapter merged in.
+    """
+    if paths and isinstance(base, AdaptedCheckpoint):
+        hint = "Merge it first with kvad merge BASE ADAPTER --out DIR."
+        raise CheckpointError(f"{base.path} is an adapter, and other adapters require their base", hint)
+    for name in paths:
+        if not name or not name.isprintable() or name != name.strip():
+            raise ConfigError(f"adapters: a name must be printable text, got {name!r}", "Write NAME=PATH.")
+    return {name: open_adapter(Path(path)) for name, path in paths.items()}
+
+
 def open_adapted(path: Path) -> AdaptedCheckpoint:
     """Open an adapter together with the base that it names."""
     adapter = open_adapter(path)
@@ -208,10 +242,8 @@ class AdaptedCheckpoint(CheckpointHandle):
 
     @property
     def generation(self) -> GenerationConfig:
-        path = self.path / GENERATION_FILE
-        if not path.is_file():
-            return self.base.generation
-        return replace(self.base.generation, eos_token_ids=read_generation_config({}, read_json(path)).eos_token_ids)
+        end_tokens = self.adapter.end_tokens
+        return self.base.generation if end_tokens is None else replace(self.base.generation, eos_token_ids=end_tokens)
 
     @property
     def unused_keys(self) -> tuple[str, ...]:
@@ -260,10 +292,7 @@ class AdaptedCheckpoint(CheckpointHandle):
 
         Raises CheckpointError before the first tensor if the adapter was trained on another base.
         """
-        fingerprint = self.adapter.metadata.get("fingerprint")
-        if fingerprint is not None and base_fingerprint(self.base) != fingerprint:
-            message = f"{self.adapter.path}: this adapter was trained on another model than {self.base.path}"
-            raise CheckpointError(message, f"Its base was {self.adapter.base}.")
+        self.adapter.check_base(self.base)
         if self.quantization is not None:  # the base's tensors are float32
             dtype = dtype or self.stored_dtype
         for name, tensor in self.base.weights():

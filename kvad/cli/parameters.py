@@ -188,10 +188,9 @@ class ActivationOptions(DeviceOptions):
     )
 
 
-class WeightOptions(ActivationOptions):
-    """Options for loading weights."""
+class ComputeOptions(ActivationOptions):
+    """Options for loading weights without adapters."""
 
-    adapter: Path | None = option("LoRA adapter, kvad's or PEFT's, to merge into the weights")
     compile: bool = option("Compile the layers with torch.compile instead of using the native CPU kernels")
     deterministic: bool = option("Make results independent of the batch (CPU only, slower)")
     rope_scaling: str | None = option(
@@ -199,6 +198,12 @@ class WeightOptions(ActivationOptions):
         "[default: the checkpoint's]",
         metavar="SCALING",
     )
+
+
+class WeightOptions(ComputeOptions):
+    """Options for loading weights."""
+
+    adapter: Path | None = option("LoRA adapter, kvad's or PEFT's, to merge into the weights")
 
 
 class SpeculativeOptions(Options):

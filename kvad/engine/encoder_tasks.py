@@ -41,7 +41,9 @@ class EncoderTasks:
         self._client, self._engine, self._model = client, client.engine, client.engine.model
         self._prompts, self._config = prompt_encoder, client.engine.model.config
 
-    def embed(self, texts: Any, pool: EmbedPooling | None, prompt_name: str | None, *, truncate: bool) -> Tensor:
+    def embed(
+        self, texts: Any, pool: EmbedPooling | None, prompt_name: str | None, *, truncate: bool, adapter: str = ""
+    ) -> Tensor:
         """Return one vector per text, [N, E] (``LLM.embed``)."""
         if pool is not None and pool not in get_args(EmbedPooling):
             raise RequestError(f"pool: unknown mode {pool!r}", suggest(str(pool), get_args(EmbedPooling)))
@@ -53,20 +55,24 @@ class EncoderTasks:
             return torch.empty(0, self._config.hidden_size)
         generation = self._prompts.generation
         if self._config.kind == "decoder":
-            stacked = self._embed_with_decoder(inputs, pool or generation.pooling or "last")
+            stacked = self._embed_with_decoder(inputs, pool or generation.pooling or "last", adapter)
+        elif adapter:
+            message = f"adapter: an {self._config.kind} embeds with its base only, got {adapter!r}"
+            raise RequestError(message, "Load the adapter with adapter= instead, which merges it.")
         else:
             pooling = pool or generation.pooling or "mean"
             stacked = torch.stack(self._encode_each(inputs, lambda ids, out: out, pooling))
         return F.normalize(stacked, dim=-1) if pool is None and generation.normalize else stacked
 
     @torch.inference_mode()
-    def _embed_with_decoder(self, inputs: Sequence[Sequence[int]], pool: EmbedPooling) -> Tensor:
+    def _embed_with_decoder(self, inputs: Sequence[Sequence[int]], pool: EmbedPooling, adapter: str) -> Tensor:
         """Return the pooled hidden states [N, E] of a decoder, computed without a cache, text by text."""
         assert pool != "head", "a decoder's head does not pool"
         self._client.check_open()
-        vectors = []
+        vectors, adapters = [], self._engine.adapters
         for ids in inputs:
             model_input = text_input(ids, self._engine.device)
+            model_input = model_input._replace(adapters=adapters.select([(adapters.number(adapter), len(ids))]))
             hidden = self._model(model_input, NoCache(self._config, kernel=self._model.kernel))
             vectors.append(model_lib.heads.pool_hidden(hidden, model_input.sub_batches, pool)[0].cpu())
         return torch.stack(vectors)

@@ -28,7 +28,7 @@ from kvad.engine import scheduling
 from kvad.engine.execution import NONFINITE_ERROR, DraftModel, GrammarCompiler, ModelRunner, sample_outputs
 from kvad.engine.options import EngineConfig, check_request, check_source
 from kvad.engine.output import OutputTextStream
-from kvad.engine.resume import StateKeeper
+from kvad.engine.resume import ResumePoint, StateKeeper
 from kvad.engine.scheduling import LengthLimits, RequestMetrics, SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.storage import open_block_store, open_offload_reader, open_swap_space
 from kvad.errors import ConfigError, KvadError, RequestError, SaveError, UsageError
@@ -88,6 +88,7 @@ class Engine:
             _check_compile(model)
         sizing.check_policy(model.config, cache, deterministic=config.deterministic)
         _fuse_projections(model)
+        self.adapters = model_lib.lora.AdapterSet(model, {name: x.factors for name, x in config.adapters.items()})
         computed = str(model.token_embedding.dtype).removeprefix("torch.")
         groups = build_groups(attention_specs(model.config), cache, computed)
         summarizer = config.summarizer
@@ -102,8 +103,9 @@ class Engine:
         with ExitStack() as resources:  # an error here leaves no file, thread or lock behind
             self.kv_cache: KVCache = self._build_kv_cache(groups, summarizer)
             resources.callback(self.kv_cache.release)
-            if config.compile and self.kv_cache.ranks > 1:
-                raise ConfigError(f"compile: is not supported with {self.kv_cache.ranks} ranks", "Omit it.")
+            if (config.compile or config.adapters) and self.kv_cache.ranks > 1:
+                option = "compile" if config.compile else "adapters"
+                raise ConfigError(f"{option}: is not supported with {self.kv_cache.ranks} ranks", "Omit it.")
             self.block_store = open_block_store(cache, groups, lambda: self.cache_fingerprint(""))
             if self.block_store is not None:
                 resources.callback(self.block_store.close)
@@ -142,6 +144,7 @@ class Engine:
             cuda_graphs=config.cuda_graphs,
             compile_layers=config.compile,
             num_tokens=self._num_tokens,
+            adapters=self.adapters,
         )
         is_adaptive = config.speculative is not None and config.speculative.adaptive
         self._draft_gate = scheduling.speculation.DraftGate() if is_adaptive else None
@@ -154,7 +157,8 @@ class Engine:
     def _build_kv_cache(self, groups: Sequence[CacheGroup], summarizer: Summarizer | None) -> KVCache:
         config, kernel = self.config, self.config.kernel
         if config.deterministic:
-            kernel = model_lib.batch_invariant.make_batch_invariant(self.model)
+            products = self.adapters.matmul_shapes()
+            kernel = model_lib.batch_invariant.make_batch_invariant(self.model, products)
         return config.cache_factory(
             groups,
             device=self.device,
@@ -222,6 +226,7 @@ class Engine:
         resume: SequenceState | None = None,
         keep_state: bool = False,
         draw_salt: int = 0,
+        adapter: str = "",
     ) -> int:
         """Queue a prompt and return the request's number.
 
@@ -233,29 +238,24 @@ class Engine:
             resume: State of an earlier request, used up to the first differing token (see ``RequestMetrics``).
             keep_state: Capture the final state for ``pop_state``. Like ``resume``, for one sample without beams.
             draw_salt: Requests with the same seed and tokens draw other numbers if it differs.
+            adapter: Name of the adapter that computes it; "": the base.
 
         Raises:
             RequestError: If the request cannot be served.
         """
+        adapter_number = self.adapters.number(adapter)
         check_request(self.model.config, prompt_token_ids, sampling_params, encoder_token_ids)
         self._check_options(sampling_params, draw_salt, uses_states=resume is not None or keep_state)
         request, texts = self._next_request, dict[tuple[int, int], OutputTextStream]()
-        output, stop_tokens = sampling_params.structured_output, self._stop_tokens(sampling_params)
+        output, stop_tokens = sampling_params.structured_output, self._stop_tokens(sampling_params, adapter)
         grammar = None if output is None else self.grammars.compile(output)
         if self.tokenizer is not None:
             end_tokens = stop_tokens | frozenset(sampling_params.stop_token_ids)
             for sample in range(sampling_params.n):
                 texts[request, sample] = OutputTextStream(self.tokenizer, sampling_params, end_tokens)
-        regime = self.limits.rope_regime(len(prompt_token_ids))
-        prefix_root = self._root(cache_salt, encoder_token_ids)
-        resume_point = self.state_keeper.resume(
-            resume,
-            prompt_token_ids,
-            sampling_params,
-            prefix_root=scheduling.sequence.regime_root(prefix_root, regime),
-            regime=str(regime),
-            cache_salt=cache_salt,
-            encoder_tokens=encoder_token_ids,
+        prefix_root = self._root(cache_salt, encoder_token_ids, adapter)
+        resume_point = self._resume(
+            prompt_token_ids, sampling_params, prefix_root, encoder_token_ids, resume, cache_salt, adapter
         )
         encoder = None if encoder_token_ids is None else scheduling.request.EncoderInput(tuple(encoder_token_ids))
         metrics = self.scheduler.add_request(
@@ -268,16 +268,40 @@ class Engine:
             swapped=resume_point.swapped,
             keep_state=keep_state,
             draw_salt=draw_salt,
+            adapter=adapter_number,
             has_stop_string=self._stop_string_test(sampling_params),
             grammar=grammar,
         )
         metrics.resume_miss_reason = resume_point.miss_reason
         self.state_keeper.begin(resume_point)
         if keep_state:
-            self.state_keeper.track(request, cache_salt)
+            self.state_keeper.track(request, cache_salt, adapter)
         self._texts.update(texts)
         self._next_request += 1
         return request
+
+    def _resume(
+        self,
+        tokens: Sequence[int],
+        sampling_params: SamplingParams,
+        prefix_root: bytes,
+        encoder_token_ids: Sequence[int] | None,
+        state: SequenceState | None,
+        cache_salt: str,
+        adapter: str,
+    ) -> ResumePoint:
+        """Return the point at which a request continues from a state, if one is given."""
+        regime = self.limits.rope_regime(len(tokens))
+        return self.state_keeper.resume(
+            state,
+            tokens,
+            sampling_params,
+            prefix_root=scheduling.sequence.regime_root(prefix_root, regime),
+            regime=str(regime),
+            cache_salt=cache_salt,
+            adapter=adapter,
+            encoder_tokens=encoder_token_ids,
+        )
 
     def _check_options(self, sampling_params: SamplingParams, draw_salt: int, *, uses_states: bool) -> None:
         if not 0 <= draw_salt <= scheduling.request.MAX_SEED:
@@ -459,17 +483,23 @@ class Engine:
 
         return has_stop_string
 
-    def _stop_tokens(self, sampling_params: SamplingParams) -> frozenset[int]:
+    def _stop_tokens(self, sampling_params: SamplingParams, adapter: str) -> frozenset[int]:
+        own = self.config.adapters[adapter].stop_tokens if adapter else frozenset()
+        if own and not sampling_params.ignore_eos:
+            return own
         if sampling_params.ignore_eos or self.config.stop_tokens or self.tokenizer is None:
             return frozenset() if sampling_params.ignore_eos else self.config.stop_tokens
         return frozenset(self.tokenizer.special_tokens.end_ids)
 
-    def _root(self, cache_salt: str, encoder_token_ids: Sequence[int] | None = None) -> bytes:
+    def _root(self, cache_salt: str, encoder_token_ids: Sequence[int] | None = None, adapter: str = "") -> bytes:
         """Return the start of the block hash chain, unique to the computation except for its rotary regime."""
         encoder_part = "" if encoder_token_ids is None else str(list(encoder_token_ids))
         policy_parts = f"{self.cache.resolved_policy}\0{self.cache.endless}\0{self.cache.rope_at}\0{self._summaries}"
         root_parts = f"{cache_salt}\0{self.cache.format_name}\0{policy_parts}\0{encoder_part}"
-        return hashlib.blake2b(self._root_seed + root_parts.encode(), digest_size=16).digest()
+        root = hashlib.blake2b(self._root_seed + root_parts.encode(), digest_size=16).digest()
+        if not adapter:
+            return root
+        return hashlib.blake2b(self.adapters.fingerprint(adapter).encode(), key=root, digest_size=16).digest()
 
     def block_keys(self, tokens: Sequence[int], *, cache_salt: str = "") -> list[str]:
         """Return the block store's keys of the full blocks of a prompt."""
@@ -477,8 +507,10 @@ class Engine:
         prefix_root = scheduling.sequence.regime_root(self._root(cache_salt), regime)
         return self.kv_cache_manager.block_keys(tokens, prefix_root)
 
-    def cache_fingerprint(self, regime: str, *, cache_salt: str = "", template: str = "") -> CacheFingerprint:
-        """Return the fingerprint of everything that this engine's keys and values depend on.
+    def cache_fingerprint(
+        self, regime: str, *, cache_salt: str = "", template: str = "", adapter: str = ""
+    ) -> CacheFingerprint:
+        """Return the fingerprint of everything that keys and values of this engine's ``adapter`` depend on.
 
         ``template`` is the chat template's fingerprint, if any. The first call reads all weights.
         """
@@ -494,7 +526,7 @@ class Engine:
             computed += " deterministic"
         if self.model.activation_bits is not None:
             computed += f" activations int{self.model.activation_bits}"
-        adapter = {"adapter": self.config.adapter_fingerprint} if self.config.adapter_fingerprint else {}
+        adapters = "+".join(filter(None, (self.config.adapter_fingerprint, self.adapters.fingerprint(adapter))))
         return CacheFingerprint(
             model=self._weights_fingerprint,
             tokenizer="" if self.tokenizer is None else self.tokenizer.fingerprint(),
@@ -508,7 +540,7 @@ class Engine:
             summaries=self._summaries,
             regime=regime,
             salt=cache_salt,
-            **adapter,
+            **({"adapter": adapters} if adapters else {}),
         )
 
     def _add_text(self, chunk: StreamChunk) -> StreamChunk:

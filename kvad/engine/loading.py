@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvad import checkpoint
+from kvad import checkpoint, model
 from kvad.cache import CacheConfig
 from kvad.cache.sizing import (
     MemoryBudget,
@@ -23,9 +23,9 @@ from kvad.cache.sizing import (
     require_memory,
 )
 from kvad.checkpoint import CheckpointHandle
-from kvad.engine.options import EngineConfig, PlanSettings, free_device_bytes, plan_cache
+from kvad.engine.options import EngineConfig, PlanSettings, ServedAdapter, free_device_bytes, plan_cache
 from kvad.engine.scheduling import SpeculativeConfig
-from kvad.errors import ConfigError
+from kvad.errors import CheckpointError, ConfigError
 
 LOG = logging.getLogger(__name__)
 FREE_FIELDS = (
@@ -33,7 +33,8 @@ FREE_FIELDS = (
     "max_slowdown",
     "compile",
     "speculative",
-)  # of EngineConfig, not planned: they take no memory in addition
+    "adapters",
+)  # of EngineConfig: not arguments of a plan
 
 
 def with_adapters(config: EngineConfig, handle: CheckpointHandle, summarizer: str | Path | None) -> EngineConfig:
@@ -65,6 +66,29 @@ def with_draft_model(config: EngineConfig, handle: CheckpointHandle, dtype: str,
     return dataclasses.replace(config, draft_model=checkpoint.loader.load_weights(draft, dtype, device))
 
 
+def load_adapters(handle: CheckpointHandle, paths: Mapping[str, str | Path]) -> dict[str, ServedAdapter]:
+    """Read the adapters that requests choose by name.
+
+    Raises:
+        CheckpointError: If a folder is no adapter, was trained on another base, does not fit this one, or adapts a
+            layer whose terms are not computed per request.
+    """
+    if paths and handle.config.decoder is None:
+        message = "adapters: requests of an encoder cannot choose one"
+        raise CheckpointError(message, "Load one with adapter= (--adapter FOLDER), which merges it.")
+    adapters, fingerprint = dict[str, ServedAdapter](), None
+    for name, stored in checkpoint.adapter.open_adapters(handle, paths).items():
+        if fingerprint is None and "fingerprint" in stored.metadata:
+            fingerprint = checkpoint.adapter.base_fingerprint(handle)
+        stored.check_base(handle, fingerprint)
+        factors = stored.factors(handle)
+        if (unsupported := model.lora.unsupported_layer(handle.config, factors)) is not None:
+            hint = f"Merge it: kvad merge {handle.path} {stored.path} --out DIR."
+            raise CheckpointError(f"{stored.path}: {unsupported}", hint)
+        adapters[name] = ServedAdapter(factors, stored.path, frozenset(stored.end_tokens or ()))
+    return adapters
+
+
 def warn_unused(handle: CheckpointHandle) -> None:
     """Warn, in the caller of ``LLM.load``, of settings in the checkpoint that are not applied."""
     if handle.unused_keys:
@@ -85,7 +109,7 @@ def plan_checkpoint(
 ) -> MemoryPlan:
     """Plan the given cache, or one that fits into the free memory of the device, and log its size.
 
-    ``dtype`` is that of the computation; None: the stored one.
+    ``dtype`` is that of the computation; None: the stored one. ``engine_fields`` are fields of ``EngineConfig``.
     """
     budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)
     is_host = device.type == "cpu"
@@ -101,6 +125,9 @@ def plan_checkpoint(
         if (draft := open_draft_model(speculative, handle)) is not None:
             shape = SpeculationShape(speculative.num_tokens, draft.config, draft.weight_bytes(compute_dtype))
             settings["speculation"] = shape
+    adapters = [adapter.factors for adapter in engine_fields.get("adapters", {}).values()]
+    num_tokens = engine_fields.get("max_num_batched_tokens", EngineConfig.max_num_batched_tokens)
+    settings["adapters"] = model.lora.factor_bytes(adapters, compute_dtype, num_tokens)
     if summarizer is not None:
         settings["summarizer_shape"] = checkpoint.folder.read_summarizer_shape(Path(summarizer))
     if cache is not None:

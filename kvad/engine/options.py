@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 
 from kvad import cache as cache_lib
 from kvad import config as cfg
+from kvad import model as model_lib
 from kvad import ops
 from kvad.cache import CacheConfig, sizing
 from kvad.cache.device import KVCache
@@ -29,6 +30,14 @@ from kvad.storage import REAL_FILE_SYSTEM, FileSystem
 
 PromptInput = str | Sequence[int]  # text or token ids
 CACHE_DTYPE_FIELDS = {"cache_dtype": "dtype", "cache_key_dtype": "key_dtype", "cache_value_dtype": "value_dtype"}
+
+
+class ServedAdapter(NamedTuple):
+    """An adapter that an engine keeps next to the base."""
+
+    factors: Mapping[str, model_lib.lora.LoraFactors]  # by the name of the linear layer
+    path: Path | None = None  # its folder, which may have a chat template
+    stop_tokens: frozenset[int] = frozenset()  # end a text; none: the base's
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,8 @@ class EngineConfig:
     cache_factory: Callable[..., KVCache] = KVCache  # another one for several ranks (parallel/distributed_cache.py)
     weights_fingerprint: str | None = None  # of all ranks' weights; None: computed when a cache fingerprint needs it
     adapter_fingerprint: str = ""  # of an adapter merged into the weights
+    # Adapters that requests choose by name; the base is computed as without them.
+    adapters: Mapping[str, ServedAdapter] = dataclasses.field(default_factory=dict)
     swap_dir: str | Path | None = None  # for preempted sequences when ``cache.swap_space`` is full
     cost_model: scheduling.preemption.SwapCostModel | None = None  # decides between swapping and recomputing
     fs: FileSystem = REAL_FILE_SYSTEM  # for offloaded and swapped tokens
@@ -72,6 +83,8 @@ class EngineConfig:
         if self.compile and self.deterministic:
             message = "compile: is not supported with deterministic, because compiled sums depend on the batch"
             raise ConfigError(message, "Omit one of them.")
+        if self.compile and self.adapters:
+            raise ConfigError("compile: is not supported with adapters that requests choose", "Omit one of them.")
 
 
 class CacheOptions(TypedDict, total=False):
@@ -128,6 +141,7 @@ class PlanSettings(TypedDict, total=False):
     deterministic: bool
     weights: int | None
     speculation: sizing.SpeculationShape | None
+    adapters: int
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -137,6 +151,7 @@ class GenerateOptions(SamplingOptions, total=False):
     language: str | None  # target language, for models with language tokens
     source_language: str | None  # language of the encoder input
     cache_salt: str  # cached blocks are shared only with requests of the same salt
+    adapter: str  # name of one of ``LLM.load(adapters=)``; "": the base
     # Requests with equal seeds and prompts draw other numbers if it differs. None: the number of equal prompts before
     # this one in the call.
     draw_salt: int | None
@@ -149,6 +164,7 @@ class ScoreOptions(TypedDict, total=False):
     encoder_input: PromptInput | None  # of which the texts are targets
     source_language: str | None
     cache_salt: str
+    adapter: str
 
 
 def dtype_name(key: str, dtype: object, known: Iterable[str]) -> str | None:

@@ -8,6 +8,7 @@ A cached prefix of that length is used instead: its blocks are already in the po
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvad.cache import sessions
@@ -33,7 +34,7 @@ class StateKeeper:
     def __init__(self, kv_cache: KVCache, kv_cache_manager: KVCacheManager) -> None:
         self._kv_cache, self._kv_cache_manager = kv_cache, kv_cache_manager
         self.engine_id = object()
-        self._tracked: dict[int, str] = {}  # request -> salt
+        self._tracked: dict[int, tuple[str, str]] = {}  # request -> salt, adapter
         self._states: dict[int, SequenceState] = {}
 
     def resume(
@@ -45,6 +46,7 @@ class StateKeeper:
         prefix_root: bytes,
         regime: str,
         cache_salt: str,
+        adapter: str,
         encoder_tokens: Sequence[int] | None,
     ) -> ResumePoint:
         """Return the resume point of this prompt; raise RequestError for another engine's state."""
@@ -54,7 +56,9 @@ class StateKeeper:
             raise RequestError(
                 "resume: the state belongs to another engine", "Save it as a session and load that here."
             )
-        for label, current, stored in (("rope_regime", regime, state.regime), ("cache_salt", cache_salt, state.salt)):
+        pairs = {"rope_regime": (regime, state.regime), "cache_salt": (cache_salt, state.salt)}
+        pairs["adapter"] = adapter, state.adapter
+        for label, (current, stored) in pairs.items():
             if current != stored:
                 return ResumePoint(miss_reason=f"{label}: {current or 'none'} here, {stored or 'none'} in the state")
         if (None if encoder_tokens is None else tuple(encoder_tokens)) != state.encoder_tokens:
@@ -84,16 +88,17 @@ class StateKeeper:
         if resume_point.swapped is not None and resume_point.pending_restore is not None:
             self._kv_cache.swapped[resume_point.swapped.key] = resume_point.pending_restore
 
-    def track(self, request: int, cache_salt: str) -> None:
+    def track(self, request: int, cache_salt: str, adapter: str) -> None:
         """Capture the state of this request when it ends."""
-        self._tracked[request] = cache_salt
+        self._tracked[request] = cache_salt, adapter
 
     def collect(self, finished: Sequence[scheduling.sequence.FinishedState]) -> None:
         """Copy the states of ended requests to the host before the next step overwrites them."""
         for finished_state in finished:
-            cache_salt = self._tracked.pop(finished_state.request, None)
-            if cache_salt is not None:
-                self._states[finished_state.request] = sessions.state.capture(
+            tracked = self._tracked.pop(finished_state.request, None)
+            if tracked is not None:
+                cache_salt, adapter = tracked
+                state = sessions.state.capture(
                     self._kv_cache,
                     finished_state.layout,
                     finished_state.tokens,
@@ -101,6 +106,7 @@ class StateKeeper:
                     salt=cache_salt,
                     engine_id=self.engine_id,
                 )
+                self._states[finished_state.request] = replace(state, adapter=adapter)
 
     def forget(self, request: int) -> None:
         self._tracked.pop(request, None)

@@ -47,10 +47,12 @@ class Session:
         model: str = "",
         template: str = "",
         cache_salt: str | None = None,
+        adapter: str = "",
         fs: FileSystem = REAL_FILE_SYSTEM,
     ) -> None:
         self.path, self.name, self.created = path, name, _now()
         self.cache_salt = cache_salt  # None: that of the file, else ""
+        self.adapter = adapter  # computes all turns; "": the base
         self.tokens: list[int] = []  # the whole text
         self.source: list[int] | None = None  # token ids of the encoder input
         self.reused = 0  # tokens that the last turn did not recompute
@@ -194,6 +196,7 @@ class Session:
             raise StorageError(f"{path}: {error.strerror}", "The session is unchanged.", reason="unread") from None
         metadata, state = loaded_session.metadata, loaded_session.state
         self._revisions[path] = metadata.get("revision")
+        state = replace(state, adapter=self.adapter)  # the fingerprint has that of its factors
         self.tokens, self.state, self.restored = list(loaded_session.history), state, state.length
         self.source = None if state.encoder_tokens is None else list(state.encoder_tokens)
         self.seed, self.created = metadata.get("seed"), str(metadata.get("created", self.created))
@@ -215,7 +218,8 @@ class Session:
         return not manager.prefix_caching and not manager.uses_offload
 
     def _cache_fingerprint(self, regime: str, salt: str) -> CacheFingerprint:
-        return self._engine.cache_fingerprint(regime, cache_salt=salt, template=self._template)
+        fingerprint = self._engine.cache_fingerprint
+        return fingerprint(regime, cache_salt=salt, template=self._template, adapter=self.adapter)
 
     def _metadata(self) -> dict[str, Any]:
         from kvad import __version__
@@ -288,6 +292,7 @@ class Session:
             keep_state=keep_state,
             cache_salt=self.cache_salt or "",
             draw_salt=draw_salt,
+            adapter=self.adapter,
         )
         return self._client.submit(partial(queue, tokens, sampling_params), sampling_params, tokens)
 

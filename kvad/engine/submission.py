@@ -26,6 +26,7 @@ class Submission(NamedTuple):
     encoder_token_ids: list[int] | None = None
     cache_salt: str = ""
     draw_salt: int = 0
+    adapter: str = ""
 
     @property
     def input_ids(self) -> list[int]:
@@ -58,7 +59,7 @@ class SubmissionBuilder:
         fields: dict[str, Any] = dict(settings)
         target_prefix, language = fields.pop("target_prefix", None), fields.pop("language", None)
         source_language, cache_salt = fields.pop("source_language", None), fields.pop("cache_salt", "")
-        draw_salt = fields.pop("draw_salt", None)
+        draw_salt, adapter = fields.pop("draw_salt", None), fields.pop("adapter", "")
         params = self.resolve_sampling(sampling_params, fields).with_seed()
         if language is not None:
             params = self._with_language(params, language, fields, target_prefix)
@@ -81,7 +82,7 @@ class SubmissionBuilder:
             tokens = self._prompts.encode_prompt(prompt) if source is None else source
             salt = num_equal[tuple(tokens)] if draw_salt is None else draw_salt
             num_equal[tuple(tokens)] += 1
-            return Submission(tokens if source is None else start, params, source, cache_salt, salt)
+            return Submission(tokens if source is None else start, params, source, cache_salt, salt, adapter)
 
         return build
 
@@ -97,7 +98,13 @@ class SubmissionBuilder:
         return dataclasses.replace(params, forced_bos_token_id=self._prompts.language_token(language))
 
     def scoring(
-        self, encoder_input: PromptInput | None, source_language: str | None, *, top_logprobs: int, cache_salt: str
+        self,
+        encoder_input: PromptInput | None,
+        source_language: str | None,
+        *,
+        top_logprobs: int,
+        cache_salt: str,
+        adapter: str = "",
     ) -> Build:
         """Return the function that builds the submission of a text to be scored (``LLM.score``)."""
         if self._kind == "encoder-decoder" and encoder_input is None:
@@ -109,7 +116,7 @@ class SubmissionBuilder:
 
         def build(text: PromptInput) -> Submission:
             tokens = self._prompts.encode_prompt(text) if source is None else self._prompts.encode_target(text)
-            return Submission(tokens, sampling_params, source, cache_salt)
+            return Submission(tokens, sampling_params, source, cache_salt, adapter=adapter)
 
         return build
 

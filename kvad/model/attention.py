@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad import ops
 from kvad.config import ModelConfig, attention_dims, encoder_hidden_size, query_dim
-from kvad.model.layers import Norm, dropout_active
+from kvad.model.layers import Norm, dropout_active, project, project_together
 from kvad.model_input import (
     AlibiSlopes,
     AttentionParams,
@@ -20,6 +20,7 @@ from kvad.model_input import (
     PositionBias,
     RelativeBuckets,
     Rotary,
+    TokenAdapters,
 )
 
 # A tensor is the table of disentangled attention [2 span, E], normalized.
@@ -79,19 +80,23 @@ class Attention(nn.Module):
             return Norm(self.head_dim * heads, norm)
         return Norm(self.head_dim, norm, heads if self.spec.qk_norm == "each" else None)
 
-    def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding) -> Tensor:
+    def forward(
+        self, x: Tensor, view: CacheView, encoding: PositionEncoding, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]."""
-        return self.output(view.attend(*self.project(x), self.attention_params(encoding)), x)
+        attended = view.attend(*self.project(x, adapters), self.attention_params(encoding))
+        return self.output(attended, x, adapters)
 
-    def output(self, attended: Tensor, x: Tensor) -> Tensor:
+    def output(self, attended: Tensor, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Project attended values [T, H, Dv] to [T, E]; x [T, E] is the layer's input, which the gate reads."""
         heads = attended.flatten(-2)
-        out: Tensor = self.out(heads if self.gate is None else heads * self.sigmoid(self.gate(x)))
-        return out
+        if self.gate is not None:
+            heads = heads * self.sigmoid(project(self.gate, x, adapters))
+        return project(self.out, heads, adapters)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, adapters: TokenAdapters | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [T, E] to q [T, H, D], k [T, K, D], v [T, K, Dv], clamped and normalized, not rotated."""
-        return self.split_heads(self.qkv(x, *self.input_projections()))
+        return self.split_heads(project_together(self.qkv, self.input_projections(), x, adapters))
 
     def split_heads(self, projections: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Split the products of ``input_projections`` [T, ...] as ``project`` does."""
@@ -149,22 +154,26 @@ class CrossAttention(Attention):
         super().__init__(config, spec, norm, width, encoder_hidden_size(config))
         self.kv = ops.linear.PackedLinear()
 
-    def forward(self, x: Tensor, view: CacheView, encoding: PositionEncoding = None) -> Tensor:
+    def forward(
+        self, x: Tensor, view: CacheView, encoding: PositionEncoding = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]."""
-        return self.output(view.attend(self.project_queries(x), None, None, self.attention_params(encoding)), x)
+        attended = view.attend(self.project_queries(x, adapters), None, None, self.attention_params(encoding))
+        return self.output(attended, x, adapters)
 
-    def output(self, attended: Tensor, x: Tensor) -> Tensor:
+    def output(self, attended: Tensor, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Project attended values [T, H, Dv] to [T, E]."""
-        out: Tensor = self.out(attended.flatten(-2))
-        return out
+        return project(self.out, attended.flatten(-2), adapters)
 
-    def project_queries(self, x: Tensor) -> Tensor:
+    def project_queries(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Project x [T, E] to q [T, H, D], clamped and normalized."""
-        return self._heads(self._clip(self.q(x)), self.q_norm, self.heads)
+        return self._heads(self._clip(project(self.q, x, adapters)), self.q_norm, self.heads)
 
-    def write_encoder_output(self, encoder_output: Tensor, view: CacheView) -> None:
+    def write_encoder_output(
+        self, encoder_output: Tensor, view: CacheView, adapters: TokenAdapters | None = None
+    ) -> None:
         """Write the keys and values of the encoder's output [S, E]."""
-        flat_k, flat_v = map(self._clip, self.kv(encoder_output, self.k, self.v))
+        flat_k, flat_v = map(self._clip, project_together(self.kv, (self.k, self.v), encoder_output, adapters))
         k = self._heads(flat_k, self.k_norm, self.kv_heads)
         view.write(k, flat_v.unflatten(-1, (self.kv_heads, self.value_dim)))
 
@@ -198,19 +207,18 @@ class LatentAttention(Attention):
         """Return the layers that read the input."""
         return (self.q if self.latent.q_lora_rank is None else self.q_down), self.kv_down
 
-    def output(self, attended: Tensor, x: Tensor) -> Tensor:
+    def output(self, attended: Tensor, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         """Project attended latents [T, H, rank] to [T, E]."""
         _, value_weight = self._up_weights(x.dtype)
-        out: Tensor = self.out(self._multiply_heads(attended, value_weight).flatten(-2))
-        return out
+        return project(self.out, self._multiply_heads(attended, value_weight).flatten(-2), adapters)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, adapters: TokenAdapters | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [T, E] to q [T, H, rope + rank], k [T, 1, rope + rank], v [T, 1, rank], not rotated."""
         sizes = self.latent
-        flat_q, down = self.qkv(x, *self.input_projections())
+        flat_q, down = project_together(self.qkv, self.input_projections(), x, adapters)
         if sizes.q_lora_rank is not None:
             assert self.q_norm is not None
-            flat_q = self.q_up(self.q_norm(flat_q))
+            flat_q = project(self.q_up, self.q_norm(flat_q), adapters)
         q_nope, q_rope = flat_q.unflatten(-1, (self.heads, -1)).split(
             (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1
         )

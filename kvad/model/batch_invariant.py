@@ -6,7 +6,7 @@ row anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -23,10 +23,10 @@ from kvad.model.transformer import Transformer
 MatmulShape = ops.batch_invariant.MatmulShape
 
 
-def make_batch_invariant(model: Transformer) -> ops.batch_invariant.TileSizes:
+def make_batch_invariant(model: Transformer, products: Iterable[MatmulShape] = ()) -> ops.batch_invariant.TileSizes:
     """Change a model permanently to tiles that are batch-invariant on this machine.
 
-    Call it after ``Transformer.fuse_projections``, if both are used.
+    Call it after ``Transformer.fuse_projections``, if both are used. ``products`` are those of adapters.
 
     Returns:
         The tile sizes of attention, which are the kernel of the model's cache. They may differ from the layers' sizes.
@@ -35,7 +35,7 @@ def make_batch_invariant(model: Transformer) -> ops.batch_invariant.TileSizes:
         ConfigError: If the model, its device or its dtype is not supported.
     """
     _check(model)
-    tiles = ops.batch_invariant.find_invariant_tiles(_products(model))
+    tiles = ops.batch_invariant.find_invariant_tiles([*_products(model), *products])
     model.kernel = attention = ops.batch_invariant.find_invariant_tiles(_attentions(model), ops.batch_invariant.QUERIES)
     for module in model.modules():
         if isinstance(module, (ops.linear.Linear, LanguageHead, ClassificationHead, MixtureOfExperts)):

@@ -20,7 +20,7 @@ from kvad import ops
 from kvad.model.attention import Attention, LatentAttention, PositionEncoding
 from kvad.model.layers import MixtureOfExperts, Routing
 from kvad.model.transformer import LayerStack, Transformer, TransformerLayer
-from kvad.model_input import CacheView
+from kvad.model_input import CacheView, TokenAdapters
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -40,8 +40,10 @@ class CompiledLayer(TransformerLayer):
         cross_view: CacheView | None,
         encoding: PositionEncoding,
         routings: list[Routing] | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Apply the layer as ``TransformerLayer.forward`` does."""
+        assert adapters is None, "an engine with adapters compiles no layers"
         attention, cross, is_dense = self.attention, self.cross_attention, not isinstance(self.mlp, MixtureOfExperts)
         if type(attention) not in (Attention, LatentAttention):  # a recurrence, or a custom class
             if self.is_parallel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad import ops
 from kvad.model.positions import sinusoidal_embedding
+from kvad.model_input import TokenAdapters
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -93,6 +94,22 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
+def project(layer: ops.linear.Linear, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
+    """Apply a layer, with the terms of the tokens' adapters, if any: [T, in] -> [T, out]."""
+    out: Tensor = layer(x)
+    return out if adapters is None else adapters.add(layer, x, out)
+
+
+def project_together(
+    packed: ops.linear.PackedLinear, layers: Sequence[ops.linear.Linear], x: Tensor, adapters: TokenAdapters | None
+) -> Sequence[Tensor]:
+    """Apply layers with the same input as ``project`` does."""
+    outs = packed(x, *layers)
+    if adapters is None:
+        return outs
+    return [adapters.add(layer, x, out) for layer, out in zip(layers, outs, strict=True)]
+
+
 class RelativeEmbedding(nn.Module):
     """Table of distances of disentangled attention (``config.DisentangledConfig``), and its norm."""
 
@@ -119,10 +136,10 @@ class PlainMLP(nn.Module):
         self.up = ops.linear.Linear(width, spec.intermediate_size, spec.bias)
         self.down = ops.linear.Linear(spec.intermediate_size, width, spec.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
         alphas = () if self.alpha_p is None else (self.alpha_p, self.alpha_n)
-        out: Tensor = self.down(apply_dropout(self.activation(self.up(x), *alphas), self.dropout, self))
-        return out
+        inner = self.activation(project(self.up, x, adapters), *alphas)
+        return project(self.down, apply_dropout(inner, self.dropout, self), adapters)
 
 
 class GatedMLP(nn.Module):
@@ -137,10 +154,9 @@ class GatedMLP(nn.Module):
         self.down = ops.linear.Linear(spec.intermediate_size, width, spec.bias)
         self.gate_up = ops.linear.PackedLinear()
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x, self.gate, self.up)
-        out: Tensor = self.down(apply_dropout(self.activation(gate) * up, self.dropout, self))
-        return out
+    def forward(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
+        gate, up = project_together(self.gate_up, (self.gate, self.up), x, adapters)
+        return project(self.down, apply_dropout(self.activation(gate) * up, self.dropout, self), adapters)
 
 
 class Routing(NamedTuple):
@@ -183,17 +199,21 @@ class MixtureOfExperts(nn.Module):
         self.shared = None if shared is None else GatedMLP(width, shared, dropout)
         self.shared_gate = ops.linear.Linear(width, 1, bias=False) if spec.shared_gate else None
 
-    def forward(self, x: Tensor, routings: list[Routing] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, adapters: TokenAdapters | None = None, routings: list[Routing] | None = None
+    ) -> Tensor:
         """Apply the experts: x [T, E] -> [T, E]; the routing is appended to ``routings``, if given."""
-        logits = self.router(x.to(torch.promote_types(x.dtype, torch.float32)))
+        logits = project(self.router, x.to(torch.promote_types(x.dtype, torch.float32)), adapters)
         weights, experts = self._choose(logits)
         if routings is not None:
             routings.append(Routing(logits, experts))
         out = self._combine(x, weights.to(x.dtype), experts)
         if self.shared is None:
             return out
-        shared: Tensor = self.shared(x)
-        return out + (shared if self.shared_gate is None else self.sigmoid(self.shared_gate(x)) * shared)
+        shared: Tensor = self.shared(x, adapters)
+        if self.shared_gate is not None:
+            shared = self.sigmoid(project(self.shared_gate, x, adapters)) * shared
+        return out + shared
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts by logits [T, experts]: their weights and indices, [T, n] each."""

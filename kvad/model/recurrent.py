@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad import ops
-from kvad.model.layers import ACTIVATIONS, Norm
-from kvad.model_input import CacheView, DeltaInputs
+from kvad.model.layers import ACTIVATIONS, Norm, project
+from kvad.model_input import CacheView, DeltaInputs, TokenAdapters
 
 
 class ChannelConvolution(nn.Module):
@@ -36,11 +36,12 @@ class ShortConv(nn.Module):
         self.conv = ChannelConvolution(width, spec.kernel_size, spec.bias)
         self.out = ops.linear.Linear(width, width, spec.bias)
 
-    def forward(self, x: Tensor, view: CacheView, encoding: object = None) -> Tensor:
+    def forward(
+        self, x: Tensor, view: CacheView, encoding: object = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]; it has no position encoding."""
-        before, after, values = self.input(x).chunk(3, dim=-1)
-        out: Tensor = self.out(after * self.conv(before * values, view))
-        return out
+        before, after, values = project(self.input, x, adapters).chunk(3, dim=-1)
+        return project(self.out, after * self.conv(before * values, view), adapters)
 
 
 class BlockLinear(nn.Module):
@@ -74,16 +75,17 @@ class GatedRecurrence(nn.Module):
         self.decay_gate = BlockLinear(spec.width, spec.num_blocks)
         self.out = ops.linear.Linear(spec.width, width)
 
-    def forward(self, x: Tensor, view: CacheView, encoding: object = None) -> Tensor:
+    def forward(
+        self, x: Tensor, view: CacheView, encoding: object = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]; it has no position encoding."""
-        inputs = self.conv(self.input(x), view)
+        inputs = self.conv(project(self.input, x, adapters), view)
         wide = torch.promote_types(x.dtype, torch.float32)
         gates = torch.sigmoid(self.decay_gate(inputs)).to(wide)
         log_decay = -8.0 * gates * F.softplus(self.decay.to(wide))
         gated = inputs * torch.sigmoid(self.input_gate(inputs))
         states = view.recur(gated.to(wide), log_decay).to(x.dtype)
-        out: Tensor = self.out(self.activation(self.gate(x)) * states)
-        return out
+        return project(self.out, self.activation(project(self.gate, x, adapters)) * states, adapters)
 
 
 class GatedDelta(nn.Module):
@@ -102,21 +104,25 @@ class GatedDelta(nn.Module):
         self.norm = Norm(spec.value_dim, cfg.NormConfig(eps=spec.norm_eps))
         self.out = ops.linear.Linear(values, width, bias=False)
 
-    def forward(self, x: Tensor, view: CacheView, encoding: object = None) -> Tensor:
+    def forward(
+        self, x: Tensor, view: CacheView, encoding: object = None, adapters: TokenAdapters | None = None
+    ) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]; it has no position encoding."""
-        states = self.norm(view.delta(self.delta_inputs(x, view)))
-        gate = F.silu(self.gate(x).to(states.dtype)).view_as(states)
-        out: Tensor = self.out((states * gate).to(x.dtype).flatten(-2))
-        return out
+        states = self.norm(view.delta(self.delta_inputs(x, view, adapters)))
+        gate = F.silu(project(self.gate, x, adapters).to(states.dtype)).view_as(states)
+        return project(self.out, (states * gate).to(x.dtype).flatten(-2), adapters)
 
-    def delta_inputs(self, x: Tensor, view: CacheView) -> DeltaInputs:
+    def delta_inputs(self, x: Tensor, view: CacheView, adapters: TokenAdapters | None = None) -> DeltaInputs:
         """Convolve and normalize x [T, E]."""
         spec, wide = self.spec, torch.promote_types(x.dtype, torch.float32)
-        mixed = self.activation(self.conv(torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1), view)).to(wide)
+        q, k, v = (project(layer, x, adapters) for layer in (self.q, self.k, self.v))
+        mixed = self.activation(self.conv(torch.cat((q, k, v), dim=-1), view)).to(wide)
         q, k, v = mixed.split((spec.keys_size, spec.keys_size, spec.values_size), dim=-1)
         q, k = (_unit(part.unflatten(-1, (spec.num_key_heads, spec.key_dim))) for part in (q, k))
-        rate = self.log_rate.to(wide).exp() * F.softplus(self.decay(x).to(wide) + self.decay_bias.to(wide))
-        beta = torch.sigmoid(self.beta(x).to(wide))
+        rate = self.log_rate.to(wide).exp() * F.softplus(
+            project(self.decay, x, adapters).to(wide) + self.decay_bias.to(wide)
+        )
+        beta = torch.sigmoid(project(self.beta, x, adapters).to(wide))
         return DeltaInputs(q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.num_value_heads, -1)), -rate, beta)
 
 

@@ -55,6 +55,7 @@ from kvad.model_input import (
     ModelInput,
     RelativeBuckets,
     Rotary,
+    TokenAdapters,
     WrappedView,
 )
 
@@ -94,16 +95,19 @@ class TransformerLayer(nn.Module):
         cross_view: CacheView | None,
         encoding: PositionEncoding,
         routings: list[Routing] | None = None,
+        adapters: TokenAdapters | None = None,
     ) -> Tensor:
         """Apply the layer: x [T, E] -> [T, E]; the experts' routing is appended to ``routings``, if given."""
-        mlp, cross = self._mlp(routings), self.cross_attention
+        mlp, cross = self._mlp(routings, adapters), self.cross_attention
+        given = () if adapters is None else (adapters,)  # a custom class takes none
         if self.is_parallel:
-            return self._add_parallel(x, lambda h: self.attention(h, view, encoding), mlp)
-        x = self._branch(x, lambda h: self.attention(h, view, encoding), self.norm1, self.norm1_after)
+            return self._add_parallel(x, lambda h: self.attention(h, view, encoding, *given), mlp)
+        x = self._branch(x, lambda h: self.attention(h, view, encoding, *given), self.norm1, self.norm1_after)
         if cross is not None:
             assert cross_view is not None, "this layer has cross-attention"
             encoder_view = cross_view
-            x = self._branch(x, lambda h: cross(h, encoder_view), self.norm_cross, self.norm_cross_after)
+            norm, after = self.norm_cross, self.norm_cross_after
+            x = self._branch(x, lambda h: cross(h, encoder_view, adapters=adapters), norm, after)
         return self._add_mlp(x, mlp)
 
     @property
@@ -111,10 +115,10 @@ class TransformerLayer(nn.Module):
         """True if attention and the MLP read the same input."""
         return self.norm_position in ("parallel", "parallel_pair")
 
-    def _mlp(self, routings: list[Routing] | None) -> Callable[[Tensor], Tensor]:
+    def _mlp(self, routings: list[Routing] | None, adapters: TokenAdapters | None = None) -> Callable[[Tensor], Tensor]:
         if routings is not None and isinstance(self.mlp, MixtureOfExperts):
-            return partial(self.mlp, routings=routings)
-        return self.mlp
+            return partial(self.mlp, adapters=adapters, routings=routings)
+        return self.mlp if adapters is None else partial(self.mlp, adapters=adapters)
 
     def _add_parallel(self, x: Tensor, attend: Callable[[Tensor], Tensor], mlp: Callable[[Tensor], Tensor]) -> Tensor:
         normed = _norm(self.norm1, x)
@@ -211,7 +215,7 @@ class LayerStack(nn.Module):
                 if routings is not None:
                     routings += layer_routings
             else:
-                x = layer(x, view, cross_view, encoding, routings)
+                x = layer(x, view, cross_view, encoding, routings, model_input.adapters)
         return x if self.norm is None else self.norm(x)
 
     def _repeated_layers(self) -> list[nn.Module]:
@@ -310,7 +314,7 @@ class Transformer(nn.Module):
             encoder_output = self.encode(model_input.encoder_input, routings=routings)
             for layer, view in zip(self.decoder.layers, cross_views, strict=True):
                 assert isinstance(layer, TransformerLayer) and layer.cross_attention is not None
-                layer.cross_attention.write_encoder_output(encoder_output, view)
+                layer.cross_attention.write_encoder_output(encoder_output, view, model_input.encoder_input.adapters)
         if not model_input.sub_batches:
             assert encoder_output is not None, "the model input has no tokens"
             return encoder_output

@@ -246,8 +246,8 @@ class _ModelEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._context.check_model(scope["path_params"]["name"])
-            response = json_response(plain_routes.describe_model(self._context))
+            adapter = self._context.check_model(scope["path_params"]["name"])
+            response = json_response(plain_routes.describe_model(self._context, adapter))
         except ApiError as error:
             response = error_response(error)
         await response(scope, receive, send)

@@ -25,8 +25,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
+from kvad import checkpoint, errors
 from kvad import engine as engine_lib
-from kvad import errors
 from kvad import text as text_lib
 from kvad.cache.sizing import MemoryBudget
 from kvad.checkpoint import CheckpointHandle, open_checkpoint
@@ -169,11 +169,11 @@ def chunk_error(chunk: StreamChunk) -> KvadError:
 class AsyncLLM:
     """A model in a separate engine process, for one event loop. Built by ``load``."""
 
-    def __init__(self, handle: CheckpointHandle) -> None:
+    def __init__(self, handle: CheckpointHandle, adapters: Mapping[str, str | Path] | None = None) -> None:
         self.generation, self.tokenizer, self.config = handle.generation, handle.tokenizer, handle.config
         self.info: dict[str, Any] = {}  # of the engine (``engine_process.describe``)
         self.last_message = time.monotonic()  # arrival of the last message of the engine
-        self._tokenizer_folder = handle.tokenizer_folder
+        self._template_folders = _template_folders(handle, adapters or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: dict[int, RequestStream] = {}
         self._replies: dict[int, asyncio.Future[Message]] = {}
@@ -191,6 +191,7 @@ class AsyncLLM:
         device: str = "cpu",
         memory: str | float | MemoryBudget = "auto",
         adapter: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         rope_scaling: str | None = None,
         activation_bits: int | None = None,
         revision: str | None = None,
@@ -204,7 +205,8 @@ class AsyncLLM:
             dtype: Dtype of the computation.
             device: Device of model and cache.
             memory: Memory of the device for model and cache.
-            adapter: LoRA adapter.
+            adapter: LoRA adapter that is merged into the weights.
+            adapters: LoRA adapters by name, which requests choose.
             rope_scaling: Another RoPE scaling.
             activation_bits: 8 rounds the inputs of int8 and int4 weights.
             revision: Revision on the hub.
@@ -214,10 +216,11 @@ class AsyncLLM:
         Raises:
             KvadError: As ``LLM.load``.
         """
-        llm = AsyncLLM(open_checkpoint(path, rope_scaling=rope_scaling, revision=revision))
+        llm = AsyncLLM(open_with_adapter(path, adapter, rope_scaling, revision), adapters)
         budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)  # type: ignore[arg-type]
         fields: dict[str, Any] = dict(settings) | {
             "path": str(path), "dtype": dtype, "device": device, "memory": list(budget), "adapter": adapter,
+            "adapters": {name: str(folder) for name, folder in (adapters or {}).items()},
             "rope_scaling": rope_scaling, "activation_bits": activation_bits, "revision": revision,
         }  # fmt: skip
         plain = {name: _to_plain(value) for name, value in fields.items()}
@@ -253,9 +256,12 @@ class AsyncLLM:
         return SubmissionBuilder(self.texts)
 
     @cached_property
+    def chat_templates(self) -> text_lib.chat_template.ChatTemplates:
+        return text_lib.chat_template.ChatTemplates(self._template_folders)
+
+    @property
     def chat_template(self) -> text_lib.chat_template.ChatTemplate | None:
-        folder = self._tokenizer_folder
-        return None if folder is None else text_lib.chat_template.ChatTemplate.load(folder)
+        return self.chat_templates.find()
 
     async def generate(
         self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **settings: Unpack[GenerateOptions]
@@ -281,7 +287,8 @@ class AsyncLLM:
         **settings: Unpack[GenerateOptions],
     ) -> Completion:
         """Answer a conversation in the model's chat template (``LLM.chat``)."""
-        tokens = await asyncio.to_thread(self.render_chat, messages, tools=tools)
+        adapter = settings.get("adapter", "")
+        tokens = await asyncio.to_thread(self.render_chat, messages, tools=tools, adapter=adapter)
         return await self.generate(tokens, sampling_params, **settings)
 
     def render_chat(
@@ -291,6 +298,7 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         generation_prompt: bool = True,
         continue_final: bool = False,
+        adapter: str = "",
     ) -> list[int]:
         """Return the token ids of a conversation; blocks while another process renders the template.
 
@@ -299,14 +307,16 @@ class AsyncLLM:
             tools: JSON schemas of the tools that the template names.
             generation_prompt: End with the start of the assistant's turn.
             continue_final: End inside the last message, to continue it.
+            adapter: Name of the adapter that answers, which may have a template.
 
         Raises:
             RequestError: If the model has no chat template.
             ChatTemplateError: If the template refuses the messages.
         """
-        if self.chat_template is None:
+        template = self.chat_templates.find(adapter)
+        if template is None:
             raise RequestError("this model has no chat template", "Use /v1/completions, or generate() with a text.")
-        rendered = self.chat_template.render(
+        rendered = template.render(
             messages, tools=tools, generation_prompt=generation_prompt, continue_final=continue_final
         )
         return self.texts.require_tokenizer().encode(rendered.text, specials=True)
@@ -318,21 +328,27 @@ class AsyncLLM:
             settings.get("source_language"),
             top_logprobs=settings.get("top_logprobs", 0),
             cache_salt=settings.get("cache_salt", ""),
+            adapter=settings.get("adapter", ""),
         )
         submission = await asyncio.to_thread(build, text)
         return engine_lib.submission.text_score(submission.prompt_token_ids, await self.submit(submission).completion())
 
-    async def embed(self, texts: Sequence[PromptInput], *, cache_salt: str = "") -> list[list[float]]:
+    async def embed(
+        self, texts: Sequence[PromptInput], *, cache_salt: str = "", adapter: str = ""
+    ) -> list[list[float]]:
         """Return one vector per text, with the checkpoint's pooling and normalization."""
         inputs = [await asyncio.to_thread(self.texts.encode_embedding, text) for text in texts]
-        return await self.embed_ids(inputs)
+        return await self.embed_ids(inputs, adapter=adapter)
 
-    async def embed_ids(self, inputs: Sequence[list[int]]) -> list[list[float]]:
+    async def embed_ids(self, inputs: Sequence[list[int]], *, adapter: str = "") -> list[list[float]]:
         """Return one vector per encoded text."""
         pooling = self.generation.pooling
         if self.config.kind == "decoder":
-            replies = [await self.call("embed", token_ids=[ids], pool=pooling or "last") for ids in inputs]
+            pool = pooling or "last"
+            replies = [await self.call("embed", token_ids=[ids], pool=pool, adapter=adapter) for ids in inputs]
             vectors = [reply["vectors"][0] for reply in replies]  # one by one, between the steps of other requests
+        elif adapter:
+            raise RequestError(f"adapter: an {self.config.kind} embeds with its base only, got {adapter!r}")
         else:
             message = {"op": "encode", "pool": pooling or "mean"}
             streams = [self._open({**message, "token_ids": ids}, Signal()) for ids in inputs]
@@ -513,6 +529,21 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._llm.on_end()
+
+
+def open_with_adapter(
+    path: str | Path, adapter: str | Path | None, rope_scaling: str | None = None, revision: str | None = None
+) -> CheckpointHandle:
+    """Open a checkpoint, with the chat template and the end tokens of an adapter that is merged, if any."""
+    handle = open_checkpoint(path, rope_scaling=rope_scaling, revision=revision)
+    return handle if adapter is None else checkpoint.adapter.merge_adapter(handle, Path(adapter))
+
+
+def _template_folders(handle: CheckpointHandle, adapters: Mapping[str, str | Path]) -> dict[str, Path]:
+    """Return the folders that may have a chat template: the model's (""), and those of adapters."""
+    folders = {name: checkpoint.adapter.find_adapter(Path(path)) for name, path in adapters.items()}
+    folders[""] = handle.tokenizer_folder
+    return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 def error_from_json(fields: Mapping[str, str]) -> KvadError:

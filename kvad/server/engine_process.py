@@ -134,12 +134,14 @@ class EngineProcess:
 
     def _generate(self, message: Message) -> None:
         params = wire.params_from_json(message["params"])
-        tokens, source, salt = message["prompt_token_ids"], message["encoder_token_ids"], message["cache_salt"]
+        tokens, source = message["prompt_token_ids"], message["encoder_token_ids"]
+        shared = {"cache_salt": message["cache_salt"], "adapter": message["adapter"]}
         if "session" in message:
-            request = self._sessions.begin(message["session"], tokens, source, params, salt)
+            request = self._sessions.begin(message["session"], tokens, source, params, **shared)
         else:
+            draw_salt = message["draw_salt"]
             request = self._llm.engine.add_request(
-                tokens, params, cache_salt=salt, encoder_token_ids=source, draw_salt=message["draw_salt"]
+                tokens, params, encoder_token_ids=source, draw_salt=draw_salt, **shared
             )
         self._track(message["id"], request, params.n)
 
@@ -154,7 +156,7 @@ class EngineProcess:
 
     def _embed(self, message: Message) -> Message:
         """Return the vectors of a decoder, computed at once."""
-        vectors = self._llm.embed(message["token_ids"], pool=message["pool"])
+        vectors = self._llm.embed(message["token_ids"], pool=message["pool"], adapter=message["adapter"])
         return {"vectors": vectors.float().tolist()}
 
     def _compile(self, message: Message) -> None:
@@ -250,6 +252,7 @@ def describe(llm: LLM) -> Message:
         "formats": engine.cache.format_name,
         "dtype": str(engine.model.token_embedding.dtype).removeprefix("torch."),
         "num_layers": engine.model.config.stack.num_layers,
+        "adapters": {name: str(adapter.path) for name, adapter in engine.config.adapters.items()},
     }
 
 

@@ -18,9 +18,8 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from kvad.checkpoint import open_checkpoint
 from kvad.errors import EngineError, KvadError
-from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, Submission
+from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, Submission, open_with_adapter
 from kvad.server.routing import merge_replies, prefix_key, rank_replicas
 from kvad.server.wire import Message
 
@@ -76,8 +75,8 @@ class EngineReplica:
     async def call(self, route: Message, operation: str, arguments: Message) -> Message:
         return await (await self._open()).call(operation, **arguments)
 
-    async def embed(self, route: Message, inputs: Sequence[list[int]]) -> list[list[float]]:
-        return await (await self._open()).embed_ids(inputs)
+    async def embed(self, route: Message, inputs: Sequence[list[int]], adapter: str) -> list[list[float]]:
+        return await (await self._open()).embed_ids(inputs, adapter=adapter)
 
     async def check_health(self) -> None:
         """Raise an error if the engine's process has ended; Ray then restarts the replica."""
@@ -109,7 +108,10 @@ class ReplicatedLLM(AsyncLLM):
         Raises:
             KvadError: As ``LLM.load``.
         """
-        llm = ReplicatedLLM(open_checkpoint(path, rope_scaling=settings.get("rope_scaling")))
+        merged, adapters = settings.get("adapter"), settings.get("adapters") or {}
+        settings["adapter"] = None if merged is None else Path(merged).resolve()
+        settings["adapters"] = {name: Path(folder).resolve() for name, folder in adapters.items()}
+        llm = ReplicatedLLM(open_with_adapter(path, merged, settings.get("rope_scaling")), adapters)
         llm._num_replicas, llm._generators, llm._tasks = num_replicas, {}, set()
         llm._handle = await asyncio.to_thread(_start, str(Path(path).resolve()), num_replicas, settings)
         try:
@@ -126,7 +128,8 @@ class ReplicatedLLM(AsyncLLM):
         """Send a request to the replica of its prefix (``AsyncLLM.submit``)."""
         number = self._number()
         stream = RequestStream(self, number, signal or Signal(), submission)
-        key = prefix_key(submission.input_ids, self.info["block_size"], submission.cache_salt, session)
+        salt = f"{submission.adapter} {submission.cache_salt}"
+        key = prefix_key(submission.input_ids, self.info["block_size"], salt, session)
         generator = self._handle.options(stream=True).run.remote({"key": key}, submission, session)
         self._streams[number], self._generators[number] = stream, generator
         task = asyncio.create_task(self._relay(stream, generator))
@@ -166,9 +169,9 @@ class ReplicatedLLM(AsyncLLM):
         replies = await asyncio.gather(*calls)
         return merge_replies(replies)
 
-    async def embed_ids(self, inputs: Sequence[list[int]]) -> list[list[float]]:
+    async def embed_ids(self, inputs: Sequence[list[int]], *, adapter: str = "") -> list[list[float]]:
         """Return one vector per encoded text."""
-        vectors: list[list[float]] = await self._handle.embed.remote({"key": ""}, list(inputs))
+        vectors: list[list[float]] = await self._handle.embed.remote({"key": ""}, list(inputs), adapter)
         return vectors
 
     async def close(self) -> int:

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,12 @@ def serve(
         on_ready: Called with the address and the model when requests are accepted.
 
     Raises:
-        UsageError: If the address cannot be bound.
+        UsageError: If the address cannot be bound, or an adapter has the model's name.
         KvadError: As ``LLM.load``.
     """
+    config = replace(config, model_name=config.model_name or model.resolve().name or str(model))
+    if config.model_name in load.get("adapters", {}):
+        raise UsageError(f"--adapter: {config.model_name!r} is the base model", "Choose another NAME, or --model-name.")
     listener = _bind(config)
     with listener:
         return asyncio.run(_serve(model, load, config, listener, on_ready))
@@ -68,8 +72,7 @@ async def _serve(
     stop = _Stop()
     async with await _load(model, {**load, "session_dir": config.session_dir}, config.num_replicas) as llm:
         stop.listen()  # again: Ray installs handlers
-        name = config.model_name or model.resolve().name or str(model)
-        context = ApiContext(llm, config, ServerMetrics(name), name)
+        context = ApiContext(llm, config, ServerMetrics(config.model_name), config.model_name)
         settings = uvicorn.Config(
             build_app(context),
             http=_protocol(config.limits.header_seconds),

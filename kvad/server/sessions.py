@@ -51,7 +51,9 @@ class SessionTurns:
         tokens: list[int],
         source: list[int] | None,
         sampling_params: SamplingParams,
+        *,
         cache_salt: str,
+        adapter: str,
     ) -> int:
         """Submit a turn and return the request's number.
 
@@ -61,12 +63,16 @@ class SessionTurns:
             source: Tokens of the encoder input.
             sampling_params: Sampling parameters of one sample.
             cache_salt: Salt of the prefix cache.
+            adapter: Name of the adapter that computes the turn.
 
         Raises:
-            RequestError: If the name is invalid, or the session has a running turn.
+            RequestError: If the name is invalid, or the session has a running turn or another adapter.
             StorageError: If the session's file is damaged or belongs to another model.
         """
-        session = self._session(identity["name"], identity["owner"], cache_salt)
+        session = self._session(identity["name"], identity["owner"], cache_salt, adapter)
+        if session.adapter != adapter:
+            message = f"session: {identity['name']!r} belongs to {session.adapter or 'the base model'}"
+            raise RequestError(message, "Send its model, or use another session.")
         if any(turn.session is session for turn in self._turns.values()):
             raise RequestError(f"session: {identity['name']!r} has a running request", "Wait for its end.")
         handle = session.begin_turn(tokens, source, sampling_params, {})
@@ -92,7 +98,7 @@ class SessionTurns:
         """Forget the turn of a cancelled request; the session keeps its previous text."""
         self._turns.pop(request, None)
 
-    def _session(self, name: str, owner: str, cache_salt: str) -> Session:
+    def _session(self, name: str, owner: str, cache_salt: str, adapter: str) -> Session:
         if self._folder is None:
             raise RequestError("session: this server keeps no sessions", "Start it with --session-dir.")
         if not NAME.fullmatch(name):
@@ -101,7 +107,7 @@ class SessionTurns:
         if session is None:
             folder = self._folder / (hashlib.sha256(owner.encode()).hexdigest()[:16] if owner else "public")
             sessions.directory.session_path(name, folder)
-            session = self._llm.session(name, folder, cache_salt=cache_salt)
+            session = self._llm.session(name, folder, cache_salt=cache_salt, adapter=adapter)
         self._open[owner, name] = session
         if len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)

@@ -62,7 +62,7 @@ class CacheFingerprint:
     """Identity of stored keys and values: named parts that must be equal before use.
 
         model       all weights and the architecture
-        adapter     adapter merged into the weights; absent without one
+        adapter     adapter merged into the weights, and the one that requests choose; absent without one
         tokenizer   and template: how text became token ids ("" if ids were given)
         keys        values, policy, rotate, endless, summaries: cache formats and policy
         computed    dtype of the computation, and whether it is batch-invariant

@@ -1,6 +1,8 @@
 """Adapters in PEFT's layout, compared with golden files that PEFT wrote (``tests/hf_parity/adapters.py``)."""
 
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,9 +20,12 @@ from kvad.checkpoint.adapter import (
 from kvad.checkpoint.export import import_hf, write_merged
 from kvad.checkpoint.folder import read_json
 from kvad.checkpoint.loader import load_model, load_weights, open_checkpoint
-from kvad.checkpoint.peft import find_targets, match_targets, trainable_linears
+from kvad.checkpoint.peft import find_targets, match_targets, mergeable_linears, trainable_linears
+from kvad.engine.encoder_tasks import text_input
 from kvad.errors import CheckpointError, ConfigError
-from kvad.model.lora import LoraFactors, merge_weight
+from kvad.llm import LLM
+from kvad.model.lora import AdapterSet, LoraFactors, merge_weight, unsupported_layer
+from kvad.model.no_cache import NoCache
 from kvad.verify.replay import run_uncached
 from tests.hf_parity import adapters, checkpoint
 
@@ -69,6 +74,39 @@ def test_a_peft_adapter_has_the_logits_of_peft(golden, case):
     tolerance = 1e-12 if case in ("gpt2", "bart", "falcon-new-decoder") else 2e-5
     assert np.abs(merged - expected).max() < tolerance
     assert np.abs(logits(load_model(base, "float64")[0], arrays) - expected).max() > 0.5, "the adapter has no effect"
+
+
+@pytest.mark.parametrize("case", adapters.CASES)
+def test_an_adapter_that_a_request_chooses_has_the_logits_of_peft(golden, case):
+    base, folder, arrays, expected = golden(case)
+    source, target = arrays["long/input_ids"].reshape(-1).tolist(), arrays.get("long/decoder_input_ids")
+    texts = [source] if target is None else [target.reshape(-1).tolist(), source]
+    with LLM.load(base, dtype="float64", adapters={"x": folder}, max_num_seqs=1, max_seq_len=32) as llm:
+        ours = llm.logits(*texts, adapter="x").numpy()
+        assert np.abs(ours - expected).max() < (1e-12 if case in ("gpt2", "bart", "falcon-new-decoder") else 2e-5)
+        assert np.abs(llm.logits(*texts).numpy() - expected).max() > 0.5, "the adapter has no effect"
+
+
+@pytest.mark.parametrize("case", ["deepseek-v2", "gptj", "lfm2", "qwen2-moe", "t5"])
+def test_the_terms_of_all_layers_equal_merged_weights(case, tmp_path):
+    meta, arrays = checkpoint.load("4.57", case)
+    opened = open_checkpoint(checkpoint.write(meta, arrays, tmp_path / "base"))
+    model, shapes = load_weights(opened, "float64"), mergeable_linears(opened.config)
+    torch.manual_seed(0)
+    names = [name for name in shapes if unsupported_layer(opened.config, [name]) is None]
+    factors = random_factors({name: shapes[name] for name in names}, 0.05)
+    outputs = []
+    for used in (None, AdapterSet(model, {"x": factors}).select([(1, 7)]), None):
+        step = text_input([3, 4, 5, 6, 7, 8, 9], torch.device("cpu"))._replace(adapters=used)
+        if opened.config.kind == "encoder-decoder":
+            step = step._replace(encoder_input=step)
+        with torch.inference_mode():
+            outputs.append(model.logits(model(step, NoCache(model.config)), step.logit_indices))
+        for name in names if used is not None else ():  # for the last output
+            layer = model.get_submodule(name)
+            layer.weight.data = merge_weight(layer.weight.data, factors[name])
+    without, added, merged = outputs
+    assert (added - merged).abs().max() < 1e-10 < 0.1 < (without - merged).abs().max()
 
 
 @pytest.mark.parametrize("case", adapters.CASES)
@@ -205,6 +243,42 @@ def test_another_base_is_refused(golden):
         save_file(changed, folder / "adapter_model.safetensors")
         with pytest.raises(CheckpointError, match=message):
             load_weights(open_checkpoint(folder))
+
+
+def test_adapters_that_requests_choose_must_fit_their_base(golden, tmp_path):
+    base, folder, _, _ = golden("llama")
+    other, *_ = golden("gpt2")
+
+    def refused(message, model=base, **paths):
+        with pytest.raises((CheckpointError, ConfigError), match=message) as caught:
+            LLM.load(model, adapters=paths)
+        assert "\n" not in str(caught.value)
+
+    path = re.escape(str(folder / "adapter_model.safetensors"))
+    refused(f"{path}: model.layers.0.*_proj is no adaptable layer", other, x=folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.lora_A.weight"))
+    for changed, message in (
+        ({**tensors, name: tensors[name][:, 1:].copy()}, f"{path}: .*q_proj: A .* do not fit the model's"),
+        (
+            {key: tensor for key, tensor in tensors.items() if key != name},
+            rf"{path}: .*q_proj\.lora_A\.weight is missing",
+        ),
+    ):
+        save_file(changed, folder / "adapter_model.safetensors")
+        refused(message, x=folder)
+    opened = open_checkpoint(base)
+    shapes = mergeable_linears(opened.config)
+    for number, names in enumerate((["head"], ["decoder.layers.0.attention.q"])):
+        form = format_of(opened) if number == 0 else replace(format_of(opened), fingerprint="0" * 64)
+        factors = random_factors({name: shapes[name] for name in names}, 1.0)
+        save_adapter(tmp_path / str(number), form, factors, rank=2, alpha=2.0, **SETTINGS)
+    refused(re.escape(f"{tmp_path / '0'}: head: only layers of the decoder"), x=tmp_path / "0")
+    refused(re.escape(f"{tmp_path / '1'}: this adapter was trained on another model"), x=tmp_path / "1")
+    refused("is not an adapter: it is a complete model", x=base)
+    refused("is not an adapter: no such folder", x=tmp_path / "none")
+    refused("a name must be printable text, got ' x'", **{" x": folder})
+    refused("other adapters require their base", folder, x=folder)
 
 
 def test_an_incomplete_adapter_is_refused(golden, tmp_path):

@@ -57,6 +57,7 @@ class SequenceState:
     groups: tuple[GroupState, ...]
     rotaries: Mapping[int, Rotary]  # by layer: rotation of the keys of layers with summaries
     engine_id: object = None  # engine that made the state, or was compared with it
+    adapter: str = ""  # name of the engine's adapter that computed it; "": the base
 
     @property
     def length(self) -> int:

@@ -179,7 +179,8 @@ def require_memory(plan: MemoryPlan, available: int | None, limit: str = "is ava
     if available is None or plan.total <= available:
         return
     sources = f" and encoder inputs of {plan.cache.max_source_len:,}" if plan.config.encoder_input is not None else ""
-    parts = plan.weights + plan.summarizer, plan.pool + plan.offload.host_bytes, plan.scratch + plan.activations
+    model = plan.weights + plan.adapters + plan.summarizer
+    parts = model, plan.pool + plan.offload.host_bytes, plan.scratch + plan.activations
     weights, cache, work = map(_format_bytes, parts)
     block_store = plan.cache.prefix_cache_host_bytes
     stored = f", block store {_format_bytes(block_store)}" if block_store else ""

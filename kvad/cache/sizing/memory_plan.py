@@ -122,6 +122,7 @@ class MemoryPlan(PoolPlan):
     head_copy: int = 0  # part of the weights: a tied head's quantized copy of the token table
     num_drafts: int = 0  # speculative decoding: drafts of a sequence per step
     draft: MemoryPlan | None = None  # of the draft model and its cache
+    adapters: int = 0  # factors of the adapters that requests choose, and at most their terms in a step
 
     @property
     def reserved(self) -> int:
@@ -152,8 +153,8 @@ class MemoryPlan(PoolPlan):
     @property
     def total(self) -> int:
         """Bytes of everything."""
-        own = self.weights + self.summarizer + self.pool + self.scratch + self.activations + self.host_bytes
-        return own + self.draft_bytes
+        own = self.weights + self.adapters + self.summarizer + self.pool
+        return own + self.scratch + self.activations + self.host_bytes + self.draft_bytes
 
     @property
     def draft_bytes(self) -> int:
@@ -171,6 +172,7 @@ def plan_memory(
     deterministic: bool = False,
     weights: int | None = None,
     speculation: SpeculationShape | None = None,
+    adapters: int = 0,
 ) -> MemoryPlan:
     """Compute the sizes of a model and its cache.
 
@@ -183,6 +185,7 @@ def plan_memory(
         deterministic: Batch-invariant computation.
         weights: Bytes of the weights, if some are quantized.
         speculation: Sizes of speculative decoding; a draft model has the same dtype.
+        adapters: Bytes of the adapters that requests choose.
     """
     if weights_dtype not in config_lib.DTYPE_BYTES:
         raise ConfigError(f"dtype: unknown dtype {weights_dtype!r}", suggest(weights_dtype, config_lib.DTYPE_BYTES))
@@ -200,10 +203,11 @@ def plan_memory(
         summarizer_shape=summarizer_shape,
         deterministic=deterministic,
         num_drafts=0 if speculation is None else speculation.num_drafts,
+        adapters=adapters,
     )
     if speculation is not None and speculation.draft_config is not None:
         draft = replace(without_cache, config=speculation.draft_config, weights=speculation.draft_weights, num_drafts=0)
-        draft = replace(draft, deterministic=False, summarizer_shape=None)
+        draft = replace(draft, deterministic=False, summarizer_shape=None, adapters=0)
         without_cache = replace(without_cache, draft=draft)
     plan = plan_with(without_cache, cache)
     if summarizer_shape is not None:

@@ -26,13 +26,18 @@ MAX_SEQS = 64  # default of --max-num-seqs, if the memory suffices
 
 class _ServeOptions(
     parameters.CacheSizeOptions, parameters.FormatOptions, parameters.PolicyOptions, parameters.EndlessOption,
-    parameters.PrefixCacheOptions, parameters.SpeculativeOptions, parameters.WeightOptions,
+    parameters.PrefixCacheOptions, parameters.SpeculativeOptions, parameters.ComputeOptions,
     parameters.SessionDirOption,
 ):  # fmt: skip
     model: Path | None = argument("[MODEL]")
     host: str = option("Address to listen on", "127.0.0.1", common=True)
     port: int = option("Port to listen on; 0 is a free one", 8000, short="-p", common=True)
     model_name: str = option("Name of the model in the API [default: the folder's name]", "", metavar="NAME")
+    adapter: tuple[str, ...] = option(
+        "LoRA adapter, kvad's or PEFT's: NAME=FOLDER is served next to the base, as the model NAME; "
+        "FOLDER is merged into the weights",
+        metavar="NAME=FOLDER",
+    )
     api_key_file: Path | None = option(
         f"File with one API key per line [default: {KEY_VARIABLE}, else no key is required]",
         metavar="FILE",
@@ -64,6 +69,7 @@ def serve_command(options: _ServeOptions) -> None:
     \b
     kvad serve runs/demo
     kvad serve ./Qwen3-0.6B --port 8080 --max-num-seqs 32 --api-key-file keys.txt
+    kvad serve ./Qwen3-0.6B --adapter sql=runs/sql --adapter law=runs/law
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def __init__(self", "max_tokens": 32}'
     """
@@ -72,7 +78,8 @@ def serve_command(options: _ServeOptions) -> None:
         rows = [("limit", "value", "status", ""), *limits.table()]
         click.echo("\n".join(format_table(rows)))
         return
-    load = {**parameters.load_fields(options), "max_slowdown": options.max_slowdown or None}
+    load = {**parameters.load_fields(options), **_adapters(options.adapter)}
+    load["max_slowdown"] = options.max_slowdown or None
     config = ServerConfig(
         model_name=options.model_name,
         host=options.host,
@@ -109,6 +116,23 @@ def _announce(address: str, llm: AsyncLLM) -> None:
     room = f"room for {format_count(info['max_num_seqs'], 'sequence')} and {tokens:,} cached tokens" if tokens else ""
     note(f"{info['name']} in {info['dtype']}: {room}" if room else f"{info['name']} in {info['dtype']}")
     click.echo(f"serving {address}  (page: {address}/  API: {address}/v1  stop: Ctrl-C)")
+
+
+def _adapters(given: tuple[str, ...]) -> dict[str, Any]:
+    """Return the keywords ``adapter`` (merged) and ``adapters`` (by name) of ``LLM.load``."""
+    named, merged = dict[str, Path](), list[str]()
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or Path(text).exists():
+            merged.append(text)
+        elif name in named:
+            raise UsageError(f"--adapter: {name!r} is given twice", "Choose another NAME.")
+        else:
+            named[name] = Path(folder)
+    if len(merged) > 1:
+        message = f"--adapter: {merged[0]} and {merged[1]} cannot both be merged"
+        raise UsageError(message, "Write NAME=FOLDER to serve each as a model.")
+    return {"adapter": Path(merged[0]) if merged else None, "adapters": named}
 
 
 def _api_keys(path: Path | None) -> ApiKeys:

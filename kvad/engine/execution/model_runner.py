@@ -14,9 +14,10 @@ A ModelInput of ``InputBuffers.fill`` is valid until the next one.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +36,7 @@ from kvad.engine.scheduling import SchedulerOutput
 from kvad.model import Transformer
 from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, BlockOps, CacheProtocol, ModelInput, SlotMapping
 
+LOG = logging.getLogger(__name__)
 ALIGNED = 8  # integers, 64 bytes
 MIN_CAPACITY = 1 << 12  # integers
 MAX_GRAPHS = 64  # recorded steps, by default
@@ -220,6 +222,7 @@ class ModelRunner:
     kernels. ``native_reason`` says why the kernels are not used, once a step has run.
     On a GPU, ``fused`` computes decoders that it can, and ``graphs`` replays decoding steps: at most ``cuda_graphs``
     shapes.
+    ``adapters``: a step in which a sequence has one of them runs in PyTorch, without graphs.
     ``num_tokens``: ids below it are sampled (None: all). ``input_seconds``: time spent so far on block operations and
     inputs. ``op_seconds``, if set, receives the time of each operation of ``program`` (``NativeProgram.run``).
     """
@@ -233,8 +236,9 @@ class ModelRunner:
         cuda_graphs: int = MAX_GRAPHS,
         compile_layers: bool = False,
         num_tokens: int | None = None,
+        adapters: model_lib.lora.AdapterSet | None = None,
     ) -> None:
-        self.model, self.cache = model, cache
+        self.model, self.cache, self._adapters = model, cache, adapters
         self.device = model.token_embedding.device
         short_lens = model_lib.positions.short_regime_lens(model.config.stack, model.config.max_seq_len)
         block_sizes = [group.block_size for group in cache.groups] if isinstance(cache, KVCache) else []
@@ -244,7 +248,7 @@ class ModelRunner:
         compile_reason = "the engine has compile=True" if compile_layers else ""
         self.native_reason = compile_reason or ("" if native else "the engine has native=False")
         self.program: NativeProgram | None = None
-        self._is_prepared = False
+        self._is_prepared = self._has_logged = False
         self.fused: FusedDecoder | None = None
         self._device_reason = self.fused_reason = compile_reason or ops.gpu.unavailable_reason(self.device)
         self.graphs = GraphCache(self._forward, cuda_graphs, CudaRecorder(self.device))
@@ -269,11 +273,16 @@ class ModelRunner:
         assert output.encoder_batch is None, "an encoder step has no logits; call encode"
         start = time.perf_counter()
         self.cache.apply(output.allocation.block_ops)
-        bucket = None if self.graphs.reason else decoding_bucket(BatchShape.from_output(output))
+        adapters = self._select_adapters((scheduled.sequence, scheduled.num_tokens) for scheduled in output.scheduled)
+        bucket = None if self.graphs.reason or adapters else decoding_bucket(BatchShape.from_output(output))
         model_input = self.buffers.fill(output) if bucket is None else self.buffers.fill(output, bucket)
         self.input_seconds += time.perf_counter() - start
         if not self._is_prepared or any(scheduled.start == 0 for scheduled in output.scheduled):
             self._update_kernels()
+        if adapters is not None:  # no kernel but PyTorch's adds their terms
+            self._log_adapters()
+            hidden = self.model(model_input._replace(adapters=adapters), self.cache)
+            return self.model.logits(hidden, model_input.logit_indices)
         if self.program is not None:
             return self.program.run(model_input, self.op_seconds)
         if bucket is None:
@@ -282,6 +291,20 @@ class ModelRunner:
             self.graphs.clear()
             self._graph_key = key
         return self.graphs.run(bucket, model_input)[: len(output.scheduled)]
+
+    def _select_adapters(
+        self, spans: Iterable[tuple[scheduling.sequence.TokenSequence, int]]
+    ) -> model_lib.lora.SelectedAdapters | None:
+        """Return the adapters of a step's tokens, given (sequence, number of tokens); None if no token has one."""
+        if not self._adapters:
+            return None
+        return self._adapters.select((seq.request.adapter, count) for seq, count in spans)
+
+    def _log_adapters(self) -> None:
+        """Log once that other kernels are not used in steps with adapters, if there are any."""
+        if not self._has_logged and (self.program is not None or self.fused is not None):
+            LOG.info("steps in which a sequence has an adapter run in PyTorch; other steps use the faster kernels")
+        self._has_logged = True
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
         """Return the best token of each row of ``execute``'s logits, if the kernels have found it."""
@@ -344,12 +367,13 @@ class ModelRunner:
             seq_lens=self._integers([len(tokens) for tokens in inputs for _ in tokens]),
             token_type_ids=self._token_types(encoder_batch),
             slot_mappings=tuple(SlotMapping(self._integers(slots), ()) for slots in slots_per_group),
+            adapters=self._select_adapters([(seq, len(seq.request.encoder_tokens)) for seq in encoder_batch.sequences]),
         )
         self._update_kernels()
         if allocation is None:
             return self._computed.encode(encoder_input), encoder_input
         self.cache.apply(allocation.block_ops)
-        if self.program is not None and self.program.encoder is not None:
+        if self.program is not None and self.program.encoder is not None and encoder_input.adapters is None:
             return self.program.encoder.encode(encoder_input), encoder_input
         model_input = ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input)
         return self._computed(model_input, self.cache), encoder_input

@@ -108,6 +108,7 @@ class Scheduler:
         swapped: SwappedSequence | None = None,
         keep_state: bool = False,
         draw_salt: int = 0,
+        adapter: int = 0,
         has_stop_string: Callable[[Sequence[int]], bool] | None = None,
         grammar: Grammar | None = None,
     ) -> RequestMetrics:
@@ -122,6 +123,7 @@ class Scheduler:
                 the scheduler.
             keep_state: Return the final state with ``pop_finished_states``.
             draw_salt: Requests with the same seed and tokens draw other numbers if it differs.
+            adapter: Number of the adapter that computes it (``model/lora.py``); 0: the base.
             has_stop_string: Returns True if generated tokens end with a stop string; for a beam search.
             grammar: The compiled structured output.
 
@@ -148,6 +150,7 @@ class Scheduler:
             keep_state,
             draw_salt,
             grammar,
+            adapter,
         )
         self._arrivals += 1
         if sampling_params.num_beams > 1 and not encoder_only:

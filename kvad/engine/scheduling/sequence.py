@@ -55,6 +55,7 @@ class Request:
     keep_state: bool = False  # its final state was requested
     draw_salt: int = 0  # requests that differ in it draw other numbers
     grammar: Grammar | None = None  # of its structured output
+    adapter: int = 0  # number in the engine's AdapterSet; 0: the base
     beams: BeamSearch | DiverseBeamSearch | None = None
     live_beams: list[TokenSequence] = field(default_factory=list)  # best first
     reserved_blocks: tuple[int, ...] | None = None  # per group (``limits.py``)

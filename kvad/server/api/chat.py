@@ -56,7 +56,6 @@ class ToolUse:
 
 async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/chat/completions."""
-    context.check_model(body.model)
     group, use = await submit_chat(context, body, key)
     answer = _Answer(context, body, group, use)
     if body.stream:
@@ -66,7 +65,7 @@ async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) 
 
 async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[RequestGroup, ToolUse | None]:
     """Submit a conversation and return its requests and the use of tools."""
-    limits = context.config.limits
+    limits, adapter = context.config.limits, context.check_model(body.model)
     use = ToolUse.of(body.tools, body.tool_choice, limits.max_tools)
     messages = check_messages(body.messages, limits.max_messages, limits.max_prompt_chars)
     settings: Any = generation.sampling_settings(context, body)
@@ -85,7 +84,7 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
             raise invalid("response_format", "cannot be combined with a required tool")
         schema = tools.required_schema(use.tools, use.name)
         settings |= await constrain(context, "tools", {"json_schema": schema})
-    settings["cache_salt"] = context.salt(key, body.cache_salt)
+    settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
     make = context.llm.builder.generation(None, settings)
     shown_tools = body.tools if body.tool_choice != "none" else None
     tokens = await asyncio.to_thread(
@@ -94,6 +93,7 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
         tools=shown_tools,
         continue_final=body.continue_final_message,
         generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        adapter=adapter,
     )
     session = generation.session_of(body, key, body.n)
     return RequestGroup(context, [make(tokens)], session=session, request_id=body.request_id), use
@@ -150,13 +150,13 @@ class _Answer:
         self._id, self._created = generation.new_id("chatcmpl", body.request_id), int(time.time())
         self._parsers: list[ToolCallParser] | None = None
         if use is not None:
-            self._parsers = [make_parser(context, use) for _ in range(body.n)]
+            self._parsers = [make_parser(context, use, group.submissions[0].adapter) for _ in range(body.n)]
         options = body.stream_options
         self._usage = options is not None and options.include_usage
         self._started: set[int] = set()
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._context.model_name}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._group.model_name}
 
     # ------------------------------------------------------------ one response
 
@@ -245,9 +245,9 @@ class _Answer:
         return (generation.event(fields) if is_wanted else b"") + generation.DONE
 
 
-def make_parser(context: ApiContext, use: ToolUse) -> ToolCallParser:
+def make_parser(context: ApiContext, use: ToolUse, adapter: str) -> ToolCallParser:
     """Return the parser of the calls: of the template's format, or of plain JSON if a call is required."""
-    template = context.llm.chat_template
+    template = context.llm.chat_templates.find(adapter)
     if use.is_required or template is None:
         return ToolCallParser(PLAIN_JSON)
     return ToolCallParser(tools.find_format(template.templates[template.choose(tools=True)]))

@@ -19,7 +19,7 @@ from kvad.server.api.structured import structured_settings
 
 async def create_completion(context: ApiContext, body: CompletionBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/completions."""
-    context.check_model(body.model)
+    adapter = context.check_model(body.model)
     limits = context.config.limits
     if body.logprobs is not None:
         generation.check_limit("logprobs", body.logprobs, limits.max_logprobs, "alternatives")
@@ -32,7 +32,7 @@ async def create_completion(context: ApiContext, body: CompletionBody, key: str)
     prompts = generation.split_prompts(context, "prompt", body.prompt)
     settings: Any = generation.sampling_settings(context, body, n=best_of)
     settings |= await structured_settings(context, body)
-    settings |= {"max_tokens": body.max_tokens, "cache_salt": context.salt(key, body.cache_salt)}
+    settings |= {"max_tokens": body.max_tokens, "cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
     if body.logprobs is not None or best_of > body.n:
         settings["logprobs"] = body.logprobs or 0
     if body.echo and body.logprobs is not None:
@@ -57,7 +57,7 @@ class _Answer:
         self._context, self._body, self._group, self._n = context, body, group, body.n
         self._head = {
             "id": generation.new_id("cmpl", body.request_id), "object": "text_completion", "created": int(time.time()),
-            "model": context.model_name,
+            "model": group.model_name,
         }  # fmt: skip
         self._prompt_texts = [self._prompt_text(prompt) for prompt in prompts] if body.echo else []
         options = body.stream_options

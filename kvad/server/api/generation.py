@@ -47,11 +47,21 @@ class ApiContext:
     def __post_init__(self) -> None:
         self.token_texts = TokenTexts(self.llm.tokenizer)
 
-    def check_model(self, name: str | None) -> None:
-        """Raise a 404 if another model is requested."""
-        if name not in (None, self.model_name):
-            message = f"model: {name!r} is not served here: use {self.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Folders of the adapters by name, which clients give as the model."""
+        adapters: Mapping[str, str] = self.llm.info["adapters"]
+        return adapters
+
+    def check_model(self, name: str | None) -> str:
+        """Return the adapter of the requested model, "" for the base; raise a 404 if it is not served."""
+        if name in (None, self.model_name):
+            return ""
+        if name in self.adapters:
+            return str(name)
+        names = " or ".join(repr(known) for known in (self.model_name, *self.adapters))
+        message = f"model: {name!r} is not served here: use {names}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_room(self, num_requests: int, num_tokens: int) -> None:
         """Raise a 429 or 503 if these requests would exceed the queue's limits."""
@@ -195,6 +205,11 @@ class RequestGroup:
         except BaseException:
             self.cancel()
             raise
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model in responses."""
+        return self.submissions[0].adapter or self.context.model_name
 
     @property
     def ended(self) -> bool:

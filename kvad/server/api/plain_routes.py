@@ -16,22 +16,22 @@ from kvad.server.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody, 
 
 def list_models(context: ApiContext) -> dict[str, Any]:
     """Answer a request to /v1/models."""
-    return {"object": "list", "data": [describe_model(context)]}
+    return {"object": "list", "data": [describe_model(context, name) for name in ("", *context.adapters)]}
 
 
-def describe_model(context: ApiContext) -> dict[str, Any]:
-    """Return OpenAI's model object, and what kvad knows of the model and its cache."""
+def describe_model(context: ApiContext, adapter: str = "") -> dict[str, Any]:
+    """Return OpenAI's model object, and what kvad knows of the model, or its adapter, and the cache."""
     info = context.llm.info
     return {
-        "id": context.model_name,
+        "id": adapter or context.model_name,
         "object": "model",
         "created": context.created,
         "owned_by": "kvad",
-        "root": info["name"],
-        "parent": None,
+        "root": context.adapters[adapter] if adapter else info["name"],
+        "parent": context.model_name if adapter else None,
         "max_model_len": info["max_len"],
         "kind": context.llm.config.kind,
-        "has_chat_template": context.llm.chat_template is not None,
+        "has_chat_template": context.llm.chat_templates.find(adapter) is not None,
         "languages": sorted(context.llm.tokenizer.languages) if context.llm.tokenizer is not None else [],
         "cache": {
             name: info[name]
@@ -43,19 +43,19 @@ def describe_model(context: ApiContext) -> dict[str, Any]:
 
 async def create_embeddings(context: ApiContext, body: EmbeddingBody, key: str) -> dict[str, Any]:
     """Answer a request to /v1/embeddings."""
-    context.check_model(body.model)
+    adapter = context.check_model(body.model)
     texts = generation.split_prompts(context, "input", body.input)
     encode = context.llm.texts.encode_embedding
     inputs = await asyncio.to_thread(lambda: [encode(text) for text in texts])
     num_tokens = sum(map(len, inputs))
     context.check_room(len(inputs), num_tokens)
-    vectors = await context.llm.embed_ids(inputs)
+    vectors = await context.llm.embed_ids(inputs, adapter=adapter)
     data = [
         {"object": "embedding", "index": index, "embedding": _encode_vector(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": context.model_name, "usage": usage}
+    return {"object": "list", "data": data, "model": adapter or context.model_name, "usage": usage}
 
 
 def _encode_vector(vector: list[float], form: str) -> list[float] | str:
@@ -68,13 +68,13 @@ def _encode_vector(vector: list[float], form: str) -> list[float] | str:
 
 async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[str, Any]:
     """Answer a request to /tokenize."""
-    context.check_model(body.model)
+    adapter = context.check_model(body.model)
     limits, llm = context.config.limits, context.llm
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "either prompt or messages must be given")
     if body.messages is not None:
         messages = check_messages(body.messages, limits.max_messages, limits.max_prompt_chars)
-        tokens = await asyncio.to_thread(llm.render_chat, messages)
+        tokens = await asyncio.to_thread(llm.render_chat, messages, adapter=adapter)
     else:
         assert body.prompt is not None
         generation.check_limit("prompt", len(body.prompt), limits.max_prompt_chars, "characters")
@@ -118,7 +118,7 @@ def tokenizer_info(context: ApiContext) -> dict[str, Any]:
 
 async def translate(context: ApiContext, body: TranslateBody, key: str) -> dict[str, Any]:
     """Answer a request to /v1/translate: decode texts with an encoder-decoder."""
-    context.check_model(body.model)
+    adapter = context.check_model(body.model)
     llm, limits = context.llm, context.config.limits
     if llm.config.kind != "encoder-decoder":
         raise invalid("model", f"is a {llm.config.kind} and does not translate. Use /v1/completions.")
@@ -130,7 +130,7 @@ async def translate(context: ApiContext, body: TranslateBody, key: str) -> dict[
         "temperature": body.temperature, "seed": body.seed, "n": body.n if body.n > 1 else None,
     }  # fmt: skip
     settings: Any = {name: value for name, value in given.items() if value is not None}
-    settings["cache_salt"] = context.salt(key, None)
+    settings |= {"cache_salt": context.salt(key, None), "adapter": adapter}
     make = llm.builder.generation(None, settings)
     submissions = await generation.build(context, make, list[PromptInput](texts))
     group = RequestGroup(context, submissions, request_id=body.request_id)
@@ -146,4 +146,4 @@ async def translate(context: ApiContext, body: TranslateBody, key: str) -> dict[
             context.metrics.observe_finish(str(own[-1].finish_reason))
             samples.append({"text": text, "score": score, "finish_reason": own[-1].finish_reason})
         translations.append({"text": samples[0]["text"], "alternatives": samples})
-    return {"object": "list", "model": context.model_name, "data": translations, "usage": group.usage()}
+    return {"object": "list", "model": group.model_name, "data": translations, "usage": group.usage()}

@@ -19,7 +19,7 @@ async def create_response(context: ApiContext, body: ResponsesBody, key: str) ->
     context.check_model(body.model)
     chat = _to_chat(body)
     group, use = await submit_chat(context, chat, key)
-    parser = None if use is None else make_parser(context, use)
+    parser = None if use is None else make_parser(context, use, group.submissions[0].adapter)
     answer = _Answer(context, body, group, parser)
     if body.stream:
         return EventStream(answer.events())
@@ -38,9 +38,9 @@ def _to_chat(body: ResponsesBody) -> ChatBody:
     else:
         messages += [_to_message(item, index) for index, item in enumerate(body.input)]
     fields: dict[str, Any] = {
-        "messages": messages, "max_completion_tokens": body.max_output_tokens, "temperature": body.temperature,
-        "top_p": body.top_p, "tools": _to_tools(body.tools), "tool_choice": _to_choice(body.tool_choice),
-        "response_format": _to_format(body.text),
+        "model": body.model, "messages": messages, "max_completion_tokens": body.max_output_tokens,
+        "temperature": body.temperature, "top_p": body.top_p, "tools": _to_tools(body.tools),
+        "tool_choice": _to_choice(body.tool_choice), "response_format": _to_format(body.text),
     }  # fmt: skip
     chat, _ = validate(
         ChatBody, {name: value for name, value in fields.items() if value is not None}, ignore_unknown=False
@@ -115,7 +115,7 @@ class _Answer:
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": self._body.instructions, "max_output_tokens": self._body.max_output_tokens,
-            "model": self._context.model_name, "output": [] if finish_reason is None else self._output(status),
+            "model": self._group.model_name, "output": [] if finish_reason is None else self._output(status),
             "parallel_tool_calls": True, "previous_response_id": None, "store": False,
             "temperature": self._body.temperature, "text": self._body.text or {"format": {"type": "text"}},
             "tool_choice": self._body.tool_choice or "auto", "tools": self._body.tools or [],
