@@ -103,9 +103,11 @@ class Engine:
         with ExitStack() as resources:  # an error here leaves no file, thread or lock behind
             self.kv_cache: KVCache = self._build_kv_cache(groups, summarizer)
             resources.callback(self.kv_cache.release)
-            if (config.compile or config.adapters) and self.kv_cache.ranks > 1:
-                option = "compile" if config.compile else "adapters"
-                raise ConfigError(f"{option}: is not supported with {self.kv_cache.ranks} ranks", "Omit it.")
+            if config.compile and self.kv_cache.ranks > 1:
+                raise ConfigError(f"compile: is not supported with {self.kv_cache.ranks} ranks", "Omit it.")
+            if config.adapters and self.kv_cache.ranks > 1:
+                message = f"adapters: requests cannot choose one with {self.kv_cache.ranks} ranks"
+                raise ConfigError(message, "Merge it into the weights.")
             self.block_store = open_block_store(cache, groups, lambda: self.cache_fingerprint(""))
             if self.block_store is not None:
                 resources.callback(self.block_store.close)
