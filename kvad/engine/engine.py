@@ -245,20 +245,15 @@ class Engine:
         Raises:
             RequestError: If the request cannot be served.
         """
-        adapter_number = self.adapters.number(adapter)
         check_request(self.model.config, prompt_token_ids, sampling_params, encoder_token_ids)
         self._check_options(sampling_params, draw_salt, uses_states=resume is not None or keep_state)
-        request, texts = self._next_request, dict[tuple[int, int], OutputTextStream]()
+        request = self._next_request
         output, stop_tokens = sampling_params.structured_output, self._stop_tokens(sampling_params, adapter)
         grammar = None if output is None else self.grammars.compile(output)
-        if self.tokenizer is not None:
-            end_tokens = stop_tokens | frozenset(sampling_params.stop_token_ids)
-            for sample in range(sampling_params.n):
-                texts[request, sample] = OutputTextStream(self.tokenizer, sampling_params, end_tokens)
+        texts = self._text_streams(request, sampling_params, stop_tokens)
         prefix_root = self._root(cache_salt, encoder_token_ids, adapter)
-        resume_point = self._resume(
-            prompt_token_ids, sampling_params, prefix_root, encoder_token_ids, resume, cache_salt, adapter
-        )
+        identity = prefix_root, encoder_token_ids, cache_salt, adapter
+        resume_point = self._resume(resume, prompt_token_ids, sampling_params, *identity)
         encoder = None if encoder_token_ids is None else scheduling.request.EncoderInput(tuple(encoder_token_ids))
         metrics = self.scheduler.add_request(
             request,
@@ -270,7 +265,7 @@ class Engine:
             swapped=resume_point.swapped,
             keep_state=keep_state,
             draw_salt=draw_salt,
-            adapter=adapter_number,
+            adapter=self.adapters.number(adapter),
             has_stop_string=self._stop_string_test(sampling_params),
             grammar=grammar,
         )
@@ -282,13 +277,23 @@ class Engine:
         self._next_request += 1
         return request
 
+    def _text_streams(
+        self, request: int, sampling_params: SamplingParams, stop_tokens: frozenset[int]
+    ) -> dict[tuple[int, int], OutputTextStream]:
+        """Return the detokenizer of each sample, by (request, sample)."""
+        if self.tokenizer is None:
+            return {}
+        end_tokens = stop_tokens | frozenset(sampling_params.stop_token_ids)
+        samples = range(sampling_params.n)
+        return {(request, i): OutputTextStream(self.tokenizer, sampling_params, end_tokens) for i in samples}
+
     def _resume(
         self,
+        state: SequenceState | None,
         tokens: Sequence[int],
         sampling_params: SamplingParams,
         prefix_root: bytes,
         encoder_token_ids: Sequence[int] | None,
-        state: SequenceState | None,
         cache_salt: str,
         adapter: str,
     ) -> ResumePoint:
@@ -486,9 +491,9 @@ class Engine:
         return has_stop_string
 
     def _stop_tokens(self, sampling_params: SamplingParams, adapter: str) -> frozenset[int]:
-        own = self.config.adapters[adapter].stop_tokens if adapter else frozenset()
-        if own and not sampling_params.ignore_eos:
-            return own
+        own = self.config.adapters.get(adapter)
+        if own is not None and own.stop_tokens and not sampling_params.ignore_eos:
+            return own.stop_tokens
         if sampling_params.ignore_eos or self.config.stop_tokens or self.tokenizer is None:
             return frozenset() if sampling_params.ignore_eos else self.config.stop_tokens
         return frozenset(self.tokenizer.special_tokens.end_ids)

@@ -103,6 +103,7 @@ T_SAMPLER = ("tests/engine/execution/test_sampler.py",)
 T_SCHEDULER = ("tests/engine/scheduling/test_scheduler.py",)
 T_BEAMS = ("tests/engine/scheduling/test_beam_search.py",)
 T_ENGINE = ("tests/engine/test_engine.py",)
+T_ADAPTERS = ("tests/engine/test_adapters.py",)
 T_REGIMES = ("tests/engine/test_rope_regimes.py",)
 T_SOURCES = ("tests/engine/test_encoder_inputs.py",)
 T_CONTAINER = ("tests/storage/test_container.py",)
@@ -376,10 +377,18 @@ CACHE_MUTATIONS = (
     Mutation(
         "state-of-another-salt-resumed",
         "kvad/engine/resume.py",
-        '("cache_salt", cache_salt, state.salt)',
-        '("cache_salt", cache_salt, cache_salt)',
+        '"cache_salt": (cache_salt, state.salt)',
+        '"cache_salt": (cache_salt, cache_salt)',
         ("tests/engine/test_sessions.py",),
         "unused_state",
+    ),
+    Mutation(
+        "state-of-another-adapter-resumed",
+        "kvad/engine/resume.py",
+        'pairs["adapter"] = adapter, state.adapter',
+        'pairs["adapter"] = adapter, adapter',
+        T_ADAPTERS,
+        "state",
     ),
     Mutation(
         "state-of-another-encoder-input-resumed",
@@ -539,8 +548,8 @@ CACHE_MUTATIONS = (
     Mutation(
         "cross-attention-keys-not-clipped",
         "kvad/model/attention.py",
-        "flat_k, flat_v = map(self._clip, self.kv(encoder_output, self.k, self.v))",
-        "flat_k, flat_v = self.kv(encoder_output, self.k, self.v)",
+        "flat_k, flat_v = map(self._clip, project_together(self.kv, (self.k, self.v), encoder_output, adapters))",
+        "flat_k, flat_v = project_together(self.kv, (self.k, self.v), encoder_output, adapters)",
         ("tests/model/test_topologies.py",),
         "clipped",
     ),
@@ -739,10 +748,40 @@ ENGINE_MUTATIONS = (
     Mutation(
         "adapter-not-in-the-fingerprint",
         ENGINE,
-        "if self.config.adapter_fingerprint else {}",
-        "if not self.config.adapter_fingerprint else {}",
+        "filter(None, (self.config.adapter_fingerprint,",
+        'filter(None, ("",',
         T_ENGINE,
         "adapter",
+    ),
+    Mutation(
+        "adapters-share-cached-blocks", ENGINE, "if not adapter:", "if True:", T_ADAPTERS, "share_no_cached_blocks"
+    ),
+    Mutation(
+        "adapter-of-other-tokens", "kvad/model/lora.py", "start += count", "start += 1", T_ADAPTERS, "mixed_batch"
+    ),
+    Mutation(
+        "adapter-term-not-scaled",
+        "kvad/model/lora.py",
+        "= wide_a, scale * wide_b",
+        "= wide_a, wide_b",
+        T_ADAPTERS,
+        "mixed_batch",
+    ),
+    Mutation(
+        "adapter-left-out-by-the-native-kernels",
+        "kvad/engine/execution/model_runner.py",
+        "if adapters is not None:  # no kernel",
+        "if adapters is not None and self.program is None:  # no kernel",
+        T_ADAPTERS,
+        "natively",
+    ),
+    Mutation(
+        "end-of-a-turn-of-the-base-for-an-adapter",
+        ENGINE,
+        "return own.stop_tokens",
+        "return self.config.stop_tokens",
+        ("tests/test_llm_adapters.py",),
+        "end_of_a_turn",
     ),
     Mutation(
         "adapter-not-in-the-model-fingerprint",
