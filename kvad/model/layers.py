@@ -200,7 +200,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = ops.linear.Linear(width, 1, bias=False) if spec.shared_gate else None
 
     def forward(
-        self, x: Tensor, adapters: TokenAdapters | None = None, routings: list[Routing] | None = None
+        self, x: Tensor, routings: list[Routing] | None = None, adapters: TokenAdapters | None = None
     ) -> Tensor:
         """Apply the experts: x [T, E] -> [T, E]; the routing is appended to ``routings``, if given."""
         logits = project(self.router, x.to(torch.promote_types(x.dtype, torch.float32)), adapters)
