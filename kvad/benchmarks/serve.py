@@ -318,9 +318,9 @@ class LoadClient:
             models = json.loads(body)["data"] if status == 200 else []
         except (OSError, HttpError, ValueError, KeyError) as error:
             raise UsageError(f"{self._options.url}: {error}", "Start a server first: kvad serve MODEL.") from None
-        if not models:
+        if not models and not self.model:
             raise UsageError(f"{self._options.url}/v1/models: HTTP status {status}", "Is --api-key missing?")
-        chosen = next((each for each in models if each["id"] == self.model), models[0])
+        chosen = next((each for each in models if each["id"] == self.model), models[0] if models else {})
         self.model, self.max_len = self.model or chosen["id"], chosen.get("max_model_len")
 
     async def _send_all(self, prompts: Sequence[LoadPrompt]) -> list[RequestRecord]:

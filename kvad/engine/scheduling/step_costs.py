@@ -20,6 +20,7 @@ WARM_UP_STEPS = 2  # of each kind, left out
 RECENT_STEPS = 9  # of which the median is taken
 TARGET = 0.9  # share of the bound that a step may take, since half of the steps exceed their median
 FIRST_TOKENS = 16  # prompt tokens of a step before any was measured
+MIN_SECONDS = 0.010  # that ``max_slowdown`` leaves for prompts: fixed costs would dominate shorter parts of them
 MIN_TOKENS = 4  # a prompt is read however low the bound is
 LOG = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class StepCosts:
         seconds = math.inf if self.max_inter_token is None else TARGET * self.max_inter_token - decoding
         if self.max_slowdown is not None and decoding:
             share = max(1.0, num_reading / num_decoding)
-            seconds = min(seconds, share * (TARGET * self.max_slowdown - 1.0) * decoding)
+            slowdown = max(MIN_SECONDS, share * (TARGET * self.max_slowdown - 1.0) * decoding)
+            seconds = min(seconds, slowdown)
         return FIRST_TOKENS if seconds == math.inf else max(MIN_TOKENS, int(seconds / per_token))
 
     def _warn_if_too_slow(self, num_decoding: int) -> None:

@@ -70,10 +70,18 @@ def test_steps_stay_within_the_ratio() -> None:
 def test_many_waiting_prompts_get_more_of_a_step() -> None:
     costs = StepCosts(None, 2.0)
     for _ in range(WARM_UP_STEPS + 1):
-        costs.record([1], 0.01)
-        costs.record([100], 0.1)
+        costs.record([1], 0.1)
+        costs.record([100], 1.0)
     assert costs.max_prompt_tokens(4, 1) == costs.max_prompt_tokens(4, 4) == 8
     assert costs.max_prompt_tokens(2, 8) == 32
+
+
+def test_short_steps_leave_time_for_prompts() -> None:
+    costs = StepCosts(None, 2.0)
+    for _ in range(WARM_UP_STEPS + 1):
+        costs.record([1], 0.001)
+        costs.record([100], 0.01)
+    assert costs.max_prompt_tokens(4, 1) == 100
 
 
 def test_a_bound_that_cannot_be_met_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
