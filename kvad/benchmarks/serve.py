@@ -95,6 +95,7 @@ class RequestRecord:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    has_usage: bool = True  # False: the server sends none; output tokens are events with text, input tokens unknown
     error: str = ""  # "": completed; an HTTP status or the name of an exception
 
     @property
@@ -160,6 +161,7 @@ class LoadResult:
             "output_throughput": output_tokens / seconds,
             "total_token_throughput": (input_tokens + output_tokens) / seconds,
             "max_concurrent_requests": max_concurrent(completed),
+            "tokens_from_usage": all(record.has_usage for record in completed),
         }  # fmt: skip
         for metric in METRICS:
             result |= summarize(metric, [value for record in completed for value in record.values(metric)])
@@ -389,8 +391,9 @@ class LoadClient:
                     last = now
                     parts.append(text)
         record.text = "".join(parts)
-        if not has_usage:
-            raise HttpError(500, "no usage")
+        record.has_usage = has_usage
+        if not has_usage:  # llama-cpp-python sends none
+            record.output_tokens = len(parts)
         record.ttft = record.ttft or time.perf_counter() - record.start  # no token had a text
 
     async def _check_outputs(self, records: Sequence[RequestRecord]) -> list[bool]:

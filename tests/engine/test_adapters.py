@@ -16,6 +16,7 @@ from kvad.checkpoint.peft import mergeable_linears
 from kvad.config.model import ModelConfig
 from kvad.engine import Engine, EngineConfig
 from kvad.engine.options import ServedAdapter
+from kvad.engine.scheduling import SpeculativeConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.errors import ConfigError, RequestError
 from kvad.model.lora import AdapterSet, LoraFactors, SelectedAdapters, merge_weight, unsupported_layer
@@ -254,6 +255,22 @@ def test_bfloat16_products_are_rounded_once() -> None:
         expected = out.clone()
         expected[rows] = (out[rows].double() + x[rows].double() @ a.double().T @ b.double().T).bfloat16()
         assert torch.equal(added, expected)
+
+
+def test_drafts_are_checked_with_the_adapter() -> None:
+    speculative = SpeculativeConfig(num_tokens=3, min_match=1, adaptive=False)
+    generated, drafts = [], 0
+    for options in ({}, {"speculative": speculative}):
+        engine = engine_of(base("rope"), adapters_of("rope"), **options)
+        for prompt, adapter in zip(PROMPTS, NAMES, strict=True):
+            add(engine, [*prompt, *prompt], adapter)
+        tokens: dict[int, list[int | None]] = {}
+        while not engine.idle:
+            for chunk in engine.step():
+                tokens.setdefault(chunk.request, []).append(chunk.token_id)
+        generated.append(tokens)
+        drafts += sum(engine.metrics(request).num_draft_tokens for request in tokens)
+    assert generated[0] == generated[1] and drafts > 0
 
 
 def test_a_state_of_another_adapter_is_not_resumed() -> None:
