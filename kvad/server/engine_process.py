@@ -108,13 +108,14 @@ class EngineProcess:
         if not data:
             return False
         for message in self._frames.feed(data):
-            self._handle(message)
+            self._answer(message, self._handlers[message["op"]])
         return True
 
-    def _handle(self, message: Message) -> None:
+    def _answer(self, message: Message, handler: Callable[[Message], Message | None]) -> None:
+        """Call a handler, and send its reply or its error."""
         reply: Message | None
         try:
-            reply = self._handlers[message["op"]](message)
+            reply = handler(message)
         except KvadError as error:
             reply = {"error": error_to_json(error)}
         except Exception as error:  # a bug ends its request only
@@ -162,14 +163,11 @@ class EngineProcess:
     def _compile(self, message: Message) -> None:
         """Compile a structured output in a thread, so that the running sequences do not wait for it."""
 
-        def compile_and_reply() -> None:
-            try:
-                self._llm.engine.grammars.compile(StructuredOutput.from_json(message["structured_output"]))
-                self._send({"reply": message["id"]})
-            except KvadError as error:
-                self._send({"reply": message["id"], "error": error_to_json(error)})
+        def compile_now(message: Message) -> Message:
+            self._llm.engine.grammars.compile(StructuredOutput.from_json(message["structured_output"]))
+            return {}
 
-        self._compilers.submit(compile_and_reply)
+        self._compilers.submit(self._answer, message, compile_now)
 
     def _cancel(self, message: Message) -> None:
         request = self._numbers.pop(message["id"], None)
