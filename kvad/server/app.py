@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,6 +27,7 @@ STATIC = Path(__file__).with_name("static")
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 PAGE_FILES = {f"/{path.name}": path.name for path in sorted(STATIC.iterdir()) if path.suffix in MEDIA_TYPES}
 PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
+LAST_SECONDS = 5.0  # for the last event of a stream
 STEP_SECONDS = 60.0  # a running engine that sends nothing for so long is not ready
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -158,6 +158,7 @@ async def send_events(
             ],
         }
     )
+    last = b""
     async with aclosing(events) as rest:  # type: ignore[type-var]
         try:
             if first:
@@ -166,11 +167,10 @@ async def send_events(
                 async for data in rest:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            body = json.dumps(_api_error(error, scope).body(), separators=(",", ":")).encode()
-            await send(
-                {"type": "http.response.body", "body": b"data: " + body + b"\n\n" + generation.DONE, "more_body": True}
-            )
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = generation.event(_api_error(error, scope).body()) + generation.DONE
+    with suppress(TimeoutError):  # of a client that reads nothing, which would keep its place for ever
+        async with asyncio.timeout(LAST_SECONDS):
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def read_body(config: ServerConfig, scope: Scope, receive: Receive) -> bytes:
