@@ -159,7 +159,7 @@ def inject_engine_fault(fault: str | None, engine: Engine) -> None:
     """Inject a fault of the engine's prefix cache, before the first request."""
     if fault == "salt":
         root = engine._root
-        setattr(engine, "_root", lambda _salt, source=None: root("", source))  # noqa: B010
+        setattr(engine, "_root", lambda _salt, *rest: root("", *rest))  # noqa: B010
     elif fault == "prefix":
         _ignore_parents(engine)
     elif fault == "block-store" and engine.block_store is not None:

@@ -211,5 +211,5 @@ def test_llm_accepts_the_same_options(model):
         assert long.tokens[: len(short.tokens)] == short.tokens
         assert llm.generate("hello", temperature=0, ignore_eos=True, overflow="stop").tokens == short.tokens
         assert len(llm.encode("x" * 200)) == 200
-        assert llm.generate("x" * 200, max_tokens=3).limit == "max_tokens"
+        assert llm.generate("x" * 200, max_tokens=3, ignore_eos=True).limit == "max_tokens"
         assert llm.generate("hello", max_tokens=90, stop=("\n",), seed=3).limit in (None, "max_tokens")

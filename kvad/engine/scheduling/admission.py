@@ -62,13 +62,15 @@ class AdmissionQueue:
         """Admit nothing to a running batch until blocks are freed."""
         self._num_frees_when_blocked = self._kv_cache_manager.num_frees
 
-    def requeue(self, seq: TokenSequence, before: Callable[[TokenSequence], None] = lambda _: None) -> None:
+    def requeue(
+        self, seq: TokenSequence, before: Callable[[TokenSequence], None] = lambda _: None, *, publish: bool = True
+    ) -> None:
         """Let a running sequence, with its beams, wait at its old place; ``before`` may swap the blocks of each out."""
         seqs = [seq] if seq.request.beams is None else [beam for beam in seq.request.sequences if beam.state == RUNNING]
         for other in seqs:
             self.running.remove(other)
             before(other)
-            self.release(other, is_freed=other.swapped is not None)
+            self.release(other, publish=publish, is_freed=other.swapped is not None)
             other.state, other.beam_candidates = WAITING, None
             self.enqueue(other)
         self.release_idle_beams(seq.request)

@@ -438,7 +438,7 @@ class Scheduler:
         self._in_flight = None
         for seq in [scheduled.sequence for scheduled in output.scheduled]:
             if seq.state == RUNNING:  # the beams of a request wait together
-                self._admission.requeue(seq)
+                self._admission.requeue(seq, publish=False)  # the step may not have filled its blocks
                 self.preemption.forget(seq)
         self._alone = deque(requests)
         return True

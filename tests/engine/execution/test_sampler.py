@@ -493,7 +493,9 @@ def folded(row: list[float]) -> list[float]:
     return among(best, top_p_by_hand(best, 0.9))
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("plain", "all") else pytest.mark.long) for name in DRAWN]
+)
 def test_draws_have_the_distribution_of_the_logits(name: str) -> None:
     options, expected = DRAWN[name]
     row = logits_of(1, seed=4, spread=1.0)

@@ -30,7 +30,7 @@ def check(ran, kills):
 
 
 @pytest.mark.parametrize(
-    ("setup", "kills"), [("ema", 5), ("pairs", 3), pytest.param("lora", 3, marks=pytest.mark.long)]
+    ("setup", "kills"), [("ema", 5), *(pytest.param(setup, 3, marks=pytest.mark.long) for setup in ("pairs", "lora"))]
 )
 def test_repeated_kills_end_with_the_same_bits(tmp_path, setup, kills):
     check(run(setup, kills, 0, tmp_path / "kills"), kills)
