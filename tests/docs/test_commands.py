@@ -42,7 +42,8 @@ MODELS = {  # name in the pages -> how a stand-in is trained
 }
 NARROW = "--tokenizer byte --set model.hidden_size=32"
 ALIASES = {  # other names of these models
-    "MODEL": "runs/demo", "SMALL": "runs/demo", "runs/shakespeare": "runs/demo", "runs/base": "runs/demo", "runs/lookup-cpu": "runs/demo",
+    "SMALL": "runs/demo",
+    "MODEL": "runs/demo", "runs/shakespeare": "runs/demo", "runs/base": "runs/demo", "runs/lookup-cpu": "runs/demo",
     "runs/other": "runs/demo", "runs/extrapolation-alibi": "runs/lr-1e-3",
     "Qwen/Qwen3-0.6B": "runs/demo", "openai-community/gpt2-large": "runs/demo",
     "Helsinki-NLP/opus-mt-de-en": "runs/de-en", "intfloat/e5-small-v2": "runs/masked",
