@@ -287,6 +287,7 @@ def test_a_file_without_some_panels_is_removed(folder: Path, model: Path, packin
     assert not packed_files(folder)
 
 
+@pytest.mark.long
 def test_the_file_of_another_instruction_set_is_another_one(
     folder: Path, model: Path, packings: Packings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def test_repeated_kills_end_with_the_same_bits(tmp_path, setup, kills):
     check(run(setup, kills, 0, tmp_path / "kills"), kills)
 
 
+@pytest.mark.long
 def test_the_comparison_detects_a_save_without_copy(tmp_path):
     ran = run("plain", 12, 0, tmp_path / "kills", "uncopied")
     assert ran.returncode != 0 and "AssertionError: plain: run" in ran.stderr
