@@ -226,12 +226,9 @@ class LLM:
             ChatTemplateError: If the template refuses the messages.
         """
         template = self._templates.find(settings.get("adapter", ""))
-        if template is None:
-            raise RequestError("this model has no chat template", "Use generate() with a text.")
-        rendered = template.render(
-            messages, tools=tools, generation_prompt=not continue_final, continue_final=continue_final
+        tokens = self.texts.encode_chat(
+            template, messages, tools=tools, generation_prompt=not continue_final, continue_final=continue_final
         )
-        tokens = self.texts.require_tokenizer().encode(rendered.text, specials=True)
         return self.generate(tokens, sampling_params, **settings)
 
     def stream(

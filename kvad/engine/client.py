@@ -10,12 +10,13 @@ import operator
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from kvad import text as text_lib
 from kvad.cache.sessions import SequenceState
 from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
@@ -215,6 +216,28 @@ class PromptEncoder:
         max_len = len(tokens) if self.endless and not whole else self.config.max_seq_len
         check_ids("prompt", tokens, self.config.vocab_size, max_len)
         return tokens
+
+    def encode_chat(
+        self,
+        template: text_lib.chat_template.ChatTemplate | None,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generation_prompt: bool = True,
+        continue_final: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a conversation in a chat template (``ChatTemplate.render``).
+
+        Raises:
+            RequestError: If there is no template.
+            ChatTemplateError: If the template refuses the messages.
+        """
+        if template is None:
+            raise RequestError("this model has no chat template", "Use generate() with a text, or /v1/completions.")
+        rendered = template.render(
+            messages, tools=tools, generation_prompt=generation_prompt, continue_final=continue_final
+        )
+        return self.require_tokenizer().encode(rendered.text, specials=True)
 
     def encode_continuation(self, text: PromptInput) -> list[int]:
         """Return the token ids of text appended to a prompt, without opening tokens."""

@@ -69,6 +69,15 @@ class Timings:
     total: float
     tokens_per_second: float
 
+    @staticmethod
+    def from_metrics(metrics: RequestMetrics, num_tokens: int) -> Timings:
+        """Return the times of an ended request with ``num_tokens`` generated tokens."""
+        assert metrics.finished is not None, "the request has not ended"
+        first = metrics.finished if metrics.first_token is None else metrics.first_token
+        decode = metrics.finished - first
+        rate = (num_tokens - 1) / decode if num_tokens > 1 and decode > 0 else 0.0
+        return Timings(first - metrics.arrived, metrics.finished - metrics.arrived, rate)
+
 
 @dataclass(frozen=True)
 class CompletionChoice:
@@ -122,14 +131,10 @@ def assemble_completion(
     for chunk in chunks:
         by_sample[chunk.sample_index].append(chunk)
         prompt_logprobs += chunk.prompt_logprobs
-    assert metrics.finished is not None, "the request has not ended"
     choices = tuple(map(_choice, by_sample))
     num_output_tokens = sum(len(choice.token_ids) for choice in choices)
     usage = CompletionUsage(num_prompt_tokens, num_output_tokens, metrics.num_cached_tokens)
-    first = metrics.finished if metrics.first_token is None else metrics.first_token
-    decode = metrics.finished - first
-    rate = (num_output_tokens - 1) / decode if num_output_tokens > 1 and decode > 0 else 0.0
-    timings = Timings(first - metrics.arrived, metrics.finished - metrics.arrived, rate)
+    timings = Timings.from_metrics(metrics, num_output_tokens)
     seed = sampling_params.seed if sampling_params.uses_seed else None
     return Completion(choices, usage, timings, tuple(prompt_logprobs), seed)
 

@@ -313,13 +313,13 @@ class AsyncLLM:
             RequestError: If the model has no chat template.
             ChatTemplateError: If the template refuses the messages.
         """
-        template = self.chat_templates.find(adapter)
-        if template is None:
-            raise RequestError("this model has no chat template", "Use /v1/completions, or generate() with a text.")
-        rendered = template.render(
-            messages, tools=tools, generation_prompt=generation_prompt, continue_final=continue_final
+        return self.texts.encode_chat(
+            self.chat_templates.find(adapter),
+            messages,
+            tools=tools,
+            generation_prompt=generation_prompt,
+            continue_final=continue_final,
         )
-        return self.texts.require_tokenizer().encode(rendered.text, specials=True)
 
     async def score(self, text: PromptInput, **settings: Unpack[engine_lib.options.ScoreOptions]) -> TextScore:
         """Return each token's log-probability given the tokens before it (``LLM.score``)."""
@@ -333,9 +333,7 @@ class AsyncLLM:
         submission = await asyncio.to_thread(build, text)
         return engine_lib.submission.text_score(submission.prompt_token_ids, await self.submit(submission).completion())
 
-    async def embed(
-        self, texts: Sequence[PromptInput], *, cache_salt: str = "", adapter: str = ""
-    ) -> list[list[float]]:
+    async def embed(self, texts: Sequence[PromptInput], *, adapter: str = "") -> list[list[float]]:
         """Return one vector per text, with the checkpoint's pooling and normalization."""
         inputs = [await asyncio.to_thread(self.texts.encode_embedding, text) for text in texts]
         return await self.embed_ids(inputs, adapter=adapter)
@@ -462,7 +460,7 @@ class AsyncLLM:
                 stream.end(ended)
 
     def _on_reply(self, message: Message) -> None:
-        number, error = message["reply"], message.get("error")
+        number, error = message.pop("reply"), message.get("error")
         stream, future = self._streams.get(number), self._replies.get(number)
         if stream is not None and error is not None:
             del self._streams[number]

@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvad.cache import CacheGroup
 from kvad.engine import Engine
 from kvad.errors import RequestError
 from kvad.llm import LLM
 from kvad.model_input import RESERVED_BLOCKS
 
-FREE, CACHED, USED, SHARED = (
-    "f",
-    "c",
-    "u",
-    "s",
-)  # a block of the pool: free, only in the prefix cache, of one sequence, of several
+# A block of the pool: free, only in the prefix cache, of one sequence, of several.
+FREE, CACHED, USED, SHARED = "f", "c", "u", "s"
 MAX_BLOCKS = 1 << 14  # of a pool's map; the rest is counted only
 MAX_TOKENS = 2048  # of a text whose attention is computed
 
@@ -44,7 +41,7 @@ def block_map(engine: Engine, numbers: Mapping[int, int]) -> dict[str, Any]:
                 "tokens": len(seq.token_ids),
                 "computed": seq.num_computed_tokens,
                 "cached": seq.request.metrics.num_cached_tokens,
-                "max_len": min(seq.max_len, 1 << 40),
+                "max_len": seq.max_len,
                 "blocks": [list(blocks) for blocks in manager.blocks(seq.seq_index)] if seq.seq_index >= 0 else [],
             }
             for seq in engine.scheduler.active_sequences
@@ -59,7 +56,7 @@ def block_map(engine: Engine, numbers: Mapping[int, int]) -> dict[str, Any]:
     }
 
 
-def _describe_group(group: Any) -> dict[str, Any]:
+def _describe_group(group: CacheGroup) -> dict[str, Any]:
     return {
         "layers": list(group.layers),
         "heads": group.spec.num_kv_heads,

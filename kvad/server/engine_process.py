@@ -223,12 +223,10 @@ class EngineProcess:
 def stats(llm: LLM) -> Message:
     """Return counts of the engine and its cache, as plain values."""
     engine = llm.engine
-    cache = engine.kv_cache_manager.stats()
     return {
         "scheduler": engine.scheduler.stats()._asdict(),
-        "cache": asdict(cache),
+        "cache": asdict(engine.kv_cache_manager.stats()),
         "times": asdict(engine.times),
-        "block_size": engine.cache.block_size,
     }
 
 
@@ -271,7 +269,7 @@ def main(arguments: list[str]) -> int:
         messages = frames.feed(data)
     try:
         fields = messages[0]["load"]
-        llm = LLM.load(fields.pop("path"), **{**fields, "memory": _budget(fields.pop("memory"))})
+        llm = LLM.load(fields.pop("path"), **{**fields, "memory": MemoryBudget(*fields.pop("memory"))})
     except KvadError as error:
         connection.sendall(wire.encode_frame({"error": error_to_json(error)}))
         return error.exit_code
@@ -287,10 +285,6 @@ def main(arguments: list[str]) -> int:
 
 def _log_warning(message: Warning | str, *_: object, **__: object) -> None:
     LOG.warning("%s", message)
-
-
-def _budget(memory: list[Any]) -> MemoryBudget:
-    return MemoryBudget(*memory)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, Submission, o
 from kvad.server.routing import merge_replies, prefix_key, rank_replicas
 from kvad.server.wire import Message
 
-LOG = logging.getLogger(__name__)
 APP = "kvad"
 HEALTH_SECONDS = 5.0
 
@@ -83,10 +82,6 @@ class EngineReplica:
         if self._llm is not None and self._llm.failure is not None:
             raise self._llm.failure
 
-    async def close(self, route: Message) -> None:
-        if self._llm is not None:
-            await self._llm.close()
-
 
 class ReplicatedLLM(AsyncLLM):
     """The interface of ``AsyncLLM`` in front of several replicas."""
@@ -111,7 +106,8 @@ class ReplicatedLLM(AsyncLLM):
         merged, adapters = settings.get("adapter"), settings.get("adapters") or {}
         settings["adapter"] = None if merged is None else Path(merged).resolve()
         settings["adapters"] = {name: Path(folder).resolve() for name, folder in adapters.items()}
-        llm = ReplicatedLLM(open_with_adapter(path, merged, settings.get("rope_scaling")), adapters)
+        scaling, revision = settings.get("rope_scaling"), settings.get("revision")
+        llm = ReplicatedLLM(open_with_adapter(path, merged, scaling, revision), adapters)
         llm._num_replicas, llm._generators, llm._tasks = num_replicas, {}, set()
         llm._handle = await asyncio.to_thread(_start, str(Path(path).resolve()), num_replicas, settings)
         try:

@@ -52,7 +52,7 @@ def merge_replies(replies: Sequence[Message]) -> Message:
                 shifted = [{**each, "blocks": [[]] * num_pools + each["blocks"]} for each in value]
                 merged[name] = [*merged[name], *shifted]
             else:
-                merged[name] = _merge(merged[name], value) if name not in ("block_size", "reply") else value
+                merged[name] = _merge(merged[name], value) if name != "block_size" else value
         num_pools += len(reply.get("pools", ()))
     return merged
 

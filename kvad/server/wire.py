@@ -14,6 +14,7 @@ from typing import Any
 from kvad.engine.scheduling import SamplingParams, StreamChunk, StructuredOutput, TokenLogprob
 from kvad.errors import RequestError
 
+DEFAULT = SamplingParams()
 MAX_FRAME = 1 << 29  # bytes; longer than the prompt tokens of any request
 Message = dict[str, Any]
 
@@ -53,9 +54,8 @@ def params_to_json(params: SamplingParams) -> Message:
     """
     if params.allowed_tokens_fn is not None:
         raise RequestError("allowed_tokens_fn: a function cannot be sent to the engine's process", "Use kvad.LLM.")
-    default = SamplingParams()
     given = {field.name: getattr(params, field.name) for field in dataclasses.fields(SamplingParams)}
-    fields = {name: value for name, value in given.items() if value != getattr(default, name)}
+    fields = {name: value for name, value in given.items() if value != getattr(DEFAULT, name)}
     if params.structured_output is not None:
         fields["structured_output"] = params.structured_output.to_json()
     return fields

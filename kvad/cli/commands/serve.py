@@ -149,7 +149,7 @@ def _limits(given: tuple[str, ...]) -> ServerLimits:
         name, _, value = text.partition("=")
         if name not in fields:
             raise UsageError(f"--limit: unknown limit {name!r}", suggest(name, fields))
-        is_float = isinstance(getattr(ServerLimits(), name), float)
+        is_float = isinstance(fields[name].default, float)
         try:
             values[name] = float(value) if is_float else int(value)
         except ValueError:

@@ -151,8 +151,6 @@ class _Answer:
         self._parsers: list[ToolCallParser] | None = None
         if use is not None:
             self._parsers = [make_parser(context, use, group.submissions[0].adapter) for _ in range(body.n)]
-        options = body.stream_options
-        self._usage = options is not None and options.include_usage
         self._started: set[int] = set()
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -186,11 +184,8 @@ class _Answer:
     def _parse(self, sample: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
         if self._parsers is None:
             return text, []
-        content, calls = self._parsers[sample].push(text)
-        if is_last:
-            rest, last_calls = self._parsers[sample].flush()
-            content, calls = content + rest, [*calls, *last_calls]
-        return content, calls
+        parser = self._parsers[sample]
+        return parser.finish(text) if is_last else parser.push(text)
 
     # ------------------------------------------------------------ events
 
@@ -233,16 +228,10 @@ class _Answer:
         if self._body.return_token_ids:
             choice["token_ids"] = list(tokens)
         fields = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        return generation.event({**fields, "usage": None} if self._usage else fields)
+        return generation.event({**fields, "usage": None} if self._body.wants_usage else fields)
 
     def last_events(self) -> bytes:
-        fields: dict[str, Any] = {**self._head("chat.completion.chunk"), "choices": []}
-        if self._usage:
-            fields["usage"] = self._group.usage()
-        if self._body.timings:
-            fields["timings"] = self._group.timings()
-        is_wanted = self._usage or self._body.timings
-        return (generation.event(fields) if is_wanted else b"") + generation.DONE
+        return self._group.last_events(self._head("chat.completion.chunk"), self._body)
 
 
 def make_parser(context: ApiContext, use: ToolUse, adapter: str) -> ToolCallParser:

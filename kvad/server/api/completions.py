@@ -61,7 +61,6 @@ class _Answer:
         }  # fmt: skip
         self._prompt_texts = [self._prompt_text(prompt) for prompt in prompts] if body.echo else []
         options = body.stream_options
-        self._usage = options is not None and options.include_usage
         self._every_usage = options is not None and options.continuous_usage_stats
         self._num_tokens = 0
         # An event with nothing but text is put together from its parts, because it is sent for every token.
@@ -70,7 +69,7 @@ class _Answer:
         self._event_parts = (
             f'data: {head},"choices":[{{"index":',
             ',"text":',
-            ',"logprobs":null,"finish_reason":null}]' + (',"usage":null}\n\n' if self._usage else "}\n\n"),
+            ',"logprobs":null,"finish_reason":null}]' + (',"usage":null}\n\n' if body.wants_usage else "}\n\n"),
         )
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
         self._echoed: set[tuple[int, int]] = set()
@@ -145,7 +144,7 @@ class _Answer:
         if chunk.finish_reason is not None:
             self._context.metrics.observe_finish(chunk.finish_reason)
         fields = {**self._head, "choices": [choice]}
-        if self._usage:
+        if self._body.wants_usage:
             fields["usage"] = self._partial_usage() if self._every_usage else None
         return generation.event(fields)
 
@@ -173,13 +172,7 @@ class _Answer:
         }  # fmt: skip
 
     def last_events(self) -> bytes:
-        fields: dict[str, Any] = {**self._head, "choices": []}
-        if self._usage:
-            fields["usage"] = self._group.usage()
-        if self._body.timings:
-            fields["timings"] = self._group.timings()
-        is_wanted = self._usage or self._body.timings
-        return (generation.event(fields) if is_wanted else b"") + generation.DONE
+        return self._group.last_events(self._head, self._body)
 
 
 def _mean_logprob(chunks: Sequence[StreamChunk]) -> float:

@@ -196,7 +196,6 @@ class RequestGroup:
         check_submissions(context, submissions)
         self.context, self.submissions, self._signal = context, submissions, Signal()
         self.streams: list[RequestStream] = []
-        self._samples_left = sum(each.sampling_params.n for each in submissions)
         try:
             for submission in submissions:
                 stream = context.llm.submit(submission, session=session, signal=self._signal)
@@ -264,21 +263,27 @@ class RequestGroup:
         """Return seconds and rates of the first request, measured by the engine."""
         metrics = self.streams[0].metrics
         assert metrics is not None, "the request has not ended"
-        finished = metrics.finished if metrics.finished is not None else metrics.arrived
-        first = finished if metrics.first_token is None else metrics.first_token
-        decode = finished - first
-        num_tokens = metrics.num_completion_tokens
+        timings = engine_lib.output.Timings.from_metrics(metrics, metrics.num_completion_tokens)
         result: dict[str, Any] = {
             "queue_seconds": (metrics.admitted or metrics.arrived) - metrics.arrived,
-            "first_token_seconds": first - metrics.arrived,
-            "total_seconds": finished - metrics.arrived,
-            "tokens_per_second": (num_tokens - 1) / decode if num_tokens > 1 and decode > 0 else None,
+            "first_token_seconds": timings.first_token,
+            "total_seconds": timings.total,
+            "tokens_per_second": timings.tokens_per_second or None,
             "cached_tokens": metrics.num_cached_tokens,
             "preemptions": metrics.num_preemptions,
             "draft_tokens": metrics.num_draft_tokens,
             "accepted_tokens": metrics.num_accepted_tokens,
         }
         return result if self.streams[0].session is None else {**result, "session": self.streams[0].session}
+
+    def last_events(self, head: Mapping[str, Any], body: GenerationBody) -> bytes:
+        """Return the last events: token counts and timings, if they are requested, in one, and the end."""
+        fields: dict[str, Any] = {}
+        if body.wants_usage:
+            fields["usage"] = self.usage()
+        if body.timings:
+            fields["timings"] = self.timings()
+        return (event({**head, "choices": [], **fields}) if fields else b"") + DONE
 
     def observe(self) -> None:
         """Add the ended requests to the metrics."""

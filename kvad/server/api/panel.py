@@ -22,7 +22,6 @@ MAX_RUN_LINES = 2000  # points of a curve
 async def cache_state(context: ApiContext) -> dict[str, Any]:
     """Answer a request to /cache: the pools, sequences and stores now."""
     state = await context.llm.call("blocks")
-    del state["reply"]
     names = {stream.number: stream.request_id for stream in context.llm.streams}
     for sequence in state["sequences"]:
         sequence["request_id"] = names.get(sequence["request"])
@@ -55,9 +54,7 @@ async def attention(context: ApiContext, body: AttentionBody, key: str) -> dict[
         raise ApiError(403, "attention weights are off: start the server with --attention", code="disabled")
     prompts = generation.split_prompts(context, "prompt", body.prompt)
     tokens = await asyncio.to_thread(context.llm.texts.encode_prompt, prompts[0])
-    reply = await context.llm.call("attention", token_ids=tokens, layer=body.layer)
-    del reply["reply"]
-    return reply
+    return await context.llm.call("attention", token_ids=tokens, layer=body.layer)
 
 
 async def training(context: ApiContext) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from kvad.server.api.tools import ToolCall
 
 async def create_response(context: ApiContext, body: ResponsesBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/responses."""
-    context.check_model(body.model)
-    chat = _to_chat(body)
-    group, use = await submit_chat(context, chat, key)
+    group, use = await submit_chat(context, _to_chat(body), key)
     parser = None if use is None else make_parser(context, use, group.submissions[0].adapter)
     answer = _Answer(context, body, group, parser)
     if body.stream:
@@ -98,10 +96,7 @@ class _Answer:
         """Add generated text; return the new content and the new calls with their item ids."""
         content, calls = text, list[ToolCall]()
         if self._parser is not None:
-            content, calls = self._parser.push(text)
-            if is_last:
-                rest, last_calls = self._parser.flush()
-                content, calls = content + rest, [*calls, *last_calls]
+            content, calls = self._parser.finish(text) if is_last else self._parser.push(text)
         self._text += content
         numbered = [(generation.new_id("fc"), call) for call in calls]
         self._calls += numbered
@@ -151,9 +146,8 @@ class _Answer:
         finish: str | None = None
         item = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         try:
-            first = await self._group.next_chunks(generation.REFUSAL_SECONDS)
+            chunks = await self._group.next_chunks(generation.REFUSAL_SECONDS)
             yield self._event("response.created", response=self.response(None)) + self._begin()
-            chunks = first
             while chunks or chunks is None:
                 for _, chunk in chunks or ():
                     finish = chunk.finish_reason or finish

@@ -16,6 +16,8 @@ from kvad.server.api.errors import ApiError
 ModelT = TypeVar("ModelT", bound=BaseModel)
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+PositiveCount = Annotated[int, Field(ge=1, lt=1 << 31)]
+Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -69,7 +71,7 @@ class GenerationBody(Body):
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(None, description="0 and -1: off.")
     min_p: Number | None = None
     typical_p: Number | None = None
-    n: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+    n: PositiveCount = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
@@ -96,7 +98,12 @@ class GenerationBody(Body):
     timings: bool = Field(False, description="Add seconds and tokens per second to the response.")
     return_token_ids: bool = False
     request_id: RequestId | None = Field(None, description="End of the response's id; also shown by /cache.")
-    timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = Field(None, description="Seconds.")
+    timeout: Seconds | None = Field(None, description="Seconds.")
+
+    @property
+    def wants_usage(self) -> bool:
+        """True if a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionBody(GenerationBody):
@@ -106,7 +113,7 @@ class CompletionBody(GenerationBody):
     max_tokens: Count | None = 16
     logprobs: Count | None = None
     echo: bool = False
-    best_of: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    best_of: PositiveCount | None = None
 
 
 class ChatBody(GenerationBody):
@@ -129,7 +136,7 @@ class ResponsesBody(Body):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_output_tokens: PositiveCount | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     top_logprobs: Count | None = None
@@ -140,7 +147,7 @@ class ResponsesBody(Body):
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     include: list[str] | None = Field(None, max_length=0)
-    timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
+    timeout: Seconds | None = None
 
 
 class EmbeddingBody(Body):
@@ -178,8 +185,8 @@ class TranslateBody(Body):
     temperature: Number | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     request_id: RequestId | None = None
-    n: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
-    timeout: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] | None = None
+    n: PositiveCount = 1
+    timeout: Seconds | None = None
 
 
 class AttentionBody(Body):

@@ -108,6 +108,12 @@ class ToolCallParser:
         self._inside, self._pending = bool(mark), after if mark else self._space + after
         return content, self._inside
 
+    def finish(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Add the last text; return the rest of the content and of the calls."""
+        content, calls = self.push(text)
+        rest, last_calls = self.flush()
+        return content + rest, [*calls, *last_calls]
+
     def flush(self) -> tuple[str, list[ToolCall]]:
         """Return what is left at the end of the text; an incomplete or invalid call is content."""
         pending, self._pending = self._pending, ""
