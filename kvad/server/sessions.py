@@ -75,6 +75,7 @@ class SessionTurns:
             raise RequestError(message, "Send its model, or use another session.")
         if any(turn.session is session for turn in self._turns.values()):
             raise RequestError(f"session: {identity['name']!r} has a running request", "Wait for its end.")
+        session.cache_salt = cache_salt  # tokens that were computed with another one are not reused
         handle = session.begin_turn(tokens, source, sampling_params, {})
         self._llm.client.forget(handle.request)  # its chunks are passed to ``add_chunk``
         self._turns[handle.request] = _Turn(session, handle, source)

@@ -329,6 +329,18 @@ def test_keys_share_no_prefixes(server):
     assert [cached(KEYS[0], cache_salt="other"), cached(KEYS[0], cache_salt="other")] == [0, 48]
 
 
+def test_a_session_reuses_nothing_of_another_salt(server):
+    prompt = list(b"a text of a session that is kept under one salt, and sent with another one")
+    fields = {"max_tokens": 4, "session": "salted", "timings": True}
+
+    def num_cached(salt):
+        reply = server.complete(prompt, cache_salt=salt, **fields)
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["choices"][0]["text"]
+
+    (first, text), (again, same), (other, equal) = num_cached("one"), num_cached("one"), num_cached("two")
+    assert (first, other) == (0, 0) and again > 0 and text == same == equal
+
+
 def test_sessions_of_keys_are_separate(server):
     """The same name of another key is another session; its file is in another folder."""
     body = {
