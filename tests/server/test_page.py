@@ -105,7 +105,9 @@ def test_fields_of_the_page(server):
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "request_id")
 
     connection = open_stream(server, "a long text", max_tokens=3000, request_id="page-2")
-    state = server.wait_for(lambda state: any(len(each["blocks"][0]) > 2 for each in state["sequences"]))
+    state = server.wait_for(
+        lambda state: any(each["blocks"] and len(each["blocks"][0]) > 2 for each in state["sequences"])
+    )
     connection.close()
     (sequence,) = state["sequences"]
     assert sequence["request_id"] == "page-2"
