@@ -37,8 +37,8 @@ LOG = logging.getLogger(__name__)
 READ_SIZE = 1 << 18
 CHECK_INTERVAL = 8  # failed steps after which the engine is checked
 # Chunks of short steps are sent together, because a write to a client's socket costs as much as ten tokens: at least so
-# many seconds per request pass between two messages, up to the maximum.
-SEND_SECONDS, MAX_SEND_SECONDS = 0.001, 0.008
+# many seconds per request pass between two messages, up to the maximum. A request's first chunk is sent at once.
+SEND_SECONDS, MAX_SEND_SECONDS = 0.002, 0.016
 
 
 class EngineProcess:
@@ -53,6 +53,8 @@ class EngineProcess:
         self._server_numbers: dict[int, int] = {}  # and the reverse
         self._samples_left: dict[int, int] = {}  # engine's number -> samples that have not ended
         self._chunks: list[list[Any]] = []
+        self._without_chunk: set[int] = set()  # engine's numbers of requests that have had no chunk
+        self._send_now = False
         self._ended: list[tuple[int, int]] = []  # numbers of the server and of the engine
         self._sessions = SessionTurns(llm, session_dir)
         self._failed_steps = 0
@@ -154,6 +156,7 @@ class EngineProcess:
     def _track(self, number: int, request: int, num_samples: int) -> None:
         self._numbers[number], self._server_numbers[request] = request, number
         self._samples_left[request] = num_samples
+        self._without_chunk.add(request)
 
     def _embed(self, message: Message) -> Message:
         """Return the vectors of a decoder, computed at once."""
@@ -176,6 +179,7 @@ class EngineProcess:
             self._llm.engine.abort_request(request)
             self._server_numbers.pop(request)
             self._samples_left.pop(request)
+            self._without_chunk.discard(request)
 
     def _attention(self, message: Message) -> Message:
         """Return the attention weights of a text's last token in one layer."""
@@ -190,6 +194,9 @@ class EngineProcess:
         output = None if chunk.output is None else chunk.output.float().tolist()
         self._chunks.append([number, *chunk[1:7], output, *chunk[8:]])
         self._sessions.add_chunk(chunk)
+        if chunk.request in self._without_chunk:
+            self._without_chunk.discard(chunk.request)
+            self._send_now = True
         if chunk.finish_reason is None:
             return
         self._samples_left[chunk.request] -= 1
@@ -202,9 +209,9 @@ class EngineProcess:
         while self._chunks:
             now = time.monotonic()
             interval = min(MAX_SEND_SECONDS, SEND_SECONDS * len(self._numbers))
-            if now - self._last_send < interval and not (self._ended or self._llm.engine.idle):
+            if now - self._last_send < interval and not (self._send_now or self._ended or self._llm.engine.idle):
                 return
-            self._last_send = now
+            self._last_send, self._send_now = now, False
             chunks, ended = self._chunks, self._ended
             self._chunks, self._ended = [], []
             ends = [self._end(number, request) for number, request in ended]

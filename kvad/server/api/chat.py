@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvad.engine import StreamChunk
-from kvad.engine.scheduling import TokenLogprob
 from kvad.server.api import generation, tools
 from kvad.server.api.errors import invalid
-from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
+from kvad.server.api.generation import ApiContext, EventStream, RequestGroup, SampleChunks
 from kvad.server.api.logprobs import chat_logprobs
 from kvad.server.api.schema import ChatBody
 from kvad.server.api.structured import constrain, structured_settings
@@ -59,7 +58,7 @@ async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) 
     group, use = await submit_chat(context, body, key)
     answer = _Answer(context, body, group, use)
     if body.stream:
-        return EventStream(generation.stream_events(group, answer.events, answer.last_events))
+        return EventStream(generation.stream_events(group, answer.event, answer.last_events))
     return answer.response(await group.all_chunks())
 
 
@@ -162,23 +161,23 @@ class _Answer:
         choices = []
         for sample in range(self._body.n):
             chunks = [chunk for chunk in results[0] if chunk.sample_index == sample]
-            choices.append(self._choice(sample, chunks))
+            choices.append(self._choice(SampleChunks(0, sample, chunks)))
         self._group.observe()
         response = {**self._head("chat.completion"), "choices": choices, "usage": self._group.usage()}
         return response if not self._body.timings else {**response, "timings": self._group.timings()}
 
-    def _choice(self, sample: int, chunks: Sequence[StreamChunk]) -> dict[str, Any]:
-        content, calls = self._parse(sample, "".join(chunk.text for chunk in chunks), is_last=True)
+    def _choice(self, sample: SampleChunks) -> dict[str, Any]:
+        index = sample.sample_index
+        content, calls = self._parse(index, sample.text, is_last=True)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content.strip() or None, "tool_calls": [call.as_json() for call in calls]}
-        reason = "tool_calls" if calls else chunks[-1].finish_reason
+        reason = "tool_calls" if calls else sample.finish_reason
         self._context.metrics.observe_finish(str(reason))
-        scores = [chunk.logprob for chunk in chunks if chunk.logprob is not None]
-        logprobs = chat_logprobs(self._context.token_texts, scores) if self._body.logprobs else None
-        choice = {"index": sample, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        logprobs = chat_logprobs(self._context.token_texts, sample.logprobs) if self._body.logprobs else None
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         if self._body.return_token_ids:
-            choice["token_ids"] = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+            choice["token_ids"] = sample.token_ids
         return choice
 
     def _parse(self, sample: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
@@ -189,15 +188,13 @@ class _Answer:
 
     # ------------------------------------------------------------ events
 
-    def events(self, chunks: Sequence[tuple[int, StreamChunk]]) -> bytes:
-        return b"".join(self._event(chunk) for _, chunk in chunks)
-
-    def _event(self, chunk: StreamChunk) -> bytes:
-        sample, finish = chunk.sample_index, chunk.finish_reason
+    def event(self, chunks: SampleChunks) -> bytes:
+        """Return the event of the chunks; b"" if there is nothing to send yet."""
+        sample, finish = chunks.sample_index, chunks.finish_reason
         known_calls = 0 if self._parsers is None else self._parsers[sample].num_calls
-        content, calls = self._parse(sample, chunk.text, is_last=finish is not None)
-        scores: list[TokenLogprob] = [chunk.logprob] if self._body.logprobs and chunk.logprob is not None else []
-        tokens = [chunk.token_id] if self._body.return_token_ids and chunk.token_id is not None else []
+        content, calls = self._parse(sample, chunks.text, is_last=finish is not None)
+        scores = chunks.logprobs if self._body.logprobs else []
+        tokens = chunks.token_ids if self._body.return_token_ids else []
         if not (content or calls or scores or tokens or finish):
             return b""
         delta: dict[str, Any] = {}
@@ -222,7 +219,7 @@ class _Answer:
         return self._chunk(sample, delta, logprobs, None, tokens)
 
     def _chunk(
-        self, sample: int, delta: dict[str, Any], logprobs: Any, finish: str | None, tokens: Sequence[int | None]
+        self, sample: int, delta: dict[str, Any], logprobs: Any, finish: str | None, tokens: Sequence[int]
     ) -> bytes:
         choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         if self._body.return_token_ids:

@@ -11,7 +11,7 @@ from kvad.engine import StreamChunk
 from kvad.engine.scheduling import TokenLogprob
 from kvad.server.api import generation
 from kvad.server.api.errors import invalid
-from kvad.server.api.generation import ApiContext, EventStream, PromptInput, RequestGroup
+from kvad.server.api.generation import ApiContext, EventStream, PromptInput, RequestGroup, SampleChunks
 from kvad.server.api.logprobs import CompletionLogprobs
 from kvad.server.api.schema import CompletionBody
 from kvad.server.api.structured import structured_settings
@@ -44,7 +44,7 @@ async def create_completion(context: ApiContext, body: CompletionBody, key: str)
     group = RequestGroup(context, submissions, session=session, request_id=body.request_id)
     answer = _Answer(context, body, prompts, group)
     if body.stream:
-        return EventStream(generation.stream_events(group, answer.events, answer.last_events))
+        return EventStream(generation.stream_events(group, answer.event, answer.last_events))
     return answer.response(await group.all_chunks(), best_of)
 
 
@@ -63,7 +63,7 @@ class _Answer:
         options = body.stream_options
         self._every_usage = options is not None and options.continuous_usage_stats
         self._num_tokens = 0
-        # An event with nothing but text is put together from its parts, because it is sent for every token.
+        # An event with nothing but text is put together from its parts, because most events are of this kind.
         self._is_plain = body.logprobs is None and not (body.return_token_ids or self._every_usage)
         head = json.dumps(self._head, separators=(",", ":"))[:-1]
         self._event_parts = (
@@ -85,64 +85,63 @@ class _Answer:
     def response(self, results: Sequence[Sequence[StreamChunk]], best_of: int) -> dict[str, Any]:
         choices = []
         for index, chunks in enumerate(results):
-            samples = [[chunk for chunk in chunks if chunk.sample_index == sample] for sample in range(best_of)]
+            samples = [
+                SampleChunks(index, sample, [chunk for chunk in chunks if chunk.sample_index == sample])
+                for sample in range(best_of)
+            ]
             if best_of > self._n:
                 samples = sorted(samples, key=_mean_logprob, reverse=True)[: self._n]
             prompt_scores = [score for chunk in chunks for score in chunk.prompt_logprobs]
-            choices += [self._choice(index, number, sample, prompt_scores) for number, sample in enumerate(samples)]
+            choices += [self._choice(number, sample, prompt_scores) for number, sample in enumerate(samples)]
         self._group.observe()
         for choice in choices:
             self._context.metrics.observe_finish(choice["finish_reason"])
         response = {**self._head, "choices": choices, "usage": self._group.usage()}
         return response if not self._body.timings else {**response, "timings": self._group.timings()}
 
-    def _choice(
-        self, index: int, sample: int, chunks: Sequence[StreamChunk], prompt_scores: Sequence[TokenLogprob]
-    ) -> dict[str, Any]:
-        text = "".join(chunk.text for chunk in chunks)
-        tokens = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+    def _choice(self, number: int, sample: SampleChunks, prompt_scores: Sequence[TokenLogprob]) -> dict[str, Any]:
+        index, text, tokens = sample.prompt_index, sample.text, sample.token_ids
         choice: dict[str, Any] = {
-            "index": index * self._n + sample,
+            "index": index * self._n + number,
             "text": self._prompt_texts[index] + text if self._body.echo else text,
             "logprobs": None,
-            "finish_reason": chunks[-1].finish_reason,
+            "finish_reason": sample.finish_reason,
         }
         if self._body.logprobs is not None:
-            scores: list[TokenLogprob | None] = [chunk.logprob for chunk in chunks if chunk.logprob is not None]
+            scores: list[TokenLogprob | None] = [*sample.logprobs]
             if self._body.echo:
                 prompt_tokens = self._group.submissions[index].input_ids
                 tokens, scores = [*prompt_tokens, *tokens], [None, *prompt_scores, *scores]
             choice["logprobs"] = CompletionLogprobs(self._context.token_texts).take(tokens, scores)
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = self._group.submissions[index].input_ids
-            choice["token_ids"] = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+            choice["token_ids"] = sample.token_ids
         return choice
 
     # ------------------------------------------------------------ events
 
-    def events(self, chunks: Sequence[tuple[int, StreamChunk]]) -> bytes:
-        return b"".join(self._event(index, chunk) for index, chunk in chunks)
-
-    def _event(self, index: int, chunk: StreamChunk) -> bytes:
-        key = index, chunk.sample_index
+    def event(self, sample: SampleChunks) -> bytes:
+        """Return the event of the chunks; b"" if there is nothing to send yet."""
+        index, text, tokens, finish = sample.prompt_index, sample.text, sample.token_ids, sample.finish_reason
+        key = index, sample.sample_index
         echo = self._prompt_texts[index] if self._body.echo and key not in self._echoed else ""
-        self._num_tokens += chunk.token_id is not None
-        has_scores = self._body.logprobs is not None and (chunk.logprob is not None or bool(chunk.prompt_logprobs))
-        if not (chunk.text or echo or has_scores or chunk.finish_reason or self._body.return_token_ids):
+        self._num_tokens += len(tokens)
+        has_scores = self._body.logprobs is not None and bool(sample.logprobs or sample.prompt_logprobs)
+        if not (text or echo or has_scores or finish or self._body.return_token_ids):
             return b""
-        if self._is_plain and chunk.finish_reason is None and not echo:
-            return self._plain_event(index * self._n + chunk.sample_index, chunk.text)
+        if self._is_plain and finish is None and not echo:
+            return self._plain_event(index * self._n + sample.sample_index, text)
         choice: dict[str, Any] = {
-            "index": index * self._n + chunk.sample_index,
-            "text": echo + chunk.text,
-            "logprobs": self._event_logprobs(index, chunk) if has_scores else None,
-            "finish_reason": chunk.finish_reason,
+            "index": index * self._n + sample.sample_index,
+            "text": echo + text,
+            "logprobs": self._event_logprobs(sample) if has_scores else None,
+            "finish_reason": finish,
         }
         self._echoed.add(key)
         if self._body.return_token_ids:
-            choice["token_ids"] = [] if chunk.token_id is None else [chunk.token_id]
-        if chunk.finish_reason is not None:
-            self._context.metrics.observe_finish(chunk.finish_reason)
+            choice["token_ids"] = tokens
+        if finish is not None:
+            self._context.metrics.observe_finish(finish)
         fields = {**self._head, "choices": [choice]}
         if self._body.wants_usage:
             fields["usage"] = self._partial_usage() if self._every_usage else None
@@ -152,17 +151,15 @@ class _Answer:
         first, second, last = self._event_parts
         return f"{first}{index}{second}{json.dumps(text)}{last}".encode()
 
-    def _event_logprobs(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        key = index, chunk.sample_index
+    def _event_logprobs(self, sample: SampleChunks) -> dict[str, Any]:
+        key = sample.prompt_index, sample.sample_index
         collected = self._logprobs.setdefault(key, CompletionLogprobs(self._context.token_texts))
         tokens, scores = list[int](), list[TokenLogprob | None]()
-        if chunk.prompt_logprobs:
-            tokens += self._group.submissions[index].input_ids
-            scores += [None, *chunk.prompt_logprobs]
-        if chunk.logprob is not None:
-            tokens.append(chunk.logprob.token_id)
-            scores.append(chunk.logprob)
-        return collected.take(tokens, scores)
+        if sample.prompt_logprobs:
+            tokens += self._group.submissions[sample.prompt_index].input_ids
+            scores += [None, *sample.prompt_logprobs]
+        tokens += [score.token_id for score in sample.logprobs]
+        return collected.take(tokens, [*scores, *sample.logprobs])
 
     def _partial_usage(self) -> dict[str, int]:
         prompt_tokens = sum(len(each.input_ids) for each in self._group.submissions)
@@ -175,6 +172,6 @@ class _Answer:
         return self._group.last_events(self._head, self._body)
 
 
-def _mean_logprob(chunks: Sequence[StreamChunk]) -> float:
-    scores = [chunk.logprob.logprob for chunk in chunks if chunk.logprob is not None]
-    return sum(scores) / max(1, len(scores))
+def _mean_logprob(sample: SampleChunks) -> float:
+    scores = sample.logprobs
+    return sum(score.logprob for score in scores) / max(1, len(scores))

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvad import engine as engine_lib
 from kvad.engine import StreamChunk
+from kvad.engine.scheduling import TokenLogprob
 from kvad.server.api.errors import ApiError, invalid
 from kvad.server.api.logprobs import TokenTexts
 from kvad.server.api.schema import GenerationBody
@@ -182,6 +183,34 @@ def check_submissions(context: ApiContext, submissions: Sequence[Submission]) ->
 # ---------------------------------------------------------------- requests that run
 
 
+class SampleChunks(NamedTuple):
+    """Chunks of one sample that have arrived together: one event."""
+
+    prompt_index: int
+    sample_index: int
+    chunks: list[StreamChunk]  # never empty
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [chunk.token_id for chunk in self.chunks if chunk.token_id is not None]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [chunk.logprob for chunk in self.chunks if chunk.logprob is not None]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        return [score for chunk in self.chunks for score in chunk.prompt_logprobs]
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.chunks[-1].finish_reason
+
+
 class RequestGroup:
     """The requests of one HTTP request, read together."""
 
@@ -214,20 +243,22 @@ class RequestGroup:
     def ended(self) -> bool:
         return all(stream.metrics is not None for stream in self.streams)
 
-    async def next_chunks(self, timeout: float | None = None) -> list[tuple[int, StreamChunk]] | None:
-        """Return the chunks that have arrived, each with the index of its prompt; [] at the end, None after a timeout.
+    async def next_chunks(self, timeout: float | None = None) -> list[SampleChunks] | None:
+        """Return the chunks that have arrived, by sample; [] at the end, None after a timeout.
 
         Raises:
             KvadError: If a request was refused, or a sample failed.
         """
         while True:
             ended = self.ended
-            chunks = [(index, chunk) for index, stream in enumerate(self.streams) for chunk in stream.take()]
-            for _, chunk in chunks:
-                if chunk.error is not None:
-                    raise chunk_error(chunk)
-            if chunks or ended:
-                return chunks
+            samples: dict[tuple[int, int], list[StreamChunk]] = {}
+            for index, stream in enumerate(self.streams):
+                for chunk in stream.take():
+                    if chunk.error is not None:
+                        raise chunk_error(chunk)
+                    samples.setdefault((index, chunk.sample_index), []).append(chunk)
+            if samples or ended:
+                return [SampleChunks(*key, chunks) for key, chunks in samples.items()]
             if not await self._signal.wait(timeout):
                 return None
 
@@ -235,9 +266,9 @@ class RequestGroup:
         """Return all chunks of each prompt."""
         results: list[list[StreamChunk]] = [[] for _ in self.streams]
         try:
-            while chunks := await self.next_chunks():
-                for index, chunk in chunks:
-                    results[index].append(chunk)
+            while samples := await self.next_chunks():
+                for sample in samples:
+                    results[sample.prompt_index] += sample.chunks
         finally:
             self.cancel()
         return results
@@ -293,7 +324,7 @@ class RequestGroup:
 
 
 async def stream_events(
-    group: RequestGroup, convert: Callable[[Sequence[tuple[int, StreamChunk]]], bytes], finish: Callable[[], bytes]
+    group: RequestGroup, convert: Callable[[SampleChunks], bytes], finish: Callable[[], bytes]
 ) -> AsyncIterator[bytes]:
     """Yield the events of a group: ``convert`` of its chunks, then ``finish``; comments while nothing arrives.
 
@@ -303,12 +334,12 @@ async def stream_events(
     timeout = REFUSAL_SECONDS
     try:
         while True:
-            chunks = await group.next_chunks(timeout)
-            if chunks is None:
+            samples = await group.next_chunks(timeout)
+            if samples is None:
                 yield b"" if timeout == REFUSAL_SECONDS else b": ping\n\n"
-            elif chunks:
-                metrics.observe_chunks(len(chunks))
-                if data := convert(chunks):
+            elif samples:
+                metrics.observe_chunks(len(samples))
+                if data := b"".join(map(convert, samples)):
                     yield data
             else:
                 break

@@ -146,19 +146,19 @@ class _Answer:
         finish: str | None = None
         item = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         try:
-            chunks = await self._group.next_chunks(generation.REFUSAL_SECONDS)
+            samples = await self._group.next_chunks(generation.REFUSAL_SECONDS)
             yield self._event("response.created", response=self.response(None)) + self._begin()
-            while chunks or chunks is None:
-                for _, chunk in chunks or ():
-                    finish = chunk.finish_reason or finish
-                    content, calls = self.add(chunk.text, is_last=chunk.finish_reason is not None)
+            while samples or samples is None:
+                for sample in samples or ():
+                    finish = sample.finish_reason
+                    content, calls = self.add(sample.text, is_last=finish is not None)
                     if content:
                         yield self._event("response.output_text.delta", **item, delta=content, logprobs=[])
                     for number, (item_id, call) in enumerate(calls, len(self._calls) - len(calls) + 1):
                         yield self._call_events(number, item_id, call)
-                if chunks is None:
+                if samples is None:
                     yield b": ping\n\n"
-                chunks = await self._group.next_chunks(generation.PING_SECONDS)
+                samples = await self._group.next_chunks(generation.PING_SECONDS)
             self._group.observe()
             self._context.metrics.observe_finish(str(finish))
             yield self._end(finish, item)
