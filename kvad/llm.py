@@ -33,12 +33,12 @@ from kvad.model import NoCache, Transformer
 from kvad.model_input import ModelInput
 from kvad.text import Tokenizer
 
-options = engine_lib.options
+options, requests = engine_lib.options, engine_lib.requests
 output = engine_lib.output
-PromptInput = options.PromptInput
+PromptInput = requests.PromptInput
 RequestHandle = engine_lib.client.RequestHandle
-GenerateOptions = options.GenerateOptions
-ScoreOptions = options.ScoreOptions
+GenerateOptions = requests.GenerateOptions
+ScoreOptions = requests.ScoreOptions
 Prompts = Sequence[str] | Sequence[Sequence[int]]
 EmbedPooling = engine_lib.encoder_tasks.EmbedPooling
 ProgressFn = Callable[[int, int], object]
@@ -74,7 +74,7 @@ class LLM:
         engine_config = EngineConfig() if engine_config is None else engine_config
         folders = {name: adapter.path for name, adapter in engine_config.adapters.items()}
         folders[""] = tokenizer_folder
-        self._templates = text_lib.chat_template.ChatTemplates(
+        self.chat_templates = text_lib.chat_template.ChatTemplates(
             {name: folder for name, folder in folders.items() if folder is not None}
         )
         stop_tokens = frozenset(self.generation.eos_token_ids) or engine_config.stop_tokens
@@ -225,7 +225,7 @@ class LLM:
             RequestError: If the model has no chat template, or the conversation cannot be served.
             ChatTemplateError: If the template refuses the messages.
         """
-        template = self._templates.find(settings.get("adapter", ""))
+        template = self.chat_templates.find(settings.get("adapter", ""))
         tokens = self.texts.encode_chat(
             template, messages, tools=tools, generation_prompt=not continue_final, continue_final=continue_final
         )
@@ -443,7 +443,7 @@ class LLM:
 
     def sampling_params(self, **settings: Unpack[SamplingOptions]) -> SamplingParams:
         """Return these options over the checkpoint's defaults; raise RequestError for invalid ones."""
-        return options.resolve_sampling(settings, self.generation)
+        return requests.resolve_sampling(settings, self.generation)
 
     # ------------------------------------------------------------ closing
 

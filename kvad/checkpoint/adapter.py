@@ -37,7 +37,7 @@ from kvad.checkpoint.native import new_checkpoint, open_folder
 from kvad.checkpoint.safetensors_io import open_file_tensors, save_tensors
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, ConfigError
-from kvad.text import Tokenizer
+from kvad.text import Tokenizer, load_tokenizer
 
 METADATA_FILE, TENSORS, FORMAT = "adapter.json", "adapter_model.safetensors", 2
 
@@ -281,7 +281,7 @@ class AdaptedCheckpoint(CheckpointHandle):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        return self.base.tokenizer
+        return load_tokenizer(self.path) if has_tokenizer(self.path) else self.base.tokenizer
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the merged weights in the base's dtype."""

@@ -539,7 +539,7 @@ class SamplingFlags(Options):
 
     def resolve(self, fields: Mapping[str, Any], handle: CheckpointHandle, *, endless: bool = False) -> SamplingParams:
         """Combine ``fields`` with the checkpoint's defaults; an endless generation has no default --max-tokens."""
-        params = engine.options.resolve_sampling(fields, handle.generation)
+        params = engine.requests.resolve_sampling(fields, handle.generation)
         if endless and self.max_tokens is None:
             params = replace(params, max_tokens=None)
         elif params.max_tokens is None:

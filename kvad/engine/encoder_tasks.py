@@ -15,8 +15,8 @@ from torch import Tensor
 from kvad import config as cfg
 from kvad import model as model_lib
 from kvad.engine import output
-from kvad.engine.client import EncodedPair, EngineClient, PromptEncoder, RequestHandle, normalize_prompts
-from kvad.engine.options import PromptInput, supported_tasks
+from kvad.engine.client import EngineClient, RequestHandle
+from kvad.engine.requests import EncodedPair, PromptEncoder, PromptInput, normalize_prompts, supported_tasks
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError, suggest
 from kvad.model import NoCache

@@ -26,8 +26,9 @@ from kvad.cache.sessions import SequenceState
 from kvad.config import attention_specs
 from kvad.engine import scheduling
 from kvad.engine.execution import NONFINITE_ERROR, DraftModel, GrammarCompiler, ModelRunner, sample_outputs
-from kvad.engine.options import EngineConfig, check_request, check_source
+from kvad.engine.options import EngineConfig
 from kvad.engine.output import OutputTextStream
+from kvad.engine.requests import check_request, check_source
 from kvad.engine.resume import ResumePoint, StateKeeper
 from kvad.engine.scheduling import LengthLimits, RequestMetrics, SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.storage import open_block_store, open_offload_reader, open_swap_space

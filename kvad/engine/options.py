@@ -1,13 +1,10 @@
-"""Options of an engine, the keywords of ``LLM`` and ``Session`` as typed dictionaries, and checks of requests.
-
-Every check raises a RequestError that names the reason, before the request is queued.
-"""
+"""Options of an engine, the keywords of ``LLM.load`` as typed dictionaries, and the plan of a cache."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
@@ -20,15 +17,13 @@ from kvad import model as model_lib
 from kvad import ops
 from kvad.cache import CacheConfig, sizing
 from kvad.cache.device import KVCache
-from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
 from kvad.engine import scheduling
-from kvad.engine.scheduling import SamplingOptions, SamplingParams, SpeculativeConfig
+from kvad.engine.scheduling import SpeculativeConfig
 from kvad.errors import ConfigError, MemoryPlanError, RequestError, UsageError, suggest
 from kvad.model import Summarizer, Transformer
 from kvad.storage import REAL_FILE_SYSTEM, FileSystem
 
-PromptInput = str | Sequence[int]  # text or token ids
 CACHE_DTYPE_FIELDS = {"cache_dtype": "dtype", "cache_key_dtype": "key_dtype", "cache_value_dtype": "value_dtype"}
 
 
@@ -144,29 +139,6 @@ class PlanSettings(TypedDict, total=False):
     adapters: int
 
 
-class GenerateOptions(SamplingOptions, total=False):
-    """Keywords of ``LLM.generate`` and ``LLM.stream``."""
-
-    target_prefix: PromptInput | None  # start of an encoder-decoder's target (ids: the whole start)
-    language: str | None  # target language, for models with language tokens
-    source_language: str | None  # language of the encoder input
-    cache_salt: str  # cached blocks are shared only with requests of the same salt
-    adapter: str  # name of one of ``LLM.load(adapters=)``; "": the base
-    # Requests with equal seeds and prompts draw other numbers if it differs. None: the number of equal prompts before
-    # this one in the call.
-    draw_salt: int | None
-
-
-class ScoreOptions(TypedDict, total=False):
-    """Keywords of ``LLM.score``."""
-
-    top_logprobs: int  # alternatives per token
-    encoder_input: PromptInput | None  # of which the texts are targets
-    source_language: str | None
-    cache_salt: str
-    adapter: str
-
-
 def dtype_name(key: str, dtype: object, known: Iterable[str]) -> str | None:
     """Return a dtype's name (``torch.float32`` -> "float32"), or raise ConfigError."""
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
@@ -263,90 +235,3 @@ def plan_cache(
     else:
         sizing.require_memory(plan, None if free_bytes is None else free_bytes + host_bytes)
     return plan
-
-
-def resolve_sampling(options: Mapping[str, Any], generation: GenerationConfig) -> SamplingParams:
-    """Combine the given options with the checkpoint's defaults.
-
-    Options for sampling, or more samples than beams, drop the checkpoint's beam search and greedy mode; ``num_beams``
-    drops its sampling options. Raises RequestError for an unknown name or an invalid value.
-    """
-    defaults: dict[str, Any] = dict(generation.sampling or {})
-    bad_words = (*((token,) for token in generation.suppress_tokens), *generation.bad_words_ids)
-    if bad_words:
-        defaults["bad_words_ids"] = bad_words
-    for name in ("forced_bos_token_id", "forced_eos_token_id"):
-        if getattr(generation, name) is not None:
-            defaults[name] = getattr(generation, name)
-    request = scheduling.request
-    beam_fields, sampling_fields = set(request.BEAM_ONLY_FIELDS), set(request.SAMPLING_ONLY_FIELDS)
-    wants_more_samples = options.get("n", 1) > defaults.get("num_beams", 1)
-    if options.get("structured_output") is not None:
-        defaults = _without(defaults, beam_fields)
-    if wants_more_samples or (sampling_fields & options.keys() and not beam_fields & options.keys()):
-        defaults = _without(defaults, beam_fields)
-    if options.get("num_beams", 1) != 1:
-        defaults = {**_without(defaults, sampling_fields), "temperature": 0.0}
-    if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
-        defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
-    if options.get("num_beams", defaults.get("num_beams", 1)) == 1:  # drop a file's beam options if no beam search runs
-        defaults = _without(defaults, beam_fields)
-        if defaults.get("temperature") == 0 and (wants_more_samples or options.keys() & sampling_fields):
-            del defaults["temperature"]
-    return SamplingParams.from_options(**{**defaults, **options})
-
-
-def _without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in names}
-
-
-def supported_tasks(config: ModelConfig) -> str:
-    """Return the hint of an error about a task that the model cannot do."""
-    head = config.head
-    if config.kind != "encoder":
-        return "It can generate, score and return logits."
-    if isinstance(head, cfg.LanguageHeadConfig):
-        return "It can fill masks, embed and return logits."
-    if isinstance(head, cfg.ClassificationHeadConfig):
-        return f"It can {'tag' if head.level == 'token' else 'classify'}, embed and return logits."
-    return "It can embed."
-
-
-def check_request(
-    config: ModelConfig, tokens: Sequence[int], sampling_params: SamplingParams, encoder_tokens: Sequence[int] | None
-) -> None:
-    """Check that encoder input is given exactly if the model is an encoder-decoder, and that all ids are known."""
-    if config.kind == "encoder":
-        raise RequestError("this model is an encoder and cannot continue a text", supported_tasks(config))
-    if config.kind == "decoder" and encoder_tokens is not None:
-        raise RequestError("encoder input: this model has no encoder", "Give a prompt.")
-    if config.kind == "encoder-decoder":
-        if encoder_tokens is None:
-            raise RequestError("encoder input: required by this model", "Give the text to translate.")
-        check_source(config, encoder_tokens)
-    if not tokens:
-        label = "prompt" if encoder_tokens is None else "target"
-        raise RequestError(f"{label}: must have at least 1 token, got 0")
-    check_ids("prompt", tokens, config.vocab_size)
-    check_ids("logit_bias", sampling_params.logit_bias, config.vocab_size)
-    check_ids("stop_token_ids", sampling_params.stop_token_ids, config.vocab_size)
-    for word in sampling_params.bad_words_ids:
-        check_ids("bad_words_ids", word, config.vocab_size)
-    for label in ("forced_bos_token_id", "forced_eos_token_id"):
-        token = getattr(sampling_params, label)
-        check_ids(label, [] if token is None else [token], config.vocab_size)
-
-
-def check_source(config: ModelConfig, tokens: Sequence[int]) -> None:
-    """Check length and token ids of the encoder input."""
-    source = config.encoder_input
-    vocab_size = config.vocab_size if source is None or source.vocab_size is None else source.vocab_size
-    check_ids("encoder input", tokens, vocab_size, config.max_seq_len if source is None else source.max_seq_len)
-
-
-def check_ids(label: str, tokens: Collection[int], vocab_size: int, max_len: int | None = None) -> None:
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"{label}: token id must be below {vocab_size}, got {token}")
-    if max_len is not None and len(tokens) > max_len:
-        raise RequestError(f"{label}: must have at most {max_len} tokens, got {len(tokens)}", "Shorten it.")

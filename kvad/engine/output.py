@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvad import cache
 from kvad import config as cfg
@@ -14,6 +13,9 @@ from kvad.engine import scheduling
 from kvad.engine.scheduling import RequestMetrics, SamplingParams, StreamChunk, TokenLogprob
 from kvad.errors import RequestError
 from kvad.text import Detokenizer, StopStringMatcher, Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class OutputTextStream:

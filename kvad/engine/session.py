@@ -20,9 +20,9 @@ from typing import Any, Unpack
 from kvad import storage
 from kvad.cache import sessions
 from kvad.cache.sessions import SequenceState, load_session, save_session
-from kvad.engine.client import EngineClient, PromptEncoder, RequestHandle
-from kvad.engine.options import PromptInput
+from kvad.engine.client import EngineClient, RequestHandle
 from kvad.engine.output import Completion, assemble_completion
+from kvad.engine.requests import PromptEncoder, PromptInput
 from kvad.engine.scheduling import SamplingOptions, SamplingParams, StreamChunk
 from kvad.errors import RequestError, SaveError, StorageError
 from kvad.storage import REAL_FILE_SYSTEM, CacheFingerprint, FileSystem

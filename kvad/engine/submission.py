@@ -6,15 +6,17 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvad.engine.client import EngineClient, PromptEncoder, RequestHandle
-from kvad.engine.options import GenerateOptions, PromptInput, resolve_sampling, supported_tasks
 from kvad.engine.output import Completion, TextScore
+from kvad.engine.requests import GenerateOptions, PromptEncoder, PromptInput, resolve_sampling, supported_tasks
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError
 
-Submit = Callable[[PromptInput], RequestHandle]
+if TYPE_CHECKING:  # the server builds submissions without torch
+    from kvad.engine.client import EngineClient, RequestHandle
+
+Submit = Callable[[PromptInput], "RequestHandle"]
 Build = Callable[[PromptInput], "Submission"]
 
 

@@ -25,20 +25,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
-from kvad import checkpoint, errors
+from kvad import config as config_lib
 from kvad import engine as engine_lib
+from kvad import errors
 from kvad import text as text_lib
 from kvad.cache.sizing import MemoryBudget
-from kvad.checkpoint import CheckpointHandle, open_checkpoint
+from kvad.checkpoint import GenerationConfig
+from kvad.config import ModelConfig
 from kvad.engine import Completion, PromptEncoder, StreamChunk
 from kvad.engine.scheduling import RequestMetrics, SamplingParams
 from kvad.errors import EngineError, KvadError, NumericalError, RequestError
 from kvad.server import wire
 from kvad.server.wire import Message
+from kvad.text import Tokenizer, load_tokenizer
 
 LOG = logging.getLogger(__name__)
-PromptInput = engine_lib.options.PromptInput
-GenerateOptions = engine_lib.options.GenerateOptions
+PromptInput = engine_lib.requests.PromptInput
+GenerateOptions = engine_lib.requests.GenerateOptions
 Submission = engine_lib.submission.Submission
 SubmissionBuilder = engine_lib.submission.SubmissionBuilder
 TextScore = engine_lib.output.TextScore
@@ -169,11 +172,10 @@ def chunk_error(chunk: StreamChunk) -> KvadError:
 class AsyncLLM:
     """A model in a separate engine process, for one event loop. Built by ``load``."""
 
-    def __init__(self, handle: CheckpointHandle, adapters: Mapping[str, str | Path] | None = None) -> None:
-        self.generation, self.tokenizer, self.config = handle.generation, handle.tokenizer, handle.config
-        self.info: dict[str, Any] = {}  # of the engine (``engine_process.describe``)
+    info: dict[str, Any]  # of the engine (``engine_process.describe``), set when the model is loaded
+
+    def __init__(self) -> None:
         self.last_message = time.monotonic()  # arrival of the last message of the engine
-        self._template_folders = _template_folders(handle, adapters or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: dict[int, RequestStream] = {}
         self._replies: dict[int, asyncio.Future[Message]] = {}
@@ -216,7 +218,7 @@ class AsyncLLM:
         Raises:
             KvadError: As ``LLM.load``.
         """
-        llm = AsyncLLM(open_with_adapter(path, adapter, rope_scaling, revision), adapters)
+        llm = AsyncLLM()
         budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)  # type: ignore[arg-type]
         fields: dict[str, Any] = dict(settings) | {
             "path": str(path), "dtype": dtype, "device": device, "memory": list(budget), "adapter": adapter,
@@ -248,6 +250,18 @@ class AsyncLLM:
     # ------------------------------------------------------------ text
 
     @cached_property
+    def config(self) -> ModelConfig:
+        return ModelConfig.from_dict(self.info["config"])
+
+    @cached_property
+    def generation(self) -> GenerationConfig:
+        return config_lib.serialization.from_dict(GenerationConfig, self.info["generation"])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return load_tokenizer(Path(self.info["template_folders"][""])) if self.info["has_tokenizer"] else None
+
+    @cached_property
     def texts(self) -> PromptEncoder:
         return PromptEncoder(self.config, self.tokenizer, self.generation, endless=self.info["endless"])
 
@@ -257,7 +271,9 @@ class AsyncLLM:
 
     @cached_property
     def chat_templates(self) -> text_lib.chat_template.ChatTemplates:
-        return text_lib.chat_template.ChatTemplates(self._template_folders)
+        return text_lib.chat_template.ChatTemplates(
+            {name: Path(folder) for name, folder in self.info["template_folders"].items()}
+        )
 
     @property
     def chat_template(self) -> text_lib.chat_template.ChatTemplate | None:
@@ -321,7 +337,7 @@ class AsyncLLM:
             continue_final=continue_final,
         )
 
-    async def score(self, text: PromptInput, **settings: Unpack[engine_lib.options.ScoreOptions]) -> TextScore:
+    async def score(self, text: PromptInput, **settings: Unpack[engine_lib.requests.ScoreOptions]) -> TextScore:
         """Return each token's log-probability given the tokens before it (``LLM.score``)."""
         build = self.builder.scoring(
             settings.get("encoder_input"),
@@ -527,21 +543,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._llm.on_end()
-
-
-def open_with_adapter(
-    path: str | Path, adapter: str | Path | None, rope_scaling: str | None = None, revision: str | None = None
-) -> CheckpointHandle:
-    """Open a checkpoint, with the chat template and the end tokens of an adapter that is merged, if any."""
-    handle = open_checkpoint(path, rope_scaling=rope_scaling, revision=revision)
-    return handle if adapter is None else checkpoint.adapter.merge_adapter(handle, Path(adapter))
-
-
-def _template_folders(handle: CheckpointHandle, adapters: Mapping[str, str | Path]) -> dict[str, Path]:
-    """Return the folders that may have a chat template: the model's (""), and those of adapters."""
-    folders = {name: checkpoint.adapter.find_adapter(Path(path)) for name, path in adapters.items()}
-    folders[""] = handle.tokenizer_folder
-    return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 def error_from_json(fields: Mapping[str, str]) -> KvadError:

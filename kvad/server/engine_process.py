@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvad import config
 from kvad._log import show_log
 from kvad.cache.sizing import MemoryBudget
 from kvad.engine import StreamChunk
@@ -256,6 +257,10 @@ def describe(llm: LLM) -> Message:
         "dtype": str(engine.model.token_embedding.dtype).removeprefix("torch."),
         "num_layers": engine.model.config.stack.num_layers,
         "adapters": {name: str(adapter.path) for name, adapter in engine.config.adapters.items()},
+        "config": engine.model.config.to_dict(),
+        "generation": config.serialization.to_dict(llm.generation),
+        "has_tokenizer": llm.tokenizer is not None,
+        "template_folders": {name: str(folder.absolute()) for name, folder in llm.chat_templates.folders.items()},
     }
 
 

@@ -19,7 +19,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from kvad.errors import EngineError, KvadError
-from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, Submission, open_with_adapter
+from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, Submission
 from kvad.server.routing import merge_replies, prefix_key, rank_replicas
 from kvad.server.wire import Message
 
@@ -106,8 +106,7 @@ class ReplicatedLLM(AsyncLLM):
         merged, adapters = settings.get("adapter"), settings.get("adapters") or {}
         settings["adapter"] = None if merged is None else Path(merged).resolve()
         settings["adapters"] = {name: Path(folder).resolve() for name, folder in adapters.items()}
-        scaling, revision = settings.get("rope_scaling"), settings.get("revision")
-        llm = ReplicatedLLM(open_with_adapter(path, merged, scaling, revision), adapters)
+        llm = ReplicatedLLM()
         llm._num_replicas, llm._generators, llm._tasks = num_replicas, {}, set()
         llm._handle = await asyncio.to_thread(_start, str(Path(path).resolve()), num_replicas, settings)
         try:

@@ -399,13 +399,13 @@ class ChatTemplates:
     """Templates of a model and of its adapters by name (the model's: ""), each loaded when it is first used."""
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        self._folders = folders
+        self.folders = folders
         self._templates: dict[str, ChatTemplate | None] = {}
 
     def find(self, adapter: str = "") -> ChatTemplate | None:
         """Return the template of an adapter, else the model's, if there is one."""
         if adapter not in self._templates:
-            folder = self._folders.get(adapter)
+            folder = self.folders.get(adapter)
             template = None if folder is None else ChatTemplate.load(folder)
             self._templates[adapter] = self.find() if template is None and adapter else template
         return self._templates[adapter]

@@ -11,7 +11,7 @@ from kvad.cache.groups import build_groups
 from kvad.cache.manager.kv_cache_manager import KVCacheManager
 from kvad.checkpoint.generation_config import GenerationConfig, read_generation_config
 from kvad.config.model import attention_specs
-from kvad.engine.client import PromptEncoder
+from kvad.engine import PromptEncoder
 from kvad.engine.scheduling.request import SamplingParams, SequenceOutput, StreamChunk
 from kvad.engine.scheduling.scheduler import Scheduler
 from kvad.errors import CheckpointError, ConfigError, RequestError

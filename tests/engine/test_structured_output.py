@@ -24,7 +24,8 @@ from kvad.checkpoint import GenerationConfig
 from kvad.engine import Engine
 from kvad.engine.execution import grammar, sampler
 from kvad.engine.execution.grammar import GrammarCompiler, allowed_tokens
-from kvad.engine.options import EngineConfig, resolve_sampling
+from kvad.engine.options import EngineConfig
+from kvad.engine.requests import resolve_sampling
 from kvad.engine.scheduling import SamplingParams, StructuredOutput
 from kvad.engine.scheduling.request import MAX_SAMPLES, TokenLogprob
 from kvad.engine.scheduling.sequence import Request, RequestMetrics, TokenSequence

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
+from pathlib import Path
 
 import pytest
 
@@ -220,6 +221,14 @@ def test_cached_tokens_are_reported_and_change_nothing(server):
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
     cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in (first, second)]
     assert cached == [0, 48], "whole blocks of 16 before the last token"
+
+
+def test_the_server_runs_without_torch(server):
+    server.post("/v1/completions", prompt="x", max_tokens=2)
+    maps, engine_maps = (Path(f"/proc/{pid}/maps") for pid in (server.process.pid, server.engine_process.pid))
+    if not maps.exists():
+        pytest.skip("this system has no /proc")
+    assert "libtorch" in engine_maps.read_text() and "libtorch" not in maps.read_text()
 
 
 def test_tokenize_and_detokenize(server):

@@ -88,7 +88,7 @@ def translate_command(options: _TranslateOptions) -> None:
     with line_batches.LineSource(options.file) as lines:
         opened = line_batches.open_for_command(options.model, "translate", options.rope_scaling)
         sampling = _sampling(opened, given, n_best)
-        resolved = parameters.choose_seed(engine.options.resolve_sampling(sampling, opened.generation))
+        resolved = parameters.choose_seed(engine.requests.resolve_sampling(sampling, opened.generation))
         if resolved.uses_seed:
             sampling["seed"] = resolved.seed
         with _load(opened, sampling, load, len(options.prefix.encode())) as llm:
@@ -114,7 +114,7 @@ def _sampling(opened: CheckpointHandle, given: dict[str, Any], n_best: int) -> d
 
 def _load(opened: CheckpointHandle, sampling: Mapping[str, Any], load: dict[str, Any], prefix_bytes: int) -> LLM:
     """Load the model with a cache for at most 32 lines that takes at most half of the available memory."""
-    requested = engine.options.resolve_sampling(sampling, opened.generation)
+    requested = engine.requests.resolve_sampling(sampling, opened.generation)
     seqs_per_line = max(requested.num_beams, requested.n)
     longest = sampling["max_tokens"] + prefix_bytes + 2  # a text has at most one token per byte
     num_seqs = max(1, min(MAX_PARALLEL_LINES, MAX_SEQS // seqs_per_line)) * seqs_per_line

@@ -22,7 +22,7 @@ from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, chunk_error
 from kvad.server.config import ServerConfig
 from kvad.server.metrics import ServerMetrics
 
-PromptInput = engine_lib.options.PromptInput
+PromptInput = engine_lib.requests.PromptInput
 Submission = engine_lib.submission.Submission
 PING_SECONDS = 10.0  # without an event, a comment keeps the connection open
 REFUSAL_SECONDS = 2.0  # a response begins with the first token, or after this time
