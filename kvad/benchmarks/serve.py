@@ -351,7 +351,7 @@ class LoadClient:
         text: dict[str, Any] = {"prompt": prompt.text, "max_tokens": prompt.max_tokens}
         if options.chat:
             messages = [{"role": "user", "content": prompt.text}]
-            text = {"messages": messages, "max_completion_tokens": prompt.max_tokens}
+            text = {"messages": messages, "max_completion_tokens": prompt.max_tokens, "max_tokens": prompt.max_tokens}
         common = {"model": self.model, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         return {**common, **text, **({"ignore_eos": True} if options.ignore_eos else {})}
 
