@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
+from kvad import api
 from kvad.checkpoint.adapter import adapter_format, base_fingerprint, save_adapter
 from kvad.checkpoint.loader import open_checkpoint
 from kvad.checkpoint.peft import trainable_linears
@@ -19,7 +21,7 @@ from kvad.server import AsyncLLM, ServerConfig, serve
 from kvad.server.api import ApiContext
 from kvad.server.app import build_app
 from kvad.server.metrics import ServerMetrics
-from tests.support.cli_checkpoints import write_model
+from tests.support.cli_checkpoints import run, write_model
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 PROMPT = "def sing(poem, voice):"
@@ -124,6 +126,20 @@ def test_the_memory_plan_counts_factors_and_terms(llm, folders):
     assert without.adapters == 0 and plan.total - without.total == plan.adapters
     widest = max(a.shape[1] + a.shape[0] + 2 * b.shape[0] for a, b in stored)
     assert plan.adapters == factors + 8 * 2048 * widest
+    planned = api.plan(folders / "base", dtype="float64", adapters={name: folders / name for name in RANKS}).plan
+    assert planned.adapters == plan.adapters > 0
+
+
+def test_the_plan_command_counts_adapters(folders, capsys):
+    def plan(*flags, target=folders / "base"):
+        return run(capsys, "plan", target, "--bandwidth", "10", *flags)
+
+    named = plan("--adapter", f"a={folders / 'a'}")
+    assert named.code == 0 and re.search(r"^adapters +[\d,]+ ", named.out, re.MULTILINE)
+    assert "adapters" not in plan().out
+    assert "has no name" in plan("--adapter", str(folders / "a")).err
+    unknown = plan("--adapter", f"a={folders / 'a'}", target="gpt2")
+    assert unknown.code == 2 and "Traceback" not in unknown.err
 
 
 def test_names_and_folders_of_the_serve_command(tmp_path):

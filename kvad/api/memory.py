@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         max_num_batched_tokens: int
         deterministic: bool
         speculative: str | Mapping[str, Any] | SpeculativeConfig | None  # its draft model is a target too
+        adapters: Mapping[str, str | Path] | None  # LoRA adapters by name that requests choose
         mesh: str | None  # such as "2x1"
         compression_ratios: Sequence[float]  # of the policies that ``fit_memory`` tries
         fit_seq_lens: Sequence[int]  # lengths and numbers of sequences that it tries
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 PLAN_SETTINGS = (
     "dtype", "cache_dtype", "cache_key_dtype", "cache_value_dtype", "summarizer", "max_num_batched_tokens", "mesh",
-    "deterministic", "speculative", "compression_ratios", "fit_seq_lens", "fit_num_seqs", "quality_results",
+    "deterministic", "speculative", "adapters", "compression_ratios", "fit_seq_lens", "fit_num_seqs", "quality_results",
 )  # fmt: skip
 
 
@@ -59,6 +60,7 @@ def plan(
 
     Raises:
         UsageError: For an unknown model or setting, or a size beyond the model's limit.
+        CheckpointError: If an adapter does not fit the target, or the target is no checkpoint.
         ConfigError: If a value is invalid.
     """
     given: dict[str, Any] = dict(settings)
@@ -85,6 +87,10 @@ def plan(
     if speculative is not None:
         draft = None if speculative.draft_model is None else planning.read_target(speculative.draft_model)
         planned = planning.with_speculation(planned, speculative.num_tokens, draft)
+    if own.get("adapters"):
+        served = engine.loading.load_adapters(checkpoint.open_checkpoint(target), own["adapters"])
+        num_bytes = engine.loading.adapter_bytes(served, planned.weights_dtype, planned.max_num_batched_tokens)
+        planned = dataclasses.replace(planned, adapters=num_bytes)
     return planning.build_report(
         plan_input.name,
         planned,

@@ -229,8 +229,8 @@ def open_adapted(path: Path) -> AdaptedCheckpoint:
 class AdaptedCheckpoint(CheckpointHandle):
     """A base with an adapter merged in; ``path`` is the adapter's folder.
 
-    Everything but the weights is the base's, except for what kvad stored with an adapter that was trained on
-    conversations: a chat template, and the tokens that end a turn.
+    Everything but the weights is the base's, except for a tokenizer in the folder, and what kvad stored with an adapter
+    that was trained on conversations: a chat template, and the tokens that end a turn.
     """
 
     base: CheckpointHandle

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -395,6 +395,20 @@ def load_fields(options: Any) -> dict[str, Any]:
     given = {name: value for name in _LOAD_NAMES if (value := getattr(options, name, None))}
     speculative = speculative_config(options)
     return {**given, **({} if speculative is None else {"speculative": speculative}), **cache_fields(options)}
+
+
+def split_adapters(given: Sequence[str]) -> tuple[list[str], dict[str, Path]]:
+    """Return the folders of ``--adapter FOLDER`` and, by name, of ``--adapter NAME=FOLDER``."""
+    merged, named = list[str](), dict[str, Path]()
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or Path(text).exists():
+            merged.append(text)
+        elif name in named:
+            raise UsageError(f"--adapter: {name!r} is given twice", "Choose another NAME.")
+        else:
+            named[name] = Path(folder)
+    return merged, named
 
 
 def speculative_config(options: Any) -> SpeculativeConfig | None:

@@ -89,6 +89,11 @@ def load_adapters(handle: CheckpointHandle, paths: Mapping[str, str | Path]) -> 
     return adapters
 
 
+def adapter_bytes(adapters: Mapping[str, ServedAdapter], dtype: str, num_tokens: int) -> int:
+    """Return the bytes of adapters next to weights of ``dtype``, in steps of up to ``num_tokens``."""
+    return model.lora.factor_bytes([adapter.factors for adapter in adapters.values()], dtype, num_tokens)
+
+
 def warn_unused(handle: CheckpointHandle) -> None:
     """Warn, in the caller of ``LLM.load``, of settings in the checkpoint that are not applied."""
     if handle.unused_keys:
@@ -125,9 +130,8 @@ def plan_checkpoint(
         if (draft := open_draft_model(speculative, handle)) is not None:
             shape = SpeculationShape(speculative.num_tokens, draft.config, draft.weight_bytes(compute_dtype))
             settings["speculation"] = shape
-    adapters = [adapter.factors for adapter in engine_fields.get("adapters", {}).values()]
     num_tokens = engine_fields.get("max_num_batched_tokens", EngineConfig.max_num_batched_tokens)
-    settings["adapters"] = model.lora.factor_bytes(adapters, compute_dtype, num_tokens)
+    settings["adapters"] = adapter_bytes(engine_fields.get("adapters", {}), compute_dtype, num_tokens)
     if summarizer is not None:
         settings["summarizer_shape"] = checkpoint.folder.read_summarizer_shape(Path(summarizer))
     if cache is not None:

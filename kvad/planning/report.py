@@ -31,7 +31,7 @@ from kvad.train.config import RunConfig, read_toml
 
 PARTS = ("payload", "scales", "metadata")
 BYTE_FIELDS = (
-    "weights", "summarizer", "payload", "scales", "metadata", "reserved", "pool", "scratch", "activations",
+    "weights", "adapters", "summarizer", "payload", "scales", "metadata", "reserved", "pool", "scratch", "activations",
     "prefix_cache_host_bytes", "draft_bytes", "total",
 )  # fmt: skip
 

@@ -69,6 +69,9 @@ class _PlanOptions(
         "Plan each rank of a mesh of T tensor ranks by P pipeline stages, such as 2x1 [default: one device]",
         metavar="TxP",
     )
+    adapter: tuple[str, ...] = option(
+        "LoRA adapter that requests choose by name, as in kvad serve", metavar="NAME=FOLDER"
+    )
     bandwidth: float | None = option("Memory bandwidth [default: measured]", metavar="GB/s")
 
 
@@ -89,6 +92,7 @@ def plan_command(options: _PlanOptions) -> None:
     kvad plan gpt2 --max-seq-len 256 --overflow offload --offload-ram 64MiB --swap-space 256MiB
     kvad plan llama-3-8b --max-seq-len 8192 --max-num-seqs 8 --mesh 4x1
     kvad plan llama-3-8b --draft-model smollm-135m
+    kvad plan ./Qwen3-0.6B --adapter sql=runs/sql --max-seq-len 4096
 
     Exit code 1 if the given sizes, or one sequence of one block, do not fit.
     """
@@ -119,6 +123,7 @@ def _settings(options: _PlanOptions) -> dict[str, Any]:
         "fit_num_seqs": num_seqs,
         "bandwidth": None if options.bandwidth is None else options.bandwidth * 1e9,
         "speculative": parameters.speculative_config(options),
+        "adapters": _named_adapters(options.adapter) or None,
     }
     same: tuple[str, ...] = (
         "dtype",
@@ -131,6 +136,14 @@ def _settings(options: _PlanOptions) -> dict[str, Any]:
     same += ("mesh", "deterministic", "compression_ratios", "quality_results")
     own |= {name: getattr(options, name) for name in same}
     return settings | {name: value for name, value in own.items() if value is not None}
+
+
+def _named_adapters(given: tuple[str, ...]) -> dict[str, Path]:
+    merged, named = parameters.split_adapters(given)
+    if merged:
+        message = f"--adapter: {merged[0]} has no name; a merged adapter takes no memory of its own"
+        raise UsageError(message, "Write NAME=FOLDER.")
+    return named
 
 
 def _check_options(options: _PlanOptions) -> dict[str, Any]:
@@ -218,6 +231,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     table: list[tuple[str, int | None, str]] = [  # a line without a size is omitted
         ("weights", plan.weights, f"{plan.weights_dtype}, exact{copied}"),
         ("summarizer", plan.summarizer or None, "float32, exact"),
+        ("adapters", plan.adapters or None, "their factors, exact; the terms of a step, at most"),
         ("draft model", plan.draft_bytes or None, "weights and cache, exact; a step, at most"),
         *(cache if plan.groups else [("cache", 0, "none: an encoder has no cache")]),
         *(offloaded if plan.offload.shares else []),

@@ -120,15 +120,7 @@ def _announce(address: str, llm: AsyncLLM) -> None:
 
 def _adapters(given: tuple[str, ...]) -> dict[str, Any]:
     """Return the keywords ``adapter`` (merged) and ``adapters`` (by name) of ``LLM.load``."""
-    named, merged = dict[str, Path](), list[str]()
-    for text in given:
-        name, equals, folder = text.partition("=")
-        if not equals or Path(text).exists():
-            merged.append(text)
-        elif name in named:
-            raise UsageError(f"--adapter: {name!r} is given twice", "Choose another NAME.")
-        else:
-            named[name] = Path(folder)
+    merged, named = parameters.split_adapters(given)
     if len(merged) > 1:
         message = f"--adapter: {merged[0]} and {merged[1]} cannot both be merged"
         raise UsageError(message, "Write NAME=FOLDER to serve each as a model.")
