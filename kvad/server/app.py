@@ -28,6 +28,8 @@ MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css
 PAGE_FILES = {f"/{path.name}": path.name for path in sorted(STATIC.iterdir()) if path.suffix in MEDIA_TYPES}
 PAGE_FILES["/"] = PAGE_FILES.pop("/index.html")
 LAST_SECONDS = 5.0  # for the last event of a stream
+INLINE_BYTES = 1 << 14  # a longer body is parsed in a thread, between the events of other requests
+MORE_VALUES = 100_000  # values of a body besides the tokens of its prompt
 STEP_SECONDS = 60.0  # a running engine that sends nothing for so long is not ready
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -92,31 +94,42 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, key = self._context, scope["key"]
-        headers: dict[str, str] = {}
-        try:
-            fields = schema.parse_json(await read_body(context.config, scope, receive))
-            ignore = context.config.ignores_unknown_fields
-            body, ignored = schema.validate(self._kind, fields, ignore_unknown=ignore)
-            if ignored:
-                headers["x-kvad-ignored-fields"] = ", ".join(printable(name) for name in ignored)[:500]
-            if context.active[key] >= context.config.limits.max_requests_per_key:
-                raise ApiError(
-                    429, "too many requests of this API key at the same time", code="rate_limit", retry_after=1
-                )
-        except ApiError as error:
+        if context.active[key] >= context.config.limits.max_requests_per_key:  # before its body takes memory
+            message = "too many requests of this API key at the same time"
+            error = ApiError(429, message, code="rate_limit", retry_after=1)
             await error_response(error)(scope, receive, send)
             return
-        limit = context.config.limits.request_seconds
-        deadline = asyncio.get_running_loop().time() + min(getattr(body, "timeout", None) or limit, limit)
         context.active[key] += 1
         try:
-            await generation.cancel_on_disconnect(receive, self._answer(scope, receive, send, body, headers, deadline))
+            await self._serve(scope, receive, send)
         except ConnectionError:
             LOG.debug("the client of %s has disconnected", printable(scope["path"]))
         finally:
             context.active[key] -= 1
             if not context.active[key]:
                 del context.active[key]
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        config = self._context.config
+        headers: dict[str, str] = {}
+        try:
+            data = await read_body(config, scope, receive)
+            is_short = len(data) <= INLINE_BYTES
+            body, ignored = self._parse(data) if is_short else await asyncio.to_thread(self._parse, data)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if ignored:
+            names = ", ".join(ascii(name[:200])[1:-1] for name in ignored[:20])
+            headers["x-kvad-ignored-fields"] = names[:500]
+        limit = config.limits.request_seconds
+        deadline = asyncio.get_running_loop().time() + min(getattr(body, "timeout", None) or limit, limit)
+        await generation.cancel_on_disconnect(receive, self._answer(scope, receive, send, body, headers, deadline))
+
+    def _parse(self, data: bytearray) -> tuple[schema.Body, list[str]]:
+        config = self._context.config
+        fields = schema.parse_json(data, config.limits.max_prompt_tokens + MORE_VALUES)
+        return schema.validate(self._kind, fields, ignore_unknown=config.ignores_unknown_fields)
 
     async def _answer(
         self, scope: Scope, receive: Receive, send: Send, body: schema.Body, headers: dict[str, str], deadline: float
@@ -128,7 +141,10 @@ class _Endpoint:
                 if isinstance(result, EventStream):
                     first = await anext(result.events)  # an error before it has its own status
         except Exception as error:
-            await error_response(_api_error(error, scope))(scope, receive, send)
+            converted = _api_error(error, scope)
+            if isinstance(error, TimeoutError) and getattr(body, "timeout", None) is not None:
+                converted.status = 408  # what the client asked for is no failure of the server
+            await error_response(converted)(scope, receive, send)
             return
         if isinstance(result, EventStream):
             await send_events(scope, send, first, result.events, deadline)
@@ -173,7 +189,7 @@ async def send_events(
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def read_body(config: ServerConfig, scope: Scope, receive: Receive) -> bytes:
+async def read_body(config: ServerConfig, scope: Scope, receive: Receive) -> bytearray:
     """Return the body of a JSON request, within the limits of size and time.
 
     Raises:
@@ -185,21 +201,20 @@ async def read_body(config: ServerConfig, scope: Scope, receive: Receive) -> byt
         raise ApiError(415, "the Content-Type must be application/json", code="content_type")
     too_large = ApiError(413, f"the body must be at most {limit:,} bytes", code="body_too_large")
     length = headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > limit:
+    if not (length.isdecimal() and length.isascii()) or int(length) > limit:
         raise too_large
-    parts, size = [], 0
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise ApiError(400, "the client has disconnected", code="disconnected")
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > limit:
+                body += message.get("body", b"")
+                if len(body) > limit:
                     raise too_large
                 if not message.get("more_body", False):
-                    return b"".join(parts)
+                    return body
     except TimeoutError:
         raise ApiError(408, f"the body has not arrived within {seconds:g} s", code="timeout", retry_after=1) from None
 
@@ -301,6 +316,7 @@ def openapi(context: ApiContext) -> dict[str, Any]:
         }
     for path in ("/v1/models", "/tokenizer_info", "/cache", "/training", "/metrics", "/health", "/ready"):
         paths[path] = {"get": {"summary": f"Get {path}.", "responses": answers}}
+    paths["/health"]["get"]["security"] = []
     definitions["Error"] = {
         "type": "object", "required": ["error"],
         "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
@@ -309,5 +325,6 @@ def openapi(context: ApiContext) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "kvad", "version": __version__, "description": f"Serves {context.model_name}."},
         "paths": paths,
-        "components": {"schemas": definitions},
+        "security": [{"key": []}] if context.config.api_keys.digests else [],
+        "components": {"schemas": definitions, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }

@@ -33,7 +33,7 @@ class ServerLimits:
     max_queued_requests: int = _limit(256, 429, "requests that wait for their first token")
     max_queued_tokens: int = _limit(1 << 20, 429, "prompt tokens of these requests")
     max_requests_per_key: int = _limit(128, 429, "requests of an API key at the same time")
-    request_seconds: float = _limit(600.0, 504, "seconds of a request, also its own timeout field")
+    request_seconds: float = _limit(600.0, 504, "seconds of a request; 408 after its own timeout")
     header_seconds: float = _limit(10.0, 408, "seconds until a request's head has arrived")
     body_seconds: float = _limit(30.0, 408, "seconds until a request's body has arrived")
 

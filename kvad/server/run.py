@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvad.errors import UsageError
-from kvad.server.api import ApiContext
+from kvad.server.api import ApiContext, ApiError
 from kvad.server.app import build_app
 from kvad.server.async_llm import AsyncLLM
 from kvad.server.config import ServerConfig
+from kvad.server.guards import json_response
+from kvad.server.limits import ServerLimits
 from kvad.server.metrics import ServerMetrics
 
 LOG = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
+MAX_HEAD = 1 << 16  # bytes of a request's line and headers
+CLOSING_TICKS = 100  # of 0.1 s: a closed connection has 10 to 20 s to read the rest
+_UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
 
 def serve(
@@ -44,9 +50,19 @@ def serve(
     config = replace(config, model_name=config.model_name or model.resolve().name or str(model))
     if config.model_name in load.get("adapters", {}):
         raise UsageError(f"--adapter: {config.model_name!r} is the base model", "Choose another NAME, or --model-name.")
+    _raise_file_limit()
     listener = _bind(config)
     with listener:
         return asyncio.run(_serve(model, load, config, listener, on_ready))
+
+
+def _raise_file_limit() -> None:
+    """Allow as many connections as the system lets this process have; the usual default is 1,024 files."""
+    with suppress(ImportError, OSError, ValueError):  # there is none on Windows
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bind(config: ServerConfig) -> socket.socket:
@@ -75,7 +91,7 @@ async def _serve(
         context = ApiContext(llm, config, ServerMetrics(config.model_name), config.model_name)
         settings = uvicorn.Config(
             build_app(context),
-            http=_protocol(config.limits.header_seconds),
+            http=type("_LimitedProtocol", (_Protocol,), {"limits": config.limits}),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -147,30 +163,110 @@ class _Stop:
 
 
 class _Server(uvicorn.Server):
-    """Server without its own signal handlers."""
+    """Server without its own signal handlers that ends connections which do not close in time."""
+
+    _closing: frozenset[Any] = frozenset()
 
     def capture_signals(self) -> Any:
         return nullcontext()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Abort the connections that have been closing since the last check: their clients do not read the rest."""
+        if counter % CLOSING_TICKS == 0:
+            closing = {each for each in self.server_state.connections if each.transport.is_closing()}
+            for protocol in self._closing & closing:
+                protocol.transport.abort()
+            self._closing = frozenset(closing)
+        return await super().on_tick(counter)
 
-def _protocol(header_seconds: float) -> type[HttpToolsProtocol]:
-    """Return uvicorn's protocol, which closes a connection whose first request's head does not arrive in time."""
 
-    class Protocol(HttpToolsProtocol):
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._head_timer = self.loop.call_later(header_seconds, self._close_idle)
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits of a connection: bytes and seconds of heads and bodies.
 
-        def _close_idle(self) -> None:
-            if getattr(self, "cycle", None) is None:
-                self.transport.close()
+    The head of a request is collected here and parsed in one piece.
 
-        def on_headers_complete(self) -> None:
-            self._head_timer.cancel()
-            super().on_headers_complete()
+    An ``Upgrade`` header is renamed: the parser would otherwise drop the body, although the request is answered
+    in HTTP/1.1 (Java's client offers HTTP/2 in every first request).
+    """
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._head_timer.cancel()
-            super().connection_lost(exc)
+    limits: ServerLimits
 
-    return Protocol
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._head, self._in_body, self._body_bytes = bytearray(), False, 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._close_after(self.limits.header_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        while data and not self.transport.is_closing():
+            if self._in_body:
+                self._body_bytes += len(data)  # with the sizes of chunks, and what follows an answered request
+                if self._body_bytes > 2 * self.limits.max_body_bytes + MAX_HEAD:
+                    self.transport.close()
+                else:
+                    super().data_received(data)
+                return
+            start = max(0, len(self._head) - 3)
+            self._head += data
+            end = self._head.find(b"\r\n\r\n", start) + 4
+            if end < 4 or end > MAX_HEAD:
+                self._wait_for_head()
+                return
+            head, data = bytes(self._head[:end]), bytes(self._head[end:])
+            self._head.clear()
+            super().data_received(_UPGRADE.sub(b"\r\nx-upgrade:", head))
+
+    def _wait_for_head(self) -> None:
+        if len(self._head) > MAX_HEAD:
+            self._refuse(431, f"the head of a request must be at most {MAX_HEAD:,} bytes")
+        elif self._timer is None:
+            self._close_after(self.limits.header_seconds)
+
+    def _close_after(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._close_waiting)
+
+    def _close_waiting(self) -> None:
+        """Close the connection unless a request is being answered."""
+        self._timer = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        self._in_body, self._body_bytes = True, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        self._in_body = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._timer is None and (self._in_body or self._head):  # the client may send the rest before it reads
+            self._close_after(self.limits.body_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "the request is not valid HTTP/1.1")
+
+    def _refuse(self, status: int, message: str) -> None:
+        body = bytes(json_response(ApiError(status, message, code="invalid_http").body()).body)
+        fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + fields.encode() + body)
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """End the connection of a CONNECT, whose rest is no HTTP, with its response; log nothing."""
+        self.shutdown()

@@ -64,8 +64,8 @@ HOST = "Host: 127.0.0.1"
 BODY = ("Content-Type: application/json", "Content-Length: 0")
 BAD_KEYS = (
     "", "Authorization: Bearer wrong-key-0001", f"Authorization: Bearer {KEYS[0]}x", f"Authorization: Digest {KEYS[0]}",
-    "Authorization: Bearer", "Authorization: Basic %%%", f"Authorization: Bearer {KEYS[0].upper()}",
-    f"X-Api-Key: {KEYS[0]}",
+    "Authorization: Bearer", "Authorization: Basic %%%", "Authorization: Basic é",
+    f"Authorization: Bearer {KEYS[0].upper()}", f"X-Api-Key: {KEYS[0]}",
 )  # fmt: skip
 
 

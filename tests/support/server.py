@@ -29,7 +29,9 @@ LIMIT = 4096
 BLOCK_SIZE = 16
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
 MARKS = ("<tool_call>", "</tool_call>", CALL)  # tokens that are text, so that a test can force a call
-CHAT_TEMPLATE = """{%- if tools %}Tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}{# <tool_call> #}
+CHAT_TEMPLATE = """{%- if messages[0].content == 'bomb' %}{% for i in range(99999) %}{% for j in range(99999) %}
+{%- endfor %}{% endfor %}{% endif -%}
+{%- if tools %}Tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}{# <tool_call> #}
 {% endif %}{% for turn in messages %}[{{ turn.role }}] {{ turn.content or '' }}
 {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"""
 START_SECONDS = 60.0
@@ -116,8 +118,9 @@ class ServerProcess:
 
     @property
     def engine_process(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
+        children = psutil.Process(self.process.pid).children()  # others render templates
+        (engine,) = (child for child in children if "kvad.server.engine_process" in child.cmdline())
+        return engine
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 15.0) -> int:
         """Send a signal and return the exit code."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvad import engine as engine_lib
 from kvad.engine import StreamChunk
-from kvad.engine.scheduling import TokenLogprob
+from kvad.engine.scheduling import StructuredOutput, TokenLogprob
 from kvad.server.api.errors import ApiError, invalid
 from kvad.server.api.logprobs import TokenTexts
 from kvad.server.api.schema import GenerationBody
@@ -24,6 +24,7 @@ from kvad.server.metrics import ServerMetrics
 
 PromptInput = engine_lib.requests.PromptInput
 Submission = engine_lib.submission.Submission
+MAX_COMPILATIONS = 4  # of structured outputs in the engine's process at the same time
 PING_SECONDS = 10.0  # without an event, a comment keeps the connection open
 REFUSAL_SECONDS = 2.0  # a response begins with the first token, or after this time
 # Fields of a body that are fields of SamplingParams, unchanged.
@@ -44,9 +45,12 @@ class ApiContext:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: Counter[str] = field(default_factory=Counter)  # requests per API key
+    poll: asyncio.Future[dict[str, Any]] | None = None  # last state of the cache for the pages
+    poll_time: float = 0.0
 
     def __post_init__(self) -> None:
         self.token_texts = TokenTexts(self.llm.tokenizer)
+        self._compilers = asyncio.Semaphore(MAX_COMPILATIONS)
 
     @property
     def adapters(self) -> Mapping[str, str]:
@@ -79,6 +83,24 @@ class ApiContext:
         if queued + num_tokens > limits.max_queued_tokens and waiting:
             message = f"the queue has {queued} prompt tokens, its limit is {limits.max_queued_tokens}: try again"
             raise ApiError(429, message, code="queue_full", retry_after=1)
+
+    async def compile(self, output: StructuredOutput) -> None:
+        """Compile a structured output in the engine's process.
+
+        A request that has ended leaves the queue, so that what still runs is bounded.
+
+        Raises:
+            RequestError: If it cannot be compiled.
+        """
+        await self._compilers.acquire()
+        call = asyncio.ensure_future(self.llm.call("compile", structured_output=output.to_json()))
+        call.add_done_callback(self._end_compilation)
+        await asyncio.shield(call)
+
+    def _end_compilation(self, call: asyncio.Future[Any]) -> None:
+        self._compilers.release()
+        if not call.cancelled():
+            call.exception()  # it may have no reader
 
     def salt(self, key: str, cache_salt: str | None) -> str:
         """Return the salt of the prefix cache: API keys share no blocks, unless the server is configured so."""

@@ -28,13 +28,21 @@ async def cache_state(context: ApiContext) -> dict[str, Any]:
     return {"time": time.time(), "requests": len(context.llm.streams), **state}
 
 
+async def shared_state(context: ApiContext) -> dict[str, Any]:
+    """Return ``cache_state``, of at most ``INTERVAL`` before: the engine answers once for all pages."""
+    now = time.monotonic()
+    if context.poll is None or (context.poll.done() and now - context.poll_time >= INTERVAL):
+        context.poll, context.poll_time = asyncio.ensure_future(cache_state(context)), now
+    return await asyncio.shield(context.poll)
+
+
 def cache_events(context: ApiContext) -> EventStream:
     """Answer a request to /cache/events: the state whenever it changes, at most 20 times per second."""
 
     async def events() -> AsyncIterator[bytes]:
         last = b""
         while not context.draining:
-            state = await cache_state(context)
+            state = await shared_state(context)
             shown = {name: value for name, value in state.items() if name != "time"}
             data = generation.event(shown)
             yield data if data != last else b": ping\n\n"

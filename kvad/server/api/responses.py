@@ -56,7 +56,8 @@ def _to_message(item: Mapping[str, Any], index: int) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "tool_calls": [call]}
     if kind == "function_call_output":
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-    raise invalid(f"input[{index}]", f"type must be message, function_call or function_call_output, got {kind!r}")
+    shown = str(kind)[:80]
+    raise invalid(f"input[{index}]", f"type must be message, function_call or function_call_output, got {shown!r}")
 
 
 def _to_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -6,9 +6,10 @@ Fields that OpenAI's API does not have are those of vLLM with the same meaning, 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvad.errors import suggest
 from kvad.server.api.errors import ApiError
@@ -17,9 +18,14 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 PositiveCount = Annotated[int, Field(ge=1, lt=1 << 31)]
-Seconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0.001, le=86400, allow_inf_nan=False)]
 Number = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
-Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+# Lists end at their first invalid item: errors of a million items take a minute and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True, max_length=1 << 16)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1 << 16)]
+LogitBias = Annotated[dict[str, Number], BeforeValidator(lambda value: _check_length(value, 1 << 16))]
+Prompt = str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=1 << 16)]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 MAX_NESTING = 100
 
@@ -74,13 +80,13 @@ class GenerationBody(Body):
     n: PositiveCount = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     no_repeat_ngram_size: Count | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: LogitBias | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
@@ -119,12 +125,12 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
@@ -134,7 +140,7 @@ class ChatBody(GenerationBody):
 class ResponsesBody(Body):
     """Body of /v1/responses; nothing is stored."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: PositiveCount | None = None
     temperature: Number | None = None
@@ -142,11 +148,11 @@ class ResponsesBody(Body):
     top_logprobs: Count | None = None
     stream: bool = False
     text: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[str] | None = Field(None, max_length=0)
+    include: Texts | None = Field(None, max_length=0)
     timeout: Seconds | None = None
 
 
@@ -161,7 +167,7 @@ class TokenizeBody(Body):
     """Body of /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -169,13 +175,13 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Body of /detokenize."""
 
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 class TranslateBody(Body):
     """Body of /v1/translate."""
 
-    text: str | list[str]
+    text: str | Texts
     target_language: str | None = Field(None, max_length=64)
     source_language: str | None = Field(None, max_length=64)
     target_prefix: str | None = None
@@ -192,16 +198,22 @@ class TranslateBody(Body):
 class AttentionBody(Body):
     """Body of /attention."""
 
-    prompt: str | list[TokenId]
+    prompt: str | TokenIds
     layer: Count = 0
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
+def parse_json(data: bytes | bytearray, max_values: int = 1 << 20) -> dict[str, Any]:
     """Parse a body: one JSON object without NaN, duplicate keys, lone surrogates or deep nesting.
 
+    Args:
+        data: The body.
+        max_values: Largest number of commas and brackets, because a value takes more time and memory than its bytes.
+
     Raises:
-        ApiError: 400.
+        ApiError: 400, or 413 for too many values.
     """
+    if len(data) > max_values and sum(map(data.count, b",[{")) > max_values:
+        raise ApiError(413, f"the body must have at most {max_values:,} values", code="body_too_large")
     try:
         value = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except RecursionError:
@@ -227,8 +239,7 @@ def _refuse_constant(name: str) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
+        duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {duplicate[:80]!r} occurs twice")
     return fields
 
@@ -257,16 +268,22 @@ def validate(kind: type[ModelT], fields: dict[str, Any], *, ignore_unknown: bool
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = [str(part) for part in first["loc"] if not _is_type_name(part)]
-        param = ".".join(place) or None
+        param = ".".join(place)[:200] or None
         raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param, code="invalid_value") from None
     extra = [name for name in body.model_extra or {} if name not in NO_EFFECT and name not in REFUSED]
     if extra and not ignore_unknown:
-        hint = suggest(extra[0], list(kind.model_fields))
+        hint = suggest(extra[0][:80], list(kind.model_fields))
         message = f"{extra[0][:80]}: unknown field. {hint} See /openapi.json.".replace(".. ", ". ")
         raise ApiError(400, message, param=extra[0][:80], code="unknown_parameter")
     return body, extra
+
+
+def _check_length(value: Any, limit: int) -> Any:
+    if isinstance(value, dict) and len(value) > limit:
+        raise ValueError(f"must have at most {limit:,} entries")
+    return value
 
 
 def _is_type_name(part: int | str) -> bool:

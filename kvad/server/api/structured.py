@@ -40,7 +40,7 @@ async def constrain(context: ApiContext, param: str, constraint: dict[str, Any])
     check_limit(param, len(json.dumps(constraint)), context.config.limits.max_schema_bytes, "bytes")
     try:
         output = StructuredOutput.from_json(constraint)
-        await context.llm.call("compile", structured_output=output.to_json())
+        await context.compile(output)
     except RequestError as error:
         message = str(error).removeprefix("structured_output: ")
         raise ApiError(400, f"{param}: {message}", param=param, code="invalid_value") from None

@@ -1,0 +1,297 @@
+"""Attacks and faults of connections, bodies, templates and clocks; the parts of the server that bound their work."""
+
+import asyncio
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from kvad.engine.scheduling import StructuredOutput
+from kvad.server import run
+from kvad.server.api import ApiContext, ApiError, generation, panel, schema
+from kvad.server.app import build_app
+from kvad.server.config import ServerConfig
+from kvad.server.metrics import ServerMetrics
+from tests.server.conftest import KEYS, LIMITS
+
+BODY = b'{"prompt": "x", "max_tokens": 1}'
+HEAD = f"Host: 127.0.0.1\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Type: application/json\r\n".encode()
+POST, LENGTH = b"POST /v1/completions HTTP/1.1\r\n" + HEAD, f"Content-Length: {len(BODY)}\r\n".encode()
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+SECONDS = max(LIMITS["header_seconds"], LIMITS["body_seconds"])
+
+
+# ---------------------------------------------------------------- connections
+
+
+def exchange(server, *parts, pause=0.05, repeat=False):
+    """Send parts with pauses, the last one again and again if ``repeat``; return what arrives until the end."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        begun = time.monotonic()
+        try:
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(pause)
+            while repeat and time.monotonic() - begun < 8 * SECONDS:
+                connection.sendall(parts[-1])
+                time.sleep(pause)
+        except OSError:  # the server has closed the connection
+            pass
+        assert not repeat or time.monotonic() - begun < 6 * SECONDS, "the server keeps the connection"
+        data = b""
+        try:
+            while part := connection.recv(65536):
+                data += part
+        except OSError:
+            pass
+        return data
+
+
+def one_response(server, *parts):
+    """Return the only response of a connection as (status, body)."""
+    head, _, body = exchange(server, *parts).partition(b"\r\n\r\n")
+    assert b"HTTP/1.1 " not in body
+    return int(head.split()[1]), json.loads(body)
+
+
+@pytest.mark.parametrize("header", ["Connection: Upgrade\r\nUpgrade: h2c", "connection:upgrade\r\nUPGRADE :x"])
+def test_a_client_that_offers_another_protocol_keeps_its_body(server, header):
+    """Java's client and ``curl --http2`` offer HTTP/2 with the first request; the answer is HTTP/1.1."""
+    for parts in ([BODY], [BODY[:5], BODY[5:]]):
+        head = POST + LENGTH + header.encode() + b"\r\n\r\n"
+        last = b"GET /none HTTP/1.1\r\nConnection: close\r\n" + HEAD + b"\r\n"
+        data = exchange(server, head, *parts, last)
+        assert [part.split()[0] for part in data.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404"], data
+
+
+@pytest.mark.parametrize("request_", [b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET /\xe9 HTTP/1.1\r\n\r\n", b"HELLO\r\n\r\n",
+                                      POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+                                      CHUNKED + b"zz\r\n{}\r\n"])  # fmt: skip
+def test_what_is_not_http_gets_the_body_of_an_error(server, request_):
+    status, body = one_response(server, request_)
+    assert status == 400 and set(body["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_head_has_a_limit(server):
+    assert one_response(server, GET + b"Connection: close\r\nX: " + b"a" * 60_000 + b"\r\n\r\n")[0] == 200
+    status, body = one_response(server, GET, b"X: " + b"a" * run.MAX_HEAD)
+    assert status == 431 and f"{run.MAX_HEAD:,}" in body["error"]["message"]
+    for start in (GET + b"X: ", b"GET /"):
+        exchange(server, start, b"a" * 65536, pause=0, repeat=True)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (GET, b"X: 1\r\n"),  # the head of the first request
+        (GET + b"\r\n", GET, b"X: 1\r\n"),  # of the second one
+        (b"\r\n",),
+        (GET + b"\r\n", b"\r\n"),
+        (b"POST /none HTTP/1.1\r\n" + HEAD + b"Content-Length: 9999\r\n\r\n", b"x"),  # the body of a refused request
+        (POST + b"Content-Length: 9999\r\n\r\n", b" "),
+        (CHUNKED, b"1\r\n \r\n"),
+        (CHUNKED + b"1;x=", b"y"),
+        (CHUNKED + b"0\r\n", b"X: 1\r\n"),
+    ],
+)
+def test_slow_clients_are_closed(server, parts):
+    """A byte now and then keeps no connection, wherever it is in a request."""
+    exchange(server, *parts, repeat=True)
+
+
+def test_bytes_around_a_body_are_counted(server):
+    """The lines of chunks and of trailers are not the body, but they take memory and time, too."""
+    for start, more in ((b"0\r\nX: ", b"a" * 4096), (b"1;x=", b"a" * 4096), (b"", b"1\r\n \r\n" * 400)):
+        begun = time.monotonic()
+        exchange(server, CHUNKED + start, more, pause=0, repeat=True)
+        assert time.monotonic() - begun < SECONDS + 3
+
+
+def test_connect_ends_the_connection(server):
+    head = b"CONNECT evil.com:80 HTTP/1.1\r\n" + HEAD + b"\r\n"
+    data = exchange(server, head, GET + b"\r\n")
+    assert data.startswith((b"HTTP/1.1 400", b"HTTP/1.1 405", b"HTTP/1.1 404")), data
+
+
+class Connection:
+    """A connection of uvicorn; ``transport`` is itself."""
+
+    def __init__(self, is_closing):
+        self.transport, self.closing, self.aborted = self, is_closing, False
+
+    def is_closing(self):
+        return self.closing
+
+    def abort(self):
+        self.aborted = True
+
+
+def test_connections_that_do_not_close_are_aborted():
+    """A client that does not read keeps the last bytes of its response in memory, and its connection."""
+    server, opened, closing, late = run._Server(run.uvicorn.Config(None)), *map(Connection, (False, True, False))
+    server.server_state.connections = {opened, closing, late}
+    for counter in (0, 1, run.CLOSING_TICKS - 1):
+        asyncio.run(server.on_tick(counter))
+    late.closing = True
+    assert not closing.aborted
+    asyncio.run(server.on_tick(run.CLOSING_TICKS))
+    assert closing.aborted and not late.aborted
+    asyncio.run(server.on_tick(2 * run.CLOSING_TICKS))
+    assert late.aborted and not opened.aborted
+
+
+# ---------------------------------------------------------------- bodies
+
+MANY = 100_000
+COSTLY = {  # bodies of less than 2 MB that took seconds, minutes or hours
+    "objects for texts": b'{"prompt": [' + b",".join([b"{}"] * MANY) + b"]}",
+    "lists for texts": b'{"prompt": [' + b",".join([b"[]"] * MANY) + b', "x"]}',
+    "texts for numbers": b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d": "x"' % i for i in range(MANY)) + b"}}",
+    "a duplicate of many keys": b'{"user": {' + b",".join(b'"%d": 1' % i for i in range(MANY)) + b', "99999": 2}}',
+    "many unknown fields": b'{"prompt": "x", ' + b",".join(b'"k%d": 1' % i for i in range(MANY)) + b"}",
+    "a long unknown field": b'{"prompt": "x", "' + b"n" * 1_000_000 + b'": 1}',
+    "a long key": b'{"prompt": "x", "logit_bias": {"' + b"1" * 1_000_000 + b'": "x"}}',
+    "numbers for stop": b'{"prompt": "x", "stop": [' + b",".join([b"1"] * MANY) + b"]}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_costly_body_is_refused_quickly(name):
+    begun = time.process_time()
+    with pytest.raises(ApiError) as caught:
+        schema.validate(schema.CompletionBody, schema.parse_json(COSTLY[name]), ignore_unknown=False)
+    assert caught.value.status == 400 and len(caught.value.message) < 1000
+    assert time.process_time() - begun < 1.0  # measured: at most 0.2 s
+
+
+def test_the_number_of_values_is_limited():
+    body = json.dumps({"prompt": [1] * 98}).encode()
+    assert schema.parse_json(body, 100) and schema.parse_json(b'{"prompt": "' + b"x" * 1000 + b'"}', 100)
+    for count in (101, 1000):
+        with pytest.raises(ApiError) as caught:
+            schema.parse_json(json.dumps({"prompt": [1] * count}).encode(), 100)
+        assert caught.value.status == 413 and "100 values" in caught.value.message
+
+
+# ---------------------------------------------------------------- a server without a model
+
+
+class NoEngine:
+    """A model that detokenizes, and an engine that answers when the test allows it."""
+
+    tokenizer, failure, streams = None, None, ()
+
+    def __init__(self):
+        self.info = {"adapters": {}}
+        self.texts, self.running, self.most, self.calls = self, 0, 0, 0
+        self.may_end = asyncio.Event()
+
+    def require_tokenizer(self):
+        return SimpleNamespace(decode=lambda tokens, skip_specials: "text")
+
+    async def call(self, operation, **arguments):
+        self.calls += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await self.may_end.wait()
+        self.running -= 1
+        return {"sequences": [{"request": 1}]}
+
+
+def context_of(**options):
+    return ApiContext(NoEngine(), ServerConfig(**options), ServerMetrics("tiny"), "tiny")
+
+
+def test_ignored_fields_of_any_script_are_named_in_the_header():
+    async def post():
+        app = build_app(context_of(ignores_unknown_fields=True))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            body = json.dumps({"tokens": [1], "日本": 1, "a\r\nb: c": 2, "x" * 9000: 3})
+            return await client.post("/detokenize", content=body, headers={"content-type": "application/json"})
+
+    response = asyncio.run(post())
+    assert response.status_code == 200 and response.json() == {"prompt": "text"}
+    assert response.headers["x-kvad-ignored-fields"].startswith(r"\u65e5\u672c, a\r\nb: c, xxx")
+    assert len(response.headers["x-kvad-ignored-fields"]) <= 500
+
+
+def test_compilations_of_requests_that_have_ended_leave_the_queue():
+    """Else short timeouts could fill the queue of the engine with work for hours."""
+
+    async def main():
+        context, output = context_of(), StructuredOutput("regex", "a")
+        tasks = [asyncio.ensure_future(context.compile(output)) for _ in range(20)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks[1:], return_exceptions=True)
+        later = asyncio.ensure_future(context.compile(output))
+        context.llm.may_end.set()
+        await asyncio.gather(tasks[0], later)
+        return context.llm
+
+    llm = asyncio.run(main())
+    assert llm.most == generation.MAX_COMPILATIONS and llm.calls == generation.MAX_COMPILATIONS + 1
+
+
+def test_pages_share_the_state_of_the_cache():
+    """Forty event streams ask the engine as often as one, and see the state change."""
+
+    async def main():
+        context = context_of()
+        context.llm.may_end.set()
+
+        async def read():
+            events = panel.cache_events(context).events
+            return [await anext(events) for _ in range(4)]
+
+        results = await asyncio.gather(*(read() for _ in range(40)))
+        return context.llm.calls, results
+
+    calls, results = asyncio.run(main())
+    assert 2 <= calls <= 8 and all(result[0].startswith(b"data: ") for result in results)
+
+
+# ---------------------------------------------------------------- templates, grammars, load
+
+
+def test_a_template_that_does_not_end_is_stopped(server):
+    """The template's process is killed; other conversations are answered meanwhile and afterwards."""
+    bomb, plain = ({"messages": [{"role": "user", "content": text}], "max_tokens": 1} for text in ("bomb", "hi"))
+    begun = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        bombs = [pool.submit(server.post, "/v1/chat/completions", **bomb) for _ in range(2)]
+        assert server.post("/v1/chat/completions", **plain).status_code == 200
+        health = httpx.get(f"{server.url}/health", timeout=2)
+        responses = [future.result() for future in bombs]
+    assert health.status_code == 200 and time.monotonic() - begun < 10
+    for response in responses:
+        assert response.status_code == 400 and "template" in response.json()["error"]["message"], response.text
+    assert server.post("/v1/chat/completions", **plain).status_code == 200
+
+
+@pytest.mark.parametrize("value", [{"regex": "(a|" * 200 + "b" + ")*" * 200}, {"grammar": "start: start"},
+                                   {"json": {"$ref": "#"}}, {"regex": "(" * 400}], ids=str)  # fmt: skip
+def test_grammars_without_an_end_are_refused(server, value):
+    response = server.post("/v1/completions", prompt="x", max_tokens=4, structured_outputs=value)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "structured_outputs"
+    assert server.complete("x", max_tokens=1)
+
+
+def test_a_request_has_the_same_bytes_fifty_times_under_load(server):
+    """Seeded samples and their log-probabilities, while requests of other lengths come and go."""
+    body = {"prompt": "the same again", "max_tokens": 12, "temperature": 0.9, "seed": 11, "n": 2, "logprobs": 1}
+    others = [{"prompt": f"{i} " * (i % 23 + 1), "max_tokens": 5 + 7 * (i % 5), "temperature": 1} for i in range(50)]
+    alone = [choice["text"] for choice in server.post("/v1/completions", **body).json()["choices"]]
+    with ThreadPoolExecutor(7) as pool:
+        noise = [pool.submit(server.post, "/v1/completions", **other) for other in others]
+        replies = [pool.submit(server.post, "/v1/completions", **body) for _ in range(50)]
+        texts = {tuple(choice["text"] for choice in future.result().json()["choices"]) for future in replies}
+        assert texts == {tuple(alone)} and len(set(alone)) == 2
+        assert all(future.result().status_code == 200 for future in noise)
