@@ -46,6 +46,7 @@ Submission = engine_lib.submission.Submission
 SubmissionBuilder = engine_lib.submission.SubmissionBuilder
 TextScore = engine_lib.output.TextScore
 CLOSE_SECONDS = 10.0  # the engine's process is killed if it has not ended by then
+MAX_REQUEST_IDS = 256
 
 
 class Signal:
@@ -178,6 +179,7 @@ class AsyncLLM:
         self.last_message = time.monotonic()  # arrival of the last message of the engine
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: dict[int, RequestStream] = {}
+        self.request_ids: dict[int, str] = {}  # names of the last requests that have one, by number
         self._replies: dict[int, asyncio.Future[Message]] = {}
         self._next_number = 0
         self._transport: asyncio.Transport | None = None
@@ -412,6 +414,12 @@ class AsyncLLM:
         """End a request now, unless it has ended."""
         if self._streams.pop(stream.number, None) is not None and self._failure is None:
             self._send({"op": "cancel", "id": stream.number})
+
+    def name_request(self, stream: RequestStream, request_id: str) -> None:
+        """Set a request's name; it is known for a while after the request's end."""
+        stream.request_id = self.request_ids[stream.number] = request_id
+        if len(self.request_ids) > MAX_REQUEST_IDS:
+            del self.request_ids[next(iter(self.request_ids))]
 
     def stop_all(self, reason: str) -> None:
         """Fail all requests and cancel them."""

@@ -40,6 +40,7 @@ CHECK_INTERVAL = 8  # failed steps after which the engine is checked
 # Chunks of short steps are sent together, because a write to a client's socket costs as much as ten tokens: at least so
 # many seconds per request pass between two messages, up to the maximum. A request's first chunk is sent at once.
 SEND_SECONDS, MAX_SEND_SECONDS = 0.002, 0.016
+MAX_ENDED = 256  # ended requests whose numbers are known
 
 
 class EngineProcess:
@@ -52,6 +53,7 @@ class EngineProcess:
         self._frames = wire.FrameReader()
         self._numbers: dict[int, int] = {}  # the server's number of a request -> the engine's
         self._server_numbers: dict[int, int] = {}  # and the reverse
+        self._ended_numbers: dict[int, int] = {}  # the same of requests that ended last
         self._samples_left: dict[int, int] = {}  # engine's number -> samples that have not ended
         self._chunks: list[list[Any]] = []
         self._without_chunk: set[int] = set()  # engine's numbers of requests that have had no chunk
@@ -68,7 +70,7 @@ class EngineProcess:
             "embed": self._embed,
             "cancel": self._cancel,
             "stats": lambda message: stats(self._llm),
-            "blocks": lambda message: cache_view.block_map(self._llm.engine, self._server_numbers),
+            "blocks": self._blocks,
             "attention": self._attention,
             "compile": self._compile,
         }
@@ -178,9 +180,20 @@ class EngineProcess:
         if request is not None:
             self._sessions.cancel(request)
             self._llm.engine.abort_request(request)
-            self._server_numbers.pop(request)
+            self._forget_number(request)
             self._samples_left.pop(request)
             self._without_chunk.discard(request)
+
+    def _forget_number(self, request: int) -> None:
+        """Forget the server's number of a request that has ended; ``_blocks`` still names the last ones."""
+        self._ended_numbers[request] = self._server_numbers.pop(request)
+        if len(self._ended_numbers) > MAX_ENDED:
+            del self._ended_numbers[next(iter(self._ended_numbers))]
+
+    def _blocks(self, message: Message) -> Message:
+        """Return the state of the cache for the page."""
+        numbers = {**self._ended_numbers, **self._server_numbers}
+        return cache_view.block_map(self._llm.engine, numbers, self._sessions.stats())
 
     def _attention(self, message: Message) -> Message:
         """Return the attention weights of a text's last token in one layer."""
@@ -202,7 +215,8 @@ class EngineProcess:
             return
         self._samples_left[chunk.request] -= 1
         if not self._samples_left[chunk.request]:
-            del self._samples_left[chunk.request], self._server_numbers[chunk.request], self._numbers[number]
+            del self._samples_left[chunk.request], self._numbers[number]
+            self._forget_number(chunk.request)
             self._ended.append((number, chunk.request))
 
     def _send_chunks(self) -> None:

@@ -51,8 +51,11 @@ def merge_replies(replies: Sequence[Message]) -> Message:
             if name == "sequences":
                 shifted = [{**each, "blocks": [[]] * num_pools + each["blocks"]} for each in value]
                 merged[name] = [*merged[name], *shifted]
-            else:
-                merged[name] = _merge(merged[name], value) if name != "block_size" else value
+            elif name == "groups":
+                shifted = [{**each, "token_group": each["token_group"] + num_pools} for each in value]
+                merged[name] = [*merged[name], *shifted]
+            elif name not in ("block_size", "first_block"):
+                merged[name] = _merge(merged[name], value)
         num_pools += len(reply.get("pools", ()))
     return merged
 

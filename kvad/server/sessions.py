@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,19 @@ from kvad.llm import LLM
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_OPEN = 8  # sessions whose tokens stay in memory between turns; others are loaded from their files
+MAX_KNOWN = 1024  # session files whose sizes are reported
+
+
+@dataclass
+class SessionStats:
+    """Session files of this process, and what was copied to and from them."""
+
+    num_files: int = 0
+    num_tokens: int = 0  # in them
+    saved: int = 0  # turns
+    saved_bytes: int = 0
+    loaded: int = 0  # sessions read from their files
+    loaded_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -44,6 +57,8 @@ class SessionTurns:
         self._llm, self._folder = llm, folder
         self._open: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._turns: dict[int, _Turn] = {}  # by request
+        self._stats = SessionStats()
+        self._known: OrderedDict[Path, int] = OrderedDict()  # tokens of a file
 
     def begin(
         self,
@@ -92,8 +107,20 @@ class SessionTurns:
         if turn is None:
             return {}
         turn.session.end_turn(turn.handle, turn.source, turn.chunks)
-        turn.session.save(overwrite=True)
+        self._stats.saved_bytes += turn.session.save(overwrite=True)
+        self._stats.saved += 1
+        self._add_file(turn.session)
         return {"session": {"reused": turn.session.reused, "missed": turn.session.missed}}
+
+    def stats(self) -> SessionStats:
+        return replace(self._stats, num_files=len(self._known), num_tokens=sum(self._known.values()))
+
+    def _add_file(self, session: Session) -> None:
+        assert session.path is not None, "a session of a request has a file"
+        self._known.pop(session.path, None)
+        self._known[session.path] = len(session.tokens)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
 
     def cancel(self, request: int) -> None:
         """Forget the turn of a cancelled request; the session keeps its previous text."""
@@ -109,6 +136,10 @@ class SessionTurns:
             folder = self._folder / (hashlib.sha256(owner.encode()).hexdigest()[:16] if owner else "public")
             sessions.directory.session_path(name, folder)
             session = self._llm.session(name, folder, cache_salt=cache_salt, adapter=adapter)
+            if session.tokens:
+                self._stats.loaded += 1
+                self._stats.loaded_tokens += len(session.tokens)
+                self._add_file(session)
         self._open[owner, name] = session
         if len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)

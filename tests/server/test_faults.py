@@ -187,7 +187,7 @@ class NoEngine:
     tokenizer, failure, streams = None, None, ()
 
     def __init__(self):
-        self.info = {"adapters": {}}
+        self.info, self.request_ids = {"adapters": {}}, {}
         self.texts, self.running, self.most, self.calls = self, 0, 0, 0
         self.may_end = asyncio.Event()
 
@@ -200,7 +200,7 @@ class NoEngine:
         self.most = max(self.most, self.running)
         await self.may_end.wait()
         self.running -= 1
-        return {"sequences": [{"request": 1}]}
+        return {"sequences": [{"request": 1}], "prompts": [], "evictions": []}
 
 
 def context_of(**options):

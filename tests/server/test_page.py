@@ -2,13 +2,16 @@
 
 import re
 import shutil
+import signal
+import time
 from html.parser import HTMLParser
 
 import pytest
 
 from kvad.server.app import PAGE_FILES, PAGE_HEADERS, STATIC
+from kvad.train.monitoring.metrics import MetricsFile
 from tests.server.conftest import KEYS
-from tests.support.server import forced, open_stream, parse_events
+from tests.support.server import ServerProcess, forced, open_stream, parse_events, write_translator
 
 FILES = {name: (STATIC / name).read_text("utf-8") for name in PAGE_FILES.values()}
 SCRIPTS = {name: text for name, text in FILES.items() if name.endswith(".js")}
@@ -115,17 +118,29 @@ def test_fields_of_the_page(server):
     server.wait_for(lambda state: not state["sequences"])
 
 
-@pytest.fixture
-def page(server):
-    """A page in Chromium; console errors and requests of other hosts fail the test."""
+@pytest.fixture(scope="module")
+def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser_path is None:
         pytest.skip("no chromium is installed")
-    problems = []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        page = browser.new_page(color_scheme="light", http_credentials={"username": "any", "password": KEYS[0]})
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Open a server's page; console errors and requests of other hosts fail the test."""
+    problems, contexts = [], []
+
+    def open_page(server, *, size=(1440, 900), key=None):
+        credentials = None if key is None else {"username": "any", "password": key}
+        width, height = size
+        viewport = {"width": width, "height": height}
+        contexts.append(browser.new_context(color_scheme="light", http_credentials=credentials, viewport=viewport))
+        page = contexts[-1].new_page()
         page.set_default_timeout(10_000)
         page.on("console", lambda message: problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -133,9 +148,17 @@ def page(server):
         page.route("**/completions", without_end)
         page.goto(server.url)
         page.wait_for_selector("body:not(.loading)")
-        yield page
-        browser.close()
-    assert [text for text in problems if "status of 400" not in text] == []  # one refused request is part of the test
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert [text for text in problems if "status of 400" not in text] == []  # one refused request is part of a test
+
+
+@pytest.fixture
+def page(open_page, server):
+    return open_page(server, key=KEYS[0])
 
 
 def without_end(route):
@@ -182,6 +205,14 @@ def check_markdown(page):
     assert '<td style="text-align: right;">2</td>' in table_html
 
 
+def legend(page):
+    """Return the numbers of the legend by the code of a kind of block."""
+    items = page.locator(".legend li").evaluate_all(
+        "all => all.map(item => [item.dataset.code, item.lastChild.textContent])"
+    )
+    return {int(code): int(text.replace(",", "")) for code, text in items}
+
+
 STOP_AFTER_400 = """() => new MutationObserver((_, observer) => {
   if (!(document.querySelector("article.assistant .markdown")?.textContent.length > 400)) return;
   observer.disconnect();
@@ -203,8 +234,7 @@ def test_page(page, server):
     page.wait_for_selector("text=You stopped this answer")
     server.wait_for(lambda state: not state["sequences"])
     page.wait_for_selector(".legend li[data-code='5']:not(.none)")  # kept in the prefix cache
-    counts = page.locator(".legend b").all_text_contents()
-    assert sum(int(text.replace(",", "")) for text in counts) == len(server.cache()["pools"][0])
+    assert sum(legend(page)[code] for code in range(6)) == len(server.cache()["pools"][0])
 
     # Regenerate makes a second version, with token details; both can be shown.
     first = answer.locator(".markdown").inner_text()
@@ -244,3 +274,219 @@ def test_page(page, server):
     page.fill("[data-name=stop]", "\n".join(map(str, range(40))))
     page.press("#completion-text", "Control+Enter")
     assert "stop" in page.locator("#view-completion .error").inner_text()
+
+
+# ---------------------------------------------------------------- the cache panel
+
+CONTRAST = """() => {
+  const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const rgba = (text) => {
+    context.clearRect(0, 0, 1, 1);
+    context.fillStyle = text;
+    context.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = ([r, g, b, a], below) => [r, g, b].map((value, index) => value * a + below[index] * (1 - a));
+  const background = (element) => rgba(getComputedStyle(element).backgroundColor);
+  const behind = (element) => (element ? over(background(element), behind(element.parentElement)) : [255, 255, 255]);
+  const linear = (value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+  const luminance = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const weak = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const [text, element] = [walker.currentNode.data.trim(), walker.currentNode.parentElement];
+    const isVisible = element.checkVisibility({ opacityProperty: true, visibilityProperty: true });
+    if (!text || !isVisible || element.closest("script, .offscreen, .skip")) continue;
+    const back = behind(element);
+    const [one, other] = [luminance(over(rgba(getComputedStyle(element).color), back)), luminance(back)];
+    const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    if (ratio < 4.5) weak.push(`${text.slice(0, 30)} (${element.className}): ${ratio.toFixed(2)}`);
+  }
+  return weak;
+}"""
+
+
+def wait_until(page, expression, value):
+    """Wait until a function of the page returns a value; the page's policy forbids ``wait_for_function``."""
+    end = time.monotonic() + 10
+    while (shown := page.evaluate(expression)) != value:
+        assert time.monotonic() < end, f"{expression}: {shown}, not {value}"
+        page.wait_for_timeout(20)
+
+
+def check_themes(page, *panels):
+    """Text of both themes is readable: a contrast of at least 4.5 everywhere, in each of the panels."""
+    for theme in ("dark", "light"):
+        page.click(f".theme [data-theme={theme}]")
+        for panel in panels:
+            page.click(f"#tab-{panel}")
+            assert page.evaluate(CONTRAST) == []
+
+
+def complete_here(page, text, tokens):
+    """Continue a text in completion mode by a number of tokens."""
+    page.click("#tab-settings")
+    page.fill("[data-name=max_tokens]", str(tokens))
+    page.click("#tab-cache")
+    page.fill("#completion-text", text)
+    with page.expect_response("**/completions") as response:
+        page.press("#completion-text", "Control+Enter")
+    response.value.finished()
+    page.locator("#view-completion .primary", has_text="Stop").wait_for(state="detached")
+
+
+def test_cache_panel(open_page, start_server):
+    server = start_server(
+        "--num-blocks", 21, "--prefix-cache-ram", "1MiB", "--cache-dtype", "int8", "--max-seq-len", 320
+    )
+    page = open_page(server)
+    page.click("[data-mode=completion]")
+
+    # The first prompt is computed; the second continues it; a long one of another client evicts both.
+    prompts = page.locator(".prompt")
+    text = "A prompt of fifty-one characters, all of them new: "
+    complete_here(page, text, 2)
+    prompts.filter(has_text="51 computed: first prompt with this API key, salt and adapter").wait_for()
+    complete_here(page, text + "more of it", 2)
+    prompts.filter(has_text="48 of 61 tokens from cache").filter(
+        has_text="13 computed: they fill no whole block"
+    ).wait_for()
+    assert "This conversation" in prompts.first.inner_text()
+    server.complete("x" * 310, max_tokens=2)
+    page.wait_for_selector(".events .evict >> text=/cached blocks? evicted for new tokens of request/")
+    state = server.cache()
+    (prompt, *_), evictions, traffic = state["prompts"], state["evictions"], state["traffic"]
+    assert (prompt["miss_reason"], prompt["num_cached_tokens"]) == ("new", 0)
+    num_evicted = sum(each["blocks"] for each in evictions)
+    assert num_evicted == state["cache"]["evictions"][0] > 0 and {each["cause"] for each in evictions} == {"tokens"}
+    assert [(row["kind"], row["place"], row["blocks_out"]) for row in traffic] == [("prefix", "ram", num_evicted)]
+
+    # Each kind of block has its cells: free and cached ones in the pool, packed as int8, evicted ones in RAM.
+    wait_until(page, "() => Number(document.querySelector(\".legend [data-code='6'] b\").textContent)", num_evicted)
+    counts = legend(page)
+    in_pool = len(state["pools"][0]) - state["pools"][0].count("f")
+    assert counts[8] == in_pool + num_evicted and counts[7] == 0
+    assert sum(counts[code] for code in range(6)) == len(state["pools"][0])
+
+    # The evicted prompt comes back from RAM, and the traffic shows it.
+    complete_here(page, text + "more of it", 2)
+    loaded = server.cache()["prompts"][0]["num_ram_tokens"]
+    assert loaded > 0
+    page.wait_for_selector(f".traffic td:last-child >> text={loaded // 16} block")
+    assert page.locator(".prompt").first.locator(".ram").count() == 1
+
+    # Keyboard: arrows move between blocks, also into RAM, and every block is described to screen readers.
+    page.focus(".block-map")
+    described = []
+    for key in ("ArrowRight", "ArrowRight", "End", "Home"):
+        page.keyboard.press(key)
+        page.wait_for_timeout(80)
+        described.append(page.inner_text("#block-text"))
+    assert [text.split(":")[0] for text in described] == ["Block 2", "Block 3", "RAM", "Block 2"]
+    assert "packed as int8" in described[0]
+    page.keyboard.press("Escape")
+    page.focus("#tab-cache")
+    page.keyboard.press("ArrowRight")
+    assert page.get_attribute("#tab-attention", "aria-selected") == "true"
+    check_themes(page, "cache", "settings", "attention")
+
+
+# ---------------------------------------------------------------- attention
+
+
+WEIGHTS = """() => [...document.querySelectorAll("#panel-attention .att:not(.later)")]
+  .map((token) => token.title.split(": ").at(-1))"""
+
+
+def test_attention_of_a_token(open_page, start_server, llm):
+    """The weights of the panel are those of an uncached forward pass, for the layer and the head that are chosen."""
+    page = open_page(start_server("--attention"))
+    page.click("[data-mode=completion]")
+    page.click("#toggle-tokens")
+    complete_here(page, "attend to ", 6)
+    with page.expect_response("**/attention") as response:
+        page.locator("#view-completion .token").nth(12).click()
+    tokens = response.value.request.post_data_json["prompt"]
+    assert (bytes(tokens[:10]), len(tokens)) == (b"attend to ", 13)
+    for layer, head in ((0, None), (1, 3), (1, 0)):
+        if str(layer) != page.input_value("#panel-attention select"):
+            with page.expect_response("**/attention"):
+                page.select_option("#panel-attention select", str(layer))
+        page.click(f"[data-key=head{-1 if head is None else head}]")
+        weights = llm.trace(tokens, [layer], cached=False).layers[layer].weights[:, -1]
+        exact = (weights.mean(0) if head is None else weights[head]).tolist()
+        wait_until(page, WEIGHTS, list(map(percent, exact)))
+
+    # Keyboard: the arrow keys move the query.
+    page.focus("#panel-attention .query")
+    with page.expect_response("**/attention"):
+        page.keyboard.press("ArrowLeft")
+    weights = llm.trace(tokens[:-1], [1], cached=False).layers[1].weights[0, -1]
+    wait_until(page, WEIGHTS, list(map(percent, weights.tolist())))
+
+
+def percent(share):
+    """Format as the page does."""
+    number = f"{share * 100:.1f}" if share < 0.0995 else str(int(share * 100 + 0.5))
+    return f"{number}%" if share >= 0.001 else "<0.1%"
+
+
+# ---------------------------------------------------------------- translation and training
+
+
+def test_translation_and_training(open_page, tmp_path):
+    """Beams of an encoder-decoder, and a training run that goes on while the page is open."""
+    runs = tmp_path / "runs"
+    server = ServerProcess(write_translator(tmp_path / "model"), "--runs", runs)
+    try:
+        page = open_page(server)
+        check_translation(page, server)
+        check_training(page, runs / "a-run")
+    finally:
+        server.stop(signal.SIGKILL)
+
+
+def check_translation(page, server):
+    page.fill("#source-text", "ein Satz")
+    page.locator("label", has_text="Beams").locator("input").fill("4")
+    page.locator("label", has_text="Alternatives").locator("input").fill("3")
+    page.locator("label", has_text="Length penalty").locator("input").fill("0.5")
+    page.press("#source-text", "Control+Enter")
+    page.wait_for_selector(".output >> nth=2")
+    reply = server.post("/v1/translate", text="ein Satz", num_beams=4, n=3, length_penalty=0.5).json()
+    expected = [(each["text"], f"{each['score']:.2f}") for each in reply["data"][0]["alternatives"]]
+    outputs = page.locator(".output")
+    assert [
+        (outputs.nth(i).locator("p").text_content(), outputs.nth(i).locator(".score").text_content()) for i in range(3)
+    ] == expected
+    assert len(set(expected)) == 3
+    page.wait_for_selector(".prompt >> text=This source text was encoded before.")
+    page.locator(".prompt", has_text="Encoded now: no cached source text is the same.").wait_for()
+    check_themes(page, "cache", "settings")
+
+
+def check_training(page, run):
+    """A run writes its metrics as the trainer does; the curve and the samples follow, then the end."""
+    metrics = MetricsFile(run / "metrics.jsonl", 1)
+    run.mkdir(parents=True)
+    metrics._file = metrics.path.open("a", encoding="utf-8")
+    step = {"lr": 1e-3, "grad_norm": 1.0, "tokens": 100, "elapsed": 1.0, "tokens_per_second": 100.0, "eta": 60.0}
+    for number in (1, 2, 3):
+        metrics._write("step", {**step, "step": number, "loss": 5.0 - number})
+    page.wait_for_selector("#tab-training:not([hidden])", timeout=20_000)
+    page.click("#tab-training")
+    panel = page.locator("#panel-training")
+    panel.get_by_text("running", exact=True).wait_for()
+    panel.locator(".tile", has_text="Loss").filter(has_text="2.000").wait_for()
+    metrics._write("step", {**step, "step": 4, "loss": 1.25})
+    metrics._write("eval", {"step": 4, "val_loss": 1.5, "val_tokens": 9, "best": 1.5})
+    metrics._write("samples", {"step": 4, "samples": [{"source": "ein Haus", "target": "a house", "text": "a mouse"}]})
+    panel.locator(".tile", has_text="Loss").filter(has_text="1.250").wait_for()
+    panel.locator(".tile", has_text="Best validation").filter(has_text="1.500").wait_for()
+    assert panel.locator(".sample dd").all_text_contents() == ["ein Haus", "a house", "a mouse"]
+    assert panel.locator("canvas").get_attribute("aria-label") == "Loss from 4.00 to 1.25 over 4 steps"
+    check_themes(page, "training")
+    metrics._write("end", {"reason": "done", "step": 4})
+    metrics.close()
+    panel.get_by_text("finished", exact=True).wait_for()

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,11 +20,12 @@ import psutil
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from kvad.checkpoint import GenerationConfig
 from kvad.checkpoint.native import save_checkpoint
 from kvad.config.layers import AttentionConfig, GatedMLPConfig, LayerConfig, StackConfig
 from kvad.config.model import ModelConfig
 from kvad.text.hf_tokenizer import HFTokenizer, byte_alphabet
-from tests.support.random_models import build
+from tests.support.random_models import build, pair_config
 
 LIMIT = 4096
 BLOCK_SIZE = 16
@@ -58,6 +60,15 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     files = {"chat_template.jinja": CHAT_TEMPLATE.encode()}
     save_checkpoint(folder, config, build(config).float().state_dict(), tokenizer, files=files)
+    return folder
+
+
+def write_translator(folder: Path, *, seed: int = 0) -> Path:
+    """Write a random encoder-decoder of the same tokenizer; its best translations end at its limit of 24 tokens."""
+    tokenizer = make_tokenizer()
+    config = replace(pair_config(), vocab_size=tokenizer.vocab_size, max_seq_len=24)
+    generation = GenerationConfig(decoder_start_token_id=tokenizer.special_tokens.eos)
+    save_checkpoint(folder, config, build(config, seed=seed).float().state_dict(), tokenizer, generation=generation)
     return folder
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvad.cache.manager.encoder_blocks import EncoderAllocation as EncoderAllocation
     from kvad.cache.manager.kv_cache_manager import KVCacheManager as KVCacheManager
     from kvad.cache.manager.prefix_cache import CacheStats as CacheStats
+    from kvad.cache.manager.prefix_history import PrefixHistory as PrefixHistory
     from kvad.cache.manager.prefix_offload import check_shareable as check_shareable
     from kvad.cache.manager.sequence_blocks import SwappedSequence as SwappedSequence
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from kvad.cache.groups import CacheGroup
 from kvad.cache.manager.block_pool import BlockPool
+from kvad.cache.manager.prefix_history import PrefixHistory
 from kvad.cache.manager.sequence_blocks import NEVER, BlockMapping, GroupBlocks, LevelBlocks, SequenceBlocks
 from kvad.model_input import BlockOps, EvictOp, MergeOp
 
@@ -181,6 +182,7 @@ class BlockAllocator:
         pools: Those of all groups.
         sequences: The running sequences by their index.
         demotion: Demotion to lower groups.
+        history: Gets the request for which blocks are evicted.
     """
 
     def __init__(
@@ -189,7 +191,9 @@ class BlockAllocator:
         pools: Sequence[BlockPool],
         sequences: Sequence[SequenceBlocks | None],
         demotion: LevelDemotion,
+        history: PrefixHistory,
     ) -> None:
+        self._history = history
         self._mappings, self._pools, self._sequences, self.demotion = tuple(mappings), tuple(pools), sequences, demotion
         self._evicts_or_demotes = any(mapping.eviction_policy or mapping.demotion_policy for mapping in mappings)
 
@@ -320,6 +324,7 @@ class BlockAllocator:
             group_blocks.num_skipped_blocks += num_passed
         for seq_index, start, count in spans:
             sequence = self._sequence(seq_index)
+            self._history.request_id = sequence.request_id
             group_blocks = sequence.groups[index]
             first, stop = mapping.written_blocks(group_blocks, start, start + count)
             for index_in_sequence in range(first, stop):

@@ -28,6 +28,7 @@ from kvad.cache.manager.block_pool import build_pool
 from kvad.cache.manager.encoder_blocks import EncoderAllocation, EncoderBlocks, EncoderSequence
 from kvad.cache.manager.portable_layout import GroupLayout, SequenceLayout, blocks_to_import, describe_layout
 from kvad.cache.manager.prefix_cache import CacheStats, PrefixCache
+from kvad.cache.manager.prefix_history import PrefixHistory, PrefixLookup
 from kvad.cache.manager.prefix_index import HashFn, PrefixIndex, PrefixNode, digest
 from kvad.cache.manager.prefix_offload import BlockStoreProtocol, PrefetchRequest, PrefixOffload
 from kvad.cache.manager.sequence_blocks import NEVER, BlockMapping, SequenceBlocks, SwappedSequence, SwappedSequences
@@ -71,8 +72,9 @@ class KVCacheManager:
         self.num_frees = 0  # Grows when blocks are freed. Retry admission only after that.
         self._sequences: list[SequenceBlocks | None] = [None] * max_num_seqs
         self.block_mappings = tuple(map(BlockMapping, self.token_groups))
+        self.history = PrefixHistory()
         demotion = LevelDemotion(self.groups, self.pools, num_token_groups)
-        self._allocator = BlockAllocator(self.block_mappings, self.pools, self._sequences, demotion)
+        self._allocator = BlockAllocator(self.block_mappings, self.pools, self._sequences, demotion, self.history)
         # A preempted sequence is swapped out, never recomputed.
         self.uses_offload = any(isinstance(group.demotion_policy, OffloadPolicy) for group in self.token_groups)
         is_lossy = any(group.eviction_policy or group.demotion_policy for group in self.token_groups)
@@ -90,10 +92,12 @@ class KVCacheManager:
         self.prefix_offload: PrefixOffload | None = None  # connection to the block store
         if block_store is not None and self.prefix_caching:
             self.prefix_offload = PrefixOffload(block_store, len(self.groups))
-            for index, pool in enumerate(self._pools):
-                pool.on_evict = partial(self.prefix_offload.on_evicted, index)
         prefixes = PrefixIndex(hash_fn)
-        self._prefix_cache = PrefixCache(self.block_mappings, self._pools, prefixes, self.prefix_offload)
+        self._prefix_cache = PrefixCache(self.block_mappings, self._pools, prefixes, self.prefix_offload, self.history)
+        for index, pool in enumerate(self._pools):
+            pool.on_evict = partial(self._prefix_cache.on_evicted, index)
+        for pool in self.pools[count:]:
+            pool.on_evict = lambda block, prefix: self.history.on_evicted(prefix)
         self._swapped = SwappedSequences(self.pools[:count])
         first_lower_groups = [self.groups[levels[0]] if levels else None for levels in demotion.lower_groups]
         max_lengths = map(BlockMapping.max_length, self.block_mappings, first_lower_groups)
@@ -109,6 +113,7 @@ class KVCacheManager:
         prefix_root: bytes,
         max_tokens: int | None = None,
         prefetched: PrefetchRequest | None = None,
+        request_id: int = -1,
     ) -> int | None:
         """Add a sequence, acquire its longest cached prefix and return its length; None if the index is in use.
 
@@ -121,14 +126,17 @@ class KVCacheManager:
             prefix_root: Bytes that separate prefixes of different weights, adapters, tenants, ...
             max_tokens: Maximum length of the hit.
             prefetched: A finished request; its blocks are filled in the next step.
+            request_id: Request of the sequence, for ``history``.
         """
         if self._sequences[seq_index] is not None:
             return None
-        sequence = self._sequences[seq_index] = self._new_sequence(self._root(prefix_root))
+        sequence = self._sequences[seq_index] = self._new_sequence(self._root(prefix_root), request_id)
+        self.history.lookup = PrefixLookup(reason="off")
         if sequence.root is not None:
-            sequence.length = sequence.num_written = self._prefix_cache.acquire_longest(
-                seq_index, sequence, token_ids, _max_hit(token_ids, max_tokens), prefetched
-            )
+            with self.history.allocating("load", request_id):
+                sequence.length = sequence.num_written = self._prefix_cache.acquire_longest(
+                    seq_index, sequence, token_ids, _max_hit(token_ids, max_tokens), prefetched
+                )
         return sequence.length
 
     def prefetch(self, token_ids: Sequence[int], prefix_root: bytes, max_tokens: int | None = None) -> PrefetchRequest:
@@ -149,7 +157,7 @@ class KVCacheManager:
         assert self._sequences[child] is None and 0 <= length <= sequence.length, (seq_index, child, length)
         if self.observes_attention or self.is_loading(seq_index) or not self._window_held(sequence, length):
             return False
-        forked = self._new_sequence(sequence.root)
+        forked = self._new_sequence(sequence.root, sequence.request_id)
         for old_level, new_level in zip(sequence.lower_levels, forked.lower_levels, strict=True):
             new_level.blocks, new_level.num_used_slots = list(old_level.blocks), old_level.num_used_slots
         for mapping, old, new in zip(self.block_mappings, sequence.groups, forked.groups, strict=True):
@@ -222,10 +230,13 @@ class KVCacheManager:
         self.free(seq_index)
         return swapped
 
-    def swap_in(self, seq_index: int, swapped: SwappedSequence) -> bool:
+    def swap_in(self, seq_index: int, swapped: SwappedSequence, request_id: int = -1) -> bool:
         """Restore a swapped sequence. Return False, and no change, if a pool is too full."""
         assert self._sequences[seq_index] is None, f"index {seq_index} is in use"
-        sequence = self._sequences[seq_index] = self._swapped.swap_in(seq_index, swapped)
+        with self.history.allocating("swap-in", request_id):
+            sequence = self._sequences[seq_index] = self._swapped.swap_in(seq_index, swapped)
+        if sequence is not None:
+            sequence.request_id = request_id
         return sequence is not None
 
     def export_layout(self, seq_index: int) -> SequenceLayout | None:
@@ -279,7 +290,8 @@ class KVCacheManager:
         """
         sequence = self._sequence(seq_index)
         assert sequence.encoder_sequence is None, f"sequence {seq_index} has an encoder input"
-        sequence.encoder_sequence = self._encoder.attach(token_ids, prefix_root)
+        with self.history.allocating("input", sequence.request_id):
+            sequence.encoder_sequence = self._encoder.attach(token_ids, prefix_root)
         return None if sequence.encoder_sequence is None else sequence.encoder_sequence.written
 
     def restore_encoder_blocks(self, seq_index: int) -> None:
@@ -405,10 +417,10 @@ class KVCacheManager:
             pool.reset_peak()
 
     def blocks(self, seq_index: int) -> tuple[tuple[int, ...], ...]:
-        """Return the blocks of a sequence, per group with block tables; a window may have dropped some."""
-        sequence = self._sequences[seq_index]
-        assert sequence is not None, f"index {seq_index} is not in use"
-        return tuple(tuple(group_blocks.blocks) for group_blocks in sequence.all_groups)
+        """Return the blocks of a sequence, per group; a window may have dropped some."""
+        sequence = self._sequence(seq_index)
+        encoder_blocks = () if sequence.encoder_sequence is None else sequence.encoder_sequence.blocks
+        return (*(tuple(group.blocks) for group in sequence.all_groups), *map(tuple, encoder_blocks))
 
     def stats(self) -> CacheStats:
         pools = self.pools
@@ -449,8 +461,8 @@ class KVCacheManager:
     def _root(self, prefix_root: bytes) -> PrefixNode | None:
         return self._prefix_cache.prefixes.root(prefix_root) if self.prefix_caching else None
 
-    def _new_sequence(self, root: PrefixNode | None) -> SequenceBlocks:
-        return SequenceBlocks(len(self.token_groups), len(self.lower_groups), root)
+    def _new_sequence(self, root: PrefixNode | None, request_id: int) -> SequenceBlocks:
+        return SequenceBlocks(len(self.token_groups), len(self.lower_groups), root, request_id)
 
     def _sequence(self, seq_index: int) -> SequenceBlocks:
         sequence = self._sequences[seq_index]

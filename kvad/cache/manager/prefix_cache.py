@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvad.cache.manager.block_pool import BlockPool
+from kvad.cache.manager.prefix_history import PrefixHistory, PrefixLookup
 from kvad.cache.manager.prefix_index import PrefixIndex, PrefixNode
 from kvad.cache.manager.prefix_offload import PrefetchRequest, PrefixOffload
 from kvad.cache.manager.sequence_blocks import NEVER, BlockMapping, SequenceBlocks, block_index
@@ -51,8 +52,10 @@ class PrefixCache:
         pools: Sequence[BlockPool],
         prefixes: PrefixIndex,
         offload: PrefixOffload | None,
+        history: PrefixHistory,
     ) -> None:
         self._mappings, self._pools, self.prefixes, self.offload = tuple(mappings), tuple(pools), prefixes, offload
+        self._history = history
         self._size = mappings[0].block_size if mappings else 1
         self.hits = self.misses = self.hit_tokens = 0
 
@@ -165,7 +168,42 @@ class PrefixCache:
             self.offload.on_admitted(seq_index, (miss_reason or prefetched.miss_reason() or "moved") if short else "")
         length = len(chain) * self._size
         self.hit_tokens += length
+        self._history.lookup = self._describe_lookup(sequence.root, chain, tokens, max_tokens, prefetched, miss_reason)
         return length
+
+    def _describe_lookup(
+        self,
+        root: PrefixNode,
+        chain: Sequence[PrefixNode],
+        tokens: Sequence[int],
+        max_tokens: int,
+        prefetched: PrefetchRequest | None,
+        store_reason: str,
+    ) -> PrefixLookup:
+        """Return where a chain was found, and why it is not longer."""
+        size, depth, handles = self._size, len(chain), {} if prefetched is None else prefetched.handles
+        loaded = [handles[prefix].location for prefix in chain if prefix in handles and handles[prefix].buffers]
+        found = PrefixLookup(size * loaded.count("ram"), size * loaded.count("disk"))
+        if depth == max_tokens // size:
+            is_short = len(tokens) <= size
+            return found._replace(reason="scores" if max_tokens < len(tokens) - 1 else "short" if is_short else "")
+        if not store_reason and prefetched is not None and prefetched.miss_reason() != "unknown":
+            store_reason = prefetched.miss_reason()
+        if store_reason or not self._history.has_root(root):
+            return found._replace(reason=store_reason or "root")
+        parent, block_tokens = chain[-1] if chain else root, array("q", tokens[depth * size : (depth + 1) * size])
+        cause = self._history.eviction_cause(self.prefixes.key(parent, block_tokens.tobytes()))
+        if cause is not None:
+            return found._replace(reason="evicted", cause=cause)
+        node = self.prefixes.find(parent, block_tokens.tobytes())
+        is_held = node is not None and any(pool.find(node) is not None for pool in self._pools)
+        return found._replace(reason="window" if is_held else "new")
+
+    def on_evicted(self, index: int, block: int, prefix: PrefixNode) -> None:
+        """Record a published block that the pool of group ``index`` evicts, and pass it to the block store."""
+        self._history.on_evicted(prefix)
+        if self.offload is not None:
+            self.offload.on_evicted(index, block, prefix)
 
     def _has_room(self, chain: Sequence[PrefixNode]) -> bool:
         """Return True if the pools have room for the loaded blocks in addition to those acquired from the pools."""
@@ -219,6 +257,8 @@ class PrefixCache:
                 self._pools[index].publish(block, node)
             if self.offload is not None:
                 self.offload.on_published(node, blocks)
+            if node.depth == 1:
+                self._history.add_root(sequence.last_block)
             sequence.last_block = node
             start += size
         del tail_tokens[:start]

@@ -45,17 +45,18 @@ class PrefixIndex:
 
     def find(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
         """Return the node of ``parent`` + ``tokens``, or None if it is unknown."""
-        return self._lookup(self._key(parent, tokens), parent, tokens)
+        return self._lookup(self.key(parent, tokens), parent, tokens)
 
     def extend(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
         """Return the node of ``parent`` + ``tokens``, and create it if needed. None on a digest collision."""
-        key = self._key(parent, tokens)
+        key = self.key(parent, tokens)
         if key in self._nodes:
             return self._lookup(key, parent, tokens)
         prefix = self._nodes[key] = PrefixNode(key, parent, tokens)
         return prefix
 
-    def _key(self, parent: PrefixNode | None, tokens: bytes) -> bytes:
+    def key(self, parent: PrefixNode | None, tokens: bytes) -> bytes:
+        """Return the digest of the node of ``parent`` + ``tokens``."""
         return self._hash((parent.digest if parent is not None else b"root:") + tokens)
 
     def _lookup(self, key: bytes, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:

@@ -161,6 +161,8 @@ class OffloadHits:
     """Statistics of loaded prefixes."""
 
     tokens: Counter[str] = field(default_factory=Counter)  # loaded tokens by location: "ram", "disk"
+    blocks: Counter[str] = field(default_factory=Counter)  # by location
+    bytes: Counter[str] = field(default_factory=Counter)  # by location
     misses: Counter[str] = field(default_factory=Counter)  # admissions with a shorter chain, by reason
 
 
@@ -244,6 +246,8 @@ class PrefixOffload:
             loads.append((handle.buffers, blocks))
             self.hits.tokens[handle.location] += block_size
             nbytes = sum(memoryview(handle.buffers[group]).nbytes for group in blocks)
+            self.hits.blocks[handle.location] += 1
+            self.hits.bytes[handle.location] += nbytes
             location = "packed" if handle.was_compressed else handle.location
             loaded.append(LoadedBlock(prefix.depth, tuple(blocks), location, nbytes))
         if num_skipped:  # A window does not need these blocks: they count for the location of the first loaded one.

@@ -63,10 +63,11 @@ class SequenceBlocks:
         republish: The sequence was swapped in; its published prefix is published again once its blocks are filled.
         min_truncate_length: Shortest length to truncate to. Blocks of an imported sequence have empty slots that
             only queries from this position on do not read.
+        request_id: Request of the sequence, for ``PrefixHistory``; -1 if it is unknown.
     """
 
-    def __init__(self, num_groups: int, num_levels: int, root: PrefixNode | None) -> None:
-        self._num_groups, self._num_levels, self.root = num_groups, num_levels, root
+    def __init__(self, num_groups: int, num_levels: int, root: PrefixNode | None, request_id: int = -1) -> None:
+        self._num_groups, self._num_levels, self.root, self.request_id = num_groups, num_levels, root, request_id
         self.encoder_sequence: EncoderSequence | None = None
         self.reset()
 
@@ -310,6 +311,10 @@ class SwappedSequence(NamedTuple):
     @property
     def length(self) -> int:
         return self.blocks.length
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(group_blocks.blocks) for group_blocks in self.blocks.all_groups)
 
 
 class PendingSwapIn(NamedTuple):

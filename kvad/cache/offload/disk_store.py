@@ -156,6 +156,7 @@ class DiskStoreStats:
     pinned: int = 0  # blocks
     hits: int = 0
     read_bytes: int = 0
+    written: int = 0  # blocks
     written_bytes: int = 0
     evictions: int = 0
     num_refused: int = 0  # not written: larger than the store, or no room
@@ -310,6 +311,7 @@ class DiskBlockStore:
             return False
         with self._lock:
             self._order.add(key, size)
+            self._stats.written += 1
             self._stats.written_bytes += size
         self._evict(0, keep=key)
         return True

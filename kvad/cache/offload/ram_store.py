@@ -25,6 +25,8 @@ class RamStoreStats:
     num_blocks: int = 0
     compressed: int = 0  # blocks
     evictions: int = 0
+    written: int = 0  # blocks copied out of the pool, later dropped ones included
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +95,8 @@ class RamBlockStore:
             return False
         self._blocks[name.key] = block
         self._count(block, 1)
+        self._stats.written += 1
+        self._stats.written_bytes += block.nbytes
         while self._stats.bytes > self._stats.limit:
             self.drop(next(iter(self._blocks)))
             self._stats.evictions += 1

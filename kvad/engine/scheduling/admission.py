@@ -122,13 +122,13 @@ class AdmissionQueue:
         if others and not self.preemption.can_always_swap(seq, others):
             return False
         seq_index = seq.seq_index = self.free_indices[0]
-        if seq.swapped is not None and not self._kv_cache_manager.swap_in(seq_index, seq.swapped):
+        if seq.swapped is not None and not self._kv_cache_manager.swap_in(seq_index, seq.swapped, seq.request_id):
             seq.seq_index = -1
             return False
         length = seq.swapped.length if seq.swapped is not None else self._fork_prompt(seq, seq_index)
         if length is None:
             length = self._kv_cache_manager.add_sequence(
-                seq_index, seq.token_ids, seq.prefix_root, _max_hit_tokens(seq), seq.prefetch
+                seq_index, seq.token_ids, seq.prefix_root, _max_hit_tokens(seq), seq.prefetch, seq.request_id
             )
             assert length is not None, f"index {seq_index} is in use"
         if not seq.encoder_ready and not self._attach_encoder_input(seq, seq_index, seq.request.encoder_tokens):
@@ -144,9 +144,22 @@ class AdmissionQueue:
             self.release(seq, has_index=False)
             return False
         heapq.heappop(self.free_indices)
+        if seq.request.metrics.admitted is None:
+            self._record_lookup(seq)
         for beam in idle_beams:
             beam.seq_index = heapq.heappop(self.free_indices)
         return True
+
+    def _record_lookup(self, seq: TokenSequence) -> None:
+        """Set in the metrics of a request's first admission where its cached tokens were, and why there are no more."""
+        metrics = seq.request.metrics
+        metrics.is_resumed = seq.swapped is not None
+        if seq.request.encoder_input is not None:
+            metrics.is_source_cached = seq.encoder_ready
+        if not metrics.is_resumed:
+            lookup = self._kv_cache_manager.history.lookup
+            metrics.num_ram_tokens, metrics.num_disk_tokens = lookup.num_ram_tokens, lookup.num_disk_tokens
+            metrics.miss_reason, metrics.miss_cause = lookup.reason, lookup.cause
 
     def start(self, seq: TokenSequence, now: float) -> None:
         seq.state = RUNNING

@@ -19,13 +19,13 @@ Integers and measured seconds only; no torch.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 from kvad.cache import group_bytes, offload
-from kvad.cache.manager import CacheStats, KVCacheManager, max_blocks
+from kvad.cache.manager import CacheStats, KVCacheManager, SwappedSequence, max_blocks
 from kvad.cache.offload import SwapSpace
 from kvad.engine.scheduling.batching import BatchItem
 from kvad.engine.scheduling.sequence import TokenSequence
@@ -101,6 +101,9 @@ class PreemptionStats:
     to_disk: int = 0  # sequences
     swapped_bytes: int = 0
     num_lost: int = 0  # swapped sequences whose copy was lost
+    # Copies by direction and place: "to ram", "to disk", "from ram", "from disk".
+    copied_blocks: Counter[str] = field(default_factory=Counter)
+    copied_bytes: Counter[str] = field(default_factory=Counter)
     seconds: dict[CopyDirection, float] = field(default_factory=dict)  # of copying
     swap_space: offload.swap_space.SwapSpaceStats = field(default_factory=offload.swap_space.SwapSpaceStats)
     costs: dict[str, float] = field(default_factory=dict)  # see SwapCostModel.measured
@@ -175,6 +178,7 @@ class PreemptionManager:
         if self.swap_space is not None:
             self.swap_space.store(seq.swapped.key, nbytes, seq.priority, required=required)
         self._stats.swapped_bytes += nbytes
+        self._count_copy(f"to {location or 'ram'}", seq.swapped, nbytes)
         self._notify(seq, PreemptionRecord("out", location, nbytes))
         self._stats.to_ram += location != "disk"
         self._stats.to_disk += location == "disk"
@@ -240,8 +244,14 @@ class PreemptionManager:
         if self.swap_space is not None and seq.swapped is not None:
             record = self.swap_space.record(seq.swapped.key)
             self._notify(seq, PreemptionRecord("back", record.origin, record.nbytes))
+            if record.origin is not None:  # otherwise it was imported
+                self._count_copy(f"from {record.origin}", seq.swapped, record.nbytes)
             self.swap_space.pop(seq.swapped.key)
         seq.swapped = None
+
+    def _count_copy(self, direction: str, swapped: SwappedSequence, nbytes: int) -> None:
+        self._stats.copied_blocks[direction] += swapped.num_blocks
+        self._stats.copied_bytes[direction] += nbytes
 
     def forget(self, seq: TokenSequence) -> None:
         if seq.swapped is not None:

@@ -20,6 +20,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from kvad import cache
 from kvad.cache.manager import BlockAllocation, KVCacheManager, SwappedSequence
@@ -212,6 +213,13 @@ class Scheduler:
         """Return the metrics of an active or recently ended request; KeyError for others."""
         request = self._requests.get(request_id)
         return request.metrics if request is not None else self._ended[request_id]
+
+    def recent_metrics(self, num_requests: int) -> list[tuple[int, RequestMetrics]]:
+        """Return (request, metrics) of the requests that were admitted last, the newest first."""
+        ended = list(islice(reversed(self._ended.items()), num_requests))
+        active = [(request.id, request.metrics) for request in self._requests.values()]
+        admitted = [item for item in (*active, *ended) if item[1].admitted is not None]
+        return sorted(admitted, key=lambda item: item[1].admitted or 0.0, reverse=True)[:num_requests]
 
     def sequences(self, request_id: int) -> tuple[TokenSequence, ...]:
         request = self._requests.get(request_id)

@@ -35,6 +35,12 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # that the model checked
     num_accepted_tokens: int = 0  # of them, those that were generated
+    num_ram_tokens: int = 0  # of the cached tokens, those that were loaded from the block store's RAM
+    num_disk_tokens: int = 0  # and from its disk
+    is_resumed: bool = False  # the cached tokens are those of a resumed state
+    is_source_cached: bool | None = None  # the encoder input was encoded before; None: there is none
+    miss_reason: str = ""  # why no more prompt tokens were cached (``PrefixLookup.reason``)
+    miss_cause: str | None = None  # what evicted them
     resume_miss_reason: str = ""  # why a given state was not used
     admitted: float | None = None  # for the first time
     first_token: float | None = None

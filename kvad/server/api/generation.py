@@ -250,7 +250,8 @@ class RequestGroup:
         try:
             for submission in submissions:
                 stream = context.llm.submit(submission, session=session, signal=self._signal)
-                stream.request_id = request_id
+                if request_id is not None:
+                    context.llm.name_request(stream, request_id)
                 self.streams.append(stream)
         except BaseException:
             self.cancel()

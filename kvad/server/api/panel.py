@@ -22,9 +22,8 @@ MAX_RUN_LINES = 2000  # points of a curve
 async def cache_state(context: ApiContext) -> dict[str, Any]:
     """Answer a request to /cache: the pools, sequences and stores now."""
     state = await context.llm.call("blocks")
-    names = {stream.number: stream.request_id for stream in context.llm.streams}
-    for sequence in state["sequences"]:
-        sequence["request_id"] = names.get(sequence["request"])
+    for record in (*state["sequences"], *state["prompts"], *state["evictions"]):
+        record["request_id"] = context.llm.request_ids.get(record["request"])
     return {"time": time.time(), "requests": len(context.llm.streams), **state}
 
 

@@ -399,8 +399,8 @@ class RestoresInReverse(FakeKVCache):
 class PublishesTooSoon(KVCacheManager):
     """Publishes the blocks of a restored sequence before they are filled."""
 
-    def swap_in(self, seq_index: int, swapped: SwappedSequence) -> bool:
-        restored = super().swap_in(seq_index, swapped)
+    def swap_in(self, seq_index: int, swapped: SwappedSequence, request_id: int = -1) -> bool:
+        restored = super().swap_in(seq_index, swapped, request_id)
         if restored and self._sequence(seq_index).republish:
             self._prefix_cache.republish(self._sequence(seq_index))
         return restored
