@@ -413,11 +413,11 @@ class Engine:
             self.scheduler.drafter = None
 
     def _record_step(self, output: scheduling.SchedulerOutput, num_generated: int, seconds: float) -> None:
-        own_tokens = _own_tokens(output)
+        own_spans = _own_spans(output)
         if self._step_costs is not None:
-            self._step_costs.record(own_tokens, seconds)
-        if self._draft_gate is not None and sum(own_tokens) == len(own_tokens):  # every sequence decodes
-            self._draft_gate.record(len(own_tokens), num_generated, seconds)
+            self._step_costs.record(own_spans, seconds)
+        if self._draft_gate is not None and all(count == 1 for _, count in own_spans):  # every sequence decodes
+            self._draft_gate.record(len(own_spans), num_generated, seconds)
 
     def _execute(self, output: scheduling.SchedulerOutput) -> list[SequenceOutput]:
         start = time.perf_counter()
@@ -428,7 +428,7 @@ class Engine:
         self.times.sample += time.perf_counter() - sample_start
         for index, reason in self.kv_cache.failed_rows([batch.num_seqs for batch in output.sub_batches]).items():
             results[index] = SequenceOutput(error=reason, retry=True)
-        num_computed = sum(_own_tokens(output))
+        num_computed = sum(count for _, count in _own_spans(output))
         if num_computed > 2 * len(output.scheduled):  # most of them are prompt tokens
             self.preemption.costs.record("compute", num_computed, time.perf_counter() - start)
         return results
@@ -576,9 +576,9 @@ class Engine:
         return chunk._replace(text=text)
 
 
-def _own_tokens(output: scheduling.SchedulerOutput) -> list[int]:
-    """Return the new tokens of each sequence of a step, without drafts."""
-    return [scheduled.num_tokens - len(scheduled.draft_token_ids) for scheduled in output.scheduled]
+def _own_spans(output: scheduling.SchedulerOutput) -> list[tuple[int, int]]:
+    """Return (first position, new tokens) of each sequence of a step, without drafts."""
+    return [(each.start, each.num_tokens - len(each.draft_token_ids)) for each in output.scheduled]
 
 
 def _check_compile(model: Transformer) -> None:

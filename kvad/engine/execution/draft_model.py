@@ -119,7 +119,7 @@ class DraftModel:
 
     def _step(self, seqs: Sequence[TokenSequence]) -> list[TokenSequence]:
         """Compute the next tokens of the copies; return those that got a draft."""
-        items, _ = self._batches.continue_running(seqs, num_waiting=0)
+        items, _, _ = self._batches.continue_running(seqs, num_waiting=0)
         items = self._batches.sort(items)
         while items:
             allocation = self.manager.allocate_slots([(s.seq_index, s.num_computed_tokens, n) for _, s, n in items])

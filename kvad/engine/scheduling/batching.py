@@ -7,9 +7,10 @@ from itertools import pairwise
 
 from kvad.cache.manager import BlockAllocation, KVCacheManager
 from kvad.engine.scheduling.sequence import ScheduledSequence, TokenSequence
-from kvad.engine.scheduling.step_costs import StepCosts
+from kvad.engine.scheduling.step_costs import MIN_TOKENS, PromptBudget, StepCosts
 from kvad.model_input import MAX_READ_SLOTS, SubBatch
 
+OLDEST_SHARE = 0.5  # of the time for prompts that the oldest one has at least
 MIN_READ_BUCKET = 64  # slots; shorter reads share a bucket, because another sub-batch costs more than reading
 
 BatchItem = tuple[int, TokenSequence, int]  # sort key, sequence, number of new tokens
@@ -32,8 +33,14 @@ class BatchBuilder:
         self._bucket_unit = max([MIN_READ_BUCKET, *(group.block_size for group in paged_groups)])
         self._max_read_slots = max((g.max_blocks_per_seq * g.block_size for g in self._groups), default=1)
 
-    def continue_running(self, running: Sequence[TokenSequence], num_waiting: int) -> tuple[list[BatchItem], int]:
-        """Return the running sequences' next tokens (decoding first) and the tokens left for others, which wait."""
+    def continue_running(
+        self, running: Sequence[TokenSequence], num_waiting: int
+    ) -> tuple[list[BatchItem], PromptBudget, TokenSequence | None]:
+        """Return the running sequences' next tokens, what is left for others, which wait, and a prompt for the rest.
+
+        Where the time of a step is bounded, a long prompt leaves time for the short ones behind it: the oldest prompt
+        comes last, with ``OLDEST_SHARE`` of the time and what the others leave. The shortest of these is first.
+        """
         items: list[BatchItem] = []
         prefilling: list[TokenSequence] = []
         num_tokens_left = self.max_num_batched_tokens
@@ -46,15 +53,25 @@ class BatchBuilder:
                 num_tokens_left -= items[-1][2]
             else:
                 prefilling.append(seq)
+        budget, oldest = PromptBudget(num_tokens_left), None
         if items and self._step_costs is not None:
-            max_tokens = self._step_costs.max_prompt_tokens(len(items), len(prefilling) + num_waiting)
-            num_tokens_left = min(num_tokens_left, max_tokens)
-        for seq in prefilling:
-            if num_tokens_left <= 0:
+            budget = self._step_costs.budget(num_tokens_left, len(items), len(prefilling) + num_waiting)
+        if budget.is_bounded and prefilling:
+            oldest, *prefilling = prefilling
+            prefilling.sort(key=lambda seq: len(seq.token_ids) - seq.num_computed_tokens)
+            if prefilling or num_waiting:
+                budget.reserve(OLDEST_SHARE)
+        for number, seq in enumerate(prefilling, 1):
+            follow = number < len(prefilling) or num_waiting
+            if not budget.has_room:
                 break
-            items.append(self.prefill_item(seq, num_tokens_left))
-            num_tokens_left -= items[-1][2]
-        return items, num_tokens_left
+            items.append(self.prefill_item(seq, budget, share=0.5 if follow and budget.is_bounded else 1.0))
+        return items, budget, oldest
+
+    def use_rest(self, oldest: TokenSequence | None, budget: PromptBudget) -> list[BatchItem]:
+        """Return the oldest prompt of a bounded step, if any, with its share and what the others have left."""
+        budget.release()
+        return [] if oldest is None or not budget.tokens else [self.prefill_item(oldest, budget)]
 
     def decode_item(self, seq: TokenSequence) -> BatchItem:
         """Return the sequence with its last token and its drafts."""
@@ -71,14 +88,19 @@ class BatchBuilder:
         until_eviction = self._kv_cache_manager.tokens_until_eviction
         return [min(limit, until_eviction(seq.seq_index) - 1, seq.max_len - len(seq.token_ids) - 1) for seq in seqs]
 
-    def prefill_item(self, seq: TokenSequence, num_tokens_left: int) -> BatchItem:
-        """Return the sequence with its next tokens: a chunk that ends where the policy evicts."""
+    def prefill_item(self, seq: TokenSequence, budget: PromptBudget, *, share: float = 1.0) -> BatchItem:
+        """Return the sequence with its next tokens: a chunk that ends where the policy evicts.
+
+        They take at most a share of the budget, but are not fewer than ``MIN_TOKENS``.
+        """
+        start = seq.num_computed_tokens
         num_new_tokens = min(
-            len(seq.token_ids) - seq.num_computed_tokens,
+            len(seq.token_ids) - start,
             self._prefill_chunk_size,
-            num_tokens_left,
+            max(budget.max_tokens(start, share), min(MIN_TOKENS, budget.tokens)),
             self._kv_cache_manager.tokens_until_eviction(seq.seq_index),
         )
+        budget.spend(start, num_new_tokens)
         return self._sort_key(seq, num_new_tokens), seq, num_new_tokens
 
     def sort(self, items: list[BatchItem]) -> list[BatchItem]:

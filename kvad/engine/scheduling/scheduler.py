@@ -44,7 +44,7 @@ from kvad.engine.scheduling.sequence import (
     TokenSequence,
 )
 from kvad.engine.scheduling.speculation import Drafter
-from kvad.engine.scheduling.step_costs import StepCosts
+from kvad.engine.scheduling.step_costs import PromptBudget, StepCosts
 from kvad.engine.scheduling.structured_output import Grammar
 from kvad.model_input import BlockOps
 
@@ -264,9 +264,10 @@ class Scheduler:
             if encoder_seqs:
                 return self._schedule_encoder(encoder_seqs)
             running = [seq for seq in self._running if alone in (None, seq.request_id)]
-            items, num_tokens_left = self._batch_builder.continue_running(running, len(self._waiting))
-            has_room = can_admit and num_tokens_left > 0 and self._waiting
-            new_items = self._admit(num_tokens_left, alone) if has_room else []
+            items, budget, oldest = self._batch_builder.continue_running(running, len(self._waiting))
+            has_room = can_admit and budget.has_room and self._waiting
+            new_items = self._admit(budget, alone) if has_room else []
+            items += self._batch_builder.use_rest(oldest, budget)
             allocation = self._allocate(items, new_items)
             if allocation is not None:
                 return self._build_output(*allocation)
@@ -290,13 +291,12 @@ class Scheduler:
             seq = next((seq for seq in self._waiting if self._admission.is_ready(seq)), self._waiting[0])
             self.preemption.prefetch(seq)
 
-    def _admit(self, num_tokens_left: int, request_id: int | None) -> list[BatchItem]:
-        """Admit waiting sequences while indices, tokens and blocks last; they are not running yet."""
+    def _admit(self, budget: PromptBudget, request_id: int | None) -> list[BatchItem]:
+        """Admit waiting sequences while indices, the budget and blocks last; they are not running yet."""
         new_items: list[BatchItem] = []
         for seq in self._admission.admit(with_encoder_input=False, request_id=request_id):
-            new_items.append(self._batch_builder.prefill_item(seq, num_tokens_left))
-            num_tokens_left -= new_items[-1][2]
-            if num_tokens_left <= 0:
+            new_items.append(self._batch_builder.prefill_item(seq, budget))
+            if not budget.has_room:
                 break
         return new_items
 

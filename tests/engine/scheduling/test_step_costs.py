@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import pytest
 
@@ -41,7 +42,7 @@ def steps_of(
         output = fake.output()
         seconds = simulated_seconds(output, slowdown)
         if costs is not None:
-            costs.record([each.num_tokens for each in output.scheduled], seconds)
+            costs.record([(each.start, each.num_tokens) for each in output.scheduled], seconds)
         steps.append((sum(each.num_tokens for each in output.scheduled if each.sequence.request_id == 3), seconds))
         fake.complete(output)
         if not fake.scheduler.sequences(3) and step > 20:
@@ -70,18 +71,18 @@ def test_steps_stay_within_the_ratio() -> None:
 def test_many_waiting_prompts_get_more_of_a_step() -> None:
     costs = StepCosts(None, 2.0)
     for _ in range(WARM_UP_STEPS + 1):
-        costs.record([1], 0.1)
-        costs.record([100], 1.0)
-    assert costs.max_prompt_tokens(4, 1) == costs.max_prompt_tokens(4, 4) == 8
-    assert costs.max_prompt_tokens(2, 8) == 32
+        costs.record([(9, 1)], 0.1)
+        costs.record([(0, 100)], 1.0)
+    tokens = [costs.budget(512, *counts).max_tokens(0) for counts in ((4, 1), (4, 4), (2, 8))]
+    assert tokens == [8, 8, 32]
 
 
 def test_short_steps_leave_time_for_prompts() -> None:
     costs = StepCosts(None, 2.0)
     for _ in range(WARM_UP_STEPS + 1):
-        costs.record([1], 0.001)
-        costs.record([100], 0.01)
-    assert costs.max_prompt_tokens(4, 1) == 100
+        costs.record([(9, 1)], 0.001)
+        costs.record([(0, 100)], 0.01)
+    assert costs.budget(512, 4, 1).max_tokens(0) == 100
 
 
 def test_a_bound_that_cannot_be_met_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -103,10 +104,10 @@ def test_prompts_alone_are_not_bounded() -> None:
 def test_the_median_ignores_one_slow_step() -> None:
     costs = StepCosts(0.030)
     for seconds in (9.0, 9.0, 0.010, 0.010, 5.0, 0.010):
-        costs.record([1, 1], seconds)
+        costs.record([(9, 1), (9, 1)], seconds)
     for seconds in (9.0, 9.0, 0.020, 0.020, 3.0):
-        costs.record([1, 100, 1], seconds)
-    assert costs.decoding_seconds == 0.010 and costs.max_prompt_tokens() == 170
+        costs.record([(9, 1), (0, 100), (9, 1)], seconds)
+    assert costs.decoding_seconds == 0.010 and costs.budget(512, 1, 1).max_tokens(0) == 170
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("inf"), float("nan")])
@@ -129,3 +130,44 @@ def test_the_bound_changes_no_output() -> None:
     _, expected, alone = run(Engine(model, cache), PROMPT * 2, 5)
     assert tokens == expected and worst(scores, alone) <= 1e-10
     assert engine.scheduler.stats().steps - before > 5 + len(PROMPT * 2) // FIRST_TOKENS
+
+
+def test_costs_are_those_of_the_context() -> None:
+    """Short prompts between the parts of a long one do not make these parts longer."""
+    costs = StepCosts(0.030)
+    for _ in range(WARM_UP_STEPS + 1):
+        costs.record([(9, 1)], 0.010)
+    for _ in range(WARM_UP_STEPS + 1):
+        costs.record([(9, 1), (0, 100)], 0.020)
+    budget = costs.budget(512, 1, 1)
+    assert budget.max_tokens(0) == budget.max_tokens(50_000) == 170, "not measured: as the next shorter ones"
+    costs.record([(9, 1), (50_000, 20)], 0.030)
+    assert budget.max_tokens(50_000) == 17 and budget.max_tokens(33_000) == 17 and budget.max_tokens(500) == 170
+    costs.record([(9, 1), (0, 50), (50_000, 10)], 0.025)  # the short prompt takes 5 ms of them
+    assert budget.max_tokens(50_000) == 17
+    budget.spend(50_000, 10)
+    assert budget.max_tokens(0) == 70
+
+
+def test_a_long_prompt_leaves_time_for_the_short_ones_behind_it() -> None:
+    """Short prompts that arrive while two long ones are read have a token after a few steps; the long ones go on."""
+    costs = StepCosts(0.030)
+    fake = FakeModelRun(budget=512, chunk=512, limit=9000, step_costs=costs, blocks=8000, rows=16)
+    for number in range(3):
+        fake.add(number, 4, max_tokens=900)
+    arrivals, first_tokens, num_read = dict[int, int](), dict[int, int](), Counter[int]()
+    for step in range(160):
+        if step == 20:
+            fake.add(10, 8000, max_tokens=2)
+            fake.add(11, 8000, max_tokens=2)
+        if 40 <= step < 150 and step % 10 == 0:
+            arrivals[step] = step
+            fake.add(step, 60, max_tokens=2)
+        output = fake.output()
+        costs.record([(each.start, each.num_tokens) for each in output.scheduled], simulated_seconds(output))
+        num_read.update({each.sequence.request_id: each.num_tokens for each in output.scheduled if step >= 40})
+        fake.complete(output)
+        first_tokens |= {number: step for number in fake.tokens if number not in first_tokens}
+    waits = [first_tokens[number] - step for number, step in arrivals.items()]
+    assert len(waits) == 11 and max(waits) <= 10, waits
+    assert min(num_read[10], num_read[11]) > 500, "both long prompts are read meanwhile"

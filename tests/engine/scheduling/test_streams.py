@@ -229,7 +229,7 @@ class TrustingIndex(PrefixIndex):
     """Finds a prefix by its hash without comparing tokens and parent."""
 
     def find(self, parent: PrefixNode | None, tokens: bytes) -> PrefixNode | None:
-        return self._nodes.get(self._key(parent, tokens))
+        return self._nodes.get(self.key(parent, tokens))
 
 
 class TrustsTheHash(KVCacheManager):
