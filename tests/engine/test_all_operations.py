@@ -49,7 +49,13 @@ def build(name: str, seed: int, folder: Path) -> OperationHarness:
     return OperationHarness(name, random.Random(seed), folder)
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in ("quest", "sinks", "window", "latent") else ())
+        for name in SETUPS
+    ],
+)
 def test_every_text_equals_its_solo_run(name: str, tmp_path: Path) -> None:
     counts = run_operations(build(name, 1, tmp_path), 700).counts
     expected = [*ALWAYS, "swapped to RAM"]
