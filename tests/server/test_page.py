@@ -336,13 +336,22 @@ def complete_here(page, text, tokens):
     page.locator("#view-completion .primary", has_text="Stop").wait_for(state="detached")
 
 
-def test_cache_panel(open_page, start_server):
-    server = start_server(
-        "--num-blocks", 21, "--prefix-cache-ram", "1MiB", "--cache-dtype", "int8", "--max-seq-len", 320
-    )
+def test_cache_and_attention(open_page, start_server, llm):
+    options = ("--num-blocks", 21, "--prefix-cache-ram", "1MiB", "--cache-dtype", "int8", "--max-seq-len", 320)
+    server = start_server(*options, "--attention")
     page = open_page(server)
     page.click("[data-mode=completion]")
+    check_cache_panel(page, server)
+    check_attention(page, llm)
 
+
+LEGEND = """() => {
+  const number = (code) => Number(document.querySelector(`.legend [data-code="${code}"] b`).textContent);
+  return { f: number(0), packed: number(8), ram: number(6) };
+}"""
+
+
+def check_cache_panel(page, server):
     # The first prompt is computed; the second continues it; a long one of another client evicts both.
     prompts = page.locator(".prompt")
     text = "A prompt of fifty-one characters, all of them new: "
@@ -352,7 +361,7 @@ def test_cache_panel(open_page, start_server):
     prompts.filter(has_text="48 of 61 tokens from cache").filter(
         has_text="13 computed: they fill no whole block"
     ).wait_for()
-    assert "This conversation" in prompts.first.inner_text()
+    assert "This text" in prompts.first.inner_text()
     server.complete("x" * 310, max_tokens=2)
     page.wait_for_selector(".events .evict >> text=/cached blocks? evicted for new tokens of request/")
     state = server.cache()
@@ -363,11 +372,10 @@ def test_cache_panel(open_page, start_server):
     assert [(row["kind"], row["place"], row["blocks_out"]) for row in traffic] == [("prefix", "ram", num_evicted)]
 
     # Each kind of block has its cells: free and cached ones in the pool, packed as int8, evicted ones in RAM.
-    wait_until(page, "() => Number(document.querySelector(\".legend [data-code='6'] b\").textContent)", num_evicted)
-    counts = legend(page)
-    in_pool = len(state["pools"][0]) - state["pools"][0].count("f")
-    assert counts[8] == in_pool + num_evicted and counts[7] == 0
-    assert sum(counts[code] for code in range(6)) == len(state["pools"][0])
+    pool = server.wait_for(lambda state: not state["sequences"])["pools"][0]
+    assert set(pool) == {"f", "c"}
+    wait_until(page, LEGEND, {"f": pool.count("f"), "packed": pool.count("c") + num_evicted, "ram": num_evicted})
+    assert sum(legend(page)[code] for code in range(6)) == len(pool)
 
     # The evicted prompt comes back from RAM, and the traffic shows it.
     complete_here(page, text + "more of it", 2)
@@ -399,10 +407,8 @@ WEIGHTS = """() => [...document.querySelectorAll("#panel-attention .att:not(.lat
   .map((token) => token.title.split(": ").at(-1))"""
 
 
-def test_attention_of_a_token(open_page, start_server, llm):
+def check_attention(page, llm):
     """The weights of the panel are those of an uncached forward pass, for the layer and the head that are chosen."""
-    page = open_page(start_server("--attention"))
-    page.click("[data-mode=completion]")
     page.click("#toggle-tokens")
     complete_here(page, "attend to ", 6)
     with page.expect_response("**/attention") as response:
@@ -440,9 +446,10 @@ def test_translation_and_training(open_page, tmp_path):
     runs = tmp_path / "runs"
     server = ServerProcess(write_translator(tmp_path / "model"), "--runs", runs)
     try:
+        metrics = begin_run(runs / "a-run")
         page = open_page(server)
         check_translation(page, server)
-        check_training(page, runs / "a-run")
+        check_training(page, metrics)
     finally:
         server.stop(signal.SIGKILL)
 
@@ -466,20 +473,26 @@ def check_translation(page, server):
     check_themes(page, "cache", "settings")
 
 
-def check_training(page, run):
-    """A run writes its metrics as the trainer does; the curve and the samples follow, then the end."""
+STEP = {"lr": 1e-3, "grad_norm": 1.0, "tokens": 100, "elapsed": 1.0, "tokens_per_second": 100.0, "eta": 60.0}
+
+
+def begin_run(run):
+    """Write the first steps of a run as the trainer does."""
     metrics = MetricsFile(run / "metrics.jsonl", 1)
     run.mkdir(parents=True)
     metrics._file = metrics.path.open("a", encoding="utf-8")
-    step = {"lr": 1e-3, "grad_norm": 1.0, "tokens": 100, "elapsed": 1.0, "tokens_per_second": 100.0, "eta": 60.0}
     for number in (1, 2, 3):
-        metrics._write("step", {**step, "step": number, "loss": 5.0 - number})
-    page.wait_for_selector("#tab-training:not([hidden])", timeout=20_000)
+        metrics._write("step", {**STEP, "step": number, "loss": 5.0 - number})
+    return metrics
+
+
+def check_training(page, metrics):
+    """The run continues while the page is open; the curve and the samples follow, then the end."""
     page.click("#tab-training")
     panel = page.locator("#panel-training")
     panel.get_by_text("running", exact=True).wait_for()
     panel.locator(".tile", has_text="Loss").filter(has_text="2.000").wait_for()
-    metrics._write("step", {**step, "step": 4, "loss": 1.25})
+    metrics._write("step", {**STEP, "step": 4, "loss": 1.25})
     metrics._write("eval", {"step": 4, "val_loss": 1.5, "val_tokens": 9, "best": 1.5})
     metrics._write("samples", {"step": 4, "samples": [{"source": "ein Haus", "target": "a house", "text": "a mouse"}]})
     panel.locator(".tile", has_text="Loss").filter(has_text="1.250").wait_for()

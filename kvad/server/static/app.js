@@ -13,6 +13,7 @@ import { TranslateView } from "./translate.js";
 const THEMES = [["system", "Theme of the system"], ["light", "Light theme"], ["dark", "Dark theme"]];
 const NARROW = matchMedia("(max-width: 900px)");
 const DARK = matchMedia("(prefers-color-scheme: dark)");
+const SEARCH_FROM = 8; // conversations from which on they can be searched
 const NAMES = { chat: "Chat", completion: "Completion", translate: "Translation" };
 
 class App {
@@ -177,6 +178,7 @@ class App {
     byId("new-conversation").addEventListener("click", () => this.#newConversation());
     byId("new-conversation").hidden = model.kind === "encoder-decoder";
     if (model.kind === "encoder-decoder") byId("no-conversations").textContent = "The last translation is kept in this browser.";
+    byId("search").addEventListener("input", () => this.refreshList());
     byId("open-sidebar").addEventListener("click", () => { document.body.classList.add("sidebar-open"); byId("scrim").hidden = false; byId("close-sidebar").focus(); });
     byId("close-sidebar").addEventListener("click", () => this.#closeSidebar());
     byId("scrim").addEventListener("click", () => this.#closeSidebar());
@@ -196,7 +198,11 @@ class App {
     const shown = this.conversation;
     if (shown && !store.isEmpty(shown)) store.write("open", shown.id);
     byId("no-conversations").hidden = all.length > 0;
-    byId("conversations").replaceChildren(...all.map((each) => this.#listItem(each, each.id === shown?.id)));
+    const search = byId("search");
+    search.hidden = all.length < SEARCH_FROM && !search.value;
+    const wanted = search.value.trim().toLowerCase();
+    const found = all.filter((each) => (each.title || "Untitled").toLowerCase().includes(wanted));
+    byId("conversations").replaceChildren(...found.map((each) => this.#listItem(each, each.id === shown?.id)));
     byId("title").textContent = shown && !store.isEmpty(shown) ? shown.title : this.mode === "translate" ? "Translation" : "";
   }
 

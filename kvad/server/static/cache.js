@@ -302,7 +302,7 @@ export class CachePanel {
     const band = this.#bands.find((each) => block >= each.first && block < each.first + each.size);
     const code = this.#codes[block] & ~PACKED;
     const sequence = this.#state.sequences[this.#owners[block]];
-    const owner = sequence ? nameOf(sequence, this.#isMine(sequence)) : null;
+    const owner = sequence ? nameOf(sequence, this.#isMine(sequence), this.app) : null;
     const lower = (text) => text.charAt(0).toLowerCase() + text.slice(1);
     if (band.pool === undefined) return `${band.label}: a block ${band.what}${owner ? `, of ${lower(owner)}` : ""}`;
     const group = this.#state.groups[band.pool];
@@ -361,6 +361,7 @@ export class CachePanel {
     for (const item of this.legend.children) {
       const number = this.#counts[Number(item.dataset.code)];
       item.lastChild.textContent = count(number);
+      if (item.dataset.code === String(MINE)) item.children[1].textContent = ownName(this.app);
       item.classList.toggle("none", !number);
     }
   }
@@ -396,7 +397,7 @@ export class CachePanel {
     const loaded = prompt.num_ram_tokens + prompt.num_disk_tokens;
     const parts = prompt.is_resumed ? [["disk", cached]] : [["pool", cached - loaded], ["ram", prompt.num_ram_tokens], ["disk", prompt.num_disk_tokens]];
     return h("li", { class: `prompt${isMine ? " mine" : ""}` },
-      h("div", { class: "row spread" }, h("span", {}, nameOf({ ...prompt, sample: 0 }, isMine)), h("span", { class: "hint" }, cached ? `${count(cached)} of ${plural(total, "token")} from cache` : `${plural(total, "token")}, all computed`)),
+      h("div", { class: "row spread" }, h("span", {}, nameOf({ ...prompt, sample: 0 }, isMine, this.app)), h("span", { class: "hint" }, cached ? `${count(cached)} of ${plural(total, "token")} from cache` : `${plural(total, "token")}, all computed`)),
       h("div", { class: "prompt-bar", "aria-hidden": "true" }, ...parts.filter(([, tokens]) => tokens > 0).map(([tone, tokens]) => h("i", { class: tone, style: { width: `${(100 * tokens) / total}%` } }))),
       h("p", { class: "hint" }, promptReason(prompt, cached, this.#state.block_size)));
   }
@@ -413,7 +414,7 @@ export class CachePanel {
     const isMine = this.#isMine(sequence);
     const title = `${count(sequence.cached)} cached, ${count(Math.max(0, sequence.computed - sequence.cached))} computed, ${count(Math.max(0, sequence.tokens - sequence.computed))} to do, limit ${count(limit)}`;
     return h("div", { class: "sequence", title },
-      h("div", { class: "row spread" }, h("span", {}, nameOf(sequence, isMine), h("span", { class: `pill ${sequence.state}` }, stateText(sequence))), h("span", { class: "hint" }, `${count(sequence.tokens)} of ${count(limit)}`)),
+      h("div", { class: "row spread" }, h("span", {}, nameOf(sequence, isMine, this.app), h("span", { class: `pill ${sequence.state}` }, stateText(sequence))), h("span", { class: "hint" }, `${count(sequence.tokens)} of ${count(limit)}`)),
       h("div", { class: `seq-bar${isMine ? " mine" : ""}`, role: "img", "aria-label": title },
         h("i", { class: "part todo", style: { width: share(sequence.tokens) } }), h("i", { class: "part computed", style: { width: share(sequence.computed) } }), h("i", { class: "part from-cache", style: { width: share(Math.min(sequence.cached, sequence.computed)) } })));
   }
@@ -502,7 +503,7 @@ export class CachePanel {
   }
 
   #evictionText(event) {
-    const who = this.#isMine(event) ? "this conversation" : event.request === null ? "an earlier request" : `request ${event.request}`;
+    const who = this.#isMine(event) ? ownName(this.app).toLowerCase() : event.request === null ? "an earlier request" : `request ${event.request}`;
     return `${plural(event.blocks, "cached block")} evicted ${EVICTION_CAUSES[event.cause]} ${who}.`;
   }
 }
@@ -579,7 +580,10 @@ function preemptionOutcome(before, now) {
   return now.to_disk > before.to_disk ? `${size} copied to disk.` : "";
 }
 
-const nameOf = (sequence, isMine) => (isMine ? "This conversation" : `Request ${sequence.request ?? "?"}`) + (sequence.sample ? `, sample ${sequence.sample + 1}` : "");
+const OWN = { chat: "This conversation", completion: "This text", translate: "This translation" };
+const ownName = (app) => OWN[app.mode];
+
+const nameOf = (sequence, isMine, app) => (isMine ? ownName(app) : `Request ${sequence.request ?? "?"}`) + (sequence.sample ? `, sample ${sequence.sample + 1}` : "");
 
 function stateText({ state, tokens, computed, prompt_tokens: prompt }) {
   if (state === "swapped") return "swapped out";

@@ -202,7 +202,7 @@ export class AttentionPanel {
 
   #top(weights) {
     const order = weights.map((weight, index) => [weight, index]).sort((a, b) => b[0] - a[0]).slice(0, 6);
-    return h("ol", { class: "top-list" }, ...order.map(([weight, index]) => h("li", {}, h("code", {}, visible(this.#context.texts[index])), h("span", { class: "alt-bar" }, h("i", { style: { width: `${weight * 100}%` } })), h("span", {}, percent(weight)))));
+    return h("ol", { class: "top-list" }, ...order.map(([weight, index]) => h("li", {}, h("code", {}, visible(this.#context.texts[index])), h("span", { class: "alt-bar" }, h("i", { style: { width: `${(weight / order[0][0]) * 100}%` } })), h("span", {}, percent(weight)))));
   }
 }
 

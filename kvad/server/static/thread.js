@@ -24,6 +24,8 @@ export class Thread {
     this.list = byId("thread");
     this.input = byId("message");
     this.meter = new Meter(byId("chat-meter"));
+    this.examples = this.#buildExamples();
+    byId("view-chat").append(this.examples);
     this.measure = debounce(() => this.#measure(), 450);
     byId("composer").addEventListener("submit", (event) => { event.preventDefault(); this.#submit(); });
     this.input.addEventListener("keydown", (event) => {
@@ -56,18 +58,24 @@ export class Thread {
     const messages = store.path(this.app.conversation);
     const elements = messages.map((node) => this.#view(node).element);
     if (!messages.length) elements.push(this.#emptyState());
+    byId("view-chat").classList.toggle("is-empty", !messages.length);
+    this.examples.hidden = messages.length > 0;
     this.list.replaceChildren(...elements);
     this.#renderSend();
   }
 
   #emptyState() {
     const { model } = this.app;
-    const use = (text) => { this.input.value = text; autoGrow(this.input, 220); this.input.focus(); this.measure(); };
     return h("div", { class: "empty" },
       h("h2", {}, `Chat with ${model.id}`),
       h("p", {}, `It reads up to ${count(model.max_model_len)} tokens at a time. Conversations are kept in this browser only.`),
-      h("div", { class: "examples" }, ...EXAMPLES.map(([label, text]) => h("button", { type: "button", onclick: () => use(text) }, h("b", {}, label), h("span", {}, text)))),
     );
+  }
+
+  /** Suggestions below the message box of an empty chat. */
+  #buildExamples() {
+    const use = (text) => { this.input.value = text; autoGrow(this.input, 220); this.input.focus(); this.measure(); };
+    return h("div", { class: "examples-below" }, h("div", { class: "examples" }, ...EXAMPLES.map(([label, text]) => h("button", { type: "button", onclick: () => use(text) }, h("b", {}, label), h("span", {}, text)))));
   }
 
   #view(node) {

@@ -76,7 +76,7 @@ export class TranslateView {
 }
 
 function output(result, index) {
-  const score = typeof result.score === "number" ? h("span", { class: "score", title: "Sum of log-probabilities over the length penalty" }, result.score.toFixed(2)) : null;
+  const score = typeof result.score === "number" ? h("span", { class: "score", title: "Sum of log-probabilities over the length penalty" }, result.score.toFixed(2).replace(/^-0\.00$/, "0.00")) : null;
   return h("article", { class: index ? "output other" : "output best" },
     h("p", { dir: "auto" }, result.text || "(empty)"),
     h("div", { class: "row" }, h("span", { class: "hint" }, index ? `Alternative ${index}` : "Best"), score, h("span", { class: "grow" }), copyButton(() => result.text, "Copy translation")));
