@@ -26,7 +26,7 @@ const SAMPLES = 120; // points of a curve
 const SAMPLE_MS = 500;
 const MAP_HEIGHT = 200; // of the pool, and of what is stored beyond it
 const STORED_HEIGHT = 70;
-const MAX_LOG = 40;
+const MAX_LOG = 20;
 const MAX_BARS = 24;
 
 export class CachePanel {
@@ -514,7 +514,8 @@ const sideOf = (pitch) => pitch - (pitch > 6 ? 2 : 1);
 function drawCell(context, code, tone, x, y, side) {
   const place = code & ~PACKED;
   context.fillStyle = tone;
-  if (side < 5) {
+  const isTiny = side < (place === RAM || place === DISK ? 7 : 5);
+  if (isTiny) {
     context.fillRect(x, y, side, code & PACKED ? Math.ceil(side / 2) : side);
   } else if (code & PACKED) {
     const bar = Math.floor((side - 2) / 2);
