@@ -220,6 +220,15 @@ STOP_AFTER_400 = """() => new MutationObserver((_, observer) => {
 }).observe(document.getElementById("thread"), { subtree: true, childList: true })"""
 
 
+MANY_CONVERSATIONS = """async () => {
+  const store = await import("/store.js");
+  for (let number = 1; number <= 9; number++) {
+    const conversation = store.create("completion");
+    store.save(Object.assign(conversation, { title: `Number ${number}`, text: "a text" }));
+  }
+}"""
+
+
 def test_page(page, server):
     check_markdown(page)
     answer = page.locator("article.assistant")
@@ -260,6 +269,15 @@ def test_page(page, server):
         page.click(f".theme [data-theme={theme}]")
         backgrounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert backgrounds[0] != backgrounds[1] == "rgb(255, 255, 255)"
+
+    # Many conversations can be searched.
+    assert page.locator("#search").is_hidden()
+    page.evaluate(MANY_CONVERSATIONS)
+    page.reload()
+    page.fill("#search", "NUMBER 3")
+    assert page.locator("#conversations .open").all_text_contents() == ["Number 3now"]
+    page.fill("#search", "")
+    assert page.locator("#conversations li").count() == 10
 
     # Completion mode continues a text in place.
     page.click("[data-mode=completion]")
@@ -398,6 +416,13 @@ def check_cache_panel(page, server):
     page.keyboard.press("ArrowRight")
     assert page.get_attribute("#tab-attention", "aria-selected") == "true"
     check_themes(page, "cache", "settings", "attention")
+
+    # Nothing is wider than a phone.
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.click("#tab-cache")
+    widths = page.evaluate("() => ['body', '#panel-cache'].map((name) => document.querySelector(name).scrollWidth)")
+    assert widths == [390, 390]
+    page.set_viewport_size({"width": 1440, "height": 900})
 
 
 # ---------------------------------------------------------------- attention
