@@ -354,7 +354,7 @@ def complete_here(page, text, tokens):
     page.locator("#view-completion .primary", has_text="Stop").wait_for(state="detached")
 
 
-def test_cache_and_attention(open_page, start_server, llm):
+def test_cache_and_attention(start_server, open_page, llm):  # the page is closed before its server ends
     options = ("--num-blocks", 21, "--prefix-cache-ram", "1MiB", "--cache-dtype", "int8", "--max-seq-len", 320)
     server = start_server(*options, "--attention")
     page = open_page(server)
@@ -404,13 +404,11 @@ def check_cache_panel(page, server):
 
     # Keyboard: arrows move between blocks, also into RAM, and every block is described to screen readers.
     page.focus(".block-map")
-    described = []
-    for key in ("ArrowRight", "ArrowRight", "End", "Home"):
+    text_of_block = "() => document.getElementById('block-text').textContent"
+    for key, block in (("ArrowRight", "Block 2"), ("ArrowRight", "Block 3"), ("End", "RAM"), ("Home", "Block 2")):
         page.keyboard.press(key)
-        page.wait_for_timeout(80)
-        described.append(page.inner_text("#block-text"))
-    assert [text.split(":")[0] for text in described] == ["Block 2", "Block 3", "RAM", "Block 2"]
-    assert "packed as int8" in described[0]
+        wait_until(page, f"{text_of_block}.split(':')[0]", block)
+    assert "packed as int8" in page.evaluate(text_of_block)
     page.keyboard.press("Escape")
     page.focus("#tab-cache")
     page.keyboard.press("ArrowRight")
@@ -475,6 +473,7 @@ def test_translation_and_training(open_page, tmp_path):
         page = open_page(server)
         check_translation(page, server)
         check_training(page, metrics)
+        page.context.close()
     finally:
         server.stop(signal.SIGKILL)
 
