@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvad.server.config import ApiKeys as ApiKeys
     from kvad.server.config import ServerConfig as ServerConfig
     from kvad.server.limits import ServerLimits as ServerLimits
+    from kvad.server.run import check_address as check_address
     from kvad.server.run import serve as serve
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -56,6 +56,11 @@ def serve(
         return asyncio.run(_serve(model, load, config, listener, on_ready))
 
 
+def check_address(config: ServerConfig) -> None:
+    """Raise a UsageError if the server could not listen on its address."""
+    _bind(config).close()
+
+
 def _raise_file_limit() -> None:
     """Allow as many connections as the system lets this process have; the usual default is 1,024 files."""
     with suppress(ImportError, OSError, ValueError):  # there is none on Windows

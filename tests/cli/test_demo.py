@@ -1,10 +1,15 @@
 """``kvad demo`` from end to end, on a smaller model and a smaller library."""
 
 import json
+import os
 import shlex
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvad.checkpoint import open_checkpoint
@@ -39,7 +44,7 @@ def check_next_steps(kvad, page):
         assert "generate" not in step or f"--temperature {demo.TEMPERATURE}" in step  # at 1 it is gibberish
         command = words[words.index(next(word for word in words if word in COMMANDS)) :]
         few = ["--layout", "paged", "--cache-dtype", "float32", "--num-prompts", "3", "--max-tokens", "24"]
-        extra = {"train": ["--dry-run"], "generate": ["--max-tokens", 2], "verify": few}
+        extra = {"serve": ["--limits"], "train": ["--dry-run"], "generate": ["--max-tokens", 2], "verify": few}
         result = kvad(shlex.join(command), *extra.get(command[0], []), stdin=b"/kv\n" if command[0] == "chat" else None)
         assert result.code == (1 if "--inject-fault" in command else 0), (step, result.err)
         assert (result.out + result.err).strip(), step
@@ -95,3 +100,80 @@ def test_library_without_sources(kvad, monkeypatch, tmp_path):
     monkeypatch.setattr(stdlib_sources, "MIN_BYTES", 1 << 50)
     result = kvad("demo --out", tmp_path / "x")
     assert result.code == 2 and "kvad train FILE" in result.err and not (tmp_path / "x").exists()
+
+
+# ---------------------------------------------------------------- kvad serve without a model
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path, out):
+    """Let ``kvad serve`` only record what it would serve."""
+    models = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "MINUTES", 0.01)
+    monkeypatch.setattr("kvad.server.run.serve", lambda model, *options: models.append(model) or 0)
+    return models
+
+
+def test_serve_without_a_model_trains_once(kvad, served):
+    """The model of a stopped training is not served; the one of ``kvad demo`` and of other commands is."""
+    result = kvad("serve --port 0")
+    assert result.code == 0 and served == [Path("runs/demo")]
+    for words in ("no MODEL is given", "0.01 minutes", "three files", "validation loss"):
+        assert words in result.err, result.err
+    result = kvad("serve --port 0")
+    assert result.code == 0 and "training" not in result.err and len(served) == 2
+    record = Path("runs/demo/demo.json")
+    record.write_text("{}\n")  # as while it trains
+    assert "no MODEL is given" in kvad("serve --port 0").err
+    assert json.loads(record.read_text())["steps"] > 0
+    record.unlink()  # a run of kvad train
+    assert "training" not in kvad("serve --port 0").err and len(served) == 4
+
+
+def test_an_address_in_use_is_known_before_the_training(kvad, served, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = kvad("serve --port", other.getsockname()[1])
+    assert result.code == 2 and "in use" in result.err and not served and not (tmp_path / "runs").exists()
+
+
+PROGRAM = """
+import sys
+from kvad.cli.commands import demo
+from kvad.cli.main import main
+from kvad.datasets import stdlib_sources
+find_sources = stdlib_sources.find_sources
+stdlib_sources.MIN_BYTES, demo.PRESET, demo.MINUTES = 1000, "tiny", float(sys.argv[2])
+stdlib_sources.find_sources = lambda: find_sources([("three files", sys.argv[1])])
+sys.exit(main(["serve", "--port", "0"]))
+"""
+
+
+@pytest.mark.long
+def test_serve_without_a_model_in_a_terminal(out, tmp_path):
+    """Ctrl-C while it trains ends with 130 and serves nothing; the next start trains and serves, the third serves."""
+
+    def start(minutes):
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "library"), str(minutes)]
+        path = str(Path(__file__).parents[2])
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, **pipes)
+
+    process, lines = start(10), []
+    for line in process.stderr:  # progress arrives while it trains
+        lines.append(line)
+        if "loss" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130 and "nothing is served" in rest and "Traceback" not in rest, [*lines, rest]
+    for minutes, is_trained in ((0.02, True), (10, False)):
+        process = start(minutes)
+        line = process.stdout.readline()
+        assert line.startswith("serving http://"), process.stderr.read()
+        body = {"prompt": "def __init__", "max_tokens": 4}
+        reply = httpx.post(f"{line.split()[1]}/v1/completions", json=body, timeout=60)
+        assert reply.json()["model"] == "demo" and reply.json()["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+        assert process.returncode == 0 and ("no MODEL is given" in rest) is is_trained, rest

@@ -43,6 +43,7 @@ TEMPERATURE = 0.7  # a model of two minutes writes no words at 1
 NEXT_STEPS = (
     (f"{{kvad}} generate {{out}} 'class Node' --temperature {TEMPERATURE} --stats", "continue your own text"),
     (f"{{kvad}} chat {{out}} --temperature {TEMPERATURE}", "chat with it (/kv shows the cache)"),
+    ("{kvad} serve {out}", "serve it: a web page and OpenAI's API"),
     ("{kvad} verify {out} --inject-fault mask", "inject a fault: verify names it"),
     ("{kvad} plan {out} --max-num-seqs 8", "estimate the memory"),
     ("{kvad} inspect {out} --attention 'def f(x):'", "show the attention of a head"),
@@ -117,10 +118,21 @@ class _Page:
         self.write(f"\n{click.style(f'— {text} —', bold=True)}")
 
 
-def train_demo(out: Path) -> None:
-    """Train the demo's model in a folder, with progress on stderr."""
-    outcome = _train(_Page(to_stderr=True), MINUTES, out, 0)
+def needs_training(out: Path) -> bool:
+    """Return True if a folder has no model, or that of a demo whose training was stopped."""
+    if not (out / "checkpoints").exists():
+        return True
+    try:
+        return "steps" not in json.loads((out / RESULT).read_text("utf-8"))
+    except (OSError, ValueError):
+        return (out / RESULT).exists()  # else it is the run of another command
+
+
+def train_demo(out: Path, minutes: float) -> None:
+    """Train the demo's model in a folder, with progress on stderr; exit if a signal stops it."""
+    outcome = _train(_Page(to_stderr=True), minutes, out, 0)
     if outcome.reason == "interrupted":
+        print_error("training stopped, nothing is served; the next start trains again")
         exit_with(128 + (outcome.signal or signal.SIGINT))
 
 
@@ -141,6 +153,9 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> TrainingResult:
     (out / RESULT).write_text("{}\n", encoding="utf-8")  # marks the folder as the demo's
     with closing(monitoring.make_progress(console())) as progress:
         outcome = loop.train_model(config, sources.files, out, overwrite=True, callbacks=[progress])
+    if outcome.reason == "interrupted":  # perhaps before the first evaluation
+        return outcome
+    (out / RESULT).write_text(json.dumps({"steps": outcome.step}) + "\n", encoding="utf-8")
     page.write(
         f"{outcome.step} steps, {outcome.tokens:,} tokens in {outcome.elapsed:.0f} s: loss {outcome.loss:.3f}, "
         f"validation loss {outcome.val_loss:.3f}"

@@ -96,16 +96,14 @@ def serve_command(options: _ServeOptions) -> None:
         runs_dir=options.runs,
         attention=options.attention,
     )
-    model = options.model
-    if model is None:
-        model = DEMO_RUN
-        if not (model / "checkpoints").exists():
-            from kvad.cli.commands.demo import train_demo
+    from kvad.cli.commands import demo
+    from kvad.server import check_address, serve
 
-            note(f"no MODEL is given and {model} does not exist: training the demo's model, about 2 minutes")
-            train_demo(model)
-    from kvad.server import serve
-
+    check_address(config)  # before a model is trained or loaded
+    model = DEMO_RUN if options.model is None else options.model
+    if options.model is None and demo.needs_training(model):
+        note(f"no MODEL is given: training the demo's model in {model}, about {demo.MINUTES:g} minutes; stop: Ctrl-C")
+        demo.train_demo(model, demo.MINUTES)
     budget = sizing.MemoryBudget(load.get("memory", "auto"), MAX_SEQS)
     exit_with(serve(model, {**load, "memory": budget}, config, _announce))
 
