@@ -86,6 +86,7 @@ class RequestStream:
         session: Reused tokens of a session's turn, set at the end.
         started: True once its first chunk has arrived.
         request_id: Name that the client gave the request, if any.
+        max_unread: Largest number of chunks that wait for the reader; beyond it the request fails (0: any number).
     """
 
     def __init__(self, llm: AsyncLLM, number: int, signal: Signal, submission: Submission | None = None) -> None:
@@ -94,6 +95,7 @@ class RequestStream:
         self.session: dict[str, Any] | None = None
         self.started = False
         self.request_id: str | None = None
+        self.max_unread = 0
         self._llm, self._signal = llm, signal
         self._chunks: list[StreamChunk] = []
         self._error: KvadError | None = None
@@ -101,6 +103,10 @@ class RequestStream:
     def add(self, chunk: StreamChunk) -> None:
         self._chunks.append(chunk)
         self.started = True
+        if self.max_unread and len(self._chunks) > self.max_unread:
+            self.cancel()
+            self._chunks.clear()
+            self.fail(RequestError(f"stream: the client has left {self.max_unread:,} tokens unread", "Read faster."))
         self._signal.set()
 
     def end(self, message: Message) -> None:

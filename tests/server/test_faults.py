@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +11,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from kvad.engine import StreamChunk
 from kvad.engine.scheduling import StructuredOutput
+from kvad.errors import RequestError
 from kvad.server import run
 from kvad.server.api import ApiContext, ApiError, generation, panel, schema
 from kvad.server.app import build_app
+from kvad.server.async_llm import RequestStream
 from kvad.server.config import ServerConfig
 from kvad.server.metrics import ServerMetrics
 from tests.server.conftest import KEYS, LIMITS
@@ -256,6 +260,52 @@ def test_pages_share_the_state_of_the_cache():
 
     calls, results = asyncio.run(main())
     assert 2 <= calls <= 8 and all(result[0].startswith(b"data: ") for result in results)
+
+
+def test_a_stream_that_nobody_reads_ends(monkeypatch):
+    """Beyond a number of unread tokens the request fails, and its sequence is freed."""
+    monkeypatch.setattr(generation, "MAX_UNREAD", 10)
+    context, cancelled = context_of(), []
+    context.llm.submit = lambda submission, session, signal: RequestStream(context.llm, 1, signal, submission)
+    context.llm.cancel = cancelled.append
+    submission = SimpleNamespace(sampling_params=SimpleNamespace(n=1, num_beams=1), input_ids=[1])
+    group = generation.RequestGroup(context, [submission])
+    (stream,) = group.streams
+    for _ in range(10):
+        stream.add(StreamChunk(1, 0, text="x"))
+    assert len(stream.take()) == 10 and not cancelled
+    for _ in range(11):
+        stream.add(StreamChunk(1, 0, text="x"))
+    assert cancelled == [stream]
+    with pytest.raises(RequestError, match="10 tokens unread"):
+        stream.take()
+
+
+@pytest.mark.long
+def test_odd_clocks_zones_and_locales(start_server, monkeypatch, tmp_path):
+    """Under a jumping clock, in an odd zone and with an ASCII locale, texts are whole and no time is negative."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import itertools, time\nreal, calls = time.time, itertools.count()\n"
+        "time.time = lambda: real() + (-86400 if next(calls) % 2 else 3600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    for name, value in {
+        "TZ": "Pacific/Kiritimati",
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    server = start_server()
+    for text in ("éж한日😀", "\u202eطب\u0000\r\n"):
+        reply = server.complete(text, max_tokens=8, echo=True, timings=True)
+        assert reply["choices"][0]["text"].startswith(text)
+        timings = reply["timings"]
+        assert all(timings[name] >= 0 for name in ("queue_seconds", "first_token_seconds", "total_seconds"))
+        assert timings["total_seconds"] < 60
+    values = [line.rpartition(" ")[2] for line in server.http.get("/metrics").text.splitlines() if line[:1] != "#"]
+    assert values and all(float(value) >= 0 for value in values)
+    assert server.http.get("/ready").status_code == 200 and server.stop() == 0
 
 
 # ---------------------------------------------------------------- templates, grammars, load
