@@ -4,6 +4,7 @@
 # make check      format, lint, types, imports    make install     what make test needs
 # make test-unit  the tests without a model or a subprocess   make docs   the documentation as a site, in site/
 # make test-lower-bounds   a model trained and used with the lowest versions of the dependencies, in a separate environment
+# make clients   lm-eval and litellm in a separate environment, and their tests against the server
 # make peers      the environment of the engines that kvad is compared with   make bench   measure all of them, by turns
 # make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/hf_parity)
 #
@@ -19,6 +20,7 @@ SAMPLE ?=
 JOBS ?= auto
 ORACLES ?= /tmp/kvad-oracle
 PEERS ?= .venv-peers
+CLIENTS ?= .venv-clients
 BENCH_ARGS ?=
 
 TORCH := torch==2.13.0
@@ -31,7 +33,7 @@ KEY := $(shell { pwd; cat pyproject.toml constraints.txt kvad/ops/native/*.cpp k
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 
-.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle peers bench check docs install
+.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle clients peers bench check docs install
 .DELETE_ON_ERROR:
 
 run: $(RUN_STAMP)
@@ -70,6 +72,12 @@ oracle: $(TEST_STAMP)
 	$(ORACLES)/llama-cpp/bin/python tests/file_parity/make_llama_cpp.py $(ORACLES)/gguf $(ORACLES)/llama_cpp.npz
 	$(PY) -m tests.file_parity.compare $(ORACLES)
 	$(PY) -m pytest -n $(JOBS) tests/hf_parity tests/checkpoint tests/model $(TEST_ARGS)
+
+# 760 MB, because lm-eval needs pandas, pyarrow and scipy; its huggingface_hub is not the one of transformers 4.57.
+clients: $(TEST_STAMP)
+	test -x $(CLIENTS)/bin/lm_eval || { $(PYTHON) -m venv $(CLIENTS) && \
+		$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/server/clients/requirements.txt; }
+	KVAD_CLIENTS=$(CLIENTS) $(PY) -m pytest tests/server/clients -rs $(TEST_ARGS)
 
 # llama.cpp is compiled for this processor: 5 to 15 minutes, once.
 peers: $(TEST_STAMP)
