@@ -50,14 +50,18 @@ class Settings:
     log: IO[bytes] | int = subprocess.DEVNULL  # for what the engines print
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of every worker: equal threads, this checkout's modules, no downloads."""
+        """Return the variables of every worker: equal threads, this checkout's modules, no downloads.
+
+        Python stores compiled modules, as an installation does; otherwise every load would compile them again.
+        """
         threads = str(self.threads)
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         fixed = {
             "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "OPENVINO_TELEMETRY": "0",
         }  # fmt: skip
-        return {**os.environ, **dict.fromkeys(names, threads), **fixed}
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return {**inherited, **dict.fromkeys(names, threads), **fixed}
 
 
 class WorkerError(RuntimeError):

@@ -17,7 +17,6 @@ import json
 import math
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -46,8 +45,6 @@ from kvad.errors import CheckpointError, SaveError
 
 FILE_METADATA = {"format": "pt"}  # required by transformers
 READ_CHUNK = 1 << 20  # bytes read at a time in a conversion; fits into the processor's cache
-# Private and writable, but no memory is reserved for writes: a file may be larger than the memory.
-UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class _Shard:
@@ -66,7 +63,7 @@ class _Shard:
     def content(self) -> mmap.mmap:
         """The mapped file."""
         try:
-            return mmap.mmap(self._file, 0, flags=UNRESERVED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return storage_lib.filesystem.map_privately(self._file)
         except OSError as error:
             raise CheckpointError(f"cannot map {self.path}: {error.strerror}") from error
 

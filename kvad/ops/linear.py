@@ -102,6 +102,11 @@ class Linear(nn.Linear):
 
     tiles: TileSizes | None = None  # batch-invariant if set
 
+    def reset_parameters(self) -> None:
+        """Initialize the parameters, unless they have no memory: a checkpoint replaces them."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, self.tiles)
 

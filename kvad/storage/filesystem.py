@@ -22,6 +22,7 @@ import mmap
 import os
 import re
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ Buffer = bytes | bytearray | memoryview
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_SHOWN_CHARS = 80  # characters of an invalid name in a message
+UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # Python 3.13 has the name
 OWNER_ONLY = 0o600  # Cached text can be reconstructed from a cache file.
 FILE_TYPES = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
@@ -83,8 +85,7 @@ class FileSystem:
 
     def map(self, file: int, offset: int, size: int) -> mmap.mmap:
         """Map bytes of a file, whose ``offset`` is a multiple of the page size; writes stay in this process."""
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # no memory is reserved for writes
-        return mmap.mmap(file, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        return map_privately(file, offset, size)
 
     def size(self, file: int) -> int:
         return os.fstat(file).st_size
@@ -169,6 +170,15 @@ class FileSystem:
 
 
 REAL_FILE_SYSTEM = FileSystem()
+
+
+def map_privately(file: int, offset: int = 0, size: int = 0) -> mmap.mmap:
+    """Map bytes of a file (0: up to its end), so that writes stay in this process.
+
+    No memory is reserved for writes: a file may be larger than the memory.
+    """
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
+    return mmap.mmap(file, size, flags=mmap.MAP_PRIVATE | UNRESERVED, prot=prot, offset=offset)
 
 
 def lock_owner(path: Path) -> str:

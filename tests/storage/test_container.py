@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 
 from kvad.errors import StorageError
-from kvad.storage.container import CacheFingerprint, Section, open_container, read_header, write_container
-from kvad.storage.filesystem import REAL_FILE_SYSTEM
+from kvad.storage import container
+from kvad.storage.container import (
+    ALIGNED,
+    CacheFingerprint,
+    ContainerWriter,
+    Section,
+    open_container,
+    read_header,
+    write_container,
+)
+from kvad.storage.filesystem import REAL_FILE_SYSTEM, FileSystem
 from tests.support.faulty_filesystems import FailingDisk, PowerCutDisk
 
 IDENTITY = {"model": "m", "keys": "float32"}
@@ -181,3 +190,54 @@ def test_a_file_that_is_renamed_during_a_listing_is_skipped(tmp_path, monkeypatc
 
     monkeypatch.setattr("kvad.storage.filesystem.os.scandir", renaming)
     assert [(file.name, file.size) for file in REAL_FILE_SYSTEM.list_files(tmp_path)] == [("kept", 3)]
+
+
+# ---------------------------------------------------------------- written section by section
+
+
+@pytest.mark.parametrize("header_bytes", [1000, 4096, 5000])
+def test_a_writer_grows_its_file_by_whole_huge_pages(tmp_path, monkeypatch, header_bytes):
+    monkeypatch.setattr(container, "HUGE_PAGE", page := 4096)
+    path, size = tmp_path / "it", 0
+
+    class Disk(FileSystem):
+        def write_at(self, file, data, offset):
+            nonlocal size
+            end = offset + len(data)
+            assert end <= size or (offset == size and len(data) % page == 0), "the file grows by less than a huge page"
+            size = max(size, end)
+            super().write_at(file, data, offset)
+
+    contents = [os.urandom(count) for count in (10, 3 * page, 0, page - 1, 1, 2 * page + 7, page - 200)]
+    writer = ContainerWriter(path, header_bytes, Disk())
+    offsets = [writer.write(str(index), data) for index, data in enumerate(contents)]
+    writer.commit("kind", IDENTITY)
+    writer.close()
+    assert path.stat().st_size == size and size % page == 0 and not any(offset % ALIGNED for offset in offsets)
+    with open_container(path) as entry:
+        entry.check()
+        for index, data in enumerate(contents):
+            stored = bytes(entry.read(str(index)))
+            assert stored.startswith(data) and not any(stored[len(data) :])
+
+
+def test_a_writer_without_sections_writes_a_valid_file(tmp_path):
+    writer = ContainerWriter(tmp_path / "it", 100)
+    writer.commit("kind", IDENTITY)
+    writer.close()
+    assert not read_header(tmp_path / "it").sections
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs /proc")
+def test_no_memory_is_reserved_for_writes_to_a_mapped_file(tmp_path):
+    path = tmp_path / "it"
+    path.write_bytes(bytes(8192))
+    file = REAL_FILE_SYSTEM.open(path)
+    mapping = REAL_FILE_SYSTEM.map(file, 0, 8192)
+    REAL_FILE_SYSTEM.close(file)
+    with open("/proc/self/smaps") as maps:
+        lines = maps.read().partition(str(path))[2].splitlines()
+    flags = next(line for line in lines if line.startswith("VmFlags"))
+    assert "nr" in flags.split()
+    mapping[0] = 1
+    assert path.read_bytes() == bytes(8192)

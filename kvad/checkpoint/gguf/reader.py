@@ -25,7 +25,6 @@ from kvad.checkpoint.gguf.architectures import find_architecture
 from kvad.checkpoint.gguf.metadata import DIVISORS, Architecture, FileContents, Packing, config_json
 from kvad.checkpoint.handle import converted, quantizable
 from kvad.checkpoint.hf_layout import HFCheckpoint
-from kvad.checkpoint.safetensors_io import UNRESERVED
 from kvad.errors import CheckpointError
 from kvad.text import Tokenizer, load_tokenizer
 
@@ -125,7 +124,7 @@ class GGUFCheckpoint(HFCheckpoint):
     def content(self) -> mmap.mmap:
         """The mapped file; writes stay in this process."""
         with storage.filesystem.open_regular(self.path) as file:
-            return mmap.mmap(file.fileno(), 0, flags=UNRESERVED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            return storage.filesystem.map_privately(file.fileno())
 
     def weight_files(self) -> list[ops.native.WeightFile]:
         """Return the file, which has no checksum."""

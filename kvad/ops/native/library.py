@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from kvad.ops.block_matrix import BlockMatrix
 from kvad.ops.native.build import VARIANTS, library_path, source_hash
-from kvad.ops.native.packed_store import PackedStore
+from kvad.ops.native.packed_store import PackedStore, advise
 from kvad.ops.quantized_linear import QuantizedMatrix
 
 Matrix = Tensor | QuantizedMatrix | BlockMatrix
@@ -45,6 +45,9 @@ OUTPUT_MODES = ("float", "add", "gated", "activated", "logits")
 NORMS = ("none", "rms", "layer")
 LEVELS = {"avx512-bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}  # that a machine must reach (kvad_cpu_level)
 SMAPS = Path("/proc/self/smaps")
+UNCHANGED = re.compile(  # a file's lines: addresses, then names and values
+    r"^([0-9a-f]+)-([0-9a-f]+) (?:\S+ +){4}/.*\n(?:(?!Anonymous|VmFlags)[A-Z].*\n)*Anonymous: +0 kB$", re.MULTILINE
+)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -264,7 +267,7 @@ class PackedWeights:
 
         They are [rows / PANEL, k / step, PANEL, step], and bytes [rows / PANEL, size] if the matrices are quantized.
         ``interleaved``: half a panel of the first matrix, then the same rows of the second one, padded to half a panel.
-        A weight that has changed is packed again. Pages of ``files`` that held the rows are given back.
+        A weight that has changed is packed again. Pages of ``files`` that were read for it are given back.
         """
         tensors = [tensor for matrix in matrices for tensor in _parts(matrix)]
         key, state = tuple(map(id, tensors)), tuple(map(_state, tensors))
@@ -274,8 +277,6 @@ class PackedWeights:
             if library is None:  # only the shape is needed
                 return _empty_panels(matrices, join)
             packed = self._load_or_pack(library, matrices, join, files)
-            for tensor in tensors:
-                files.release(tensor)
             known = self._panels[key] = _Panels(packed, state, [weakref.ref(tensor) for tensor in tensors])
         return known.packed
 
@@ -292,10 +293,16 @@ class PackedWeights:
             hashes = ["" if x is None else blake2b(x.numpy().data, digest_size=16).hexdigest() for x in orders]
             if all(map(files.contain, tensors)):
                 name = self._store.name(tensors, f"{join.__name__} {kinds} {hashes}")
-        if self._store is None or name is None:
-            return _pack(library, matrices, join)
-        packed = self._store.find(name, _empty_panels(matrices, join))
-        return self._store.add(name, _pack(library, matrices, join, apart=True)) if packed is None else packed
+        packed = None
+        if self._store is not None and name is not None:
+            packed = self._store.find(name, _empty_panels(matrices, join))
+        if packed is None:
+            packed = _pack(library, matrices, join, apart=name is not None)
+            if self._store is not None and name is not None:
+                packed = self._store.add(name, packed)
+            for tensor in (tensor for matrix in matrices for tensor in _parts(matrix)):
+                files.release(tensor)
+        return packed
 
     def __reduce__(self) -> tuple[type[PackedWeights], tuple[()]]:
         """Copy without the panels: they belong to the parameters of one model."""
@@ -363,15 +370,8 @@ class FileMappings:
     @functools.cached_property
     def _spans(self) -> list[tuple[int, int]]:
         """Addresses that are mapped from files, and not written since."""
-        spans, low, high = list[tuple[int, int]](), 0, 0
-        for line in SMAPS.read_text().splitlines() if SMAPS.is_file() else []:
-            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (?:\S+ +){4}/", line):
-                low, high = int(found[1], 16), int(found[2], 16)
-            elif low and line.split() == ["Anonymous:", "0", "kB"]:
-                spans.append((low, high))
-            elif line.startswith("VmFlags"):
-                low = 0
-        return spans
+        content = SMAPS.read_text() if SMAPS.is_file() else ""
+        return [(int(low, 16), int(high, 16)) for low, high in UNCHANGED.findall(content)]
 
     def contain(self, tensor: Tensor) -> bool:
         """Return True if the tensor's memory is mapped from a file, and unchanged."""
@@ -380,12 +380,8 @@ class FileMappings:
 
     def release(self, tensor: Tensor) -> None:
         """Give the tensor's memory back: its next use reads the file again."""
-        page = os.sysconf("SC_PAGE_SIZE")
-        low = -(-tensor.data_ptr() // page) * page
-        size = (tensor.data_ptr() + tensor.nbytes) // page * page - low
-        if size > 0 and self.contain(tensor):
-            madvise = ctypes.CDLL(None).madvise
-            madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED))
+        if self.contain(tensor):
+            advise(tensor, mmap.MADV_DONTNEED)
 
 
 def _state(parameter: Tensor) -> tuple[int, int]:

@@ -14,6 +14,8 @@ The folder is ``KVAD_PACKED_WEIGHTS`` or one in the user's cache folder; the fil
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -41,6 +43,7 @@ LOG = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "KVAD_PACKED_WEIGHTS"  # "off", or a folder
 KIND, SUFFIX, VERIFIED = "packed weights", ".packed", ".verified"
 MIN_AGE_NS = 2 * 10**9
+POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 MIN_BYTES = 256 << 20  # of the model's files; smaller ones are packed in memory
 DISK_SHARE = 4  # the files take at most this part of the free space (1/4), with their own
 SECTION_BYTES = 200  # of a header at most
@@ -92,7 +95,7 @@ class Verification:
         folder = store_folder() if path.is_file() and path.stat().st_size >= MIN_BYTES else None
         return Verification(path, digest, folder)
 
-    @property
+    @functools.cached_property
     def is_current(self) -> bool:
         """True if the checksums were compared and the file was not written since."""
         if self._record is None:
@@ -106,8 +109,8 @@ class Verification:
             return False
 
     def record(self) -> None:
-        """Record that the checksums were right."""
-        if self._record is None or time.time_ns() - max(self._state[1:3]) < MIN_AGE_NS:
+        """Record that the checksums were right, unless that is recorded."""
+        if self._record is None or self.is_current or time.time_ns() - max(self._state[1:3]) < MIN_AGE_NS:
             return  # times have a limited resolution: a later write could have the same
         with suppress(OSError, SaveError):
             self._fs.make_dir(self._record.parent)
@@ -170,6 +173,8 @@ class PackedStore:
         try:
             with storage.container.open_container(self._path, self._fs) as file:
                 header, mapping = file.header, file.map()
+            # Huge pages are read where the file is not cached; all is mapped at once instead of at a fault per page.
+            advise(torch.frombuffer(mapping, dtype=torch.uint8), getattr(mmap, "MADV_HUGEPAGE", 14), POPULATE_READ)
         except StorageError as error:
             if error.reason != "missing":
                 LOG.warning("%s It is written again.", error.message)
@@ -203,7 +208,8 @@ class PackedStore:
         return self._path.with_suffix(".lock")
 
     def _start(self, num_weights: int) -> None:
-        needed = sum(file.size for file in self._files)
+        page = storage.container.HUGE_PAGE
+        needed = -(-sum(file.size for file in self._files) // page) * page
         storage.filesystem.remove_temp_files(self._folder, lambda name: name.endswith((SUFFIX, VERIFIED)), self._fs)
         entries = self._fs.list_files(self._folder)
         last_use = {entry.name.removesuffix(VERIFIED): entry.used_ns for entry in entries}
@@ -282,6 +288,23 @@ class PackedStore:
             with suppress(OSError):
                 self._fs.close(self._lock)
             self._lock = None
+
+
+def advise(content: Tensor, *advice: int) -> None:
+    """Give the system advice about the whole pages of a tensor; what it does not support is ignored.
+
+    Other threads run meanwhile, unlike in ``mmap.madvise``.
+    """
+    low = -(-content.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (content.data_ptr() + content.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - low
+    if size > 0 and sys.platform == "linux":
+        for each in advice:
+            _libc().madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), each)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _are_intact(mapping: mmap.mmap, sections: Sequence[storage.container.SectionInfo]) -> bool:
