@@ -341,6 +341,11 @@ class BlockOps(NamedTuple):
     store: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
     load: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is edited, as in most decoding steps."""
+        return not (any(self.clear) or any(self.copy) or any(self[2:]))
+
 
 class CacheProtocol(Protocol):
     """The interface of KVCache and NoCache."""

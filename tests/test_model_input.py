@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, RESERVED_BLOCKS, AttentionPattern, TokenPositions
+from kvad.model_input import NULL_BLOCK, PADDING_BLOCK, RESERVED_BLOCKS, AttentionPattern, BlockOps, TokenPositions
 
 
 def is_visible(q: int, k: int, causal: bool, window: int | None) -> bool:
@@ -83,6 +83,14 @@ def test_window_has_exactly_that_many_keys() -> None:
 
 def test_reserved_blocks_are_the_first_ones() -> None:
     assert sorted({NULL_BLOCK, PADDING_BLOCK}) == list(range(RESERVED_BLOCKS))
+
+
+def test_block_ops_are_empty_only_without_any_operation() -> None:
+    empty = BlockOps(((), ()), ((), ()))
+    assert empty.is_empty
+    for name in BlockOps._fields:
+        operations: tuple[object, ...] = ((), (0,)) if name in ("clear", "copy") else (0,)
+        assert not empty._replace(**{name: operations}).is_empty, name  # type: ignore[arg-type]
 
 
 def test_model_input_needs_no_torch() -> None:

@@ -392,7 +392,8 @@ class Engine:
         self.times.schedule += text_start - update_start
         self.times.text += time.perf_counter() - text_start
         self.times.steps += 1
-        self.times.tokens += sum(chunk.token_id is not None for chunk in chunks)
+        num_generated = sum(chunk.token_id is not None for chunk in chunks)
+        self.times.tokens += num_generated
         if states := self.scheduler.pop_finished_states():
             self.state_keeper.collect(states)
         if self.scheduler.idle:
@@ -400,8 +401,8 @@ class Engine:
             ops.runtime.trim_heap()
         seconds = time.perf_counter() - step_start
         self.times.total += seconds
-        if output.encoder_batch is None:
-            self._record_step(output, sum(chunk.token_id is not None for chunk in chunks), seconds)
+        if output.encoder_batch is None and (self._step_costs is not None or self._draft_gate is not None):
+            self._record_step(output, num_generated, seconds)
         return chunks
 
     def _propose_drafts(self) -> None:
@@ -426,9 +427,12 @@ class Engine:
         results = sample_outputs(output, logits, self._num_tokens, self.runner.best_tokens(logits))
         self.times.model += sample_start - start
         self.times.sample += time.perf_counter() - sample_start
-        for index, reason in self.kv_cache.failed_rows([batch.num_seqs for batch in output.sub_batches]).items():
-            results[index] = SequenceOutput(error=reason, retry=True)
-        num_computed = sum(count for _, count in _own_spans(output))
+        if self.kv_cache.offload_reader is not None:
+            num_seqs = [batch.num_seqs for batch in output.sub_batches]
+            for index, reason in self.kv_cache.failed_rows(num_seqs).items():
+                results[index] = SequenceOutput(error=reason, retry=True)
+        is_decoding = all(batch.num_new_tokens == 1 for batch in output.sub_batches)
+        num_computed = 0 if is_decoding else sum(count for _, count in _own_spans(output))
         if num_computed > 2 * len(output.scheduled):  # most of them are prompt tokens
             self.preemption.costs.record("compute", num_computed, time.perf_counter() - start)
         return results

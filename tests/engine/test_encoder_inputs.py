@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -123,8 +124,8 @@ def test_cross_attention_sub_batches_match_those_of_the_step() -> None:
 def test_reading_another_encoder_input_changes_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     real = model_runner._write_tables
 
-    def wrong(lanes: Sequence[Tensor], strides: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
-        real(lanes, strides, list(rows)[::-1] if max(strides) > 1 else rows)  # type: ignore[arg-type]
+    def wrong(tables: Sequence[Any], blocks: Sequence[Sequence[int]]) -> None:
+        real(tables, blocks[::-1] if max(table.stride for table in tables) > 1 else blocks)
 
     model = build(pair_config("alibi", "pre", "gqa"))
     streams = translations()

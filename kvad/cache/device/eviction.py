@@ -228,7 +228,7 @@ def merge_layer(
     for store, values_to_write in zip(lower, (summary_keys, summary_values, weights), strict=True):
         for op in ops_to_merge:
             if op.first_slot == 0:
-                store.clear(blocks.new_tensor([op.target_block]))
+                store.clear([op.target_block])
             elif op.base_block != op.target_block:
                 store.copy(op.base_block, op.target_block, op.first_slot)
         store.write(blocks, offsets, values_to_write)

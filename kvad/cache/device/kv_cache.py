@@ -277,9 +277,8 @@ class KVCache:
             if group.sparse_read_policy is None or group_slots is None:
                 continue
             for bounds in (self.block_bounds[layer] for layer in group.layers):
-                device = bounds.key_min.device
-                bounds.clear(torch.tensor(group_blocks, dtype=torch.int64, device=device))
-                bounds.update(*split_slots(group_slots.to(device), group.block_size))
+                bounds.clear(group_blocks)
+                bounds.update(*split_slots(group_slots.to(bounds.key_min.device), group.block_size))
 
     def array_specs(self) -> dict[str, Tensor]:
         """Return arrays by name, [blocks, ...], to read their shapes and dtypes."""
@@ -336,11 +335,10 @@ class KVCache:
     def clear(self, group_index: int, block_ids: Sequence[int]) -> None:
         """Clear newly allocated blocks of a group that takes tokens or an encoder input."""
         positions = self.positions[group_index]
-        blocks = torch.tensor(block_ids, dtype=torch.int64, device=positions.device)
-        positions.index_fill_(0, blocks, -1)
+        positions.index_fill_(0, torch.tensor(block_ids, dtype=torch.int64, device=positions.device), -1)
         for arrays_by_kind in self._arrays[group_index].values():
             for arrays in arrays_by_kind.values():
-                arrays.clear(blocks)
+                arrays.clear(block_ids)
 
     def _copy(self, group_index: int, source: int, target: int, num_retained: int) -> None:
         positions = self.positions[group_index]

@@ -39,7 +39,7 @@ class BlockKeyBounds(BlockArrays):
 
         Copied bounds of all slots would let another sequence's tokens decide.
         """
-        self.clear(torch.tensor([target], device=self.key_min.device))
+        self.clear([target])
         offsets = torch.arange(num_retained, device=self.key_min.device)
         self.update(torch.full_like(offsets, target), offsets)
 

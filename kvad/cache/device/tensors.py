@@ -23,12 +23,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvad import ops
 from kvad.cache.quantization import get_format
 
 Device = torch.device | str
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+FEW_BLOCKS = 4  # that are cleared one by one, as in decoding
 ALIGNMENT = 64  # bytes, as torch's own allocations
 
 
@@ -136,10 +139,22 @@ class BlockArrays:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
-    def clear(self, blocks: Tensor) -> None:
+    @cached_property
+    def _host_arrays(self) -> list[NDArray[np.generic]] | None:
+        """The arrays as integers of the same memory; None if they are not on the host, or empty values are not zero."""
+        if any(array.device.type != "cpu" for array in self.arrays) or any(self.empty_values):
+            return None
+        return [array.view(_INTEGERS[array.itemsize]).numpy() for array in self.arrays]
+
+    def clear(self, blocks: Sequence[int]) -> None:
         """Empty whole blocks."""
+        if len(blocks) <= FEW_BLOCKS and self._host_arrays is not None:
+            for zeros in self._host_arrays:
+                for block in blocks:
+                    zeros[block] = 0
+            return
         for array, value in zip(self.arrays, self.empty_values, strict=False):
-            array.index_fill_(0, blocks, value)
+            array.index_fill_(0, torch.tensor(blocks, dtype=torch.int64, device=array.device), value)
 
     def copy(self, source: int, target: int, num_retained: int) -> None:
         """Copy a whole block, of which the first ``num_retained`` slots are visible in ``target``."""

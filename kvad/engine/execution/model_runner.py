@@ -14,10 +14,12 @@ A ModelInput of ``InputBuffers.fill`` is valid until the next one.
 
 from __future__ import annotations
 
+import array
+import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,12 +45,39 @@ MAX_GRAPHS = 64  # recorded steps, by default
 MAX_SHAPES = 256  # cached; all are rebuilt when the limit is exceeded
 
 
+class _Table:
+    """Host memory of a block table, row after row."""
+
+    def __init__(self, integers: memoryview, num_rows: int, stride: int) -> None:
+        self._integers, self.stride = integers, stride  # sequences per row
+        self._width = len(integers) // num_rows
+        self._rows: list[list[int] | None] = [None] * num_rows  # their blocks; None: not written yet
+
+    def forget(self) -> None:
+        """Write every row the next time: the memory was used for another shape."""
+        self._rows = [None] * len(self._rows)
+
+    def write(self, tables: Sequence[Sequence[int]], start: int) -> int:
+        """Write the blocks of every ``stride``-th sequence from ``start`` on, padded with NULL_BLOCK; return the end.
+
+        Rows that have not changed are not written again, as in most decoding steps.
+        """
+        stop = start + len(self._rows) * self.stride
+        blocks_of_rows, width = tables[start : stop : self.stride], self._width
+        for index, written in enumerate(self._rows):
+            blocks = blocks_of_rows[index] if index < len(blocks_of_rows) else []  # a padding sequence
+            if written is None or written != blocks:
+                _write(self._integers[index * width : (index + 1) * width], blocks, NULL_BLOCK)
+                self._rows[index] = [*blocks]
+        return stop
+
+
 class _ShapeBuffers(NamedTuple):
-    """Tensors of one shape, and their host arrays in the order of ``_sizes``."""
+    """Tensors of one shape, and their host memory in the order of ``_sizes``."""
 
     model_input: ModelInput
-    arrays: list[NDArray[np.int64]]
-    strides: list[list[int]]  # per group and sub-batch: sequences per row of the table
+    vectors: list[memoryview]  # tokens, positions, logit indices, sequence lengths, slots of each group
+    tables: list[list[_Table]]  # per group and sub-batch
     num_used: int
 
 
@@ -65,6 +94,7 @@ class InputBuffers:
         self.device, self._with_seq_lens, self._block_sizes = device, with_seq_lens, block_sizes
         self.num_allocations = 0
         self._shapes: dict[BatchShape, _ShapeBuffers] = {}
+        self._last: _ShapeBuffers | None = None  # written last
         self._allocate(MIN_CAPACITY)
 
     def tensors(self) -> list[Tensor]:
@@ -85,14 +115,13 @@ class InputBuffers:
             positions.extend(range(scheduled.start, end))
             if self._with_seq_lens:
                 seq_lens.extend([len(scheduled.sequence.token_ids)] * scheduled.num_tokens)
-        arrays, allocation = iter(buffers.arrays), output.allocation
+        vectors, allocation = iter(buffers.vectors), output.allocation
         for values in (tokens, positions, logit_indices, *([seq_lens] if self._with_seq_lens else [])):
-            _write(next(arrays), values)
-        for group, tables in enumerate(allocation.block_tables):
-            if group < len(allocation.slots):
-                padding = PADDING_BLOCK * self._block_sizes[group] if self._block_sizes else 0
-                _write(next(arrays), allocation.slots[group], padding)
-            _write_tables(arrays, buffers.strides[group], tables)
+            _write(next(vectors), values)
+        for group, slots in enumerate(allocation.slots):
+            _write(next(vectors), slots, PADDING_BLOCK * self._block_sizes[group] if self._block_sizes else 0)
+        for tables, blocks in zip(buffers.tables, allocation.block_tables, strict=True):
+            _write_tables(tables, blocks)
         # The host waits for every step's logits, so the device buffer is no longer in use.
         if self._device_buffer is not self._host_buffer:
             self._device_buffer[: buffers.num_used].copy_(self._host_buffer[: buffers.num_used], non_blocking=True)
@@ -108,38 +137,51 @@ class InputBuffers:
             if len(self._shapes) >= MAX_SHAPES:
                 self._shapes.clear()
             buffers = self._shapes[shape] = self._views(shape, sizes)
+        if buffers is not self._last:
+            for table in itertools.chain.from_iterable(buffers.tables):
+                table.forget()
+            self._last = buffers
         return buffers
 
     def _allocate(self, integers: int) -> None:
         self._shapes.clear()
         self.num_allocations += 1
         self._host_buffer = torch.zeros(integers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._host_memory = self._host_buffer.numpy().data
         self._device_buffer = (
             self._host_buffer if self.device.type == "cpu" else torch.zeros_like(self._host_buffer, device=self.device)
         )
 
     def _views(self, shape: BatchShape, sizes: Sequence[tuple[int, ...]]) -> _ShapeBuffers:
-        arrays, views, offset = [], [], 0
+        host, views, offset = [], [], 0
         for dims in sizes:
             size = math.prod(dims)
-            arrays.append(self._host_buffer[offset : offset + size].view(dims).numpy())
+            host.append(self._host_memory[offset : offset + size])
             views.append(self._device_buffer[offset : offset + size].view(dims))
             offset += _aligned(size)
         tensors = iter(views)
         tokens, positions, logit_indices = next(tensors), next(tensors), next(tensors)
         seq_lens = next(tensors) if self._with_seq_lens else None
-        slot_mappings, strides = [], []
+        slot_mappings, tables_per_group = [], list[list[_Table]]()
+        memory = iter(host)
+        vectors = [next(memory) for _ in range(4 if self._with_seq_lens else 3)]
         for group, widths in enumerate(shape.widths):
-            slots = next(tensors) if group < shape.num_token_groups else None
+            slots = None
+            if group < shape.num_token_groups:
+                slots = next(tensors)
+                vectors.append(next(memory))
             tables = tuple(next(tensors) for _ in widths)
             cross_sub_batches = None if group < shape.num_cached_groups else shape.cross_sub_batches
             slot_mappings.append(SlotMapping(slots, tables, cross_sub_batches))
             pairs = zip(shape.sub_batches, shape.group_sub_batches(group), strict=True)
-            strides.append([sub_batch.num_seqs // group_batch.num_seqs for sub_batch, group_batch in pairs])
+            strides = [sub_batch.num_seqs // group_batch.num_seqs for sub_batch, group_batch in pairs]
+            tables_per_group.append(
+                [_Table(next(memory), len(table), stride) for table, stride in zip(tables, strides, strict=True)]
+            )
         model_input = ModelInput(
             tokens, positions, shape.sub_batches, logit_indices, seq_lens=seq_lens, slot_mappings=tuple(slot_mappings)
         )
-        return _ShapeBuffers(model_input, arrays, strides, offset)
+        return _ShapeBuffers(model_input, vectors, tables_per_group, offset)
 
 
 def _sizes(shape: BatchShape, with_seq_lens: bool) -> list[tuple[int, ...]]:
@@ -161,22 +203,18 @@ def _aligned(integers: int) -> int:
     return -(-integers // ALIGNED) * ALIGNED
 
 
-def _write(array: NDArray[np.int64], values: Sequence[int], padding: int = 0) -> None:
-    array[: len(values)] = values
-    array[len(values) :] = padding
+def _write(integers: memoryview, values: Sequence[int], padding: int = 0) -> None:
+    count, size = len(values), len(integers)
+    integers[:count] = array.array(integers.format, values)
+    if count < size:
+        integers[count:] = array.array(integers.format, [padding]) * (size - count)
 
 
-def _write_tables(arrays: Iterator[NDArray[np.int64]], strides: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
-    """Write the blocks of every ``stride``-th sequence, padded with NULL_BLOCK."""
+def _write_tables(tables: Sequence[_Table], blocks: Sequence[Sequence[int]]) -> None:
+    """Write the blocks of all sequences to the tables of the sub-batches."""
     start = 0
-    for stride in strides:
-        table = next(arrays)
-        stop = start + len(table) * stride
-        for blocks, table_row in zip(tables[start:stop:stride], table, strict=False):
-            table_row[: len(blocks)] = blocks
-            table_row[len(blocks) :] = NULL_BLOCK
-        table[-(-len(tables[start:stop]) // stride) :] = NULL_BLOCK  # padding sequences
-        start = stop
+    for table in tables:
+        start = table.write(blocks, start)
 
 
 class ManagedCache(CacheProtocol, Protocol):
@@ -267,30 +305,37 @@ class ModelRunner:
         """Number of graphs that torch.compile has compiled for the model, in all engines."""
         return self.model.compiler.num_compilations
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
-        """Return logits [N, V] of the step's logit positions, in scheduled order."""
+        """Return logits [N, V] of the step's logit positions, in scheduled order.
+
+        Between two native steps the processor's caches have the weights, so what the host touches comes from memory:
+        a decoding step of the kernels calls nothing of torch that it does not need.
+        """
         assert output.encoder_batch is None, "an encoder step has no logits; call encode"
         start = time.perf_counter()
-        self.cache.apply(output.allocation.block_ops)
-        adapters = self._select_adapters((scheduled.sequence, scheduled.num_tokens) for scheduled in output.scheduled)
+        if not output.allocation.block_ops.is_empty:
+            with torch.inference_mode():
+                self.cache.apply(output.allocation.block_ops)
+        spans = ((scheduled.sequence, scheduled.num_tokens) for scheduled in output.scheduled)
+        adapters = self._select_adapters(spans) if self._adapters else None
         bucket = None if self.graphs.reason or adapters else decoding_bucket(BatchShape.from_output(output))
         model_input = self.buffers.fill(output) if bucket is None else self.buffers.fill(output, bucket)
         self.input_seconds += time.perf_counter() - start
         if not self._is_prepared or any(scheduled.start == 0 for scheduled in output.scheduled):
             self._update_kernels()
-        if adapters is not None:  # no kernel but PyTorch's adds their terms
-            self._log_adapters()
-            hidden = self.model(model_input._replace(adapters=adapters), self.cache)
-            return self.model.logits(hidden, model_input.logit_indices)
-        if self.program is not None:
+        if self.program is not None and adapters is None:
             return self.program.run(model_input, self.op_seconds)
-        if bucket is None:
-            return self._forward(model_input)
-        if self._graph_key != (key := (self.buffers.num_allocations, *self._weights_key)):
-            self.graphs.clear()
-            self._graph_key = key
-        return self.graphs.run(bucket, model_input)[: len(output.scheduled)]
+        with torch.inference_mode():
+            if adapters is not None:  # no kernel but PyTorch's adds their terms
+                self._log_adapters()
+                hidden = self.model(model_input._replace(adapters=adapters), self.cache)
+                return self.model.logits(hidden, model_input.logit_indices)
+            if bucket is None:
+                return self._forward(model_input)
+            if self._graph_key != (key := (self.buffers.num_allocations, *self._weights_key)):
+                self.graphs.clear()
+                self._graph_key = key
+            return self.graphs.run(bucket, model_input)[: len(output.scheduled)]
 
     def _select_adapters(
         self, spans: Iterable[tuple[scheduling.sequence.TokenSequence, int]]
@@ -327,6 +372,7 @@ class ModelRunner:
         indices = range(len(self.cache.groups))
         return next((reason for index in indices if (reason := paged_reason(self.cache, index))), "")
 
+    @torch.inference_mode()
     def _update_kernels(self) -> None:
         """Choose the kernels if none were chosen, or if the weights have changed.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -646,6 +646,15 @@ class _EncoderBuilder(_Builder):
         return {"group": group, "keys": stores[0], "values": stores[1]}
 
 
+class _PreparedStep(NamedTuple):
+    """The addresses of an input's tensors, which are the same in every step of its shape."""
+
+    model_input: ModelInput
+    step: native.StepInput
+    best: ctypes.Array[ctypes.c_int32]  # receives the best token of each row
+    referenced: list[object]  # what must outlive the addresses
+
+
 class NativeProgram:
     """The operations of one model and one cache, and the inputs of recent steps."""
 
@@ -661,11 +670,11 @@ class NativeProgram:
         )
         self._state = native.library.weight_state(builder.model)
         self._groups, self._positions = builder.cache.groups, builder.cache.positions
-        self._steps: dict[int, tuple[ModelInput, native.StepInput, list[object]]] = {}
+        self._steps: dict[int, _PreparedStep] = {}
         self._finalizer = weakref.finalize(self, library.free, self._program)
         self.num_tokens = self._vocab_size  # ids below it are sampled
         self._logits: weakref.ref[Tensor] | None = None  # of the last step
-        self._best = np.empty(0, dtype=np.int32)  # of each of its rows; -1 if a logit is not finite
+        self._best: ctypes.Array[ctypes.c_int32] = (ctypes.c_int32 * 0)()  # of each row; -1 if one is not finite
 
     @property
     def variant(self) -> str:
@@ -698,23 +707,22 @@ class NativeProgram:
         ``seconds`` [operations + 1] receives the first thread's time in each operation, then its waiting for others.
         """
         known = self._steps.get(id(model_input))
-        if known is None or known[0] is not model_input:
+        if known is None or known.model_input is not model_input:
             if len(self._steps) >= MAX_STEPS:
                 self._steps.clear()
-            known = self._steps[id(model_input)] = (model_input, *self._step(model_input))
-        step = known[1]
-        self._best = np.empty(step.num_logits, dtype=np.int32)
-        step.best, step.num_tokens = self._best.ctypes.data, self.num_tokens
-        logits = self._run(step, self._vocab_size, seconds)
-        self._logits = weakref.ref(logits)
+            step, referenced = self._step(model_input)
+            best = (ctypes.c_int32 * step.num_logits)()
+            step.best = ctypes.addressof(best)
+            known = self._steps[id(model_input)] = _PreparedStep(model_input, step, best, referenced)
+        known.step.num_tokens = self.num_tokens
+        logits = self._run(known.step, self._vocab_size, seconds)
+        self._logits, self._best = weakref.ref(logits), known.best
         return logits
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
         """Return the best token of each row of the last step's logits; None if these are others, or not finite."""
-        if self._logits is None or self._logits() is not logits or (self._best < 0).any():
-            return None
-        best: list[int] = self._best.tolist()
-        return best
+        best: list[int] = self._best[:]
+        return None if self._logits is None or self._logits() is not logits or min(best, default=0) < 0 else best
 
     def _run(
         self, step: native.StepInput, width: int, seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None

@@ -76,7 +76,6 @@ NO_ALLOWED_TOKEN = (
 )
 
 
-@torch.inference_mode()
 def sample_outputs(
     output: SchedulerOutput, logits: Tensor, num_tokens: int | None = None, best: Sequence[int] | None = None
 ) -> list[SequenceOutput]:
@@ -84,6 +83,8 @@ def sample_outputs(
 
     ``num_tokens``: ids below it are sampled. ``best``: the best of them in each row, if it is known; all are finite.
     """
+    if best is not None and all(map(_takes_best, output.scheduled)):
+        return list(map(SequenceOutput, best))
     scored: dict[int, SequenceOutput] = {}  # index of a scheduled sequence -> scores of its prompt tokens
     sampled: dict[int, tuple[int, ...]] = {}  # index of a scheduled sequence -> its drafts
     rows: list[int] = []  # of the sampled logits
@@ -100,10 +101,10 @@ def sample_outputs(
             sequences += _with_each_draft(seq, drafts)
         if stop - num_sampled > start:
             scored[index] = _score_span(output.scheduled[index], logits[start : stop - num_sampled])
-    if best is not None and all(_is_greedy(seq.sampling_params) for seq in sequences):
+    if best is not None and all(seq.sampling_params.needs_best_only for seq in sequences):
         new_results = [SequenceOutput(best[row]) for row in rows]
     else:
-        new_results = _sample_in_parts(_select(logits, rows), sequences, num_tokens)
+        new_results = _sample_in_parts(logits, rows, sequences, num_tokens)
     if len(rows) > len(sampled):
         new_results = _accept_drafts(new_results, list(sampled.values()))
     if len(sampled) == len(output.scheduled) and not scored:
@@ -115,9 +116,15 @@ def sample_outputs(
     return results
 
 
+def _takes_best(scheduled: ScheduledSequence) -> bool:
+    """Return True if a span has one logit, of which the best token is all that is needed."""
+    is_single = scheduled.is_sampled and len(scheduled.logit_offsets) == 1  # with drafts there are more
+    return is_single and scheduled.sequence.sampling_params.needs_best_only
+
+
 def _with_each_draft(seq: TokenSequence, drafts: Sequence[int]) -> list[TokenSequence]:
     """Return the sequence as it is, and with 1, 2, ... of its drafts."""
-    if _is_greedy(seq.sampling_params):  # of which only the options are read
+    if seq.sampling_params.needs_best_only:  # of which only the options are read
         return [seq] * (1 + len(drafts))
     if drafts and seq.sampling_params.uses_seed:
         seq.draw_key()  # hashes the tokens once for all copies
@@ -138,6 +145,7 @@ def _accept_drafts(results: Sequence[SequenceOutput], drafts: Sequence[tuple[int
     return merged
 
 
+@torch.inference_mode()
 def _score_span(scheduled: ScheduledSequence, logits: Tensor) -> SequenceOutput:
     """Score the prompt tokens that follow the span's logits [n, V]."""
     first = scheduled.start + scheduled.logit_offsets[0] + 1
@@ -146,10 +154,12 @@ def _score_span(scheduled: ScheduledSequence, logits: Tensor) -> SequenceOutput:
     return SequenceOutput(error=NONFINITE_ERROR) if scores is None else SequenceOutput(prompt_logprobs=tuple(scores))
 
 
+@torch.inference_mode()
 def _sample_in_parts(
-    logits: Tensor, sequences: Sequence[TokenSequence], num_tokens: int | None
+    logits: Tensor, rows: list[int], sequences: Sequence[TokenSequence], num_tokens: int | None
 ) -> list[SequenceOutput]:
-    """Sample from [N, V]; on a CPU a few sequences at a time, so that temporaries stay in its cache."""
+    """Sample from rows of [N, V]; on a CPU a few sequences at a time, so that temporaries stay in its cache."""
+    logits = _select(logits, rows)
     size = max(1, MAX_PART // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(sequences))
     parts = [(logits[low : low + size], sequences[low : low + size]) for low in range(0, len(sequences), size)]
     return [result for part, seqs in parts for result in _sample_or_fail(part, seqs, num_tokens)]
@@ -176,7 +186,7 @@ def sample_tokens(
 
     ``num_tokens``: the tokenizer's vocabulary. Rows of the embedding beyond it are padding and are never sampled.
     """
-    if logits.device.type != "cpu" and all(_is_greedy(seq.sampling_params) for seq in sequences):
+    if logits.device.type != "cpu" and all(seq.sampling_params.needs_best_only for seq in sequences):
         return best_tokens(logits, num_tokens)
     raw = logits.float()
     is_finite = _finite_rows(raw)
@@ -205,12 +215,6 @@ def _mark_complete(results: dict[int, SequenceOutput], sequences: Sequence[Token
     tokens = [results[i].token_id or 0 for i in rows]
     for i, is_complete in zip(rows, grammar.complete_outputs([sequences[i] for i in rows], tokens), strict=True):
         results[i] = results[i]._replace(is_complete=is_complete)
-
-
-def _is_greedy(params: SamplingParams) -> bool:
-    """Return True if the best token is all that is needed."""
-    is_single = params.num_beams == 1 and params.logprobs is None
-    return is_single and not params.edits_scores and not params.uses_seed
 
 
 def best_tokens(logits: Tensor, num_tokens: int | None = None) -> list[SequenceOutput]:

@@ -122,6 +122,11 @@ class SamplingParams:
         bans = self.bad_words_ids, self.min_tokens, self.no_repeat_ngram_size
         return any((*bans, self.logit_bias, penalties != (1.0, 0.0, 0.0))) or forced != (None, None, None, None)
 
+    @cached_property
+    def needs_best_only(self) -> bool:
+        """True if the token with the best logit is all that is needed."""
+        return self.num_beams == 1 and self.logprobs is None and not self.edits_scores and not self.uses_seed
+
     def with_seed(self) -> SamplingParams:
         """Return these options with a random seed if they need one and have none."""
         return replace(self, seed=secrets.randbits(32)) if self.uses_seed and self.seed is None else self

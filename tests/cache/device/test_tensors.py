@@ -97,7 +97,7 @@ def test_slots_are_written_separately_or_together(name):
 def test_copied_cleared_and_raw_blocks_include_their_scales(name):
     store, whole = filled(name)
     store.copy(5, 2, SIZE)
-    store.clear(torch.tensor([7, 3]))
+    store.clear([7, 3])
     zeros = torch.zeros_like(whole[0])
     assert torch.equal(
         read(store, [[2, 5, 3, 7, 4]])[0], torch.cat([whole[5], whole[5], zeros, zeros, whole[4]], dim=1)

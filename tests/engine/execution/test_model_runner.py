@@ -1,17 +1,20 @@
 """Input buffers: equal shapes have equal addresses, and tensors have the numbers of the step, without stale ones."""
 
 import pytest
+import torch
 
 from kvad.cache.config import CacheConfig
 from kvad.cache.device.kv_cache import KVCache
 from kvad.cache.groups import build_groups
+from kvad.cache.manager import BlockAllocation
 from kvad.config.model import attention_specs
 from kvad.engine.engine import Engine
 from kvad.engine.execution.model_runner import MAX_SHAPES, BatchShape, InputBuffers, ModelRunner
 from kvad.engine.scheduling.request import SamplingParams
-from kvad.engine.scheduling.sequence import SchedulerOutput
-from kvad.model_input import NULL_BLOCK, ModelInput
+from kvad.engine.scheduling.sequence import ScheduledSequence, SchedulerOutput
+from kvad.model_input import NULL_BLOCK, BlockOps, ModelInput, SubBatch
 from tests.support.random_models import build, model_config
+from tests.support.sequences import token_sequence
 
 
 def make_engine(**kinds: str) -> Engine:
@@ -101,6 +104,24 @@ def test_the_buffer_grows_and_the_number_of_shapes_is_bounded(monkeypatch: pytes
     monkeypatch.setattr("kvad.engine.execution.model_runner.MAX_SHAPES", 2)
     run(engine, (4, 31, 61))
     assert MAX_SHAPES > 2 >= len(engine.runner.buffers._shapes)
+
+
+def decoding_step(tables: list[list[int]]) -> SchedulerOutput:
+    """A step of one token per sequence; the sequences have these blocks."""
+    scheduled = tuple(
+        ScheduledSequence(token_sequence(SamplingParams(), [1] * 40), 39, 1, range(1), True) for _ in tables
+    )
+    allocation = BlockAllocation(BlockOps(((),), ((),)), ([4] * len(tables),), (tables,))
+    return SchedulerOutput(scheduled, (SubBatch(len(tables), 1, 64),), allocation)
+
+
+def test_block_tables_are_written_again_after_a_change_and_after_another_shape() -> None:
+    buffers, blocks = InputBuffers(torch.device("cpu"), with_seq_lens=False), [5, 6]
+    outputs = [decoding_step([blocks]), decoding_step([[7, 8, 9], [10, 11, 12]])]
+    for output in (outputs[0], *outputs, outputs[0]):
+        check(output, buffers.fill(output))
+    blocks[1] = 13  # in place, as copy-on-write does
+    check(outputs[0], buffers.fill(outputs[0]))
 
 
 def test_buffers_work_without_an_engine() -> None:

@@ -729,3 +729,37 @@ def test_bans_leave_the_logits_as_they_were(options: dict[str, Any]) -> None:
         assert best not in tokens
         if "logprobs" in options:
             assert result.logprob.top_logprobs[0][0] == best
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("params", "offsets", "is_sampled", "drafts"),
+    [
+        (SamplingParams(temperature=1.0, top_k=1, seed=1), range(1), True, ()),
+        (SamplingParams(temperature=0, logprobs=0), range(1), True, ()),
+        (SamplingParams(temperature=0, logit_bias={7: -100.0}), range(1), True, ()),
+        (SamplingParams(temperature=0, min_tokens=3, max_tokens=5), range(1), True, ()),
+        (GREEDY, range(1), False, ()),
+        (GREEDY, range(2), True, (2,)),
+    ],
+)
+def test_the_kernels_best_token_is_taken_only_if_nothing_else_is_needed(
+    params: SamplingParams, offsets: range, is_sampled: bool, drafts: tuple[int, ...]
+) -> None:
+    """The best tokens given here are not those of the logits."""
+    seqs = [token_sequence(each, [1, 4, 5]) for each in (GREEDY, params)]
+    spans = (ScheduledSequence(seqs[0], 1, 1, range(1), True),)
+    spans += (ScheduledSequence(seqs[1], 1, len(offsets), offsets, is_sampled, drafts),)
+    output = SchedulerOutput(spans, (), BlockAllocation(BlockOps((), ()), (), ()))
+    logits = torch.zeros(1 + len(offsets), VOCAB)
+    logits[:, 3] = 5.0
+    first, second = sample_outputs(output, logits, None, [7] * len(logits))
+    if params is GREEDY:
+        assert first.token_id == 7 and second.token_id == (7 if is_sampled else None)
+        assert second.next_outputs == ()  # the draft is another token
+    else:
+        assert first.token_id == second.token_id == 3
+    alone = sample_outputs(output._replace(scheduled=spans[:1]), logits[:1], None, [7])
+    assert [each.token_id for each in alone] == [7]
