@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvad.llm import LLM
@@ -95,3 +100,89 @@ def test_outputs_of_200_clients_equal_solo_runs(cache: str, tmp_path: Path) -> N
             fields = {name: value for name, value in bodies[number].items() if name not in ("prompt", "stream")}
             fields["stop"] = tuple(fields.get("stop", ()))
             assert texts[number] == llm.generate(bodies[number]["prompt"], **fields).text, bodies[number]
+
+
+# ---------------------------------------------------------------- slow readers and overload
+
+
+def slow_reader(port: int, number: int) -> socket.socket:
+    """Begin a stream of about 300 kB on a connection with a small buffer."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    body = {"prompt": f"slow {number}", "max_tokens": 300, "stream": True, "ignore_eos": True, "logprobs": 5}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+    return connection
+
+
+def seconds_of_a_request(server: ServerProcess, number: int) -> float:
+    begun = time.monotonic()
+    server.complete(f"{number} quick", max_tokens=200)
+    return time.monotonic() - begun
+
+
+@pytest.mark.long(minutes=3)
+def test_500_slow_readers(tmp_path: Path) -> None:
+    """They read a byte per second: memory is bounded, other requests take their usual time, and all are dropped."""
+    limits = {"max_queued_requests": 1000, "max_requests_per_key": 1000, "request_seconds": 60}
+    options = [f"--limit={name}={value}" for name, value in limits.items()]
+    server = ServerProcess(write_model(tmp_path / "model"), *options, "--max-num-seqs", 32)
+    process = psutil.Process(server.process.pid)
+    alone, before = min(seconds_of_a_request(server, number) for number in range(9)), process.memory_info().rss
+    connections = [slow_reader(server.port, number) for number in range(500)]
+    server.wait_for(lambda state: state["requests"] == 500, 20)
+    while server.cache()["requests"]:  # all tokens are generated, and wait for their readers
+        for connection in connections:
+            assert connection.recv(1)
+        time.sleep(0.5)
+    assert process.memory_info().rss - before < 400 << 20  # 0.6 MB of events per stream
+    assert min(seconds_of_a_request(server, number) for number in range(9, 27)) < 1.1 * alone + 0.01
+    assert len(process.net_connections()) > 500
+    end = time.monotonic() + 110  # the deadline, then 5 s for the last event, then up to 20 s until they are aborted
+    while len(process.net_connections()) > 5:
+        assert time.monotonic() < end, "connections are left"
+        time.sleep(1)
+    assert server.blocks_in_use() == 0 and server.stop() == 0
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.long(minutes=2)
+def test_five_times_the_capacity(tmp_path: Path) -> None:
+    """Refused requests get a 429 with Retry-After at once; the others are as many as without overload."""
+    limits = {"max_queued_requests": 16, "max_requests_per_key": 1000}
+    options = [f"--limit={name}={value}" for name, value in limits.items()]
+    server = ServerProcess(write_model(tmp_path / "model"), *options, "--max-num-seqs", 8)
+    process, refusals, statuses = psutil.Process(server.process.pid), list[float](), list[int]()
+    ends = list[tuple[int, float]]()
+
+    def request(number: int) -> int:
+        begun = time.monotonic()
+        body = {"prompt": f"{number} text", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+        response = server.http.post("/v1/completions", json=body)
+        if response.status_code == 429:
+            assert response.headers["retry-after"]
+            refusals.append(time.monotonic() - begun)
+        statuses.append(response.status_code)
+        ends.append((response.status_code, time.monotonic()))
+        return response.status_code
+
+    with ThreadPoolExecutor(8) as pool:  # closed loop
+        begun = time.monotonic()
+        assert set(pool.map(request, range(48))) == {200}
+        peak = 48 / (time.monotonic() - begun)
+    before, seconds = process.memory_info().rss, 15.0
+    with ThreadPoolExecutor(200) as pool:  # open loop
+        begun, sent = time.monotonic(), 0
+        while (now := time.monotonic() - begun) < seconds:
+            while sent < 5 * peak * now:
+                pool.submit(request, 1000 + sent)
+                sent += 1
+            time.sleep(0.005)
+        good = sum(status == 200 and begun + 3 < end < begun + seconds for status, end in ends) / (seconds - 3)
+    assert set(statuses) == {200, 429} and len(refusals) > sent / 3
+    assert good > 0.9 * peak, (good, peak)
+    assert statistics.median(refusals) < 0.05 and process.memory_info().rss - before < 50 << 20
+    assert server.stop() == 0
