@@ -111,7 +111,7 @@ def served(monkeypatch, tmp_path, out):
     models = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "MINUTES", 0.01)
-    monkeypatch.setattr("kvad.server.run.serve", lambda model, *options: models.append(model) or 0)
+    monkeypatch.setattr("kvad.server.serve", lambda model, *options: models.append(model) or 0)
     return models
 
 
