@@ -319,8 +319,6 @@ def rows_by_position(
     ("quantization", "dtype"),
     [
         (None, torch.float32),
-        ((8, 8), torch.bfloat16),
-        ((4, 8), torch.float32),
         ((8, 8, 8), torch.bfloat16),
         ("experts", torch.bfloat16),
         ("cache", torch.bfloat16),
@@ -328,7 +326,9 @@ def rows_by_position(
             pytest.param(quantization, dtype, marks=pytest.mark.long)
             for quantization, dtype in (
                 (None, torch.bfloat16),
+                ((8, 8), torch.bfloat16),
                 ((8, 8), torch.float32),
+                ((4, 8), torch.float32),
                 ((4, 8), torch.bfloat16),
                 ((8, 8, 8), torch.float32),
                 ((4, 8, 8), torch.float32),
