@@ -34,7 +34,6 @@ class SessionStats:
     saved: int = 0  # turns
     saved_bytes: int = 0
     loaded: int = 0  # sessions read from their files
-    loaded_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -138,7 +137,6 @@ class SessionTurns:
             session = self._llm.session(name, folder, cache_salt=cache_salt, adapter=adapter)
             if session.tokens:
                 self._stats.loaded += 1
-                self._stats.loaded_tokens += len(session.tokens)
                 self._add_file(session)
         self._open[owner, name] = session
         if len(self._open) > MAX_OPEN:

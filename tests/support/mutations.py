@@ -740,8 +740,8 @@ ENGINE_MUTATIONS = (
     Mutation(
         "bound-between-tokens-ignored",
         "kvad/engine/scheduling/batching.py",
-        "if items and self._step_costs is not None:",
-        "if not items and self._step_costs is not None:",
+        "if items and (prefilling or num_waiting) and self._step_costs is not None:",
+        "if not items and (prefilling or num_waiting) and self._step_costs is not None:",
         ("tests/engine/scheduling/test_step_costs.py",),
         "within or alone",
     ),

@@ -54,7 +54,7 @@ class BatchBuilder:
             else:
                 prefilling.append(seq)
         budget, oldest = PromptBudget(num_tokens_left), None
-        if items and self._step_costs is not None:
+        if items and (prefilling or num_waiting) and self._step_costs is not None:
             budget = self._step_costs.budget(num_tokens_left, len(items), len(prefilling) + num_waiting)
         if budget.is_bounded and prefilling:
             oldest, *prefilling = prefilling
@@ -62,10 +62,10 @@ class BatchBuilder:
             if prefilling or num_waiting:
                 budget.reserve(OLDEST_SHARE)
         for number, seq in enumerate(prefilling, 1):
-            follow = number < len(prefilling) or num_waiting
             if not budget.has_room:
                 break
-            items.append(self.prefill_item(seq, budget, share=0.5 if follow and budget.is_bounded else 1.0))
+            others_follow = budget.is_bounded and (number < len(prefilling) or num_waiting)
+            items.append(self.prefill_item(seq, budget, share=0.5 if others_follow else 1.0))
         return items, budget, oldest
 
     def use_rest(self, oldest: TokenSequence | None, budget: PromptBudget) -> list[BatchItem]:

@@ -50,15 +50,15 @@ class StepCosts:
             return
         if len(prompts) < len(spans):
             seconds -= self.decoding_seconds
-        sizes = [_context_size(start) for start, _ in prompts]
-        longest = max(sizes)
-        tokens = dict.fromkeys(sizes, 0)
-        for size, (_, num_new_tokens) in zip(sizes, prompts, strict=True):
-            tokens[size] += num_new_tokens
-        others = sum(count * (self._per_token(size) or 0.0) for size, count in tokens.items() if size != longest)
+        longest, num_tokens = max(_context_size(start) for start, _ in prompts), 0
+        for start, num_new_tokens in prompts:
+            if _context_size(start) == longest:
+                num_tokens += num_new_tokens
+            else:
+                seconds -= self.seconds_of(start, num_new_tokens)
         if longest not in self._prompts:
             self._prompts[longest] = _Recent(0 if self._prompts else WARM_UP_STEPS)
-        self._prompts[longest].add(max(0.0, seconds - others) / tokens[longest])
+        self._prompts[longest].add(max(0.0, seconds) / num_tokens)
 
     def _per_token(self, size: int) -> float | None:
         """Return the seconds per prompt token for contexts of this size, else of the next smaller or larger ones."""
@@ -71,7 +71,7 @@ class StepCosts:
         """Seconds of a step without prompt tokens; 0 before the first."""
         return self._decoding.median or 0.0
 
-    def prompt_seconds(self, num_decoding: int = 1, num_reading: int = 1) -> float:
+    def _prompt_seconds(self, num_decoding: int, num_reading: int) -> float:
         """Return the seconds that a step with decoding sequences has for prompts.
 
         Args:
@@ -88,7 +88,7 @@ class StepCosts:
 
     def budget(self, num_tokens: int, num_decoding: int, num_reading: int) -> PromptBudget:
         """Return what a step with decoding sequences has for prompts: up to ``num_tokens``, within the bound."""
-        seconds = self.prompt_seconds(num_decoding, num_reading)
+        seconds = self._prompt_seconds(num_decoding, num_reading)
         if seconds == math.inf or self._per_token(0) is None:
             return PromptBudget(min(num_tokens, FIRST_TOKENS))
         return PromptBudget(num_tokens, self, seconds)
