@@ -33,6 +33,7 @@ Device = torch.device | str
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 FEW_BLOCKS = 4  # that are cleared one by one, as in decoding
 ALIGNMENT = 64  # bytes, as torch's own allocations
+HUGE_PAGE = 2 << 20  # bytes; NumPy asks for such pages from 4 MiB on
 
 
 def allocate_head_major(
@@ -46,8 +47,9 @@ def allocate_head_major(
     if fill or torch.device(device).type != "cpu":
         return torch.full(sizes, fill, dtype=dtype, device=device).transpose(0, 1)
     num_bytes = math.prod(sizes) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
-    start = -raw.data_ptr() % ALIGNMENT
+    alignment = ALIGNMENT if num_bytes < 2 * HUGE_PAGE else HUGE_PAGE
+    raw = torch.from_numpy(np.zeros(num_bytes + alignment, dtype=np.uint8))
+    start = -raw.data_ptr() % alignment
     return raw[start : start + num_bytes].view(dtype).view(sizes).transpose(0, 1)
 
 

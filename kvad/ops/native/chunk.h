@@ -182,7 +182,7 @@ inline void read_integers(const Store& from, int64_t index, int n, int padded, u
   for (; i < padded; i++) out[i] = 0;
 }
 
-// Find or decode the vectors of LANES slots, from ``tile``; packed ones are found where they are if ``decoded`` is null.
+// Find or decode the vectors of LANES slots, from ``tile``.
 // What an empty slot holds may not be finite: it has zeros.
 template <class W>
 void read_tile(const Store& store, int64_t first, int dim, int padded, const Chunk<W>& chunk, int tile,
@@ -204,51 +204,55 @@ void read_tile(const Store& store, int64_t first, int dim, int padded, const Chu
       if (store.format == STORE_INT4) zero[tile + i] = is_empty ? 0 : store.zero[at];
     }
     if (is_empty) continue;
-    if (!decoded) {
-      const char* packed = static_cast<const char*>(store.data) + at * slot_bytes(store, dim);
-      rows[i] = reinterpret_cast<const T*>(packed);
-    } else {
-      if constexpr (W::IS_INTEGER) read_integers(store, at, dim, padded, decoded + i * padded);
-      else read_vector(store, at, dim, padded, decoded + i * padded);
-      rows[i] = decoded + i * padded;
-    }
+    if constexpr (W::IS_INTEGER) read_integers(store, at, dim, padded, decoded + i * padded);
+    else read_vector(store, at, dim, padded, decoded + i * padded);
+    rows[i] = decoded + i * padded;
   }
 }
 
-// Load the vector at ``index``, counted in slots over all heads, into the cache of the processor. GCC removes calls of a
-// function that only does this.
-__attribute__((always_inline)) inline void prefetch_vector(const Store& store, int64_t index, int64_t bytes) {
-  const char* at = static_cast<const char*>(store.data) + index * bytes;
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-  if (store.scale) __builtin_prefetch(store.scale + index, 0, 2);
-  if (store.zero) __builtin_prefetch(store.zero + index, 0, 2);
-}
+// Loads what is read DISTANCE bytes after the keys, and then the values, of an open chunk, into the L2 cache.
+template <class W> struct ReadAhead {
+  static constexpr int64_t DISTANCE = 6144;
+  const Op& op;
+  const Group& group;
+  const Chunk<W>& chunk;
+  const int64_t keys, values, next_keys;  // first slots of the heads
+  const int64_t key_bytes, value_bytes;
+  const int distance;  // in slots: some tiles
+  ReadAhead(const Op& op, const Group& group, int64_t kv, const Chunk<W>& chunk)
+      : op(op), group(group), chunk(chunk), keys(kv * op.keys->blocks * group.block_size),
+        values(kv * op.values->blocks * group.block_size), next_keys(chunk.next_kv * op.keys->blocks * group.block_size),
+        key_bytes(slot_bytes(*op.keys, op.head_dim)), value_bytes(slot_bytes(*op.values, op.value_dim)),
+        distance(int(round_up(DISTANCE / key_bytes, LANES))) {}
 
-// Loads the vectors of the chunk that is read next, one slot after another.
-struct NextSlots {
-  const Store& store;
-  const int64_t* table;  // of the block that is loaded now
-  int64_t head, size, bytes, offset, left;
-  template <class W>
-  NextSlots(const Group& group, const Store& store, int dim, const Chunk<W>& chunk)
-      : store(store), table(chunk.next_table), head(chunk.next_kv * store.blocks), size(group.block_size),
-        bytes(slot_bytes(store, dim)), offset(0), left(chunk.next_slots - chunk.next_first) {
-    left = left < CHUNK ? left : CHUNK;
-    if (left > 0) table += chunk.next_first / size, offset = chunk.next_first % size;
+  // GCC removes calls of functions that only do this.
+  __attribute__((always_inline)) static void load(const Store& store, int64_t slot, int64_t bytes, int n) {
+    const char* at = static_cast<const char*>(store.data) + slot * bytes;
+    for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    if (store.scale) __builtin_prefetch(store.scale + slot, 0, 2);
+    if (store.zero) __builtin_prefetch(store.zero + slot, 0, 2);
   }
-  __attribute__((always_inline)) void prefetch(int slots) {
-    for (; slots > 0 && left > 0; slots--, left--) {
-      prefetch_vector(store, (head + *table) * size + offset, bytes);
-      if (++offset == size) offset = 0, table++;
-    }
+  // While n keys from slot s are read, which are stored in sequence.
+  __attribute__((always_inline)) void with_keys(int s, int n = 1) const {
+    s += distance;
+    if (s < chunk.count) load(*op.keys, keys + chunk.slot[s], key_bytes, n);
+    else if (s < 2 * chunk.count) load(*op.values, values + chunk.slot[s - chunk.count], value_bytes, n);
+  }
+  __attribute__((always_inline)) void with_values(int s, int n = 1) const {
+    s += distance;
+    if (s < chunk.count) return load(*op.values, values + chunk.slot[s], value_bytes, n);
+    const int64_t slot = chunk.next_first + s - chunk.count;
+    if (slot >= chunk.next_slots) return;
+    const int64_t block = chunk.next_table[slot / group.block_size];
+    load(*op.keys, next_keys + block * group.block_size + slot % group.block_size, key_bytes, n);
   }
 };
 
 template <class W>
-void read_values(const Op& op, const Group& group, int64_t kv, int tile, bool decode, Chunk<W>& chunk) {
+void read_values(const Op& op, const Group& group, int64_t kv, int tile, Chunk<W>& chunk) {
   const int padded = int(round_up(op.value_dim, PANEL));
   read_tile(*op.values, kv * op.values->blocks * group.block_size, op.value_dim, padded, chunk, tile,
-            decode ? chunk.decoded_values + int64_t(tile) * padded : nullptr, chunk.value + tile, chunk.value_scale, chunk.value_zero);
+            chunk.decoded_values + int64_t(tile) * padded, chunk.value + tile, chunk.value_scale, chunk.value_zero);
 }
 
 template <class W>
@@ -266,7 +270,7 @@ template <class W> void arrange_chunk(const Op& op, const Group& group, int64_t 
     read_keys(op, group, kv, tile, chunk, rows);
     int32_t* out = reinterpret_cast<int32_t*>(chunk.keys) + int64_t(tile / PANEL) * words * PANEL + tile % PANEL;
     transpose_words<PANEL>(reinterpret_cast<const int32_t* const*>(rows), words, out);
-    read_values(op, group, kv, tile, true, chunk);
+    read_values(op, group, kv, tile, chunk);
   }
   for (int i = 0; i < chunk.count; i += W::STEP)
     interleave(chunk.value + i, value_dim, chunk.values + i * PANEL, int64_t(CHUNK) * PANEL);

@@ -281,6 +281,21 @@ def test_every_instruction_set(variant: str, dtype: torch.dtype, cache: str, mon
         assert not compare(wide_heads(model_config("rope"), dim), {"cache": cache}, dtype)
 
 
+@pytest.mark.parametrize("formats", [("int8", "int8"), ("int4", "int8"), ("int8", "int4")])
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 4, 7, 12])
+def test_packed_keys_and_values_read_in_place_have_the_bits_of_unpacked_ones(
+    num_heads: int, formats: tuple[str, str]
+) -> None:
+    """Blocks of 8 slots are unpacked first, blocks of 16 are multiplied as they are."""
+    sizes = {"num_heads": num_heads, "num_kv_heads": 1, "head_dim": 128, "value_dim": 64}
+    model = build(with_layer(model_config("rope"), **sizes), dtype=torch.bfloat16)
+    cache = {"key_dtype": formats[0], "value_dtype": formats[1]}
+    unpacked, in_place = (logits_of_steps(model, cache | {"block_size": size}) for size in (8, 16))
+    assert not unpacked[1]
+    assert len(unpacked[0]) == len(in_place[0]) == 8
+    assert all(torch.equal(a, b) for a, b in zip(unpacked[0], in_place[0], strict=True))
+
+
 def rows_by_position(
     model: Transformer, prompts: Sequence[list[int]], *, one_by_one: bool = False, **cache: Any
 ) -> dict[tuple[int, int], Tensor]:

@@ -1,0 +1,441 @@
+// Attention of some queries to one chunk.
+#pragma once
+#include "chunk.h"
+
+namespace {
+
+struct Part { float top, total; };  // of one query over some slots: largest logit, sum of e^(logit - top)
+
+// Logits of a query and LANES slots from their products; -inf if invisible.
+inline F finish_logits(const Op& op, const Group& group, F product, const float* position, float query, int head) {
+  F x = product * op.scale, p = load(position), ahead = query - p;
+  if (op.softcap > 0) x = op.softcap * tangent(x / op.softcap);
+  if (op.slopes) x -= op.slopes[head] * larger(ahead, -ahead);
+  if (op.position_bias)
+    for (int j = 0; j < LANES; j++) {
+      const float at = ahead[j] + op.bias_offset;
+      const int distance = at < 0 ? 0 : at >= op.bias_size ? op.bias_size - 1 : int(at);
+      x[j] += op.position_bias[head * op.bias_size + distance];
+    }
+  I seen = p >= 0.0f;
+  if (group.window && group.window_step != 1) {
+    for (int j = 0; j < LANES; j++) seen[j] = visible(group, query, p[j]) ? -1 : 0;
+  } else if (group.causal) {
+    seen &= ahead >= 0.0f;
+    if (group.window) seen &= (ahead < float(group.window)) | (p < float(group.num_sinks));
+    if (group.layer_window) seen &= ahead < float(group.layer_window);
+  } else if (group.window) {
+    seen &= larger(ahead, -ahead) < float(group.window);
+  }
+  return seen ? x : all(-INFINITY);
+}
+
+struct Queries {  // some queries of one kv head, their positions and heads
+  const void* vectors;  // [m, even head_dim]
+  const float* position;
+  const int* head;
+  const float *scale, *sum;  // of the numbers of Words: of one, and of all
+};
+
+// Products of a query and LANES slots, from the sums of words or numbers.
+template <class W> F key_products(const Op& op, const Chunk<W>& chunk, F sums, int at, const Queries& q, int i) {
+  if constexpr (!W::IS_INTEGER) return sums;
+  F x = integers_to_floats(sums) * (load(chunk.key_scale + at) * q.scale[i]);
+  if (op.keys->format == STORE_INT4) x += load(chunk.key_zero + at) * q.sum[i];
+  return x;
+}
+
+// Logits [m, CHUNK] of an arranged chunk.
+template <class W>
+void chunk_logits(const Op& op, const Group& group, const Chunk<W>& chunk, int count, int m, const Queries& q,
+                  float* logits) {
+  const int dim = int(round_up(op.head_dim, 2));
+  const bool is_plain = !W::IS_INTEGER && group.causal && !group.window && !group.layer_window && !op.slopes &&
+                        !op.position_bias && op.softcap <= 0;
+  float low = q.position[0];
+  for (int i = 1; i < m; i++) low = q.position[i] < low ? q.position[i] : low;
+  alignas(64) F acc[ROWS][2];
+  for (int tile = 0; tile < count; tile += PANEL) {
+    multiply<W>(m, chunk.keys + tile * dim, static_cast<const typename W::T*>(q.vectors), dim, dim, acc);
+    if (is_plain && chunk.highest[tile / PANEL] <= low) {  // all see all
+      for (int i = 0; i < m; i++)
+        for (int half = 0; half < 2; half++) store(logits + i * CHUNK + tile + half * LANES, acc[i][half] * op.scale);
+      continue;
+    }
+    for (int i = 0; i < m; i++)
+      for (int at = tile; at < tile + PANEL; at += LANES)
+        store(logits + i * CHUNK + at,
+              finish_logits(op, group, key_products(op, chunk, acc[i][at > tile], at, q, i), chunk.position + at,
+                            q.position[i], q.head[i]));
+  }
+}
+
+// Sum the values of visible slots only, because 0 x NaN is NaN.
+template <class W>
+void sum_visible(const Chunk<W>& chunk, int count, const float* logits, const typename W::T* weights, int value_dim,
+                 float* out) {
+  for (int d = 0; d < value_dim; d++) {
+    float total = 0;
+    for (int s = 0; s < count; s++)
+      if (logits[s] != -INFINITY) total += widen(weights[s]) * widen(chunk.value[s][d]);
+    out[d] = total;
+  }
+}
+
+// Weights e^(logit - top) of one query, and their sum.
+template <class T> Part soften(const float* logits, int count, T* weights) {
+  F top = all(-INFINITY), total = F{};
+  for (int s = 0; s < count; s += LANES) top = larger(load(logits + s), top);
+  const float best = highest(top);
+  const F base = all(best == -INFINITY ? 0.0f : best);
+  for (int s = 0; s < count; s += LANES) {
+    F p = exponential(load(logits + s) - base);
+    total += p;
+    store(weights + s, p);
+  }
+  const float whole = sum(total);  // NaN, if a logit is: then no part with it is left out
+  return {whole == whole ? best : whole, whole};
+}
+
+// How sums of values, multiplied by words, become numbers.
+struct Unpacked { float scale, zero; };
+
+// Words of the weights times the scales of the values of visible slots.
+template <class W>
+Unpacked pack_weights(const Op& op, const Chunk<W>& chunk, int count, const float* logits, float* weights, uint16_t* out) {
+  const bool has_zeros = op.values->format == STORE_INT4;
+  F top = F{}, zero = F{};
+  for (int s = 0; s < count; s += LANES) {
+    const I seen = load(logits + s) != -INFINITY;
+    const F p = load(weights + s), x = seen ? p * load(chunk.value_scale + s) : F{};
+    if (has_zeros) zero += seen ? p * load(chunk.value_zero + s) : F{};
+    top = larger_or_nan(top, x);
+    store(weights + s, x);
+  }
+  const auto put = [&](I numbers, int s) { store_words(numbers, LANES, out + s); };
+  return {to_integers(weights, count, highest_or_nan(top), 32767.0f, put).scale, sum(zero)};
+}
+
+// Weights of m queries as the values are multiplied by them.
+template <class W>
+void weigh(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits, typename W::T* weights,
+           float* floats, Part* parts, Unpacked* unpacked) {
+  for (int i = 0; i < m; i++) {
+    const float* x = logits + i * CHUNK;
+    if constexpr (W::IS_INTEGER) {
+      parts[i] = soften(x, count, floats);
+      unpacked[i] = pack_weights(op, chunk, count, x, floats, weights + i * CHUNK);
+    } else {
+      parts[i] = soften(x, count, weights + i * CHUNK);
+    }
+  }
+}
+
+// Make numbers of sums of words [m, value_dim], and mend those that are not finite because of an invisible slot.
+template <class W>
+void finish_sums(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits,
+                 const typename W::T* weights, const Unpacked* unpacked, float* out) {
+  const int value_dim = int(round_up(op.value_dim, PANEL));
+  for (int i = 0; i < m; i++) {
+    if constexpr (W::IS_INTEGER) {
+      for (float *x = out + i * value_dim, *end = x + value_dim; x < end; x += LANES)
+        store(x, integers_to_floats(load(x)) * unpacked[i].scale + unpacked[i].zero);
+      continue;
+    }
+    F suspect = F{};
+    for (int d = 0; d < value_dim; d += LANES) suspect += load(out + i * value_dim + d) * 0.0f;
+    if (!(sum(suspect) == 0))
+      sum_visible<W>(chunk, count, logits + i * CHUNK, weights + i * CHUNK, value_dim, out + i * value_dim);
+  }
+}
+
+// Attend m queries to an arranged chunk: out [m, padded value_dim], not divided by the total.
+template <class W>
+void attend_chunk(const Op& op, const Chunk<W>& chunk, int count, int m, const float* logits, typename W::T* weights,
+                  float* floats, Part* parts, float* out) {
+  const int value_dim = int(round_up(op.value_dim, PANEL));
+  Unpacked unpacked[ROWS];
+  weigh(op, chunk, count, m, logits, weights, floats, parts, unpacked);
+  alignas(64) F acc[ROWS][2];
+  for (int d = 0; d < value_dim; d += PANEL) {
+    multiply<W>(m, chunk.values + int64_t(d) * CHUNK, weights, CHUNK, count, acc);
+    for (int i = 0; i < m; i++)
+      store(out + i * value_dim + d, acc[i][0]), store(out + i * value_dim + d + LANES, acc[i][1]);
+  }
+  finish_sums(op, chunk, count, m, logits, weights, unpacked, out);
+}
+
+#ifdef __AVX512F__
+// Few queries read keys and values from the cache's blocks, with the sums of an arranged chunk.
+template <class W, int M> struct FewQueries {
+  typedef typename W::T T;
+  typedef const T* Row;
+  static constexpr bool IS_HALF = sizeof(T) == 2;
+
+  // Tiles of LANES slots whose products are computed together: enough of them to hide the latency of a sum.
+  static constexpr int TILES = M == 1 ? 8 : M == 2 ? 4 : M <= 5 ? 2 : 1;
+  static constexpr int64_t LINE = TILES * LANES;
+
+  static void logits(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, const Queries& queries, float* out) {
+    const int dim = int(round_up(op.head_dim, 2)), words = dim / W::STEP;
+    const T* q = static_cast<const T*>(queries.vectors);
+    const ReadAhead<W> ahead(op, group, kv, chunk);
+    int32_t* arranged = reinterpret_cast<int32_t*>(chunk.keys);  // [words, LINE]
+    for (int first = 0; first < chunk.count; first += LINE) {
+      const int tiles = chunk.count - first < LINE ? (chunk.count - first) / LANES : TILES;
+      for (int tile = 0; tile < tiles; tile++) {
+        for (int i = 0; i < LANES; i++) ahead.with_keys(first + tile * LANES + i);
+        arrange_tile(op, group, kv, chunk, first + tile * LANES, arranged + tile * LANES);
+      }
+      V acc[TILES][M] = {};
+      for (int word = 0; word < words; word++) {
+#pragma GCC unroll 8
+        for (int tile = 0; tile < TILES; tile++)
+#pragma GCC unroll 12
+          for (int i = 0; i < M; i++)
+            acc[tile][i] = W::dot(acc[tile][i], load_step(arranged + word * LINE + tile * LANES), q + i * dim + word * W::STEP);
+      }
+      for (int tile = 0; tile < tiles; tile++)
+        for (int i = 0; i < M; i++) {
+          const int at = first + tile * LANES;
+          store(out + i * CHUNK + at,
+                finish_logits(op, group, key_products(op, chunk, (F)acc[tile][i], at, queries, i), chunk.position + at,
+                              queries.position[i], queries.head[i]));
+        }
+    }
+  }
+
+  static void arrange_tile(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, int tile, int32_t* out) {
+    Row rows[LANES];
+    read_keys(op, group, kv, tile, chunk, rows);
+    transpose_words<LINE>(reinterpret_cast<const int32_t* const*>(rows), int(round_up(op.head_dim, 2)) / W::STEP, out);
+  }
+
+  // Two lines of LANES dims each, of a step of slots.
+  static void load_values(const Row* rows, int d, VI (&lines)[2]) {
+    if constexpr (IS_HALF) interleave_halves(_mm512_loadu_si512(rows[0] + d), _mm512_loadu_si512(rows[1] + d), lines);
+    else lines[0] = load_step(rows[0] + d), lines[1] = load_step(rows[0] + d + LANES);
+  }
+
+  template <int PANELS>
+  static void add_values(const Op& op, const Group& group, int64_t kv, const Chunk<W>& chunk, int d, const T* weights,
+                         float* out) {
+    const int value_dim = int(round_up(op.value_dim, PANEL));
+    const ReadAhead<W> ahead(op, group, kv, chunk);
+    V acc[PANELS][M][2];
+#pragma GCC unroll 2
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma GCC unroll 12
+      for (int i = 0; i < M; i++) acc[panel][i][0] = acc[panel][i][1] = V{};
+    for (int s = 0; s < chunk.count; s += W::STEP) {
+      if (!d)
+        for (int i = 0; i < W::STEP; i++) ahead.with_values(s + i);
+#pragma GCC unroll 2
+      for (int panel = 0; panel < PANELS; panel++) {
+        VI lines[2];
+        load_values(chunk.value + s, d + panel * PANEL, lines);
+#pragma GCC unroll 12
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; half++)
+            acc[panel][i][half] = W::dot(acc[panel][i][half], lines[half], weights + i * CHUNK + s);
+      }
+    }
+#pragma GCC unroll 2
+    for (int panel = 0; panel < PANELS; panel++)
+#pragma GCC unroll 12
+      for (int i = 0; i < M; i++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++)
+          store(out + i * value_dim + d + panel * PANEL + half * LANES, (F)acc[panel][i][half]);
+  }
+
+  static void values(const Op& op, const Group& group, int64_t kv, const Chunk<W>& chunk, const T* weights,
+                     float* out) {
+    const int value_dim = int(round_up(op.value_dim, PANEL));
+    int d = 0;
+    if constexpr (M <= 6)
+      for (; d + 2 * PANEL <= value_dim; d += 2 * PANEL) add_values<2>(op, group, kv, chunk, d, weights, out);
+    for (; d < value_dim; d += PANEL) add_values<1>(op, group, kv, chunk, d, weights, out);
+  }
+};
+
+#ifdef KVAD_BYTES
+// 64 integers as bytes.
+template <int FORMAT> __m512i load_bytes(const char* p) {
+  if (FORMAT == STORE_INT8) return _mm512_loadu_si512(p);
+  const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_and_si512(_mm512_or_si512(both, _mm512_slli_epi16(both, 4)), _mm512_set1_epi8(15));
+}
+
+// Few queries multiply int8 or int4 keys and values as bytes, where they are stored. The words of queries and weights are
+// 256 times a signed byte plus an unsigned one; the sums of both are exact, and so equal those of Words.
+template <int M> struct ByteQueries {
+  static constexpr int LINE = 64;  // numbers that are loaded at a time
+
+  static bool can_read(const Op& op, const Group& group) {
+    return op.head_dim % LINE == 0 && op.value_dim % LINE == 0 && group.block_size % LANES == 0;
+  }
+
+  struct Bytes {  // of words [M, n]
+    alignas(64) int8_t high[M * 512];
+    alignas(64) uint8_t low[M * 512];
+    Bytes(const uint16_t* words, int64_t stride, int n) {  // n: a multiple of 32
+      for (int i = 0; i < M; i++)
+        for (int j = 0; j < n; j += 32) {
+          const __m512i x = _mm512_loadu_si512(words + i * stride + j);
+          const auto put = [&](void* bytes, __m512i words) {
+            _mm256_store_si256(static_cast<__m256i*>(bytes), _mm512_cvtepi16_epi8(words));
+          };
+          put(high + i * n + j, _mm512_srai_epi16(x, 8)), put(low + i * n + j, x);
+        }
+    }
+  };
+
+  static __m512i four(const void* p) {  // bytes, repeated
+    int32_t bytes;
+    std::memcpy(&bytes, p, 4);
+    return _mm512_set1_epi32(bytes);
+  }
+  // 256 times the sums of high bytes, plus those of low ones.
+  static F join(__m512i high, __m512i low) { return (F)_mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+
+  template <int FORMAT> static constexpr int bytes(int n) { return FORMAT == STORE_INT8 ? n : n / 2; }
+
+  // Scales and zeros of a tile, and zeros for empty slots.
+  static void read_scales(const Store& from, int64_t slot, const float* position, float* scale, float* zero) {
+    const I is_empty = load(position) < 0.0f;
+    store(scale, is_empty ? F{} : load(from.scale + slot));
+    if (from.format == STORE_INT4) store(zero, is_empty ? F{} : load(from.zero + slot));
+  }
+
+  template <int FORMAT>
+  static void logits(const Op& op, const Group& group, int64_t kv, Chunk<Words>& chunk, const Queries& queries,
+                     float* out) {
+    const int dim = op.head_dim;
+    const Bytes q(static_cast<const uint16_t*>(queries.vectors), dim, dim);
+    const int64_t keys = kv * op.keys->blocks * group.block_size, values = kv * op.values->blocks * group.block_size;
+    __m512i raised[M];  // what the keys add that are raised by 128, so that they are unsigned
+    for (int i = 0; i < M; i++) {
+      int32_t total = 0;
+      for (int d = 0; d < dim; d++) total += q.high[i * dim + d];
+      raised[i] = _mm512_set1_epi32(FORMAT == STORE_INT8 ? 128 * total : 0);
+    }
+    const ReadAhead<Words> ahead(op, group, kv, chunk);
+    for (int at = 0; at < chunk.count; at += LANES) {
+      const char* tile = static_cast<const char*>(op.keys->data) + (keys + chunk.slot[at]) * bytes<FORMAT>(dim);
+      ahead.with_keys(at, LANES);
+      __m512i high[M], low[M];
+      for (int i = 0; i < M; i++) high[i] = low[i] = _mm512_setzero_si512();
+      for (int d = 0; d < dim; d += LINE) {
+        __m512i words[LANES];
+        for (int i = 0; i < LANES; i++) words[i] = load_bytes<FORMAT>(tile + bytes<FORMAT>(i * dim + d));
+        transpose(words);
+#pragma GCC unroll 16
+        for (int word = 0; word < LANES; word++) {
+          const __m512i w = words[word], u = FORMAT == STORE_INT8 ? _mm512_xor_si512(w, _mm512_set1_epi8(-128)) : w;
+#pragma GCC unroll 12
+          for (int i = 0; i < M; i++) {
+            high[i] = _mm512_dpbusd_epi32(high[i], u, four(q.high + i * dim + d + 4 * word));
+            low[i] = _mm512_dpbusd_epi32(low[i], four(q.low + i * dim + d + 4 * word), w);
+          }
+        }
+      }
+      read_scales(*op.keys, keys + chunk.slot[at], chunk.position + at, chunk.key_scale + at, chunk.key_zero + at);
+      read_scales(*op.values, values + chunk.slot[at], chunk.position + at, chunk.value_scale + at,
+                  chunk.value_zero + at);
+      for (int i = 0; i < M; i++) {
+        const F sums = join(_mm512_sub_epi32(high[i], raised[i]), low[i]);
+        store(out + i * CHUNK + at, finish_logits(op, group, key_products(op, chunk, sums, at, queries, i),
+                                                  chunk.position + at, queries.position[i], queries.head[i]));
+      }
+    }
+  }
+
+  // Numbers FIRST to FIRST + LINES, of 4, of every 16 bytes of four slots, as lines of four bytes per number.
+  template <int FORMAT, int FIRST, int LINES>
+  static void load_values(const char* at, int64_t bytes, __m512i (&lines)[LINES]) {
+    const __m512i a = load_bytes<FORMAT>(at), b = load_bytes<FORMAT>(at + bytes);
+    const __m512i c = load_bytes<FORMAT>(at + 2 * bytes), d = load_bytes<FORMAT>(at + 3 * bytes);
+    for (int i = 0; i < LINES; i++) {
+      const bool second = (FIRST + i) / 2;
+      const __m512i x = second ? _mm512_unpackhi_epi8(a, b) : _mm512_unpacklo_epi8(a, b);
+      const __m512i y = second ? _mm512_unpackhi_epi8(c, d) : _mm512_unpacklo_epi8(c, d);
+      lines[i] = (FIRST + i) % 2 ? _mm512_unpackhi_epi16(x, y) : _mm512_unpacklo_epi16(x, y);
+    }
+  }
+
+  template <int FORMAT, int FIRST>
+  static void add_values(const Op& op, const Group& group, int64_t kv, const Chunk<Words>& chunk, int d, const Bytes& p,
+                         float* out) {
+    constexpr int LINES = M <= 3 ? 4 : M <= 6 ? 2 : 1;  // sums that the registers hold
+    const int64_t values = kv * op.values->blocks * group.block_size, slot = bytes<FORMAT>(op.value_dim);
+    const ReadAhead<Words> ahead(op, group, kv, chunk);
+    __m512i high[M][LINES], low[M][LINES];
+    for (int i = 0; i < M; i++)
+      for (int line = 0; line < LINES; line++) high[i][line] = low[i][line] = _mm512_setzero_si512();
+    for (int at = 0; at < chunk.count; at += LANES) {
+      const char* tile = static_cast<const char*>(op.values->data) + (values + chunk.slot[at]) * slot + bytes<FORMAT>(d);
+      if (d + FIRST == 0) ahead.with_values(at, LANES);
+      for (int s = 0; s < LANES; s += 4) {
+        __m512i lines[LINES];
+        load_values<FORMAT, FIRST>(tile + s * slot, slot, lines);
+#pragma GCC unroll 12
+        for (int i = 0; i < M; i++) {
+          const __m512i a = four(p.high + i * CHUNK + at + s), b = four(p.low + i * CHUNK + at + s);
+#pragma GCC unroll 4
+          for (int line = 0; line < LINES; line++) {
+            high[i][line] = _mm512_dpbusd_epi32(high[i][line], a, lines[line]);
+            low[i][line] = _mm512_dpbusd_epi32(low[i][line], b, lines[line]);
+          }
+        }
+      }
+    }
+    for (int i = 0; i < M; i++)
+      for (int line = 0; line < LINES; line++) {
+        const F sums = join(high[i][line], low[i][line]);
+        for (int part = 0; part < 4; part++)
+          std::memcpy(out + i * op.value_dim + d + 16 * part + 4 * (FIRST + line),
+                      reinterpret_cast<const float*>(&sums) + 4 * part, 16);
+      }
+    if constexpr (FIRST + LINES < 4) add_values<FORMAT, FIRST + LINES>(op, group, kv, chunk, d, p, out);
+  }
+
+  template <int FORMAT>
+  static void values(const Op& op, const Group& group, int64_t kv, const Chunk<Words>& chunk, const uint16_t* weights,
+                     float* out) {
+    const Bytes p(weights, CHUNK, CHUNK);  // not negative
+    for (int d = 0; d < op.value_dim; d += LINE) add_values<FORMAT, 0>(op, group, kv, chunk, d, p, out);
+  }
+};
+#endif
+
+// Attend M queries to an open chunk, with the sums of an arranged one.
+template <class W, int M>
+void attend_few(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk, const Queries& queries, float* logits,
+                typename W::T* weights, float* floats, Part* parts, float* out) {
+  Unpacked unpacked[M];
+  const auto finish = [&](auto add_values) {
+    weigh(op, chunk, chunk.count, M, logits, weights, floats, parts, unpacked);
+    add_values();
+    finish_sums(op, chunk, chunk.count, M, logits, weights, unpacked, out);
+  };
+#ifdef KVAD_BYTES
+  if constexpr (W::IS_INTEGER)
+    if (ByteQueries<M>::can_read(op, group)) {
+      typedef ByteQueries<M> B;
+      if (op.keys->format == STORE_INT8) B::template logits<STORE_INT8>(op, group, kv, chunk, queries, logits);
+      else B::template logits<STORE_INT4>(op, group, kv, chunk, queries, logits);
+      return finish([&] {
+        if (op.values->format == STORE_INT8) B::template values<STORE_INT8>(op, group, kv, chunk, weights, out);
+        else B::template values<STORE_INT4>(op, group, kv, chunk, weights, out);
+      });
+    }
+#endif
+  FewQueries<W, M>::logits(op, group, kv, chunk, queries, logits);
+  for (int tile = 0; tile < chunk.count; tile += LANES) read_values(op, group, kv, tile, chunk);
+  finish([&] { FewQueries<W, M>::values(op, group, kv, chunk, weights, out); });
+}
+#endif
+
+}  // namespace
