@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
@@ -147,7 +147,7 @@ class _Endpoint:
             await error_response(converted)(scope, receive, send)
             return
         if isinstance(result, EventStream):
-            await send_events(scope, send, first, result.events, deadline)
+            await send_events(scope, send, first, result.events, deadline, headers)
         else:
             await json_response(result, headers=headers)(scope, receive, send)
 
@@ -160,7 +160,12 @@ def _api_error(error: Exception, scope: Scope) -> ApiError:
 
 
 async def send_events(
-    scope: Scope, send: Send, first: bytes, events: AsyncIterator[bytes], deadline: float | None
+    scope: Scope,
+    send: Send,
+    first: bytes,
+    events: AsyncIterator[bytes],
+    deadline: float | None,
+    headers: Mapping[str, str],
 ) -> None:
     """Send events as they come; an error becomes an event, and the stream ends."""
     await send(
@@ -171,6 +176,7 @@ async def send_events(
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
+                *((name.encode(), value.encode()) for name, value in headers.items()),
             ],
         }
     )
@@ -237,7 +243,7 @@ class _Getter:
             await Response(media_type="text/event-stream")(scope, receive, send)
         elif isinstance(result, EventStream):
             with suppress(ConnectionError):
-                await generation.cancel_on_disconnect(receive, send_events(scope, send, b"", result.events, None))
+                await generation.cancel_on_disconnect(receive, send_events(scope, send, b"", result.events, None, {}))
         else:
             await (result if isinstance(result, Response) else json_response(result))(scope, receive, send)
 

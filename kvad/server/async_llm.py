@@ -182,7 +182,7 @@ class AsyncLLM:
     info: dict[str, Any]  # of the engine (``engine_process.describe``), set when the model is loaded
 
     def __init__(self) -> None:
-        self.last_message = time.monotonic()  # arrival of the last message of the engine
+        self.last_message = time.monotonic()  # arrival of the engine's last message, or of the first of the requests
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: dict[int, RequestStream] = {}
         self.request_ids: dict[int, str] = {}  # names of the last requests that have one, by number
@@ -237,6 +237,8 @@ class AsyncLLM:
         try:
             await llm._connect({"load": plain, "session_dir": None if session_dir is None else str(session_dir)})
         except BaseException:
+            if llm._process is not None:
+                llm._process.kill()  # it may still be loading
             await llm.close()
             raise
         return llm
@@ -413,8 +415,13 @@ class AsyncLLM:
         number = self._number()
         stream = RequestStream(self, number, signal, submission)
         self._send({"id": number, **message})
-        self._streams[number] = stream
+        self._add(stream)
         return stream
+
+    def _add(self, stream: RequestStream) -> None:
+        if not self._streams:
+            self.last_message = time.monotonic()  # no message was due before
+        self._streams[stream.number] = stream
 
     def cancel(self, stream: RequestStream) -> None:
         """End a request now, unless it has ended."""
@@ -510,7 +517,7 @@ class AsyncLLM:
         for future in [*self._replies.values(), self._ready]:
             if not future.done():
                 future.set_exception(self._failure)
-        if self._ready.done():
+        if not self._ready.cancelled():
             self._ready.exception()  # it may have no reader
         self.ended.set()
 

@@ -31,7 +31,9 @@ class ServerMetrics:
             )
         }
         self._histograms = histogram
-        self._finished = self._counter("vllm:request_success", "Ended requests by HTTP status.", "finished_reason")
+        self._finished = self._counter(
+            "vllm:request_success", "Ended samples by the reason of their end.", "finished_reason"
+        )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.")
         self._generated_tokens = self._counter("vllm:generation_tokens", "Generated tokens.")
         self._cached_tokens = self._counter("kvad:cached_prompt_tokens", "Prompt tokens from the prefix cache.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,8 @@ class ReplicatedLLM(AsyncLLM):
         salt = f"{submission.adapter} {submission.cache_salt}"
         key = prefix_key(submission.input_ids, self.info["block_size"], salt, session)
         generator = self._handle.options(stream=True).run.remote({"key": key}, submission, session)
-        self._streams[number], self._generators[number] = stream, generator
+        self._add(stream)
+        self._generators[number] = generator
         task = asyncio.create_task(self._relay(stream, generator))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -136,6 +138,7 @@ class ReplicatedLLM(AsyncLLM):
         """Pass the parts of a replica's answer to the request's stream."""
         try:
             async for part in generator:
+                self.last_message = time.monotonic()
                 if isinstance(part, list):
                     for chunk in part:
                         stream.add(chunk)

@@ -91,7 +91,13 @@ async def _serve(
     on_ready: Callable[[str, AsyncLLM], None] | None,
 ) -> int:
     stop = _Stop()
-    async with await _load(model, {**load, "session_dir": config.session_dir}, config.num_replicas) as llm:
+    loading = asyncio.ensure_future(_load(model, {**load, "session_dir": config.session_dir}, config.num_replicas))
+    await _first_of(stop.first.wait(), loading)
+    if not loading.done():  # a signal while the model is loaded
+        loading.cancel()
+        await asyncio.wait([loading])
+        return 0
+    async with loading.result() as llm:
         stop.listen()  # again: Ray installs handlers
         context = ApiContext(llm, config, ServerMetrics(config.model_name), config.model_name)
         settings = uvicorn.Config(

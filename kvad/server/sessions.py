@@ -38,6 +38,7 @@ class SessionStats:
 
 @dataclass(eq=False)
 class _Turn:
+    key: tuple[str, str]  # owner and name
     session: Session
     handle: engine_lib.client.RequestHandle
     source: list[int] | None
@@ -83,16 +84,17 @@ class SessionTurns:
             RequestError: If the name is invalid, or the session has a running turn or another adapter.
             StorageError: If the session's file is damaged or belongs to another model.
         """
-        session = self._session(identity["name"], identity["owner"], cache_salt, adapter)
+        name, owner = identity["name"], identity["owner"]
+        if any(turn.key == (owner, name) for turn in self._turns.values()):
+            raise RequestError(f"session: {name!r} has a running request", "Wait for its end.")
+        session = self._session(name, owner, cache_salt, adapter)
         if session.adapter != adapter:
-            message = f"session: {identity['name']!r} belongs to {session.adapter or 'the base model'}"
+            message = f"session: {name!r} belongs to {session.adapter or 'the base model'}"
             raise RequestError(message, "Send its model, or use another session.")
-        if any(turn.session is session for turn in self._turns.values()):
-            raise RequestError(f"session: {identity['name']!r} has a running request", "Wait for its end.")
         session.cache_salt = cache_salt  # tokens that were computed with another one are not reused
         handle = session.begin_turn(tokens, source, sampling_params, {})
         self._llm.client.forget(handle.request)  # its chunks are passed to ``add_chunk``
-        self._turns[handle.request] = _Turn(session, handle, source)
+        self._turns[handle.request] = _Turn((owner, name), session, handle, source)
         return handle.request
 
     def add_chunk(self, chunk: StreamChunk) -> None:

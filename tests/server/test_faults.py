@@ -12,14 +12,15 @@ import httpx
 import pytest
 
 from kvad.engine import StreamChunk
-from kvad.engine.scheduling import StructuredOutput
+from kvad.engine.scheduling import SamplingParams, StructuredOutput
 from kvad.errors import RequestError
 from kvad.server import run
 from kvad.server.api import ApiContext, ApiError, generation, panel, schema
-from kvad.server.app import build_app
-from kvad.server.async_llm import RequestStream
+from kvad.server.app import POST_ROUTES, build_app
+from kvad.server.async_llm import AsyncLLM, RequestStream, Signal
 from kvad.server.config import ServerConfig
 from kvad.server.metrics import ServerMetrics
+from kvad.server.sessions import MAX_OPEN, SessionTurns
 from tests.server.conftest import KEYS, LIMITS
 
 BODY = b'{"prompt": "x", "max_tokens": 1}'
@@ -222,6 +223,74 @@ def test_ignored_fields_of_any_script_are_named_in_the_header():
     assert response.status_code == 200 and response.json() == {"prompt": "text"}
     assert response.headers["x-kvad-ignored-fields"].startswith(r"\u65e5\u672c, a\r\nb: c, xxx")
     assert len(response.headers["x-kvad-ignored-fields"]) <= 500
+
+
+def test_ignored_fields_of_a_stream_are_named_too(monkeypatch):
+    async def stream(context, body, key):
+        async def events():
+            yield b"data: 1\n\n"
+
+        return generation.EventStream(events())
+
+    async def post():
+        monkeypatch.setitem(POST_ROUTES, "/detokenize", (schema.DetokenizeBody, stream))
+        app = build_app(context_of(ignores_unknown_fields=True))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.post("/detokenize", json={"tokens": [1], "other": 1})
+
+    response = asyncio.run(post())
+    assert (response.text, response.headers["x-kvad-ignored-fields"]) == ("data: 1\n\n", "other")
+
+
+def test_attention_is_that_of_the_base_model():
+    context = context_of(attention=True)
+    context.llm.info["adapters"] = {"sql": "folder"}
+    for name, status in (("other", 404), ("sql", 400)):
+        body = schema.AttentionBody(prompt=[1], model=name)
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(panel.attention(context, body, ""))
+        assert (caught.value.status, caught.value.param) == (status, "model")
+
+
+def test_the_server_is_ready_when_a_request_ends_a_pause():
+    """A request after a minute without any must not look like one whose engine has been silent for so long."""
+
+    async def main():
+        llm = AsyncLLM()
+        llm._send, llm.last_message = lambda message: None, time.monotonic() - 1000
+        llm._open({"op": "generate"}, Signal())
+        assert time.monotonic() - llm.last_message < 10
+        llm.last_message = before = time.monotonic() - 1000
+        llm._open({"op": "generate"}, Signal())
+        assert llm.last_message == before
+
+    asyncio.run(main())
+
+
+def test_a_session_has_one_running_request(llm, tmp_path):
+    """Also if more sessions than stay in memory have turns."""
+    turns = SessionTurns(llm, tmp_path)
+
+    def begin(number):
+        identity, params = {"name": f"s{number}", "owner": ""}, SamplingParams(max_tokens=5)
+        return turns.begin(identity, [1, 2, 3], None, params, cache_salt="", adapter="")
+
+    requests = [begin(number) for number in range(MAX_OPEN + 1)]
+    with pytest.raises(RequestError, match="running request"):
+        begin(0)
+    for request in requests:
+        turns.cancel(request)
+        llm.engine.abort_request(request)
+    turns.cancel(again := begin(0))
+    llm.engine.abort_request(again)
+
+
+def test_of_a_long_run_the_end_is_read(monkeypatch, tmp_path):
+    lines = "".join(json.dumps({"kind": "step", "step": step}) + "\n" for step in range(1000))
+    (tmp_path / "metrics.jsonl").write_text(f"{lines}{{")
+    monkeypatch.setattr(panel, "MAX_RUN_BYTES", 400)
+    steps = [line["step"] for line in panel.read_newest_run(tmp_path)["lines"]]
+    assert 5 < len(steps) < 20 and steps == list(range(1000 - len(steps), 1000))
 
 
 def test_compilations_of_requests_that_have_ended_leave_the_queue():

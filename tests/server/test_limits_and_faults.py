@@ -105,6 +105,20 @@ def test_value_out_of_range(server, fields):
     assert name.split("_")[0] in error["message"] or error["param"] == name, error
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ("/v1/responses", {"input": "x", "top_logprobs": 2}, "top_logprobs"),
+        ("/v1/responses", {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+        ("/tokenize", {"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
+    ],
+)  # fmt: skip
+def test_a_field_without_effect_is_refused(server, path, fields, param):
+    response = server.post(path, **fields)
+    assert response.status_code == 400 and error_of(response)["param"] == param
+
+
 def test_huge_numbers_that_are_possible(server):
     """Numbers without a limit reserve no memory."""
     body = {"prompt": [65] * 590, "max_tokens": HUGE, "seed": -1, "top_k": HUGE, "logit_bias": {"256": 1000}}

@@ -189,7 +189,6 @@ TEXTS = {  # format -> texts with their content and names of calls
         ("[TOOL] is [TOOL_CALLS] not", "[TOOL] is [TOOL_CALLS] not", []),
     ],
     "granite": [(f"<|tool_call|>{LIST}", "", ["f", "g"])],
-    "llama": [(f"<|python_tag|>{PLAIN}", "", ["f"])],
     "json": [
         (PLAIN, "", ["f"]),
         (f"\n {PLAIN} ", "", ["f"]),
@@ -208,11 +207,22 @@ def test_parser_finds_calls_whatever_the_split(name):
         splits += [[text[:a], text[a:b], text[b:]] for a, b in itertools.combinations(range(1, len(text)), 2)][::7]
         for pieces in splits:
             parser = ToolCallParser(form)
-            results = [*(parser.push(piece) for piece in pieces), parser.flush()]
+            results = [*(parser.push(piece) for piece in pieces), parser.finish("")]
             calls = [call for _, found in results for call in found]
             assert [call.name for call in calls] == names, pieces
             assert "".join(part for part, _ in results).strip() == content, pieces
             assert parser.num_calls == len(names) and len({call.id for call in calls}) == len(names)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_without_parallel_calls_the_first_one_is_passed_on(name):
+    form = next(each for each in FORMATS if each.name == name)
+    text = (
+        f"<tool_call>{PLAIN}</tool_call><tool_call>{PLAIN}</tool_call>" if name == "hermes" else f"[TOOL_CALLS]{LIST}"
+    )
+    parser = ToolCallParser(form, is_parallel=False)
+    content, calls = parser.finish(text)
+    assert (content, [call.name for call in calls], parser.num_calls) == ("", ["f"], 1)
 
 
 def test_format_follows_from_the_template():

@@ -1,14 +1,28 @@
 """End of the server by kill -9: its sessions continue; the end of its engine. ``conftest.server`` ends by SIGTERM."""
 
 import signal
+import subprocess
+import sys
+import time
 
 import httpx
+import psutil
 import pytest
 
 from tests.server.conftest import KEYS
 from tests.support.server import events_of, open_stream, read_in_background, wait_for_tokens
 
 TURN = "a conversation of some blocks, whose cache is on disk"
+
+
+def test_sigterm_while_the_model_is_loaded(model):
+    command = [sys.executable, "-m", "kvad", "serve", str(model), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while not (children := psutil.Process(process.pid).children()):
+            time.sleep(0.01)
+        process.terminate()
+        assert (process.communicate(timeout=30)[0], process.returncode) == ("", 0)
+    assert not any(child.is_running() for child in children)
 
 
 def take_turn(server, text, max_tokens):

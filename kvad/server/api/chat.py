@@ -149,7 +149,7 @@ class _Answer:
         self._id, self._created = generation.new_id("chatcmpl", body.request_id), int(time.time())
         self._parsers: list[ToolCallParser] | None = None
         if use is not None:
-            self._parsers = [make_parser(context, use, group.submissions[0].adapter) for _ in range(body.n)]
+            self._parsers = [make_parser(use, group, body.parallel_tool_calls) for _ in range(body.n)]
         self._started: set[int] = set()
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -224,16 +224,17 @@ class _Answer:
         choice = {"index": sample, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         if self._body.return_token_ids:
             choice["token_ids"] = list(tokens)
-        fields = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        return generation.event({**fields, "usage": None} if self._body.wants_usage else fields)
+        usage = self._group.event_usage(self._body)
+        return generation.event({**self._head("chat.completion.chunk"), "choices": [choice], **usage})
 
     def last_events(self) -> bytes:
         return self._group.last_events(self._head("chat.completion.chunk"), self._body)
 
 
-def make_parser(context: ApiContext, use: ToolUse, adapter: str) -> ToolCallParser:
+def make_parser(use: ToolUse, group: RequestGroup, is_parallel: bool | None) -> ToolCallParser:
     """Return the parser of the calls: of the template's format, or of plain JSON if a call is required."""
-    template = context.llm.chat_templates.find(adapter)
-    if use.is_required or template is None:
-        return ToolCallParser(PLAIN_JSON)
-    return ToolCallParser(tools.find_format(template.templates[template.choose(tools=True)]))
+    template = group.context.llm.chat_templates.find(group.submissions[0].adapter)
+    form = PLAIN_JSON
+    if template is not None and not use.is_required:
+        form = tools.find_format(template.templates[template.choose(tools=True)])
+    return ToolCallParser(form, is_parallel=is_parallel is not False)

@@ -60,11 +60,8 @@ class _Answer:
             "model": group.model_name,
         }  # fmt: skip
         self._prompt_texts = [self._prompt_text(prompt) for prompt in prompts] if body.echo else []
-        options = body.stream_options
-        self._every_usage = options is not None and options.continuous_usage_stats
-        self._num_tokens = 0
         # An event with nothing but text is put together from its parts, because most events are of this kind.
-        self._is_plain = body.logprobs is None and not (body.return_token_ids or self._every_usage)
+        self._is_plain = body.logprobs is None and not (body.return_token_ids or body.wants_every_usage)
         head = json.dumps(self._head, separators=(",", ":"))[:-1]
         self._event_parts = (
             f'data: {head},"choices":[{{"index":',
@@ -72,6 +69,7 @@ class _Answer:
             ',"logprobs":null,"finish_reason":null}]' + (',"usage":null}\n\n' if body.wants_usage else "}\n\n"),
         )
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}
+        self._prompt_scores: dict[int, list[TokenLogprob]] = {}  # they come with the first sample of a prompt
         self._echoed: set[tuple[int, int]] = set()
 
     def _prompt_text(self, prompt: PromptInput) -> str:
@@ -124,9 +122,11 @@ class _Answer:
         """Return the event of the chunks; b"" if there is nothing to send yet."""
         index, text, tokens, finish = sample.prompt_index, sample.text, sample.token_ids, sample.finish_reason
         key = index, sample.sample_index
-        echo = self._prompt_texts[index] if self._body.echo and key not in self._echoed else ""
-        self._num_tokens += len(tokens)
-        has_scores = self._body.logprobs is not None and bool(sample.logprobs or sample.prompt_logprobs)
+        is_first = self._body.echo and key not in self._echoed
+        echo = self._prompt_texts[index] if is_first else ""
+        if sample.prompt_logprobs:
+            self._prompt_scores[index] = sample.prompt_logprobs
+        has_scores = self._body.logprobs is not None and (is_first or bool(sample.logprobs))
         if not (text or echo or has_scores or finish or self._body.return_token_ids):
             return b""
         if self._is_plain and finish is None and not echo:
@@ -134,7 +134,7 @@ class _Answer:
         choice: dict[str, Any] = {
             "index": index * self._n + sample.sample_index,
             "text": echo + text,
-            "logprobs": self._event_logprobs(sample) if has_scores else None,
+            "logprobs": self._event_logprobs(sample, with_prompt=is_first) if has_scores else None,
             "finish_reason": finish,
         }
         self._echoed.add(key)
@@ -142,31 +142,21 @@ class _Answer:
             choice["token_ids"] = tokens
         if finish is not None:
             self._context.metrics.observe_finish(finish)
-        fields = {**self._head, "choices": [choice]}
-        if self._body.wants_usage:
-            fields["usage"] = self._partial_usage() if self._every_usage else None
-        return generation.event(fields)
+        return generation.event({**self._head, "choices": [choice], **self._group.event_usage(self._body)})
 
     def _plain_event(self, index: int, text: str) -> bytes:
         first, second, last = self._event_parts
         return f"{first}{index}{second}{json.dumps(text)}{last}".encode()
 
-    def _event_logprobs(self, sample: SampleChunks) -> dict[str, Any]:
-        key = sample.prompt_index, sample.sample_index
-        collected = self._logprobs.setdefault(key, CompletionLogprobs(self._context.token_texts))
+    def _event_logprobs(self, sample: SampleChunks, *, with_prompt: bool) -> dict[str, Any]:
+        index = sample.prompt_index
+        collected = self._logprobs.setdefault(sample[:2], CompletionLogprobs(self._context.token_texts))
         tokens, scores = list[int](), list[TokenLogprob | None]()
-        if sample.prompt_logprobs:
-            tokens += self._group.submissions[sample.prompt_index].input_ids
-            scores += [None, *sample.prompt_logprobs]
+        if with_prompt:
+            tokens += self._group.submissions[index].input_ids
+            scores += [None, *self._prompt_scores.get(index, ())]
         tokens += [score.token_id for score in sample.logprobs]
         return collected.take(tokens, [*scores, *sample.logprobs])
-
-    def _partial_usage(self) -> dict[str, int]:
-        prompt_tokens = sum(len(each.input_ids) for each in self._group.submissions)
-        return {
-            "prompt_tokens": prompt_tokens, "completion_tokens": self._num_tokens,
-            "total_tokens": prompt_tokens + self._num_tokens,
-        }  # fmt: skip
 
     def last_events(self) -> bytes:
         return self._group.last_events(self._head, self._body)

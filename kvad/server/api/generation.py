@@ -137,6 +137,8 @@ def sampling_settings(context: ApiContext, body: GenerationBody, *, n: int | Non
         ApiError: 400 that names the field and its limit.
     """
     limits, fields = context.config.limits, dict[str, Any]()
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "requires stream to be true")
     for name in SAMPLING_FIELDS:
         if (value := getattr(body, name)) is not None:
             fields[name] = value
@@ -247,6 +249,7 @@ class RequestGroup:
     ) -> None:
         check_submissions(context, submissions)
         self.context, self.submissions, self._signal = context, submissions, Signal()
+        self._num_tokens = 0  # generated ones that were read
         self.streams: list[RequestStream] = []
         try:
             for submission in submissions:
@@ -282,6 +285,7 @@ class RequestGroup:
                     if chunk.error is not None:
                         raise chunk_error(chunk)
                     samples.setdefault((index, chunk.sample_index), []).append(chunk)
+                    self._num_tokens += chunk.token_id is not None
             if samples or ended:
                 return [SampleChunks(*key, chunks) for key, chunks in samples.items()]
             if not await self._signal.wait(timeout):
@@ -304,16 +308,21 @@ class RequestGroup:
             stream.cancel()
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's token counts of all requests so far; cached tokens are known at the end."""
-        prompt_tokens = sum(len(each.input_ids) for each in self.submissions)
+        """Return OpenAI's token counts of all ended requests."""
         metrics = [stream.metrics for stream in self.streams if stream.metrics is not None]
-        completion_tokens = sum(each.num_completion_tokens for each in metrics)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in metrics)},
-        }
+        counts = self._counts(sum(each.num_completion_tokens for each in metrics))
+        return {**counts, "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in metrics)}}
+
+    def _counts(self, completion_tokens: int) -> dict[str, Any]:
+        prompt_tokens = sum(len(each.input_ids) for each in self.submissions)
+        total = prompt_tokens + completion_tokens
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+    def event_usage(self, body: GenerationBody) -> dict[str, Any]:
+        """Return the field ``usage`` of an event: null, or the token counts so far, or {} if they are not requested."""
+        if not body.wants_usage:
+            return {}
+        return {"usage": self._counts(self._num_tokens) if body.wants_every_usage else None}
 
     def timings(self) -> dict[str, Any]:
         """Return seconds and rates of the first request, measured by the engine."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from kvad.server.api import generation
-from kvad.server.api.errors import ApiError
+from kvad.server.api.errors import ApiError, invalid
 from kvad.server.api.generation import ApiContext, EventStream
 from kvad.server.api.schema import AttentionBody
 
 INTERVAL = 0.05  # seconds between two states: 20 per second at most
 QUIET_INTERVAL = 1.0  # while nothing runs
-MAX_RUN_LINES = 2000  # points of a curve
+MAX_RUN_LINES, MAX_RUN_BYTES = 2000, 1 << 20  # of the end of a run, whose curve is shown
 
 
 async def cache_state(context: ApiContext) -> dict[str, Any]:
@@ -59,6 +59,8 @@ async def attention(context: ApiContext, body: AttentionBody, key: str) -> dict[
     """Answer a request to /attention: weights of a text's last token, exact, per head of one layer."""
     if not context.config.attention:
         raise ApiError(403, "attention weights are off: start the server with --attention", code="disabled")
+    if context.check_model(body.model):
+        raise invalid("model", "attention weights are those of the base model. Omit it.")
     prompts = generation.split_prompts(context, "prompt", body.prompt)
     tokens = await asyncio.to_thread(context.llm.texts.encode_prompt, prompts[0])
     return await context.llm.call("attention", token_ids=tokens, layer=body.layer)
@@ -77,10 +79,13 @@ def read_newest_run(folder: Path) -> dict[str, Any]:
         return {}
     newest = max(metrics, key=lambda path: path.stat().st_mtime)
     lines = []
-    for line in newest.read_text("utf-8", errors="replace").splitlines()[-MAX_RUN_LINES:]:
+    with newest.open("rb") as file:  # a long run has megabytes, of which the page shows the end
+        file.seek(max(0, newest.stat().st_size - MAX_RUN_BYTES))
+        text = file.read().decode(errors="replace")
+    for line in text.splitlines()[-MAX_RUN_LINES:]:
         try:
             lines.append(json.loads(line))
-        except ValueError:  # the last line is being written
+        except ValueError:  # the last line is being written, or the first one is not whole
             continue
     age = time.time() - newest.stat().st_mtime
     return {"name": newest.parent.name, "seconds_since_write": age, "lines": lines}

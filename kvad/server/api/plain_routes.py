@@ -73,6 +73,8 @@ async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[st
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "either prompt or messages must be given")
     if body.messages is not None:
+        if body.add_special_tokens:
+            raise invalid("add_special_tokens", "cannot be combined with messages: the template has special tokens")
         messages = check_messages(body.messages, limits.max_messages, limits.max_prompt_chars)
         tokens = await asyncio.to_thread(llm.render_chat, messages, adapter=adapter)
     else:
@@ -81,7 +83,7 @@ async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[st
         tokenizer = llm.texts.require_tokenizer()
         # special tokens are parsed, as in other servers: clients find the id of "</s>" so
         tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, specials=True)
-        if body.add_special_tokens:
+        if body.add_special_tokens is not False:
             tokens = tokenizer.add_special_tokens(tokens)
     reply: dict[str, Any] = {"count": len(tokens), "max_model_len": llm.info["max_len"], "tokens": tokens}
     if body.return_token_strs:

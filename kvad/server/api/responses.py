@@ -17,7 +17,7 @@ from kvad.server.api.tools import ToolCall
 async def create_response(context: ApiContext, body: ResponsesBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/responses."""
     group, use = await submit_chat(context, _to_chat(body), key)
-    parser = None if use is None else make_parser(context, use, group.submissions[0].adapter)
+    parser = None if use is None else make_parser(use, group, body.parallel_tool_calls)
     answer = _Answer(context, body, group, parser)
     if body.stream:
         return EventStream(answer.events())
@@ -78,6 +78,8 @@ def _to_choice(choice: Any) -> Any:
 
 
 def _to_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if other := set(text or ()) - {"format"}:
+        raise invalid(f"text.{min(other)[:80]}", "unknown field. Use text.format.")
     form = None if text is None else text.get("format")
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         return form
@@ -112,8 +114,9 @@ class _Answer:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": self._body.instructions, "max_output_tokens": self._body.max_output_tokens,
             "model": self._group.model_name, "output": [] if finish_reason is None else self._output(status),
-            "parallel_tool_calls": True, "previous_response_id": None, "store": False,
-            "temperature": self._body.temperature, "text": self._body.text or {"format": {"type": "text"}},
+            "parallel_tool_calls": self._body.parallel_tool_calls is not False, "previous_response_id": None,
+            "store": False, "temperature": self._body.temperature,
+            "text": self._body.text or {"format": {"type": "text"}},
             "tool_choice": self._body.tool_choice or "auto", "tools": self._body.tools or [],
             "top_p": self._body.top_p, "truncation": "disabled", "metadata": {},
             "usage": None if finish_reason is None else {

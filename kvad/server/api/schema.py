@@ -49,11 +49,12 @@ REFUSED = {
     "web_search_options": "this server does not search",
     "dimensions": "vectors have the model's size",
     "background": "responses are not stored",
+    "top_logprobs": "use logprobs of /v1/completions or /v1/chat/completions",
 }
 
 
 class Body(BaseModel):
-    """Base of request bodies: strict types, unknown fields are kept for ``check_unknown``."""
+    """Base of request bodies: strict types, unknown fields are kept for ``validate``."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -111,6 +112,11 @@ class GenerationBody(Body):
         """True if a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def wants_every_usage(self) -> bool:
+        """True if every event has the token counts so far."""
+        return self.wants_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
 
 class CompletionBody(GenerationBody):
     """Body of /v1/completions."""
@@ -145,7 +151,6 @@ class ResponsesBody(Body):
     max_output_tokens: PositiveCount | None = None
     temperature: Number | None = None
     top_p: Number | None = None
-    top_logprobs: Count | None = None
     stream: bool = False
     text: dict[str, Any] | None = None
     tools: Objects | None = None
@@ -168,7 +173,7 @@ class TokenizeBody(Body):
 
     prompt: str | None = None
     messages: Objects | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = Field(None, description="Of a prompt; true if it is not given.")
     return_token_strs: bool = False
 
 

@@ -19,26 +19,24 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Marks around calls; ``end`` "" means the end of the text. ``is_list``: one list of calls follows the mark."""
+    """Marks around a call or a list of calls; ``end`` "" means the end of the text."""
 
     name: str
     start: str
     end: str
-    is_list: bool = False
 
 
 FORMATS = (
     ToolFormat("hermes", "<tool_call>", "</tool_call>"),  # Qwen, Hermes
-    ToolFormat("mistral", "[TOOL_CALLS]", "", is_list=True),
-    ToolFormat("granite", "<|tool_call|>", "", is_list=True),
-    ToolFormat("llama", "<|python_tag|>", ""),
+    ToolFormat("mistral", "[TOOL_CALLS]", ""),
+    ToolFormat("granite", "<|tool_call|>", ""),
 )
 PLAIN_JSON = ToolFormat("json", "{", "")  # Llama 3.1: the whole answer is an object with name and parameters
 
 
 def find_format(template: str) -> ToolFormat:
     """Return the format that a chat template mentions; plain JSON if it mentions none."""
-    return next((each for each in FORMATS if each.start in template and each.name != "llama"), PLAIN_JSON)
+    return next((each for each in FORMATS if each.start in template), PLAIN_JSON)
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,15 @@ class ToolCall:
 
 
 class ToolCallParser:
-    """Separates the text of one sample into content and calls, as it arrives."""
+    """Separates the text of one sample into content and calls, as it arrives.
 
-    def __init__(self, form: ToolFormat) -> None:
-        self._form = form
+    Args:
+        form: How the model writes calls.
+        is_parallel: Pass on all calls; else the first one only.
+    """
+
+    def __init__(self, form: ToolFormat, *, is_parallel: bool = True) -> None:
+        self._form, self._is_parallel = form, is_parallel
         self._pending = ""  # text that may belong to a call
         self._space = ""  # white space before a call, which is content only if the call is invalid
         self._inside = False
@@ -79,7 +82,7 @@ class ToolCallParser:
                 break
             inner, _, self._pending = self._pending.partition(end)
             found_calls = self._parse(inner)
-            calls += found_calls
+            calls += self._count(found_calls)
             content += "" if found_calls else f"{self._space}{self._form.start}{inner}{end}"
             self._inside = False
         self._has_content = self._has_content or bool(content.strip())
@@ -109,29 +112,27 @@ class ToolCallParser:
         return content, self._inside
 
     def finish(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Add the last text; return the rest of the content and of the calls."""
+        """Add the last text; return the rest of content and calls. An incomplete or invalid call is content."""
         content, calls = self.push(text)
-        rest, last_calls = self.flush()
-        return content + rest, [*calls, *last_calls]
-
-    def flush(self) -> tuple[str, list[ToolCall]]:
-        """Return what is left at the end of the text; an incomplete or invalid call is content."""
         pending, self._pending = self._pending, ""
         if not self._inside:
-            return ("" if self.num_calls and not pending.strip() else pending), []
-        calls = self._parse(pending)
-        if calls:
-            return "", calls
-        return pending if self._form is PLAIN_JSON else f"{self._space}{self._form.start}{pending}", []
+            return content + ("" if self.num_calls and not pending.strip() else pending), calls
+        if last_calls := self._parse(pending):
+            return content, [*calls, *self._count(last_calls)]
+        return content + (pending if self._form is PLAIN_JSON else f"{self._space}{self._form.start}{pending}"), calls
 
     def _parse(self, text: str) -> list[ToolCall]:
         try:
             value = json.loads(text.strip())
         except ValueError:
             return []
-        calls = [call for item in (value if isinstance(value, list) else [value]) if (call := _to_call(item))]
-        self.num_calls += len(calls)
-        return calls
+        return [call for item in (value if isinstance(value, list) else [value]) if (call := _to_call(item))]
+
+    def _count(self, calls: list[ToolCall]) -> list[ToolCall]:
+        """Return the calls that are passed on."""
+        passed = calls if self._is_parallel else calls[: max(0, 1 - self.num_calls)]
+        self.num_calls += len(passed)
+        return passed
 
 
 def _to_call(item: Any) -> ToolCall | None:
