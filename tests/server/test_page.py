@@ -281,9 +281,11 @@ def test_page(page, server):
 
     # Completion mode continues a text in place.
     page.click("[data-mode=completion]")
+    assert "Here the model does not answer" in page.locator(".intro").inner_text()
     page.fill("#completion-text", "once upon a time")
     page.press("#completion-text", "Control+Enter")
     page.wait_for_selector("#view-completion .branches, #view-completion [aria-label=Regenerate]")
+    assert "the context has" not in page.locator("#view-completion .meter").inner_text()
     assert page.input_value("#completion-text").startswith("once upon a time")
     assert len(page.input_value("#completion-text")) > len("once upon a time")
 
@@ -525,5 +527,12 @@ def check_training(page, metrics):
     assert panel.locator("canvas").get_attribute("aria-label") == "Loss from 4.00 to 1.25 over 4 steps"
     check_themes(page, "training")
     metrics._write("end", {"reason": "done", "step": 4})
-    metrics.close()
     panel.get_by_text("finished", exact=True).wait_for()
+
+    # It is resumed, and shown although only its last lines are read.
+    for number in range(5, 2100):
+        metrics._write("step", {**STEP, "step": number, "loss": 1.125})
+    panel.get_by_text("running", exact=True).wait_for()
+    metrics._write("step", {**STEP, "step": 2100, "loss": 0.625})
+    metrics.close()
+    panel.locator(".tile", has_text="Loss").filter(has_text="0.625").wait_for()

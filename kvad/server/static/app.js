@@ -80,6 +80,7 @@ class App {
 
   /** Show a conversation in the view of its mode. */
   open(conversation) {
+    if (conversation !== this.conversation) this.attention.clear();
     this.conversation = conversation;
     this.mode = conversation.mode;
     store.write("mode", this.mode);

@@ -38,7 +38,7 @@ export class CompletionView {
     this.tools = h("div", { class: "row" });
     this.stats = h("span", { class: "stats" });
     const meter = h("div", { class: "meter" });
-    this.meter = new Meter(meter);
+    this.meter = new Meter(meter, this.app.model.max_model_len);
     meter.append(h("span", { class: "grow" }), this.stats);
     byId("view-completion").append(this.scroller, h("div", { class: "composer" }, this.problem, h("div", { class: "row controls" }, this.generate, this.tools), meter));
   }
@@ -57,7 +57,7 @@ export class CompletionView {
     const { conversation, model } = this.app;
     const isActive = Boolean(this.run?.isActive);
     this.intro.hidden = Boolean(conversation.text);
-    this.intro.replaceChildren(h("h2", {}, `Continue a text with ${model.id}`), h("p", {}, `${model.id} has no chat template, so it does not answer: it continues what you write. Press Ctrl Enter to generate, edit anything, and generate again.`));
+    this.intro.replaceChildren(h("h2", {}, `Continue a text with ${model.id}`), h("p", {}, `${model.has_chat_template ? "Here the model does not answer" : `${model.id} has no chat template, so it does not answer`}: it continues what you write. Press Ctrl Enter to generate, edit anything, and generate again.`));
     this.generate.replaceChildren(icon(isActive ? "stop" : "play"), isActive ? "Stop" : "Generate");
     this.generate.classList.toggle("stopping", isActive);
     this.generate.title = isActive ? "Stop (Esc)" : "Continue the text (Ctrl Enter)";
@@ -221,9 +221,9 @@ export class CompletionView {
   async #measure() {
     const { model, conversation } = this.app;
     if (this.app.mode !== "completion" || this.#run?.isActive) return;
-    if (!conversation.text) { this.meter.set(0, model.max_model_len); return; }
+    if (!conversation.text) { this.meter.set(0); return; }
     try {
-      this.meter.set((await post("tokenize", { model: model.id, prompt: conversation.text })).count, model.max_model_len);
+      this.meter.set((await post("tokenize", { model: model.id, prompt: conversation.text })).count);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
     }

@@ -102,10 +102,12 @@ export class AttentionPanel {
 
   constructor(element, app) {
     Object.assign(this, { element, app });
-    this.#renderEmpty();
+    this.clear();
   }
 
-  #renderEmpty() {
+  /** Forget the token whose weights are shown. */
+  clear() {
+    this.#request++; // a reply that is still to come
     const { features, kind } = this.app.model;
     const text = kind === "encoder-decoder" ? "Attention weights can be read for decoder models."
       : features.attention ? "Turn on “Tokens” above the text, let the model write, and click a token: its attention to every earlier token appears here, exact, for each layer and head."
@@ -116,7 +118,7 @@ export class AttentionPanel {
 
   /** Show the weights of token `index` of the answer; `load` returns {ids, texts, start}. */
   async open(load, index) {
-    if (!this.app.model.features.attention) { this.#renderEmpty(); return; }
+    if (!this.app.model.features.attention) { this.clear(); return; }
     this.element.replaceChildren(h("p", { class: "hint" }, "Computing…"));
     try {
       this.#context = await load();
@@ -230,6 +232,7 @@ const SILENT = 120; // seconds without a line after which a run does not count a
 
 export class TrainingPanel {
   #run = null;
+  #shown = ""; // key of what is rendered
   #hover = null;
 
   constructor(element, app, onFound) {
@@ -243,22 +246,26 @@ export class TrainingPanel {
     let run;
     try { run = await get("training"); } catch { return; }
     if (!run.lines?.length) return;
-    const isSame = this.#run?.lines.length === run.lines.length && this.#run?.name === run.name;
     this.#run = run;
     this.onFound(this.#isLive);
-    if (!this.element.hidden && (!isSame || !this.element.childElementCount)) this.render();
+    if (!this.element.hidden && this.#shown !== this.#key) this.render();
   }
 
-  get #isLive() { return this.#run.seconds_since_write < SILENT && !this.#run.lines.some((line) => line.kind === "end" || line.kind === "failed"); }
+  get #key() { return JSON.stringify([this.#run.name, this.#run.lines.at(-1), this.#isLive]); }
+
+  /** The last step, or what ended the run; a run that was resumed has steps after an end. */
+  get #end() { return this.#run.lines.findLast(({ kind }) => kind === "step" || kind === "end" || kind === "failed"); }
+  get #isLive() { return this.#run.seconds_since_write < SILENT && (this.#end?.kind ?? "step") === "step"; }
 
   render() {
     if (!this.#run) return;
+    this.#shown = this.#key;
     const { lines, name } = this.#run;
     const steps = lines.filter((line) => line.kind === "step" && Number.isFinite(line.loss));
     const evals = lines.filter((line) => line.kind === "eval" && Number.isFinite(line.val_loss));
     const last = steps.at(-1);
-    const end = lines.find((line) => line.kind === "end" || line.kind === "failed");
-    const state = this.#isLive ? "running" : end?.kind === "failed" ? "failed" : end ? "finished" : "no news";
+    const end = this.#end;
+    const state = this.#isLive ? "running" : { failed: "failed", end: "finished" }[end?.kind] ?? "no news";
     fill(this.element,
       h("div", { class: "row spread" }, h("h3", { class: "run-name" }, name || "run"), h("span", { class: `pill ${state.replace(" ", "-")}` }, state)),
       end?.kind === "failed" ? h("div", { class: "error" }, h("b", {}, "The run has failed"), h("p", {}, end.text)) : null,

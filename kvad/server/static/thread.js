@@ -23,7 +23,7 @@ export class Thread {
     this.app = app;
     this.list = byId("thread");
     this.input = byId("message");
-    this.meter = new Meter(byId("chat-meter"));
+    this.meter = new Meter(byId("chat-meter"), app.model.max_model_len);
     this.examples = this.#buildExamples();
     byId("view-chat").append(this.examples);
     this.measure = debounce(() => this.#measure(), 450);
@@ -319,19 +319,19 @@ export class Thread {
   }
 
   async #measure() {
-    const { conversation, settings, model } = this.app;
+    const { conversation, settings } = this.app;
     if (this.app.mode !== "chat" || this.#active) return;
     const messages = this.#messages(conversation, store.path(conversation).at(-1) ?? conversation.nodes.root, settings);
     const draft = this.input.value.trim();
     if (draft) messages.push({ role: "user", content: draft });
     if (messages.length) await this.#count(messages);
-    else this.meter.set(0, model.max_model_len);
+    else this.meter.set(0);
   }
 
   async #count(messages) {
     const { model } = this.app;
     try {
-      this.meter.set((await post("tokenize", { model: model.id, messages })).count, model.max_model_len);
+      this.meter.set((await post("tokenize", { model: model.id, messages })).count);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error; // the text cannot be counted: sending it will tell why
     }
@@ -343,18 +343,17 @@ export class Thread {
 /** Shows how much of the context is used and left. */
 export class Meter {
   #used = 0;
-  #limit = 1;
 
-  constructor(element) {
+  constructor(element, limit) {
+    this.limit = limit;
     this.fill = h("span", { class: "fill" });
     this.bar = h("span", { class: "bar", role: "meter", "aria-label": "Context used", "aria-valuemin": "0" }, this.fill);
     this.text = h("span");
     element.append(this.bar, this.text);
   }
 
-  set(used, limit) {
+  set(used) {
     this.#used = used;
-    this.#limit = limit;
     this.#render(used);
   }
 
@@ -362,13 +361,14 @@ export class Meter {
   add(tokens) { this.#render(this.#used + tokens); }
 
   #render(used) {
-    const share = Math.min(1, used / this.#limit);
+    const { limit } = this;
+    const share = Math.min(1, used / limit);
     this.fill.style.width = `${share * 100}%`;
     this.bar.classList.toggle("high", share > 0.85);
     this.bar.setAttribute("aria-valuenow", used);
-    this.bar.setAttribute("aria-valuemax", this.#limit);
-    if (used > this.#limit) this.text.textContent = `${count(used)} tokens, the context has ${count(this.#limit)}`;
-    else this.text.textContent = used ? `${count(used)} of ${count(this.#limit)} tokens used, ${count(Math.max(0, this.#limit - used))} left` : `Context of ${count(this.#limit)} tokens`;
+    this.bar.setAttribute("aria-valuemax", limit);
+    if (used > limit) this.text.textContent = `${count(used)} tokens, the context has ${count(limit)}`;
+    else this.text.textContent = used ? `${count(used)} of ${count(limit)} tokens used, ${count(limit - used)} left` : `Context of ${count(limit)} tokens`;
   }
 }
 
