@@ -255,7 +255,6 @@ class QualityResult:
     options: QualityOptions
     summary: tuple[SummaryRow, ...]
     notes: tuple[str, ...]  # what was not measured, and why
-    informative_cells: tuple[tuple[str, int], ...]  # (kind, length)
     lines: tuple[ResultLine, ...]
 
 
@@ -309,7 +308,6 @@ def bench_quality(
         options=options,
         summary=tuple(run.summarize(variant) for variant in variants),
         notes=tuple(run.notes),
-        informative_cells=tuple(run.informative),
         lines=tuple(lines.lines),
     )
 

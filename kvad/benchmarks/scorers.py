@@ -194,33 +194,24 @@ class CachedScorer:
                 self._tick(last)
 
 
-def attach_logit_hook(engine: Engine, hook: LogitHook, *, all_positions: bool = False) -> None:
-    """Pass the logits of every step to ``hook`` from now on, per sequence.
-
-    ``all_positions``: compute the logits of every position, also of those that no request asks for.
-    """
-    engine.runner = _LogitHookRunner(engine, hook, all_positions)
+def attach_logit_hook(engine: Engine, hook: LogitHook) -> None:
+    """Pass the requested logits of every step to ``hook`` from now on, per sequence."""
+    engine.runner = _LogitHookRunner(engine, hook)
 
 
 class _LogitHookRunner(ModelRunner):
-    def __init__(self, engine: Engine, hook: LogitHook, all_positions: bool) -> None:
+    def __init__(self, engine: Engine, hook: LogitHook) -> None:
         super().__init__(engine.model, engine.kv_cache)
-        self.hook, self.all_positions = hook, all_positions
+        self.hook = hook
 
     def execute(self, output: SchedulerOutput) -> Tensor:
-        requested = [scheduled.logit_offsets for scheduled in output.scheduled]
-        if self.all_positions:
-            output = with_all_logits(output)
-        logits = super().execute(output)
-        indices, first = list[int](), 0
-        for scheduled, offsets in zip(output.scheduled, requested, strict=True):
-            computed = scheduled.logit_offsets
-            if len(computed):
-                rows = logits[first : first + len(computed)]
-                self.hook(scheduled.sequence.request_id, scheduled.start + computed[0], rows)
-            indices += [first + offset - computed[0] for offset in offsets]
-            first += len(computed)
-        return logits[indices] if self.all_positions else logits
+        logits, first = super().execute(output), 0
+        for scheduled in output.scheduled:
+            if count := len(scheduled.logit_offsets):
+                position = scheduled.start + scheduled.logit_offsets[0]
+                self.hook(scheduled.sequence.request_id, position, logits[first : first + count])
+                first += count
+        return logits
 
 
 def with_all_logits(output: SchedulerOutput) -> SchedulerOutput:

@@ -47,9 +47,9 @@ def _llama_layer(heads: int, kv_heads: int, hidden: int, *, eps: float = 1e-5, *
     return cfg.LayerConfig(attention_config, cfg.GatedMLPConfig(hidden), cfg.NormConfig("rms", eps))
 
 
-def _llama31_layer(heads: int, kv_heads: int, hidden: int, factor: float) -> cfg.LayerConfig:
+def _llama31_layer(heads: int, hidden: int, factor: float) -> cfg.LayerConfig:
     scaling = cfg.Llama3ScalingConfig(factor, original_max_seq_len=8192)
-    return _llama_layer(heads, kv_heads, hidden, position=cfg.RopeConfig(500000.0, scaling=scaling))
+    return _llama_layer(heads, 8, hidden, position=cfg.RopeConfig(500000.0, scaling=scaling))
 
 
 _llama3_layer = partial(_llama_layer, position=cfg.RopeConfig(500000.0))
@@ -160,10 +160,10 @@ KNOWN_MODELS: Mapping[str, Callable[[], ModelConfig]] = {
     "llama-2-70b": lambda: _decoder(80, 8192, 32000, 4096, _llama_layer(64, 8, 28672), tie=False),
     "llama-3-8b": lambda: _decoder(32, 4096, 128256, 8192, _llama3_layer(32, 8, 14336), tie=False),
     "llama-3-70b": lambda: _decoder(80, 8192, 128256, 8192, _llama3_layer(64, 8, 28672), tie=False),
-    "llama-3.1-8b": lambda: _decoder(32, 4096, 128256, 131072, _llama31_layer(32, 8, 14336, 8.0), tie=False),
-    "llama-3.1-70b": lambda: _decoder(80, 8192, 128256, 131072, _llama31_layer(64, 8, 28672, 8.0), tie=False),
-    "llama-3.2-1b": lambda: _decoder(16, 2048, 128256, 131072, _llama31_layer(32, 8, 8192, 32.0)),
-    "llama-3.2-3b": lambda: _decoder(28, 3072, 128256, 131072, _llama31_layer(24, 8, 8192, 32.0)),
+    "llama-3.1-8b": lambda: _decoder(32, 4096, 128256, 131072, _llama31_layer(32, 14336, 8.0), tie=False),
+    "llama-3.1-70b": lambda: _decoder(80, 8192, 128256, 131072, _llama31_layer(64, 28672, 8.0), tie=False),
+    "llama-3.2-1b": lambda: _decoder(16, 2048, 128256, 131072, _llama31_layer(32, 8192, 32.0)),
+    "llama-3.2-3b": lambda: _decoder(28, 3072, 128256, 131072, _llama31_layer(24, 8192, 32.0)),
     "mistral-7b": lambda: _decoder(32, 4096, 32000, 32768, _llama_layer(32, 8, 14336, window=4096), tie=False),
     "qwen2.5-0.5b": lambda: _decoder(24, 896, 151936, 32768, _qwen25_layer(14, 2, 4864)),
     "qwen2.5-7b": lambda: _decoder(28, 3584, 152064, 131072, _qwen25_layer(28, 4, 18944), tie=False),

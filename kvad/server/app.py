@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ def build_app(context: ApiContext) -> ASGIApp:
         Route(path, _Endpoint(context, kind, handler), methods=["POST"])
         for path, (kind, handler) in POST_ROUTES.items()
     ]
-    getters: dict[str, Callable[[], Any]] = {
+    getters: dict[str, Callable[..., Any]] = {
         "/v1/models": lambda: plain_routes.list_models(context),
+        "/v1/models/{name:path}": lambda name: plain_routes.describe_model(context, context.check_model(name)),
         "/tokenizer_info": lambda: plain_routes.tokenizer_info(context),
         "/cache": lambda: panel.cache_state(context),
         "/cache/events": lambda: panel.cache_events(context),
@@ -69,9 +71,10 @@ def build_app(context: ApiContext) -> ASGIApp:
         "/ready": lambda: _ready(context),
         "/openapi.json": lambda: openapi(context),
     }
+    for path, name in PAGE_FILES.items():
+        media_type = MEDIA_TYPES[Path(name).suffix]
+        getters[path] = partial(FileResponse, STATIC / name, headers=PAGE_HEADERS, media_type=media_type)
     routes += [Route(path, _Getter(getter), methods=["GET"]) for path, getter in getters.items()]
-    routes += [Route(path, _Page(STATIC / name), methods=["GET"]) for path, name in PAGE_FILES.items()]
-    routes.append(Route("/v1/models/{name:path}", _ModelEndpoint(context), methods=["GET"]))
     handlers: dict[Any, Any] = {404: _http_error, 405: _http_error}
     return Guard(context, Starlette(routes=routes, exception_handlers=handlers))
 
@@ -226,14 +229,14 @@ async def read_body(config: ServerConfig, scope: Scope, receive: Receive) -> byt
 
 
 class _Getter:
-    """Sends the result of a function without arguments."""
+    """Sends the result of a function of the path's parameters."""
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            result = self._function()
+            result = self._function(**scope["path_params"])
             if isinstance(result, Awaitable):
                 result = await result
         except Exception as error:
@@ -246,32 +249,6 @@ class _Getter:
                 await generation.cancel_on_disconnect(receive, send_events(scope, send, b"", result.events, None, {}))
         else:
             await (result if isinstance(result, Response) else json_response(result))(scope, receive, send)
-
-
-class _Page:
-    """Sends a file of the page."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        media_type = MEDIA_TYPES[self._path.suffix]
-        await FileResponse(self._path, headers=PAGE_HEADERS, media_type=media_type)(scope, receive, send)
-
-
-class _ModelEndpoint:
-    """Sends the description of the model that the path names."""
-
-    def __init__(self, context: ApiContext) -> None:
-        self._context = context
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            adapter = self._context.check_model(scope["path_params"]["name"])
-            response = json_response(plain_routes.describe_model(self._context, adapter))
-        except ApiError as error:
-            response = error_response(error)
-        await response(scope, receive, send)
 
 
 def _ready(context: ApiContext) -> Response:

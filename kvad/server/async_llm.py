@@ -85,7 +85,6 @@ class RequestStream:
         metrics: Counts and times in seconds, set at the end.
         session: Reused tokens of a session's turn, set at the end.
         started: True once its first chunk has arrived.
-        request_id: Name that the client gave the request, if any.
         max_unread: Largest number of chunks that wait for the reader; beyond it the request fails (0: any number).
     """
 
@@ -94,7 +93,6 @@ class RequestStream:
         self.metrics: RequestMetrics | None = None
         self.session: dict[str, Any] | None = None
         self.started = False
-        self.request_id: str | None = None
         self.max_unread = 0
         self._llm, self._signal = llm, signal
         self._chunks: list[StreamChunk] = []
@@ -109,10 +107,7 @@ class RequestStream:
             self.fail(RequestError(f"stream: the client has left {self.max_unread:,} tokens unread", "Read faster."))
         self._signal.set()
 
-    def end(self, message: Message) -> None:
-        self.end_with(RequestMetrics(**message["metrics"]), message.get("session"))
-
-    def end_with(self, metrics: RequestMetrics, session: dict[str, Any] | None) -> None:
+    def end(self, metrics: RequestMetrics, session: dict[str, Any] | None) -> None:
         self.metrics, self.session = metrics, session
         self._signal.set()
 
@@ -430,7 +425,7 @@ class AsyncLLM:
 
     def name_request(self, stream: RequestStream, request_id: str) -> None:
         """Set a request's name; it is known for a while after the request's end."""
-        stream.request_id = self.request_ids[stream.number] = request_id
+        self.request_ids[stream.number] = request_id
         if len(self.request_ids) > MAX_REQUEST_IDS:
             del self.request_ids[next(iter(self.request_ids))]
 
@@ -494,7 +489,7 @@ class AsyncLLM:
         for ended in message.get("ended", ()):
             stream = streams.pop(ended["id"], None)
             if stream is not None:
-                stream.end(ended)
+                stream.end(RequestMetrics(**ended["metrics"]), ended.get("session"))
 
     def _on_reply(self, message: Message) -> None:
         number, error = message.pop("reply"), message.get("error")

@@ -143,7 +143,7 @@ class ReplicatedLLM(AsyncLLM):
                     for chunk in part:
                         stream.add(chunk)
                 else:
-                    stream.end_with(*part)
+                    stream.end(*part)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             stream.fail(cause if isinstance(cause, KvadError) else EngineError(f"a replica failed: {cause}"))

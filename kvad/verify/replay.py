@@ -436,16 +436,9 @@ def run_uncached(
     tokens: Sequence[int],
     kv_cache: CacheProtocol | None = None,
     source: Sequence[int] | None = None,
-    *,
-    last_only: bool = False,
 ) -> Tensor:
-    """Compute [T, V], the logits of a whole sequence without a cache.
-
-    ``last_only``: [1, V], those after its last token.
-    """
+    """Compute [T, V], the logits of a whole sequence without a cache."""
     model_input = run_whole_sequence(model, tokens)
-    if last_only:
-        model_input = model_input._replace(logit_indices=model_input.logit_indices[-1:])
     if source is not None:
         model_input = model_input._replace(encoder_input=run_whole_sequence(model, source))
     return model.logits(model(model_input, kv_cache or NoCache(model.config)), model_input.logit_indices)

@@ -332,7 +332,7 @@ def test_policy_with_a_format(llm, language):
 def test_recall_of_an_untrained_model_is_not_measured(llm, language):
     untrained = LLM(build(llm.model.config, dtype=torch.float32), llm.tokenizer, llm.cache_config)
     result = bench(untrained, language, None, options=SMALL)
-    assert result.informative_cells == () and len(result.notes) == len(TASK_KINDS)
+    assert len(result.notes) == len(TASK_KINDS)
     assert "the full cache finds 0.00 at 40 tokens, not more than 0.95 (longer tasks are skipped)" in result.notes[0]
     assert not any(line.get("length") == 48 for line in result.lines if line["measure"] != "text")
     full, half = result.summary

@@ -219,12 +219,10 @@ def with_window(layer: cfg.LayerConfig, fields: HFConfigReader, **changes: Any) 
     return with_attention(layer, window=fields.optional_integer("sliding_window"), **changes)
 
 
-def window_layers(pattern: Callable[[HFConfigReader], str], *, requires_window: bool = False) -> LayerTypes:
-    """Build layer types G (full) and L (window) in the order of ``pattern``.
+def window_layers(pattern: Callable[[HFConfigReader], str]) -> LayerTypes:
+    """Build layer types G (full) and L (window) in the order of ``pattern``, which returns the letter of each layer.
 
-    Args:
-        pattern: Returns the letter of each layer.
-        requires_window: The class requires a window even if no layer has one.
+    The class requires a window even if no layer has one.
     """
 
     def read(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
@@ -232,7 +230,7 @@ def window_layers(pattern: Callable[[HFConfigReader], str], *, requires_window: 
 
     def write(config: ModelConfig) -> dict[str, Any]:
         content = write_layer_types(config)
-        if requires_window and content["sliding_window"] is None:
+        if content["sliding_window"] is None:
             content["sliding_window"] = config.max_seq_len
         return content
 

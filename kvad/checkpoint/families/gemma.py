@@ -79,7 +79,7 @@ SANDWICH_LAYER = {
     "norm2": "pre_feedforward_layernorm",
     "norm2_after": "post_feedforward_layernorm",
 }
-_GEMMA2_LAYERS = base.window_layers(base.interval_pattern, requires_window=True)
+_GEMMA2_LAYERS = base.window_layers(base.interval_pattern)
 _GEMMA2 = _GEMMA.variant(
     "gemma2",
     "Gemma2ForCausalLM",

@@ -132,7 +132,7 @@ _MINISTRAL = HFClass(
     "MinistralForCausalLM",
     _FIELDS,
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    layer_types=base.window_layers(_ministral_pattern, requires_window=True),
+    layer_types=base.window_layers(_ministral_pattern),
 )
 
 
@@ -157,7 +157,7 @@ _CWM = HFClass(
     },
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192},
     check=_check_cwm,
-    layer_types=base.window_layers(_cwm_pattern, requires_window=True),
+    layer_types=base.window_layers(_cwm_pattern),
 )
 
 

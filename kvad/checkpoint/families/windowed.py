@@ -344,7 +344,7 @@ _GPT_OSS = HFClass(
         "swiglu_limit": 7.0,
     },
     check=_check_gpt_oss,
-    layer_types=base.window_layers(base.alternating_pattern, requires_window=True),
+    layer_types=base.window_layers(base.alternating_pattern),
     layer_rules=_gpt_oss_rules,
     constants={"hidden_act": "silu", "pad_token_id": None},
 )

@@ -294,7 +294,7 @@ def _read(files: Sequence[Path]) -> list[str]:
         found = datasets.stdlib_sources.find_sources()
         names = {path: path.relative_to(found.root).as_posix() for path in found.files}
         files = [path for path, name in names.items() if datasets.stdlib_sources.is_held_out(name)]
-    return [sources.documents.read_document(path, "replace") for path in files]
+    return [sources.documents.read_document(path) for path in files]
 
 
 def _stream(tokenizer: Tokenizer, files: Sequence[Path], num_tokens: int) -> list[int]:

@@ -65,7 +65,7 @@ def find_compiler() -> str | None:
     return next((found for name in ([requested] if requested else COMPILERS) if (found := shutil.which(name))), None)
 
 
-def compile_variant(compiler: str, variant: str, flags: tuple[str, ...] = ()) -> Path:
+def compile_variant(compiler: str, variant: str) -> Path:
     """Compile one variant; the file appears when it is complete.
 
     Raises:
@@ -75,7 +75,7 @@ def compile_variant(compiler: str, variant: str, flags: tuple[str, ...] = ()) ->
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         out = Path(folder) / target.name
         define = f'-DKVAD_SOURCE_HASH="{source_hash()}"'
-        command = [compiler, *FLAGS, define, *VARIANTS[variant], *flags, str(SOURCE), "-o", str(out)]
+        command = [compiler, *FLAGS, define, *VARIANTS[variant], str(SOURCE), "-o", str(out)]
         subprocess.run(command, check=True, capture_output=True, text=True)
         os.replace(out, target)
     return target

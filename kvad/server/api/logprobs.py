@@ -38,8 +38,8 @@ class TokenTexts:
 class CompletionLogprobs:
     """Collects the ``logprobs`` object of a completion's choice: parallel lists over its tokens."""
 
-    def __init__(self, texts: TokenTexts, offset: int = 0) -> None:
-        self._texts, self._offset = texts, offset
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts, self._offset = texts, 0
 
     def take(self, tokens: Sequence[int], scores: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         """Return the object of further tokens; a token without a score (the first of a prompt) has null."""

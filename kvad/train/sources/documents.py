@@ -203,9 +203,9 @@ def probe_file(path: Path, name: str, *, hashed: bool = True, may_be_empty: bool
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_document(path: Path, errors: str = "strict") -> str:
-    """Return a file's text without its byte order mark; DataErrors name file and byte."""
-    return "".join(read_blocks(path, errors))
+def read_document(path: Path) -> str:
+    """Return a file's text without its byte order mark; bytes that are not UTF-8 are replaced."""
+    return "".join(read_blocks(path, "replace"))
 
 
 def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:
