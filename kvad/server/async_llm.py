@@ -12,7 +12,6 @@ other requests nor the engine.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
 import socket
@@ -27,7 +26,7 @@ from typing import Any, Unpack
 
 from kvad import config as config_lib
 from kvad import engine as engine_lib
-from kvad import errors
+from kvad import errors, storage
 from kvad import text as text_lib
 from kvad.cache.sizing import MemoryBudget
 from kvad.checkpoint import GenerationConfig
@@ -225,12 +224,11 @@ class AsyncLLM:
         budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)  # type: ignore[arg-type]
         fields: dict[str, Any] = dict(settings) | {
             "path": str(path), "dtype": dtype, "device": device, "memory": list(budget), "adapter": adapter,
-            "adapters": {name: str(folder) for name, folder in (adapters or {}).items()},
-            "rope_scaling": rope_scaling, "activation_bits": activation_bits, "revision": revision,
+            "adapters": adapters or {}, "rope_scaling": rope_scaling, "activation_bits": activation_bits,
+            "revision": revision,
         }  # fmt: skip
-        plain = {name: _to_plain(value) for name, value in fields.items()}
         try:
-            await llm._connect({"load": plain, "session_dir": None if session_dir is None else str(session_dir)})
+            await llm._connect({"load": fields, "session_dir": session_dir})
         except BaseException:
             if llm._process is not None:
                 llm._process.kill()  # it may still be loading
@@ -248,7 +246,7 @@ class AsyncLLM:
         parent.setblocking(False)
         transport, _ = await loop.create_connection(lambda: _Connection(self), sock=parent)
         self._transport = transport
-        transport.write(wire.encode_frame(load))
+        transport.write(wire.encode_frame({name: storage.strict_json.plain_value(each) for name, each in load.items()}))
         message = await self._ready
         self.info = message["ready"]
 
@@ -537,13 +535,6 @@ class AsyncLLM:
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
-
-
-def _to_plain(value: Any) -> Any:
-    """Return an argument of ``LLM.load`` as JSON: paths are texts, options are their fields."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return str(value) if isinstance(value, Path) else value
 
 
 class _Connection(asyncio.Protocol):

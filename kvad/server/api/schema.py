@@ -6,11 +6,11 @@ Fields that OpenAI's API does not have are those of vLLM with the same meaning, 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from kvad import storage
 from kvad.errors import suggest
 from kvad.server.api.errors import ApiError
 
@@ -27,7 +27,6 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1 << 
 LogitBias = Annotated[dict[str, Number], BeforeValidator(lambda value: _check_length(value, 1 << 16))]
 Prompt = str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=1 << 16)]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-MAX_NESTING = 100
 
 # Fields without effect here: they concern accounts and storage of OpenAI's service.
 NO_EFFECT = (
@@ -208,7 +207,7 @@ class AttentionBody(Body):
 
 
 def parse_json(data: bytes | bytearray, max_values: int = 1 << 20) -> dict[str, Any]:
-    """Parse a body: one JSON object without NaN, duplicate keys, lone surrogates or deep nesting.
+    """Parse a body: one object of strict JSON without lone surrogates.
 
     Args:
         data: The body.
@@ -220,43 +219,17 @@ def parse_json(data: bytes | bytearray, max_values: int = 1 << 20) -> dict[str, 
     if len(data) > max_values and sum(map(data.count, b",[{")) > max_values:
         raise ApiError(413, f"the body must have at most {max_values:,} values", code="body_too_large")
     try:
-        value = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_object)
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
-    except ValueError as error:  # of JSON, UTF-8 or the number of digits
+        value = storage.strict_json.loads(bytes(data))
+    except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    if _depth(value) > MAX_NESTING:
-        raise ApiError(400, f"the body is nested more than {MAX_NESTING} levels deep", code="invalid_json")
     if b"\\u" in data:  # only an escape can be half of a character
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ApiError(400, "the body has a lone surrogate, which is not text", code="invalid_json") from None
     return value
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {duplicate[:80]!r} occurs twice")
-    return fields
-
-
-def _depth(value: Any) -> int:
-    """Return the number of nested levels; children are visited level by level."""
-    depth, level = 0, [value]
-    while level and depth <= MAX_NESTING:
-        children = (x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list))
-        level = [child for each in children for child in each if isinstance(child, dict | list)]
-        depth += 1
-    return depth
 
 
 def validate(kind: type[ModelT], fields: dict[str, Any], *, ignore_unknown: bool) -> tuple[ModelT, list[str]]:
