@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from kvad import checkpoint, engine, parallel, planning
 from kvad.cache import CacheConfig, sizing
 from kvad.engine.scheduling import SpeculativeConfig
-from kvad.errors import UsageError, check_names
+from kvad.errors import ConfigError, UsageError, check_names
 
 if TYPE_CHECKING:
     from kvad.cache.sizing import MemoryPlan
@@ -61,7 +61,7 @@ def plan(
     Raises:
         UsageError: For an unknown model or setting, or a size beyond the model's limit.
         CheckpointError: If an adapter does not fit the target, or the target is no checkpoint.
-        ConfigError: If a value is invalid.
+        ConfigError: If a value is invalid, or a mesh does not support a setting.
     """
     given: dict[str, Any] = dict(settings)
     check_names(given, (*PLAN_SETTINGS, *(field.name for field in dataclasses.fields(CacheConfig))))
@@ -84,6 +84,8 @@ def plan(
         **{"max_num_seqs": 1, **given},
     )
     speculative = SpeculativeConfig.from_options(own.get("speculative"))
+    if mesh is not None and mesh.size > 1:
+        _check_ranks(mesh.size, own.get("adapters"), speculative)
     if speculative is not None:
         draft = None if speculative.draft_model is None else planning.read_target(speculative.draft_model)
         planned = planning.with_speculation(planned, speculative.num_tokens, draft)
@@ -102,6 +104,14 @@ def plan(
         mesh=mesh,
         given=sizes,
     )
+
+
+def _check_ranks(ranks: int, adapters: Mapping[str, Any] | None, speculative: SpeculativeConfig | None) -> None:
+    """Raise the ConfigError that an engine of several ranks raises."""
+    if adapters:
+        raise ConfigError(f"adapters: requests cannot choose one with {ranks} ranks", "Merge it into the weights.")
+    if speculative is not None and speculative.draft_model is not None:
+        raise ConfigError(f"speculative: a draft model is not supported with {ranks} ranks", "Use n-grams.")
 
 
 def _fit_table(planned: MemoryPlan, memory: int, own: Mapping[str, Any]) -> planning.fit.FitTable | None:

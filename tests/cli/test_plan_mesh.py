@@ -41,6 +41,8 @@ def test_bytes_of_each_rank(kvad):
         ("--mesh 1x64", "use at most 32 stages"),
         ("--mesh two", "must be TENSORxPIPELINE, got 'two'"),
         ("--mesh 2x1 --fit-memory 24GiB", "give one of them"),
+        ("--mesh 2x1 --draft-model smollm-135m", "speculative: a draft model is not supported with 2 ranks"),
+        ("--mesh 1x2 --adapter sql=runs/sql", "adapters: requests cannot choose one with 2 ranks"),
         ("--mesh 16x1 --policy 'tova(64)'", "at most 8 tensor ranks"),
     ],
 )
@@ -52,3 +54,15 @@ def test_invalid_meshes(kvad, flags, message):
 def test_plan_without_a_mesh_has_no_ranks(kvad):
     result = kvad(f"{PLAN} --json")
     assert result.code == 0 and json.loads(result.out)["ranks"] == []
+
+
+def test_a_draft_model_of_one_rank_is_counted(kvad):
+    """One rank has what an engine has; n-grams add only rows of logits, on any mesh."""
+    plan = "plan smollm-135m --max-seq-len 512 --dtype bfloat16 --bandwidth 20"
+    report = json.loads(kvad(f"{plan} --mesh 1x1 --draft-model smollm-135m --json").out)["bytes"]
+    assert report["draft_bytes"] > report["weights"]
+    lines = kvad(f"{plan} --mesh 1x1 --draft-model smollm-135m").out
+    shared = sum(report[name] for name in ("scratch", "activations", "draft_bytes"))
+    assert f"{shared:,} for a step, adapters and a draft model" in lines
+    ngrams = kvad(f"{plan} --mesh 3x1 --speculative ngram")
+    assert ngrams.code == 0 and "for a step: as for the whole model" in ngrams.out

@@ -66,7 +66,8 @@ class _PlanOptions(
         "With --fit-memory: folder of kvad bench cache-quality --out with quality measurements [default: packaged]"
     )
     mesh: str | None = option(
-        "Plan each rank of a mesh of T tensor ranks by P pipeline stages, such as 2x1 [default: one device]",
+        "Plan each rank of a mesh of T tensor ranks by P pipeline stages, such as 2x1 [default: one device]; "
+        "several ranks support neither --adapter nor --draft-model",
         metavar="TxP",
     )
     adapter: tuple[str, ...] = option(
@@ -308,10 +309,12 @@ def _rank_lines(report: PlanReport) -> list[str]:
         "weights": "{.weights:,}", "pool": "{.pool:,}", "both": "{.total:,}",
         "": lambda rank: format_bytes(rank.total),
     }  # fmt: skip
+    extra = plan.adapters + plan.draft_bytes  # of a mesh of one rank; others are refused
+    parts = "a step, adapters and a draft model" if extra else "a step"
     return [
         f"a mesh of {report.ranks[0].mesh}, exact:",
         *(f"  {line}" for line in format_records(report.ranks, columns)),
-        f"and on each rank, at most, {plan.scratch + plan.activations:,} for a step: as for the whole model",
+        f"and on each rank, at most, {plan.scratch + plan.activations + extra:,} for {parts}: as for the whole model",
     ]
 
 
