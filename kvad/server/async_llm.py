@@ -35,6 +35,7 @@ from kvad.engine import Completion, PromptEncoder, StreamChunk
 from kvad.engine.scheduling import RequestMetrics, SamplingParams
 from kvad.errors import EngineError, KvadError, NumericalError, RequestError
 from kvad.server import wire
+from kvad.server.limits import SESSION_LIMITS, SessionLimits
 from kvad.server.wire import Message
 from kvad.text import Tokenizer, load_tokenizer
 
@@ -200,6 +201,7 @@ class AsyncLLM:
         activation_bits: int | None = None,
         revision: str | None = None,
         session_dir: str | Path | None = None,
+        session_limits: SessionLimits = SESSION_LIMITS,
         **settings: Unpack[engine_lib.options.LoadOptions],
     ) -> AsyncLLM:
         """Load a checkpoint in a new process.
@@ -215,6 +217,7 @@ class AsyncLLM:
             activation_bits: 8 rounds the inputs of int8 and int4 weights.
             revision: Revision on the hub.
             session_dir: Folder of the sessions of requests (None: they are refused).
+            session_limits: Largest session files of an API key.
             **settings: ``kvad.engine.options.LoadOptions``.
 
         Raises:
@@ -228,7 +231,9 @@ class AsyncLLM:
             "revision": revision,
         }  # fmt: skip
         try:
-            await llm._connect({"load": fields, "session_dir": session_dir})
+            await llm._connect(
+                {"load": fields, "session_dir": session_dir, "session_limits": list(session_limits)}
+            )
         except BaseException:
             if llm._process is not None:
                 llm._process.kill()  # it may still be loading

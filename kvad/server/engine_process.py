@@ -31,6 +31,7 @@ from kvad.engine.scheduling import StructuredOutput
 from kvad.errors import KvadError
 from kvad.llm import LLM
 from kvad.server import cache_view, wire
+from kvad.server.limits import SessionLimits
 from kvad.server.sessions import SessionTurns
 from kvad.server.wire import Message
 
@@ -46,7 +47,7 @@ MAX_ENDED = 256  # ended requests whose numbers are known
 class EngineProcess:
     """Runs an LLM's engine for the requests of one connection."""
 
-    def __init__(self, llm: LLM, connection: socket.socket, session_dir: Path | None = None) -> None:
+    def __init__(self, llm: LLM, connection: socket.socket, sessions: SessionTurns) -> None:
         self._llm, self._connection = llm, connection
         self._client = llm.client
         self._client.on_chunk = self._add_chunk
@@ -59,7 +60,7 @@ class EngineProcess:
         self._without_chunk: set[int] = set()  # engine's numbers of requests that have had no chunk
         self._send_now = False
         self._ended: list[tuple[int, int]] = []  # numbers of the server and of the engine
-        self._sessions = SessionTurns(llm, session_dir)
+        self._sessions = sessions
         self._failed_steps = 0
         self._last_send = 0.0
         self._send_lock = threading.Lock()
@@ -299,8 +300,9 @@ def main(arguments: list[str]) -> int:
     except KvadError as error:
         connection.sendall(wire.encode_frame({"error": error_to_json(error)}))
         return error.exit_code
-    session_dir = messages[0]["session_dir"]
-    process = EngineProcess(llm, connection, None if session_dir is None else Path(session_dir))
+    folder, session_limits = messages[0]["session_dir"], SessionLimits(*messages[0]["session_limits"])
+    sessions = SessionTurns(llm, None if folder is None else Path(folder), session_limits)
+    process = EngineProcess(llm, connection, sessions)
     try:
         process.check_engine()
         connection.sendall(wire.encode_frame({"ready": describe(llm)}))

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvad.errors import ConfigError
 
 
-def _limit(default: float, status: int, text: str) -> Any:
+class SessionLimits(NamedTuple):
+    """Largest session files of an API key on disk; beyond them its least recently used ones are removed."""
+
+    num_files: int = 1024
+    num_bytes: int = 16 << 30
+
+
+SESSION_LIMITS = SessionLimits()
+
+
+def _limit(default: float, status: int | None, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"status": status, "text": text})
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Largest values of a request; ``status`` is the HTTP status beyond them."""
+    """Largest values of a request; ``status`` is the HTTP status beyond them, None if older files are removed."""
 
     max_body_bytes: int = _limit(16 << 20, 413, "bytes of a request's body")
     max_prompts: int = _limit(256, 400, "prompts or texts of a request")
@@ -33,6 +43,8 @@ class ServerLimits:
     max_queued_requests: int = _limit(256, 429, "requests that wait for their first token")
     max_queued_tokens: int = _limit(1 << 20, 429, "prompt tokens of these requests")
     max_requests_per_key: int = _limit(128, 429, "requests of an API key at the same time")
+    max_sessions: int = _limit(SESSION_LIMITS.num_files, None, "sessions on disk of an API key; older ones are removed")
+    max_session_bytes: int = _limit(SESSION_LIMITS.num_bytes, None, "bytes of their files; older ones are removed")
     request_seconds: float = _limit(600.0, 504, "seconds of a request; 408 after its own timeout")
     header_seconds: float = _limit(10.0, 408, "seconds until a request's head has arrived")
     body_seconds: float = _limit(30.0, 408, "seconds until a request's body has arrived")
@@ -43,9 +55,13 @@ class ServerLimits:
             if not value > 0:
                 raise ConfigError(f"{field.name}: must be above 0, got {value}", f"Use {field.default}, the default.")
 
+    @property
+    def sessions(self) -> SessionLimits:
+        return SessionLimits(self.max_sessions, self.max_session_bytes)
+
     def table(self) -> list[tuple[str, str, str, str]]:
         """Return (name, value, status beyond it, text) of every limit."""
         return [
-            (field.name, f"{getattr(self, field.name):,}", str(field.metadata["status"]), field.metadata["text"])
+            (field.name, f"{getattr(self, field.name):,}", str(field.metadata["status"] or "-"), field.metadata["text"])
             for field in dataclasses.fields(self)
         ]

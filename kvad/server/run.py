@@ -91,7 +91,8 @@ async def _serve(
     on_ready: Callable[[str, AsyncLLM], None] | None,
 ) -> int:
     stop = _Stop()
-    loading = asyncio.ensure_future(_load(model, {**load, "session_dir": config.session_dir}, config.num_replicas))
+    sessions = {"session_dir": config.session_dir, "session_limits": config.limits.sessions}
+    loading = asyncio.ensure_future(_load(model, {**load, **sessions}, config.num_replicas))
     await _first_of(stop.first.wait(), loading)
     if not loading.done():  # a signal while the model is loaded
         loading.cancel()

@@ -1,12 +1,16 @@
 """Sessions of HTTP requests: the cache of a conversation is saved before the end of each turn is reported.
 
 A request gives the whole text, as for every other request; what the session has of it is not computed again, also
-after a restart of the server. Sessions belong to an API key: the same name of another key is another session.
+after a restart of the server. Sessions belong to an API key: the same name of another key is another session. A key's
+files are limited (``SessionLimits``): after a turn, those that were saved longest ago are removed, one by one, so a
+process that dies in between leaves whole files, and the next turn continues. Several processes may share the folder:
+the file of a running turn is locked, and no process removes it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -19,7 +23,10 @@ from kvad.engine import Session, StreamChunk
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError
 from kvad.llm import LLM
+from kvad.server.limits import SESSION_LIMITS, SessionLimits
+from kvad.storage import REAL_FILE_SYSTEM
 
+LOG = logging.getLogger(__name__)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_OPEN = 8  # sessions whose tokens stay in memory between turns; others are loaded from their files
 MAX_KNOWN = 1024  # session files whose sizes are reported
@@ -34,6 +41,7 @@ class SessionStats:
     saved: int = 0  # turns
     saved_bytes: int = 0
     loaded: int = 0  # sessions read from their files
+    removed: int = 0  # files, because of the limits
 
 
 @dataclass(eq=False)
@@ -42,6 +50,7 @@ class _Turn:
     session: Session
     handle: engine_lib.client.RequestHandle
     source: list[int] | None
+    held: int | None  # the session's file, held open so that it is not removed
     chunks: list[StreamChunk] = field(default_factory=list)
 
 
@@ -51,10 +60,11 @@ class SessionTurns:
     Args:
         llm: The model.
         folder: Folder of the session files; None: sessions are refused.
+        limits: Largest session files of an API key.
     """
 
-    def __init__(self, llm: LLM, folder: Path | None) -> None:
-        self._llm, self._folder = llm, folder
+    def __init__(self, llm: LLM, folder: Path | None, limits: SessionLimits = SESSION_LIMITS) -> None:
+        self._llm, self._folder, self._limits = llm, folder, limits
         self._open: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._turns: dict[int, _Turn] = {}  # by request
         self._stats = SessionStats()
@@ -94,7 +104,9 @@ class SessionTurns:
         session.cache_salt = cache_salt  # tokens that were computed with another one are not reused
         handle = session.begin_turn(tokens, source, sampling_params, {})
         self._llm.client.forget(handle.request)  # its chunks are passed to ``add_chunk``
-        self._turns[handle.request] = _Turn((owner, name), session, handle, source)
+        assert session.path is not None, "a session of a request has a file"
+        held = REAL_FILE_SYSTEM.hold(session.path)
+        self._turns[handle.request] = _Turn((owner, name), session, handle, source, held)
         return handle.request
 
     def add_chunk(self, chunk: StreamChunk) -> None:
@@ -103,15 +115,55 @@ class SessionTurns:
             turn.chunks.append(chunk)
 
     def end(self, request: int) -> dict[str, Any]:
-        """End a turn, if the request is one, save the session and return what is reported of it."""
+        """End a turn, if the request is one, save the session and return what is reported of it.
+
+        Raises:
+            KvadError: If the session cannot be saved, or is larger than the limit.
+        """
         turn = self._turns.pop(request, None)
         if turn is None:
             return {}
-        turn.session.end_turn(turn.handle, turn.source, turn.chunks)
-        self._stats.saved_bytes += turn.session.save(overwrite=True)
+        session, path = turn.session, turn.session.path
+        try:
+            session.end_turn(turn.handle, turn.source, turn.chunks)
+            num_bytes = session.save(overwrite=True)
+        finally:
+            _release(turn)
+        assert path is not None, "a session of a request has a file"
+        self._stats.saved_bytes += num_bytes
         self._stats.saved += 1
-        self._add_file(turn.session)
-        return {"session": {"reused": turn.session.reused, "missed": turn.session.missed}}
+        self._add_file(session)
+        is_too_large = num_bytes > self._limits.num_bytes
+        try:
+            if is_too_large:
+                self._remove(path)
+            else:
+                self._remove_oldest(path)
+        except OSError as error:
+            LOG.warning("sessions beyond the limit are not removed: %s", error)
+        if is_too_large:
+            message = f"session: has {num_bytes:,} bytes, the limit is {self._limits.num_bytes:,}; it is not on disk"
+            raise RequestError(message, "Start the server with a larger max_session_bytes.")
+        return {"session": {"reused": session.reused, "missed": session.missed}}
+
+    def _remove_oldest(self, newest: Path) -> None:
+        """Remove files of a key, those saved longest ago first but not ``newest``, until the limits hold."""
+        files = REAL_FILE_SYSTEM.list_files(newest.parent)
+        files = [file for file in files if file.name.endswith(sessions.directory.FILE_SUFFIX)]
+        count, total = len(files), sum(file.size for file in files)
+        for file in sorted(files, key=lambda file: file.used_ns):
+            if count <= self._limits.num_files and total <= self._limits.num_bytes:
+                return
+            if file.name != newest.name and self._remove(newest.parent / file.name):
+                count, total = count - 1, total - file.size
+
+    def _remove(self, path: Path) -> bool:
+        """Remove a session's file, unless a turn uses it; return True if it is gone."""
+        if not REAL_FILE_SYSTEM.remove_unused(path):
+            return False
+        self._stats.removed += 1
+        self._known.pop(path, None)
+        return True
 
     def stats(self) -> SessionStats:
         return replace(self._stats, num_files=len(self._known), num_tokens=sum(self._known.values()))
@@ -125,7 +177,9 @@ class SessionTurns:
 
     def cancel(self, request: int) -> None:
         """Forget the turn of a cancelled request; the session keeps its previous text."""
-        self._turns.pop(request, None)
+        turn = self._turns.pop(request, None)
+        if turn is not None:
+            _release(turn)
 
     def _session(self, name: str, owner: str, cache_salt: str, adapter: str) -> Session:
         if self._folder is None:
@@ -144,3 +198,8 @@ class SessionTurns:
         if len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)
         return session
+
+
+def _release(turn: _Turn) -> None:
+    if turn.held is not None:
+        REAL_FILE_SYSTEM.close(turn.held)

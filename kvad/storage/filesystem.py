@@ -1,4 +1,4 @@
-"""File system interface of the caches: about fifteen operations that may raise OSError.
+"""File system interface of the caches: about twenty operations that may raise OSError.
 
 All stores use it (``container.py``, ``cache/offload/disk_store.py``). Tests pass a file system whose k-th operation
 fails, or one that loses unflushed data at a power cut (``tests/support/faulty_filesystems.py``). Nothing here retries:
@@ -152,6 +152,33 @@ class FileSystem:
                 raise
             os.close(file)
 
+    def hold(self, path: Path) -> int | None:
+        """Keep a file from ``remove_unused`` until the result is closed or the process ends; None if it is missing."""
+        try:
+            file = self.open(path)
+        except FileNotFoundError:
+            return None
+        with suppress(BlockingIOError):  # It is being removed.
+            _lock_if_possible(file, fcntl.LOCK_SH)
+        return file
+
+    def remove_unused(self, path: Path) -> bool:
+        """Remove a file unless it is held (``hold``), by any process; return True if it is gone."""
+        try:
+            file = self.open(path)
+        except FileNotFoundError:
+            return True
+        try:
+            _lock_if_possible(file, fcntl.LOCK_EX)
+            self.remove(path)
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:
+            pass
+        finally:
+            self.close(file)
+        return True
+
     @contextmanager
     def locked_folder(self, folder: Path) -> Iterator[None]:
         """Lock a folder for the block; waits for other processes. A file system without locks is not locked."""
@@ -167,6 +194,16 @@ class FileSystem:
         """Return the free bytes available to an unprivileged user."""
         stat = os.statvfs(folder)
         return stat.f_bavail * stat.f_frsize
+
+
+def _lock_if_possible(file: int, mode: int) -> None:
+    """Lock an open file; BlockingIOError if it is locked, no lock on a file system without them."""
+    try:
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
 
 
 REAL_FILE_SYSTEM = FileSystem()

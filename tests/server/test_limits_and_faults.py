@@ -129,7 +129,7 @@ def test_huge_numbers_that_are_possible(server):
 def test_every_limit_has_a_test():
     elsewhere = {
         "max_body_bytes", "max_schema_bytes", "max_queued_requests", "max_queued_tokens", "max_requests_per_key",
-        "request_seconds", "header_seconds", "body_seconds",
+        "max_sessions", "max_session_bytes", "request_seconds", "header_seconds", "body_seconds",
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(ServerLimits)} == set(CASES) | elsewhere == set(LIMITS)
 

@@ -446,7 +446,7 @@ export class CachePanel {
       if (store.num_not_written) rows.push(["Not written", `${plural(store.num_not_written, "block")}: the write queue was full`]);
     }
     if (preemption.swapped_bytes) rows.push(["Swapped sequences", `${count(preemption.to_ram)} to RAM, ${count(preemption.to_disk)} to disk, ${bytes(preemption.swapped_bytes)}`]);
-    if (sessions.saved || sessions.loaded) rows.push(["Sessions", `${plural(sessions.num_files, "file")}; ${plural(sessions.saved, "turn")} saved, ${count(sessions.loaded)} loaded`]);
+    if (sessions.saved || sessions.loaded) rows.push(["Sessions", `${plural(sessions.num_files, "file")}; ${plural(sessions.saved, "turn")} saved, ${count(sessions.loaded)} loaded${sessions.removed ? `; ${plural(sessions.removed, "file")} removed at the limit` : ""}`]);
     if (preemption.recomputed) rows.push(["Recomputed sequences", `${count(preemption.recomputed)}, ${plural(preemption.recomputed_tokens, "token")}`]);
     this.stores.replaceChildren(...(rows.length ? [h("section", {}, h("h3", {}, "Beyond the pool"), h("dl", { class: "facts" }, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])))] : []));
   }

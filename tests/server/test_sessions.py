@@ -1,0 +1,130 @@
+"""Limits of session files: the oldest are removed, never one that a turn uses, also after kill -9 in between."""
+
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from kvad.engine.scheduling import SamplingParams
+from kvad.errors import RequestError
+from kvad.server.limits import SessionLimits
+from kvad.server.sessions import SessionTurns
+from kvad.storage import REAL_FILE_SYSTEM
+from tests.server.conftest import KEYS, LIMITS
+
+PROMPT = list(b"a conversation")
+
+
+@pytest.fixture
+def make_turns(llm, tmp_path):
+    """Return a maker of turns on one folder, with limits; their chunks are those of the client."""
+
+    def make(num_files=99, num_bytes=1 << 30):
+        turns = SessionTurns(llm, tmp_path, SessionLimits(num_files, num_bytes))
+        llm.client.on_chunk = turns.add_chunk
+        return turns
+
+    yield make
+    llm.client.on_chunk = None
+
+
+def begin(turns, name, tokens=PROMPT, owner=""):
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    return turns.begin({"name": name, "owner": owner}, tokens, None, params, cache_salt="", adapter="")
+
+
+def end(llm, turns, request):
+    while not llm.engine.idle:
+        llm.client.step()
+    return turns.end(request)["session"]
+
+
+@pytest.fixture
+def take_turn(llm, tmp_path):
+    """Return a function that takes a turn; files of later turns are a second newer, whatever the clock's resolution."""
+    times = iter(range(10**9, 10**10))
+
+    def take(turns, name, **fields):
+        report = end(llm, turns, begin(turns, name, **fields))
+        (path,) = tmp_path.glob(f"*/{name}.session")
+        os.utime(path, (next(times),) * 2)
+        return report
+
+    return take
+
+
+def names(folder):
+    return sorted(path.stem for path in folder.glob("public/*.session"))
+
+
+def test_sessions_that_were_saved_longest_ago_are_removed(make_turns, take_turn, tmp_path):
+    turns = make_turns(num_files=3)
+    for name in ("a", "b", "c", "a", "d"):
+        take_turn(turns, name)
+    assert names(tmp_path) == ["a", "c", "d"]
+    assert (turns.stats().removed, turns.stats().num_files, turns.stats().saved) == (1, 3, 5)
+    take_turn(turns, "other", owner="a key")
+    assert names(tmp_path) == ["a", "c", "d"], "each key has its own limit"
+    assert take_turn(make_turns(num_files=3), "a", tokens=[*PROMPT, 1])["reused"] > 0, "and the rest continue"
+
+
+def test_bytes_of_session_files_are_limited(llm, make_turns, take_turn, tmp_path):
+    take_turn(make_turns(), "a")
+    size = (tmp_path / "public" / "a.session").stat().st_size
+    turns = make_turns(num_bytes=size * 5 // 2)
+    take_turn(turns, "b")
+    take_turn(turns, "c")
+    assert names(tmp_path) == ["b", "c"]
+    with pytest.raises(RequestError, match=r"session: has [\d,]+ bytes, the limit is [\d,]+; it is not on disk"):
+        end(llm, turns, begin(turns, "long", PROMPT * 40))
+    assert names(tmp_path) == ["b", "c"], "a session that is too large displaces no other"
+
+
+def test_a_session_in_use_is_not_removed(llm, make_turns, take_turn, tmp_path):
+    turns = make_turns(num_files=1)
+    take_turn(turns, "a")
+    request = begin(turns, "a", [*PROMPT, 1])
+    take_turn(make_turns(num_files=1), "b")  # of another process: a lock is one of an open file, not of a process
+    assert names(tmp_path) == ["a", "b"]
+    turns.cancel(request)
+    llm.engine.abort_request(request)
+    take_turn(turns, "c")
+    assert names(tmp_path) == ["c"]
+
+
+def test_kill_9_leaves_whole_sessions_and_no_lock(make_turns, take_turn, tmp_path):
+    turns = make_turns()
+    for name in "abcde":
+        take_turn(turns, name)
+    folder = tmp_path / "public"
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            remaining = make_turns(num_files=2)
+            REAL_FILE_SYSTEM.hold(folder / "d.session")
+            remove = remaining._remove
+            remaining._remove = lambda path: remove(path) and os.kill(os.getpid(), signal.SIGKILL)
+            remaining._remove_oldest(folder / "e.session")
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert names(tmp_path) == ["b", "c", "d", "e"]
+    leftover = folder / f".d.session.{child}.0badcafe.tmp"  # of a turn that the process was saving
+    leftover.write_bytes(b"half")
+    assert take_turn(make_turns(num_files=2), "d", tokens=[*PROMPT, 1])["reused"] > 0
+    assert names(tmp_path) == ["d", "e"] and not leftover.exists()
+
+
+def test_limit_of_a_server(server):
+    """A key's sessions beyond the limit replace its own, not those of another key; the page shows it."""
+    headers = {"authorization": f"Bearer {KEYS[1]}"}
+    body = {"prompt": PROMPT, "max_tokens": 1, "session": "stays"}
+    assert server.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+    for number in range(LIMITS["max_sessions"] + 2):
+        server.complete(PROMPT, max_tokens=1, session=f"many-{number}")
+    files = [path.stem for path in (server.session_folder / "server").glob("*/*.session")]
+    many = [name for name in files if name.startswith("many-")]
+    assert len(many) == LIMITS["max_sessions"] and "many-0" not in many and "stays" in files
+    assert server.cache()["sessions"]["removed"] >= 2
+    reply = server.complete(PROMPT * 40, max_tokens=1, session="long", timings=True)
+    assert "the limit is 200,000" in reply["timings"]["session"]["error"] and reply["choices"][0]["text"]
