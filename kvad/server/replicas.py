@@ -21,11 +21,12 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from kvad.errors import EngineError, KvadError
 from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, Submission
-from kvad.server.routing import merge_replies, prefix_key, rank_replicas
+from kvad.server.routing import merge_replies, prefix_key, rank_replicas, rename_requests
 from kvad.server.wire import Message
 
 APP = "kvad"
 HEALTH_SECONDS = 5.0
+MAX_REQUESTS = 4096  # of a replica at the same time
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -51,6 +52,7 @@ class EngineReplica:
     def __init__(self, model: str, load: Mapping[str, Any]) -> None:
         self._model, self._load = model, dict(load)
         self._llm: AsyncLLM | None = None
+        self._numbers: dict[int, int] = {}  # number of a request here -> the server's
         self._lock = asyncio.Lock()
 
     async def _open(self) -> AsyncLLM:
@@ -68,12 +70,16 @@ class EngineReplica:
         """Yield lists of chunks, and at the end the metrics and the session's report."""
         llm = await self._open()
         stream = llm.submit(submission, session=session)
+        self._numbers[stream.number] = route["number"]
+        if len(self._numbers) > MAX_REQUESTS:
+            del self._numbers[next(iter(self._numbers))]
         async for chunks in stream.parts():
             yield chunks
         yield stream.metrics, stream.session
 
     async def call(self, route: Message, operation: str, arguments: Message) -> Message:
-        return await (await self._open()).call(operation, **arguments)
+        reply = await (await self._open()).call(operation, **arguments)
+        return rename_requests(reply, self._numbers)
 
     async def embed(self, route: Message, inputs: Sequence[list[int]], adapter: str) -> list[list[float]]:
         return await (await self._open()).embed_ids(inputs, adapter=adapter)
@@ -126,7 +132,8 @@ class ReplicatedLLM(AsyncLLM):
         stream = RequestStream(self, number, signal or Signal(), submission)
         salt = f"{submission.adapter} {submission.cache_salt}"
         key = prefix_key(submission.input_ids, self.info["block_size"], salt, session)
-        generator = self._handle.options(stream=True).run.remote({"key": key}, submission, session)
+        route = {"key": key, "number": number}
+        generator = self._handle.options(stream=True).run.remote(route, submission, session)
         self._add(stream)
         self._generators[number] = generator
         task = asyncio.create_task(self._relay(stream, generator))
@@ -165,7 +172,7 @@ class ReplicatedLLM(AsyncLLM):
         numbers = range(1 if operation in ("attention", "embed") else self._num_replicas)
         calls = [self._handle.call.remote({"replica": number}, operation, arguments) for number in numbers]
         replies = await asyncio.gather(*calls)
-        return merge_replies(replies)
+        return replies[0] if len(replies) == 1 else merge_replies(replies)
 
     async def embed_ids(self, inputs: Sequence[list[int]], *, adapter: str = "") -> list[list[float]]:
         """Return one vector per encoded text."""
@@ -189,7 +196,7 @@ def _start(model: str, num_replicas: int, settings: Mapping[str, Any]) -> Any:
     deployment = serve.deployment(
         EngineReplica,
         num_replicas=num_replicas,
-        max_ongoing_requests=4096,  # the engine's scheduler queues
+        max_ongoing_requests=MAX_REQUESTS,  # the engine's scheduler queues
         health_check_period_s=HEALTH_SECONDS,
         graceful_shutdown_timeout_s=10,
         ray_actor_options={"num_cpus": 0, "num_gpus": 1 if device.startswith("cuda") or device == "auto" else 0},

@@ -42,22 +42,47 @@ def rank_replicas(key: str, loads: Mapping[str, int]) -> list[str]:
     return sorted(loads, key=preference)
 
 
+RECORDS = ("groups", "sequences", "prompts", "evictions")  # lists of records in the state of a cache
+
+
+def rename_requests(reply: Message, numbers: Mapping[int, int]) -> Message:
+    """Return a reply with other numbers of requests; None for a request that ``numbers`` does not have."""
+
+    def rename(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [
+            {**each, "request": numbers.get(each["request"])} if isinstance(each, dict) and "request" in each else each
+            for each in value
+        ]
+
+    return {name: rename(value) for name, value in reply.items()}
+
+
 def merge_replies(replies: Sequence[Message]) -> Message:
-    """Return one reply: numbers are added, lists joined; a sequence's blocks are those of its replica's pools."""
-    merged = dict(replies[0])
-    num_pools = len(merged.get("pools", ()))
-    for reply in replies[1:]:
+    """Return one reply: numbers are added, lists joined, and each record has the number of its ``replica``.
+
+    A sequence's blocks are those of its replica's pools; prompts are sorted, the newest request first.
+    """
+    merged: Message = {}
+    num_pools = 0
+    for replica, reply in enumerate(replies):
+        reply = {name: _of_replica(replica, value) if name in RECORDS else value for name, value in reply.items()}
+        for sequence in reply.get("sequences", ()):
+            sequence["blocks"] = [[]] * num_pools + sequence["blocks"]
+        for group in reply.get("groups", ()):
+            group["token_group"] += num_pools
         for name, value in reply.items():
-            if name == "sequences":
-                shifted = [{**each, "blocks": [[]] * num_pools + each["blocks"]} for each in value]
-                merged[name] = [*merged[name], *shifted]
-            elif name == "groups":
-                shifted = [{**each, "token_group": each["token_group"] + num_pools} for each in value]
-                merged[name] = [*merged[name], *shifted]
-            elif name not in ("block_size", "first_block"):
-                merged[name] = _merge(merged[name], value)
+            is_shared = name in merged and name not in ("block_size", "first_block")
+            merged[name] = _merge(merged[name], value) if is_shared else value
         num_pools += len(reply.get("pools", ()))
+    if "prompts" in merged:
+        merged["prompts"].sort(key=lambda prompt: prompt["request"] or 0, reverse=True)
     return merged
+
+
+def _of_replica(replica: int, records: Sequence[Message]) -> list[Message]:
+    return [{**record, "replica": replica} for record in records]
 
 
 def _merge(first: Any, second: Any) -> Any:

@@ -1,5 +1,6 @@
 """The page of the server: its files without a browser, and what a user does, in Chromium."""
 
+import json
 import re
 import shutil
 import signal
@@ -9,6 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from kvad.server.app import PAGE_FILES, PAGE_HEADERS, STATIC
+from kvad.server.routing import merge_replies
 from kvad.train.monitoring.metrics import MetricsFile
 from tests.server.conftest import KEYS
 from tests.support.server import ServerProcess, forced, open_stream, parse_events, write_translator
@@ -363,6 +365,7 @@ def test_cache_and_attention(start_server, open_page, llm):  # the page is close
     page.click("[data-mode=completion]")
     check_cache_panel(page, server)
     check_attention(page, llm)
+    check_replicas(page, server)
 
 
 LEGEND = """() => {
@@ -423,6 +426,23 @@ def check_cache_panel(page, server):
     widths = page.evaluate("() => ['body', '#panel-cache'].map((name) => document.querySelector(name).scrollWidth)")
     assert widths == [390, 390]
     page.set_viewport_size({"width": 1440, "height": 900})
+
+
+def check_replicas(page, server):
+    """Requests, evictions and pools of several replicas are named with the replica, the newest prompt first."""
+    state = server.cache()
+    prompts = [{**state["prompts"][0], "request": number, "request_id": None} for number in (1, 2)]
+    merged = merge_replies([{**state, "prompts": [prompt]} for prompt in prompts])
+    events = f"data: {json.dumps(merged)}\n\n"
+    page.route("**/cache/events", lambda route: route.fulfill(content_type="text/event-stream", body=events))
+    page.reload()
+    page.click("#tab-cache")
+    page.locator(".prompt", has_text="Request 1 on replica 1").wait_for()
+    names = page.locator(".prompt .spread span:first-child").all_text_contents()
+    assert names == ["Request 2 on replica 2", "Request 1 on replica 1"]
+    page.wait_for_selector(".events .evict >> text=/evicted for new tokens of request [0-9]+ on replica 2/")
+    pools = page.locator("#panel-cache select option").all_text_contents()
+    assert pools == [f"Layers 0–1, replica {number}" for number in (1, 2)]
 
 
 # ---------------------------------------------------------------- attention

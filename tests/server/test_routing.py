@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvad.server.routing import MAX_LEAD, PREFIX_BLOCKS, merge_replies, prefix_key, rank_replicas
+from kvad.server.routing import MAX_LEAD, PREFIX_BLOCKS, merge_replies, prefix_key, rank_replicas, rename_requests
 
 NAMES = [f"replica-{number}" for number in range(4)]
 
@@ -48,8 +48,21 @@ def test_replies_are_merged() -> None:
     reply = {"reply": 1, "pools": ["uf"], "cache": {"hits": 2, "used": [1]}, "block_size": 4, "store": None}
     merged = merge_replies([{**reply, "sequences": [{"blocks": [[5]]}]}, {**reply, "sequences": [{"blocks": [[6]]}]}])
     assert merged["pools"] == ["uf", "uf"] and merged["cache"] == {"hits": 4, "used": [1, 1]}
-    assert merged["sequences"] == [{"blocks": [[5]]}, {"blocks": [[], [6]]}]
+    assert merged["sequences"] == [{"blocks": [[5]], "replica": 0}, {"blocks": [[], [6]], "replica": 1}]
     assert (merged["block_size"], merged["store"]) == (4, None)
+
+
+def test_requests_of_replicas_have_the_numbers_of_the_server() -> None:
+    """Each replica counts its requests from 1; the server's numbers are unique, and prompts are sorted by them."""
+    own = [{"request": 2, "tokens": 7}, {"request": 1, "tokens": 8}]
+    reply = {"prompts": own, "evictions": [{"request": None}, {"request": 3}], "pools": ["u"], "block_size": 4}
+    first, second = rename_requests(reply, {1: 11, 2: 14}), rename_requests(reply, {1: 12, 2: 13})
+    assert first["evictions"] == [{"request": None}] * 2 and (first["pools"], first["block_size"]) == (["u"], 4)
+    merged = merge_replies([first, second])
+    assert [(each["request"], each["replica"], each["tokens"]) for each in merged["prompts"]] == [
+        (14, 0, 7), (13, 1, 7), (12, 1, 8), (11, 0, 8),
+    ]  # fmt: skip
+    assert own == [{"request": 2, "tokens": 7}, {"request": 1, "tokens": 8}]
 
 
 @pytest.mark.long(minutes=3)
@@ -71,6 +84,8 @@ def test_two_replicas_answer_like_one(tmp_path) -> None:
                 assert [each.tokens for each in results] == expected
             assert all(each.usage.num_cached_tokens > 0 for each in results), "the same replica answers again"
             state = await llm.call("blocks")
+            assert [each["request"] for each in state["prompts"]] == list(range(16, 0, -1)), "numbers of the server"
+            assert {each["replica"] for each in state["prompts"]} == {0, 1}
             assert len(state["pools"]) == 2 and all("c" in pool for pool in state["pools"]), "both were used"
             async for _ in llm.stream(prompts[0], max_tokens=200, ignore_eos=True):
                 break

@@ -504,7 +504,7 @@ export class CachePanel {
 
   #evictionText(event) {
     const who = this.#isMine(event) ? ownName(this.app).toLowerCase() : event.request === null ? "an earlier request" : `request ${event.request}`;
-    return `${plural(event.blocks, "cached block")} evicted ${EVICTION_CAUSES[event.cause]} ${who}.`;
+    return `${plural(event.blocks, "cached block")} evicted ${EVICTION_CAUSES[event.cause]} ${who}${onReplica(event)}.`;
   }
 }
 
@@ -584,7 +584,10 @@ function preemptionOutcome(before, now) {
 const OWN = { chat: "This conversation", completion: "This text", translate: "This translation" };
 const ownName = (app) => OWN[app.mode];
 
-const nameOf = (sequence, isMine, app) => (isMine ? ownName(app) : `Request ${sequence.request ?? "?"}`) + (sequence.sample ? `, sample ${sequence.sample + 1}` : "");
+/** The replica of a request or a pool, if the server has several. */
+const onReplica = ({ replica }, word = " on") => (replica === undefined ? "" : `${word} replica ${replica + 1}`);
+
+const nameOf = (sequence, isMine, app) => (isMine ? ownName(app) : `Request ${sequence.request ?? "?"}`) + onReplica(sequence) + (sequence.sample ? `, sample ${sequence.sample + 1}` : "");
 
 function stateText({ state, tokens, computed, prompt_tokens: prompt }) {
   if (state === "swapped") return "swapped out";
@@ -597,7 +600,7 @@ function groupName(group, index) {
   const { layers } = group;
   const range = layers.length > 1 ? `layers ${layers[0]}–${layers.at(-1)}` : `layer ${layers[0]}`;
   const extra = group.is_cross_attention ? ", cross-attention" : group.window ? `, window ${count(group.window)}` : group.is_lower_level ? ", lower level" : "";
-  return `${range.charAt(0).toUpperCase()}${range.slice(1)}${extra}`;
+  return `${range.charAt(0).toUpperCase()}${range.slice(1)}${extra}${onReplica(group, ",")}`;
 }
 
 /** A row with a name, a curve of the last minute and the newest value. */
