@@ -411,6 +411,15 @@ def split_adapters(given: Sequence[str]) -> tuple[list[str], dict[str, Path]]:
     return merged, named
 
 
+def named_adapters(given: Sequence[str]) -> dict[str, Path]:
+    """Return the folders of ``--adapter NAME=FOLDER`` by name; UsageError for a folder without a name."""
+    merged, named = split_adapters(given)
+    if merged:
+        message = f"--adapter: {merged[0]} has no name; a merged adapter takes no memory of its own"
+        raise UsageError(message, "Write NAME=FOLDER.")
+    return named
+
+
 def speculative_config(options: Any) -> SpeculativeConfig | None:
     """Return the options of ``SpeculativeOptions``, if given; raise ConfigError or UsageError if they are invalid."""
     text, draft_model = getattr(options, "speculative", None), getattr(options, "draft_model", None)

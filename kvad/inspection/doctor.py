@@ -7,14 +7,16 @@ read, one piece at a time in memory. Nothing is changed without ``fix``, and no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvad import checkpoint, ops, storage
 from kvad import config as cfg
-from kvad.cache import CacheConfig, offload
+from kvad import engine as engine_lib
+from kvad.cache import CacheConfig, offload, sizing
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.config import ModelConfig
 from kvad.engine import execution
@@ -37,10 +39,12 @@ class CheckResult(NamedTuple):
     advice: str = ""  # what to do; "" if all is well
 
 
-def check_checkpoint(where: str | Path, *, fix: bool = False) -> Iterator[CheckResult]:
+def check_checkpoint(
+    where: str | Path, *, fix: bool = False, adapters: Mapping[str, Path] | None = None
+) -> Iterator[CheckResult]:
     """Yield the results of all checks; CheckpointError if the path is no checkpoint.
 
-    ``fix`` writes the checksums of edited text files into the manifest.
+    ``fix`` writes the checksums of edited text files into the manifest; ``adapters`` are those that requests choose.
     """
     folder = checkpoint.folder.locate(checkpoint.hub.resolve_model_path(where))
     yield from _manifest(folder, fix)
@@ -63,6 +67,10 @@ def check_checkpoint(where: str | Path, *, fix: bool = False) -> Iterator[CheckR
         yield from (result for result in _text_files(config, handle) if result.message not in unread)
     if config is not None and config.decoder is not None and tensors is not None:
         yield CheckResult("kernels", True, _kernels(config, tensors))
+    if config is not None and tensors is not None:
+        for name, path in (adapters or {}).items():
+            advice = "choose an adapter of this model"
+            yield from _try_check("adapter", advice, partial(_adapter, name, path, handle, _dtype(tensors)), str)
 
 
 def _manifest(folder: Path, fix: bool) -> Iterator[CheckResult]:
@@ -149,10 +157,7 @@ def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
 
 def _kernels(config: ModelConfig, tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
     """Say what runs the decoder on a CPU and on a GPU, with the default cache."""
-    weights = (name for name in tensors if f"{name.rpartition('.')[0]}.data" not in tensors)  # not scales
-    counts = Counter(str(tensors.dtype(name)).removeprefix("torch.") for name in weights)
-    floats = [dtype for dtype, _ in counts.most_common() if dtype.startswith(("float", "bfloat")) and "8" not in dtype]
-    dtype = floats[0] if floats else "float32"
+    dtype = _dtype(tensors)
     options = CacheConfig(
         max_seq_len=config.max_seq_len, dtype=dtype, max_source_len=1 if config.encoder is not None else 0
     )
@@ -162,6 +167,26 @@ def _kernels(config: ModelConfig, tensors: checkpoint.safetensors_io.ShardedTens
     if reason or library is None:
         return f"on a CPU, the decoder runs in PyTorch: {reason}; {gpu}"
     return f"on a CPU, the decoder runs in the native kernels ({library.variant}); {gpu}"
+
+
+def _dtype(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
+    """Return the dtype of most weights, without those of quantized matrices."""
+    weights = (name for name in tensors if f"{name.rpartition('.')[0]}.data" not in tensors)  # not scales
+    counts = Counter(str(tensors.dtype(name)).removeprefix("torch.") for name in weights)
+    floats = [dtype for dtype, _ in counts.most_common() if dtype.startswith(("float", "bfloat")) and "8" not in dtype]
+    return floats[0] if floats else "float32"
+
+
+def _adapter(name: str, path: Path, handle: CheckpointHandle, dtype: str) -> str:
+    """Say what an adapter that requests choose changes; CheckpointError if the model cannot serve it."""
+    adapters = engine_lib.loading.load_adapters(handle, {name: path})
+    factors, num_tokens = adapters[name].factors, sizing.memory_plan.DEFAULT_BATCHED_TOKENS
+    ranks = sorted({each.a.shape[0] for each in factors.values()})
+    stored = engine_lib.loading.adapter_bytes(adapters, dtype, 0)
+    terms = engine_lib.loading.adapter_bytes(adapters, dtype, num_tokens) - stored
+    size = f"rank {', '.join(map(str, ranks))} on {format_count(len(factors), 'layer')}"
+    memory = f"{stored:,} bytes of factors, and at most {terms:,} for a step of {num_tokens:,} tokens"
+    return f"{name}: {size}, {memory}; steps with it run in PyTorch, those of the base alone as without it"
 
 
 def _text_files(config: ModelConfig, handle: CheckpointHandle) -> Iterator[CheckResult]:

@@ -8,8 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvad import ops
+from kvad.checkpoint.adapter import adapter_format, base_fingerprint, save_adapter
 from kvad.checkpoint.generation_config import GenerationConfig
+from kvad.checkpoint.loader import open_checkpoint
 from kvad.checkpoint.native import save_checkpoint
+from kvad.checkpoint.peft import trainable_linears
+from kvad.model.lora import LoraFactors
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.test_convert import write_hf_folder
 from tests.support.cli_checkpoints import write_model
@@ -68,6 +72,29 @@ def test_doctor_says_what_runs_the_decoder(kvad, hf, native, monkeypatch):
     reason = "has native=False"
     monkeypatch.setattr(ops.native, "load", lambda: ops.native.library.LoadResult(None, reason))
     assert f"the decoder runs in PyTorch: {reason}" in kvad("doctor", native).out
+
+
+def test_adapters_that_requests_choose(kvad, native, hf, tmp_path):
+    """An adapter of this base is described with the bytes of the plan; one of another base is a problem."""
+    base = open_checkpoint(native)
+    shapes = trainable_linears(base.config)
+    names = [name for name in shapes if name.endswith((".q", ".v"))]
+    factors = {n: LoraFactors(torch.ones(2, shapes[n][1]), torch.ones(shapes[n][0], 2), 1.0) for n in names}
+    form = adapter_format(base, str(native), base_fingerprint(base))
+    save_adapter(tmp_path / "lora", form, factors, rank=2, alpha=2, use_rslora=False, dropout=0.0)
+    flag = f"sql={tmp_path / 'lora'}"
+    result = kvad("doctor", native, "--adapter", flag)
+    (line,) = (line for line in result.out.splitlines() if line.split()[1] == "adapter")
+    stored = 4 * sum(each.a.numel() + each.b.numel() for each in factors.values())
+    assert result.code == 0 and f"sql: rank 2 on {len(names)} layers, {stored:,} bytes of factors" in line
+    planned = json.loads(kvad("plan", native, "--adapter", flag, "--bandwidth", 20, "--json").out)["bytes"]["adapters"]
+    assert f"at most {planned - stored:,} for a step of 2,048 tokens; steps with it run in PyTorch" in line
+    assert list(problems(kvad("doctor", hf, "--adapter", flag, "--json"))) == ["adapter"]
+    for folder, value, message in ((native, tmp_path, "has no name"), (tmp_path / "sessions", flag, "a checkpoint")):
+        (tmp_path / "sessions").mkdir(exist_ok=True)
+        (tmp_path / "sessions" / "a.session").touch()
+        result = kvad("doctor", folder, "--adapter", value)
+        assert result.code == 2 and message in result.err
 
 
 def test_run_folder_means_newest_checkpoint(kvad, tmp_path):

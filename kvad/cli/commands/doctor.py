@@ -13,6 +13,7 @@ import click
 
 from kvad import inspection
 from kvad.cache import sessions
+from kvad.cli import parameters
 from kvad.cli.fields import argument, command, option
 from kvad.cli.output import emit_json, exit_with
 from kvad.cli.parameters import JsonOption
@@ -31,6 +32,9 @@ class _DoctorOptions(JsonOption):
     fix: bool = option(
         "Remove leftovers and damaged files of a prefix cache, or accept edited text files of a checkpoint"
     )
+    adapter: tuple[str, ...] = option(
+        "LoRA adapter that requests choose, as in kvad serve: check it, and say what it changes", metavar="NAME=FOLDER"
+    )
     remove_damaged: bool = option("With --fix and a session folder: also remove damaged files")
 
 
@@ -41,13 +45,15 @@ def doctor_command(options: _DoctorOptions) -> None:
     Each check prints one line: `ok`, or `problem` and the remedy. Every byte is read. Exit code 1 if any check fails.
 
     Checkpoint: headers, tensors against the config, weights that are not finite, the tokenizer against the vocabulary,
-    sha256 sums. --fix accepts text files that you edited, such as config.json: their sums are written into the
-    manifest. Folders: files that are whole, damaged, foreign or left by a process that died. --fix removes damaged
-    files and leftovers of a prefix cache (blocks are recomputed), and leftovers of sessions; never foreign files.
+    sha256 sums; of each --adapter whether it fits, what runs its steps, and its memory. --fix accepts text files that
+    you edited, such as config.json: their sums are written into the manifest. Folders: files that are whole, damaged,
+    foreign or left by a process that died. --fix removes damaged files and leftovers of a prefix cache (blocks are
+    recomputed), and leftovers of sessions; never foreign files.
 
     \b
     kvad doctor runs/demo
     kvad doctor ~/models/llama-3.2-1b --json
+    kvad doctor ./Qwen3-0.6B --adapter sql=runs/sql
     kvad doctor ~/.cache/kvad/prefix-cache --fix
     kvad doctor ~/.local/share/kvad/sessions --fix
     """
@@ -57,12 +63,16 @@ def doctor_command(options: _DoctorOptions) -> None:
         raise click.UsageError("--remove-damaged needs --fix.")
     if remove_damaged and not is_session_dir:
         raise click.UsageError(f"--remove-damaged needs a session folder, got {folder}.")
+    adapters = parameters.named_adapters(options.adapter)
+    is_cache_dir = not is_session_dir and inspection.doctor.is_cache_dir(folder)
+    if adapters and (is_session_dir or is_cache_dir):
+        raise click.UsageError(f"--adapter needs a checkpoint, got {folder}.")
     if is_session_dir:
         checks = _check_sessions(folder, (*("leftover",) * fix, *("damaged",) * remove_damaged))
-    elif inspection.doctor.is_cache_dir(folder):
+    elif is_cache_dir:
         checks = map(_text_and_record, inspection.doctor.check_cache_dir(folder, fix=fix))
     else:
-        checks = map(_text_and_record, inspection.doctor.check_checkpoint(folder, fix=fix))
+        checks = map(_text_and_record, inspection.doctor.check_checkpoint(folder, fix=fix, adapters=adapters))
     findings = []
     for text, finding in checks:
         findings.append(finding)

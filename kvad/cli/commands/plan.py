@@ -124,7 +124,7 @@ def _settings(options: _PlanOptions) -> dict[str, Any]:
         "fit_num_seqs": num_seqs,
         "bandwidth": None if options.bandwidth is None else options.bandwidth * 1e9,
         "speculative": parameters.speculative_config(options),
-        "adapters": _named_adapters(options.adapter) or None,
+        "adapters": parameters.named_adapters(options.adapter) or None,
     }
     same: tuple[str, ...] = (
         "dtype",
@@ -137,14 +137,6 @@ def _settings(options: _PlanOptions) -> dict[str, Any]:
     same += ("mesh", "deterministic", "compression_ratios", "quality_results")
     own |= {name: getattr(options, name) for name in same}
     return settings | {name: value for name, value in own.items() if value is not None}
-
-
-def _named_adapters(given: tuple[str, ...]) -> dict[str, Path]:
-    merged, named = parameters.split_adapters(given)
-    if merged:
-        message = f"--adapter: {merged[0]} has no name; a merged adapter takes no memory of its own"
-        raise UsageError(message, "Write NAME=FOLDER.")
-    return named
 
 
 def _check_options(options: _PlanOptions) -> dict[str, Any]:
