@@ -1,17 +1,21 @@
 """The page of the server: its files without a browser, and what a user does, in Chromium."""
 
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 
 import pytest
 
+from kvad.server.api.panel import MAX_RUN_LINES
 from kvad.server.app import PAGE_FILES, PAGE_HEADERS, STATIC
 from kvad.server.routing import merge_replies
-from kvad.train.monitoring.metrics import MetricsFile
+from kvad.train.monitoring.metrics import MetricsFile, read_metrics
 from tests.server.conftest import KEYS
 from tests.support.server import ServerProcess, forced, open_stream, parse_events, write_translator
 
@@ -556,3 +560,41 @@ def check_training(page, metrics):
     metrics._write("step", {**STEP, "step": 2100, "loss": 0.625})
     metrics.close()
     panel.locator(".tile", has_text="Loss").filter(has_text="0.625").wait_for()
+
+TINY_RUN = (
+    "--preset tiny --tokenizer byte --seq-len 32 --batch-size 2 --precision fp32 --steps 3000 --eval-interval 400"
+    " --set model.hidden_size=16 --set decoder.num_layers=1 --set decoder.layer_types.L.mlp.intermediate_size=16"
+    " --set decoder.layer_types.L.attention.num_heads=2 --set train.log_interval=1 --prompt ada"
+)
+
+
+@pytest.mark.long
+def test_a_real_training_run(start_server, open_page, tmp_path):
+    """``kvad train`` is followed while it runs, beyond the number of lines that the server sends."""
+    text, run = tmp_path / "text.txt", tmp_path / "runs" / "names"
+    text.write_text("ada bob cleo dan eve fay\n" * 200)
+    page = open_page(start_server("--runs", tmp_path / "runs"))
+    assert page.locator("#tab-training").is_hidden()
+    command = [sys.executable, "-m", "kvad", "train", text, *TINY_RUN.split(), "--out", run]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        page.click("#tab-training", timeout=60_000)
+        panel = page.locator("#panel-training")
+        panel.get_by_text("running", exact=True).wait_for()
+        panel.get_by_text("names", exact=True).wait_for()
+        panel.locator(".sample").first.wait_for()
+        assert process.wait(100) == 0
+        panel.get_by_text("finished", exact=True).wait_for()
+    finally:
+        process.kill()
+    lines = read_metrics(run / "metrics.jsonl")
+    assert len(lines) > MAX_RUN_LINES + 1000
+    lines = lines[-MAX_RUN_LINES:]
+    steps, evals, samples = ([line for line in lines if line["kind"] == kind] for kind in ("step", "eval", "samples"))
+    losses = steps[0]["loss"], steps[-1]["loss"]
+    label = f"Loss from {losses[0]:.2f} to {losses[1]:.2f} over {steps[-1]['step']:,} steps"
+    assert panel.locator("canvas").get_attribute("aria-label") == label and losses[1] < 4
+    shown = panel.locator(".tile b").all_text_contents()
+    best = min(line["val_loss"] for line in evals)
+    assert shown[:3] == [f"{steps[-1]['step']:,}", f"{losses[1]:.3f}", f"{best:.3f}"]
+    assert panel.locator(".sample dd").last.text_content() == samples[-1]["samples"][0]["text"]
