@@ -231,9 +231,7 @@ class AsyncLLM:
             "revision": revision,
         }  # fmt: skip
         try:
-            await llm._connect(
-                {"load": fields, "session_dir": session_dir, "session_limits": list(session_limits)}
-            )
+            await llm._connect({"load": fields, "session_dir": session_dir, "session_limits": list(session_limits)})
         except BaseException:
             if llm._process is not None:
                 llm._process.kill()  # it may still be loading

@@ -561,6 +561,7 @@ def check_training(page, metrics):
     metrics.close()
     panel.locator(".tile", has_text="Loss").filter(has_text="0.625").wait_for()
 
+
 TINY_RUN = (
     "--preset tiny --tokenizer byte --seq-len 32 --batch-size 2 --precision fp32 --steps 3000 --eval-interval 400"
     " --set model.hidden_size=16 --set decoder.num_layers=1 --set decoder.layer_types.L.mlp.intermediate_size=16"
