@@ -38,6 +38,7 @@ UNITS = ("", "k", "m", "g", "t")
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?:(?P<unit>[kmgt])(?P<kind>ib|b|)|b?)\s*", re.IGNORECASE)
 _TIME = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|)\s*")
 MAX_TOKENS = 128  # default of --max-tokens if the checkpoint has none
+KEY_VARIABLE = "KVAD_API_KEY"  # environment variable with the API keys of a server
 
 # ---------------------------------------------------------------- types of values
 

@@ -39,3 +39,11 @@ def test_bad_arguments(server, capsys):
     ):
         assert main(["bench", "serve", *arguments]) == 2
         assert problem in capsys.readouterr().err
+
+
+def test_bench_of_a_model_starts_a_server_without_keys(model, capsys, monkeypatch):
+    monkeypatch.setenv("KVAD_API_KEY", "one,two")  # of other servers
+    command = ["bench", "serve", str(model), "--model-name", "mine", "-n", "2", "--output-len", "4", "--json"]
+    assert main(command) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["completed"] == 2 and record["model_id"] == "mine"

@@ -242,6 +242,9 @@ def test_embeddings_have_the_same_numbers_in_both_encodings(client, llm):
         assert second.embedding == pytest.approx(expected, abs=1e-5)
         assert math.isclose(sum(value * value for value in expected), sum(v * v for v in first.embedding), rel_tol=1e-3)
     assert plain.usage.prompt_tokens == len("".join(texts))
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="tiny", input=[10**6])
+    assert caught.value.param == "input"
 
 
 def test_models(client):
@@ -262,6 +265,23 @@ def test_responses(client):
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == reply.output_text == events[-1].response.output_text
     assert events[-1].response.usage.input_tokens == reply.usage.input_tokens
+    check_items(events, ["message"])
+
+
+def test_a_streamed_response_without_text_has_no_message(client):
+    parameters = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
+    tool = {"type": "function", "name": "f", "parameters": {**parameters, "additionalProperties": False}}
+    body = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 200}
+    events = list(client.responses.create(**body, tools=[tool], tool_choice="required", stream=True))
+    check_items(events, ["function_call"])
+
+
+def check_items(events, types):
+    """The items of the last event are those that were announced, each at its index."""
+    output = events[-1].response.output
+    assert [item.type for item in output] == types
+    announced = [(event.output_index, event.item.id) for event in events if event.type == "response.output_item.added"]
+    assert announced == [(index, item.id) for index, item in enumerate(output)]
 
 
 # ---------------------------------------------------------------- errors and retries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from kvad import benchmarks
 from kvad.cli import output
 from kvad.cli.fields import Options, argument, command, option
-from kvad.cli.parameters import JsonOption
+from kvad.cli.parameters import KEY_VARIABLE, JsonOption
 from kvad.errors import UsageError, format_count
 
 NAMES = {
@@ -49,7 +50,7 @@ class _ServeBenchOptions(_PromptOptions, JsonOption):
     num_warmups: int = option("Requests before the measurement", 4)
     chat: bool = option("Use /v1/chat/completions instead of /v1/completions")
     model_name: str = option("Name of the model [default: the first of /v1/models]", "", metavar="NAME")
-    api_key: str = option("API key", "", metavar="KEY", envvar="KVAD_API_KEY")
+    api_key: str = option("API key", "", metavar="KEY", envvar=KEY_VARIABLE)
     stop_at_eos: bool = option("Let texts end at the end token, instead of after exactly their number of tokens")
     timeout: float = option("Maximum seconds of a request", 600.0)
     server_pid: int | None = option("Process of a local server, to report its memory")
@@ -66,7 +67,7 @@ def serve_bench_command(options: _ServeBenchOptions) -> None:
     kvad bench serve runs/demo --max-concurrency 8
     kvad bench serve http://127.0.0.1:8000 --request-rate 4 --goodput ttft:500,tpot:50 --check-outputs 20
     """
-    with _server(options.target) as (url, pid), output.ProgressLine() as progress:
+    with _server(options.target, options.model_name) as (url, pid), output.ProgressLine() as progress:
         load = benchmarks.serve.LoadOptions(
             url=url,
             model=options.model_name,
@@ -91,13 +92,15 @@ def serve_bench_command(options: _ServeBenchOptions) -> None:
 
 
 @contextmanager
-def _server(target: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the address of a server and, if it was started here for a model, its process."""
+def _server(target: str, model_name: str) -> Iterator[tuple[str, int | None]]:
+    """Yield the address of a server and, if it was started here for a model, its process; that one has no API keys."""
     if target.startswith(("http://", "https://")):
         yield target, None
         return
     command_line = [sys.executable, "-m", "kvad", "serve", target, "--port", "0"]
-    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as process:
+    command_line += ["--model-name", model_name] if model_name else []
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             words = process.stdout.readline().split()

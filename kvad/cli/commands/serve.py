@@ -19,7 +19,6 @@ from kvad.server import ApiKeys, ServerConfig, ServerLimits
 if TYPE_CHECKING:
     from kvad.server import AsyncLLM
 
-KEY_VARIABLE = "KVAD_API_KEY"
 DEMO_RUN = Path("runs/demo")
 MAX_SEQS = 64  # default of --max-num-seqs, if the memory suffices
 
@@ -39,7 +38,7 @@ class _ServeOptions(
         metavar="NAME=FOLDER",
     )
     api_key_file: Path | None = option(
-        f"File with one API key per line [default: {KEY_VARIABLE}, else no key is required]",
+        f"File with one API key per line [default: {parameters.KEY_VARIABLE}, else no key is required]",
         metavar="FILE",
         common=True,
     )
@@ -128,7 +127,7 @@ def _adapters(given: tuple[str, ...]) -> dict[str, Any]:
 def _api_keys(path: Path | None) -> ApiKeys:
     if path is not None:
         return ApiKeys.from_file(path)
-    text = os.environ.get(KEY_VARIABLE, "")
+    text = os.environ.get(parameters.KEY_VARIABLE, "")
     return ApiKeys.from_texts(text.split(",")) if text else ApiKeys()
 
 

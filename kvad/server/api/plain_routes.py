@@ -7,9 +7,10 @@ import base64
 from array import array
 from typing import Any
 
+from kvad.errors import UsageError
 from kvad.server.api import generation
 from kvad.server.api.chat import check_messages
-from kvad.server.api.errors import invalid
+from kvad.server.api.errors import ApiError, invalid
 from kvad.server.api.generation import ApiContext, PromptInput, RequestGroup
 from kvad.server.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody, TranslateBody
 
@@ -46,7 +47,10 @@ async def create_embeddings(context: ApiContext, body: EmbeddingBody, key: str) 
     adapter = context.check_model(body.model)
     texts = generation.split_prompts(context, "input", body.input)
     encode = context.llm.texts.encode_embedding
-    inputs = await asyncio.to_thread(lambda: [encode(text) for text in texts])
+    try:
+        inputs = await asyncio.to_thread(lambda: [encode(text) for text in texts])
+    except UsageError as error:
+        raise ApiError(400, str(error), param="input", code="invalid_value") from error
     num_tokens = sum(map(len, inputs))
     context.check_room(len(inputs), num_tokens)
     vectors = await context.llm.embed_ids(inputs, adapter=adapter)

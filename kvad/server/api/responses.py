@@ -94,6 +94,7 @@ class _Answer:
         self._id, self._message_id = generation.new_id("resp"), generation.new_id("msg")
         self._created, self._text, self._sequence = int(time.time()), "", -1
         self._calls: list[tuple[str, ToolCall]] = []
+        self._message_index: int | None = None  # in the output; None: only calls so far
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[str, list[tuple[str, ToolCall]]]:
         """Add generated text; return the new content and the new calls with their item ids."""
@@ -101,6 +102,8 @@ class _Answer:
         if self._parser is not None:
             content, calls = self._parser.finish(text) if is_last else self._parser.push(text)
         self._text += content
+        if self._message_index is None and (self._text.strip() or (is_last and not self._calls and not calls)):
+            self._message_index = len(self._calls)
         numbered = [(generation.new_id("fc"), call) for call in calls]
         self._calls += numbered
         return content, numbered
@@ -127,8 +130,10 @@ class _Answer:
         }  # fmt: skip
 
     def _output(self, status: str) -> list[dict[str, Any]]:
-        items = [self._message(status)] if self._text.strip() or not self._calls else []
-        return [*items, *(self._call_item(item_id, call) for item_id, call in self._calls)]
+        items = [self._call_item(item_id, call) for item_id, call in self._calls]
+        if self._message_index is not None:
+            items.insert(self._message_index, self._message(status))
+        return items
 
     def _message(self, status: str) -> dict[str, Any]:
         content = [{"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}]
@@ -148,59 +153,70 @@ class _Answer:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of the response; they end without ``[DONE]``, as in OpenAI's API."""
         finish: str | None = None
-        item = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         try:
             samples = await self._group.next_chunks(generation.REFUSAL_SECONDS)
-            yield self._event("response.created", response=self.response(None)) + self._begin()
+            yield b"".join(
+                self._event(f"response.{kind}", response=self.response(None)) for kind in ("created", "in_progress")
+            )
             while samples or samples is None:
                 for sample in samples or ():
                     finish = sample.finish_reason
-                    content, calls = self.add(sample.text, is_last=finish is not None)
-                    if content:
-                        yield self._event("response.output_text.delta", **item, delta=content, logprobs=[])
-                    for number, (item_id, call) in enumerate(calls, len(self._calls) - len(calls) + 1):
-                        yield self._call_events(number, item_id, call)
+                    if events := self._add_events(sample.text, is_last=finish is not None):
+                        yield events
                 if samples is None:
                     yield b": ping\n\n"
                 samples = await self._group.next_chunks(generation.PING_SECONDS)
             self._group.observe()
             self._context.metrics.observe_finish(str(finish))
-            yield self._end(finish, item)
+            yield self._end(finish)
         finally:
             self._group.cancel()
 
+    def _add_events(self, text: str, *, is_last: bool) -> bytes:
+        """Add generated text; return the events of its content, which begins the message, and of its calls."""
+        is_new = self._message_index is None
+        content, calls = self.add(text, is_last=is_last)
+        events = []
+        if self._message_index is not None:
+            if is_new:
+                events.append(self._begin())
+                content = self._text
+            if content:
+                events.append(self._event("response.output_text.delta", **self._place(), delta=content, logprobs=[]))
+        first = len(self._calls) - len(calls)
+        events += [self._call_events(number, *call) for number, call in enumerate(calls, first)]
+        return b"".join(events)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._message_id, "output_index": self._message_index, "content_index": 0}
+
     def _begin(self) -> bytes:
-        empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         message = {**self._message("in_progress"), "content": []}
-        part = {"item_id": self._message_id, "output_index": 0, "content_index": 0, "part": empty}
-        return b"".join(
-            (
-                self._event("response.in_progress", response=self.response(None)),
-                self._event("response.output_item.added", output_index=0, item=message),
-                self._event("response.content_part.added", **part),
-            )
-        )
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        added = self._event("response.output_item.added", output_index=self._message_index, item=message)
+        return added + self._event("response.content_part.added", **self._place(), part=part)
 
     def _call_events(self, number: int, item_id: str, call: ToolCall) -> bytes:
-        item, place = self._call_item(item_id, call), {"item_id": item_id, "output_index": number}
+        index = number + (self._message_index is not None and self._message_index <= number)
+        item, place = self._call_item(item_id, call), {"item_id": item_id, "output_index": index}
         started = {**item, "arguments": "", "status": "in_progress"}
         return b"".join(
             (
-                self._event("response.output_item.added", output_index=number, item=started),
+                self._event("response.output_item.added", output_index=index, item=started),
                 self._event("response.function_call_arguments.delta", **place, delta=call.arguments),
                 self._event("response.function_call_arguments.done", **place, arguments=call.arguments),
-                self._event("response.output_item.done", output_index=number, item=item),
+                self._event("response.output_item.done", output_index=index, item=item),
             )
         )
 
-    def _end(self, finish: str | None, item: Mapping[str, Any]) -> bytes:
+    def _end(self, finish: str | None) -> bytes:
         kind = "response.incomplete" if finish == "length" else "response.completed"
-        message = self._message("incomplete" if finish == "length" else "completed")
-        return b"".join(
-            (
-                self._event("response.output_text.done", **item, text=self._text, logprobs=[]),
-                self._event("response.content_part.done", **item, part=message["content"][0]),
-                self._event("response.output_item.done", output_index=0, item=message),
-                self._event(kind, response=self.response(finish or "stop")),
-            )
-        )
+        events = []
+        if self._message_index is not None:
+            message = self._message("incomplete" if finish == "length" else "completed")
+            events = [
+                self._event("response.output_text.done", **self._place(), text=self._text, logprobs=[]),
+                self._event("response.content_part.done", **self._place(), part=message["content"][0]),
+                self._event("response.output_item.done", output_index=self._message_index, item=message),
+            ]
+        return b"".join((*events, self._event(kind, response=self.response(finish or "stop"))))
