@@ -336,7 +336,7 @@ template <int M> struct ByteQueries {
           const __m512i w = words[word], u = FORMAT == STORE_INT8 ? _mm512_xor_si512(w, _mm512_set1_epi8(-128)) : w;
 #pragma GCC unroll 12
           for (int i = 0; i < M; i++) {
-            high[i] = _mm512_dpbusd_epi32(high[i], u, four(q.high + i * dim + d + 4 * word));
+            high[i] = (__m512i)dot_bytes((VI)high[i], (VI)u, q.high + i * dim + d + 4 * word);
             low[i] = _mm512_dpbusd_epi32(low[i], four(q.low + i * dim + d + 4 * word), w);
           }
         }
