@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_decode.py                     all parts; needs 60 GB of GPU memory
     python benchmarks/gpu_decode.py limits decode       without transformers
-    python benchmarks/gpu_decode.py --tiny              a small shape, for a rehearsal on any device
+    python benchmarks/gpu_decode.py --shape 1b decode   the shape of Llama 3.2 1B
+    python benchmarks/gpu_decode.py --shape tiny        a small shape, for a rehearsal on any device
 
 Weights are random, bfloat16, and made on the GPU; kvad and transformers have the same ones. The output is JSON lines:
 
 ``limits``: a device-to-device copy in GB/s, counting bytes read and written; a sum, counting bytes read; an
 8192 x 8192 x 8192 bfloat16 product in TFLOP/s. ``decode``: one sequence through the engine, scheduler and sampling
-included; ``of_copy`` is bytes of weights and cache read per second over the copy's bytes (read and written) per second.
+included; ``of_copy`` is bytes of weights and cache read per second over the copy's bytes (read and written) per second;
+``ms_in_order`` is the time of a step that does not start before the tokens of the one before are known.
 ``batch``: 64 sequences with 2,048 tokens of context, decode only. ``prefill``: TFLOP/s of products with the weights and
 of attention. ``transformers`` and ``transformers_batch``: the same with transformers (static cache and torch.compile
 for one sequence; for 64 its default cache without compilation, and a static one).
@@ -53,7 +55,7 @@ class Shape(NamedTuple):
     new: int = 128
 
 
-TINY = Shape(2, 64, 96, 4, 2, 500, 128, 3, 24, 64, 6)
+SHAPES = {"8b": Shape(), "1b": Shape(16, 2048, 8192), "tiny": Shape(2, 64, 96, 4, 2, 500, 128, 3, 24, 64, 6)}
 PARTS = ("limits", "decode", "batch", "prefill", "transformers", "transformers_batch")
 PROMPT = 128
 
@@ -134,22 +136,30 @@ class Bench:
         return {"copy_gb_s": self.copy_rate / 1e9, "sum_gb_s": size / read / 1e9, "gemm_tflops": self.gemm_rate / 1e12}
 
     def decode_steps(self, engine: Engine, rows: int, length: int, new: int) -> tuple[list[float], list[list[int]]]:
-        """Prefill, then return the seconds of decoding steps of all rows, and the tokens of each."""
+        """Prefill, then return the seconds between the ends of steps that decode all rows, and the tokens of each."""
         generator = torch.Generator().manual_seed(1)
         sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         prompts = torch.randint(self.shape.vocab, (rows, length), generator=generator).tolist()
         numbers = [engine.add_request(prompt, sampling) for prompt in prompts]
         tokens: dict[int, list[int]] = {number: [] for number in numbers}
-        times = []
+        times, start = [], time.perf_counter()
         while not engine.idle:
-            start = time.perf_counter()
             chunks = engine.step()
+            end = time.perf_counter()
             if len(chunks) == rows and all(tokens.values()):  # every step waits for its tokens
-                times.append(time.perf_counter() - start)
+                times.append(end - start)
+            start = end
             for chunk in chunks:
                 assert chunk.error is None, chunk.error
                 tokens[chunk.request].append(chunk.token_id)
         return times[8:] if len(times) > 16 else times, list(tokens.values())
+
+    def in_order_ms(self, engine: Engine, rows: int, length: int, new: int) -> float:
+        """Return the median of steps that do not start before the tokens of the one before are known."""
+        engine.scheduler.schedule_next = lambda: None  # type: ignore[method-assign]
+        times, _ = self.decode_steps(engine, rows, length, new)
+        del engine.scheduler.schedule_next
+        return statistics.median(times) * 1e3
 
     def decode(self) -> dict[str, Any]:
         shape, result = self.shape, dict[str, Any]()
@@ -163,6 +173,7 @@ class Bench:
             result[f"context_{length}"] = {
                 "tokens_s": 1 / step,
                 "ms": step * 1e3,
+                "ms_in_order": self.in_order_ms(engine, 1, length, shape.new),
                 "ms_spread": [min(times) * 1e3, max(times) * 1e3],
                 "gb_s": read / step / 1e9,
                 "of_copy": read / step / self.copy_rate,
@@ -176,12 +187,13 @@ class Bench:
     def batch(self) -> dict[str, Any]:
         shape = self.shape
         engine = self.engine(shape.rows, shape.context + shape.new, 8192 if shape.layers > 2 else 32)
+        in_order = self.in_order_ms(engine, shape.rows, shape.context, shape.new)  # compiles and records, too
         times, _ = self.decode_steps(engine, shape.rows, shape.context, shape.new)
         step = statistics.median(times)
         read = self.weight_bytes() + shape.rows * self.cache_bytes(shape.context + shape.new // 2)
         engine.close()
-        return {"tokens_s": shape.rows / step, "ms": step * 1e3, "gb_s": read / step / 1e9,
-                "of_copy": read / step / self.copy_rate, "steps": len(times)}  # fmt: skip
+        return {"tokens_s": shape.rows / step, "ms": step * 1e3, "ms_in_order": in_order,
+                "gb_s": read / step / 1e9, "of_copy": read / step / self.copy_rate, "steps": len(times)}  # fmt: skip
 
     def prefill(self) -> dict[str, Any]:
         shape, result = self.shape, dict[str, Any]()
@@ -307,11 +319,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     arguments = parser.parse_args()
-    bench = Bench(TINY if arguments.tiny else Shape(), arguments.device)
+    bench = Bench(SHAPES[arguments.shape], arguments.device)
     name = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
-    emit("machine", {"gpu": name, "torch": torch.__version__, "machine": machine_info(), "commit": commit_id()})
+    emit(
+        "machine",
+        {
+            "gpu": name,
+            "shape": arguments.shape,
+            "torch": torch.__version__,
+            "machine": machine_info(),
+            "commit": commit_id(),
+        },
+    )
     for part in arguments.parts or PARTS:
         start = time.perf_counter()
         try:

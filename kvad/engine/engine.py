@@ -25,7 +25,15 @@ from kvad.cache.offload import PinnedPrefix
 from kvad.cache.sessions import SequenceState
 from kvad.config import attention_specs
 from kvad.engine import scheduling
-from kvad.engine.execution import NONFINITE_ERROR, DraftModel, GrammarCompiler, ModelRunner, sample_outputs
+from kvad.engine.execution import (
+    NONFINITE_ERROR,
+    BestTokens,
+    DraftModel,
+    GrammarCompiler,
+    ModelRunner,
+    sample_outputs,
+    takes_best,
+)
 from kvad.engine.options import EngineConfig
 from kvad.engine.output import OutputTextStream
 from kvad.engine.requests import check_request, check_source
@@ -374,14 +382,8 @@ class Engine:
         try:
             results = self._execute(output) if output.encoder_batch is None else self._encode(output.encoder_batch)
         except BaseException as error:  # includes Ctrl-C: the step's sequences end, the engine continues
-            self.kv_cache.discard(output.allocation.block_ops)
-            if isinstance(error, Exception) and self.scheduler.retry_alone(output):
-                LOG.exception("a step of several requests failed: each is computed alone")
+            if self._retry_alone(output, error):
                 return [self._add_text(chunk) for chunk in self.scheduler.pop_chunks()]
-            fault = SequenceOutput(error=f"the step failed: {type(error).__name__}: {error}")
-            count = len(output.scheduled) if output.encoder_batch is None else len(output.encoder_batch.sequences)
-            chunks = self.scheduler.update_from_output(output, [fault] * count)
-            self._undelivered = [self._add_text(chunk) for chunk in chunks]
             raise
         update_start = time.perf_counter()
         chunks = self.scheduler.update_from_output(output, results)
@@ -405,6 +407,19 @@ class Engine:
             self._record_step(output, num_generated, seconds)
         return chunks
 
+    def _retry_alone(self, output: scheduling.SchedulerOutput, error: BaseException) -> bool:
+        """Recompute the requests of a failed step one after the other; if that is not possible, end them."""
+        for failed in filter(None, (output, self.scheduler.pop_next())):
+            self.kv_cache.discard(failed.allocation.block_ops)
+        if isinstance(error, Exception) and self.scheduler.retry_alone(output):
+            LOG.error("a step of several requests failed: each is computed alone", exc_info=error)
+            return True
+        fault = SequenceOutput(error=f"the step failed: {type(error).__name__}: {error}")
+        count = len(output.scheduled) if output.encoder_batch is None else len(output.encoder_batch.sequences)
+        chunks = self.scheduler.update_from_output(output, [fault] * count)
+        self._undelivered = [self._add_text(chunk) for chunk in chunks]
+        return False
+
     def _propose_drafts(self) -> None:
         """Propose drafts; a drafter that fails is not used again, and no request ends."""
         try:
@@ -424,7 +439,11 @@ class Engine:
         start = time.perf_counter()
         logits = self.runner.execute(output)
         sample_start = time.perf_counter()
-        results = sample_outputs(output, logits, self._num_tokens, self.runner.best_tokens(logits))
+        best_tokens = self._run_ahead(output, logits)
+        if best_tokens is not None:
+            results = best_tokens.wait()
+        else:
+            results = sample_outputs(output, logits, self._num_tokens, self.runner.best_tokens(logits))
         self.times.model += sample_start - start
         self.times.sample += time.perf_counter() - sample_start
         if self.kv_cache.offload_reader is not None:
@@ -436,6 +455,16 @@ class Engine:
         if num_computed > 2 * len(output.scheduled):  # most of them are prompt tokens
             self.preemption.costs.record("compute", num_computed, time.perf_counter() - start)
         return results
+
+    def _run_ahead(self, output: scheduling.SchedulerOutput, logits: Tensor) -> BestTokens | None:
+        """Find a step's best tokens on the device, and start the step that follows; None if the host samples."""
+        if self.runner.graphs.reason or not all(map(takes_best, output.scheduled)):
+            return None
+        best_tokens = BestTokens(logits, self._num_tokens)
+        next_output = self.scheduler.schedule_next()
+        if next_output is not None:
+            self.runner.start(next_output, best_tokens.token_ids)
+        return best_tokens
 
     def _encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
         start = time.perf_counter()

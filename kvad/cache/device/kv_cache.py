@@ -335,10 +335,12 @@ class KVCache:
     def clear(self, group_index: int, block_ids: Sequence[int]) -> None:
         """Clear newly allocated blocks of a group that takes tokens or an encoder input."""
         positions = self.positions[group_index]
-        positions.index_fill_(0, torch.tensor(block_ids, dtype=torch.int64, device=positions.device), -1)
+        blocks = torch.tensor(block_ids, dtype=torch.int64, pin_memory=positions.is_cuda)
+        blocks = blocks.to(positions.device, non_blocking=True)  # the step before may be running
+        positions.index_fill_(0, blocks, -1)
         for arrays_by_kind in self._arrays[group_index].values():
             for arrays in arrays_by_kind.values():
-                arrays.clear(block_ids)
+                arrays.clear(block_ids, blocks)
 
     def _copy(self, group_index: int, source: int, target: int, num_retained: int) -> None:
         positions = self.positions[group_index]

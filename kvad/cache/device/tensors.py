@@ -148,15 +148,16 @@ class BlockArrays:
             return None
         return [array.view(_INTEGERS[array.itemsize]).numpy() for array in self.arrays]
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Empty whole blocks."""
+    def clear(self, blocks: Sequence[int], index: Tensor | None = None) -> None:
+        """Empty whole blocks; ``index``: the same blocks, on the device."""
         if len(blocks) <= FEW_BLOCKS and self._host_arrays is not None:
             for zeros in self._host_arrays:
                 for block in blocks:
                     zeros[block] = 0
             return
         for array, value in zip(self.arrays, self.empty_values, strict=False):
-            array.index_fill_(0, torch.tensor(blocks, dtype=torch.int64, device=array.device), value)
+            index = torch.tensor(blocks, dtype=torch.int64, device=array.device) if index is None else index
+            array.index_fill_(0, index, value)
 
     def copy(self, source: int, target: int, num_retained: int) -> None:
         """Copy a whole block, of which the first ``num_retained`` slots are visible in ``target``."""

@@ -344,7 +344,7 @@ class KVCacheManager:
         sequence = self._sequence(seq_index)
         sequence.length += len(token_ids)
         assert sequence.length <= sequence.num_written, f"sequence {seq_index} commits more tokens than were allocated"
-        if sequence.length < sequence.num_written:
+        if token_ids and sequence.length < sequence.num_written:
             sequence.fast_path_start = NEVER  # later tokens occupy the next slot
         if sequence.last_block is not None:
             if sequence.republish:

@@ -95,6 +95,7 @@ class InputBuffers:
         self.num_allocations = 0
         self._shapes: dict[BatchShape, _ShapeBuffers] = {}
         self._last: _ShapeBuffers | None = None  # written last
+        self._copied: torch.cuda.Event | None = None  # the host buffer
         self._allocate(MIN_CAPACITY)
 
     def tensors(self) -> list[Tensor]:
@@ -102,7 +103,12 @@ class InputBuffers:
         return [self._device_buffer]
 
     def fill(self, output: SchedulerOutput, shape: BatchShape | None = None) -> ModelInput:
-        """Write the step's integers to the tensors of its shape, or of a larger one, whose other tokens are padding."""
+        """Write the step's integers to the tensors of its shape, or of a larger one, whose other tokens are padding.
+
+        A token that the sequence does not have yet (``Scheduler.schedule_next``) is 0.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()  # the step before may be running
         buffers = self._buffers_for(BatchShape.from_output(output) if shape is None else shape)
         tokens: list[int] = []
         positions: list[int] = []
@@ -111,7 +117,7 @@ class InputBuffers:
         for scheduled in output.scheduled:
             end = scheduled.start + scheduled.num_tokens
             logit_indices.extend(len(tokens) + offset for offset in scheduled.logit_offsets)
-            tokens.extend(scheduled.token_ids)
+            tokens.extend(scheduled.token_ids or [0])
             positions.extend(range(scheduled.start, end))
             if self._with_seq_lens:
                 seq_lens.extend([len(scheduled.sequence.token_ids)] * scheduled.num_tokens)
@@ -122,9 +128,11 @@ class InputBuffers:
             _write(next(vectors), slots, PADDING_BLOCK * self._block_sizes[group] if self._block_sizes else 0)
         for tables, blocks in zip(buffers.tables, allocation.block_tables, strict=True):
             _write_tables(tables, blocks)
-        # The host waits for every step's logits, so the device buffer is no longer in use.
         if self._device_buffer is not self._host_buffer:
             self._device_buffer[: buffers.num_used].copy_(self._host_buffer[: buffers.num_used], non_blocking=True)
+            if self.device.type == "cuda":
+                self._copied = self._copied or torch.cuda.Event()
+                self._copied.record()
         return buffers.model_input
 
     def _buffers_for(self, shape: BatchShape) -> _ShapeBuffers:
@@ -260,6 +268,7 @@ class ModelRunner:
     kernels. ``native_reason`` says why the kernels are not used, once a step has run.
     On a GPU, ``fused`` computes decoders that it can, and ``graphs`` replays decoding steps: at most ``cuda_graphs``
     shapes.
+    ``start`` computes a step whose tokens are still on the device; ``execute`` then returns its logits.
     ``adapters``: a step in which a sequence has one of them runs in PyTorch, without graphs.
     ``num_tokens``: ids below it are sampled (None: all). ``input_seconds``: time spent so far on block operations and
     inputs. ``op_seconds``, if set, receives the time of each operation of ``program`` (``NativeProgram.run``).
@@ -293,6 +302,7 @@ class ModelRunner:
         self.graphs.reason = self.graphs.reason or self._unrecordable()
         self._weights_key: tuple[int, ...] = ()  # addresses
         self._graph_key: tuple[int, ...] = ()
+        self._started: tuple[SchedulerOutput, Tensor] | None = None  # a step and its logits
         self.input_seconds = 0.0
         self.op_seconds: NDArray[np.float64] | None = None
 
@@ -312,6 +322,17 @@ class ModelRunner:
         a decoding step of the kernels calls nothing of torch that it does not need.
         """
         assert output.encoder_batch is None, "an encoder step has no logits; call encode"
+        started, self._started = self._started, None
+        if started is not None and started[0] == output:
+            return started[1]
+        return self._compute(output)
+
+    def start(self, output: SchedulerOutput, token_ids: Tensor) -> None:
+        """Start a decoding step of tokens [N] on the device, which overwrites the logits of the step before."""
+        self._started = None
+        self._started = output, self._compute(output, token_ids)
+
+    def _compute(self, output: SchedulerOutput, token_ids: Tensor | None = None) -> Tensor:
         start = time.perf_counter()
         if not output.allocation.block_ops.is_empty:
             with torch.inference_mode():
@@ -320,6 +341,9 @@ class ModelRunner:
         adapters = self._select_adapters(spans) if self._adapters else None
         bucket = None if self.graphs.reason or adapters else decoding_bucket(BatchShape.from_output(output))
         model_input = self.buffers.fill(output) if bucket is None else self.buffers.fill(output, bucket)
+        if token_ids is not None:
+            with torch.inference_mode():
+                model_input.token_ids[: len(token_ids)] = token_ids
         self.input_seconds += time.perf_counter() - start
         if not self._is_prepared or any(scheduled.start == 0 for scheduled in output.scheduled):
             self._update_kernels()

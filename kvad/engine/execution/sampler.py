@@ -83,7 +83,7 @@ def sample_outputs(
 
     ``num_tokens``: ids below it are sampled. ``best``: the best of them in each row, if it is known; all are finite.
     """
-    if best is not None and all(map(_takes_best, output.scheduled)):
+    if best is not None and all(map(takes_best, output.scheduled)):
         return list(map(SequenceOutput, best))
     scored: dict[int, SequenceOutput] = {}  # index of a scheduled sequence -> scores of its prompt tokens
     sampled: dict[int, tuple[int, ...]] = {}  # index of a scheduled sequence -> its drafts
@@ -116,7 +116,7 @@ def sample_outputs(
     return results
 
 
-def _takes_best(scheduled: ScheduledSequence) -> bool:
+def takes_best(scheduled: ScheduledSequence) -> bool:
     """Return True if a span has one logit, of which the best token is all that is needed."""
     is_single = scheduled.is_sampled and len(scheduled.logit_offsets) == 1  # with drafts there are more
     return is_single and scheduled.sequence.sampling_params.needs_best_only
@@ -187,7 +187,7 @@ def sample_tokens(
     ``num_tokens``: the tokenizer's vocabulary. Rows of the embedding beyond it are padding and are never sampled.
     """
     if logits.device.type != "cpu" and all(seq.sampling_params.needs_best_only for seq in sequences):
-        return best_tokens(logits, num_tokens)
+        return BestTokens(logits, num_tokens).wait()
     raw = logits.float()
     is_finite = _finite_rows(raw)
     if not all(is_finite):
@@ -217,10 +217,26 @@ def _mark_complete(results: dict[int, SequenceOutput], sequences: Sequence[Token
         results[i] = results[i]._replace(is_complete=is_complete)
 
 
-def best_tokens(logits: Tensor, num_tokens: int | None = None) -> list[SequenceOutput]:
-    """Return the best token of each row of [N, V] below ``num_tokens``, with one wait for the device."""
-    best = ops.gpu.best_tokens(logits, logits.shape[-1] if num_tokens is None else num_tokens).tolist()
-    return [SequenceOutput(token, error=None if is_finite else NONFINITE_ERROR) for token, is_finite in best]
+class BestTokens:
+    """The best token of each row of logits [N, V] below ``num_tokens``; the logits may be overwritten at once.
+
+    On a GPU nothing is waited for but in ``wait``. ``token_ids`` [N] are on the logits' device.
+    """
+
+    def __init__(self, logits: Tensor, num_tokens: int | None = None) -> None:
+        best = ops.gpu.best_tokens(logits, logits.shape[-1] if num_tokens is None else num_tokens)
+        self.token_ids, self._copy, self._copied = best[:, 0], best, None
+        if best.is_cuda:
+            self._copy = torch.empty(best.shape, dtype=best.dtype, pin_memory=True).copy_(best, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[SequenceOutput]:
+        """Return the tokens; a row that is not finite is an error."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        best = self._copy.tolist()
+        return [SequenceOutput(token, error=None if is_finite else NONFINITE_ERROR) for token, is_finite in best]
 
 
 @contextmanager

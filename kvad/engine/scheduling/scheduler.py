@@ -2,7 +2,8 @@
 
 ``Scheduler.schedule`` gives every decoding sequence its token, then continues prompts in chunks, then admits
 waiting sequences first come, first served, all within ``max_num_batched_tokens`` and ``max_num_seqs``; its output has
-blocks allocated. ``Scheduler.update_from_output`` takes the results and returns chunks. One step may be in flight.
+blocks allocated. ``Scheduler.update_from_output`` takes the results and returns chunks. One step may be in flight, and
+``schedule_next`` builds the one that follows if each of its sequences decodes the token that is being computed.
 With a drafter, ``propose_drafts`` precedes a step, and ``append_accepted`` follows it (``speculation.py``).
 The encoder's input is encoded whole in a separate step before the rest of its sequence, together with others.
 
@@ -39,6 +40,7 @@ from kvad.engine.scheduling.sequence import (
     FinishedState,
     Request,
     RequestMetrics,
+    ScheduledSequence,
     SchedulerOutput,
     SchedulerStats,
     TokenSequence,
@@ -89,6 +91,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._ended: dict[int, RequestMetrics] = {}
         self._in_flight: SchedulerOutput | None = None
+        self._next: SchedulerOutput | None = None  # follows the step in flight
         self._pending_chunks: list[StreamChunk] = []  # of sequences that ended outside a step
         self._finished_states: list[FinishedState] = []
         self._alone: deque[int] = deque()  # requests of a failed step that run one after the other
@@ -247,6 +250,12 @@ class Scheduler:
         Call ``update_from_output`` before the next one.
         """
         assert self._in_flight is None, "a step is in flight: call update_from_output first"
+        if (output := self.pop_next()) is not None:
+            self._in_flight = output
+            return output
+        return self._build_step()
+
+    def _build_step(self) -> SchedulerOutput | None:
         self._accepted.clear()  # not empty after an interrupt
         can_admit = True
         if self.limits.short_regime_lens:
@@ -280,6 +289,45 @@ class Scheduler:
             elif self.preemption.pending:  # nothing else can run
                 self.preemption.wait()
                 self._poll_swaps()
+
+    def schedule_next(self) -> SchedulerOutput | None:
+        """Build the step after the one in flight, whose tokens are not known yet; ``schedule`` returns it next.
+
+        Every sequence decodes one more token. Returns None if one of them will end, or if other sequences could run.
+        """
+        output = self._in_flight
+        assert output is not None and self._next is None, "schedule_next is called once while a step is in flight"
+        can_admit = bool(self._waiting) and len(self._running) < self._admission.max_num_seqs
+        if can_admit or self._alone or self.drafter is not None or len(output.scheduled) != len(self._running):
+            return None
+        if self.limits.short_regime_lens or not all(map(_continues, output.scheduled)):
+            return None
+        items = []
+        for seq, start, count, *_ in output.scheduled:
+            tokens = seq.token_ids[start : start + count]
+            self.kv_cache_manager.commit(seq.seq_index, tokens, start)  # published when the logits are known
+            seq.num_computed_tokens = start + count
+            items.append(self._batch_builder.decode_item(seq))
+        allocation = self.kv_cache_manager.allocate_slots(
+            [(seq.seq_index, seq.num_computed_tokens, 1) for _, seq, _ in items]
+        )
+        if allocation is None:
+            return None
+        scheduled = tuple(ScheduledSequence(seq, seq.num_computed_tokens, 1, range(1), True) for _, seq, _ in items)
+        self._steps += 1
+        self._tokens += len(items)
+        self._next = SchedulerOutput(scheduled, self._batch_builder.build(items, allocation)[0], allocation)
+        return self._next
+
+    def pop_next(self) -> SchedulerOutput | None:
+        """Return the step of ``schedule_next``, unless all its sequences have ended; ``schedule`` then builds another.
+
+        The results of those that have ended are dropped.
+        """
+        output, self._next = self._next, None
+        if output is None or all(scheduled.sequence.state != RUNNING for scheduled in output.scheduled):
+            return None
+        return output
 
     def _poll_swaps(self) -> None:
         """Process finished swap I/O and prefetch the next admissible sequence."""
@@ -416,9 +464,9 @@ class Scheduler:
             if result.error is not None:
                 chunks += self._recover(seq, result.error) if result.retry else self._fail(seq, result.error)
                 continue
-            seq.num_computed_tokens = end = start + count
-            tokens = seq.token_ids
-            commit(seq.seq_index, tokens[start:end], start + logit_offsets.stop)
+            first, end, tokens = seq.num_computed_tokens, start + count, seq.token_ids
+            seq.num_computed_tokens = end
+            commit(seq.seq_index, tokens[first:end], start + logit_offsets.stop)  # none if schedule_next did
             if seq.wants_prompt_logprobs:
                 seq.add_prompt_logprobs(end, result.prompt_logprobs)
             if is_sampled and seq.request.beams is not None:
@@ -610,3 +658,10 @@ class Scheduler:
         """Assert that every sequence is in one place, and the invariants of indices and blocks."""
         self._admission.check([seq for request in self._requests.values() for seq in request.sequences])
         self.kv_cache_manager.check()
+
+
+def _continues(scheduled: ScheduledSequence) -> bool:
+    """Return True if a sequence of a step decodes one more token, unless the token of this step ends it."""
+    seq = scheduled.sequence
+    is_alone = not scheduled.draft_token_ids and seq.request.beams is None and seq.request.adapter == 0
+    return is_alone and scheduled.is_sampled and seq.state == RUNNING and len(seq.token_ids) + 1 < seq.max_len

@@ -19,26 +19,13 @@ from kvad.engine.scheduling.request import SamplingParams
 from kvad.engine.scheduling.sequence import SchedulerOutput
 from kvad.errors import ConfigError
 from kvad.model_input import PADDING_BLOCK, BlockOps, SubBatch
+from tests.support.host_recorder import HostRecorder
 from tests.support.random_models import build, model_config
 
 HAS_GPU = torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 NUM_TOKENS = 9 if HAS_GPU else 5  # the interpreter is slow
 PROMPTS = ((1, 5, 2, 8, 4, 4, 7), (3, 3), (9, 1, 1, 6, 2, 8, 5, 3, 2, 1, 7), (4,), (2, 6))[: 5 if HAS_GPU else 3]
-
-
-class HostRecorder:
-    """Stands in for CUDA graphs: what is recorded runs at each replay, and writes to the same tensor."""
-
-    def __init__(self):
-        self.num_cleared = 0
-
-    def record(self, function):
-        logits = function().clone()
-        return lambda: logits.copy_(function()), logits
-
-    def clear(self):
-        self.num_cleared += 1
 
 
 def make_engine(graphs=0, dtype=torch.float32, **kinds):
