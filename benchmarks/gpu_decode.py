@@ -12,7 +12,7 @@ Weights are random, bfloat16, and made on the GPU; kvad and transformers have th
 included; ``of_copy`` is bytes of weights and cache read per second over the copy's bytes (read and written) per second;
 ``ms_in_order`` is the time of a step that does not start before the tokens of the one before are known.
 ``batch``: 64 sequences with 2,048 tokens of context, decode only. ``prefill``: TFLOP/s of products with the weights and
-of attention. ``transformers`` and ``transformers_batch``: the same with transformers (static cache and torch.compile
+of attention. ``sampling``: steps that draw tokens on the GPU, and with the filters of PyTorch. ``transformers`` and ``transformers_batch``: the same with transformers (static cache and torch.compile
 for one sequence; for 64 its default cache without compilation, and a static one).
 """
 
@@ -31,11 +31,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import kvad.engine.engine
 from kvad.benchmarks.results import commit_id, machine_info
 from kvad.cache.config import CacheConfig
 from kvad.config import layers as cfg
 from kvad.config.model import ModelConfig
 from kvad.engine.engine import Engine
+from kvad.engine.execution import sampler
 from kvad.engine.options import EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.model.transformer import Transformer
@@ -56,7 +58,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {"8b": Shape(), "1b": Shape(16, 2048, 8192), "tiny": Shape(2, 64, 96, 4, 2, 500, 128, 3, 24, 64, 6)}
-PARTS = ("limits", "decode", "batch", "prefill", "transformers", "transformers_batch")
+PARTS = ("limits", "decode", "batch", "prefill", "sampling", "transformers", "transformers_batch")
 PROMPT = 128
 
 
@@ -135,10 +137,12 @@ class Bench:
         self.copy_rate, self.gemm_rate = 2 * size / copy, 2 * side**3 / gemm
         return {"copy_gb_s": self.copy_rate / 1e9, "sum_gb_s": size / read / 1e9, "gemm_tflops": self.gemm_rate / 1e12}
 
-    def decode_steps(self, engine: Engine, rows: int, length: int, new: int) -> tuple[list[float], list[list[int]]]:
+    def decode_steps(
+        self, engine: Engine, rows: int, length: int, new: int, **options: Any
+    ) -> tuple[list[float], list[list[int]]]:
         """Prefill, then return the seconds between the ends of steps that decode all rows, and the tokens of each."""
         generator = torch.Generator().manual_seed(1)
-        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        sampling = SamplingParams(**{"temperature": 0, **options}, max_tokens=new, ignore_eos=True)
         prompts = torch.randint(self.shape.vocab, (rows, length), generator=generator).tolist()
         numbers = [engine.add_request(prompt, sampling) for prompt in prompts]
         tokens: dict[int, list[int]] = {number: [] for number in numbers}
@@ -194,6 +198,33 @@ class Bench:
         engine.close()
         return {"tokens_s": shape.rows / step, "ms": step * 1e3, "ms_in_order": in_order,
                 "gb_s": read / step / 1e9, "of_copy": read / step / self.copy_rate, "steps": len(times)}  # fmt: skip
+
+    def sampling(self) -> dict[str, Any]:
+        """Return milliseconds of a step with tokens drawn on the GPU, and with those that PyTorch draws."""
+        shape, result = self.shape, dict[str, Any]()
+        cases = {
+            "greedy": {},
+            "temperature": {"temperature": 1.0},
+            "top_p": {"temperature": 0.8, "top_p": 0.95},
+            "top_k": {"temperature": 0.8, "top_k": 40},
+        }
+        length, module = min(PROMPT, shape.max_len - shape.new), kvad.engine.engine
+        for rows in (1, shape.rows):
+            engine = self.engine(rows, length + shape.new, 8192 if shape.layers > 2 else 32)
+            self.decode_steps(engine, rows, length, shape.new)  # compiles and records
+            for name, options in cases.items():
+                times, _ = self.decode_steps(engine, rows, length, shape.new, **options)
+                result[f"{rows} {name}"] = [statistics.median(times) * 1e3]
+            can_choose = module.can_choose
+            for other in (module, sampler):
+                other.can_choose = lambda _, seq: seq.sampling_params.needs_best_only  # type: ignore[attr-defined]
+            for name, options in cases.items():
+                times, _ = self.decode_steps(engine, rows, length, min(shape.new, 24), **options)
+                result[f"{rows} {name}"].append(statistics.median(times) * 1e3)
+            for other in (module, sampler):
+                other.can_choose = can_choose  # type: ignore[attr-defined]
+            engine.close()
+        return result
 
     def prefill(self) -> dict[str, Any]:
         shape, result = self.shape, dict[str, Any]()

@@ -27,12 +27,12 @@ from kvad.config import attention_specs
 from kvad.engine import scheduling
 from kvad.engine.execution import (
     NONFINITE_ERROR,
-    BestTokens,
+    DeviceTokens,
     DraftModel,
     GrammarCompiler,
     ModelRunner,
+    can_choose,
     sample_outputs,
-    takes_best,
 )
 from kvad.engine.options import EngineConfig
 from kvad.engine.output import OutputTextStream
@@ -439,9 +439,9 @@ class Engine:
         start = time.perf_counter()
         logits = self.runner.execute(output)
         sample_start = time.perf_counter()
-        best_tokens = self._run_ahead(output, logits)
-        if best_tokens is not None:
-            results = best_tokens.wait()
+        tokens = self._run_ahead(output, logits)
+        if tokens is not None:
+            results = tokens.wait()
         else:
             results = sample_outputs(output, logits, self._num_tokens, self.runner.best_tokens(logits))
         self.times.model += sample_start - start
@@ -456,15 +456,19 @@ class Engine:
             self.preemption.costs.record("compute", num_computed, time.perf_counter() - start)
         return results
 
-    def _run_ahead(self, output: scheduling.SchedulerOutput, logits: Tensor) -> BestTokens | None:
-        """Find a step's best tokens on the device, and start the step that follows; None if the host samples."""
-        if self.runner.graphs.reason or not all(map(takes_best, output.scheduled)):
+    def _run_ahead(self, output: scheduling.SchedulerOutput, logits: Tensor) -> DeviceTokens | None:
+        """Choose a step's tokens on the device, and start the step that follows; None if the host chooses them."""
+        if self.runner.graphs.reason:
             return None
-        best_tokens = BestTokens(logits, self._num_tokens)
+        for scheduled in output.scheduled:
+            has_one = scheduled.is_sampled and len(scheduled.logit_offsets) == 1
+            if not has_one or not can_choose(logits, scheduled.sequence):
+                return None
+        tokens = DeviceTokens(logits, [scheduled.sequence for scheduled in output.scheduled], self._num_tokens)
         next_output = self.scheduler.schedule_next()
         if next_output is not None:
-            self.runner.start(next_output, best_tokens.token_ids)
-        return best_tokens
+            self.runner.start(next_output, tokens.token_ids)
+        return tokens
 
     def _encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> list[SequenceOutput]:
         start = time.perf_counter()

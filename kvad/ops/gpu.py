@@ -127,8 +127,21 @@ def one_row_linear(
 
 def best_tokens(logits: Tensor, num_tokens: int) -> Tensor:
     """Return the first best token of each row of [N, V] below ``num_tokens``, and 1 if the row is finite: [N, 2]."""
-    if not unavailable_reason(logits.device) and logits.dtype in DTYPES:
-        return triton.fused.best_tokens(logits, num_tokens)
+    if can_draw(logits):
+        return triton.sampling.best_tokens(logits, num_tokens)
     lowest, highest = torch.aminmax(logits, dim=-1)  # NaN if any number is
     is_finite = torch.isfinite(lowest) & torch.isfinite(highest)
     return torch.stack((logits[:, :num_tokens].argmax(dim=-1), is_finite.long()), dim=-1)
+
+
+def can_draw(logits: Tensor) -> bool:
+    """Return True if ``draw_tokens`` takes these logits."""
+    return not unavailable_reason(logits.device) and logits.dtype in DTYPES
+
+
+def draw_tokens(logits: Tensor, parameters: Tensor, num_tokens: int) -> Tensor:
+    """Return a drawn token of each row of [N, V] below ``num_tokens``, and 1 if the row is finite: [N, 2].
+
+    ``parameters`` [N, 5] float64: temperature (0: the best token), top-k (0: all), top-p, min-p, number in [0, 1).
+    """
+    return triton.sampling.draw_tokens(logits, parameters, num_tokens)

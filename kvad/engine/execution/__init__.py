@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from kvad.engine.execution.model_runner import ModelRunner as ModelRunner
     from kvad.engine.execution.native_program import unsupported_reason as unsupported_reason
     from kvad.engine.execution.sampler import NONFINITE_ERROR as NONFINITE_ERROR
-    from kvad.engine.execution.sampler import BestTokens as BestTokens
+    from kvad.engine.execution.sampler import DeviceTokens as DeviceTokens
+    from kvad.engine.execution.sampler import can_choose as can_choose
     from kvad.engine.execution.sampler import sample_outputs as sample_outputs
-    from kvad.engine.execution.sampler import takes_best as takes_best
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -83,7 +83,7 @@ def sample_outputs(
 
     ``num_tokens``: ids below it are sampled. ``best``: the best of them in each row, if it is known; all are finite.
     """
-    if best is not None and all(map(takes_best, output.scheduled)):
+    if best is not None and all(map(_takes_best, output.scheduled)):
         return list(map(SequenceOutput, best))
     scored: dict[int, SequenceOutput] = {}  # index of a scheduled sequence -> scores of its prompt tokens
     sampled: dict[int, tuple[int, ...]] = {}  # index of a scheduled sequence -> its drafts
@@ -116,7 +116,7 @@ def sample_outputs(
     return results
 
 
-def takes_best(scheduled: ScheduledSequence) -> bool:
+def _takes_best(scheduled: ScheduledSequence) -> bool:
     """Return True if a span has one logit, of which the best token is all that is needed."""
     is_single = scheduled.is_sampled and len(scheduled.logit_offsets) == 1  # with drafts there are more
     return is_single and scheduled.sequence.sampling_params.needs_best_only
@@ -186,8 +186,14 @@ def sample_tokens(
 
     ``num_tokens``: the tokenizer's vocabulary. Rows of the embedding beyond it are padding and are never sampled.
     """
-    if logits.device.type != "cpu" and all(seq.sampling_params.needs_best_only for seq in sequences):
-        return BestTokens(logits, num_tokens).wait()
+    if logits.device.type != "cpu" and (rows := [i for i, seq in enumerate(sequences) if can_choose(logits, seq)]):
+        chosen = DeviceTokens(_select(logits, rows), [sequences[i] for i in rows], num_tokens).wait()
+        others = [i for i in range(len(sequences)) if i not in set(rows)]
+        if not others:
+            return chosen
+        sampled = sample_tokens(_select(logits, others), [sequences[i] for i in others], num_tokens)
+        by_row = dict(zip([*rows, *others], [*chosen, *sampled], strict=True))
+        return [by_row[i] for i in range(len(sequences))]
     raw = logits.float()
     is_finite = _finite_rows(raw)
     if not all(is_finite):
@@ -217,17 +223,28 @@ def _mark_complete(results: dict[int, SequenceOutput], sequences: Sequence[Token
         results[i] = results[i]._replace(is_complete=is_complete)
 
 
-class BestTokens:
-    """The best token of each row of logits [N, V] below ``num_tokens``; the logits may be overwritten at once.
+def can_choose(logits: Tensor, seq: TokenSequence) -> bool:
+    """Return True if ``DeviceTokens`` chooses this sequence's tokens. It depends on no other sequence."""
+    params = seq.sampling_params
+    return params.needs_best_only or (params.needs_token_only and ops.gpu.can_draw(logits))
 
-    On a GPU nothing is waited for but in ``wait``. ``token_ids`` [N] are on the logits' device.
+
+class DeviceTokens:
+    """One token per sequence, chosen on the logits' device; the logits [N, V] may be overwritten at once.
+
+    ``token_ids`` [N] are on the device. On a GPU nothing is waited for but in ``wait``.
     """
 
-    def __init__(self, logits: Tensor, num_tokens: int | None = None) -> None:
-        best = ops.gpu.best_tokens(logits, logits.shape[-1] if num_tokens is None else num_tokens)
-        self.token_ids, self._copy, self._copied = best[:, 0], best, None
-        if best.is_cuda:
-            self._copy = torch.empty(best.shape, dtype=best.dtype, pin_memory=True).copy_(best, non_blocking=True)
+    def __init__(self, logits: Tensor, sequences: Sequence[TokenSequence], num_tokens: int | None = None) -> None:
+        num_tokens = logits.shape[-1] if num_tokens is None else num_tokens
+        if all(seq.sampling_params.needs_best_only for seq in sequences):
+            chosen = ops.gpu.best_tokens(logits, num_tokens)
+        else:
+            parameters = torch.tensor(_draw_parameters(sequences), dtype=torch.float64, pin_memory=logits.is_cuda)
+            chosen = ops.gpu.draw_tokens(logits, parameters.to(logits.device, non_blocking=True), num_tokens)
+        self.token_ids, self._copy, self._copied = chosen[:, 0], chosen, None
+        if chosen.is_cuda:
+            self._copy = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True).copy_(chosen, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
 
@@ -235,8 +252,19 @@ class BestTokens:
         """Return the tokens; a row that is not finite is an error."""
         if self._copied is not None:
             self._copied.synchronize()
-        best = self._copy.tolist()
-        return [SequenceOutput(token, error=None if is_finite else NONFINITE_ERROR) for token, is_finite in best]
+        chosen = self._copy.tolist()
+        return [SequenceOutput(token, error=None if is_finite else NONFINITE_ERROR) for token, is_finite in chosen]
+
+
+def _draw_parameters(sequences: Sequence[TokenSequence]) -> list[tuple[float, ...]]:
+    """Return temperature, top-k, top-p, min-p and a random number of each sequence; zeros of a greedy one."""
+    drawing = [seq for seq in sequences if not seq.sampling_params.greedy]
+    numbers = iter(_uniform_numbers(drawing).tolist())
+    all_params = [seq.sampling_params for seq in sequences]
+    return [
+        (0.0,) * 5 if p.greedy else (p.temperature, max(0, p.top_k), p.top_p, p.min_p, next(numbers))
+        for p in all_params
+    ]
 
 
 @contextmanager
@@ -418,12 +446,17 @@ def _draw(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
 
     Weights are summed one after the other, so that tokens of no probability change no bit.
     """
-    keys = [seq.draw_key() for seq in sequences]
-    u = uniform(keys, [seq.sample_index for seq in sequences], [len(seq.token_ids) for seq in sequences])
+    u = _uniform_numbers(sequences)
     weights = (scores.double() - scores.amax(dim=-1, keepdim=True).clamp(min=LOWEST)).exp()
     cumulated = weights.cumsum(dim=-1)
     threshold = torch.from_numpy(u).to(scores.device).unsqueeze(-1) * cumulated[:, -1:]
     return torch.searchsorted(cumulated, threshold, right=True).clamp(max=scores.shape[-1] - 1)
+
+
+def _uniform_numbers(sequences: Sequence[TokenSequence]) -> npt.NDArray[np.float64]:
+    """Return the random number of each sequence's next token."""
+    keys = [seq.draw_key() for seq in sequences]
+    return uniform(keys, [seq.sample_index for seq in sequences], [len(seq.token_ids) for seq in sequences])
 
 
 def apply_bans(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:

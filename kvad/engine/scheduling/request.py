@@ -123,9 +123,15 @@ class SamplingParams:
         return any((*bans, self.logit_bias, penalties != (1.0, 0.0, 0.0))) or forced != (None, None, None, None)
 
     @cached_property
+    def needs_token_only(self) -> bool:
+        """True if the best token is all that is needed, or one drawn after temperature, top-k, top-p and min-p."""
+        is_single = self.num_beams == 1 and self.logprobs is None and not self.edits_scores
+        return is_single and (self.greedy or self.typical_p >= 1)
+
+    @cached_property
     def needs_best_only(self) -> bool:
         """True if the token with the best logit is all that is needed."""
-        return self.num_beams == 1 and self.logprobs is None and not self.edits_scores and not self.uses_seed
+        return self.needs_token_only and self.greedy
 
     def with_seed(self) -> SamplingParams:
         """Return these options with a random seed if they need one and have none."""

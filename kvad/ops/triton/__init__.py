@@ -1,4 +1,4 @@
-"""GPU kernels in Triton: attention over block tables, rotation with the cache write, norms, and products of one row.
+"""GPU kernels in Triton: attention over block tables, rotation and cache write, norms, products of one row, sampling.
 
 The modules import triton, which a CPU build of torch lacks: check ``support.unavailable_reason`` first.
 """
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvad.ops.triton import attention as attention
     from kvad.ops.triton import cache_write as cache_write
     from kvad.ops.triton import fused as fused
+    from kvad.ops.triton import sampling as sampling
     from kvad.ops.triton import support as support
     from kvad.ops.triton.support import DTYPES as DTYPES
     from kvad.ops.triton.support import PagedStore as PagedStore

@@ -229,30 +229,3 @@ def choose_tile(inputs: int, outputs: int, gated: bool) -> tuple[int, int, int]:
     else:
         rows, columns, warps = (4, 512, 4) if outputs <= inputs else (2, 2048, 8)
     return rows, min(columns, triton.next_power_of_2(inputs)), warps
-
-
-@triton.jit
-def _best_tokens(logits, out, stride, vocab, num_tokens, size: tl.constexpr) -> None:
-    """Find the first best token of a row, and if all numbers of the row are finite."""
-    row = tl.program_id(0).to(tl.int64)
-    best, index = tl.full([size], float("-inf"), tl.float32), tl.zeros([size], tl.int32)
-    broken = tl.zeros([size], tl.int32)
-    for start in range(0, vocab, size):
-        column = start + tl.arange(0, size)
-        x = tl.load(logits + row * stride + column, mask=column < vocab, other=0.0).to(tl.float32)
-        broken = tl.where(x - x == 0, broken, 1)
-        better = (column < num_tokens) & (x > best)
-        best, index = tl.where(better, x, best), tl.where(better, column, index)
-    first = tl.min(tl.where(best == tl.max(best, 0), index, vocab), 0)
-    tl.store(out + row * 2, first.to(tl.int64))
-    tl.store(out + row * 2 + 1, (1 - tl.max(broken, 0)).to(tl.int64))
-
-
-def best_tokens(logits: Tensor, num_tokens: int) -> Tensor:
-    """Return the first best token of each row of [N, V] below ``num_tokens``, and 1 if the row is finite: [N, 2]."""
-    out = torch.empty((len(logits), 2), dtype=torch.int64, device=logits.device)
-    size = min(8192, triton.next_power_of_2(logits.shape[1]))
-    _best_tokens[(len(logits),)](
-        logits, out, logits.stride(0), logits.shape[1], num_tokens, size, num_warps=max(1, min(32, size // 256))
-    )
-    return out

@@ -4,6 +4,7 @@ Without a GPU, Triton interprets its kernels, and recordings are functions; with
 """
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kvad.cache.manager import BlockAllocation
 from kvad.engine.engine import Engine
 from kvad.engine.execution.cuda_graphs import BatchShape, GraphCache, decoding_bucket, num_seqs_bucket
 from kvad.engine.execution.fused_decoder import describe_gpu
-from kvad.engine.execution.sampler import sample_outputs
+from kvad.engine.execution.sampler import DeviceTokens, sample_outputs, sample_tokens
 from kvad.engine.options import EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.engine.scheduling.sequence import SchedulerOutput
@@ -21,6 +22,7 @@ from kvad.errors import ConfigError
 from kvad.model_input import PADDING_BLOCK, BlockOps, SubBatch
 from tests.support.host_recorder import HostRecorder
 from tests.support.random_models import build, model_config
+from tests.support.sequences import token_sequence
 
 HAS_GPU = torch.cuda.is_available()
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -41,9 +43,11 @@ def make_engine(graphs=0, dtype=torch.float32, **kinds):
     return engine
 
 
-def tokens(engine):
-    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    numbers = [engine.add_request(list(prompt), sampling) for prompt in PROMPTS]
+def tokens(engine, *samplings):
+    """Return the tokens of all prompts, greedy or with these options in turn."""
+    choices = itertools.cycle(samplings or [{"temperature": 0}])
+    options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 3}
+    numbers = [engine.add_request(list(prompt), SamplingParams(**options | next(choices))) for prompt in PROMPTS]
     outputs = {number: [] for number in numbers}
     while not engine.idle:
         for chunk in engine.step():
@@ -91,6 +95,67 @@ def test_tokens_equal_those_of_pytorch(interpreter, expected, kinds, graphs):
     assert tokens(engine) == expected[kinds]
     assert engine.runner.graphs.num_recorded > 0 or not graphs
     assert (engine.runner.fused is None) == (kinds in UNFUSED), engine.runner.fused_reason
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_drawn_tokens_equal_those_of_pytorch(interpreter, monkeypatch):
+    samplings = {"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 9}
+    engine = make_engine(graphs=8)
+    drawn = tokens(engine, *samplings)
+    assert engine.runner.graphs.num_recorded > 0
+    monkeypatch.setenv("KVAD_TRITON", "off")
+    assert tokens(make_engine(), *samplings) == drawn
+
+
+DRAWS = (
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 2.0, "top_k": 1},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 1.0, "top_p": 0.999999},
+    {"temperature": 0.7, "min_p": 0.05},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.7, "min_p": 0.02},
+    {"temperature": 1e-6},
+    {"temperature": 0.0},
+    {"temperature": 1.0, "logprobs": 1},  # the host chooses this one
+)
+
+
+def draws(logits, seed, choose):
+    sequences = [token_sequence(SamplingParams(**options, seed=seed), (1, 2), 2, i) for i, options in enumerate(DRAWS)]
+    return [output.token_id for output in choose(logits, sequences, logits.shape[1] - 3)]
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("vocab", [70, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_equal_those_of_the_host(interpreter, dtype, vocab):
+    device = "cuda" if HAS_GPU else "cpu"
+    for seed in range(40 if HAS_GPU else 6 if vocab > 100 else 20):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (3 * torch.randn(len(DRAWS), vocab, generator=generator)).to(dtype)  # bfloat16: many are equal
+        logits[:, -1] = 100.0  # padding of the embedding
+        expected = draws(logits, seed, sample_tokens)
+        chosen = (
+            sample_tokens
+            if HAS_GPU
+            else lambda x, seqs, n: [*DeviceTokens(x[:-1], seqs[:-1], n).wait(), *sample_tokens(x[-1:], seqs[-1:], n)]
+        )
+        assert draws(logits.to(device), seed, chosen) == expected, seed
+
+
+@pytest.mark.gpu
+@needs_triton
+def test_a_row_that_is_not_finite_is_an_error_of_its_own(interpreter):
+    logits = torch.randn(4, 70, device="cuda" if HAS_GPU else "cpu")
+    logits[1, 69], logits[2, 3] = torch.nan, torch.inf
+    sequences = [token_sequence(SamplingParams(seed=1), (1, 2), 2, i) for i in range(4)]
+    outputs = DeviceTokens(logits, sequences, 66).wait()
+    assert [output.error is None for output in outputs] == [True, False, False, True]
 
 
 def shape(*sub_batches, widths=None, num_logits=None, groups=1):
