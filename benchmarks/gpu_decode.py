@@ -12,7 +12,8 @@ Weights are random, bfloat16, and made on the GPU; kvad and transformers have th
 included; ``of_copy`` is bytes of weights and cache read per second over the copy's bytes (read and written) per second;
 ``ms_in_order`` is the time of a step that does not start before the tokens of the one before are known.
 ``batch``: 64 sequences with 2,048 tokens of context, decode only. ``prefill``: TFLOP/s of products with the weights and
-of attention. ``sampling``: steps that draw tokens on the GPU, and with the filters of PyTorch. ``transformers`` and ``transformers_batch``: the same with transformers (static cache and torch.compile
+of attention. ``sampling``: steps that draw tokens on the GPU, and with the filters of PyTorch.
+``transformers`` and ``transformers_batch``: the same with transformers (static cache and torch.compile
 for one sequence; for 64 its default cache without compilation, and a static one).
 """
 
@@ -208,7 +209,7 @@ class Bench:
             "top_p": {"temperature": 0.8, "top_p": 0.95},
             "top_k": {"temperature": 0.8, "top_k": 40},
         }
-        length, module = min(PROMPT, shape.max_len - shape.new), kvad.engine.engine
+        length, module = PROMPT if shape.layers > 2 else 16, kvad.engine.engine
         for rows in (1, shape.rows):
             engine = self.engine(rows, length + shape.new, 8192 if shape.layers > 2 else 32)
             self.decode_steps(engine, rows, length, shape.new)  # compiles and records
