@@ -3,6 +3,7 @@
     python benchmarks/gpu_decode.py                     all parts; needs 60 GB of GPU memory
     python benchmarks/gpu_decode.py limits decode       without transformers
     python benchmarks/gpu_decode.py --shape 1b decode   the shape of Llama 3.2 1B
+    python benchmarks/gpu_decode.py --cache int8 batch  with a cache of int8
     python benchmarks/gpu_decode.py --shape tiny        a small shape, for a rehearsal on any device
 
 Weights are random, bfloat16, and made on the GPU; kvad and transformers have the same ones. The output is JSON lines:
@@ -64,8 +65,8 @@ PROMPT = 128
 
 
 class Bench:
-    def __init__(self, shape: Shape, device: str) -> None:
-        self.shape, self.device = shape, torch.device(device)
+    def __init__(self, shape: Shape, device: str, cache: str) -> None:
+        self.shape, self.device, self.cache = shape, torch.device(device), cache
         self.copy_rate = self.gemm_rate = float("nan")
         self.tokens: list[int] = []  # of the first context
         self._model: Transformer | None = None
@@ -113,13 +114,13 @@ class Bench:
         """Return the bytes of weights that one token reads: all but the token table."""
         return sum(x.nbytes for x in self.model.parameters()) - self.model.token_embedding.nbytes
 
-    def cache_bytes(self, length: int) -> int:
-        shape = self.shape
-        return 2 * 2 * shape.layers * shape.kv_heads * shape.width // shape.heads * length
+    def cache_bytes(self, engine: Engine, length: int) -> float:
+        cache, (group,) = engine.kv_cache, engine.kv_cache.groups
+        return (cache.payload_bytes() + cache.scale_bytes()) / (group.num_blocks * group.block_size) * length
 
     def engine(self, rows: int, max_len: int, chunk: int, **fields: Any) -> Engine:
         cache = CacheConfig(
-            dtype="bfloat16",
+            dtype=self.cache,
             max_num_seqs=rows,
             max_seq_len=max_len,
             prefill_chunk_size=chunk,
@@ -174,7 +175,7 @@ class Bench:
             times, tokens = self.decode_steps(engine, 1, length, shape.new)
             self.tokens = self.tokens or tokens[0]
             step = statistics.median(times)
-            read = self.weight_bytes() + self.cache_bytes(length + shape.new // 2)
+            read = self.weight_bytes() + self.cache_bytes(engine, length + shape.new // 2)
             result[f"context_{length}"] = {
                 "tokens_s": 1 / step,
                 "ms": step * 1e3,
@@ -195,7 +196,7 @@ class Bench:
         in_order = self.in_order_ms(engine, shape.rows, shape.context, shape.new)  # compiles and records, too
         times, _ = self.decode_steps(engine, shape.rows, shape.context, shape.new)
         step = statistics.median(times)
-        read = self.weight_bytes() + shape.rows * self.cache_bytes(shape.context + shape.new // 2)
+        read = self.weight_bytes() + shape.rows * self.cache_bytes(engine, shape.context + shape.new // 2)
         engine.close()
         return {"tokens_s": shape.rows / step, "ms": step * 1e3, "ms_in_order": in_order,
                 "gb_s": read / step / 1e9, "of_copy": read / step / self.copy_rate, "steps": len(times)}  # fmt: skip
@@ -352,8 +353,9 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--cache", default="bfloat16", help="format of the cache")
     arguments = parser.parse_args()
-    bench = Bench(SHAPES[arguments.shape], arguments.device)
+    bench = Bench(SHAPES[arguments.shape], arguments.device, arguments.cache)
     name = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu"
     emit(
         "machine",

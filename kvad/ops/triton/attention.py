@@ -172,11 +172,57 @@ def _lines(arrays, block, offset, kv_head, dim) -> Any:
 
 
 @triton.jit
+def _from_int(x, like) -> Any:
+    """Convert small integers: they are added to the bits of 1.5 * 2^23, which is exact, and faster than an I2F."""
+    return ((x + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0).to(like.dtype)
+
+
+@triton.jit
+def _widen(x, like) -> Any:
+    """Convert stored numbers to the dtype of ``like``."""
+    if x.dtype == tl.int8:
+        return _from_int(x.to(tl.int32), like)
+    if x.dtype.is_fp8():
+        return x.to(tl.float16).to(tl.float32).to(like.dtype)  # exact; straight to bfloat16 is slower
+    return x.to(like.dtype)
+
+
+@triton.jit
+def _byte(word, index: tl.constexpr, like, stored: tl.constexpr) -> Any:
+    """Convert a byte of 32-bit words; 0 is the lowest."""
+    if stored == tl.int8:
+        return _from_int(word << (24 - 8 * index) >> 24, like)
+    return _widen((word >> (8 * index)).to(tl.int8).to(stored, bitcast=True), like)
+
+
+@triton.jit
+def _load_values(data, lines, like, sizes) -> Any:
+    """Load values [slots, Dv] in the dtype of ``like``.
+
+    Bytes are loaded as words and converted before they are brought into the order of the product: the compiler would
+    load them one by one in that order.
+    """
+    stored: tl.constexpr = data.dtype.element_ty
+    if stored.primitive_bitwidth == 8 and sizes.value_dim % 16 == 0:
+        columns = tl.arange(0, sizes.padded_value_dim // 4)
+        places = tl.multiple_of(lines // 4, [4])[:, None] + columns[None, :]
+        words = tl.load(
+            data.to(tl.pointer_type(tl.int32)) + places, mask=columns[None, :] < sizes.value_dim // 4, other=0
+        )
+        even = tl.join(_byte(words, 0, like, stored), _byte(words, 2, like, stored))
+        odd = tl.join(_byte(words, 1, like, stored), _byte(words, 3, like, stored))
+        return tl.reshape(tl.join(even, odd), [sizes.slots, sizes.padded_value_dim])
+    columns = tl.arange(0, sizes.padded_value_dim)
+    places = lines[:, None] + columns[None, :]
+    return _widen(tl.load(data + places, mask=columns[None, :] < sizes.value_dim, other=0.0), like)
+
+
+@triton.jit
 def _attend_range(at, keys, values, table, scoring, sizes, state, mode: tl.constexpr) -> Any:  # noqa: C901
     """Attend to a range of slots; ``mode`` ALL: all are visible, SOME: they are compared, CHECKED: values too."""
     q, query, head, row, kv_head, low, high = at
     top, total, acc, poison = state
-    dims, value_dims = tl.arange(0, sizes.padded_dim), tl.arange(0, sizes.padded_value_dim)
+    dims = tl.arange(0, sizes.padded_dim)
     for start in range(low, high, sizes.slots):
         slot = start + tl.arange(0, sizes.slots)
         inside = slot < high
@@ -187,7 +233,7 @@ def _attend_range(at, keys, values, table, scoring, sizes, state, mode: tl.const
             block = block.to(tl.int32)
         lines, scale_lines = _lines(keys, block, offset, kv_head, sizes.dim)
         k = tl.load(keys.data + lines[None, :] + dims[:, None], mask=dims[:, None] < sizes.dim, other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scoring.scale
+        scores = tl.dot(q, _widen(k, q), input_precision="ieee") * scoring.scale
         if keys.scale is not None:
             scores *= tl.load(keys.scale + scale_lines)[None, :]
         if sizes.has_softcap:
@@ -205,10 +251,8 @@ def _attend_range(at, keys, values, table, scoring, sizes, state, mode: tl.const
         old, weights = tl.exp2(top - base), tl.exp2(scores - base[:, None])
         top, total = higher, total * old + tl.sum(weights, 1)
         lines, scale_lines = _lines(values, block, offset, kv_head, sizes.value_dim)
-        v = tl.load(
-            values.data + lines[:, None] + value_dims[None, :], mask=value_dims[None, :] < sizes.value_dim, other=0.0
-        ).to(q.dtype)
-        if sizes.single:  # zero times NaN is NaN, so values that are invisible become zero
+        v = _load_values(values.data, lines, q, sizes)
+        if sizes.single and mode != ALL:  # zero times NaN is NaN, so values that are invisible become zero
             column = tl.reshape(seen, [sizes.slots])
             v = tl.where(column[:, None], v, 0.0)
         if mode == CHECKED:  # a value that is not finite reaches the queries that see it only
@@ -217,7 +261,7 @@ def _attend_range(at, keys, values, table, scoring, sizes, state, mode: tl.const
             v = tl.where(finite, v, 0.0)
         if values.scale is not None:
             scale = tl.load(values.scale + scale_lines)
-            if sizes.single:
+            if sizes.single and mode != ALL:
                 scale = tl.where(column, scale, 0.0)
             if mode == CHECKED:
                 broken = tl.where(scale - scale == 0, broken, 1)
@@ -256,8 +300,11 @@ def _attend(queries, keys, values, table, out, lse, scoring, sizes) -> None:
     if sizes.single:
         query = tl.load(queries.positions + row + tl.zeros([1, 1], tl.int32)).to(tl.int32)
         high = _last_slot(table, row, low, high, sizes)
-        at = q, query, head, row, kv_head, low, high
-        top, total, acc, poison = _attend_range(at, keys, values, table, scoring, sizes, start, SOME)
+        low, clean, high = _visible_range(table, row, low, high, query, scoring, sizes)
+        at = q, query, head, row, kv_head, low, clean
+        state = _attend_range(at, keys, values, table, scoring, sizes, start, ALL)
+        at = q, query, head, row, kv_head, clean, high
+        top, total, acc, poison = _attend_range(at, keys, values, table, scoring, sizes, state, SOME)
     else:
         query = tl.load(queries.positions + token).to(tl.int32)[:, None]
         low, clean, high = _visible_range(table, row, low, high, query, scoring, sizes)
