@@ -100,6 +100,7 @@ class _Sizes(NamedTuple):
     has_softcap: Any
     wide: Any  # multiply in float32: the interpreter has no bfloat16 products
     narrow: Any  # numbers of a layer have 32-bit indices
+    scans: Any  # with one new token: first find the slots that it sees, in which nothing is compared then
     dependent: Any  # the kernel may begin before the one before it ends
 
 
@@ -300,11 +301,13 @@ def _attend(queries, keys, values, table, out, lse, scoring, sizes) -> None:
     if sizes.single:
         query = tl.load(queries.positions + row + tl.zeros([1, 1], tl.int32)).to(tl.int32)
         high = _last_slot(table, row, low, high, sizes)
-        low, clean, high = _visible_range(table, row, low, high, query, scoring, sizes)
-        at = q, query, head, row, kv_head, low, clean
-        state = _attend_range(at, keys, values, table, scoring, sizes, start, ALL)
-        at = q, query, head, row, kv_head, clean, high
-        top, total, acc, poison = _attend_range(at, keys, values, table, scoring, sizes, state, SOME)
+        if sizes.scans:
+            low, clean, high = _visible_range(table, row, low, high, query, scoring, sizes)
+            at = q, query, head, row, kv_head, low, clean
+            start = _attend_range(at, keys, values, table, scoring, sizes, start, ALL)
+            low = clean
+        at = q, query, head, row, kv_head, low, high
+        top, total, acc, poison = _attend_range(at, keys, values, table, scoring, sizes, start, SOME)
     else:
         query = tl.load(queries.positions + token).to(tl.int32)[:, None]
         low, clean, high = _visible_range(table, row, low, high, query, scoring, sizes)
@@ -368,9 +371,9 @@ def _num_rows(num_new: int, group: int, dtype: torch.dtype) -> int:
     return max(MIN_ROWS, 1 << (most - 1).bit_length())
 
 
-def num_warps(rows: int) -> int:
+def num_warps(rows: int, scans: bool) -> int:
     """Return the warps of a program."""
-    return 4 if rows < MAX_ROWS else 8
+    return 2 if scans else 4 if rows < MAX_ROWS else 8
 
 
 def tile_sizes(vector_bytes: int, num_rows: int, is_busy: bool, device: torch.device) -> tuple[int, int]:
@@ -415,9 +418,9 @@ def paged_attention(
     single = num_new == 1
     rows = _num_rows(num_new, group, q.dtype)
     dims = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
-    tile, stages = tile_sizes(
-        max(dims) * q.element_size(), rows, kv_heads * num_seqs >= _num_processors(q.device), q.device
-    )
+    is_busy = kv_heads * num_seqs >= _num_processors(q.device)
+    scans = single and is_busy and keys.data.dtype.itemsize == 1  # converting bytes leaves no time for comparisons
+    tile, stages = tile_sizes(max(dims) * q.element_size(), rows, is_busy and not scans, q.device)
     num_tiles = -(-num_new * group // rows)
     splits = _num_splits(num_tiles * kv_heads * num_seqs, num_slots, tile, q.device)
     split_slots = -(-num_slots // (splits * tile)) * tile
@@ -430,7 +433,7 @@ def paged_attention(
     dependent = starts_dependent(q.device)
     narrow = max(keys.data.numel(), values.data.numel()) < 1 << 31
     numbers = group, heads, dim, dims[0], value_dim, dims[1], block_size, rows, tile
-    sizes = _sizes(numbers, (single, splits > 1), pattern, params, (is_interpreted(), narrow, dependent))
+    sizes = _sizes(numbers, (single, splits > 1), pattern, params, (is_interpreted(), narrow, scans, dependent))
     _attend[(num_tiles * splits, kv_heads, num_seqs)](
         _Queries(q, q.stride(0), q.stride(1), slots.queries, num_new),
         _arrays(keys),
@@ -440,7 +443,7 @@ def paged_attention(
         out if lse is None else lse,
         _scoring(pattern, params),
         sizes,
-        num_warps=num_warps(rows),
+        num_warps=num_warps(rows, scans),
         num_stages=stages,
         **launch_options(dependent),
     )
@@ -469,7 +472,7 @@ def _sizes(
     shape: tuple[bool, bool],
     pattern: AttentionPattern,
     params: AttentionParams,
-    machine: tuple[bool, bool, bool],
+    machine: tuple[bool, bool, bool, bool],
 ) -> _Sizes:
     has_layer_window = pattern.causal and pattern.layer_window is not None
     visibility = pattern.causal, pattern.window is not None, pattern.window_step, has_layer_window
