@@ -102,6 +102,7 @@ T_ROTARY = ("tests/ops/test_rotary.py",)
 T_SAMPLER = ("tests/engine/execution/test_sampler.py",)
 T_SCHEDULER = ("tests/engine/scheduling/test_scheduler.py",)
 T_BEAMS = ("tests/engine/scheduling/test_beam_search.py",)
+T_AHEAD = ("tests/engine/execution/test_run_ahead.py",)
 T_ENGINE = ("tests/engine/test_engine.py",)
 T_ADAPTERS = ("tests/engine/test_adapters.py",)
 T_REGIMES = ("tests/engine/test_rope_regimes.py",)
@@ -177,8 +178,8 @@ CACHE_MUTATIONS = (
     Mutation(
         "positions-not-cleared",
         DEVICE,
-        "positions.index_fill_(0, torch.tensor(block_ids,",
-        "positions.index_fill_(0, torch.tensor(block_ids[:0],",
+        "positions.index_fill_(0, blocks, -1)",
+        "positions.index_fill_(0, blocks[:0], -1)",
         T_DEVICE,
     ),
     Mutation(
@@ -621,10 +622,31 @@ CACHE_MUTATIONS = (
 
 ENGINE_MUTATIONS = (
     Mutation(
+        "early-step-without-its-tokens",
+        "kvad/engine/execution/model_runner.py",
+        "model_input.token_ids[: len(token_ids)] = token_ids",
+        "model_input.token_ids[: len(token_ids)].clone()",
+        T_AHEAD,
+    ),
+    Mutation(
+        "early-step-behind-the-last-token",
+        SCHEDULER,
+        "len(seq.token_ids) + 1 < seq.max_len",
+        "len(seq.token_ids) < seq.max_len",
+        T_AHEAD,
+    ),
+    Mutation(
+        "started-step-computed-again",
+        "kvad/engine/execution/model_runner.py",
+        "if started is not None and started[0] == output:",
+        "if started is not None and started[0] is None:",
+        T_AHEAD,
+    ),
+    Mutation(
         "stale-number-of-computed-tokens",
         SCHEDULER,
-        "seq.num_computed_tokens = end = start + count",
-        "seq.num_computed_tokens, end = start, start + count",
+        "seq.num_computed_tokens = end",
+        "seq.num_computed_tokens = start",
         T_SCHEDULER,
     ),
     Mutation(
@@ -638,8 +660,8 @@ ENGINE_MUTATIONS = (
     Mutation(
         "published-beyond-finite-logits",
         SCHEDULER,
-        "tokens[start:end], start + logit_offsets.stop)",
-        "tokens[start:end], end)",
+        "tokens[first:end], start + logit_offsets.stop)",
+        "tokens[first:end], end)",
         T_SCHEDULER,
         "published",
     ),

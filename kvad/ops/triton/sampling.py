@@ -108,17 +108,17 @@ def _draw(row, threshold, num_ties, last_key, u, size: tl.constexpr) -> Any:
         for start in range(0, row.num_tokens, size):
             keys = _keys(row, start, size)
             is_tie = (keys == threshold).to(tl.int32)
-            is_kept = (keys < threshold) | ((is_tie > 0) & (ties + tl.cumsum(is_tie, 0) <= num_ties))
-            is_kept = is_kept & (keys <= last_key)
+            remains = (keys < threshold) | ((is_tie > 0) & (ties + tl.cumsum(is_tie, 0) <= num_ties))
+            remains = remains & (keys <= last_key)
             ties += tl.sum(is_tie, 0)
-            weights = tl.where(is_kept, _weight(keys), 0.0).to(tl.float64)
+            weights = tl.where(remains, _weight(keys), 0.0).to(tl.float64)
             sum_here = tl.sum(weights, 0)
             if part == 0:
                 total += sum_here
             elif token < 0:
                 if cumulated + sum_here > u * total:
                     column = start + tl.arange(0, size)
-                    exceeds = is_kept & (cumulated + tl.cumsum(weights, 0) > u * total)
+                    exceeds = remains & (cumulated + tl.cumsum(weights, 0) > u * total)
                     found = tl.min(tl.where(exceeds, column, row.num_tokens), 0)
                     token = tl.where(found < row.num_tokens, found, token)
                 cumulated += sum_here
