@@ -645,8 +645,8 @@ ENGINE_MUTATIONS = (
     Mutation(
         "stale-number-of-computed-tokens",
         SCHEDULER,
-        "seq.num_computed_tokens = end",
-        "seq.num_computed_tokens = start",
+        "start, seq.num_computed_tokens = seq.num_computed_tokens, end",
+        "start = seq.num_computed_tokens",
         T_SCHEDULER,
     ),
     Mutation(
@@ -660,8 +660,8 @@ ENGINE_MUTATIONS = (
     Mutation(
         "published-beyond-finite-logits",
         SCHEDULER,
-        "tokens[first:end], start + logit_offsets.stop)",
-        "tokens[first:end], end)",
+        "self._commit(seq, end, start + logit_offsets.stop)",
+        "self._commit(seq, end, end)",
         T_SCHEDULER,
         "published",
     ),

@@ -344,7 +344,7 @@ class KVCacheManager:
         sequence = self._sequence(seq_index)
         sequence.length += len(token_ids)
         assert sequence.length <= sequence.num_written, f"sequence {seq_index} commits more tokens than were allocated"
-        if token_ids and sequence.length < sequence.num_written:
+        if sequence.length < sequence.num_written:
             sequence.fast_path_start = NEVER  # later tokens occupy the next slot
         if sequence.last_block is not None:
             if sequence.republish:
@@ -354,6 +354,12 @@ class KVCacheManager:
                 self._prefix_cache.publish(sequence, sequence.length if num_sure is None else num_sure)
         if self.prefix_offload is not None:
             self.prefix_offload.on_released(seq_index)
+
+    def publish(self, seq_index: int, num_sure: int) -> None:
+        """Publish full blocks of committed tokens within the first ``num_sure`` (``commit``)."""
+        sequence = self._sequence(seq_index)
+        if sequence.last_block is not None and len(sequence.tail_tokens) >= self.block_mappings[0].block_size:
+            self._prefix_cache.publish(sequence, num_sure)
 
     def flush_offload(self) -> BlockOps | None:
         """Return pending copies to the block store when no step will make them, or None."""

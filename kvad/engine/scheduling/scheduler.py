@@ -450,7 +450,6 @@ class Scheduler:
         if self._alone:
             self._alone.popleft()
         chunks = self.pop_chunks()
-        commit = self.kv_cache_manager.commit
         for (seq, start, count, logit_offsets, is_sampled, drafts), result in zip(
             output.scheduled, results, strict=True
         ):
@@ -464,9 +463,8 @@ class Scheduler:
             if result.error is not None:
                 chunks += self._recover(seq, result.error) if result.retry else self._fail(seq, result.error)
                 continue
-            first, end, tokens = seq.num_computed_tokens, start + count, seq.token_ids
-            seq.num_computed_tokens = end
-            commit(seq.seq_index, tokens[first:end], start + logit_offsets.stop)  # none if schedule_next did
+            end = start + count
+            self._commit(seq, end, start + logit_offsets.stop)
             if seq.wants_prompt_logprobs:
                 seq.add_prompt_logprobs(end, result.prompt_logprobs)
             if is_sampled and seq.request.beams is not None:
@@ -480,6 +478,14 @@ class Scheduler:
                 chunk = self._end(seq, "length", limit=seq.limited_by)
                 chunks.append(chunk._replace(prompt_logprobs=seq.pop_prompt_logprobs()))
         return chunks
+
+    def _commit(self, seq: TokenSequence, end: int, num_sure: int) -> None:
+        """Commit a sequence's tokens up to ``end``, unless schedule_next did, and publish those that are sure."""
+        start, seq.num_computed_tokens = seq.num_computed_tokens, end
+        if start < end:
+            self.kv_cache_manager.commit(seq.seq_index, seq.token_ids[start:end], num_sure)
+        else:
+            self.kv_cache_manager.publish(seq.seq_index, num_sure)
 
     def retry_alone(self, output: SchedulerOutput) -> bool:
         """Recompute the sequences of a failed step, one request at a time; the request at fault then fails alone.
