@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import kvad.engine.engine
 from kvad.benchmarks.results import commit_id, machine_info
 from kvad.cache.config import CacheConfig
 from kvad.config import layers as cfg
@@ -210,21 +209,20 @@ class Bench:
             "top_p": {"temperature": 0.8, "top_p": 0.95},
             "top_k": {"temperature": 0.8, "top_k": 40},
         }
-        length, module = PROMPT if shape.layers > 2 else 16, kvad.engine.engine
+        length, rows_on_device = PROMPT if shape.layers > 2 else 16, sampler._rows_on_device
         for rows in (1, shape.rows):
             engine = self.engine(rows, length + shape.new, 8192 if shape.layers > 2 else 32)
             self.decode_steps(engine, rows, length, shape.new)  # compiles and records
             for name, options in cases.items():
                 times, _ = self.decode_steps(engine, rows, length, shape.new, **options)
                 result[f"{rows} {name}"] = [statistics.median(times) * 1e3]
-            can_choose = module.can_choose
-            for other in (module, sampler):
-                other.can_choose = lambda _, seq: seq.sampling_params.needs_best_only  # type: ignore[attr-defined]
+            sampler._rows_on_device = lambda _, seqs: [  # type: ignore[assignment]
+                i for i, seq in enumerate(seqs) if seq.sampling_params.needs_best_only
+            ]
             for name, options in cases.items():
                 times, _ = self.decode_steps(engine, rows, length, min(shape.new, 24), **options)
                 result[f"{rows} {name}"].append(statistics.median(times) * 1e3)
-            for other in (module, sampler):
-                other.can_choose = can_choose  # type: ignore[attr-defined]
+            sampler._rows_on_device = rows_on_device
             engine.close()
         return result
 

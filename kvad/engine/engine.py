@@ -31,7 +31,7 @@ from kvad.engine.execution import (
     DraftModel,
     GrammarCompiler,
     ModelRunner,
-    can_choose,
+    sample_on_device,
     sample_outputs,
 )
 from kvad.engine.options import EngineConfig
@@ -460,13 +460,8 @@ class Engine:
         """Choose a step's tokens on the device, and start the step that follows; None if the host chooses them."""
         if self.runner.graphs.reason:
             return None
-        for scheduled in output.scheduled:
-            has_one = scheduled.is_sampled and len(scheduled.logit_offsets) == 1
-            if not has_one or not can_choose(logits, scheduled.sequence):
-                return None
-        tokens = DeviceTokens(logits, [scheduled.sequence for scheduled in output.scheduled], self._num_tokens)
-        next_output = self.scheduler.schedule_next()
-        if next_output is not None:
+        tokens = sample_on_device(output, logits, self._num_tokens)
+        if tokens is not None and (next_output := self.scheduler.schedule_next()) is not None:
             self.runner.start(next_output, tokens.token_ids)
         return tokens
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvad.engine.execution.native_program import unsupported_reason as unsupported_reason
     from kvad.engine.execution.sampler import NONFINITE_ERROR as NONFINITE_ERROR
     from kvad.engine.execution.sampler import DeviceTokens as DeviceTokens
-    from kvad.engine.execution.sampler import can_choose as can_choose
+    from kvad.engine.execution.sampler import sample_on_device as sample_on_device
     from kvad.engine.execution.sampler import sample_outputs as sample_outputs
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -118,8 +118,12 @@ def sample_outputs(
 
 def _takes_best(scheduled: ScheduledSequence) -> bool:
     """Return True if a span has one logit, of which the best token is all that is needed."""
-    is_single = scheduled.is_sampled and len(scheduled.logit_offsets) == 1  # with drafts there are more
-    return is_single and scheduled.sequence.sampling_params.needs_best_only
+    return scheduled.sequence.sampling_params.needs_best_only and _has_one_logit(scheduled)
+
+
+def _has_one_logit(scheduled: ScheduledSequence) -> bool:
+    """Return True if a span has one logit, which is sampled; with drafts there are more."""
+    return scheduled.is_sampled and len(scheduled.logit_offsets) == 1
 
 
 def _with_each_draft(seq: TokenSequence, drafts: Sequence[int]) -> list[TokenSequence]:
@@ -186,13 +190,14 @@ def sample_tokens(
 
     ``num_tokens``: the tokenizer's vocabulary. Rows of the embedding beyond it are padding and are never sampled.
     """
-    if logits.device.type != "cpu" and (rows := [i for i, seq in enumerate(sequences) if can_choose(logits, seq)]):
-        chosen = DeviceTokens(_select(logits, rows), [sequences[i] for i in rows], num_tokens).wait()
-        others = [i for i in range(len(sequences)) if i not in set(rows)]
-        if not others:
-            return chosen
-        sampled = sample_tokens(_select(logits, others), [sequences[i] for i in others], num_tokens)
-        by_row = dict(zip([*rows, *others], [*chosen, *sampled], strict=True))
+    if logits.device.type != "cpu" and (rows := _rows_on_device(logits, sequences)):
+        others = sorted(set(range(len(sequences))).difference(rows))
+        by_row = dict(
+            zip(rows, DeviceTokens(_select(logits, rows), [sequences[i] for i in rows], num_tokens).wait(), strict=True)
+        )
+        if others:
+            sampled = sample_tokens(_select(logits, others), [sequences[i] for i in others], num_tokens)
+            by_row |= zip(others, sampled, strict=True)
         return [by_row[i] for i in range(len(sequences))]
     raw = logits.float()
     is_finite = _finite_rows(raw)
@@ -223,10 +228,18 @@ def _mark_complete(results: dict[int, SequenceOutput], sequences: Sequence[Token
         results[i] = results[i]._replace(is_complete=is_complete)
 
 
-def can_choose(logits: Tensor, seq: TokenSequence) -> bool:
-    """Return True if ``DeviceTokens`` chooses this sequence's tokens. It depends on no other sequence."""
-    params = seq.sampling_params
-    return params.needs_best_only or (params.needs_token_only and ops.gpu.can_draw(logits))
+def _rows_on_device(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[int]:
+    """Return the rows of logits [N, V] whose tokens ``DeviceTokens`` chooses. A row depends on no other sequence."""
+    can_draw, all_params = ops.gpu.can_draw(logits), [seq.sampling_params for seq in sequences]
+    return [i for i, p in enumerate(all_params) if p.needs_best_only or (can_draw and p.needs_token_only)]
+
+
+def sample_on_device(output: SchedulerOutput, logits: Tensor, num_tokens: int | None = None) -> DeviceTokens | None:
+    """Return the tokens of a step with one logit [N, V] per sequence; None if the host samples any of them."""
+    sequences = [scheduled.sequence for scheduled in output.scheduled]
+    if not all(map(_has_one_logit, output.scheduled)) or len(_rows_on_device(logits, sequences)) < len(sequences):
+        return None
+    return DeviceTokens(logits, sequences, num_tokens)
 
 
 class DeviceTokens:
