@@ -13,11 +13,14 @@ the head, norms, experts and routers are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from kvad import config as cfg
@@ -161,20 +164,14 @@ class AdapterSet:
 
         Example: (1, 2), (0, 3), (2, 1), (1, 1) -> adapter 1 has the tokens 0, 1 and 6, adapter 2 the token 5.
         """
-        tokens: dict[int, list[int]] = {}
-        start = 0
-        for number, count in spans:
-            if number:
-                tokens.setdefault(number, []).extend(range(start, start + count))
-            start += count
-        if not tokens:
+        spans = list(spans)
+        if not any(number for number, _ in spans):
             return None
-        return SelectedAdapters(self._terms, {number: self._rows(indices) for number, indices in tokens.items()})
+        return SelectedAdapters(self._terms, spans, self._device)
 
-    def _rows(self, indices: list[int]) -> slice | Tensor:
-        if indices[-1] - indices[0] == len(indices) - 1:
-            return slice(indices[0], indices[-1] + 1)
-        return torch.tensor(indices, device=self._device)
+    def terms(self, layer: nn.Module) -> Mapping[int, tuple[Tensor, Tensor]]:
+        """Return A [r, in] and scale * B [out, r] of a layer by the adapter's number, from 1."""
+        return self._terms.get(layer, {})
 
 
 class SelectedAdapters:
@@ -183,9 +180,32 @@ class SelectedAdapters:
     def __init__(
         self,
         terms: Mapping[nn.Module, Mapping[int, tuple[Tensor, Tensor]]],
-        rows: Mapping[int, slice | Tensor],  # tokens of each adapter, by its number
+        spans: Sequence[tuple[int, int]],  # number of the adapter, number of tokens
+        device: torch.device,
     ) -> None:
-        self._terms, self._rows = terms, rows
+        self._terms, self._spans, self._device = terms, spans, device
+
+    @property
+    def numbers(self) -> NDArray[np.int32]:
+        """Number of the adapter of each token [T], 0: none."""
+        numbers, counts = zip(*self._spans, strict=True)
+        return np.repeat(np.array(numbers, np.int32), counts)
+
+    @cached_property
+    def _rows(self) -> dict[int, slice | Tensor]:
+        """Tokens of each adapter, by its number."""
+        tokens: dict[int, list[int]] = {}
+        start = 0
+        for number, count in self._spans:
+            if number:
+                tokens.setdefault(number, []).extend(range(start, start + count))
+            start += count
+        return {number: self._indices(indices) for number, indices in tokens.items()}
+
+    def _indices(self, indices: list[int]) -> slice | Tensor:
+        if indices[-1] - indices[0] == len(indices) - 1:
+            return slice(indices[0], indices[-1] + 1)
+        return torch.tensor(indices, device=self._device)
 
     def add(self, layer: nn.Module, x: Tensor, out: Tensor) -> Tensor:
         """Add the terms for ``layer``, given its input x [T, in], to ``out`` [T, out] in place."""
@@ -226,6 +246,6 @@ def factor_bytes(adapters: Iterable[Mapping[str, LoraFactors]], dtype: str, num_
     """Return the bytes of an ``AdapterSet`` for weights of ``dtype``, and of the terms of a step of ``num_tokens``."""
     size = 8 if dtype == "float64" else 4
     factors = [each for adapter in adapters for each in adapter.values()]
-    stored = sum(a.numel() + b.numel() for a, b, _ in factors)
+    stored = sum(a.numel() + 3 * b.numel() for a, b, _ in factors)  # the CPU's kernels have a copy of b, half empty
     widest = max((a.shape[1] + a.shape[0] + 2 * b.shape[0] for a, b, _ in factors), default=0)
     return size * (stored + num_tokens * widest)

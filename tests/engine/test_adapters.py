@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvad import ops
 from kvad.cache.config import CacheConfig
 from kvad.checkpoint.peft import mergeable_linears
 from kvad.config.model import ModelConfig
@@ -22,6 +24,8 @@ from kvad.errors import ConfigError, RequestError
 from kvad.model.lora import AdapterSet, LoraFactors, SelectedAdapters, merge_weight, unsupported_layer
 from kvad.model.transformer import Transformer
 from kvad.ops.linear import Linear
+from kvad.ops.native import library as native
+from tests.engine.execution.test_native import ATTENTIONS, MIXTURES, quantize, with_layer
 from tests.support.random_models import build, model_config, pair_config
 
 EXACT = 1e-10
@@ -218,31 +222,77 @@ def test_deterministic_requests_have_the_same_bits_with_other_adapters(dtype: to
         assert difference(logits[request], run(single)[mine]) == 0
 
 
-def test_steps_without_an_adapter_run_natively(caplog: pytest.LogCaptureFixture) -> None:
+NATIVE = {
+    **{name: MODELS[name] for name in ("rope", "alibi, parallel", "learned, sandwich", "encoder-decoder")},
+    "mixture": with_layer(model_config(), MIXTURES["qwen2"]),  # the shared expert; not the router
+    "gate": with_layer(model_config(), **ATTENTIONS["gate"]),
+    "values from keys": with_layer(model_config(), **ATTENTIONS["values from keys"]),
+    "wide": replace(model_config("rope"), hidden_size=40),
+}
+
+
+def native_rows(
+    model: Transformer, adapters: Mapping[str, Any], requests: Sequence[tuple[Sequence[int], str]], **options: Any
+) -> list[dict[int, Tensor]]:
+    engine = engine_of(model, adapters, **options)
+    ids = [add(engine, prompt, adapter) for prompt, adapter in requests]
+    logits = run(engine)
+    assert (engine.runner.program is not None) == options.get("native", True), engine.runner.native_reason
+    return [logits[request] for request in ids]
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_kernels_add_the_terms(name: str, bits: int) -> None:
+    model = build(NATIVE[name], dtype=torch.float32)
+    if bits:
+        assert quantize(model, bits, 4, half=False)
+    others = tuple(layer for layer in mergeable_linears(NATIVE[name]) if not layer.endswith(".router"))
+    adapters = {"a": random_factors(NATIVE[name], 2, (".q", ".out", ".up", ".v"))}
+    adapters["b"] = random_factors(NATIVE[name], 5, others)
+    requests = list(zip(PROMPTS, NAMES, strict=True))
+    ours, theirs = (native_rows(model, adapters, requests, native=native) for native in (True, False))
+    scale = max(float(rows.abs().max()) for each in theirs for rows in each.values())
+    assert max(map(difference, ours, theirs)) < 1e-4 * scale
+    plain = native_rows(model, {}, [(prompt, "") for prompt in PROMPTS])
+    moved = [
+        min(float((one[at] - other[at]).abs().max()) for at in one if at in other)
+        for one, other in zip(ours, plain, strict=True)
+    ]
+    assert min(moved[0], moved[2], moved[3]) > 0.01 * scale and moved[1] == 0
+
+
+def test_steps_with_the_adapter_of_a_router_run_in_pytorch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvad")
-    model = base("rope", torch.float32)
-    engine = engine_of(model, adapters_of("rope"))
-    short, long = add(engine, PROMPTS[0], "a"), add(engine, PROMPTS[2])
-    engine.step()
-    program = engine.runner.program
-    if program is None:
-        pytest.skip(engine.runner.native_reason)
-    calls: list[int] = []
-    native, forward = program.run, model.forward
-    program.run = lambda *args: calls.append(1) or native(*args)  # type: ignore[assignment, method-assign, func-returns-value]
-    model.forward = lambda *args: calls.append(0) or forward(*args)  # type: ignore[method-assign, assignment, func-returns-value]
-    try:
-        later = add(engine, PROMPTS[3], "", draw_salt=1)
-        logits = run(engine)
-    finally:
-        del model.forward  # type: ignore[attr-defined]
-    assert calls == sorted(calls) and 0 in calls and 1 in calls
-    assert [record.message for record in caplog.records].count(
-        "steps in which a sequence has an adapter run in PyTorch; other steps use the faster kernels"
-    ) == 1
-    for request, prompt, adapter in ((short, PROMPTS[0], "a"), (long, PROMPTS[2], ""), (later, PROMPTS[3], "")):
-        expected = alone(merged("rope", adapter, torch.float32), prompt)
-        assert difference(logits[request], {at: expected[at] for at in logits[request]}) < 1e-4
+    model = build(NATIVE["mixture"], dtype=torch.float32)
+    adapters = {"a": random_factors(NATIVE["mixture"], 2), "b": random_factors(NATIVE["mixture"], 3, (".q",))}
+    engine = engine_of(model, adapters)
+    add(engine, PROMPTS[0])
+    run(engine)
+    assert engine.runner.program is not None and not caplog.records
+    request = add(engine, PROMPTS[1], "a")
+    logits = run(engine)[request]
+    (expected,) = native_rows(model, adapters, [(PROMPTS[1], "a")], native=False)
+    assert difference(logits, expected) == 0
+    (record,) = caplog.records
+    assert "run in PyTorch: faster kernels add no terms to decoder.layers.1.mlp.router" in record.message
+
+
+@pytest.mark.parametrize("variant", native.runnable_variants())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_rows_do_not_depend_on_the_adapters_of_others(
+    variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
+    model, adapters = build(MODELS["rope"], dtype=dtype), adapters_of("rope")
+    requests = list(zip(PROMPTS, NAMES, strict=True))
+    together = native_rows(model, adapters, requests)
+    for request, rows in zip(requests, together, strict=True):
+        (alone,) = native_rows(model, adapters, [request])
+        assert difference(rows, alone) == 0
+        (wide,) = native_rows(copy.deepcopy(model).float(), adapters, [request])
+        first = min(rows)
+        assert float((rows[first] - wide[first]).abs().max()) < (0.2 if dtype == torch.bfloat16 else 1e-6)
 
 
 def test_bfloat16_products_are_rounded_once() -> None:
@@ -250,8 +300,8 @@ def test_bfloat16_products_are_rounded_once() -> None:
     generator = torch.Generator().manual_seed(0)
     x, out = (torch.randn(5, size, generator=generator).bfloat16() for size in (16, 12))
     a, b = torch.randn(3, 16, generator=generator), torch.randn(12, 3, generator=generator)
-    for rows in (slice(1, 4), torch.tensor([0, 3])):
-        added = SelectedAdapters({layer: {1: (a, b)}}, {1: rows}).add(layer, x, out.clone())
+    for rows, spans in (([1, 2, 3], [(0, 1), (1, 3), (0, 1)]), ([0, 3], [(1, 1), (0, 2), (1, 1), (0, 1)])):
+        added = SelectedAdapters({layer: {1: (a, b)}}, spans, x.device).add(layer, x, out.clone())
         expected = out.clone()
         expected[rows] = (out[rows].double() + x[rows].double() @ a.double().T @ b.double().T).bfloat16()
         assert torch.equal(added, expected)

@@ -28,7 +28,7 @@ const Weights WEIGHTS[] = {{0, 1, 45}, {8, 2, 42}, {4, 2, 42}, {8, 8, 40}, {4, 8
                            {8, 600, 600}, {4, 600, 600}, {0, 1, 96}, {0, 1, 64}};
 const int BLOCK_SIZES[] = {1, 4, 16, 0, 7};  // 0: a sequence is one block
 const Dims DIMS[] = {{64, 64}, {20, 24}, {32, 96}, {17, 19}};
-constexpr int FORMATS = 7, VOCABULARY = 77;
+constexpr int FORMATS = 7, VOCABULARY = 77, MAX_RANK = 7;
 
 int padded(int64_t numbers) { return int(round_up(numbers, PANEL) + (round_up(numbers, PANEL) % 1024 ? 0 : PANEL)); }
 
@@ -166,8 +166,10 @@ class Program {
     int64_t* indices = array<int64_t>(num_logits);
     for (int64_t i = 0; i < num_logits; i++) indices[i] = tokens - 1 - 2 * i;
     float* logits = array<float>(num_logits * VOCABULARY);
+    int32_t* adapters = index % 4 ? array<int32_t>(tokens) : nullptr;
+    for (int i = 0; adapters && i < tokens; i++) adapters[i] = random() % 3;
     int32_t* best = array<int32_t>(num_logits);
-    step = {tokens, num_logits, 1, ids, positions, indices, lens, &group, logits, VOCABULARY - 5, best, nullptr};
+    step = {tokens, num_logits, 1, ids, positions, indices, lens, &group, adapters, logits, VOCABULARY - 5, best, nullptr};
     written.emplace_back(reinterpret_cast<char*>(best), num_logits * 4);
     written.emplace_back(reinterpret_cast<char*>(step.logits), num_logits * VOCABULARY * 4);
     written.emplace_back(reinterpret_cast<char*>(group.positions), blocks * group.block_size * 8);
@@ -206,12 +208,33 @@ class Program {
     return ops.back();
   }
 
+  // Two adapters of a product: one with two terms, which share a panel if the number of panels is odd, and one with a
+  // term in the last panel.
+  Adapter* make_adapters(int64_t panels, int k) {
+    const auto term = [&](int64_t rank, int64_t first, int64_t count) {
+      return LoraTerm{floats(rank * k, 0.2f), floats(rank * count * PANEL, 0.2f), rank, first, count};
+    };
+    LoraTerm* terms = array<LoraTerm>(3);
+    terms[0] = term(3, 0, (panels + 1) / 2), terms[1] = term(2, panels / 2, panels - panels / 2);
+    terms[2] = term(1 + index % MAX_RANK, panels - 1, 1);
+    Adapter* adapters = array<Adapter>(2);
+    adapters[0] = {terms, 2}, adapters[1] = {terms + 2, 1};
+    return adapters;
+  }
+
   // Quantized, if the inputs are whole groups.
   Op& product(int in, int in_stride, int k, int out, int out_stride, int n, int mode) {
     const int64_t rows = round_up(n, PANEL), groups = k / weights.group;
     const bool quantized = weights.bits && k % weights.group == 0;
     const int even = int(round_up(k, 2)), bytes = type == TYPE_FLOAT ? 4 : 2, scale_bytes = index % 3 ? 2 : 4;
+    const Adapter* adapters = mode == OUT_LOGITS ? nullptr : make_adapters(rows / PANEL, k);
+    const int low = adapters ? buffer(MAX_RANK, true) : 0;
+    if (adapters) {
+      Op& lora = add_op(OP_LORA, in, in_stride, low, MAX_RANK, k);
+      lora.adapters = adapters, lora.n = MAX_RANK;
+    }
     Op& op = add_op(OP_LINEAR, in, in_stride, out, out_stride, quantized ? k : even);
+    op.adapters = adapters, op.low = low, op.low_stride = MAX_RANK;
     op.mode = mode, op.n = int(mode == OUT_LOGITS ? n : rows), op.activation = 1 + index % TANH;
     if (index % 3) op.bias = floats(rows, 0.1f);
     if (!quantized) {

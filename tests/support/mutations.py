@@ -792,10 +792,18 @@ ENGINE_MUTATIONS = (
     Mutation(
         "adapter-left-out-by-the-native-kernels",
         "kvad/engine/execution/model_runner.py",
-        "if adapters is not None:  # no kernel",
-        "if adapters is not None and self.program is None:  # no kernel",
+        "return None if layer else self.program",
+        "return self.program",
         T_ADAPTERS,
-        "natively",
+        "router",
+    ),
+    Mutation(
+        "native-adapter-of-a-joined-layer-in-other-columns",
+        "kvad/engine/execution/native_program.py",
+        "else _in_panels(b, column)",
+        "else _in_panels(b, 0)",
+        T_ADAPTERS,
+        "native_kernels_add",
     ),
     Mutation(
         "end-of-a-turn-of-the-base-for-an-adapter",

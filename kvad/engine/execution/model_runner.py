@@ -269,7 +269,8 @@ class ModelRunner:
     On a GPU, ``fused`` computes decoders that it can, and ``graphs`` replays decoding steps: at most ``cuda_graphs``
     shapes.
     ``start`` computes a step whose tokens are still on the device; ``execute`` then returns its logits.
-    ``adapters``: a step in which a sequence has one of them runs in PyTorch, without graphs.
+    ``adapters``: a step in which a sequence has one of them runs in PyTorch if the kernels do not add all their terms,
+    which those of a GPU do not.
     ``num_tokens``: ids below it are sampled (None: all). ``input_seconds``: time spent so far on block operations and
     inputs. ``op_seconds``, if set, receives the time of each operation of ``program`` (``NativeProgram.run``).
     """
@@ -347,11 +348,11 @@ class ModelRunner:
         self.input_seconds += time.perf_counter() - start
         if not self._is_prepared or any(scheduled.start == 0 for scheduled in output.scheduled):
             self._update_kernels()
-        if self.program is not None and adapters is None:
-            return self.program.run(model_input, self.op_seconds)
+        program = self._program_for(adapters)
+        if program is not None:
+            return program.run(model_input, self.op_seconds, None if adapters is None else adapters.numbers)
         with torch.inference_mode():
-            if adapters is not None:  # no kernel but PyTorch's adds their terms
-                self._log_adapters()
+            if adapters is not None:
                 hidden = self.model(model_input._replace(adapters=adapters), self.cache)
                 return self.model.logits(hidden, model_input.logit_indices)
             if bucket is None:
@@ -369,11 +370,16 @@ class ModelRunner:
             return None
         return self._adapters.select((seq.request.adapter, count) for seq, count in spans)
 
-    def _log_adapters(self) -> None:
-        """Log once that other kernels are not used in steps with adapters, if there are any."""
-        if not self._has_logged and (self.program is not None or self.fused is not None):
-            LOG.info("steps in which a sequence has an adapter run in PyTorch; other steps use the faster kernels")
-        self._has_logged = True
+    def _program_for(self, adapters: model_lib.lora.SelectedAdapters | None) -> NativeProgram | None:
+        """Return the program that computes a step; logs once if the step runs in PyTorch because of its adapters."""
+        if adapters is None:
+            return self.program
+        layer = "" if self.program is None else self.program.unadapted_layer
+        if not self._has_logged and (layer or self.fused is not None):
+            where = f" to {layer}" if layer else ""
+            LOG.info("steps in which a sequence has an adapter run in PyTorch: faster kernels add no terms%s", where)
+            self._has_logged = True
+        return None if layer else self.program
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
         """Return the best token of each row of ``execute``'s logits, if the kernels have found it."""
@@ -414,7 +420,7 @@ class ModelRunner:
         if self.native_reason or (self.program is not None and self.program.is_current(self.model)):
             return
         self.program = None
-        program = build_program(self.model, self.cache)
+        program = build_program(self.model, self.cache, self._adapters)
         if isinstance(program, str):
             self.native_reason = program
         else:
@@ -429,6 +435,7 @@ class ModelRunner:
         positions = self._integers([position for tokens in inputs for position in range(len(tokens))])
         no_tokens = positions[:0]
         slots_per_group = () if allocation is None else allocation.slots
+        adapters = self._select_adapters([(seq, len(seq.request.encoder_tokens)) for seq in encoder_batch.sequences])
         encoder_input = ModelInput(
             self._integers([token for tokens in inputs for token in tokens]),
             positions,
@@ -437,14 +444,16 @@ class ModelRunner:
             seq_lens=self._integers([len(tokens) for tokens in inputs for _ in tokens]),
             token_type_ids=self._token_types(encoder_batch),
             slot_mappings=tuple(SlotMapping(self._integers(slots), ()) for slots in slots_per_group),
-            adapters=self._select_adapters([(seq, len(seq.request.encoder_tokens)) for seq in encoder_batch.sequences]),
+            adapters=adapters,
         )
         self._update_kernels()
         if allocation is None:
             return self._computed.encode(encoder_input), encoder_input
         self.cache.apply(allocation.block_ops)
-        if self.program is not None and self.program.encoder is not None and encoder_input.adapters is None:
-            return self.program.encoder.encode(encoder_input), encoder_input
+        program = self._program_for(adapters)
+        if program is not None and program.encoder is not None:
+            numbers = None if adapters is None else adapters.numbers
+            return program.encoder.encode(encoder_input, numbers), encoder_input
         model_input = ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input)
         return self._computed(model_input, self.cache), encoder_input
 

@@ -1,8 +1,8 @@
 """A model and its cache as a list of operations for the native CPU kernels (``kvad/ops/native``).
 
 ``build_program`` translates what the kernels can compute, or returns the reason why they cannot; then the model runs in
-PyTorch. It reads modules by their exact types, so a plugin, an adapter that is not merged, or a subclass of the cache
-is never mistaken for what it replaces.
+PyTorch. It reads modules by their exact types, so a plugin, an adapter in training, or a subclass of the cache is never
+mistaken for what it replaces.
 
 The residual stream, logits and sums are float32; weights, activations and attention weights have the model's dtype.
 """
@@ -45,6 +45,7 @@ PARTS = {  # of a step, by kind of operation
     "select": "head",
     "experts": "weights",
     "gate": "weights",
+    "lora": "weights",
 }
 
 
@@ -52,7 +53,9 @@ class Unsupported(Exception):
     """The kernels cannot compute this model with this cache; the message says why."""
 
 
-def build_program(model: Transformer, cache: CacheProtocol) -> NativeProgram | str:
+def build_program(
+    model: Transformer, cache: CacheProtocol, adapters: model_lib.lora.AdapterSet | None = None
+) -> NativeProgram | str:
     """Return the program of a model's decoder, with that of its encoder if any, or the reason why there is none."""
     try:
         if type(cache) is not KVCache:
@@ -64,9 +67,14 @@ def build_program(model: Transformer, cache: CacheProtocol) -> NativeProgram | s
             return reason
 
         def build() -> NativeProgram:
-            program = NativeProgram(_Builder(model, cache, library, files), library)
+            builders = [_Builder(model, cache, library, files, adapters)]
+            program = NativeProgram(builders[0], library)
             if model.encoder is not None:
-                program.encoder = NativeEncoder(_EncoderBuilder(model, cache, library, files), library)
+                builders.append(encoder := _EncoderBuilder(model, cache, library, files, adapters))
+                program.encoder = NativeEncoder(encoder, library)
+            for name, layer in model.named_modules():
+                if adapters and adapters.terms(layer) and not any(layer in builder.adapted for builder in builders):
+                    program.unadapted_layer = name
             return program
 
         num_tensors = len(list(model.parameters())) + len(list(model.buffers()))
@@ -145,14 +153,20 @@ class _Builder:
     """Operations, widths of the buffers, and what the operations point to."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, library: native.Library | None, files: native.FileMappings
+        self,
+        model: Transformer,
+        cache: KVCache,
+        library: native.Library | None,
+        files: native.FileMappings,
+        adapters: model_lib.lora.AdapterSet | None = None,
     ) -> None:
-        self.model, self.cache, self.library, self.files = model, cache, library, files
+        self.model, self.cache, self.library, self.files, self.adapters = model, cache, library, files, adapters
         self.dtype = model.token_embedding.dtype
         self.type, self.itemsize = native.library.DTYPES.index(self.dtype), self.dtype.itemsize
         self.ops: list[native.Op] = []
         self.widths: list[int] = []
         self.referenced: list[object] = []
+        self.adapted: set[nn.Module] = set()  # layers whose terms are added
         self.stack, self.size = self._find_stack()
         is_known = type(model) is Transformer and type(self.stack) is model_lib.transformer.LayerStack
         _require(is_known, "a model of a plugin")
@@ -338,6 +352,53 @@ class _Builder:
                  bias=self._float(bias, rows), **({"n": rows} | quantization | fields))  # fmt: skip
         return rows
 
+    def _linear_product(
+        self,
+        source: int,
+        out: int,
+        layers: Sequence[ops.linear.Linear],
+        bias: Tensor | None,
+        *,
+        interleaved: bool = False,
+        **fields: Any,
+    ) -> None:
+        """Multiply by the weights of layers and add the terms of adapters."""
+        adapters, low_size = self._adapter_terms(layers, interleaved)
+        if adapters is not None:
+            low = self._shared("lora", _padded(low_size), torch.float32)
+            address, stride = ctypes.addressof(adapters), _padded(low_size)
+            self._op("lora", input=source, out=low, in_stride=fields["in_stride"], out_stride=stride, n=low_size,
+                     k=layers[0].in_features, adapters=address)  # fmt: skip
+            fields |= {"adapters": address, "low": low, "low_stride": stride}
+        self._product(source, out, [_matrix(layer) for layer in layers], bias, interleaved=interleaved, **fields)
+
+    def _adapter_terms(
+        self, layers: Sequence[ops.linear.Linear], interleaved: bool
+    ) -> tuple[ctypes.Array[native.Adapter] | None, int]:
+        """Return each adapter's terms for the product of joined layers, if it has any, and the largest total rank."""
+        tables = [{} if self.adapters is None else self.adapters.terms(layer) for layer in layers]
+        if not any(tables):
+            return None, 0
+        assert self.adapters is not None
+        self.adapted.update(layers)
+        result, low_size = (native.Adapter * len(self.adapters.names))(), 0
+        for number, adapter in enumerate(result, 1):
+            terms, rank, column = [], 0, 0
+            for index, (layer, table) in enumerate(zip(layers, tables, strict=True)):
+                if number in table:
+                    a, b = table[number]
+                    blocks, first = (_half_panels(b, index), 0) if interleaved else _in_panels(b, column)
+                    terms.append(native.LoraTerm(a.data_ptr(), blocks.data_ptr(), len(a), first, blocks.shape[1]))
+                    self.referenced += [a, blocks]
+                    rank += len(a)
+                column += layer.out_features
+            array = (native.LoraTerm * len(terms))(*terms)
+            adapter.terms, adapter.num_terms = ctypes.addressof(array), len(terms)
+            self.referenced.append(array)
+            low_size = max(low_size, rank)
+        self.referenced.append(result)
+        return result, low_size
+
     def _linear(self, layer: nn.Module) -> ops.linear.Linear:
         is_known = type(layer) in (ops.linear.Linear, *QUANTIZED_LAYERS)
         _require(is_known, f"a layer of the kind {type(layer).__name__}")
@@ -370,9 +431,9 @@ class _Builder:
             stride, joined = stride + native.library.PANEL, [[layer] for layer in layers]
         projected, at = self._shared("projections", stride, torch.float32), 0
         for part in joined:
-            self._product(self.input, projected, [_matrix(layer) for layer in part], self._biases(part), mode="float",
-                          in_stride=_padded(self.size), out_offset=at, out_stride=stride,
-                          clip=spec.clip_qkv or 0.0)  # fmt: skip
+            self._linear_product(self.input, projected, part, self._biases(part), mode="float",
+                                 in_stride=_padded(self.size), out_offset=at, out_stride=stride,
+                                 clip=spec.clip_qkv or 0.0)  # fmt: skip
             at += sum(layer.out_features for layer in part)
         at = 0
         norms = [(attention.q_norm, heads, dim), (None if is_cross else attention.k_norm, kv_heads, dim)]
@@ -411,16 +472,16 @@ class _Builder:
         linear = self._linear(layer)
         size = _padded(linear.out_features)
         gates = self._shared("gates", size, torch.float32)
-        self._product(source, gates, [_matrix(linear)], linear.bias, mode="float",
-                      in_stride=_padded(self.size), out_stride=size)  # fmt: skip
+        self._linear_product(source, gates, [linear], linear.bias, mode="float",
+                             in_stride=_padded(self.size), out_stride=size)  # fmt: skip
         self._op("gate", input=gates, out=out, in_stride=size, out_stride=_padded(width), k=width, **fields)
 
     def _output(self, layer: nn.Module, source: int, stride: int, scale: float | None, out: int) -> None:
         """Multiply by the last matrix of a branch, and add to the stream or store."""
         last = self._linear(layer)
-        self._product(source, out, [_matrix(last)], last.bias, mode="float" if scale is None else "add",
-                      in_stride=stride, out_stride=_padded(self.size),
-                      scale=1.0 if scale is None else scale)  # fmt: skip
+        self._linear_product(source, out, [last], last.bias, mode="float" if scale is None else "add",
+                             in_stride=stride, out_stride=_padded(self.size),
+                             scale=1.0 if scale is None else scale)  # fmt: skip
 
     def _stores(self, layer: int, attention: model_lib.attention.Attention) -> dict[str, int]:
         """Return the group of the cache's layer, and the addresses of its keys and values."""
@@ -538,9 +599,9 @@ class _Builder:
             if gate.bias is not None and up.bias is not None:
                 pair = torch.stack([_pad(layer.bias.detach(), half) for layer in (gate, up)])
                 bias = pair.view(2, -1, native.library.PANEL // 2).transpose(0, 1).flatten()
-            self._product(source, inner, [_matrix(gate), _matrix(up)], bias, mode="gated", interleaved=True,
-                          activation=_activation(mlp.activation), in_stride=stride,
-                          out_stride=_padded(half))  # fmt: skip
+            self._linear_product(source, inner, [gate, up], bias, mode="gated", interleaved=True,
+                                 activation=_activation(mlp.activation), in_stride=stride,
+                                 out_stride=_padded(half))  # fmt: skip
         else:
             _require(type(mlp) is model_lib.layers.PlainMLP, f"{type(mlp).__name__}")
             assert isinstance(mlp, model_lib.layers.PlainMLP)
@@ -548,9 +609,24 @@ class _Builder:
             up, size = self._linear(mlp.up), mlp.up.out_features
             half = _padded(size)
             inner = self._shared("inner", half, self.dtype)
-            self._product(source, inner, [_matrix(up)], up.bias, mode="activated",
-                          activation=_activation(mlp.activation), out_stride=half, in_stride=stride)  # fmt: skip
+            self._linear_product(source, inner, [up], up.bias, mode="activated", out_stride=half, in_stride=stride,
+                                 activation=_activation(mlp.activation))  # fmt: skip
         self._output(mlp.down, inner, _padded(half), scale, out)
+
+
+def _in_panels(b: Tensor, column: int) -> tuple[Tensor, int]:
+    """Return b [out, r] as [r, panels, PANEL] and its first panel, if it begins at a column of a product."""
+    first, end = column // native.library.PANEL, -(-(column + len(b)) // native.library.PANEL)
+    before = column - first * native.library.PANEL
+    after = (end - first) * native.library.PANEL - before - len(b)
+    return nn.functional.pad(b.T, (before, after)).unflatten(1, (-1, native.library.PANEL)).contiguous(), first
+
+
+def _half_panels(b: Tensor, half: int) -> Tensor:
+    """Return b [out, r] as [r, panels, PANEL], in the first or the second half of each panel."""
+    size = native.library.PANEL // 2
+    halves = nn.functional.pad(b.T, (0, -len(b) % size)).unflatten(1, (-1, size))
+    return nn.functional.pad(halves, (size * half, size * (1 - half))).contiguous()
 
 
 def _matrix(layer: ops.linear.Linear) -> native.library.Matrix:
@@ -627,8 +703,9 @@ class _EncoderBuilder(_Builder):
         layers = [self._linear(attention.k), self._linear(attention.v)]
         width = _padded(kv_heads * (dim + value_dim))
         projected = self._shared("projections", width, torch.float32)
-        self._product(self.input, projected, [_matrix(layer) for layer in layers], self._biases(layers), mode="float",
-                      in_stride=_padded(self.size), out_stride=width, clip=attention.spec.clip_qkv or 0.0)  # fmt: skip
+        self._linear_product(self.input, projected, layers, self._biases(layers), mode="float",
+                             in_stride=_padded(self.size), out_stride=width,
+                             clip=attention.spec.clip_qkv or 0.0)  # fmt: skip
         norm = attention.k_norm
         if norm is not None:
             self._norm(norm, projected, projected, to_float=True, k=norm.width, in_stride=width, out_stride=width,
@@ -656,9 +733,13 @@ class _PreparedStep(NamedTuple):
 
 
 class NativeProgram:
-    """The operations of one model and one cache, and the inputs of recent steps."""
+    """The operations of one model and one cache, and the inputs of recent steps.
+
+    ``unadapted_layer``: a layer whose terms of adapters it does not add; "" if it adds all.
+    """
 
     encoder: NativeEncoder | None = None
+    unadapted_layer = ""
 
     def __init__(self, builder: _Builder, library: native.Library) -> None:
         self._library, self._referenced = library, builder.referenced
@@ -701,10 +782,16 @@ class NativeProgram:
             and not model._forward_hooks
         )
 
-    def run(self, model_input: ModelInput, seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None) -> Tensor:
+    def run(
+        self,
+        model_input: ModelInput,
+        seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None,
+        adapters: np.ndarray[Any, np.dtype[np.int32]] | None = None,
+    ) -> Tensor:
         """Write the new tokens to the cache and return logits [N, V], float32.
 
         ``seconds`` [operations + 1] receives the first thread's time in each operation, then its waiting for others.
+        ``adapters`` [T]: number of each token's adapter, 0: none.
         """
         known = self._steps.get(id(model_input))
         if known is None or known.model_input is not model_input:
@@ -715,7 +802,7 @@ class NativeProgram:
             step.best = ctypes.addressof(best)
             known = self._steps[id(model_input)] = _PreparedStep(model_input, step, best, referenced)
         known.step.num_tokens = self.num_tokens
-        logits = self._run(known.step, self._vocab_size, seconds)
+        logits = self._run(known.step, self._vocab_size, seconds, adapters)
         self._logits, self._best = weakref.ref(logits), known.best
         return logits
 
@@ -725,10 +812,15 @@ class NativeProgram:
         return None if self._logits is None or self._logits() is not logits or min(best, default=0) < 0 else best
 
     def _run(
-        self, step: native.StepInput, width: int, seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None
+        self,
+        step: native.StepInput,
+        width: int,
+        seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None,
+        adapters: np.ndarray[Any, np.dtype[np.int32]] | None = None,
     ) -> Tensor:
         out = torch.empty(step.num_logits, width, dtype=torch.float32)
         step.logits, step.seconds = out.data_ptr(), None if seconds is None else seconds.ctypes.data
+        step.adapters = None if adapters is None else adapters.ctypes.data
         self._program.threads = torch.get_num_threads()
         self._library.step(self._program, step)
         return out
@@ -779,8 +871,11 @@ class NativeEncoder(NativeProgram):
         self._patterns, self._own_stores = builder.patterns, builder.own_stores
         self._numbers = max(numbers for _, numbers in builder.own_stores)  # of a token's keys, or values
 
-    def encode(self, encoder_input: ModelInput) -> Tensor:
-        """Return the encoder's output [T, E], float32; the keys and values of cross-attention are written."""
+    def encode(self, encoder_input: ModelInput, adapters: np.ndarray[Any, np.dtype[np.int32]] | None = None) -> Tensor:
+        """Return the encoder's output [T, E], float32; the keys and values of cross-attention are written.
+
+        ``adapters``: as in ``run``.
+        """
         tokens = len(encoder_input.token_ids)
         memory = torch.empty(2, self._numbers * tokens, dtype=self._dtype)
         for index, (store, _) in enumerate(self._own_stores):
@@ -814,4 +909,4 @@ class NativeEncoder(NativeProgram):
             seq_lens=None if encoder_input.seq_lens is None else encoder_input.seq_lens.data_ptr(),
             groups=ctypes.addressof(groups),
         )
-        return self._run(step, self._size)
+        return self._run(step, self._size, adapters=adapters)

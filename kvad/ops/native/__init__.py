@@ -9,10 +9,12 @@ from kvad._lazy import lazy_names
 if TYPE_CHECKING:
     from kvad.ops.native import library as library
     from kvad.ops.native import packed_store as packed_store
+    from kvad.ops.native.library import Adapter as Adapter
     from kvad.ops.native.library import Experts as Experts
     from kvad.ops.native.library import FileMappings as FileMappings
     from kvad.ops.native.library import GroupInput as GroupInput
     from kvad.ops.native.library import Library as Library
+    from kvad.ops.native.library import LoraTerm as LoraTerm
     from kvad.ops.native.library import Op as Op
     from kvad.ops.native.library import PackedWeights as PackedWeights
     from kvad.ops.native.library import Program as Program

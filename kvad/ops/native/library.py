@@ -37,7 +37,7 @@ JoinRows = Callable[..., NDArray[np.uint64]]  # of several matrices, given by th
 ENVIRONMENT_VARIABLE = "KVAD_NATIVE"  # "off", or the name of a variant
 PANEL = 32  # rows of a weight that are stored together
 MAX_HEAD_DIM = 1024
-OPERATIONS = ("embed", "norm", "linear", "angles", "rotate", "attend", "add", "select", "experts", "gate")
+OPERATIONS = ("embed", "norm", "linear", "angles", "rotate", "attend", "add", "select", "experts", "gate", "lora")
 MAX_EXPERTS = 1024
 STORE_FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "fp8-e4m3", "fp8-e5m2")
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh")
@@ -71,6 +71,18 @@ class Experts(ctypes.Structure):
     ]
 
 
+class LoraTerm(ctypes.Structure):
+    """The term of one adapter in some columns of a product."""
+
+    _fields_ = [*_fields(ctypes.c_void_p, "a b"), *_fields(ctypes.c_int64, "rank first_panel panels")]
+
+
+class Adapter(ctypes.Structure):
+    """The terms of one adapter in one product."""
+
+    _fields_ = [("terms", ctypes.c_void_p), ("num_terms", ctypes.c_int64)]
+
+
 class Op(ctypes.Structure):
     """One operation; which fields it reads depends on its kind (``step.h``)."""
 
@@ -79,9 +91,11 @@ class Op(ctypes.Structure):
             ctypes.c_int32,
             "kind type input out in_offset out_offset in_stride out_stride n k mode activation heads kv_heads head_dim "
             "value_dim group rotary_dim interleaved angles own_weights out_float bias_size bias_offset "
-            "short_len bits quantized_group half_scales activation_bits",
+            "short_len bits quantized_group half_scales activation_bits low low_stride",
         ),
-        *_fields(ctypes.c_void_p, "weight bias keys values position_bias slopes sink_logits query_scale experts"),
+        *_fields(
+            ctypes.c_void_p, "weight bias keys values position_bias slopes sink_logits query_scale experts adapters"
+        ),
         *_fields(ctypes.c_float, "scale eps softcap clip"),
     ]
 
@@ -106,7 +120,7 @@ class StepInput(ctypes.Structure):
 
     _fields_ = [
         *_fields(ctypes.c_int64, "tokens num_logits num_groups"),
-        *_fields(ctypes.c_void_p, "token_ids positions logit_indices seq_lens groups logits"),
+        *_fields(ctypes.c_void_p, "token_ids positions logit_indices seq_lens groups adapters logits"),
         ("num_tokens", ctypes.c_int64),
         *_fields(ctypes.c_void_p, "best seconds"),
     ]

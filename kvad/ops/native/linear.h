@@ -1,13 +1,14 @@
 // Embeddings, norms, products with packed weights, sums.
 #pragma once
-#include "step.h"
+#include "lora.h"
 
 namespace {
 
-// Write the sums of m rows and one panel: bias, activation, scale, and where they go.
+// Write the sums of m rows and one panel: adapters, bias, activation, scale, and where they go.
 template <class W>
-inline void finish(const Run& run, const Op& op, int64_t panel, int64_t row, int m, const F (&acc)[ROWS][2]) {
+inline void finish(const Run& run, const Op& op, int64_t panel, int64_t row, int m, F (&acc)[ROWS][2]) {
   typedef typename W::T T;
+  if (op.adapters && run.step.adapters) add_terms(run, op, panel, row, m, acc);
   F bias[2] = {F{}, F{}};
   if (op.bias) bias[0] = load(op.bias + panel * PANEL), bias[1] = load(op.bias + panel * PANEL + LANES);
   for (int i = 0; i < m; i++) {

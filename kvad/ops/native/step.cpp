@@ -32,6 +32,7 @@ template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
     case OP_ADD: return add(run, op, rows);
     case OP_SELECT: return select_rows(run, op);
     case OP_EXPERTS: return Mixture<W>(run, op).compute();
+    case OP_LORA: return lora<T>(run, op, rows);
     case OP_GATE: return op.out_float ? gate<float>(run, op, rows) : gate<T>(run, op, rows);
   }
 }
@@ -92,6 +93,7 @@ void run_thread(const Model& model, const Step& step, const Sizes& memory, Team&
       step.groups[g].positions[step.groups[g].slots[t]] = step.positions[t];
   for (int64_t i = 0; i < model.num_ops; i++) {
     const Op& op = model.ops[i];
+    if (op.kind == OP_LORA && !step.adapters) continue;
     const double start = step.seconds && thread == 0 ? now() : 0;
     if (op.type == TYPE_BFLOAT) run_op<BFloat>(run, op, rows);
     else run_op<Float>(run, op, rows);

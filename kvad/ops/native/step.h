@@ -7,7 +7,7 @@
 
 extern "C" {
 
-enum OpKind { OP_EMBED, OP_NORM, OP_LINEAR, OP_ANGLES, OP_ROTATE, OP_ATTEND, OP_ADD, OP_SELECT, OP_EXPERTS, OP_GATE };
+enum OpKind { OP_EMBED, OP_NORM, OP_LINEAR, OP_ANGLES, OP_ROTATE, OP_ATTEND, OP_ADD, OP_SELECT, OP_EXPERTS, OP_GATE, OP_LORA };
 enum OutputMode { OUT_FLOAT, OUT_ADD, OUT_GATED, OUT_ACTIVATED, OUT_LOGITS };
 enum NormKind { NORM_NONE, NORM_RMS, NORM_LAYER };
 enum NumberType { TYPE_FLOAT, TYPE_BFLOAT };
@@ -27,6 +27,16 @@ struct Experts {  // of one layer
   float routed_scale, jitter, alpha, limit;                                       // negative, 0, 0: none
 };
 
+struct LoraTerm {  // of one adapter, in some columns of a product
+  const float *a, *b;  // [rank, k], scaled [rank, panels, PANEL]
+  int64_t rank, first_panel, panels;
+};
+
+struct Adapter {  // its terms of one product
+  const LoraTerm* terms;
+  int64_t num_terms;
+};
+
 struct Op {
   int32_t kind, type;                                     // NumberType of weights and activations
   int32_t in, out;                                        // buffers
@@ -39,12 +49,14 @@ struct Op {
   int32_t short_len;                                      // ANGLES: longer sequences have the second frequencies
   int32_t bits, quantized_group, half_scales;             // LINEAR with quantized weights (quantized.h); bits: 0 if not
   int32_t activation_bits;                                // of their inputs: 8, or 0
+  int32_t low, low_stride;                                // LINEAR: buffer of x A' (lora.h), numbers of a row
   const void* weight;                                     // panels; a norm's weight; a table of embeddings
   const float* bias;                                      // of LINEAR and NORM; EMBED: a table of positions
   const Store *keys, *values;
   const float *position_bias, *slopes, *sink_logits;      // ATTEND: [H, bias_size] by distance from -bias_offset; [H]; [H]
   const float* query_scale;                               // ROTATE: by position, or null
   const Experts* experts;
+  const Adapter* adapters;                                // LINEAR, LORA: by number - 1; or null
   float scale, eps, softcap, clip;
 };
 
@@ -65,6 +77,7 @@ struct Step {
   int64_t tokens, num_logits, num_groups;
   const int64_t *token_ids, *positions, *logit_indices, *seq_lens;  // seq_lens [T], or null
   const Group* groups;
+  const int32_t* adapters;  // [T] number of each token's adapter, 0: none; null: no token has one
   float* logits;    // [num_logits, V]
   int64_t num_tokens;  // the first ids, which may be sampled
   int32_t* best;  // [num_logits]: of them the first one with the largest logit; -1 if a logit is not finite; null: not found
