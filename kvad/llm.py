@@ -80,7 +80,8 @@ class LLM:
         stop_tokens = frozenset(self.generation.eos_token_ids) or engine_config.stop_tokens
         engine_config = dataclasses.replace(engine_config, stop_tokens=stop_tokens)
         self.engine = Engine(self.model, cache_config, engine_config, tokenizer=tokenizer)
-        self.texts = PromptEncoder(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
+        endless, max_len = self.engine.cache.endless, self.engine.limits.max_len
+        self.texts = PromptEncoder(model.config, tokenizer, self.generation, endless=endless, max_len=max_len)
         self.client = engine_lib.client.EngineClient(self.engine)
         self._kind = model.config.kind
         self._requests = engine_lib.submission.RequestSubmitter(self.client, self.texts)

@@ -1,6 +1,6 @@
 """Tasks of ``kvad.LLM`` that read a text in one pass: embed, classify, tag and fill masks.
 
-An encoder reads the texts in the engine's batches; a decoder embeds a text without a cache.
+A decoder embeds a text as it reads a prompt: in chunks, through the cache.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad import model as model_lib
 from kvad.engine import output
 from kvad.engine.client import EngineClient, RequestHandle
 from kvad.engine.requests import EncodedPair, PromptEncoder, PromptInput, normalize_prompts, supported_tasks
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError, suggest
-from kvad.model import NoCache
 from kvad.model_input import ModelInput, SubBatch
 
 T = TypeVar("T")
@@ -64,18 +62,17 @@ class EncoderTasks:
             stacked = torch.stack(self._encode_each(inputs, lambda ids, out: out, pooling))
         return F.normalize(stacked, dim=-1) if pool is None and generation.normalize else stacked
 
-    @torch.inference_mode()
-    def _embed_with_decoder(self, inputs: Sequence[Sequence[int]], pool: EmbedPooling, adapter: str) -> Tensor:
-        """Return the pooled hidden states [N, E] of a decoder, computed without a cache, text by text."""
+    def _embed_with_decoder(self, inputs: Sequence[list[int]], pool: EmbedPooling, adapter: str) -> Tensor:
+        """Return the pooled hidden states [N, E] of a decoder."""
         assert pool != "head", "a decoder's head does not pool"
-        self._client.check_open()
-        vectors, adapters = [], self._engine.adapters
-        for ids in inputs:
-            model_input = text_input(ids, self._engine.device)
-            model_input = model_input._replace(adapters=adapters.select([(adapters.number(adapter), len(ids))]))
-            hidden = self._model(model_input, NoCache(self._config, kernel=self._model.kernel))
-            vectors.append(model_lib.heads.pool_hidden(hidden, model_input.sub_batches, pool)[0].cpu())
-        return torch.stack(vectors)
+
+        def submit(ids: list[int]) -> RequestHandle:
+            def queue() -> int:
+                return self._engine.add_embedding_request(ids, pool, adapter=adapter)
+
+            return self._client.submit(queue, SamplingParams(), ids)
+
+        return torch.stack(self._client.run_each(inputs, submit, RequestHandle.encoder_output))
 
     def tag(self, texts: Any) -> Any:
         """Return the words of each text with their labels (``LLM.tag``)."""

@@ -24,6 +24,7 @@ from kvad.cache.manager import KVCacheManager
 from kvad.cache.offload import PinnedPrefix
 from kvad.cache.sessions import SequenceState
 from kvad.config import attention_specs
+from kvad.config.layers import Pooling
 from kvad.engine import scheduling
 from kvad.engine.execution import (
     NONFINITE_ERROR,
@@ -31,6 +32,7 @@ from kvad.engine.execution import (
     DraftModel,
     GrammarCompiler,
     ModelRunner,
+    pool_outputs,
     sample_on_device,
     sample_outputs,
 )
@@ -356,6 +358,20 @@ class Engine:
         self._next_request += 1
         return request
 
+    def add_embedding_request(
+        self, tokens: Sequence[int], pooling: Pooling = "last", *, cache_salt: str = "", adapter: str = ""
+    ) -> int:
+        """Queue a text for a decoder; its one chunk carries the pooled hidden states [E] (``StreamChunk.output``)."""
+        if self.model.config.kind != "decoder":
+            raise RequestError(f"this model is an {self.model.config.kind}", "Its encoder embeds.")
+        sampling_params = SamplingParams(max_tokens=0)
+        check_request(self.model.config, tokens, sampling_params, None)
+        request, root = self._next_request, self._root(cache_salt, None, adapter)
+        number = self.adapters.number(adapter)
+        self.scheduler.add_request(request, tokens, sampling_params, root, adapter=number, pooling=pooling)
+        self._next_request += 1
+        return request
+
     def step(self) -> list[StreamChunk]:
         """Run one step; return [] if there is nothing to run.
 
@@ -444,6 +460,8 @@ class Engine:
             results = tokens.wait()
         else:
             results = sample_outputs(output, logits, self._num_tokens, self.runner.best_tokens(logits))
+        if output.has_pooling:
+            pool_outputs(output, self.runner.hidden, results)
         self.times.model += sample_start - start
         self.times.sample += time.perf_counter() - sample_start
         if self.kv_cache.offload_reader is not None:

@@ -157,6 +157,7 @@ class PromptEncoder:
     tokenizer: Tokenizer | None
     generation: GenerationConfig
     endless: bool = False
+    max_len: int | None = None  # of the engine's sequences, which a decoder's embedding is one of
 
     def encode_prompt(self, prompt: PromptInput, *, whole: bool = False) -> list[int]:
         """Return a decoder's prompt; an empty text becomes the opening token.
@@ -245,7 +246,10 @@ class PromptEncoder:
         ids = tokenizer.encode(text.lower() if self.generation.lowercase else text)
         tokens = self.generation.with_source_eos(tokenizer.add_special_tokens(ids))
         source, max_embed_tokens = self.config.encoder_input, self.generation.max_embed_tokens
-        limit = min(self.config.max_seq_len if source is None else source.max_seq_len, max_embed_tokens or len(tokens))
+        longest = self.config.max_seq_len if source is None else source.max_seq_len
+        if self.config.kind == "decoder" and self.max_len is not None:
+            longest = min(longest, self.max_len)
+        limit = min(longest, max_embed_tokens or len(tokens))
         if len(tokens) > limit and (truncate or max_embed_tokens is not None):
             print(f"kvad: {len(tokens):,} tokens were truncated to {limit:,}", file=sys.stderr)
             ids = ids[: max(0, limit - (len(tokens) - len(ids)))]

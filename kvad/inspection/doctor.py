@@ -186,7 +186,7 @@ def _adapter(name: str, path: Path, handle: CheckpointHandle, dtype: str) -> str
     terms = engine_lib.loading.adapter_bytes(adapters, dtype, num_tokens) - stored
     size = f"rank {', '.join(map(str, ranks))} on {format_count(len(factors), 'layer')}"
     memory = f"{stored:,} bytes of factors, and at most {terms:,} for a step of {num_tokens:,} tokens"
-    return f"{name}: {size}, {memory}; steps with it run in PyTorch, those of the base alone as without it"
+    return f"{name}: {size}, {memory}; on a GPU, steps with it run in PyTorch"
 
 
 def _text_files(config: ModelConfig, handle: CheckpointHandle) -> Iterator[CheckResult]:

@@ -108,6 +108,34 @@ class PoolingHead(nn.Module):
         return F.normalize(out, dim=-1) if self.spec.normalize else out
 
 
+class PooledStates:
+    """Pools the hidden states of one sequence that is computed in parts, as ``pool_hidden`` those of whole ones."""
+
+    def __init__(self, pooling: cfg.Pooling) -> None:
+        self._pooling, self._count, self._vector = pooling, 0, torch.empty(0)
+
+    def add(self, hidden: Tensor) -> None:
+        """Add the hidden states [T, E] of the next tokens."""
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        if self._pooling == "mean":
+            part = hidden.sum(dim=0)
+        elif self._pooling == "max":
+            part = hidden.amax(dim=0)
+        else:
+            part = hidden[0 if self._pooling == "first" else -1]
+        if not self._count or self._pooling == "last":
+            self._vector = part.clone()
+        elif self._pooling == "mean":
+            self._vector += part
+        elif self._pooling == "max":
+            self._vector = torch.maximum(self._vector, part)
+        self._count += len(hidden)
+
+    def result(self) -> Tensor:
+        """Return the vector [E], in float32 or wider."""
+        return self._vector / self._count if self._pooling == "mean" else self._vector
+
+
 def build_head(config: ModelConfig) -> LanguageHead | ClassificationHead | PoolingHead:
     if isinstance(config.head, cfg.LanguageHeadConfig):
         return LanguageHead(config, config.head)

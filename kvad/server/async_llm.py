@@ -269,7 +269,8 @@ class AsyncLLM:
 
     @cached_property
     def texts(self) -> PromptEncoder:
-        return PromptEncoder(self.config, self.tokenizer, self.generation, endless=self.info["endless"])
+        lengths = {"endless": self.info["endless"], "max_len": self.info["max_len"]}
+        return PromptEncoder(self.config, self.tokenizer, self.generation, **lengths)
 
     @cached_property
     def builder(self) -> SubmissionBuilder:
@@ -360,23 +361,23 @@ class AsyncLLM:
         inputs = [await asyncio.to_thread(self.texts.encode_embedding, text) for text in texts]
         return await self.embed_ids(inputs, adapter=adapter)
 
-    async def embed_ids(self, inputs: Sequence[list[int]], *, adapter: str = "") -> list[list[float]]:
-        """Return one vector per encoded text."""
+    async def embed_ids(
+        self, inputs: Sequence[list[int]], *, adapter: str = "", cache_salt: str = ""
+    ) -> list[list[float]]:
+        """Return one vector per encoded text; a decoder's cached prefixes are shared with the same salt only."""
         pooling = self.generation.pooling
         if self.config.kind == "decoder":
-            pool = pooling or "last"
-            replies = [await self.call("embed", token_ids=[ids], pool=pool, adapter=adapter) for ids in inputs]
-            vectors = [reply["vectors"][0] for reply in replies]  # one by one, between the steps of other requests
+            message = {"op": "embed", "pool": pooling or "last", "cache_salt": cache_salt, "adapter": adapter}
         elif adapter:
             raise RequestError(f"adapter: an {self.config.kind} embeds with its base only, got {adapter!r}")
         else:
             message = {"op": "encode", "pool": pooling or "mean"}
-            streams = [self._open({**message, "token_ids": ids}, Signal()) for ids in inputs]
-            try:
-                vectors = [[chunk async for chunk in stream.chunks()][-1].output for stream in streams]
-            finally:
-                for stream in streams:
-                    stream.cancel()
+        streams = [self._open({**message, "token_ids": ids}, Signal()) for ids in inputs]
+        try:
+            vectors: list[Any] = [[chunk async for chunk in stream.chunks()][-1].output for stream in streams]
+        finally:
+            for stream in streams:
+                stream.cancel()
         return [_normalize(vector) for vector in vectors] if self.generation.normalize else vectors
 
     async def _build(

@@ -162,10 +162,12 @@ class EngineProcess:
         self._samples_left[request] = num_samples
         self._without_chunk.add(request)
 
-    def _embed(self, message: Message) -> Message:
-        """Return the vectors of a decoder, computed at once."""
-        vectors = self._llm.embed(message["token_ids"], pool=message["pool"], adapter=message["adapter"])
-        return {"vectors": vectors.float().tolist()}
+    def _embed(self, message: Message) -> None:
+        """Queue a text for a decoder; its chunk has the pooled hidden states as a list of numbers."""
+        request = self._llm.engine.add_embedding_request(
+            message["token_ids"], message["pool"], cache_salt=message["cache_salt"], adapter=message["adapter"]
+        )
+        self._track(message["id"], request, 1)
 
     def _compile(self, message: Message) -> None:
         """Compile a structured output in a thread, so that the running sequences do not wait for it."""

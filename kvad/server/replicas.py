@@ -81,8 +81,10 @@ class EngineReplica:
         reply = await (await self._open()).call(operation, **arguments)
         return rename_requests(reply, self._numbers)
 
-    async def embed(self, route: Message, inputs: Sequence[list[int]], adapter: str) -> list[list[float]]:
-        return await (await self._open()).embed_ids(inputs, adapter=adapter)
+    async def embed(
+        self, route: Message, inputs: Sequence[list[int]], adapter: str, cache_salt: str
+    ) -> list[list[float]]:
+        return await (await self._open()).embed_ids(inputs, adapter=adapter, cache_salt=cache_salt)
 
     async def check_health(self) -> None:
         """Raise an error if the engine's process has ended; Ray then restarts the replica."""
@@ -169,14 +171,16 @@ class ReplicatedLLM(AsyncLLM):
 
     async def call(self, operation: str, **arguments: Any) -> Message:
         """Return the replies of all replicas as one: numbers are added, lists are joined."""
-        numbers = range(1 if operation in ("attention", "embed") else self._num_replicas)
+        numbers = range(1 if operation == "attention" else self._num_replicas)
         calls = [self._handle.call.remote({"replica": number}, operation, arguments) for number in numbers]
         replies = await asyncio.gather(*calls)
         return replies[0] if len(replies) == 1 else merge_replies(replies)
 
-    async def embed_ids(self, inputs: Sequence[list[int]], *, adapter: str = "") -> list[list[float]]:
+    async def embed_ids(
+        self, inputs: Sequence[list[int]], *, adapter: str = "", cache_salt: str = ""
+    ) -> list[list[float]]:
         """Return one vector per encoded text."""
-        vectors: list[list[float]] = await self._handle.embed.remote({"key": ""}, list(inputs), adapter)
+        vectors: list[list[float]] = await self._handle.embed.remote({"key": ""}, list(inputs), adapter, cache_salt)
         return vectors
 
     async def close(self) -> int:

@@ -169,7 +169,11 @@ class Program {
     int32_t* adapters = index % 4 ? array<int32_t>(tokens) : nullptr;
     for (int i = 0; adapters && i < tokens; i++) adapters[i] = random() % 3;
     int32_t* best = array<int32_t>(num_logits);
-    step = {tokens, num_logits, 1, ids, positions, indices, lens, &group, adapters, logits, VOCABULARY - 5, best, nullptr};
+    int64_t* all = array<int64_t>(tokens);
+    std::iota(all, all + tokens, 0);
+    float* hidden = array<float>(tokens * weights.hidden);
+    written.emplace_back(reinterpret_cast<char*>(hidden), tokens * weights.hidden * 4);
+    step = {tokens, num_logits, 1, ids, positions, indices, lens, &group, adapters, logits, tokens, all, hidden, VOCABULARY - 5, best, nullptr};
     written.emplace_back(reinterpret_cast<char*>(best), num_logits * 4);
     written.emplace_back(reinterpret_cast<char*>(step.logits), num_logits * VOCABULARY * 4);
     written.emplace_back(reinterpret_cast<char*>(group.positions), blocks * group.block_size * 8);
@@ -290,7 +294,7 @@ class Program {
     else feed_forward(stream, input, index / 7 % 3 == 1);
     normalize(stream, input, false, NORM_LAYER);
     const int selected = buffer(stride, false);
-    add_op(OP_SELECT, input, 0, selected, 0, stride * (type == TYPE_FLOAT ? 4 : 2));
+    add_op(OP_SELECT, input, 0, selected, 0, stride * (type == TYPE_FLOAT ? 4 : 2)).n = size;
     product(selected, stride, size, 0, 0, VOCABULARY, OUT_LOGITS).softcap = index % 2 ? 30 : 0;
   }
 

@@ -407,10 +407,12 @@ def _answer(
     """Answer all lines and return the exit code; without ``show`` the answers are printed."""
     with line_batches.LineSource(options.file) as lines:
         opened = line_batches.open_for_command(options.model, command, options.rope_scaling)
-        # Nothing is generated, so the cache is minimal; an encoder has none.
-        minimal_cache = {"encoder": {}, "decoder": {"max_seq_len": 1}}.get(
+        # A decoder reads the lines into the cache; an encoder has none, and that of an encoder-decoder is not used.
+        sizes: dict[str, Any] = {"encoder": {}, "decoder": {"memory": 0.5}}.get(
             opened.config.kind, {"max_seq_len": 1, "max_source_len": 1}
         )
-        with open_llm(opened, {**load_fields(options), **minimal_cache}, max_num_seqs=options.batch_size) as llm:
+        longest = opened.generation.max_embed_tokens if opened.config.kind == "decoder" else None
+        fields = {**sizes, **load_fields(options)}
+        with open_llm(opened, fields, max_num_seqs=options.batch_size, max_seq_len=longest) as llm:
             line_batches.require_tokenizer(llm)
             return line_batches.print_answers(lines, task(llm), options, show)

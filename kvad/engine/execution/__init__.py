@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvad.engine.execution.native_program import unsupported_reason as unsupported_reason
     from kvad.engine.execution.sampler import NONFINITE_ERROR as NONFINITE_ERROR
     from kvad.engine.execution.sampler import DeviceTokens as DeviceTokens
+    from kvad.engine.execution.sampler import pool_outputs as pool_outputs
     from kvad.engine.execution.sampler import sample_on_device as sample_on_device
     from kvad.engine.execution.sampler import sample_outputs as sample_outputs
 

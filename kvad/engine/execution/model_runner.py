@@ -192,6 +192,16 @@ class InputBuffers:
         return _ShapeBuffers(model_input, vectors, tables_per_group, offset)
 
 
+def _pooled_tokens(output: SchedulerOutput, device: torch.device) -> Tensor:
+    """Return the indices of the step's tokens whose hidden states are pooled."""
+    indices, first = list[int](), 0
+    for scheduled in output.scheduled:
+        if scheduled.sequence.request.pooling is not None:
+            indices += range(first, first + scheduled.num_tokens)
+        first += scheduled.num_tokens
+    return torch.tensor(indices, dtype=torch.int64, device=device)
+
+
 def _sizes(shape: BatchShape, with_seq_lens: bool) -> list[tuple[int, ...]]:
     """Return the shapes of tokens, positions, logit indices, sequence lengths, slots and tables."""
     tokens = sum(sub_batch.num_seqs * sub_batch.num_new_tokens for sub_batch in shape.sub_batches)
@@ -273,6 +283,7 @@ class ModelRunner:
     which those of a GPU do not.
     ``num_tokens``: ids below it are sampled (None: all). ``input_seconds``: time spent so far on block operations and
     inputs. ``op_seconds``, if set, receives the time of each operation of ``program`` (``NativeProgram.run``).
+    ``hidden`` [T, E]: what the head reads of the last step's sequences whose states are pooled, in scheduled order.
     """
 
     def __init__(
@@ -305,6 +316,7 @@ class ModelRunner:
         self._graph_key: tuple[int, ...] = ()
         self._started: tuple[SchedulerOutput, Tensor] | None = None  # a step and its logits
         self.input_seconds = 0.0
+        self.hidden: Tensor | None = None
         self.op_seconds: NDArray[np.float64] | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -340,7 +352,8 @@ class ModelRunner:
                 self.cache.apply(output.allocation.block_ops)
         spans = ((scheduled.sequence, scheduled.num_tokens) for scheduled in output.scheduled)
         adapters = self._select_adapters(spans) if self._adapters else None
-        bucket = None if self.graphs.reason or adapters else decoding_bucket(BatchShape.from_output(output))
+        is_unrecorded = self.graphs.reason or adapters or output.has_pooling
+        bucket = None if is_unrecorded else decoding_bucket(BatchShape.from_output(output))
         model_input = self.buffers.fill(output) if bucket is None else self.buffers.fill(output, bucket)
         if token_ids is not None:
             with torch.inference_mode():
@@ -350,10 +363,14 @@ class ModelRunner:
             self._update_kernels()
         program = self._program_for(adapters)
         if program is not None:
-            return program.run(model_input, self.op_seconds, None if adapters is None else adapters.numbers)
+            numbers = None if adapters is None else adapters.numbers
+            indices = _pooled_tokens(output, self.device) if output.has_pooling else None
+            logits, self.hidden = program.run(model_input, self.op_seconds, numbers, indices)
+            return logits
         with torch.inference_mode():
-            if adapters is not None:
-                hidden = self.model(model_input._replace(adapters=adapters), self.cache)
+            if adapters is not None or output.has_pooling:  # the other kernels have no hidden states
+                hidden = self._computed(model_input._replace(adapters=adapters), self.cache)
+                self.hidden = hidden[_pooled_tokens(output, self.device)] if output.has_pooling else None
                 return self.model.logits(hidden, model_input.logit_indices)
             if bucket is None:
                 return self._forward(model_input)

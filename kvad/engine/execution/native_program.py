@@ -252,7 +252,7 @@ class _Builder:
         _require(head.tiles is None, "batch-invariant products of PyTorch")
         self._norm(self.stack.norm, self.stream, self.input)
         selected = self._buffer(_padded(self.size), self.dtype)
-        self._op("select", input=self.input, out=selected, k=_padded(self.size) * self.itemsize)
+        self._op("select", input=self.input, out=selected, k=_padded(self.size) * self.itemsize, n=self.size)
         weight: native.library.Matrix = self.model.token_embedding if head.weight is None else head.weight
         if head.output is not None:
             weight = head.output.matrix
@@ -743,7 +743,7 @@ class NativeProgram:
 
     def __init__(self, builder: _Builder, library: native.Library) -> None:
         self._library, self._referenced = library, builder.referenced
-        self._vocab_size = builder.model.config.vocab_size
+        self._vocab_size, self._hidden_size = builder.model.config.vocab_size, builder.size
         self._ops = (native.Op * len(builder.ops))(*builder.ops)
         self._widths = np.array(builder.widths, dtype=np.int64)
         self._program = native.Program(
@@ -787,11 +787,12 @@ class NativeProgram:
         model_input: ModelInput,
         seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None,
         adapters: np.ndarray[Any, np.dtype[np.int32]] | None = None,
-    ) -> Tensor:
-        """Write the new tokens to the cache and return logits [N, V], float32.
+        hidden_indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the new tokens to the cache; return logits [N, V] and, if requested, hidden states [H, E], float32.
 
         ``seconds`` [operations + 1] receives the first thread's time in each operation, then its waiting for others.
-        ``adapters`` [T]: number of each token's adapter, 0: none.
+        ``adapters`` [T]: number of each token's adapter, 0: none. ``hidden_indices`` [H]: tokens, in T.
         """
         known = self._steps.get(id(model_input))
         if known is None or known.model_input is not model_input:
@@ -802,9 +803,14 @@ class NativeProgram:
             step.best = ctypes.addressof(best)
             known = self._steps[id(model_input)] = _PreparedStep(model_input, step, best, referenced)
         known.step.num_tokens = self.num_tokens
+        hidden = None
+        if hidden_indices is not None:
+            hidden = torch.empty(len(hidden_indices), self._hidden_size)
+            known.step.hidden, known.step.hidden_indices = hidden.data_ptr(), hidden_indices.data_ptr()
+        known.step.num_hidden = 0 if hidden is None else len(hidden)
         logits = self._run(known.step, self._vocab_size, seconds, adapters)
         self._logits, self._best = weakref.ref(logits), known.best
-        return logits
+        return logits, hidden
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
         """Return the best token of each row of the last step's logits; None if these are others, or not finite."""

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvad import model as model_lib
 from kvad import ops
 from kvad.engine import scheduling
 from kvad.engine.execution import grammar
@@ -114,6 +115,26 @@ def sample_outputs(
         span = results[index]
         results[index] = result._replace(prompt_logprobs=span.prompt_logprobs, error=span.error or result.error)
     return results
+
+
+@torch.inference_mode()
+def pool_outputs(output: SchedulerOutput, hidden: Tensor | None, results: list[SequenceOutput]) -> None:
+    """Set the results of the sequences whose hidden states are pooled, given those of their tokens in the step."""
+    assert hidden is not None
+    hidden, first = hidden.cpu(), 0
+    for index, (seq, start, count, *_) in enumerate(output.scheduled):
+        if seq.request.pooling is None:
+            continue
+        states = hidden[first : first + count]
+        first += count
+        if not bool(states.isfinite().all()):
+            results[index] = SequenceOutput(error=NONFINITE_ERROR)
+            continue
+        if seq.pooled_states is None or start == 0:
+            seq.pooled_states = model_lib.heads.PooledStates(seq.request.pooling)
+        seq.pooled_states.add(states)
+        if start + count == len(seq.token_ids):
+            results[index] = SequenceOutput(output=seq.pooled_states.result())
 
 
 def _takes_best(scheduled: ScheduledSequence) -> bool:

@@ -282,6 +282,8 @@ class AdmissionQueue:
 
 
 def _max_hit_tokens(seq: TokenSequence) -> int | None:
-    """Return the longest allowed prefix hit if prompt log-probabilities are requested."""
+    """Return the longest allowed prefix hit if outputs of the prompt's tokens are requested."""
+    if seq.request.pooling not in (None, "last"):
+        return 0
     needs_scores = seq.wants_prompt_logprobs and seq.num_scored_tokens < seq.num_prompt_tokens - 1
     return seq.num_scored_tokens if needs_scores else None

@@ -171,6 +171,8 @@ def _group_by_source(items: list[BatchItem], sub_batches: Sequence[SubBatch]) ->
 def schedule_span(seq: TokenSequence, num_new_tokens: int) -> ScheduledSequence:
     """Return the sequence's next tokens with the offsets whose logits are needed."""
     start, drafts = seq.num_computed_tokens, seq.draft_token_ids
+    if seq.request.pooling is not None:  # finite hidden states validate the span
+        return ScheduledSequence(seq, start, num_new_tokens, range(0), False)
     end = start + num_new_tokens - len(drafts)
     is_sampled = end == len(seq.token_ids) and end < seq.max_len
     # The last token scores the next one, if any: finite logits there validate the span (Scheduler.update_from_output).

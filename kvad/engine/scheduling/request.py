@@ -230,7 +230,7 @@ class SequenceOutput(NamedTuple):
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt tokens after the span's logit positions
     error: str | None = None  # non-finite numbers, for example; tokens and blocks must not be used
-    output: Tensor | None = None  # encoder output for a request without a decoder
+    output: Tensor | None = None  # encoder output for a request without a decoder, or pooled hidden states
     candidates: tuple[tuple[int, float], ...] = ()  # best continuations of a beam (token, log-probability), best first
     candidate_logprobs: tuple[TokenLogprob, ...] = ()  # of the candidates, if requested
     retry: bool = False  # with an error from lost data: the tokens can be recomputed

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from kvad import cache
 from kvad.cache.manager import BlockAllocation, KVCacheManager, SwappedSequence
@@ -49,6 +50,9 @@ from kvad.engine.scheduling.speculation import Drafter
 from kvad.engine.scheduling.step_costs import PromptBudget, StepCosts
 from kvad.engine.scheduling.structured_output import Grammar
 from kvad.model_input import BlockOps
+
+if TYPE_CHECKING:
+    from kvad.config.layers import Pooling
 
 MAX_RECOVERIES = 2  # recomputations of a sequence whose offloaded tokens were lost; then it ends with an error
 MAX_FINISHED_METRICS = 4096  # metrics of ended requests that stay available
@@ -115,6 +119,7 @@ class Scheduler:
         adapter: int = 0,
         has_stop_string: Callable[[Sequence[int]], bool] | None = None,
         grammar: Grammar | None = None,
+        pooling: Pooling | None = None,
     ) -> RequestMetrics:
         """Queue a request and return its metrics, which are updated until it ends.
 
@@ -130,6 +135,7 @@ class Scheduler:
             adapter: Number of the adapter that computes it (``model/lora.py``); 0: the base.
             has_stop_string: Returns True if generated tokens end with a stop string; for a beam search.
             grammar: The compiled structured output.
+            pooling: Return the pooled hidden states of the prompt (``SequenceOutput.output``); no token is sampled.
 
         Raises:
             RequestError: If the prompt is empty or too long, the pool could never hold the tokens, or the overflow mode
@@ -155,6 +161,7 @@ class Scheduler:
             draw_salt,
             grammar,
             adapter,
+            pooling,
         )
         self._arrivals += 1
         if sampling_params.num_beams > 1 and not encoder_only:
@@ -424,7 +431,7 @@ class Scheduler:
         self._admission.block()
 
     def _build_output(self, items: list[BatchItem], allocation: BlockAllocation) -> SchedulerOutput:
-        scheduled = []
+        scheduled, has_pooling = [], False
         now: float | None = None
         for _, seq, num_new_tokens in items:
             if seq.swapped is not None:
@@ -434,10 +441,13 @@ class Scheduler:
                 now = self._clock() if now is None else now
                 self._admission.start(seq, now)
             scheduled.append(schedule_span(seq, num_new_tokens))
+            has_pooling |= seq.request.pooling is not None
             self._tokens += num_new_tokens
         self._steps += 1
         sub_batches, cross_sub_batches = self._batch_builder.build(items, allocation)
-        self._in_flight = SchedulerOutput(tuple(scheduled), sub_batches, allocation, None, cross_sub_batches)
+        self._in_flight = SchedulerOutput(
+            tuple(scheduled), sub_batches, allocation, None, cross_sub_batches, has_pooling
+        )
         return self._in_flight
 
     def update_from_output(self, output: SchedulerOutput, results: Sequence[SequenceOutput]) -> list[StreamChunk]:
@@ -464,7 +474,8 @@ class Scheduler:
                 chunks += self._recover(seq, result.error) if result.retry else self._fail(seq, result.error)
                 continue
             end = start + count
-            self._commit(seq, end, start + logit_offsets.stop)
+            is_pooled = seq.request.pooling is not None
+            self._commit(seq, end, end if is_pooled else start + logit_offsets.stop)
             if seq.wants_prompt_logprobs:
                 seq.add_prompt_logprobs(end, result.prompt_logprobs)
             if is_sampled and seq.request.beams is not None:
@@ -475,8 +486,8 @@ class Scheduler:
                 if result.next_outputs:
                     self._accepted.append((seq, result.next_outputs))
             elif end >= seq.max_len:  # no token was requested
-                chunk = self._end(seq, "length", limit=seq.limited_by)
-                chunks.append(chunk._replace(prompt_logprobs=seq.pop_prompt_logprobs()))
+                chunk = self._end(seq, "stop" if is_pooled else "length", limit=None if is_pooled else seq.limited_by)
+                chunks.append(chunk._replace(prompt_logprobs=seq.pop_prompt_logprobs(), output=result.output))
         return chunks
 
     def _commit(self, seq: TokenSequence, end: int, num_sure: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvad import cache
 from kvad.cache import manager
@@ -19,6 +19,10 @@ from kvad.engine.scheduling.beam_search import BeamSearch, DiverseBeamSearch
 from kvad.engine.scheduling.request import EncoderInput, SamplingParams, TokenLogprob
 from kvad.engine.scheduling.structured_output import Grammar, GrammarState
 from kvad.model_input import SubBatch
+
+if TYPE_CHECKING:
+    from kvad.config.layers import Pooling
+    from kvad.model.heads import PooledStates
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 IDLE = "idle"  # a beam without tokens, until another beam is forked into it
@@ -62,6 +66,7 @@ class Request:
     draw_salt: int = 0  # requests that differ in it draw other numbers
     grammar: Grammar | None = None  # of its structured output
     adapter: int = 0  # number in the engine's AdapterSet; 0: the base
+    pooling: Pooling | None = None  # the hidden states of its tokens are pooled, and no token is sampled
     beams: BeamSearch | DiverseBeamSearch | None = None
     live_beams: list[TokenSequence] = field(default_factory=list)  # best first
     reserved_blocks: tuple[int, ...] | None = None  # per group (``limits.py``)
@@ -116,6 +121,7 @@ class TokenSequence:
     draw_hash: blake2b | None = None  # with the first ``num_hashed_tokens`` tokens
     num_hashed_tokens: int = 0
     grammar_state: GrammarState | None = field(init=False)  # of its structured output; the sampler's
+    pooled_states: PooledStates | None = None  # of its computed tokens; the engine's
 
     def __post_init__(self) -> None:
         request = self.request
@@ -230,3 +236,4 @@ class SchedulerOutput(NamedTuple):
     allocation: BlockAllocation
     encoder_batch: EncoderBatch | None = None
     cross_sub_batches: tuple[SubBatch, ...] | None = None  # for cross-attention: one encoder input is one row
+    has_pooling: bool = False  # hidden states of some sequences are pooled

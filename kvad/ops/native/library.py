@@ -121,6 +121,8 @@ class StepInput(ctypes.Structure):
     _fields_ = [
         *_fields(ctypes.c_int64, "tokens num_logits num_groups"),
         *_fields(ctypes.c_void_p, "token_ids positions logit_indices seq_lens groups adapters logits"),
+        ("num_hidden", ctypes.c_int64),
+        *_fields(ctypes.c_void_p, "hidden_indices hidden"),
         ("num_tokens", ctypes.c_int64),
         *_fields(ctypes.c_void_p, "best seconds"),
     ]

@@ -176,11 +176,16 @@ inline void add(const Run& run, const Op& op, int64_t rows) {
   }
 }
 
-inline void select_rows(const Run& run, const Op& op) {  // k: bytes of a row; without a buffer: floats of the output
+// k: bytes of a row; without a buffer: floats of the output.
+template <class T> void select_rows(const Run& run, const Op& op) {
   for (int64_t i = run.low(run.step.num_logits); i < run.high(run.step.num_logits); i++) {
     char* out = op.out < 0 ? reinterpret_cast<char*>(run.step.logits) : run.buffers[op.out];
     const int64_t stride = op.out < 0 ? op.in_stride * 4 : op.k;
     std::memcpy(out + i * op.k, run.buffers[op.in] + run.step.logit_indices[i] * stride, op.k);
+  }
+  for (int64_t i = run.low(run.step.num_hidden); i < run.high(run.step.num_hidden); i++) {
+    const T* row = reinterpret_cast<const T*>(run.buffers[op.in] + run.step.hidden_indices[i] * op.k);
+    for (int j = 0; j < op.n; j++) run.step.hidden[i * op.n + j] = widen(row[j]);
   }
 }
 

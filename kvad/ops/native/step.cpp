@@ -30,7 +30,7 @@ template <class W> void run_op(const Run& run, const Op& op, int64_t rows) {
       if (uses_words(op)) return Attention<BFloat, Words>(run, op).attend();
       return Attention<W, W>(run, op).attend();
     case OP_ADD: return add(run, op, rows);
-    case OP_SELECT: return select_rows(run, op);
+    case OP_SELECT: return select_rows<T>(run, op);
     case OP_EXPERTS: return Mixture<W>(run, op).compute();
     case OP_LORA: return lora<T>(run, op, rows);
     case OP_GATE: return op.out_float ? gate<float>(run, op, rows) : gate<T>(run, op, rows);

@@ -79,6 +79,9 @@ struct Step {
   const Group* groups;
   const int32_t* adapters;  // [T] number of each token's adapter, 0: none; null: no token has one
   float* logits;    // [num_logits, V]
+  int64_t num_hidden;
+  const int64_t* hidden_indices;  // of tokens
+  float* hidden;       // [num_hidden, n of SELECT]: what the head reads
   int64_t num_tokens;  // the first ids, which may be sampled
   int32_t* best;  // [num_logits]: of them the first one with the largest logit; -1 if a logit is not finite; null: not found
   double* seconds;  // [num_ops + 1] of the first thread in each operation, then waiting for others; null: not measured

@@ -53,7 +53,7 @@ async def create_embeddings(context: ApiContext, body: EmbeddingBody, key: str) 
         raise ApiError(400, str(error), param="input", code="invalid_value") from error
     num_tokens = sum(map(len, inputs))
     context.check_room(len(inputs), num_tokens)
-    vectors = await context.llm.embed_ids(inputs, adapter=adapter)
+    vectors = await context.llm.embed_ids(inputs, adapter=adapter, cache_salt=context.salt(key, None))
     data = [
         {"object": "embedding", "index": index, "embedding": _encode_vector(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)
