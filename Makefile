@@ -5,7 +5,8 @@
 # make test-unit  the tests without a model or a subprocess   make docs   the documentation as a site, in site/
 # make test-lower-bounds   a model trained and used with the lowest versions of the dependencies, in a separate environment
 # make clients   lm-eval and litellm in a separate environment, and their tests against the server
-# make peers      the environment of the engines that kvad is compared with   make bench   measure all of them, by turns
+# make peers      the environment of the engines that kvad is compared with   make bench   measure all of them, by turns, for hours;
+#                 started again, it continues   make bench-docs   docs/explanation/decoding-speed-results.md from what was measured
 # make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/hf_parity)
 #
 # TORCH_INDEX=URL  where torch comes from; its CPU build on Linux is  TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -22,6 +23,7 @@ ORACLES ?= /tmp/kvad-oracle
 PEERS ?= .venv-peers
 CLIENTS ?= .venv-clients
 BENCH_ARGS ?=
+BENCH_OUT ?= dev/results/peers.jsonl
 
 TORCH := torch==2.13.0
 PY := $(VENV)/bin/python
@@ -33,7 +35,7 @@ KEY := $(shell { pwd; cat pyproject.toml constraints.txt kvad/ops/native/*.cpp k
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 
-.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle clients peers bench check docs install
+.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle clients peers bench bench-docs check docs install
 .DELETE_ON_ERROR:
 
 run: $(RUN_STAMP)
@@ -84,7 +86,10 @@ peers: $(TEST_STAMP)
 	VENV=$(VENV) benchmarks/peers/environment.sh $(PEERS)
 
 bench: $(TEST_STAMP)
-	PEERS=$(PEERS) $(PY) -m benchmarks.peers run $(BENCH_ARGS)
+	PEERS=$(PEERS) $(PY) -m benchmarks.peers run --out $(BENCH_OUT) $(BENCH_ARGS)
+
+bench-docs: $(TEST_STAMP)
+	$(PY) -m benchmarks.peers docs $(BENCH_OUT)
 
 test-gpu: $(TEST_STAMP)
 	$(PY) -m pytest -m gpu -rs tests/engine/test_devices.py tests/engine/execution/test_gpu_kernels.py tests/ops/test_triton.py $(TEST_ARGS)

@@ -1,8 +1,9 @@
 """Runs engines by turns: one computes, the others wait. Every value is one timed run of one turn.
 
 For each shape and scenario, every engine computes it once untimed, and its tokens are compared with those of the
-float32 model in transformers. Then come the rounds: in each, every engine and the machine's limits have one turn, a
-short untimed run, which brings its weights into memory again, and a timed one.
+float32 model in transformers. Then come the rounds: in each, every engine has one turn, a short untimed run, which
+brings its weights into memory again, and a timed one. The machine's limits are measured before each round and after
+the last one.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.peers import convert
-from benchmarks.peers.results import Measurement, agreement_among, result_line
-from benchmarks.peers.scenarios import Scenario, Selection, cost_of, needs_of
+from benchmarks.peers.progress import Progress, expected_seconds
+from benchmarks.peers.results import ROOT, EarlierLines, Line, Measurement, agreement_among, code_commit, result_line
+from benchmarks.peers.scenarios import Cell, Scenario, Selection, cost_of, needs_of
 from benchmarks.peers.shapes import Shape
-from kvad.benchmarks.results import commit_id, machine_info
+from kvad.benchmarks.results import machine_info
 
-ROOT = Path(__file__).parents[2]
 Key = tuple[str, str]  # engine and precision
 CHECKED_ROWS = 4  # of a batch; the reference reads each row alone, in float32
 TICKS = os.sysconf("SC_CLK_TCK")  # of processor time, per second
 RUNS_AFTER_LOADING = 2  # timed runs of a turn, if the engines are too large to stay loaded together
 PAUSE = 0.3  # seconds between turns: threads that spin after their work have ended by then
 MAX_RESIDENT_BYTES = 3 << 30
+MIN_RUNS = 3  # timed runs that a time limit does not end: with fewer there is no spread
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Settings:
     selections: tuple[Selection, ...]
     engines: tuple[str, ...]
     repeats: int  # timed runs of each engine
-    max_seconds: float  # no round of a scenario begins later than this after its start
+    max_seconds: float  # after a scenario's first turn began, no round beyond ``MIN_RUNS`` begins later than this
     threads: int
     cache: Path  # folder of checkpoints and conversions
     peers_python: str  # interpreter of the peers' environment
@@ -48,6 +50,7 @@ class Settings:
     check: bool = True
     verbose: bool = False  # print every value
     log: IO[bytes] | int = subprocess.DEVNULL  # for what the engines print
+    earlier: Sequence[Line] = ()  # cells that these lines complete are skipped
 
     def environment(self) -> dict[str, str]:
         """Return the variables of every worker: equal threads, this checkout's modules, no downloads.
@@ -133,89 +136,171 @@ def format_of(engine: str, precision: str, shape: Shape) -> str | None:
     return FORMAT_OF.get((engine, precision))
 
 
+@dataclass(frozen=True)
+class Task:
+    """One scenario, in the precisions that are not measured yet."""
+
+    selection: Selection
+    scenario: Scenario
+    keys: tuple[Key, ...]
+
+
+@dataclass
+class Rounds:
+    """Results of one scenario."""
+
+    able: dict[Key, Measurement] = field(default_factory=dict)
+    refusals: dict[Key, str] = field(default_factory=dict)  # the reasons
+    limits: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # by precision
+    ended_after: float | None = None  # the time limit in seconds, if it ended the rounds
+
+
 class Driver:
     """Measures what the settings name and yields one result line per engine, precision and scenario."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.header = {"machine": machine_info(), "threads": settings.threads, "commit": code_commit()}
+        self._best_products: dict[str, float] = {}  # operations per second, by precision
         self._workers: dict[Key, LoadedWorker] = {}  # least recently used first
         self._limits_workers: dict[str, WorkerProcess] = {}  # by precision
         self._needs: dict[str, int] = {}
         self._max_resident = 1
 
-    def run(self) -> Iterator[dict[str, Any]]:
+    def run(self) -> Iterator[Line]:
+        """Measure the cells that the earlier lines do not complete; yield a line for each engine, refusals included."""
+        tasks = self.tasks()
+        repeats = self.settings.repeats
+        progress = Progress(
+            [expected_seconds(each.selection.shape, each.scenario, each.keys, repeats) for each in tasks]
+        )
         for selection in self.settings.selections:
+            mine = [each for each in tasks if each.selection is selection]
+            if not mine:
+                continue
             self._needs = needs_of(selection.scenarios)
             self._max_resident = max(1, MAX_RESIDENT_BYTES // selection.shape.file_bytes)
             try:
-                paths = self._convert_all(selection)
-                for scenario in selection.scenarios:
-                    yield from self._measure(selection.shape, scenario, paths)
+                paths = self._convert_all(selection.shape, dict.fromkeys(key for task in mine for key in task.keys))
+                for task in mine:
+                    yield from self._measure(task, paths, progress)
+                    progress.finish()
             finally:
                 self._close_all()
 
     def prepare(self) -> None:
         """Write and convert all checkpoints without measuring."""
-        for selection in self.settings.selections:
-            self._convert_all(selection)
+        for task in self.tasks():
+            self._convert_all(task.selection.shape, task.keys)
 
-    def _convert_all(self, selection: Selection) -> dict[Key, Path]:
+    def tasks(self) -> list[Task]:
+        """Return what is to be measured: each scenario, without precisions that the earlier lines complete."""
+        settings = self.settings
+        keys: dict[Cell, tuple[Key, ...]] = {}
+        for selection in settings.selections:
+            for scenario in selection.scenarios:
+                for precision in selection.precisions:
+                    engines = selection.engines(precision, settings.engines)
+                    able = [name for name in engines if format_of(name, precision, selection.shape) is not None]
+                    keys[selection.shape.name, scenario.name, precision] = tuple((name, precision) for name in able)
+        earlier = EarlierLines(self.header, settings.repeats, settings.max_seconds, settings.earlier)
+        complete = earlier.complete_cells({cell: [name for name, _ in able] for cell, able in keys.items()})
+        skipped = sum(bool(keys[cell]) for cell in complete)
+        if skipped:
+            notice(f"skipped: {skipped} cells that were measured at commit {self.header['commit']} already")
+        tasks = []
+        for selection in settings.selections:
+            for scenario in selection.scenarios:
+                cells = [(selection.shape.name, scenario.name, precision) for precision in selection.precisions]
+                left = tuple(key for cell in cells if cell not in complete for key in keys[cell])
+                if left:
+                    tasks.append(Task(selection, scenario, left))
+        return tasks
+
+    def _convert_all(self, shape: Shape, keys: Collection[Key]) -> dict[Key, Path]:
         """Convert the checkpoint for each engine; name and skip what cannot be."""
-        self._convert("hf", selection.shape)
+        self._convert("hf", shape)
         paths: dict[Key, Path] = {}
-        for precision in selection.precisions:
-            for engine in self.settings.engines:
-                name = format_of(engine, precision, selection.shape)
-                if name is None:
-                    continue
-                try:
-                    paths[engine, precision] = self._convert(name, selection.shape)
-                except (RuntimeError, OSError) as error:
-                    notice(f"skipped: {engine} {precision}: {error}")
+        for engine, precision in keys:
+            name = format_of(engine, precision, shape)
+            assert name is not None
+            try:
+                paths[engine, precision] = self._convert(name, shape)
+            except (RuntimeError, OSError) as error:
+                notice(f"skipped: {engine} {precision}: {error}")
         return paths
 
     def _convert(self, name: str, shape: Shape) -> Path:
         python = self.settings.kvad_python if name.startswith(("gguf", "kvad")) else self.settings.peers_python
         return convert.ensure(name, shape, self.settings.cache, python, self.settings.environment())
 
-    def _measure(self, shape: Shape, scenario: Scenario, paths: dict[Key, Path]) -> Iterator[dict[str, Any]]:
-        prompts, start = scenario.prompts(shape), time.monotonic()
-        able: dict[Key, Measurement] = {}
-        for key, path in paths.items():
-            with self._reported(key, f"skipped: {shape.name} {scenario.name}"):
-                worker = self._worker(key, path)
-                output = worker.prepare(scenario, prompts)
-                able[key] = Measurement(*key, versions=worker.versions, output=output)
-        checks = self._check(shape, scenario, prompts, list(able.values())) if self.settings.check else {}
-        limits: dict[str, list[tuple[float, float]]] = {precision: [] for _, precision in able}
+    def _measure(self, task: Task, paths: dict[Key, Path], progress: Progress) -> Iterator[Line]:
+        shape, scenario = task.selection.shape, task.scenario
+        name, prompts, rounds = f"{shape.name} {scenario.name}", scenario.prompts(shape), Rounds()
+        progress.show(f"{name}: untimed runs", 0.0, always=True)
+        for key in task.keys:
+            if key in paths:
+                with self._reported(key, f"skipped: {name}", rounds):
+                    worker = self._worker(key, paths[key])
+                    output = worker.prepare(scenario, prompts)
+                    rounds.able[key] = Measurement(*key, versions=worker.versions, output=output)
+        checks = self._check(shape, scenario, prompts, list(rounds.able.values())) if self.settings.check else {}
+        self._run_rounds(task, paths, rounds, progress)
+        place = {"shape": shape.name, "scenario": scenario.name}
+        header = {**self.header, "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime())}
+        if code_commit() != header["commit"] and not header["commit"].endswith("-dirty"):
+            header["commit"] += "-dirty"  # files changed during the run
+        for (engine, precision), reason in rounds.refusals.items():
+            names = {"engine": engine, "precision": precision, "reason": reason}
+            yield {"bench": "peers-refused", **place, **names, **header}
+        if rounds.ended_after is not None:
+            header["ended_after"] = rounds.ended_after
+        for measurement in rounds.able.values():
+            if measurement.values:
+                line = result_line(shape, scenario, measurement, rounds.limits[measurement.precision])
+                yield {**line, **checks.get(measurement.key, {}), **header}
+
+    def _run_rounds(self, task: Task, paths: dict[Key, Path], rounds: Rounds, progress: Progress) -> None:
+        """Let the engines run by turns, until each has its timed runs or the time is over."""
+        shape, scenario, able = task.selection.shape, task.scenario, rounds.able
+        name, prompts, start = f"{shape.name} {scenario.name}", scenario.prompts(shape), time.monotonic()
         per_turn = 1 if len(able) <= self._max_resident else RUNS_AFTER_LOADING
-        for turn in range(-(-self.settings.repeats // per_turn)):
-            if turn and time.monotonic() - start > self.settings.max_seconds:
-                notice(f"{shape.name} {scenario.name}: {turn * per_turn} timed runs only, because of --max-seconds")
+        turns = -(-self.settings.repeats // per_turn) if able else 0
+        for turn in range(turns):
+            runs = turn * per_turn
+            if runs >= MIN_RUNS and time.monotonic() - start > self.settings.max_seconds:
+                rounds.ended_after = self.settings.max_seconds
+                notice(f"{name}: {runs} timed runs only, because of --max-seconds")
                 break
-            for precision, values in limits.items():
-                values.append(self._limits(cost_of(shape, scenario, precision).bytes / scenario.steps, precision))
-            first = turn % max(1, len(able))
+            progress.show(f"{name}: turn {turn + 1} of {turns}", (turn + 1) / (turns + 1))
+            self._measure_limits(shape, scenario, rounds)
+            first = turn % len(able)
             for key in [*able][first:] + [*able][:first]:
-                with self._reported(key, f"failed: {shape.name} {scenario.name}"):
+                with self._reported(key, f"failed: {name}", rounds):
                     for _ in range(per_turn):
                         able[key].add(self._turn(key, paths[key], scenario, prompts), scenario)
                         if self.settings.verbose:
                             notice(f"{scenario.name} {' '.join(key)}: {able[key].values[-1]:.4g} {scenario.unit}")
-        header = {"machine": machine_info(), "threads": self.settings.threads, "commit": commit_id()}
-        for measurement in able.values():
-            if measurement.values:
-                line = result_line(shape, scenario, measurement, limits[measurement.precision])
-                yield {**line, **checks.get(measurement.key, {}), **header}
+        self._measure_limits(shape, scenario, rounds)
+
+    def _measure_limits(self, shape: Shape, scenario: Scenario, rounds: Rounds) -> None:
+        """Add a measurement of the machine's limits for each precision."""
+        for precision in dict.fromkeys(precision for _, precision in rounds.able):
+            step_bytes = cost_of(shape, scenario, precision).bytes / scenario.steps
+            read, products = self._limits(step_bytes, precision)
+            self._best_products[precision] = max(products, self._best_products.get(precision, 0.0))
+            rounds.limits.setdefault(precision, []).append((read, self._best_products[precision]))
 
     @contextlib.contextmanager
-    def _reported(self, key: Key, what: str) -> Iterator[None]:
+    def _reported(self, key: Key, what: str, rounds: Rounds) -> Iterator[None]:
         """Report a worker's failure, end the worker and continue with the other engines."""
         try:
             yield
         except WorkerError as error:
             notice(f"{what} {' '.join(key)}: {error}")
-            if not error.is_refusal:
+            if error.is_refusal:
+                rounds.refusals[key] = str(error)
+            else:
                 self._close(key)
 
     def _worker(self, key: Key, path: Path) -> LoadedWorker:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.peers.scenarios import SCENARIOS, needs_of
+from benchmarks.peers.scenarios import DEFAULT, SCENARIOS, Cell, cells, needs_of
 from benchmarks.peers.shapes import SHAPES
 
 Line = dict[str, Any]
@@ -14,6 +15,11 @@ Lines = dict[tuple[str, str, str, str], Line]  # by shape, scenario, precision a
 ENGINES = ("kvad", "llama.cpp", "openvino", "transformers", "ctranslate2")
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 SPARE_RSS = 350e6  # bytes that a process may have in addition to weights and cache
+MIN_TURNS_OF_SPREAD = 3
+TURNS = 5  # that a measurement should have
+MAX_OTHERS_CPU = 0.05  # fraction of the cores that other processes may use
+NOT_MEASURED = "not measured"
+LOW_LIMIT = "limit measured too low"
 
 
 def latest(lines: Sequence[Line]) -> Lines:
@@ -42,20 +48,39 @@ class Bar:
     factor: float
     peer_precision: str = ""  # default: that of kvad
 
-    def value(self, found: Lines) -> float | None:
-        """Return the measured ratio; None if a line is missing."""
+    def lines(self, found: Lines) -> list[Line]:
+        """Return kvad's line and those it is compared with; [] if one is missing."""
         own = found.get((self.shape, self.scenario, self.precision, "kvad"))
         if own is None:
-            return None
-        if self.peer == "roofline":
-            return float(own["of_roofline"])
-        if self.peer == "rss":
-            return self._allowed_rss() / own["peak_rss"]
+            return []
+        if self.peer in ("roofline", "rss"):
+            return [own]
         place = self.shape, self.scenario, self.peer_precision or self.precision
         peers = [line for key, line in found.items() if key[:3] == place and key[3] == self.peer]
         if self.peer == "best":
             peers = [line for key, line in found.items() if key[:3] == place and key[3] != "kvad"]
-        return min((ratio(own, line) for line in peers), default=None)
+        return [own, *peers] if peers else []
+
+    def value(self, found: Lines) -> float | None:
+        """Return the measured ratio; None if a line is missing."""
+        lines = self.lines(found)
+        if not lines:
+            return None
+        own, *peers = lines
+        if self.peer == "roofline":
+            return float(own["of_roofline"])
+        if self.peer == "rss":
+            return float(self._allowed_rss() / own["peak_rss"])
+        return min(ratio(own, line) for line in peers)
+
+    def verdict(self, found: Lines) -> str:
+        """Return whether the ratio is reached; a share of the roofline above 1 says nothing."""
+        value = self.value(found)
+        if value is None:
+            return NOT_MEASURED
+        if self.peer == "roofline" and value > 1:
+            return LOW_LIMIT
+        return "yes" if value >= self.factor else "no"
 
     def _allowed_rss(self) -> float:
         shape = SHAPES[self.shape]
@@ -147,45 +172,91 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def bars_rows(lines: Sequence[Line]) -> list[tuple[str, ...]]:
-    """Return the bars whose lines exist: the measured ratio and whether it is reached."""
+    """Return all bars: the measured ratio, whether it is reached, and the least number of turns of its lines."""
     found = latest(lines)
-    rows: list[tuple[str, ...]] = [("shape", "scenario", "precision", "relative to", "bar", "measured", "reached")]
+    titles = "shape", "scenario", "precision", "relative to", "bar", "measured", "reached", "turns"
+    rows: list[tuple[str, ...]] = [titles]
     for bar in BARS:
-        value = bar.value(found)
-        if value is not None:
-            peer = f"{bar.peer} {bar.peer_precision}".strip()
-            reached = "yes" if value >= bar.factor else "no"
-            rows.append((bar.shape, bar.scenario, bar.precision, peer, f"{bar.factor:.2f}", f"{value:.2f}", reached))
+        value, used = bar.value(found), bar.lines(found)
+        name = bar.shape, bar.scenario, bar.precision, f"{bar.peer} {bar.peer_precision}".strip(), f"{bar.factor:.2f}"
+        measured = "-" if value is None else f"{value:.2f}"
+        turns = str(min(len(line["values"]) for line in used)) if used else "-"
+        rows.append((*name, measured, bar.verdict(found), turns))
     return rows
 
 
+def bars_summary(lines: Sequence[Line]) -> str:
+    """Return how many bars are reached, missed and not measured."""
+    verdicts = Counter(row[6] for row in bars_rows(lines)[1:])
+    text = f"Of {len(BARS)} bars {verdicts['yes']} are reached, {verdicts['no']} are not"
+    unknown = ", ".join(f"{verdicts[name]} {name}" for name in (LOW_LIMIT, NOT_MEASURED) if verdicts[name])
+    return f"{text}; {unknown}." if unknown else f"{text}."
+
+
 def bars_table(lines: Sequence[Line]) -> str:
-    rows = bars_rows(lines)
-    return aligned(rows) if len(rows) > 1 else "no bar is set for these scenarios"
+    """Return the bars that were measured, and the numbers of all."""
+    rows = [row for row in bars_rows(lines) if row[6] != NOT_MEASURED]
+    return "\n\n".join([*([aligned(rows)] if len(rows) > 1 else []), bars_summary(lines)])
 
 
 def engines_table(lines: Sequence[Line]) -> str:
-    """Return the medians as a Markdown table with a column per engine, and kvad's ratio to the fastest other one."""
+    """Return a Markdown table of medians, a row per cell of ``DEFAULT`` and of the lines.
+
+    A row has a column per engine, kvad's ratio to the fastest other one, turns, commit, and what makes it uncertain.
+    """
     found = latest(lines)
-    rows = [("shape", "scenario", "precision", "unit", *ENGINES, "kvad / best", "kvad / roofline")]
-    for place in dict.fromkeys(key[:3] for key in found):
-        by_engine = {key[3]: line for key, line in found.items() if key[:3] == place}
-        own = by_engine.get("kvad")
-        peers = [line for name, line in by_engine.items() if name != "kvad"]
-        best = "" if own is None or not peers else f"{min(ratio(own, line) for line in peers):.2f}"
-        share = "" if own is None else f"{own['of_roofline']:.2f}"
-        unit = next(iter(by_engine.values()))["unit"]
-        rows.append((*place, unit, *(_median(by_engine.get(name)) for name in ENGINES), best, share))
+    titles = "shape", "scenario", "precision", "unit", *ENGINES, "kvad / best", "kvad / roofline", "turns", "commit"
+    rows: list[tuple[str, ...]] = [(*titles, "notes")]
+    for place in dict.fromkeys([*cells(DEFAULT), *(key[:3] for key in found)]):
+        rows.append((*place, *_engines_row(place, {key[3]: each for key, each in found.items() if key[:3] == place})))
     return markdown(rows, 4)
 
 
+def _engines_row(place: Cell, by_engine: dict[str, Line]) -> tuple[str, ...]:
+    """Return the columns after the cell's name."""
+    unit = SCENARIOS[place[1]].unit
+    if not by_engine:
+        return (unit, *["-"] * (len(ENGINES) + 4), NOT_MEASURED)
+    own = by_engine.get("kvad")
+    peers = [line for name, line in by_engine.items() if name != "kvad"]
+    best = "-" if own is None or not peers else f"{min(ratio(own, line) for line in peers):.2f}"
+    share = "-" if own is None else f"{own['of_roofline']:.2f}"
+    turns = sorted({len(line["values"]) for line in by_engine.values()})
+    commits = sorted({_short(line["commit"]) for line in by_engine.values()})
+    medians = (_median(by_engine.get(name)) for name in ENGINES)
+    numbers = " to ".join(str(each) for each in dict.fromkeys((turns[0], turns[-1])))
+    return (unit, *medians, best, share, numbers, ", ".join(commits), ", ".join(notes(by_engine)))
+
+
+def notes(by_engine: dict[str, Line]) -> list[str]:
+    """Return what makes the lines of one cell uncertain."""
+    lines = list(by_engine.values())
+    busy = [name for name, line in by_engine.items() if line.get("others_cpu", 0.0) > MAX_OTHERS_CPU]
+    conditions = {
+        "uncommitted changes": any(line["commit"].endswith("-dirty") for line in lines),
+        "engines of different runs": len({(line["commit"], line.get("date")) for line in lines}) > 1,
+        "tokens not compared": any("agree" not in line for line in lines),
+        LOW_LIMIT: any(line["of_roofline"] > 1 for line in lines),
+        f"other programs ran ({', '.join(busy)})": bool(busy),
+    }
+    return [text for text, holds in conditions.items() if holds]
+
+
+def _short(commit: str) -> str:
+    """Return 7 digits of a commit, with its mark of uncommitted changes."""
+    digits, dash, mark = commit.partition("-")
+    return f"{digits[:7]}{dash}{mark}" or "unknown"
+
+
 def _median(line: Line | None) -> str:
-    """Return the median with the larger distance to an extreme, such as 96.7 ± 2.1."""
+    """Return the median with the larger distance to an extreme, such as 96.7 ± 2.1; without it for few runs."""
     if line is None:
         return "-"
     spread = max(line["max"] - line["median"], line["median"] - line["min"])
     median = line["median"]
     digits = 0 if median >= 100 else 1 if median >= 10 else 3
+    if len(line["values"]) < MIN_TURNS_OF_SPREAD:
+        return f"{median:,.{digits}f}"
     return f"{median:,.{digits}f} ± {spread:,.{digits}f}"
 
 
@@ -205,18 +276,44 @@ def with_tables(page: str, lines: Sequence[Line], sources: str) -> str:
 def section(lines: Sequence[Line], sources: str) -> str:
     """Return the generated part of the page."""
     found = list(latest(lines).values())
-    machines, commits = (sorted({line[name] for line in found}) for name in ("machine", "commit"))
-    versions = {f"{name} {value}" for line in found for name, value in line["versions"].items() if name != "kvad"}
-    reads, products = ([line[name] for line in found] for name in ("read_gb_per_second", "gflop_per_second"))
-    checked = [line for line in found if "agree" in line and line["engine"] == "kvad"]
-    agree, count = (sum(line[name] for line in checked) for name in ("agree", "count"))
-    turns = min(len(line["values"]) for line in found)
-    text = (
-        f"Written by `python -m benchmarks.peers docs` from {sources}. Medians of {turns} or more turns, ± the larger "
-        f"distance to an extreme. Machine: {'; '.join(machines)}. Commit of kvad: {', '.join(commits)}. Versions: "
+    text = f"{_measurement(found, sources)}\n\n{_reliability(found)}"
+    return f"{text}\n\n{engines_table(found)}\n\n{bars_summary(found)}\n\n{markdown(bars_rows(found), 4)}"
+
+
+def _measurement(lines: Sequence[Line], sources: str) -> str:
+    """Return machine, versions and limits of the lines."""
+    machines = sorted({line["machine"] for line in lines})
+    versions = {f"{name} {value}" for line in lines for name, value in line["versions"].items() if name != "kvad"}
+    reads, products = ([line[name] for line in lines] for name in ("read_gb_per_second", "gflop_per_second"))
+    return (
+        f"Written by `python -m benchmarks.peers docs` from {sources}. Medians of the turns; ± is the larger distance "
+        f"to an extreme, given with {MIN_TURNS_OF_SPREAD} turns or more. Machine: {'; '.join(machines)}. Versions: "
         f"{', '.join(sorted(versions))}. Measured by turns too: reading {min(reads):.0f} to {max(reads):.0f} GB/s "
         f"(of the bytes of one step: a small model is read from the processor's cache), products "
-        f"{min(products):,.0f} to {max(products):,.0f} Gflop/s. Of kvad's greedy tokens {agree:,} of {count:,} are the "
-        "most likely ones of the reference in float32; random weights have near ties."
+        f"{min(products):,.0f} to {max(products):,.0f} Gflop/s."
     )
-    return f"{text}\n\n{engines_table(found)}\n\n{markdown(bars_rows(found), 4)}"
+
+
+def _reliability(lines: Sequence[Line]) -> str:
+    """Return how many rows are complete, from how many commits, and how many tokens were compared."""
+    found = latest(lines)
+    rows = {place: [line for key, line in found.items() if key[:3] == place] for place in {key[:3] for key in found}}
+    least = [min(len(line["values"]) for line in row) for row in rows.values()]
+    commits = {line["commit"] for line in lines}
+    total = len({*cells(DEFAULT), *rows})
+    many, few = sum(each >= TURNS for each in least), sum(each < MIN_TURNS_OF_SPREAD for each in least)
+    text = (
+        f"Of {total} rows {len(rows)} were measured, {many} with {TURNS} turns or more and {few} with fewer than "
+        f"{MIN_TURNS_OF_SPREAD}, at {len(commits)} commit{'s' * (len(commits) > 1)}"
+    )
+    if len(commits) > 1:
+        text += ": compare engines within a row, and not two rows of different commits"
+    old = sum(any("limit_runs" not in line for line in row) for row in rows.values())
+    if old:
+        text += f". The limits of {old} rows are the medians of their turns, those of newer ones the largest values"
+    checked = [line for line in lines if "agree" in line and line["engine"] == "kvad"]
+    agree, count = (sum(line[name] for line in checked) for name in ("agree", "count"))
+    return (
+        f"{text}. Of kvad's greedy tokens that were compared, {agree:,} of {count:,} are the most likely ones of the "
+        "reference in float32; random weights have near ties."
+    )

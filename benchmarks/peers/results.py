@@ -3,12 +3,67 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.scenarios import Scenario, cost_of
+from benchmarks.peers.scenarios import Cell, Scenario, cost_of
 from benchmarks.peers.shapes import Shape
+
+ROOT = Path(__file__).parents[2]
+MEASURED_FILES = ("kvad", "benchmarks/peers", "hatch_build.py", ":!benchmarks/peers/report.py")  # what decides values
+Line = dict[str, Any]
+
+
+def code_commit() -> str:
+    """Return the last commit that changed what is measured, ``-dirty`` with later changes; "" without git.
+
+    Commits of results and pages do not change it, and a results file that grows does not make it dirty.
+    """
+    values = []
+    for command in (["log", "-1", "--format=%h", "--abbrev=12"], ["status", "--porcelain"]):
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(ROOT), *command, "--", *MEASURED_FILES], capture_output=True, text=True, timeout=30
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        if done.returncode:
+            return ""
+        values.append(done.stdout.strip())
+    return values[0] + ("-dirty" if values[1] else "")
+
+
+@dataclass(frozen=True)
+class EarlierLines:
+    """Lines that a file already has, to skip the cells that were measured at this commit on this machine.
+
+    A cell is complete if every engine has a line with enough timed runs, or with the time limit that ended them, or
+    has refused the cell.
+    """
+
+    header: Mapping[str, Any]  # machine, threads and commit of the lines to come
+    repeats: int
+    max_seconds: float
+    lines: Sequence[Line] = ()
+
+    def complete_cells(self, cells: Mapping[Cell, Iterable[str]]) -> set[Cell]:
+        """Return the complete cells of these, which are given with their engines."""
+        if not self.header["commit"] or self.header["commit"].endswith("-dirty"):
+            return set()
+        complete = {
+            (line["shape"], line["scenario"], line["precision"], line["engine"])
+            for line in self.lines
+            if all(line.get(name) == value for name, value in self.header.items()) and self._is_enough(line)
+        }
+        return {cell for cell, engines in cells.items() if all((*cell, engine) in complete for engine in engines)}
+
+    def _is_enough(self, line: Line) -> bool:
+        if line["bench"] == "peers-refused":
+            return True
+        return len(line["values"]) >= self.repeats or float(line.get("ended_after", -1)) >= self.max_seconds
 
 
 @dataclass
@@ -46,11 +101,14 @@ class Measurement:
 def result_line(
     shape: Shape, scenario: Scenario, measurement: Measurement, limits: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Return the JSON line of a measurement; ``limits`` are the bytes and operations per second of each round."""
+    """Return the JSON line of a measurement; ``limits`` are bytes and operations per second, whose largest count.
+
+    The machine's rates vary for seconds to minutes, and a rate that was reached once is a lower bound of the limit.
+    """
     values = measurement.values
     median = statistics.median(values)
     cost = cost_of(shape, scenario, measurement.precision)
-    read, multiply = (statistics.median(each) for each in zip(*limits, strict=True))
+    read, multiply = (max(each) for each in zip(*limits, strict=True))
     least = cost.seconds(read, multiply)
     roofline = least if scenario.unit == "seconds" else scenario.work / least
     share = roofline / median if scenario.unit == "seconds" else median / roofline
@@ -70,6 +128,7 @@ def result_line(
         "of_roofline": round(share, 3),
         "read_gb_per_second": round(read / 1e9, 2),
         "gflop_per_second": round(multiply / 1e9, 1),
+        "limit_runs": len(limits),
         "major_faults": measurement.major_faults,
         "others_cpu": round(statistics.median(measurement.others_cpu or [0.0]), 3),
         "peak_rss": measurement.peak_rss,

@@ -7,8 +7,8 @@ every run has the same ones.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from benchmarks.peers.shapes import SHAPES, Shape
@@ -98,36 +98,59 @@ def shape_fits(shape: Shape, scenario: Scenario) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """Scenarios of one shape, each measured with every engine in these precisions."""
+    """Scenarios of one shape, each measured by turns with all engines in these precisions."""
 
     shape: Shape
     scenarios: tuple[Scenario, ...]
     precisions: tuple[str, ...]
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # precision -> engines, if not all
+
+    def engines(self, precision: str, available: Sequence[str]) -> tuple[str, ...]:
+        """Return the engines that are measured in a precision, if they are available."""
+        return tuple(name for name in available if name in self.only.get(precision, available))
+
+    def with_precisions(self, precisions: Sequence[str]) -> Selection:
+        """Return the part in these precisions."""
+        return replace(self, precisions=tuple(each for each in self.precisions if each in precisions))
 
 
-def select(shape: str, scenarios: Iterable[str], precisions: Sequence[str] = ()) -> Selection:
+def select(
+    shape: str,
+    scenarios: Iterable[str],
+    precisions: Sequence[str] = (),
+    only: Mapping[str, tuple[str, ...]] | None = None,
+) -> Selection:
     """Return the scenarios that the shape has; by default decoders in bfloat16 and int8, others in float32 and int8."""
     model = SHAPES[shape]
     fitting = tuple(SCENARIOS[name] for name in scenarios if shape_fits(model, SCENARIOS[name]))
     default = ("float32", "int8") if model.is_encoder_decoder else ("bfloat16", "int8")
-    return Selection(model, fitting, tuple(precisions) or default)
+    return Selection(model, fitting, tuple(precisions) or default, only or {})
 
 
-ONE_ROW = ("decode-128", "decode-2k", "decode-8k")
-ROWS = ("rows-8", "rows-32", "mixed-8", "mixed-32")
-PROMPTS = ("prefill-512", "prefill-2048", "prefix-hit-2048")
-TRANSLATE = ("translate-greedy", "translate-beam4")
+KVAD = ("kvad",)
+# `make bench` measures these, and they are the rows of the page, measured or not. All bars of report.py are among them.
 DEFAULT = (
-    ("12m", ("decode-128",), ()),
-    ("135m", (*ONE_ROW, *ROWS, *PROMPTS, "load"), ()),
-    ("135m", ("decode-16k",), ("bfloat16", "int8-cache")),
-    ("135m", ("decode-128",), ("float32",)),
-    ("1.1b", ("decode-128", "rows-8", "prefill-512", "load"), ()),
-    ("gpt2", ("decode-128", "prefill-512"), ()),
-    ("marian", TRANSLATE, ()),
-    ("t5-small", TRANSLATE, ()),
+    select("135m", ("decode-128",), ("bfloat16", "int8", "float32"), {"float32": ("ctranslate2",)}),
+    select("135m", ("decode-2k", "decode-8k")),
+    select("135m", ("decode-16k",), ("bfloat16", "int8-cache"), {"bfloat16": KVAD, "int8-cache": KVAD}),
+    select("135m", ("rows-8", "rows-32", "mixed-8", "mixed-32", "prefill-512", "prefill-2048")),
+    select("135m", ("prefix-hit-2048", "load"), ("bfloat16",)),
+    select("1.1b", ("decode-128", "rows-8", "rows-32")),
+    select("1.1b", ("mixed-8", "mixed-32", "prefill-512", "prefill-2048", "load"), ("bfloat16",)),
+    select("marian", ("translate-greedy", "translate-beam4")),
 )
-QUICK = (("135m", ("decode-128", "rows-8", "prefill-512"), ()),)
+QUICK = (select("135m", ("decode-128", "rows-8", "prefill-512")),)
+Cell = tuple[str, str, str]  # shape, scenario and precision: a row of the page
+
+
+def cells(selections: Iterable[Selection]) -> list[Cell]:
+    """Return the names of what the selections measure, in their order."""
+    return [
+        (each.shape.name, scenario.name, precision)
+        for each in selections
+        for scenario in each.scenarios
+        for precision in each.precisions
+    ]
 
 
 def needs_of(scenarios: Sequence[Scenario]) -> dict[str, int]:

@@ -10,8 +10,9 @@ import pytest
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import convert, driver, report
 from benchmarks.peers.driver import Driver, Settings, WorkerError, WorkerProcess, format_of
-from benchmarks.peers.results import Measurement, agreement_among, result_line
-from benchmarks.peers.scenarios import DEFAULT, QUICK, SCENARIOS, cost_of, needs_of, select, shape_fits
+from benchmarks.peers.progress import Progress, expected_seconds
+from benchmarks.peers.results import EarlierLines, Measurement, agreement_among, code_commit, result_line
+from benchmarks.peers.scenarios import DEFAULT, QUICK, SCENARIOS, cells, cost_of, needs_of, select, shape_fits
 from benchmarks.peers.shapes import SHAPES
 
 FAKE = """
@@ -120,12 +121,26 @@ def test_prompts_are_equal_in_every_run_and_valid_in_every_shape():
 
 
 def test_default_selections_name_scenarios_that_their_shape_has():
-    for name, scenarios, _ in (*DEFAULT, *QUICK):
-        assert all(shape_fits(SHAPES[name], SCENARIOS[each]) for each in scenarios), name
+    assert all(shape_fits(SHAPES[shape], SCENARIOS[name]) for shape, name, _ in cells((*DEFAULT, *QUICK)))
+    assert len(set(cells(DEFAULT))) == len(cells(DEFAULT))
     assert select("marian", SCENARIOS).precisions == ("float32", "int8")
     assert [each.kind for each in select("marian", SCENARIOS).scenarios] == ["translate"] * 2
     needs = needs_of(select("135m", ("rows-32", "decode-2k")).scenarios)
     assert needs["max_len"] >= 2048 + 64 and needs["rows"] == 32 and needs["tokens"] > 32 * (136 + 32)
+
+
+def test_every_bar_is_measured_by_the_default_selections():
+    engines = {
+        (*cell, engine)
+        for each in DEFAULT
+        for cell in cells([each])
+        for engine in each.engines(cell[2], command.ENGINES)
+        if format_of(engine, cell[2], each.shape)
+    }
+    for bar in report.BARS:
+        assert (bar.shape, bar.scenario, bar.precision, "kvad") in engines, bar
+        if bar.peer not in ("best", "roofline", "rss"):
+            assert (bar.shape, bar.scenario, bar.peer_precision or bar.precision, bar.peer) in engines, bar
 
 
 # ---------------------------------------------------------------- turns
@@ -162,6 +177,9 @@ def test_large_models_are_loaded_again_for_each_turn_and_timed_twice(settings, m
 def test_an_engine_that_fails_or_refuses_is_named_and_skipped(settings, capsys):
     scenarios = ("prefill-512", "rows-8", "decode-128")
     lines = list(Driver(replace(settings, selections=(select("12m", scenarios, ("bfloat16", "int8")),))).run())
+    refused = [each for each in lines if each["bench"] == "peers-refused"]
+    lines = [each for each in lines if each["bench"] == "peers"]
+    assert {each["reason"] for each in refused} == {"no int8 here"} and len(refused) == 6
     errors = capsys.readouterr().err
     assert "skipped: 12m prefill-512 llama.cpp bfloat16: ValueError: broken on purpose" in errors
     assert "skipped: 12m decode-128 kvad int8: no int8 here" in errors
@@ -200,9 +218,93 @@ def test_tokens_of_some_rows_are_compared_with_the_reference(settings, scenario,
 
 
 def test_rounds_end_at_the_limit_and_the_number_of_runs_is_reported(settings, capsys):
-    lines = list(Driver(replace(settings, max_seconds=0)).run())
-    assert [len(each["values"]) for each in lines] == [1, 1]
-    assert "12m decode-128: 1 timed runs only, because of --max-seconds" in capsys.readouterr().err
+    lines = list(Driver(replace(settings, max_seconds=0, repeats=5)).run())
+    assert [(len(each["values"]), each["ended_after"]) for each in lines] == [(3, 0), (3, 0)]
+    assert "12m decode-128: 3 timed runs only, because of --max-seconds" in capsys.readouterr().err
+
+
+def test_the_time_limit_begins_after_untimed_runs_and_the_comparison(settings, monkeypatch):
+    clock = iter(range(0, 10**6, 100))
+    monkeypatch.setattr(driver.time, "monotonic", clock.__next__)
+
+    def check(*_):
+        for _ in range(50):
+            next(clock)
+        return {}
+
+    monkeypatch.setattr(Driver, "_check", check)
+    lines = list(Driver(replace(settings, check=True, max_seconds=1500, repeats=5)).run())
+    assert [len(each["values"]) for each in lines] == [5, 5]
+
+
+def test_limits_are_the_largest_of_all_rounds_and_products_of_the_run(settings, monkeypatch):
+    values = iter([(30e9, 400e9), (40e9, 300e9), (20e9, 350e9), (10e9, 100e9)])
+    monkeypatch.setattr(Driver, "_limits", lambda *_: next(values))
+    selection = select("12m", ("decode-128", "decode-2k"), ("bfloat16",))
+    lines = list(Driver(replace(settings, selections=(selection,), engines=("kvad",), repeats=1)).run())
+    found = [[each[name] for name in ("read_gb_per_second", "gflop_per_second", "limit_runs")] for each in lines]
+    assert found == [[40, 400, 2], [20, 400, 2]]
+
+
+def test_cells_that_a_file_completes_at_this_commit_are_skipped(settings, monkeypatch, capsys):
+    monkeypatch.setattr(driver, "code_commit", lambda: "abc")
+    settings = replace(settings, selections=(select("12m", ("decode-128", "load"), ("bfloat16", "int8")),))
+    first = list(Driver(settings).run())
+    again = replace(settings, earlier=[each for each in first if each["scenario"] == "decode-128"])
+    assert {each["scenario"] for each in Driver(again).run()} == {"load"}
+    assert "skipped: 2 cells that were measured at commit abc already" in capsys.readouterr().err
+    assert not list(Driver(replace(settings, earlier=first)).run())
+    assert len(Driver(replace(settings, earlier=first, repeats=4)).tasks()) == 2
+    assert len(Driver(replace(settings, earlier=first, threads=2)).tasks()) == 2
+    monkeypatch.setattr(driver, "code_commit", lambda: "abd")
+    assert len(Driver(replace(settings, earlier=first)).tasks()) == 2
+
+
+def test_a_time_limit_that_ended_the_runs_completes_a_cell_and_uncommitted_changes_do_not():
+    measured = line("kvad", 1.0, ended_after=60.0)
+    cell = {("135m", "decode-128", "bfloat16"): ["kvad"]}
+
+    def complete(commit="abc", repeats=9, max_seconds=60.0):
+        header = {"machine": "a machine", "commit": commit}
+        return EarlierLines(header, repeats, max_seconds, [{**measured, "commit": commit}]).complete_cells(cell)
+
+    assert complete() == set(cell)
+    assert not complete(max_seconds=61.0)
+    assert complete(repeats=5, max_seconds=61.0)
+    assert not complete("abc-dirty") and not complete("")
+
+
+def test_commit_is_that_of_the_measured_files(monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        output = "abc" if "log" in command else " M kvad/llm.py"
+        return driver.subprocess.CompletedProcess(command, 0, output, "")
+
+    assert len(code_commit().removesuffix("-dirty")) in (0, 12)
+    monkeypatch.setattr("benchmarks.peers.results.subprocess.run", run)
+    assert code_commit() == "abc-dirty"
+    assert all(each[each.index("--") + 1] == "kvad" and "dev" not in each for each in commands)
+
+
+def test_progress_estimates_the_rest_by_the_pace_so_far():
+    times, output = iter([0, 0, 60, 60, 65, 300, 300]), []
+    progress = Progress([30, 90], times.__next__, output.append)
+    progress.show("first: untimed runs", 0.0, always=True)
+    progress.show("first: turn 1 of 1", 0.5)
+    progress.show("first: too soon", 0.5)
+    progress.finish()
+    progress.show("second: turn 1 of 1", 0.5)
+    assert output == [
+        "[1/2] first: untimed runs; 0 min, about 2 min left",
+        "[1/2] first: turn 1 of 1; 1 min, about 7 min left",
+        "[2/2] second: turn 1 of 1; 5 min, about 3 min left",
+    ]
+    short, long = (
+        expected_seconds(SHAPES["135m"], SCENARIOS[name], [("kvad", "bfloat16")], 5) for name in ("rows-8", "mixed-32")
+    )
+    assert long > 2 * short
 
 
 @pytest.mark.parametrize("is_disturbed", [False, True])
@@ -224,7 +326,7 @@ def test_a_result_line_has_the_median_the_extremes_and_the_share_of_the_roofline
     measured = Measurement("kvad", "bfloat16", values=[90.0, 110.0, 100.0])
     result = result_line(shape, scenario, measured, [(20e9, 390e9), (30e9, 390e9), (40e9, 390e9)])
     assert (result["median"], result["min"], result["max"]) == (100, 90, 110)
-    least = cost_of(shape, scenario, "bfloat16").bytes / 30e9
+    least = cost_of(shape, scenario, "bfloat16").bytes / 40e9  # the largest of the limits
     assert result["roofline"] == pytest.approx(64 / least, rel=1e-4)
     assert result["of_roofline"] == pytest.approx(100 * least / 64, abs=1e-3)
     seconds = result_line(shape, SCENARIOS["load"], Measurement("kvad", "bfloat16", values=[2.0]), [(30e9, 390e9)])
@@ -250,8 +352,37 @@ def test_table_has_ratios_of_which_more_is_always_faster():
 
 @pytest.mark.parametrize(("kvad", "reached"), [(120.0, "yes"), (119.0, "no")])
 def test_bars(kvad, reached):
-    rows = report.bars_rows([line("kvad", kvad), line("llama.cpp", 100.0)])
-    assert rows[1:] == [("135m", "decode-128", "bfloat16", "llama.cpp", "1.20", f"{kvad / 100:.2f}", reached)]
+    rows = report.bars_rows([line("kvad", kvad), line("llama.cpp", 100.0, values=[100.0] * 2)])
+    measured = [row for row in rows[1:] if row[6] != "not measured"]
+    assert measured == [("135m", "decode-128", "bfloat16", "llama.cpp", "1.20", f"{kvad / 100:.2f}", reached, "2")]
+    assert len(rows) == len(report.BARS) + 1
+
+
+def test_bars_that_were_not_measured_are_counted():
+    lines = [line("kvad", 119.0), line("llama.cpp", 100.0), line("kvad", 300.0, "decode-16k")]
+    total = len(report.BARS)
+    summary = f"Of {total} bars 0 are reached, 1 are not; 1 limit measured too low, {total - 2} not measured."
+    assert report.bars_table(lines).endswith(summary) and report.section(lines, "x").count(summary) == 1
+    assert report.bars_table(lines).count("\n") < 6
+    assert "| 1.1b | mixed-8 | bfloat16 | best | 1.10 | - | not measured | - |" in report.section(lines, "x")
+
+
+def test_rows_state_their_turns_commits_and_what_makes_them_uncertain():
+    few = {"values": [100.0] * 2, "commit": "abcdef0123-dirty", "others_cpu": 0.06}
+    lines = [line("kvad", 300.0, agree=0), line("llama.cpp", 100.0, **few)]
+    del lines[0]["agree"]
+    row = next(each for each in report.engines_table(lines).splitlines() if each.startswith("| 135m | decode-128 |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[4:6] == ["300 ± 60", "100"] and cells[11:13] == ["2 to 5", "abc, abcdef0-dirty"]
+    assert cells[13] == (
+        "uncommitted changes, engines of different runs, tokens not compared, limit measured too low, "
+        "other programs ran (llama.cpp)"
+    )
+    assert "| 1.1b | mixed-8 | bfloat16 | tokens/s | - | - | - | - | - | - | - | - | - | not measured |" in (
+        report.engines_table(lines)
+    )
+    same = report.engines_table([line("kvad", 100.0), line("openvino", 100.0)])
+    assert "| 1.00 | 0.50 | 5 | abc |  |" in same
 
 
 def test_bars_against_the_best_engine_the_roofline_another_precision_and_the_memory():
@@ -261,12 +392,11 @@ def test_bars_against_the_best_engine_the_roofline_another_precision_and_the_mem
         line("kvad", 50.0, "decode-16k"), line("kvad", 70.0, "decode-16k", "int8-cache"),
         line("kvad", 1.0, "load", shape="1.1b", peak_rss=5_000_000_000),
     ]  # fmt: skip
-    found = {(row[1], row[3]): row[5] for row in report.bars_rows(lines)}
+    found = {(row[1], row[3]): row[5] for row in report.bars_rows(lines) if row[5] != "-"}
     assert found["prefill-512", "best"] == "0.75"
     assert found["decode-16k", "roofline"] == "0.25"
     assert found["decode-16k", "kvad bfloat16"] == "1.40"
     assert found["load", "rss"] == "0.51"
-    assert report.bars_table([line("llama.cpp", 1.0)]).startswith("no bar")
 
 
 def test_page_is_written_between_its_markers(tmp_path):
@@ -276,7 +406,10 @@ def test_page_is_written_between_its_markers(tmp_path):
     assert command.main(["docs", str(results), "--page", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("before\n" + report.BEGIN) and text.endswith(report.END + "\nafter\n") and "old" not in text
-    assert "| 135m | decode-128 | bfloat16 | tokens/s | 1,234 ± 247 | - | 1,000 ± 200 | - | - | 1.23 | 6.17 |" in text
+    assert (
+        "| 135m | decode-128 | bfloat16 | tokens/s | 1,234 ± 247 | - | 1,000 ± 200 | - | - | 1.23 | 6.17 | 5 | abc |"
+        in text
+    )
     assert "abc" in text and "a machine" in text and "64 of 65" in text
     assert command.main(["docs", str(results), "--page", str(page)]) == 0
     assert page.read_text() == text
@@ -294,6 +427,8 @@ def test_commands_report_what_is_missing(tmp_path, capsys):
     assert command.main(["run", "--peers", str(tmp_path)]) == 2
     assert "Run: make peers" in capsys.readouterr().err
     assert command.main(["run", "--repeats", "0"]) == 2
+    assert command.main(["run", "--peers", sys.prefix, "--shapes", "gpt2"]) == 2
+    assert "Name scenarios" in capsys.readouterr().err
     assert command.main(["table", str(tmp_path / "none.jsonl")]) == 2
 
 
@@ -310,8 +445,9 @@ def test_options_select_shapes_and_scenarios():
     assert selection.shape.name == "135m" and [each.name for each in selection.scenarios] == ["decode-128", "load"]
     options = command.parser().parse_args(["run", "--quick", "--precisions", "int8"])
     assert [each.precisions for each in command.selections(options)] == [("int8",)]
-    default = command.selections(command.parser().parse_args(["run"]))
-    assert {each.shape.name for each in default} == set(SHAPES)
+    assert cells(command.selections(command.parser().parse_args(["run"]))) == cells(DEFAULT)
+    options = command.parser().parse_args(["run", "--shapes", "135m", "--precisions", "int8-cache"])
+    assert cells(command.selections(options)) == [("135m", "decode-16k", "int8-cache")]
 
 
 def test_requirements_are_pinned():

@@ -24,10 +24,10 @@ class LimitsWorker:
         torch.set_num_threads(threads)
         self.precision = precision
         self.buffers: dict[int, torch.Tensor] = {}
-        if precision.startswith("int8"):
+        if precision == "int8":
             self.left = torch.randint(-127, 127, (SIZE, SIZE), dtype=torch.int8)
-        else:
-            self.left = torch.randn(SIZE, SIZE).to(getattr(torch, precision))
+        else:  # "int8-cache" has bfloat16 weights
+            self.left = torch.randn(SIZE, SIZE).to(getattr(torch, precision, torch.bfloat16))
         self.right = self.left.t().contiguous().t()
 
     def versions(self) -> dict[str, str]:
