@@ -1,6 +1,7 @@
 """The comparison with other engines (benchmarks/peers): costs, turns, protocol, tables. No other engine is needed."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -448,6 +449,20 @@ def test_options_select_shapes_and_scenarios():
     assert cells(command.selections(command.parser().parse_args(["run"]))) == cells(DEFAULT)
     options = command.parser().parse_args(["run", "--shapes", "135m", "--precisions", "int8-cache"])
     assert cells(command.selections(options)) == [("135m", "decode-16k", "int8-cache")]
+
+
+def test_readme_s_ratios_are_those_of_the_results():
+    lines = report.latest(command.read_lines([command.ROOT / command.RESULTS]))
+    ratios = {"seconds": [], "tokens/s": []}
+    for (shape, scenario, precision, engine), own in lines.items():
+        other = lines.get((shape, scenario, precision, "llama.cpp"))
+        if engine == "kvad" and precision == "bfloat16" and other is not None and scenario != "prefix-hit-2048":
+            ratios[own["unit"]].append(report.ratio(own, other))
+    text = (command.ROOT / "README.md").read_text()
+    found = re.search(r"([\d.]+) to ([\d.]+) times as fast as llama\.cpp.*loading ([\d.]+) to ([\d.]+) times", text)
+    assert found, "the README has no such sentence"
+    for least, most, values in ((found[1], found[2], ratios["tokens/s"]), (found[3], found[4], ratios["seconds"])):
+        assert (float(least), float(most)) == pytest.approx((min(values), max(values)), rel=0.011)
 
 
 def test_requirements_are_pinned():
