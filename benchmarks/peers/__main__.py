@@ -11,8 +11,8 @@
 
 kvad is imported from this checkout, so another commit is another worktree. Every value is one timed run; a line has
 the median of all turns with the smallest and the largest, the largest of the machine's limits measured around the same
-rounds, and how many of the tokens are the most likely ones of the float32 model. Cells (shape, scenario, precision)
-that the file of --out has at this commit, from this machine and with enough timed runs, are skipped.
+rounds, and how many of the tokens are the most likely ones of the float32 model. Scenarios that
+the file of --out has at this commit, from this machine and with enough timed runs, are skipped.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def measure(options: argparse.Namespace) -> int:
     if options.convert_only:
         driver.prepare()
         return 0
-    is_complete = not driver.tasks()
+    is_complete = not driver.tasks
     lines = [line for line in earlier if line.get("bench") == "peers"]
     num_earlier = len(lines)
     for line in driver.run():

@@ -22,7 +22,7 @@ from typing import IO, Any
 from benchmarks.peers import convert
 from benchmarks.peers.progress import Progress, expected_seconds
 from benchmarks.peers.results import ROOT, EarlierLines, Line, Measurement, agreement_among, code_commit, result_line
-from benchmarks.peers.scenarios import Cell, Scenario, Selection, cost_of, needs_of
+from benchmarks.peers.scenarios import Scenario, Selection, cost_of, needs_of
 from benchmarks.peers.shapes import Shape
 from kvad.benchmarks.results import machine_info
 
@@ -50,7 +50,7 @@ class Settings:
     check: bool = True
     verbose: bool = False  # print every value
     log: IO[bytes] | int = subprocess.DEVNULL  # for what the engines print
-    earlier: Sequence[Line] = ()  # cells that these lines complete are skipped
+    earlier: Sequence[Line] = ()  # scenarios that these lines complete are skipped
 
     def environment(self) -> dict[str, str]:
         """Return the variables of every worker: equal threads, this checkout's modules, no downloads.
@@ -138,7 +138,7 @@ def format_of(engine: str, precision: str, shape: Shape) -> str | None:
 
 @dataclass(frozen=True)
 class Task:
-    """One scenario, in the precisions that are not measured yet."""
+    """One scenario and the engines and precisions that are measured by turns."""
 
     selection: Selection
     scenario: Scenario
@@ -160,7 +160,10 @@ class Driver:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.header = {"machine": machine_info(), "threads": settings.threads, "commit": code_commit()}
+        self.header = {
+            "machine": machine_info(), "threads": settings.threads, "commit": code_commit(), "checked": settings.check,
+        }  # fmt: skip
+        self.tasks = self._open_tasks()
         self._best_products: dict[str, float] = {}  # operations per second, by precision
         self._workers: dict[Key, LoadedWorker] = {}  # least recently used first
         self._limits_workers: dict[str, WorkerProcess] = {}  # by precision
@@ -168,9 +171,8 @@ class Driver:
         self._max_resident = 1
 
     def run(self) -> Iterator[Line]:
-        """Measure the cells that the earlier lines do not complete; yield a line for each engine, refusals included."""
-        tasks = self.tasks()
-        repeats = self.settings.repeats
+        """Measure the scenarios that the earlier lines do not complete; yield a line per engine, refusals included."""
+        tasks, repeats = self.tasks, self.settings.repeats
         progress = Progress(
             [expected_seconds(each.selection.shape, each.scenario, each.keys, repeats) for each in tasks]
         )
@@ -190,31 +192,31 @@ class Driver:
 
     def prepare(self) -> None:
         """Write and convert all checkpoints without measuring."""
-        for task in self.tasks():
+        for task in self.tasks:
             self._convert_all(task.selection.shape, task.keys)
 
-    def tasks(self) -> list[Task]:
-        """Return what is to be measured: each scenario, without precisions that the earlier lines complete."""
-        settings = self.settings
-        keys: dict[Cell, tuple[Key, ...]] = {}
-        for selection in settings.selections:
-            for scenario in selection.scenarios:
-                for precision in selection.precisions:
-                    engines = selection.engines(precision, settings.engines)
-                    able = [name for name in engines if format_of(name, precision, selection.shape) is not None]
-                    keys[selection.shape.name, scenario.name, precision] = tuple((name, precision) for name in able)
+    def _open_tasks(self) -> list[Task]:
+        """Return the scenarios to measure: those with a precision that the earlier lines do not complete."""
+        settings, tasks, skipped = self.settings, list[Task](), 0
         earlier = EarlierLines(self.header, settings.repeats, settings.max_seconds, settings.earlier)
-        complete = earlier.complete_cells({cell: [name for name, _ in able] for cell, able in keys.items()})
-        skipped = sum(bool(keys[cell]) for cell in complete)
-        if skipped:
-            notice(f"skipped: {skipped} cells that were measured at commit {self.header['commit']} already")
-        tasks = []
         for selection in settings.selections:
+            shape = selection.shape
+            able = {
+                precision: [
+                    engine
+                    for engine in selection.engines(precision, settings.engines)
+                    if format_of(engine, precision, shape) is not None
+                ]
+                for precision in selection.precisions
+            }
+            keys = tuple((engine, precision) for precision, engines in able.items() for engine in engines)
             for scenario in selection.scenarios:
-                cells = [(selection.shape.name, scenario.name, precision) for precision in selection.precisions]
-                left = tuple(key for cell in cells if cell not in complete for key in keys[cell])
-                if left:
-                    tasks.append(Task(selection, scenario, left))
+                if keys and earlier.complete((shape.name, scenario.name, *key) for key in keys):
+                    skipped += 1
+                elif keys:
+                    tasks.append(Task(selection, scenario, keys))
+        if skipped:
+            notice(f"skipped: {skipped} scenarios that were measured at commit {self.header['commit']} already")
         return tasks
 
     def _convert_all(self, shape: Shape, keys: Collection[Key]) -> dict[Key, Path]:

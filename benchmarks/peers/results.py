@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.scenarios import Cell, Scenario, cost_of
+from benchmarks.peers.scenarios import Scenario, cost_of
 from benchmarks.peers.shapes import Shape
 
 ROOT = Path(__file__).parents[2]
@@ -38,10 +38,10 @@ def code_commit() -> str:
 
 @dataclass(frozen=True)
 class EarlierLines:
-    """Lines that a file already has, to skip the cells that were measured at this commit on this machine.
+    """Lines that a file already has, to skip scenarios that were measured at this commit on this machine.
 
-    A cell is complete if every engine has a line with enough timed runs, or with the time limit that ended them, or
-    has refused the cell.
+    A scenario is complete if every engine and precision has a line with enough timed runs, or with the time limit that
+    ended them, or has refused it.
     """
 
     header: Mapping[str, Any]  # machine, threads and commit of the lines to come
@@ -49,16 +49,16 @@ class EarlierLines:
     max_seconds: float
     lines: Sequence[Line] = ()
 
-    def complete_cells(self, cells: Mapping[Cell, Iterable[str]]) -> set[Cell]:
-        """Return the complete cells of these, which are given with their engines."""
+    def complete(self, keys: Iterable[tuple[str, str, str, str]]) -> bool:
+        """Return whether all of these shapes, scenarios, engines and precisions were measured."""
         if not self.header["commit"] or self.header["commit"].endswith("-dirty"):
-            return set()
-        complete = {
-            (line["shape"], line["scenario"], line["precision"], line["engine"])
+            return False
+        measured = {
+            (line["shape"], line["scenario"], line["engine"], line["precision"])
             for line in self.lines
             if all(line.get(name) == value for name, value in self.header.items()) and self._is_enough(line)
         }
-        return {cell for cell, engines in cells.items() if all((*cell, engine) in complete for engine in engines)}
+        return measured.issuperset(keys)
 
     def _is_enough(self, line: Line) -> bool:
         if line["bench"] == "peers-refused":

@@ -247,29 +247,31 @@ def test_limits_are_the_largest_of_all_rounds_and_products_of_the_run(settings, 
     assert found == [[40, 400, 2], [20, 400, 2]]
 
 
-def test_cells_that_a_file_completes_at_this_commit_are_skipped(settings, monkeypatch, capsys):
+def test_scenarios_that_a_file_completes_at_this_commit_are_skipped(settings, monkeypatch, capsys):
     monkeypatch.setattr(driver, "code_commit", lambda: "abc")
     settings = replace(settings, selections=(select("12m", ("decode-128", "load"), ("bfloat16", "int8")),))
     first = list(Driver(settings).run())
     again = replace(settings, earlier=[each for each in first if each["scenario"] == "decode-128"])
     assert {each["scenario"] for each in Driver(again).run()} == {"load"}
-    assert "skipped: 2 cells that were measured at commit abc already" in capsys.readouterr().err
+    assert "skipped: 1 scenarios that were measured at commit abc already" in capsys.readouterr().err
     assert not list(Driver(replace(settings, earlier=first)).run())
-    assert len(Driver(replace(settings, earlier=first, repeats=4)).tasks()) == 2
-    assert len(Driver(replace(settings, earlier=first, threads=2)).tasks()) == 2
+    for changed in ({"repeats": 4}, {"threads": 2}, {"check": True}, {"earlier": first[1:]}):
+        assert len(Driver(replace(settings, **{"earlier": first, **changed})).tasks) == (
+            1 if "earlier" in changed else 2
+        )
     monkeypatch.setattr(driver, "code_commit", lambda: "abd")
-    assert len(Driver(replace(settings, earlier=first)).tasks()) == 2
+    assert len(Driver(replace(settings, earlier=first)).tasks) == 2
 
 
-def test_a_time_limit_that_ended_the_runs_completes_a_cell_and_uncommitted_changes_do_not():
+def test_a_time_limit_that_ended_the_runs_completes_a_scenario_and_uncommitted_changes_do_not():
     measured = line("kvad", 1.0, ended_after=60.0)
-    cell = {("135m", "decode-128", "bfloat16"): ["kvad"]}
+    key = "135m", "decode-128", "kvad", "bfloat16"
 
     def complete(commit="abc", repeats=9, max_seconds=60.0):
         header = {"machine": "a machine", "commit": commit}
-        return EarlierLines(header, repeats, max_seconds, [{**measured, "commit": commit}]).complete_cells(cell)
+        return EarlierLines(header, repeats, max_seconds, [{**measured, "commit": commit}]).complete([key])
 
-    assert complete() == set(cell)
+    assert complete()
     assert not complete(max_seconds=61.0)
     assert complete(repeats=5, max_seconds=61.0)
     assert not complete("abc-dirty") and not complete("")
