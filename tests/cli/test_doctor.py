@@ -88,7 +88,7 @@ def test_adapters_that_requests_choose(kvad, native, hf, tmp_path):
     stored = 4 * sum(each.a.numel() + each.b.numel() for each in factors.values())
     assert result.code == 0 and f"sql: rank 2 on {len(names)} layers, {stored:,} bytes of factors" in line
     planned = json.loads(kvad("plan", native, "--adapter", flag, "--bandwidth", 20, "--json").out)["bytes"]["adapters"]
-    assert f"at most {planned - stored:,} for a step of 2,048 tokens; steps with it run in PyTorch" in line
+    assert f"at most {planned - stored:,} for a step of 2,048 tokens; on a GPU, steps with it run in PyTorch" in line
     assert list(problems(kvad("doctor", hf, "--adapter", flag, "--json"))) == ["adapter"]
     for folder, value, message in ((native, tmp_path, "has no name"), (tmp_path / "sessions", flag, "a checkpoint")):
         (tmp_path / "sessions").mkdir(exist_ok=True)
