@@ -6,10 +6,12 @@ import json
 import math
 import threading
 import time
+from typing import Literal
 
+import pydantic
 import pytest
 
-from kvad.server.api.tools import FORMATS, PLAIN_JSON, ToolCallParser, find_format
+from kvad.server.api.tools import FORMATS, PLAIN_JSON, ToolCallParser, find_format, required_schema
 from tests.server.conftest import KEYS, LIMITS
 from tests.support.server import CALL, forced, open_stream
 
@@ -162,6 +164,40 @@ def test_required_tool_call(client, choice):
     (call,) = answer.message.tool_calls
     assert answer.finish_reason == "tool_calls" and answer.message.content is None
     assert call.function.name == "get_weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+
+
+def test_required_call_of_a_tool_with_definitions(client):
+    """References of the parameters are valid inside the schema of the call, also of one of several tools."""
+
+    class Point(pydantic.BaseModel):
+        axis: Literal["x", "y"]
+
+    class Line(pydantic.BaseModel):
+        start: Point
+        end: Point
+
+    body = {"model": "tiny", "messages": HELLO, "tool_choice": "required", "temperature": 0.8, "seed": 4}
+    for tools in ([openai.pydantic_function_tool(Line)], [openai.pydantic_function_tool(Line), *TOOLS]):
+        choice = client.chat.completions.create(**body, tools=tools).choices[0]
+        (call,) = choice.message.tool_calls
+        if call.function.name == "Line":
+            assert Line.model_validate_json(call.function.arguments)
+        else:
+            assert len(tools) == 2
+
+
+def test_references_of_tools_are_moved():
+    tree = {"properties": {"enum": {"$ref": "#"}, "b": {"$ref": "#/$defs/B"}}, "$defs": {"B": {"const": {"$ref": "#"}}}}
+    tools = [{"function": {"name": name, "parameters": tree}} for name in "fg"]
+    arguments = required_schema(tools, None)["anyOf"][1]["properties"]["arguments"]
+    place = "#/anyOf/1/properties/arguments"
+    assert arguments["properties"] == {"enum": {"$ref": place}, "b": {"$ref": f"{place}/$defs/B"}}
+    assert arguments["$defs"] == tree["$defs"], "a constant is data"
+    arguments = required_schema(tools, "f")["properties"]["arguments"]
+    assert arguments["properties"]["b"] == {"$ref": "#/properties/arguments/$defs/B"}
+    own = {"$id": "https://x.test/f", "properties": {"a": {"$ref": "#"}}}
+    schema = required_schema([{"function": {"name": "f", "parameters": own}}], "f")
+    assert schema["properties"]["arguments"] == own
 
 
 def test_bad_schema_is_a_bad_request(client):

@@ -15,6 +15,9 @@ from typing import Any
 from kvad.server.api.errors import invalid
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+# Keywords of JSON Schema whose values are schemas by name, and those whose values are data.
+_NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_DATA_KEYWORDS = ("const", "enum", "default", "examples")
 
 
 @dataclass(frozen=True)
@@ -166,16 +169,35 @@ def check_tools(tools: list[dict[str, Any]]) -> list[str]:
 def required_schema(tools: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
     """Return the schema of a call of the function ``name``, or of any of them."""
     chosen = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
-    schemas = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
+    schemas = []
+    for index, function in enumerate(chosen):
+        place = "#/properties/arguments" if len(chosen) == 1 else f"#/anyOf/{index}/properties/arguments"
+        properties = {
+            "name": {"const": function["name"]},
+            "arguments": _moved(function.get("parameters") or {"type": "object"}, place),
         }
-        for function in chosen
-    ]
+        required = ["name", "arguments"]
+        schemas.append(
+            {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        )
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose local references are valid at ``place`` of another one.
+
+    At "#/properties/arguments", "#/$defs/P" becomes "#/properties/arguments/$defs/P".
+    """
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict) or "$id" in schema:  # references below an $id are relative to it
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = place + value[1:]
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):  # their names are no keywords
+            moved[key] = {name: _moved(item, place) for name, item in value.items()}
+        else:
+            moved[key] = value if key in _DATA_KEYWORDS else _moved(value, place)
+    return moved
