@@ -6,11 +6,14 @@ import json
 import math
 import threading
 import time
+from types import SimpleNamespace
 from typing import Literal
 
 import pydantic
 import pytest
 
+from kvad.engine.scheduling import StructuredOutput
+from kvad.server.api.chat import ToolUse, make_parser
 from kvad.server.api.tools import FORMATS, PLAIN_JSON, ToolCallParser, find_format, required_schema
 from tests.server.conftest import KEYS, LIMITS
 from tests.support.server import CALL, forced, open_stream
@@ -210,6 +213,7 @@ def test_bad_schema_is_a_bad_request(client):
 # ---------------------------------------------------------------- formats of tool calls
 
 PLAIN, LIST = '{"name": "f", "arguments": {"a": 1}}', '[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]'
+OTHER = '{"name": "Alice", "age": 30}'
 TEXTS = {  # format -> texts with their content and names of calls
     "hermes": [
         (f"Hi. <tool_call>{PLAIN}</tool_call>", "Hi.", ["f"]),
@@ -218,11 +222,13 @@ TEXTS = {  # format -> texts with their content and names of calls
         (f"<tool_call>{PLAIN}", "", ["f"]),
         ("so <tool_call>{broken", "so <tool_call>{broken", []),
         ("so <tool_call>{broken}</tool_call> it is", "so <tool_call>{broken}</tool_call> it is", []),
+        (f"<tool_call>{OTHER}</tool_call>!", f"<tool_call>{OTHER}</tool_call>!", []),
     ],
     "mistral": [
         (f"[TOOL_CALLS]{LIST}", "", ["f", "g"]),
         (f"Well [TOOL_CALLS] {LIST}", "Well", ["f", "g"]),
         ("[TOOL] is [TOOL_CALLS] not", "[TOOL] is [TOOL_CALLS] not", []),
+        (f"[TOOL_CALLS][{PLAIN}, {OTHER}]", f"[TOOL_CALLS][{PLAIN}, {OTHER}]", []),
     ],
     "granite": [(f"<|tool_call|>{LIST}", "", ["f", "g"])],
     "json": [
@@ -230,6 +236,7 @@ TEXTS = {  # format -> texts with their content and names of calls
         (f"\n {PLAIN} ", "", ["f"]),
         (f"Use {PLAIN}", f"Use {PLAIN}", []),
         ('{"x": 1}', '{"x": 1}', []),
+        (OTHER, OTHER, []),
     ],
 }
 
@@ -242,7 +249,7 @@ def test_parser_finds_calls_whatever_the_split(name):
         splits = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
         splits += [[text[:a], text[a:b], text[b:]] for a, b in itertools.combinations(range(1, len(text)), 2)][::7]
         for pieces in splits:
-            parser = ToolCallParser(form)
+            parser = ToolCallParser(form, {"f", "g"})
             results = [*(parser.push(piece) for piece in pieces), parser.finish("")]
             calls = [call for _, found in results for call in found]
             assert [call.name for call in calls] == names, pieces
@@ -256,9 +263,27 @@ def test_without_parallel_calls_the_first_one_is_passed_on(name):
     text = (
         f"<tool_call>{PLAIN}</tool_call><tool_call>{PLAIN}</tool_call>" if name == "hermes" else f"[TOOL_CALLS]{LIST}"
     )
-    parser = ToolCallParser(form, is_parallel=False)
+    parser = ToolCallParser(form, {"f", "g"}, is_parallel=False)
     content, calls = parser.finish(text)
     assert (content, [call.name for call in calls], parser.num_calls) == ("", ["f"], 1)
+
+
+def test_a_structured_answer_is_no_call():
+    """Without marks of calls, JSON of the client's schema is content; with marks, calls are still found."""
+
+    def parser(text, structured_output, *, is_required=False):
+        template = SimpleNamespace(templates={"default": text}, choose=lambda tools: "default")
+        llm = SimpleNamespace(chat_templates=SimpleNamespace(find=lambda adapter: template))
+        params = SimpleNamespace(structured_output=structured_output)
+        group = SimpleNamespace(
+            context=SimpleNamespace(llm=llm), submissions=[SimpleNamespace(adapter="", sampling_params=params)]
+        )
+        return make_parser(ToolUse(TOOLS, is_required=is_required), group, None)
+
+    output = StructuredOutput("json_object")
+    assert parser("{{ x }}", output) is None
+    assert parser("{{ x }}", None).finish(CALL)[1] and parser("{{ x }}", output, is_required=True).finish(CALL)[1]
+    assert parser("<tool_call>", output).finish(f"<tool_call>{CALL}</tool_call>")[1]
 
 
 def test_format_follows_from_the_template():

@@ -147,9 +147,7 @@ class _Answer:
     def __init__(self, context: ApiContext, body: ChatBody, group: RequestGroup, use: ToolUse | None) -> None:
         self._context, self._body, self._group = context, body, group
         self._id, self._created = generation.new_id("chatcmpl", body.request_id), int(time.time())
-        self._parsers: list[ToolCallParser] | None = None
-        if use is not None:
-            self._parsers = [make_parser(use, group, body.parallel_tool_calls) for _ in range(body.n)]
+        self._parsers = [make_parser(use, group, body.parallel_tool_calls) for _ in range(body.n)]
         self._started: set[int] = set()
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -181,17 +179,21 @@ class _Answer:
         return choice
 
     def _parse(self, sample: int, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        if self._parsers is None:
-            return text, []
         parser = self._parsers[sample]
+        if parser is None:
+            return text, []
         return parser.finish(text) if is_last else parser.push(text)
+
+    def _num_calls(self, sample: int) -> int:
+        parser = self._parsers[sample]
+        return 0 if parser is None else parser.num_calls
 
     # ------------------------------------------------------------ events
 
     def event(self, chunks: SampleChunks) -> bytes:
         """Return the event of the chunks; b"" if there is nothing to send yet."""
         sample, finish = chunks.sample_index, chunks.finish_reason
-        known_calls = 0 if self._parsers is None else self._parsers[sample].num_calls
+        known_calls = self._num_calls(sample)
         content, calls = self._parse(sample, chunks.text, is_last=finish is not None)
         scores = chunks.logprobs if self._body.logprobs else []
         tokens = chunks.token_ids if self._body.return_token_ids else []
@@ -208,10 +210,7 @@ class _Answer:
             delta["tool_calls"] = [{"index": number, **call.as_json()} for number, call in numbered]
         logprobs = chat_logprobs(self._context.token_texts, scores) if self._body.logprobs else None
         if finish is not None:
-            if self._parsers is not None and self._parsers[sample].num_calls:
-                reason = "tool_calls"
-            else:
-                reason = finish
+            reason = "tool_calls" if self._num_calls(sample) else finish
             self._context.metrics.observe_finish(reason)
             if not delta:
                 return self._chunk(sample, {}, logprobs, reason, tokens)
@@ -231,10 +230,20 @@ class _Answer:
         return self._group.last_events(self._head("chat.completion.chunk"), self._body)
 
 
-def make_parser(use: ToolUse, group: RequestGroup, is_parallel: bool | None) -> ToolCallParser:
-    """Return the parser of the calls: of the template's format, or of plain JSON if a call is required."""
-    template = group.context.llm.chat_templates.find(group.submissions[0].adapter)
+def make_parser(use: ToolUse | None, group: RequestGroup, is_parallel: bool | None) -> ToolCallParser | None:
+    """Return the parser of the calls: of the template's format, or of plain JSON if a call is required.
+
+    None: all text is content, because no tool may be called, or the text is JSON of a schema that is no call's.
+    """
+    if use is None:
+        return None
+    submission = group.submissions[0]
+    template = group.context.llm.chat_templates.find(submission.adapter)
     form = PLAIN_JSON
     if template is not None and not use.is_required:
         form = tools.find_format(template.templates[template.choose(tools=True)])
-    return ToolCallParser(form, is_parallel=is_parallel is not False)
+    is_answer = not use.is_required and submission.sampling_params.structured_output is not None
+    if form is PLAIN_JSON and is_answer:
+        return None
+    names = {tool["function"]["name"] for tool in use.tools}
+    return ToolCallParser(form, names, is_parallel=is_parallel is not False)

@@ -11,14 +11,13 @@ from kvad.server.api.chat import make_parser, submit_chat
 from kvad.server.api.errors import invalid
 from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
 from kvad.server.api.schema import ChatBody, ResponsesBody, validate
-from kvad.server.api.tools import ToolCall
+from kvad.server.api.tools import ToolCall, ToolCallParser
 
 
 async def create_response(context: ApiContext, body: ResponsesBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/responses."""
     group, use = await submit_chat(context, _to_chat(body), key)
-    parser = None if use is None else make_parser(use, group, body.parallel_tool_calls)
-    answer = _Answer(context, body, group, parser)
+    answer = _Answer(context, body, group, make_parser(use, group, body.parallel_tool_calls))
     if body.stream:
         return EventStream(answer.events())
     chunks = (await group.all_chunks())[0]
@@ -89,7 +88,9 @@ def _to_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
 class _Answer:
     """Builds the response object and its events."""
 
-    def __init__(self, context: ApiContext, body: ResponsesBody, group: RequestGroup, parser: Any) -> None:
+    def __init__(
+        self, context: ApiContext, body: ResponsesBody, group: RequestGroup, parser: ToolCallParser | None
+    ) -> None:
         self._context, self._body, self._group, self._parser = context, body, group, parser
         self._id, self._message_id = generation.new_id("resp"), generation.new_id("msg")
         self._created, self._text, self._sequence = int(time.time()), "", -1

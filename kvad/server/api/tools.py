@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,11 +60,12 @@ class ToolCallParser:
 
     Args:
         form: How the model writes calls.
+        names: Names of the offered functions; JSON that calls another one is content.
         is_parallel: Pass on all calls; else the first one only.
     """
 
-    def __init__(self, form: ToolFormat, *, is_parallel: bool = True) -> None:
-        self._form, self._is_parallel = form, is_parallel
+    def __init__(self, form: ToolFormat, names: Collection[str], *, is_parallel: bool = True) -> None:
+        self._form, self._names, self._is_parallel = form, names, is_parallel
         self._pending = ""  # text that may belong to a call
         self._space = ""  # white space before a call, which is content only if the call is invalid
         self._inside = False
@@ -129,7 +131,9 @@ class ToolCallParser:
             value = json.loads(text.strip())
         except ValueError:
             return []
-        return [call for item in (value if isinstance(value, list) else [value]) if (call := _to_call(item))]
+        items = value if isinstance(value, list) else [value]
+        calls = [call for item in items if (call := _to_call(item)) and call.name in self._names]
+        return calls if len(calls) == len(items) else []
 
     def _count(self, calls: list[ToolCall]) -> list[ToolCall]:
         """Return the calls that are passed on."""
@@ -192,7 +196,7 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(item, place) for item in schema]
     if not isinstance(schema, dict) or "$id" in schema:  # references below an $id are relative to it
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             moved[key] = place + value[1:]
