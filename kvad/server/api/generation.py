@@ -172,10 +172,10 @@ def check_limit(param: str, value: int, limit: int, noun: str) -> None:
 
 
 def _logit_bias(entries: Mapping[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in entries.items()}
-    except ValueError:
-        raise invalid("logit_bias", "keys must be token ids, such as {'42': -5}") from None
+    for key in entries:
+        if not (key.isascii() and key.isdigit()) or key != str(int(key[:20])):  # "01" and "1_0" may equal another key
+            raise invalid("logit_bias", f"keys must be token ids, such as {{'42': -5}}, got {key[:80]!r}")
+    return {int(token): bias for token, bias in entries.items()}
 
 
 def split_prompts(context: ApiContext, param: str, prompt: Any) -> list[PromptInput]:

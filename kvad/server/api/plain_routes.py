@@ -54,6 +54,9 @@ async def create_embeddings(context: ApiContext, body: EmbeddingBody, key: str) 
     num_tokens = sum(map(len, inputs))
     context.check_room(len(inputs), num_tokens)
     vectors = await context.llm.embed_ids(inputs, adapter=adapter, cache_salt=context.salt(key, None))
+    size = len(vectors[0])
+    if body.dimensions not in (None, size):
+        raise invalid("dimensions", f"must be {size}, the size of this model's vectors, got {body.dimensions}")
     data = [
         {"object": "embedding", "index": index, "embedding": _encode_vector(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)

@@ -16,6 +16,8 @@ from kvad.server.api.tools import ToolCall, ToolCallParser
 
 async def create_response(context: ApiContext, body: ResponsesBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/responses."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "requires stream to be true")
     group, use = await submit_chat(context, _to_chat(body), key)
     answer = _Answer(context, body, group, make_parser(use, group, body.parallel_tool_calls))
     if body.stream:
@@ -77,8 +79,6 @@ def _to_choice(choice: Any) -> Any:
 
 
 def _to_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if other := set(text or ()) - {"format"}:
-        raise invalid(f"text.{min(other)[:80]}", "unknown field. Use text.format.")
     form = None if text is None else text.get("format")
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         return form

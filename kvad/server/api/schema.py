@@ -5,16 +5,17 @@ Fields that OpenAI's API does not have are those of vLLM with the same meaning, 
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvad import storage
-from kvad.errors import suggest
 from kvad.server.api.errors import ApiError
 
-ModelT = TypeVar("ModelT", bound=BaseModel)
+BodyT = TypeVar("BodyT", bound="Body")
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 PositiveCount = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -25,7 +26,14 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=1 << 16)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1 << 16)]
 LogitBias = Annotated[dict[str, Number], BeforeValidator(lambda value: _check_length(value, 1 << 16))]
-Prompt = str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=1 << 16)]
+# Errors of a field of several types name its description, which completes "must be".
+Prompt = Annotated[
+    str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True, max_length=1 << 16)],
+    Field(description="a text, token ids, a list of texts or a list of lists of token ids"),
+]
+ToolChoice = Annotated[
+    str | dict[str, Any] | None, Field(description="none, auto, required or an object that names a function")
+]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 # Fields without effect here: they concern accounts and storage of OpenAI's service.
@@ -46,10 +54,22 @@ REFUSED = {
     "modalities": "this model produces text only",
     "prediction": "predicted outputs are not supported",
     "web_search_options": "this server does not search",
-    "dimensions": "vectors have the model's size",
     "background": "responses are not stored",
     "top_logprobs": "use logprobs of /v1/completions or /v1/chat/completions",
 }
+# Values of refused fields that ask for nothing.
+NEUTRAL: dict[str, Any] = {
+    "suffix": "", "functions": [], "function_call": "none", "chat_template_kwargs": {}, "modalities": ["text"],
+    "background": False, "top_logprobs": 0,
+}  # fmt: skip
+# Known fields of objects inside fields.
+FORMAT_FIELDS = ("name", "description", "schema", "strict")
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "return")  # "return" is read by templates
+MESSAGE_FIELDS = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "refusal", "annotations", "reasoning_content", "reasoning",
+    "thinking",
+)  # fmt: skip
+ITEM_FIELDS = ("type", "role", "content", "id", "status", "call_id", "name", "arguments", "output")
 
 
 class Body(BaseModel):
@@ -58,6 +78,11 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str | None = Field(None, max_length=512, description="Name of the model, as in /v1/models.")
+    timeout: Seconds | None = Field(None, description="Seconds.")
+
+    def unknown_places(self) -> list[str]:
+        """Return the places of unknown fields inside fields, such as "tools[0].function.other"."""
+        return []
 
 
 class StreamOptions(BaseModel):
@@ -67,6 +92,15 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = Field(False, description="Send the token counts in a last event.")
     continuous_usage_stats: bool = Field(False, description="Send the token counts in every event.")
+    include_obfuscation: Literal[False] = Field(False, description="Events are not padded.")
+
+
+class ResponseStreamOptions(BaseModel):
+    """Options of the event stream of a response."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_obfuscation: Literal[False] = Field(False, description="Events are not padded.")
 
 
 class GenerationBody(Body):
@@ -80,7 +114,7 @@ class GenerationBody(Body):
     n: PositiveCount = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | Texts | None = None
+    stop: str | Texts | None = Field(None, description="a text or a list of texts")
     stop_token_ids: TokenIds | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
@@ -104,7 +138,12 @@ class GenerationBody(Body):
     timings: bool = Field(False, description="Add seconds and tokens per second to the response.")
     return_token_ids: bool = False
     request_id: RequestId | None = Field(None, description="End of the response's id; also shown by /cache.")
-    timeout: Seconds | None = Field(None, description="Seconds.")
+
+    def unknown_places(self) -> list[str]:
+        """Return the places of unknown fields inside fields."""
+        form = self.response_format or {}
+        places = _unknown("response_format", form, ("type", "json_schema"))
+        return places + _unknown("response_format.json_schema", form.get("json_schema"), FORMAT_FIELDS)
 
     @property
     def wants_usage(self) -> bool:
@@ -131,33 +170,52 @@ class ChatBody(GenerationBody):
     """Body of /v1/chat/completions."""
 
     messages: Objects = Field(min_length=1)
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: PositiveCount | None = None
+    max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    def unknown_places(self) -> list[str]:
+        """Return the places of unknown fields inside fields."""
+        places = super().unknown_places() + _unknown_in_messages(self.messages)
+        for index, tool in enumerate(self.tools or ()):
+            places += _unknown(f"tools[{index}]", tool, ("type", "function"))
+            places += _unknown(f"tools[{index}].function", tool.get("function"), FUNCTION_FIELDS)
+        return places + _unknown("tool_choice", self.tool_choice, ("type", "function"))
 
 
 class ResponsesBody(Body):
     """Body of /v1/responses; nothing is stored."""
 
-    input: str | Objects
+    input: str | Objects = Field(description="a text or a list of items")
     instructions: str | None = None
     max_output_tokens: PositiveCount | None = None
     temperature: Number | None = None
     top_p: Number | None = None
     stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
     text: dict[str, Any] | None = None
     tools: Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     include: Texts | None = Field(None, max_length=0)
-    timeout: Seconds | None = None
+
+    def unknown_places(self) -> list[str]:
+        """Return the places of unknown fields inside fields."""
+        text = self.text or {}
+        places = _unknown("text", text, ("format",))
+        places += _unknown("text.format", text.get("format"), ("type", *FORMAT_FIELDS))
+        for index, item in enumerate(self.input if isinstance(self.input, list) else ()):
+            places += _unknown(f"input[{index}]", item, ITEM_FIELDS)
+        for index, tool in enumerate(self.tools or ()):
+            places += _unknown(f"tools[{index}]", tool, ("type", *FUNCTION_FIELDS))
+        return places + _unknown("tool_choice", self.tool_choice, ("type", "name"))
 
 
 class EmbeddingBody(Body):
@@ -165,6 +223,7 @@ class EmbeddingBody(Body):
 
     input: Prompt
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: PositiveCount | None = Field(None, description="The size of the model's vectors.")
 
 
 class TokenizeBody(Body):
@@ -174,6 +233,10 @@ class TokenizeBody(Body):
     messages: Objects | None = None
     add_special_tokens: bool | None = Field(None, description="Of a prompt; true if it is not given.")
     return_token_strs: bool = False
+
+    def unknown_places(self) -> list[str]:
+        """Return the places of unknown fields inside fields."""
+        return _unknown_in_messages(self.messages or ())
 
 
 class DetokenizeBody(Body):
@@ -185,24 +248,23 @@ class DetokenizeBody(Body):
 class TranslateBody(Body):
     """Body of /v1/translate."""
 
-    text: str | Texts
+    text: str | Texts = Field(description="a text or a list of texts")
     target_language: str | None = Field(None, max_length=64)
     source_language: str | None = Field(None, max_length=64)
     target_prefix: str | None = None
     num_beams: Annotated[int, Field(ge=1, le=128)] | None = None
     length_penalty: Number | None = None
-    max_tokens: Count | None = None
+    max_tokens: PositiveCount | None = None
     temperature: Number | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     request_id: RequestId | None = None
     n: PositiveCount = 1
-    timeout: Seconds | None = None
 
 
 class AttentionBody(Body):
     """Body of /attention."""
 
-    prompt: str | TokenIds
+    prompt: str | TokenIds = Field(description="a text or token ids")
     layer: Count = 0
 
 
@@ -232,30 +294,55 @@ def parse_json(data: bytes | bytearray, max_values: int = 1 << 20) -> dict[str, 
     return value
 
 
-def validate(kind: type[ModelT], fields: dict[str, Any], *, ignore_unknown: bool) -> tuple[ModelT, list[str]]:
+def validate(kind: type[BodyT], fields: dict[str, Any], *, ignore_unknown: bool) -> tuple[BodyT, list[str]]:
     """Validate a body and return it with the names of ignored fields.
 
     Raises:
         ApiError: 400 that names the field.
     """
+    # Null is an absent field, but for max_tokens, where it means "to the end of the context".
+    is_limit = "max_tokens" in kind.model_fields
+    fields = {name: value for name, value in fields.items() if value is not None or (is_limit and name == "max_tokens")}
     for name, reason in REFUSED.items():
-        if fields.get(name) is not None and name not in kind.model_fields:
-            if name == "modalities" and fields[name] == ["text"]:
-                continue
+        if name in fields and name not in kind.model_fields and not _is_neutral(name, fields[name]):
             raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported_parameter")
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = [str(part) for part in first["loc"] if not _is_type_name(part)]
-        param = ".".join(place)[:200] or None
-        raise ApiError(400, f"{param or 'body'}: {first['msg']}", param=param, code="invalid_value") from None
+        param, problem = ".".join(place)[:200] or None, first["msg"]
+        if len(place) < len(first["loc"]) and (forms := kind.model_fields[place[0]].description):
+            param, problem = place[0], f"must be {forms}"
+        raise ApiError(400, f"{param or 'body'}: {problem}", param=param, code="invalid_value") from None
     extra = [name for name in body.model_extra or {} if name not in NO_EFFECT and name not in REFUSED]
+    extra += body.unknown_places()
     if extra and not ignore_unknown:
-        hint = suggest(extra[0][:80], list(kind.model_fields))
-        message = f"{extra[0][:80]}: unknown field. {hint} See /openapi.json.".replace(".. ", ". ")
-        raise ApiError(400, message, param=extra[0][:80], code="unknown_parameter")
+        name = extra[0][:200]
+        known = list(kind.model_fields) if extra[0] in (body.model_extra or {}) else []
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
+        raise ApiError(400, f"{name}: unknown field. {hint}See /openapi.json.", param=name, code="unknown_parameter")
     return body, extra
+
+
+def _unknown(place: str, value: Any, known: Collection[str]) -> list[str]:
+    """Return the places of the fields of an object that are not known, null or empty."""
+    if not isinstance(value, dict):
+        return []
+    return [f"{place}.{name}" for name, item in value.items() if name not in known and item not in (None, [], {})]
+
+
+def _unknown_in_messages(messages: Iterable[Any]) -> list[str]:
+    return [
+        place
+        for index, message in enumerate(messages)
+        for place in _unknown(f"messages[{index}]", message, MESSAGE_FIELDS)
+    ]
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return name in NEUTRAL and type(value) is type(NEUTRAL[name]) and bool(value == NEUTRAL[name])
 
 
 def _check_length(value: Any, limit: int) -> Any:
