@@ -144,7 +144,7 @@ class _Endpoint:
                 if isinstance(result, EventStream):
                     first = await anext(result.events)  # an error before it has its own status
         except Exception as error:
-            converted = _api_error(error, scope)
+            converted = errors.rename_fields(_api_error(error, scope), body.field_names())
             if isinstance(error, TimeoutError) and getattr(body, "timeout", None) is not None:
                 converted.status = 408  # what the client asked for is no failure of the server
             await error_response(converted)(scope, receive, send)

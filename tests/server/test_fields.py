@@ -3,6 +3,7 @@
 import pytest
 
 from kvad.server.api import schema
+from tests.support.server import ServerProcess, write_translator
 
 CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings",
@@ -92,6 +93,62 @@ def test_values_that_are_not_applied_are_refused(server, path, fields, param):
 )  # fmt: skip
 def test_messages_of_invalid_types_and_unknown_fields(server, path, fields, problem):
     assert refusal(server, path, fields)[1] == problem
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"messages": [USER, {"role": "user"}]}, "messages[1].content"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{**USER, "content": "x" * 601}]}, "messages"),
+        (CHAT, {"messages": [{"role": "assistant", "content": None}], "continue_final_message": True}, "messages"),
+        ("/detokenize", {"tokens": [65, 5000]}, "tokens"),
+        (COMPLETIONS, {"overflow": "reject", "max_tokens": 10**6}, "overflow"),
+        (COMPLETIONS, {"session": "beams", "num_beams": 2}, "session"),
+        (COMPLETIONS, {"structured_outputs": {"regex": "a"}, "num_beams": 2}, "structured_outputs"),
+        (COMPLETIONS, {"response_format": {"type": "json_object"}, "num_beams": 2}, "response_format"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required", "num_beams": 2}, "tools"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+         "structured_outputs"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (EMBEDDINGS, {"input": ""}, "input"),
+        (EMBEDDINGS, {"input": [[300]]}, "input"),
+        (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"properties": 5}}}}, "text.format"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": "x" * 601}, "input"),
+        (RESPONSES, {"input": [USER, {"role": "user", "content": [1]}], "instructions": "x"}, "input[1]"),
+        (RESPONSES, {"input": [USER, {"role": "user", "content": [1]}]}, "input[1]"),
+        (RESPONSES, {"input": [{"role": "user"}]}, "input[0].content"),
+        (RESPONSES, {"input": [USER, {"type": "function_call"}]}, "input[1].call_id"),
+        (RESPONSES, {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": {}}]},
+         "input[0].arguments"),
+        (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
+        (RESPONSES, {"input": [{"type": ["message"]}]}, "input[0]"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0]"),
+        (RESPONSES, {"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_refusal_names_the_field_of_the_client(server, path, fields, param):
+    named, message = refusal(server, path, fields)
+    assert named == param and message.startswith(param)
+
+
+def test_refusals_of_translations(tmp_path):
+    server = ServerProcess(write_translator(tmp_path / "model"))
+    for fields, param in (
+        ({"text": "x", "target_language": "xx"}, "target_language"),
+        ({"text": "x", "source_language": "xx"}, "source_language"),
+        ({"text": ["x", ""]}, "text"),
+        ({"text": "x" * 65}, "text"),
+        ({"text": "x", "max_tokens": 0}, "max_tokens"),
+    ):
+        named, message = refusal(server, "/v1/translate", fields)
+        assert named == param and message.startswith(param)
+    assert refusal(server, COMPLETIONS, {"prompt": ""})[0] == "prompt"
+    server.stop()
 
 
 @pytest.mark.parametrize("key", ["01", " 1", "1_0", "-1", "", "1" * 50, "\u0661"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvad.engine import StreamChunk
 from kvad.server.api import generation, tools
-from kvad.server.api.errors import invalid
+from kvad.server.api.errors import invalid, naming
 from kvad.server.api.generation import ApiContext, EventStream, RequestGroup, SampleChunks
 from kvad.server.api.logprobs import chat_logprobs
 from kvad.server.api.schema import ChatBody
@@ -80,20 +80,21 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
     settings |= await structured_settings(context, body)
     if use is not None and use.is_required:
         if "structured_output" in settings:
-            raise invalid("response_format", "cannot be combined with a required tool")
+            raise invalid(body.constraint_name, "cannot be combined with a required tool")
         schema = tools.required_schema(use.tools, use.name)
         settings |= await constrain(context, "tools", {"json_schema": schema})
     settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
     make = context.llm.builder.generation(None, settings)
     shown_tools = body.tools if body.tool_choice != "none" else None
-    tokens = await asyncio.to_thread(
-        context.llm.render_chat,
-        messages,
-        tools=shown_tools,
-        continue_final=body.continue_final_message,
-        generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        adapter=adapter,
-    )
+    with naming("messages"):
+        tokens = await asyncio.to_thread(
+            context.llm.render_chat,
+            messages,
+            tools=shown_tools,
+            continue_final=body.continue_final_message,
+            generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            adapter=adapter,
+        )
     session = generation.session_of(body, key, body.n)
     return RequestGroup(context, [make(tokens)], session=session, request_id=body.request_id), use
 
@@ -102,12 +103,16 @@ def check_messages(messages: Sequence[dict[str, Any]], max_messages: int, max_ch
     """Return the messages with texts instead of lists of text parts.
 
     Raises:
-        ApiError: 400 for too many or too long messages, and for parts that are no text.
+        ApiError: 400 for too many, too long or incomplete messages, and for parts that are no text.
     """
     generation.check_limit("messages", len(messages), max_messages, "messages")
     checked, num_chars = [], 0
     for index, message in enumerate(messages):
         content = message.get("content")
+        if not isinstance(message.get("role"), str):
+            raise invalid(f"messages[{index}].role", "must be a text such as 'user'")
+        if "content" not in message and "tool_calls" not in message:
+            raise invalid(f"messages[{index}].content", "must be given, unless the message has tool_calls")
         if isinstance(content, list):
             content = "".join(_part_text(part, index) for part in content)
         message = {**message, "content": content} if "content" in message else dict(message)

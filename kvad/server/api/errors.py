@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from kvad.errors import EngineError, KvadError, NumericalError, StorageError, UsageError
 
-_PARAM = re.compile(r"([a-z][a-z0-9_]*(?:\[\d+\])?(?:\.[a-z0-9_]+)*)(?:, [a-z_]+)*:")
+# The field at the start of a message: "prompt:", "tools[0].type:", "top_k, top_p:", "overflow=reject:".
+_PARAM = re.compile(r"(encoder input|[a-z][a-z0-9_]*(?:\[\d+\])?(?:\.[a-z0-9_]+)*)(?:=\w+)?(?:, [a-z_]+)*:")
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
@@ -65,6 +68,34 @@ def from_exception(error: Exception) -> ApiError:
             504, "the request exceeded its time limit: shorten it, or give a larger timeout", code="timeout"
         )
     return ApiError(500, "internal error: the server's log has the reason", code="internal_error")
+
+
+@contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Name a field in errors of the library that name none."""
+    try:
+        yield
+    except UsageError as error:
+        if _PARAM.match(error.message):
+            raise
+        raise invalid(param, str(error)) from error
+
+
+def rename_fields(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error with the names of the request's fields in place of those of the library or another route.
+
+    Args:
+        error: The error; it is changed.
+        names: Name that errors have -> name of the field. The first one that matches is replaced.
+    """
+    for name, field in names.items():
+        pattern = re.compile(rf"{re.escape(name)}(?=[.:\[]|\Z)")
+        if error.param is not None and pattern.match(error.param):
+            error.param = field + error.param[len(name) :]
+            if pattern.match(error.message):
+                error.message = field + error.message[len(name) :]
+            break
+    return error
 
 
 def invalid(param: str, problem: str) -> ApiError:

@@ -397,8 +397,10 @@ def session_of(body: GenerationBody, key: str, num_sequences: int) -> dict[str, 
     """Return the identity of the request's session, if it has one."""
     if body.session is None:
         return None
+    num_sequences = max(num_sequences, body.num_beams or 1)
     if num_sequences != 1:
-        raise invalid("session", f"must be one sequence, got {num_sequences}. Send one prompt with n=1.")
+        problem = f"must be one sequence, got {num_sequences}. Send one prompt with n=1 and without num_beams."
+        raise invalid("session", problem)
     return {"name": body.session, "owner": key}
 
 

@@ -7,12 +7,14 @@ import base64
 from array import array
 from typing import Any
 
-from kvad.errors import UsageError
+from kvad import engine as engine_lib
 from kvad.server.api import generation
 from kvad.server.api.chat import check_messages
-from kvad.server.api.errors import ApiError, invalid
+from kvad.server.api.errors import invalid, naming
 from kvad.server.api.generation import ApiContext, PromptInput, RequestGroup
 from kvad.server.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody, TranslateBody
+
+check_ids = engine_lib.requests.check_ids
 
 
 def list_models(context: ApiContext) -> dict[str, Any]:
@@ -47,10 +49,8 @@ async def create_embeddings(context: ApiContext, body: EmbeddingBody, key: str) 
     adapter = context.check_model(body.model)
     texts = generation.split_prompts(context, "input", body.input)
     encode = context.llm.texts.encode_embedding
-    try:
+    with naming("input"):
         inputs = await asyncio.to_thread(lambda: [encode(text) for text in texts])
-    except UsageError as error:
-        raise ApiError(400, str(error), param="input", code="invalid_value") from error
     num_tokens = sum(map(len, inputs))
     context.check_room(len(inputs), num_tokens)
     vectors = await context.llm.embed_ids(inputs, adapter=adapter, cache_salt=context.salt(key, None))
@@ -83,7 +83,8 @@ async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[st
         if body.add_special_tokens:
             raise invalid("add_special_tokens", "cannot be combined with messages: the template has special tokens")
         messages = check_messages(body.messages, limits.max_messages, limits.max_prompt_chars)
-        tokens = await asyncio.to_thread(llm.render_chat, messages, adapter=adapter)
+        with naming("messages"):
+            tokens = await asyncio.to_thread(llm.render_chat, messages, adapter=adapter)
     else:
         assert body.prompt is not None
         generation.check_limit("prompt", len(body.prompt), limits.max_prompt_chars, "characters")
@@ -103,6 +104,7 @@ async def detokenize(context: ApiContext, body: DetokenizeBody, key: str) -> dic
     context.check_model(body.model)
     generation.check_limit("tokens", len(body.tokens), context.config.limits.max_prompt_tokens, "tokens")
     tokenizer = context.llm.texts.require_tokenizer()
+    check_ids("tokens", body.tokens, tokenizer.vocab_size)
     return {"prompt": tokenizer.decode(body.tokens, skip_specials=False)}
 
 
@@ -139,6 +141,13 @@ async def translate(context: ApiContext, body: TranslateBody, key: str) -> dict[
         "temperature": body.temperature, "seed": body.seed, "n": body.n if body.n > 1 else None,
     }  # fmt: skip
     settings: Any = {name: value for name, value in given.items() if value is not None}
+    if body.target_language is not None:
+        with naming("target_language"):
+            llm.texts.language_token(body.target_language)
+    if body.source_language is not None:
+        tokenizer = llm.texts.require_tokenizer()
+        with naming("source_language"):
+            (tokenizer.source_tokenizer or tokenizer).add_special_tokens([], language=body.source_language)
     settings |= {"cache_salt": context.salt(key, None), "adapter": adapter}
     make = llm.builder.generation(None, settings)
     submissions = await generation.build(context, make, list[PromptInput](texts))

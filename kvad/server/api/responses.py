@@ -13,6 +13,13 @@ from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
 from kvad.server.api.schema import ChatBody, ResponsesBody, validate
 from kvad.server.api.tools import ToolCall, ToolCallParser
 
+# Type of an item -> its fields; contents and outputs may also be lists of parts.
+ITEM_TEXTS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+
 
 async def create_response(context: ApiContext, body: ResponsesBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/responses."""
@@ -48,17 +55,20 @@ def _to_chat(body: ResponsesBody) -> ChatBody:
 
 
 def _to_message(item: Mapping[str, Any], index: int) -> dict[str, Any]:
-    kind = item.get("type", "message")
+    kind, place = item.get("type", "message"), f"input[{index}]"
+    if not isinstance(kind, str) or kind not in ITEM_TEXTS:
+        raise invalid(place, f"type must be {', '.join(ITEM_TEXTS)}, got {str(kind)[:80]!r}")
+    for name in ITEM_TEXTS[kind]:
+        if not isinstance(item.get(name), str | list if name in ("content", "output") else str):
+            problem = "must be a text or a list of parts" if name in ("content", "output") else "must be a text"
+            raise invalid(f"{place}.{name}", problem)
     if kind == "message":
-        return {"role": item.get("role"), "content": item.get("content")}
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"role": item["role"], "content": item["content"]}
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
-    shown = str(kind)[:80]
-    raise invalid(f"input[{index}]", f"type must be message, function_call or function_call_output, got {shown!r}")
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    call = {"id": item["call_id"], "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _to_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -66,6 +76,9 @@ def _to_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]
     if tools is None:
         return None
     names = ("name", "description", "parameters", "strict")
+    for index, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise invalid(f"tools[{index}]", f"type must be function, got {str(tool.get('type'))[:80]!r}")
     return [
         {"type": tool.get("type"), "function": {name: tool[name] for name in names if tool.get(name) is not None}}
         for tool in tools

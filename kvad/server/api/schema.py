@@ -84,6 +84,10 @@ class Body(BaseModel):
         """Return the places of unknown fields inside fields, such as "tools[0].function.other"."""
         return []
 
+    def field_names(self) -> dict[str, str]:
+        """Return the fields of this request for the names that errors have instead (``errors.rename_fields``)."""
+        return {}
+
 
 class StreamOptions(BaseModel):
     """Options of an event stream."""
@@ -145,6 +149,16 @@ class GenerationBody(Body):
         places = _unknown("response_format", form, ("type", "json_schema"))
         return places + _unknown("response_format.json_schema", form.get("json_schema"), FORMAT_FIELDS)
 
+    def field_names(self) -> dict[str, str]:
+        """Return the fields of this request for the names that errors have instead."""
+        return {"structured_output": self.constraint_name, "encoder input": "prompt"}
+
+    @property
+    def constraint_name(self) -> str:
+        """The field that constrains the text; "tools" if none does, because a required call does."""
+        given = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
+        return next((name for name, value in given.items() if value is not None), "tools")
+
     @property
     def wants_usage(self) -> bool:
         """True if a stream ends with the token counts."""
@@ -188,6 +202,10 @@ class ChatBody(GenerationBody):
             places += _unknown(f"tools[{index}].function", tool.get("function"), FUNCTION_FIELDS)
         return places + _unknown("tool_choice", self.tool_choice, ("type", "function"))
 
+    def field_names(self) -> dict[str, str]:
+        """Return the fields of this request for the names that errors have instead."""
+        return {**super().field_names(), "prompt": "messages"}
+
 
 class ResponsesBody(Body):
     """Body of /v1/responses; nothing is stored."""
@@ -217,6 +235,18 @@ class ResponsesBody(Body):
             places += _unknown(f"tools[{index}]", tool, ("type", *FUNCTION_FIELDS))
         return places + _unknown("tool_choice", self.tool_choice, ("type", "name"))
 
+    def field_names(self) -> dict[str, str]:
+        """Return the fields of this request for the names that errors of the same chat have instead."""
+        first = int(self.instructions is not None)  # message of the first item
+        items = len(self.input) if isinstance(self.input, list) else 0
+        names = {f"messages[{index + first}]": f"input[{index}]" for index in range(items)}
+        names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools or ()))}
+        return names | {
+            "messages[0]": names.get("messages[0]", "instructions"), "messages": "input", "prompt": "input",
+            "response_format.json_schema": "text.format", "response_format": "text.format",
+            "structured_output": "text.format", "max_completion_tokens": "max_output_tokens",
+        }  # fmt: skip
+
 
 class EmbeddingBody(Body):
     """Body of /v1/embeddings."""
@@ -224,6 +254,10 @@ class EmbeddingBody(Body):
     input: Prompt
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: PositiveCount | None = Field(None, description="The size of the model's vectors.")
+
+    def field_names(self) -> dict[str, str]:
+        """Return the fields of this request for the names that errors have instead."""
+        return {"prompt": "input", "text": "input", "encoder input": "input"}
 
 
 class TokenizeBody(Body):
@@ -259,6 +293,10 @@ class TranslateBody(Body):
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     request_id: RequestId | None = None
     n: PositiveCount = 1
+
+    def field_names(self) -> dict[str, str]:
+        """Return the fields of this request for the names that errors have instead."""
+        return {"encoder input": "text", "prompt": "text", "target": "target_prefix"}
 
 
 class AttentionBody(Body):

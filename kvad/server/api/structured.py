@@ -58,6 +58,6 @@ def _from_response_format(given: dict[str, Any]) -> dict[str, Any] | None:
         wrapper = given.get("json_schema")
         schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
         if not isinstance(schema, dict):
-            raise invalid("response_format", "json_schema.schema must be a JSON schema")
+            raise invalid("response_format.json_schema.schema", "must be a JSON schema")
         return {"json_schema": schema}
     raise invalid("response_format", f"type must be text, json_object or json_schema, got {str(kind)[:80]!r}")

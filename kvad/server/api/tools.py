@@ -163,9 +163,9 @@ def check_tools(tools: list[dict[str, Any]]) -> list[str]:
             raise invalid(f"tools[{index}]", "must be {'type': 'function', 'function': {...}}")
         name, parameters = function.get("name"), function.get("parameters", {})
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise invalid(f"tools[{index}]", "function.name must be 1 to 64 letters, digits, '_', '.' or '-'")
+            raise invalid(f"tools[{index}].function.name", "must be 1 to 64 letters, digits, '_', '.' or '-'")
         if not isinstance(parameters, dict):
-            raise invalid(f"tools[{index}]", "function.parameters must be a JSON schema")
+            raise invalid(f"tools[{index}].function.parameters", "must be a JSON schema")
         names.append(name)
     return names
 
