@@ -289,6 +289,8 @@ def openapi(context: ApiContext) -> dict[str, Any]:
         form = kind.model_json_schema(ref_template="#/components/schemas/{model}")
         definitions |= form.pop("$defs", {})
         form["additionalProperties"] = False
+        for name in form["properties"].keys() - set(form.get("required", ())):  # null is an absent field
+            form["properties"][name] = {"anyOf": [form["properties"][name], {"type": "null"}]}
         form["properties"] |= {name: {"description": "Without effect."} for name in schema.NO_EFFECT}
         definitions[kind.__name__] = form
         reference = {"$ref": f"#/components/schemas/{kind.__name__}"}

@@ -1,8 +1,8 @@
-"""Fields of requests: values that ask for nothing, unknown fields inside others, names of fields in errors."""
+"""Fields of requests: values that request nothing, unknown fields inside others, names of fields in errors."""
 
 import pytest
 
-from kvad.server.api import schema
+from kvad.server.api import responses, schema
 from tests.support.server import ServerProcess, write_translator
 
 CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS = (
@@ -41,7 +41,7 @@ def refusal(server, path, fields):
     ],
     ids=str,
 )
-def test_values_that_ask_for_nothing_are_accepted(server, path, fields):
+def test_values_that_request_nothing_are_accepted(server, path, fields):
     response = server.post(path, **{**REQUIRED[path], **fields})
     assert response.status_code == 200, response.text
 
@@ -167,6 +167,9 @@ def test_null_max_tokens_of_a_completion_is_the_context():
 def test_unknown_fields_may_be_ignored():
     fields = {"messages": [{**USER, "other": 1}], "further": 1}
     assert schema.validate(schema.ChatBody, fields, ignore_unknown=True)[1] == ["further", "messages[0].other"]
+    fields = {"input": "x", "text": {"format": {"type": "text", "other": 1}}}
+    body, ignored = schema.validate(schema.ResponsesBody, fields, ignore_unknown=True)
+    assert ignored == ["text.format.other"] and responses._to_chat(body).messages == [{"role": "user", "content": "x"}]
 
 
 def test_the_timeout_of_a_route_without_generation(server):

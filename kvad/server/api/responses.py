@@ -48,9 +48,7 @@ def _to_chat(body: ResponsesBody) -> ChatBody:
         "temperature": body.temperature, "top_p": body.top_p, "tools": _to_tools(body.tools),
         "tool_choice": _to_choice(body.tool_choice), "response_format": _to_format(body.text),
     }  # fmt: skip
-    chat, _ = validate(
-        ChatBody, {name: value for name, value in fields.items() if value is not None}, ignore_unknown=False
-    )
+    chat, _ = validate(ChatBody, fields, ignore_unknown=True)  # unknown fields were refused, unless they are ignored
     return chat
 
 

@@ -57,7 +57,7 @@ REFUSED = {
     "background": "responses are not stored",
     "top_logprobs": "use logprobs of /v1/completions or /v1/chat/completions",
 }
-# Values of refused fields that ask for nothing.
+# Values of refused fields that request nothing.
 NEUTRAL: dict[str, Any] = {
     "suffix": "", "functions": [], "function_call": "none", "chat_template_kwargs": {}, "modalities": ["text"],
     "background": False, "top_logprobs": 0,
