@@ -7,14 +7,11 @@ import base64
 from array import array
 from typing import Any
 
-from kvad import engine as engine_lib
 from kvad.server.api import generation
 from kvad.server.api.chat import check_messages
 from kvad.server.api.errors import invalid, naming
 from kvad.server.api.generation import ApiContext, PromptInput, RequestGroup
 from kvad.server.api.schema import DetokenizeBody, EmbeddingBody, TokenizeBody, TranslateBody
-
-check_ids = engine_lib.requests.check_ids
 
 
 def list_models(context: ApiContext) -> dict[str, Any]:
@@ -104,8 +101,8 @@ async def detokenize(context: ApiContext, body: DetokenizeBody, key: str) -> dic
     context.check_model(body.model)
     generation.check_limit("tokens", len(body.tokens), context.config.limits.max_prompt_tokens, "tokens")
     tokenizer = context.llm.texts.require_tokenizer()
-    check_ids("tokens", body.tokens, tokenizer.vocab_size)
-    return {"prompt": tokenizer.decode(body.tokens, skip_specials=False)}
+    with naming("tokens"):
+        return {"prompt": tokenizer.decode(body.tokens, skip_specials=False)}
 
 
 def tokenizer_info(context: ApiContext) -> dict[str, Any]:
