@@ -70,6 +70,11 @@ def from_exception(error: Exception) -> ApiError:
     return ApiError(500, "internal error: the server's log has the reason", code="internal_error")
 
 
+def invalid(param: str, problem: str) -> ApiError:
+    """Return a 400 that names the field: ``invalid("n", "must be at most 16, got 99")``."""
+    return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")
+
+
 @contextmanager
 def naming(param: str) -> Iterator[None]:
     """Name a field in errors of the library that name none."""
@@ -96,8 +101,3 @@ def rename_fields(error: ApiError, names: Mapping[str, str]) -> ApiError:
                 error.message = field + error.message[len(name) :]
             break
     return error
-
-
-def invalid(param: str, problem: str) -> ApiError:
-    """Return a 400 that names the field: ``invalid("n", "must be at most 16, got 99")``."""
-    return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")
