@@ -136,8 +136,14 @@ def test_a_refusal_names_the_field_of_the_client(server, path, fields, param):
     assert named == param and message.startswith(param)
 
 
-def test_refusals_of_translations(tmp_path):
-    server = ServerProcess(write_translator(tmp_path / "model"))
+@pytest.fixture
+def translator(tmp_path):
+    process = ServerProcess(write_translator(tmp_path / "model"))
+    yield process
+    process.stop()
+
+
+def test_refusals_of_translations(translator):
     for fields, param in (
         ({"text": "x", "target_language": "xx"}, "target_language"),
         ({"text": "x", "source_language": "xx"}, "source_language"),
@@ -145,10 +151,9 @@ def test_refusals_of_translations(tmp_path):
         ({"text": "x" * 65}, "text"),
         ({"text": "x", "max_tokens": 0}, "max_tokens"),
     ):
-        named, message = refusal(server, "/v1/translate", fields)
+        named, message = refusal(translator, "/v1/translate", fields)
         assert named == param and message.startswith(param)
-    assert refusal(server, COMPLETIONS, {"prompt": ""})[0] == "prompt"
-    server.stop()
+    assert refusal(translator, COMPLETIONS, {"prompt": ""})[0] == "prompt"
 
 
 @pytest.mark.parametrize("key", ["01", " 1", "1_0", "-1", "", "1" * 50, "\u0661"])
