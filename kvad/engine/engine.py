@@ -23,8 +23,7 @@ from kvad.cache.device import KVCache
 from kvad.cache.manager import KVCacheManager
 from kvad.cache.offload import PinnedPrefix
 from kvad.cache.sessions import SequenceState
-from kvad.config import attention_specs
-from kvad.config.layers import Pooling
+from kvad.config import Pooling, attention_specs
 from kvad.engine import scheduling
 from kvad.engine.execution import (
     NONFINITE_ERROR,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvad.model import recurrent as recurrent
     from kvad.model import summarizer as summarizer
     from kvad.model import transformer as transformer
+    from kvad.model.heads import PooledStates as PooledStates
     from kvad.model.no_cache import NoCache as NoCache
     from kvad.model.summarizer import Summarizer as Summarizer
     from kvad.model.transformer import Transformer as Transformer

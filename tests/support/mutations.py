@@ -660,8 +660,8 @@ ENGINE_MUTATIONS = (
     Mutation(
         "published-beyond-finite-logits",
         SCHEDULER,
-        "self._commit(seq, end, start + logit_offsets.stop)",
-        "self._commit(seq, end, end)",
+        "else start + logit_offsets.stop",
+        "else end",
         T_SCHEDULER,
         "published",
     ),

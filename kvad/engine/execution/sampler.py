@@ -131,7 +131,7 @@ def pool_outputs(output: SchedulerOutput, hidden: Tensor | None, results: list[S
             results[index] = SequenceOutput(error=NONFINITE_ERROR)
             continue
         if seq.pooled_states is None or start == 0:
-            seq.pooled_states = model_lib.heads.PooledStates(seq.request.pooling)
+            seq.pooled_states = model_lib.PooledStates(seq.request.pooling)
         seq.pooled_states.add(states)
         if start + count == len(seq.token_ids):
             results[index] = SequenceOutput(output=seq.pooled_states.result())
@@ -427,10 +427,22 @@ def _score(raw: Tensor, targets: Sequence[int], num_alternatives: Sequence[int])
 
 
 def _draw_filtered(scores: Tensor, sequences: Sequence[TokenSequence]) -> list[int]:
-    """Draw a token per sequence from scores [N, V] after temperature and filters.
+    """Draw a token per sequence from scores [N, V] after temperature and filters."""
+    library = ops.native.load().library if scores.device.type == "cpu" and scores.stride(1) == 1 else None
+    if library is None:
+        return _draw_filtered_in_torch(scores, sequences)
+    rows = [i for i, seq in enumerate(sequences) if seq.sampling_params.typical_p >= 1]
+    others = sorted(set(range(len(sequences))).difference(rows))
+    drawn = _draw_filtered_in_torch(_select(scores, others), [sequences[i] for i in others]) if others else []
+    tokens = dict(zip(others, drawn, strict=True))
+    if rows:
+        seqs = [sequences[i] for i in rows]
+        tokens |= zip(rows, library.draw(_select(scores, rows), np.array(_draw_parameters(seqs))), strict=True)
+    return [max(tokens[i], 0) for i in range(len(sequences))]
 
-    Only the best tokens of a sequence are filtered, if its filters drop all others. The result is the same.
-    """
+
+def _draw_filtered_in_torch(scores: Tensor, sequences: Sequence[TokenSequence]) -> list[int]:
+    """As ``_draw_filtered``; only the best tokens of a sequence are filtered, if its filters drop all others."""
     counts = [_num_candidates(seq.sampling_params, scores.shape[-1]) for seq in sequences]
     whole, tokens = [i for i, count in enumerate(counts) if not count], dict[int, int]()
     groups = [(count, seq.sampling_params.top_k > 0) for count, seq in zip(counts, sequences, strict=True)]

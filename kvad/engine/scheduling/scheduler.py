@@ -52,7 +52,7 @@ from kvad.engine.scheduling.structured_output import Grammar
 from kvad.model_input import BlockOps
 
 if TYPE_CHECKING:
-    from kvad.config.layers import Pooling
+    from kvad.config import Pooling
 
 MAX_RECOVERIES = 2  # recomputations of a sequence whose offloaded tokens were lost; then it ends with an error
 MAX_FINISHED_METRICS = 4096  # metrics of ended requests that stay available
@@ -475,7 +475,8 @@ class Scheduler:
                 continue
             end = start + count
             is_pooled = seq.request.pooling is not None
-            self._commit(seq, end, end if is_pooled else start + logit_offsets.stop)
+            num_sure = end if is_pooled else start + logit_offsets.stop
+            self._commit(seq, end, num_sure)
             if seq.wants_prompt_logprobs:
                 seq.add_prompt_logprobs(end, result.prompt_logprobs)
             if is_sampled and seq.request.beams is not None:

@@ -21,8 +21,8 @@ from kvad.engine.scheduling.structured_output import Grammar, GrammarState
 from kvad.model_input import SubBatch
 
 if TYPE_CHECKING:
-    from kvad.config.layers import Pooling
-    from kvad.model.heads import PooledStates
+    from kvad.config import Pooling
+    from kvad.model import PooledStates
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 IDLE = "idle"  # a beam without tokens, until another beam is forked into it

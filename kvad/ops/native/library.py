@@ -157,6 +157,23 @@ class Library:
     def free(self, program: Program) -> None:
         self._handle.kvad_free(ctypes.byref(program))
 
+    def draw(self, scores: Tensor, parameters: NDArray[np.float64]) -> list[int]:
+        """Draw a token of each row of scores [N, V], float32; -1 if all of them are -inf.
+
+        ``parameters`` [N, 5]: temperature, top-k (0: all), top-p, min-p, number in [0, 1).
+        """
+        tokens = np.empty(len(scores), np.int64)
+        sizes = (len(scores), scores.stride(0), scores.shape[1])
+        self._handle.kvad_draw(
+            ctypes.c_void_p(scores.data_ptr()),
+            *map(ctypes.c_int64, sizes),
+            parameters.ctypes.data_as(ctypes.c_void_p),
+            tokens.ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_int64(_num_threads()),
+        )
+        drawn: list[int] = tokens.tolist()
+        return drawn
+
     def pack(self, rows: NDArray[np.uint64], width: int, itemsize: int, out: Tensor) -> None:
         """Pack rows of ``width`` numbers into panels; ``rows`` are addresses, 0: a row of zeros."""
         pointer = rows.ctypes.data_as(ctypes.c_void_p)

@@ -11,6 +11,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "quantized.h"
+#include "sampling.h"
 
 namespace {
 
@@ -149,6 +150,19 @@ void kvad_pack_quantized(const uint8_t* const* data, const char* const* scales, 
                          int64_t groups, int64_t group_size, int64_t bits, int64_t scale_bytes, uint8_t* out,
                          int64_t threads) {
   pack_quantized(data, scales, minima, n, groups, group_size, bits, scale_bytes, out, threads);
+}
+
+// Draw a token of each row of scores [rows, stride], of which n are tokens; -1 if all of them are -inf.
+void kvad_draw(const float* scores, int64_t rows, int64_t stride, int64_t n, const DrawParameters* parameters,
+               int64_t* tokens, int64_t threads) {
+  const int64_t padded = round_up(n, LANES);
+#pragma omp parallel for num_threads(int(threads < rows ? threads : rows)) schedule(dynamic)
+  for (int64_t i = 0; i < rows; i++) {
+    static thread_local std::vector<float> memory;  // [2, padded]
+    memory.resize(2 * padded);
+    const Row row{reinterpret_cast<int32_t*>(memory.data()), memory.data() + padded, padded};
+    tokens[i] = draw(scores + i * stride, n, parameters[i], row);
+  }
 }
 
 void kvad_free(Model* model) {
