@@ -20,6 +20,7 @@ from kvad.server.config import ServerConfig
 
 LOG = logging.getLogger(__name__)
 OPEN_PATH = "/health"  # the only route without an API key
+EXPOSED_HEADERS = b"retry-after, x-request-id, x-kvad-ignored-fields"  # those that scripts of other sites may read
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -123,11 +124,13 @@ def _cors_headers(config: ServerConfig, headers: Mapping[str, str]) -> list[tupl
     origin = headers.get("origin")
     if origin is None or not (origin in config.cors_origins or "*" in config.cors_origins):
         return []
+    requested = headers.get("access-control-request-headers", "authorization, content-type")  # an SDK sends its own
     return [
         (b"access-control-allow-origin", origin.encode("latin-1")),
-        (b"access-control-allow-headers", b"authorization, content-type"),
+        (b"access-control-allow-headers", requested.encode("latin-1")),
         (b"access-control-allow-methods", b"GET, POST"),
-        (b"vary", b"origin"),
+        (b"access-control-expose-headers", EXPOSED_HEADERS),
+        (b"vary", b"origin, access-control-request-headers"),
     ]
 
 

@@ -1,8 +1,10 @@
 """API keys guard every route but /health, whatever the path, the method or the Host header are."""
 
+import asyncio
 import base64
 import socket
 
+import httpx
 import pytest
 from starlette.routing import Route
 
@@ -10,6 +12,7 @@ from kvad.server.api import ApiContext
 from kvad.server.app import build_app
 from kvad.server.config import ApiKeys, ServerConfig
 from kvad.server.guards import OPEN_PATH
+from kvad.server.metrics import ServerMetrics
 from tests.server.conftest import KEYS
 
 SECRET = "prompt of another user"
@@ -135,6 +138,31 @@ def test_pages_of_other_sites_are_refused(server, origin):
     status, head, _ = send(server, "OPTIONS", "/v1/models", HOST, f"Origin: {origin}")
     assert status in (401, 403) and "access-control" not in head
     assert send(server, "GET", "/v1/models", HOST, key, "Origin: http://127.0.0.1")[0] == 200
+
+
+SITE = "https://app.example"
+SDK_HEADERS = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"  # of OpenAI's package for browsers
+
+
+def answer_of_cors(method, **headers):
+    """Return the response of a server with one allowed site and an API key."""
+    config = ServerConfig(cors_origins=(SITE,), api_keys=ApiKeys.from_texts(list(KEYS)))
+    app = build_app(ApiContext(NoModel(), config, ServerMetrics("tiny"), "tiny"))
+    request = httpx.Request(method, "http://127.0.0.1/v1/chat/completions", headers=headers)
+    return asyncio.run(httpx.ASGITransport(app).handle_async_request(request))
+
+
+def test_an_allowed_site_may_send_the_headers_of_an_sdk():
+    names = {"access-control-request-method": "POST", "access-control-request-headers": SDK_HEADERS}
+    reply = answer_of_cors("OPTIONS", origin=SITE, **names)
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (204, SITE)
+    assert reply.headers["access-control-allow-headers"] == SDK_HEADERS
+    reply = answer_of_cors("POST", origin=SITE)
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (401, SITE)
+    exposed = set(reply.headers["access-control-expose-headers"].split(", "))
+    assert exposed == {"retry-after", "x-request-id", "x-kvad-ignored-fields"}
+    reply = answer_of_cors("OPTIONS", origin="https://evil.com", **names)
+    assert reply.status_code == 403 and not any(name.startswith("access-control") for name in reply.headers)
 
 
 def test_basic_authentication_of_a_browser(server):
