@@ -311,6 +311,7 @@ def test_embeddings_have_the_same_numbers_in_both_encodings(client, llm):
 def test_models(client):
     (model,) = client.models.list().data
     assert model.id == "tiny" and client.models.retrieve("tiny").owned_by == "kvad"
+    assert model.root == "tiny", "the name, no path of the server"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-5")
 

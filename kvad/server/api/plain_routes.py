@@ -27,7 +27,7 @@ def describe_model(context: ApiContext, adapter: str = "") -> dict[str, Any]:
         "object": "model",
         "created": context.created,
         "owned_by": "kvad",
-        "root": context.adapters[adapter] if adapter else info["name"],
+        "root": adapter or context.model_name,  # never a path of this machine
         "parent": context.model_name if adapter else None,
         "max_model_len": info["max_len"],
         "kind": context.llm.config.kind,

@@ -175,7 +175,7 @@ class App {
 
   #buildSidebar() {
     const { model } = this;
-    byId("model-card").append(h("b", { title: model.root }, model.id), h("span", {}, `${model.kind}, ${count(model.max_model_len)} tokens`));
+    byId("model-card").append(h("b", { title: model.id }, model.id), h("span", {}, `${model.kind}, ${count(model.max_model_len)} tokens`));
     byId("new-conversation").addEventListener("click", () => this.#newConversation());
     byId("new-conversation").hidden = model.kind === "encoder-decoder";
     if (model.kind === "encoder-decoder") byId("no-conversations").textContent = "The last translation is kept in this browser.";
