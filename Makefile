@@ -5,6 +5,7 @@
 # make test-unit  the tests without a model or a subprocess   make docs   the documentation as a site, in site/
 # make test-lower-bounds   a model trained and used with the lowest versions of the dependencies, in a separate environment
 # make clients   lm-eval and litellm in a separate environment, and their tests against the server
+# make replicas  Ray (400 MB) into the environment, and the tests of two replicas on this machine
 # make peers      the environment of the engines that kvad is compared with   make bench   measure all of them, by turns, for hours;
 #                 started again, it continues   make bench-docs   docs/explanation/decoding-speed-results.md from what was measured
 # make oracle     compute the reference outputs of transformers 4.57.6 and 5.x again (tests/hf_parity)
@@ -35,7 +36,7 @@ KEY := $(shell { pwd; cat pyproject.toml constraints.txt kvad/ops/native/*.cpp k
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 
-.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle clients peers bench bench-docs check docs install
+.PHONY: run test test-gpu test-unit test-long test-lower-bounds oracle clients replicas peers bench bench-docs check docs install
 .DELETE_ON_ERROR:
 
 run: $(RUN_STAMP)
@@ -80,6 +81,11 @@ clients: $(TEST_STAMP)
 	test -x $(CLIENTS)/bin/lm_eval || { $(PYTHON) -m venv $(CLIENTS) && \
 		$(CLIENTS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/server/clients/requirements.txt; }
 	KVAD_CLIENTS=$(CLIENTS) $(PY) -m pytest tests/server/clients -rs $(TEST_ARGS)
+
+# Ray is no part of `make install`, because of its size. Where it is installed, `make test` runs these tests too.
+replicas: $(TEST_STAMP)
+	$(PY) -c 'import ray.serve' 2>/dev/null || $(PIP) install -q -c constraints.txt 'ray[serve]'
+	$(PY) -m pytest tests/server/test_routing.py -rs $(TEST_ARGS)
 
 # llama.cpp is compiled for this processor: 5 to 15 minutes, once.
 peers: $(TEST_STAMP)

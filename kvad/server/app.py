@@ -16,6 +16,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvad.errors import KvadError
 from kvad.server import api
 from kvad.server.api import ApiContext, ApiError, EventStream
 from kvad.server.config import ServerConfig
@@ -267,8 +268,8 @@ def _ready(context: ApiContext) -> Response:
 
 async def _metrics(context: ApiContext) -> Response:
     stats = None
-    with suppress(TimeoutError):
-        async with asyncio.timeout(2.0):  # a long step delays the reply
+    with suppress(TimeoutError, KvadError):  # a long step delays the reply; an engine may have ended
+        async with asyncio.timeout(2.0):
             stats = await context.llm.call("stats")
     text = context.metrics.expose(stats, len(context.llm.streams))
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -16,7 +16,9 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from kvad.errors import EngineError, KvadError
@@ -27,6 +29,7 @@ from kvad.server.wire import Message
 APP = "kvad"
 HEALTH_SECONDS = 5.0
 MAX_REQUESTS = 4096  # of a replica at the same time
+RAY_ERRORS = (RayError, RayServeException)  # the latter of Serve's router
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -77,14 +80,18 @@ class EngineReplica:
             yield chunks
         yield stream.metrics, stream.session
 
-    async def call(self, route: Message, operation: str, arguments: Message) -> Message:
+    async def call(self, route: Message, operation: str, arguments: Message) -> tuple[str, Message]:
+        """Return the name of this replica, and its engine's reply."""
         reply = await (await self._open()).call(operation, **arguments)
-        return rename_requests(reply, self._numbers)
+        return serve.get_replica_context().replica_tag, rename_requests(reply, self._numbers)
 
     async def embed(
         self, route: Message, inputs: Sequence[list[int]], adapter: str, cache_salt: str
     ) -> list[list[float]]:
-        return await (await self._open()).embed_ids(inputs, adapter=adapter, cache_salt=cache_salt)
+        llm = await self._open()
+        first = llm._next_number + 1  # the requests, one per text, are added before the first await
+        self._numbers |= {first + index: route["number"] for index in range(len(inputs))}
+        return await llm.embed_ids(inputs, adapter=adapter, cache_salt=cache_salt)
 
     async def check_health(self) -> None:
         """Raise an error if the engine's process has ended; Ray then restarts the replica."""
@@ -120,9 +127,9 @@ class ReplicatedLLM(AsyncLLM):
         llm._handle = await asyncio.to_thread(_start, str(Path(path).resolve()), num_replicas, settings)
         try:
             infos = await asyncio.gather(*(llm._handle.info.remote({"replica": n}) for n in range(num_replicas)))
-        except ray.exceptions.RayTaskError as error:
+        except RayTaskError as error:
             await llm.close()
-            raise error.cause if isinstance(error.cause, KvadError) else EngineError(str(error.cause)) from None
+            raise _kvad_error(error) from None
         llm.info = infos[0]
         return llm
 
@@ -153,11 +160,8 @@ class ReplicatedLLM(AsyncLLM):
                         stream.add(chunk)
                 else:
                     stream.end(*part)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            stream.fail(cause if isinstance(cause, KvadError) else EngineError(f"a replica failed: {cause}"))
-        except (ray.exceptions.RayError, asyncio.CancelledError) as error:
-            stream.fail(EngineError(f"a replica has ended: {type(error).__name__}", "Send the request again."))
+        except (*RAY_ERRORS, asyncio.CancelledError) as error:
+            stream.fail(_kvad_error(error))
         finally:
             self._streams.pop(stream.number, None)
             self._generators.pop(stream.number, None)
@@ -170,17 +174,30 @@ class ReplicatedLLM(AsyncLLM):
             generator.cancel()
 
     async def call(self, operation: str, **arguments: Any) -> Message:
-        """Return the replies of all replicas as one: numbers are added, lists are joined."""
+        """Return the replies of all replicas as one: numbers are added, lists are joined.
+
+        A replica that Ray restarts is left out: its call fails, or another replica replies twice.
+
+        Raises:
+            KvadError: If no replica has replied.
+        """
         numbers = range(1 if operation == "attention" else self._num_replicas)
         calls = [self._handle.call.remote({"replica": number}, operation, arguments) for number in numbers]
-        replies = await asyncio.gather(*calls)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        replies = list(dict(each for each in results if not isinstance(each, BaseException)).values())
+        if not replies:
+            raise _kvad_error(next(each for each in results if isinstance(each, BaseException)))
         return replies[0] if len(replies) == 1 else merge_replies(replies)
 
     async def embed_ids(
         self, inputs: Sequence[list[int]], *, adapter: str = "", cache_salt: str = ""
     ) -> list[list[float]]:
         """Return one vector per encoded text."""
-        vectors: list[list[float]] = await self._handle.embed.remote({"key": ""}, list(inputs), adapter, cache_salt)
+        route = {"key": "", "number": self._number()}
+        try:
+            vectors: list[list[float]] = await self._handle.embed.remote(route, list(inputs), adapter, cache_salt)
+        except RAY_ERRORS as error:
+            raise _kvad_error(error) from None
         return vectors
 
     async def close(self) -> int:
@@ -189,6 +206,13 @@ class ReplicatedLLM(AsyncLLM):
             self.cancel(stream)
         await asyncio.to_thread(_stop)
         return 0
+
+
+def _kvad_error(error: BaseException) -> KvadError:
+    """Return the error of a replica's engine, or one that the replica has ended."""
+    if not isinstance(error, RayTaskError):
+        return EngineError(f"a replica has ended: {type(error).__name__}", "Send the request again.")
+    return error.cause if isinstance(error.cause, KvadError) else EngineError(f"a replica failed: {error.cause}")
 
 
 def _start(model: str, num_replicas: int, settings: Mapping[str, Any]) -> Any:

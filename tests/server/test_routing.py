@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 
+import httpx
+import psutil
 import pytest
 
+from kvad.errors import EngineError
+from kvad.server.api import ApiContext
+from kvad.server.app import build_app
+from kvad.server.config import ServerConfig
+from kvad.server.metrics import ServerMetrics
 from kvad.server.routing import MAX_LEAD, PREFIX_BLOCKS, merge_replies, prefix_key, rank_replicas, rename_requests
 
 NAMES = [f"replica-{number}" for number in range(4)]
@@ -65,9 +73,42 @@ def test_requests_of_replicas_have_the_numbers_of_the_server() -> None:
     assert own == [{"request": 2, "tokens": 7}, {"request": 1, "tokens": 8}]
 
 
-@pytest.mark.long(minutes=3)
+class EndedEngine:
+    """An engine whose process has ended."""
+
+    tokenizer, streams = None, ()
+
+    async def call(self, operation: str) -> dict:
+        raise EngineError("a replica has ended: ActorDiedError")
+
+
+def test_metrics_are_sent_without_an_engine() -> None:
+    context = ApiContext(EndedEngine(), ServerConfig(), ServerMetrics("tiny"), "tiny")
+    transport = httpx.ASGITransport(build_app(context))
+    reply = asyncio.run(transport.handle_async_request(httpx.Request("GET", "http://127.0.0.1/metrics")))
+    text = asyncio.run(reply.aread()).decode()
+    assert reply.status_code == 200 and "kvad:requests_in_progress" in text and "kvad:engine_steps" not in text
+
+
+def test_embeddings_of_a_replica_have_the_number_of_the_server() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: make replicas")
+    from kvad.server.replicas import EngineReplica
+
+    class Encoder:
+        _next_number = 6
+
+        async def embed_ids(self, inputs: list, *, adapter: str) -> list:
+            return inputs
+
+    replica = EngineReplica("model", {})
+    replica._llm = Encoder()
+    assert asyncio.run(replica.embed({"key": "", "number": 40}, [[1], [2]], "")) == [[1], [2]]
+    reply = rename_requests({"sequences": [{"request": 7}, {"request": 8}]}, replica._numbers)
+    assert reply == {"sequences": [{"request": 40}] * 2}
+
+
 def test_two_replicas_answer_like_one(tmp_path) -> None:
-    pytest.importorskip("ray", reason="kvad[ray] is not installed")
+    pytest.importorskip("ray", reason="Ray is not installed: make replicas")
     from kvad.llm import LLM
     from kvad.server.replicas import ReplicatedLLM
     from tests.support.server import write_model
@@ -91,5 +132,18 @@ def test_two_replicas_answer_like_one(tmp_path) -> None:
                 break
             await asyncio.sleep(1.0)
             assert not (await llm.call("blocks"))["sequences"], "leaving the loop frees the sequence"
+            await check_restart(llm)
+
+    async def check_restart(llm: ReplicatedLLM) -> None:
+        """While Ray restarts a replica, the other one answers, and is counted once."""
+        total = (await llm.call("stats"))["cache"]["total"]
+        workers = [each for each in psutil.Process().children(recursive=True) if "ServeReplica" in each.name()]
+        assert len(workers) == len(total) == 2
+        workers[0].kill()
+        workers[0].wait(10)
+        for prompt, answer in zip(prompts, expected, strict=True):
+            with suppress(EngineError):  # sent before the end of the replica is known
+                assert (await llm.generate(prompt, max_tokens=12, temperature=0)).tokens == answer
+        assert (await llm.call("stats"))["cache"]["total"] == total[1:]
 
     asyncio.run(run())

@@ -587,7 +587,7 @@ const ownName = (app) => OWN[app.mode];
 /** The replica of a request or a pool, if the server has several. */
 const onReplica = ({ replica }, word = " on") => (replica === undefined ? "" : `${word} replica ${replica + 1}`);
 
-const nameOf = (sequence, isMine, app) => (isMine ? ownName(app) : `Request ${sequence.request ?? "?"}`) + onReplica(sequence) + (sequence.sample ? `, sample ${sequence.sample + 1}` : "");
+const nameOf = (sequence, isMine, app) => (isMine ? ownName(app) : sequence.request === null ? "A request" : `Request ${sequence.request}`) + onReplica(sequence) + (sequence.sample ? `, sample ${sequence.sample + 1}` : "");
 
 function stateText({ state, tokens, computed, prompt_tokens: prompt }) {
   if (state === "swapped") return "swapped out";
