@@ -108,6 +108,11 @@ check: $(TEST_STAMP)
 
 install: $(TEST_STAMP)
 
+# The page is tested in a Chromium of the system, or else in the one that playwright downloads. Without either, the tests
+# in a browser are skipped.
+BROWSERS := command -v chromium || command -v chromium-browser || command -v google-chrome
+NO_BROWSER := no Chromium: tests/server/test_page.py skips what a user does in the page. To run it: apt-get install chromium
+
 $(VENV)/.kvad-run-$(KEY): EXTRAS := plot,server
 $(TEST_STAMP): EXTRAS := plot,dev,docs,oracle
 
@@ -118,6 +123,7 @@ $(VENV)/.kvad-%-$(KEY): $(VENV)/bin/activate
 	$(PIP) install --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(PIP) install -q -c constraints.txt hatchling editables
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@if test $* = test; then { $(BROWSERS) || $(PY) -m playwright install chromium; } >/dev/null 2>&1 || echo "$(NO_BROWSER)"; fi
 	@rm -f $(VENV)/.kvad-$*-*
 	@touch $@
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -128,9 +129,10 @@ def test_fields_of_the_page(server):
 def browser():
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser_path is None:
-        pytest.skip("no chromium is installed")
     with playwright.sync_playwright() as driver:
+        browser_path = browser_path or driver.chromium.executable_path  # downloaded by playwright
+        if not Path(browser_path).exists():
+            pytest.skip("no Chromium: apt-get install chromium, or python -m playwright install chromium")
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         yield browser
         browser.close()
