@@ -221,6 +221,38 @@ def legend(page):
     return {int(code): int(text.replace(",", "")) for code, text in items}
 
 
+FIELDS = """async () => {
+  const { requestFields, timeoutField } = await import("/settings.js");
+  const settings = (await import("/store.js")).loadSettings();
+  const fields = (sessions) => requestFields({ settings, model: { features: { sessions } } }, { id: "c1" });
+  return [fields(true), fields(false), timeoutField(settings)];
+}"""
+
+
+def check_cache_settings(page):
+    """What a request may choose of the cache is in the settings, and is sent."""
+    sampling = {"temperature": 0.7, "max_tokens": 5}
+    given = {"overflow": "stop", "cache_salt": "mine", "timeout": 9}
+    page.click("#tab-settings")
+    page.fill("[data-name=max_tokens]", "5")
+    page.select_option("[data-name=overflow]", given["overflow"])
+    page.fill("[data-name=cache_salt]", given["cache_salt"])
+    page.fill("[data-name=timeout]", str(given["timeout"]))
+    with page.expect_request("**/chat/completions") as request:
+        page.fill("#message", "hello")
+        page.press("#message", "Enter")
+    body = request.value.post_data_json
+    assert body.items() >= {**sampling, **given}.items() and "session" not in body
+    page.get_by_text("Stopped at the limit of 5 new tokens.").wait_for()
+    page.check("[data-name=session]")
+    with_session, without, of_translation = page.evaluate(FIELDS)
+    assert without == {**sampling, **given} and with_session == {**without, "session": "c1"}
+    assert of_translation == {"timeout": 9}
+    page.click("text=Reset to defaults")
+    assert page.evaluate(FIELDS)[0] == {"temperature": 0.7, "max_tokens": 512}
+    assert not page.is_checked("[data-name=session]")
+
+
 STOP_AFTER_400 = """() => new MutationObserver((_, observer) => {
   if (!(document.querySelector("article.assistant .markdown")?.textContent.length > 400)) return;
   observer.disconnect();
@@ -277,6 +309,8 @@ def test_page(page, server):
         page.click(f".theme [data-theme={theme}]")
         backgrounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert backgrounds[0] != backgrounds[1] == "rgb(255, 255, 255)"
+
+    check_cache_settings(page)
 
     # Many conversations can be searched.
     assert page.locator("#search").is_hidden()

@@ -3,7 +3,7 @@
 import { ApiError, Run, post } from "./api.js";
 import { byId, coalesce, copyButton, count, debounce, h, icon, iconButton } from "./dom.js";
 import { TokenView } from "./inspect.js";
-import { detailFields, samplingFields } from "./settings.js";
+import { detailFields, requestFields } from "./settings.js";
 import * as store from "./store.js";
 import { Meter, branchSwitch, errorBox, errorFields, statsText } from "./thread.js";
 
@@ -163,13 +163,13 @@ export class CompletionView {
   stop() { this.run?.stop(); }
 
   async #generate(base) {
-    const { conversation, settings, model } = this.app;
+    const { conversation, model } = this.app;
     const previous = conversation.take?.base === base ? conversation.take : null;
     const take = previous ?? { base, texts: [], selected: 0 };
     take.selected = take.texts.push("") - 1;
     conversation.take = take;
     const update = coalesce(() => this.#onUpdate(), 50);
-    const body = { model: model.id, prompt: base, ...samplingFields(settings), ...detailFields(this.app, "completion") };
+    const body = { model: model.id, prompt: base, ...requestFields(this.app, conversation), ...detailFields(this.app, "completion") };
     this.#run = new Run("v1/completions", body, update);
     this.#running = conversation;
     this.app.addRequest(this.#run.id, conversation);

@@ -3,7 +3,7 @@
 import { count, h } from "./dom.js";
 import { DEFAULTS, write } from "./store.js";
 
-const FIELDS = [
+const SAMPLING = [
   ["temperature", "Temperature", "0 always takes the best token", { min: 0, max: 2, step: 0.05 }],
   ["top_p", "Top p", "Smallest set of tokens with this probability", { min: 0, max: 1, step: 0.01, placeholder: "off" }],
   ["top_k", "Top k", "Only the k best tokens", { min: 0, step: 1, placeholder: "off" }],
@@ -12,15 +12,23 @@ const FIELDS = [
   ["max_tokens", "New tokens", "Most tokens of one answer", { min: 1, step: 1, placeholder: "to the end of the context" }],
   ["seed", "Seed", "The same seed repeats an answer", { step: 1, placeholder: "random" }],
 ];
+const TIMEOUT = ["timeout", "Time limit", "Seconds; what was written until then is kept", { min: 1, max: 86400, step: 1, placeholder: "the server's" }];
+const OVERFLOW = [["", "as the server"], ["preempt", "wait, then resume"], ["stop", "end the answer"], ["reject", "refuse in advance"]];
 
-/** Return the request's fields for the settings; empty ones are left to the server. */
-export function samplingFields(settings) {
-  const fields = {};
-  for (const [name] of FIELDS) {
-    const value = settings[name];
-    if (value !== "" && value !== null && Number.isFinite(Number(value))) fields[name] = Number(value);
-  }
-  if (!("max_tokens" in fields)) fields.max_tokens = null;
+/** Return the numbers among the settings; empty ones are left to the server. */
+function numbers(settings, fields) {
+  const isGiven = ([name]) => settings[name] !== "" && settings[name] !== null && Number.isFinite(Number(settings[name]));
+  return Object.fromEntries(fields.filter(isGiven).map(([name]) => [name, Number(settings[name])]));
+}
+
+export const timeoutField = (settings) => numbers(settings, [TIMEOUT]);
+
+/** Return the request's fields for the settings. */
+export function requestFields({ settings, model }, conversation) {
+  const fields = { max_tokens: null, ...numbers(settings, [...SAMPLING, TIMEOUT]) };
+  if (settings.overflow) fields.overflow = settings.overflow;
+  if (settings.cache_salt) fields.cache_salt = settings.cache_salt;
+  if (settings.session && model.features.sessions) fields.session = conversation.id;
   const stops = settings.stop.split("\n").filter(Boolean).map((text) => text.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
   if (stops.length) fields.stop = stops;
   return fields;
@@ -40,18 +48,37 @@ export class SettingsPanel {
 
   render() {
     const { settings, model } = this.app;
+    const isTranslation = model.kind === "encoder-decoder"; // its settings are next to the text
     this.element.replaceChildren(
-      model.has_chat_template ? this.#area("system", "System prompt", "How the model should answer", 4) : "",
-      h("section", {}, h("h3", {}, "Sampling"), ...FIELDS.map((field) => this.#number(field)), this.#area("stop", "Stop strings", "One per line; \\n is a line break", 2)),
+      model.has_chat_template && !isTranslation ? this.#area("system", "System prompt", "How the model should answer", 4) : "",
+      isTranslation ? "" : h("section", {}, h("h3", {}, "Sampling"), ...SAMPLING.map((field) => this.#number(field)), this.#area("stop", "Stop strings", "One per line; \\n is a line break", 2)),
+      h("section", {}, h("h3", {}, isTranslation ? "Requests" : "Cache and requests"), ...(isTranslation ? [] : this.#cacheFields(model)), this.#number(TIMEOUT)),
       h("div", { class: "row" }, h("button", { type: "button", class: "ghost small", onclick: () => this.#reset() }, "Reset to defaults")),
-      h("section", {}, h("h3", {}, "Model and cache"), facts(model), h("p", { class: "hint" }, "Policy and budget of the cache are set when the server starts: kvad serve --help.")),
+      h("section", {}, h("h3", {}, "Model and cache"), facts(model), h("p", { class: "hint" }, "Policy, number format and budget are those of the one cache that all requests share. They are set when the server starts: kvad serve --policy, --cache-dtype, --num-blocks.")),
     );
-    this.element.querySelectorAll("[data-name]").forEach((input) => { input.value = settings[input.dataset.name]; });
+    for (const input of this.element.querySelectorAll("[data-name]")) {
+      if (input.type === "checkbox") input.checked = Boolean(settings[input.dataset.name]);
+      else input.value = settings[input.dataset.name];
+    }
   }
 
   #number([name, label, hint, attributes]) {
-    return h("label", { class: "field" }, h("span", {}, h("b", {}, label), h("small", {}, hint)),
-      h("input", { type: "number", inputmode: "decimal", dataset: { name }, oninput: (event) => this.#change(event.target), ...attributes }));
+    return this.#field(label, hint, h("input", { type: "number", inputmode: "decimal", dataset: { name }, oninput: (event) => this.#change(event.target), ...attributes }));
+  }
+
+  /** Fields of the cache that each request may choose. */
+  #cacheFields(model) {
+    const events = { oninput: (event) => this.#change(event.target) };
+    const modes = OVERFLOW.map(([value, label]) => h("option", { value }, label));
+    return [
+      this.#field("When the cache is full", "If others need the blocks of an answer, too", h("select", { dataset: { name: "overflow" }, ...events }, ...modes)),
+      this.#field("Cache salt", "Share cached blocks only with requests of the same salt", h("input", { type: "text", maxlength: 256, placeholder: "none", dataset: { name: "cache_salt" }, ...events })),
+      model.features.sessions ? this.#field("Keep on disk", "The cache of each conversation, in a session file", h("input", { type: "checkbox", dataset: { name: "session" }, ...events })) : "",
+    ];
+  }
+
+  #field(label, hint, input) {
+    return h("label", { class: "field" }, h("span", {}, h("b", {}, label), h("small", {}, hint)), input);
   }
 
   #area(name, label, hint, rows) {
@@ -63,7 +90,7 @@ export class SettingsPanel {
     const isValid = input.checkValidity();
     input.setAttribute("aria-invalid", String(!isValid));
     if (!isValid) return;
-    this.app.settings[input.dataset.name] = input.value;
+    this.app.settings[input.dataset.name] = input.type === "checkbox" ? input.checked : input.value;
     write("settings", this.app.settings);
     if (input.dataset.name === "system") this.app.thread.measure();
   }

@@ -5,6 +5,7 @@ const INDEX = `${PREFIX}conversations`;
 
 export const DEFAULTS = {
   temperature: 0.7, top_p: "", top_k: "", min_p: "", max_tokens: 512, seed: "", stop: "", system: "", repetition_penalty: "",
+  overflow: "", cache_salt: "", session: false, timeout: "",
 };
 
 /** Token details of messages (texts, log-probabilities, ids), by message; kept until the page is reloaded. */

@@ -4,7 +4,7 @@ import { ApiError, Run, post } from "./api.js";
 import { byId, coalesce, copyButton, count, debounce, duration, h, icon, iconButton, autoGrow } from "./dom.js";
 import { TokenView } from "./inspect.js";
 import { MarkdownView } from "./markdown.js";
-import { detailFields, samplingFields } from "./settings.js";
+import { detailFields, requestFields } from "./settings.js";
 import * as store from "./store.js";
 
 const SAVE_EVERY = 1000; // ms, while an answer is written
@@ -256,7 +256,7 @@ export class Thread {
     const messages = this.#messages(conversation, isContinued ? node : conversation.nodes[node.parent], settings);
     const before = isContinued ? node.content : "";
     const details = isContinued && store.tokenDetails.has(node.id) ? [...store.tokenDetails.get(node.id)] : [];
-    const body = { model: this.app.model.id, messages, ...samplingFields(settings), ...detailFields(this.app, "chat") };
+    const body = { model: this.app.model.id, messages, ...requestFields(this.app, conversation), ...detailFields(this.app, "chat") };
     if (isContinued) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
     node.meta = { limit: body.max_tokens };
     const update = coalesce(() => this.#onUpdate(entry), 50);

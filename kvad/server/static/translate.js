@@ -2,6 +2,7 @@
 
 import { newRequestId, post } from "./api.js";
 import { byId, copyButton, h, icon } from "./dom.js";
+import { timeoutField } from "./settings.js";
 import { read, write } from "./store.js";
 import { errorBox } from "./thread.js";
 
@@ -56,7 +57,7 @@ export class TranslateView {
     const { text, source, target, beams, alternatives, penalty } = this.state;
     if (!text.trim()) { this.area.focus(); return; }
     const hasBeams = beams > 1;
-    const body = { model: this.app.model.id, text, num_beams: beams, n: hasBeams ? Math.min(alternatives, beams) : alternatives, request_id: newRequestId() };
+    const body = { model: this.app.model.id, text, num_beams: beams, n: hasBeams ? Math.min(alternatives, beams) : alternatives, request_id: newRequestId(), ...timeoutField(this.app.settings) };
     if (hasBeams) body.length_penalty = penalty;
     if (target) body.target_language = target;
     if (source) body.source_language = source;
