@@ -143,11 +143,12 @@ def open_page(browser):
     """Open a server's page; console errors and requests of other hosts fail the test."""
     problems, contexts = [], []
 
-    def open_page(server, *, size=(1440, 900), key=None):
+    def open_page(server, *, size=(1440, 900), key=None, **device):
         credentials = None if key is None else {"username": "any", "password": key}
         width, height = size
         viewport = {"width": width, "height": height}
-        contexts.append(browser.new_context(color_scheme="light", http_credentials=credentials, viewport=viewport))
+        options = {"color_scheme": "light", "http_credentials": credentials, "viewport": viewport, **device}
+        contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
         page.set_default_timeout(10_000)
         page.on("console", lambda message: problems.append(message.text))
@@ -233,6 +234,7 @@ def check_cache_settings(page):
     """What a request may choose of the cache is in the settings, and is sent."""
     sampling = {"temperature": 0.7, "max_tokens": 5}
     given = {"overflow": "stop", "cache_salt": "mine", "timeout": 9}
+    page.click("#new-conversation")
     page.click("#tab-settings")
     page.fill("[data-name=max_tokens]", "5")
     page.select_option("[data-name=overflow]", given["overflow"])
@@ -285,6 +287,15 @@ def test_page(page, server):
     page.wait_for_selector(".legend li[data-code='5']:not(.none)")  # kept in the prefix cache
     assert sum(legend(page)[code] for code in range(6)) == len(server.cache()["pools"][0])
 
+    # Scrolled away from the end, a button leads back to it.
+    to_end = page.get_by_label("To the end")
+    assert to_end.is_hidden()
+    page.set_viewport_size({"width": 1440, "height": 200})
+    page.evaluate("document.getElementById('thread').scrollTop = 0")
+    to_end.click()
+    to_end.wait_for(state="hidden")
+    page.set_viewport_size({"width": 1440, "height": 900})
+
     # Regenerate makes a second version, with token details; both can be shown.
     first = answer.locator(".markdown").inner_text()
     page.click("#tab-settings")
@@ -319,7 +330,7 @@ def test_page(page, server):
     page.fill("#search", "NUMBER 3")
     assert page.locator("#conversations .open").all_text_contents() == ["Number 3now"]
     page.fill("#search", "")
-    assert page.locator("#conversations li").count() == 10
+    assert page.locator("#conversations li").count() == 11
 
     # Completion mode continues a text in place.
     page.click("[data-mode=completion]")
@@ -384,6 +395,13 @@ def check_themes(page, *panels):
         for panel in panels:
             page.click(f"#tab-{panel}")
             assert page.evaluate(CONTRAST) == []
+
+
+def test_enter_breaks_the_line_on_a_phone(open_page, server):
+    page = open_page(server, size=(390, 844), key=KEYS[0], is_mobile=True, has_touch=True)
+    page.fill("#message", "one")
+    page.press("#message", "Enter")
+    assert page.input_value("#message") == "one\n" and page.locator("article").count() == 0
 
 
 def complete_here(page, text, tokens):

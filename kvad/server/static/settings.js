@@ -12,8 +12,8 @@ const SAMPLING = [
   ["max_tokens", "New tokens", "Most tokens of one answer", { min: 1, step: 1, placeholder: "to the end of the context" }],
   ["seed", "Seed", "The same seed repeats an answer", { step: 1, placeholder: "random" }],
 ];
-const TIMEOUT = ["timeout", "Time limit", "Seconds; what was written until then is kept", { min: 1, max: 86400, step: 1, placeholder: "the server's" }];
-const OVERFLOW = [["", "as the server"], ["preempt", "wait, then resume"], ["stop", "end the answer"], ["reject", "refuse in advance"]];
+const TIMEOUT = ["timeout", "Time limit", "Seconds; what was written until then is kept", { min: 1, max: 86400, step: 1, placeholder: "default" }];
+const OVERFLOW = [["", "default"], ["preempt", "wait"], ["stop", "end early"], ["reject", "refuse first"]];
 
 /** Return the numbers among the settings; empty ones are left to the server. */
 function numbers(settings, fields) {
@@ -54,7 +54,7 @@ export class SettingsPanel {
       isTranslation ? "" : h("section", {}, h("h3", {}, "Sampling"), ...SAMPLING.map((field) => this.#number(field)), this.#area("stop", "Stop strings", "One per line; \\n is a line break", 2)),
       h("section", {}, h("h3", {}, isTranslation ? "Requests" : "Cache and requests"), ...(isTranslation ? [] : this.#cacheFields(model)), this.#number(TIMEOUT)),
       h("div", { class: "row" }, h("button", { type: "button", class: "ghost small", onclick: () => this.#reset() }, "Reset to defaults")),
-      h("section", {}, h("h3", {}, "Model and cache"), facts(model), h("p", { class: "hint" }, "Policy, number format and budget are those of the one cache that all requests share. They are set when the server starts: kvad serve --policy, --cache-dtype, --num-blocks.")),
+      h("section", {}, h("h3", {}, "Model and cache"), facts(model), h("p", { class: "hint" }, "Policy, number format and budget are those of the one cache that all requests share. They are set when the server starts: ", ...["--policy", "--cache-dtype", "--num-blocks"].flatMap((name) => [h("code", {}, name), " "]), "of kvad serve.")),
     );
     for (const input of this.element.querySelectorAll("[data-name]")) {
       if (input.type === "checkbox") input.checked = Boolean(settings[input.dataset.name]);
@@ -71,7 +71,7 @@ export class SettingsPanel {
     const events = { oninput: (event) => this.#change(event.target) };
     const modes = OVERFLOW.map(([value, label]) => h("option", { value }, label));
     return [
-      this.#field("When the cache is full", "If others need the blocks of an answer, too", h("select", { dataset: { name: "overflow" }, ...events }, ...modes)),
+      this.#field("When the cache is full", "An answer that needs more blocks than are free", h("select", { dataset: { name: "overflow" }, ...events }, ...modes)),
       this.#field("Cache salt", "Share cached blocks only with requests of the same salt", h("input", { type: "text", maxlength: 256, placeholder: "none", dataset: { name: "cache_salt" }, ...events })),
       model.features.sessions ? this.#field("Keep on disk", "The cache of each conversation, in a session file", h("input", { type: "checkbox", dataset: { name: "session" }, ...events })) : "",
     ];

@@ -7,6 +7,7 @@ import { MarkdownView } from "./markdown.js";
 import { detailFields, requestFields } from "./settings.js";
 import * as store from "./store.js";
 
+const TOUCH = matchMedia("(pointer: coarse)"); // a keyboard on the screen has no Shift with Enter: it breaks the line
 const SAVE_EVERY = 1000; // ms, while an answer is written
 const EXAMPLES = [
   ["Explain", "Explain what a key-value cache stores, in three sentences."],
@@ -25,11 +26,14 @@ export class Thread {
     this.input = byId("message");
     this.meter = new Meter(byId("chat-meter"), app.model.max_model_len);
     this.examples = this.#buildExamples();
+    this.toEnd = h("div", { class: "to-end", hidden: true }, iconButton("end", "To the end", () => this.#toEnd()));
+    this.list.addEventListener("scroll", () => this.#updateToEnd());
+    addEventListener("resize", () => this.#updateToEnd());
     byId("view-chat").append(this.examples);
     this.measure = debounce(() => this.#measure(), 450);
     byId("composer").addEventListener("submit", (event) => { event.preventDefault(); this.#submit(); });
     this.input.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); this.#submit(); }
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !TOUCH.matches) { event.preventDefault(); this.#submit(); }
     });
     this.input.addEventListener("input", () => { autoGrow(this.input, 220); this.measure(); this.#saveDraft(); });
     this.input.value = store.read("draft", "");
@@ -60,8 +64,9 @@ export class Thread {
     if (!messages.length) elements.push(this.#emptyState());
     byId("view-chat").classList.toggle("is-empty", !messages.length);
     this.examples.hidden = messages.length > 0;
-    this.list.replaceChildren(...elements);
+    this.list.replaceChildren(...elements, this.toEnd);
     this.#renderSend();
+    this.#updateToEnd();
   }
 
   #emptyState() {
@@ -184,6 +189,7 @@ export class Thread {
 
   get #isAtEnd() { return this.list.scrollHeight - this.list.scrollTop - this.list.clientHeight < 90; }
   #toEnd() { this.list.scrollTop = this.list.scrollHeight; }
+  #updateToEnd() { this.toEnd.hidden = this.#isAtEnd; }
 
   // -------------------------------------------------------------- actions
 
@@ -284,6 +290,7 @@ export class Thread {
     const view = this.#views.get(node.id);
     if (view) this.#update(node, view);
     if (isAtEnd) this.#toEnd();
+    this.#updateToEnd();
     this.meter.add(run.numTokens);
   }
 
