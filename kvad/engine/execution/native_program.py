@@ -336,7 +336,7 @@ class _Builder:
         """Multiply by the weights; returns the number of outputs, padded."""
         first = weights[0]
         if isinstance(first, Tensor):
-            _require(all(isinstance(x, Tensor) and x.stride(1) == 1 for x in weights), "a transposed weight")
+            _require(all(isinstance(x, Tensor) for x in weights), "joined weights of several formats")
             quantization = {}
         else:
             _require(len(set(map(_format, weights))) == 1, "joined weights of several formats")

@@ -371,12 +371,8 @@ def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, *, apart
 
     ``apart``: in memory that goes back to the system when it is freed; freed blocks would grow the heap.
     """
-    empty = _empty_panels(matrices, join)
-    if apart and empty.nbytes:
-        packed = torch.frombuffer(mmap.mmap(-1, empty.nbytes), dtype=empty.dtype).view(empty.shape)
-    else:
-        packed = torch.empty(empty.shape, dtype=empty.dtype)
-    plain = [matrix.quantized() if isinstance(matrix, BlockMatrix) else matrix for matrix in matrices]
+    packed = _new_like(_empty_panels(matrices, join), apart=apart)
+    plain = [_with_rows(matrix) for matrix in matrices]
     rows = [join(*map(_row_addresses, arrays)) for arrays in zip(*map(_parts, plain), strict=True)]
     like = plain[0]
     if isinstance(like, Tensor):
@@ -384,6 +380,22 @@ def _pack(library: Library, matrices: Sequence[Matrix], join: JoinRows, *, apart
     else:
         library.pack_quantized(rows, like, packed)
     return packed
+
+
+def _new_like(empty: Tensor, *, apart: bool) -> Tensor:
+    """Return uninitialized memory of a shape and dtype; ``apart``: as in ``_pack``."""
+    if apart and empty.nbytes:
+        return torch.frombuffer(mmap.mmap(-1, empty.nbytes), dtype=empty.dtype).view(empty.shape)
+    return torch.empty(empty.shape, dtype=empty.dtype)
+
+
+def _with_rows(matrix: Matrix) -> Tensor | QuantizedMatrix:
+    """Return a matrix whose rows are contiguous: a transposed one (GPT-2's are views of [in, out]) is copied."""
+    if isinstance(matrix, BlockMatrix):
+        return matrix.quantized()
+    if not isinstance(matrix, Tensor) or matrix.stride(-1) == 1:
+        return matrix
+    return _new_like(matrix.to("meta"), apart=True).copy_(matrix)
 
 
 class _Panels(NamedTuple):

@@ -231,7 +231,7 @@ class PackedStore:
         """Return the name of the panels of ``tensors``, or None if one of them is in none of the files."""
         parts = [kind]
         for tensor in tensors:
-            address, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            address, end = tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
             index = next(
                 (
                     i
@@ -296,10 +296,16 @@ def advise(content: Tensor, *advice: int) -> None:
     Other threads run meanwhile, unlike in ``mmap.madvise``.
     """
     low = -(-content.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (content.data_ptr() + content.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - low
+    size = (content.data_ptr() + _extent(content)) // mmap.PAGESIZE * mmap.PAGESIZE - low
     if size > 0 and sys.platform == "linux":
         for each in advice:
             _libc().madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), each)
+
+
+def _extent(content: Tensor) -> int:
+    """Return the bytes from a tensor's first number to its last one; those of columns of a matrix have gaps."""
+    steps = sum((size - 1) * stride for size, stride in zip(content.shape, content.stride(), strict=True))
+    return (steps + 1) * content.itemsize if content.numel() else 0
 
 
 @functools.cache

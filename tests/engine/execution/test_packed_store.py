@@ -21,6 +21,7 @@ from kvad.errors import CheckpointError
 from kvad.ops.native import packed_store
 from kvad.storage import REAL_FILE_SYSTEM
 from kvad.storage.container import ContainerWriter, read_header
+from tests.cli.test_convert import CONFIGS, write_hf_folder
 from tests.support.faulty_filesystems import FailingDisk
 from tests.support.random_models import build, model_config
 
@@ -127,6 +128,26 @@ def test_small_models_and_changed_weights_are_not_stored(
     stored = sum(header.nbytes for path in packed_files(folder) for header in [read_header(path)])
     assert packings.take() and stored < 8192
     assert tokens(model) != changed
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-gpt"])
+def test_transposed_weights_of_a_file_are_packed_and_stay_mapped(
+    folder: Path, tmp_path: Path, packings: Packings, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """These families store [in, out]; the weights in memory are views of the file, and columns of it."""
+    monkeypatch.setitem(CONFIGS, name, CONFIGS["gpt2"])
+    write_hf_folder(tmp_path / "hf", name, tokenizer=False)
+    first = kvad.LLM.load(tmp_path / "hf", max_num_seqs=1, max_seq_len=40)
+    ours, packed = tokens(first), packings.take()
+    second = kvad.LLM.load(tmp_path / "hf", max_num_seqs=1, max_seq_len=40)
+    assert packed == 9 and tokens(second) == ours and packings.take() == 0 and len(packed_files(folder)) == 1
+    theirs = kvad.LLM.load(tmp_path / "hf", max_num_seqs=1, max_seq_len=40)
+    monkeypatch.setattr(ops.native, "load", lambda: ops.native.library.LoadResult(None, "off"))
+    (result,) = theirs.generate(PROMPT, max_tokens=16, temperature=0)
+    assert list(result.tokens) == ours and theirs.engine.runner.native_reason == "off"
+    files = ops.native.FileMappings()
+    for layer in (layer for each in first.model.decoder.layers for layer in (each.attention.q, each.mlp.down)):
+        assert layer.weight.stride(0) == 1 and files.contain(layer.weight)
 
 
 def test_models_with_equal_files_share_the_packed_weights(folder: Path, model: Path, packings: Packings) -> None:
