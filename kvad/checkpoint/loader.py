@@ -6,9 +6,9 @@ model, handle = load_model("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16")
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from kvad.checkpoint.gguf import GGUFCheckpoint
 from kvad.checkpoint.handle import CheckpointHandle
 from kvad.checkpoint.hub import resolve_model_path
 from kvad.checkpoint.native import DTYPES, open_folder
+from kvad.checkpoint.quantized import DequantizedTensors
+from kvad.checkpoint.safetensors_io import ShardedTensors
 from kvad.errors import ConfigError, UsageError, suggest
 from kvad.model import Transformer
 
@@ -110,23 +112,57 @@ def load_weights(
     """
     target_dtype = parse_dtype(dtype, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
+    model = _model_without_weights(handle)
+    if activation_bits is not None:
+        model.round_activations(activation_bits)
+    model.load_state_dict(dict(_loaded_tensors(handle, target_dtype, device)), assign=True)
+    if on_cpu:
+        model.packed_weights = ops.native.PackedWeights(ops.native.PackedStore.create(handle.weight_files()))
+    return model.eval().requires_grad_(False)
+
+
+class ModelOutline(NamedTuple):
+    """A model as ``load_weights`` loads it to the CPU, on the meta device."""
+
+    model: Transformer
+    copied: frozenset[str]  # names of tensors that would not be mapped from a file
+
+
+def outline_model(handle: CheckpointHandle, dtype: str | torch.dtype | None = None) -> ModelOutline:
+    """Return the outline of ``load_weights``; tensors that it converts are in memory one at a time."""
+    model = _model_without_weights(handle)
+    if isinstance(handle.tensors, ShardedTensors | DequantizedTensors):
+        handle.tensors.map_files()
+    else:
+        handle.weight_files()
+    mappings, state_dict, copied = ops.native.FileMappings(), dict[str, Tensor](), set[str]()
+    for name, tensor in _loaded_tensors(handle, parse_dtype(dtype, torch.device("cpu")), "cpu"):
+        if not mappings.contain(tensor):
+            copied.add(name)
+        state_dict[name] = tensor.to("meta")
+    model.load_state_dict(state_dict, assign=True)
+    return ModelOutline(model.eval().requires_grad_(False), frozenset(copied))
+
+
+def _model_without_weights(handle: CheckpointHandle) -> Transformer:
     config = handle.config  # may read tensors, so it is evaluated outside the meta device
     with torch.device("meta"):
         model = Transformer(config)
     model.use_quantized(handle.quantized_matrices)
-    if activation_bits is not None:
-        model.round_activations(activation_bits)
+    return model
+
+
+def _loaded_tensors(
+    handle: CheckpointHandle, dtype: torch.dtype | None, device: str | torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model on a device; ``dtype`` None: the stored one, on a CPU not float16."""
+    on_cpu = torch.device(device).type == "cpu"
     cpu_dtype = torch.float32 if on_cpu and handle.stored_dtype == torch.float16 else None
-    state_dict: dict[str, Tensor] = {}
     for layer, matrix in handle.quantized_matrices.items():
-        state_dict |= {f"{layer}.{part}": tensor.to(device) for part, tensor in matrix.tensors().items()}
-    for name, tensor in handle.unquantized_weights_as(target_dtype or cpu_dtype):
+        yield from ((f"{layer}.{part}", tensor.to(device)) for part, tensor in matrix.tensors().items())
+    for name, tensor in handle.unquantized_weights_as(dtype or cpu_dtype):
         tensor_dtype = torch.float32 if on_cpu and tensor.dtype == torch.float16 else None
-        state_dict[name] = tensor.to(device=device, dtype=tensor_dtype)
-    model.load_state_dict(state_dict, assign=True)
-    if on_cpu:
-        model.packed_weights = ops.native.PackedWeights(ops.native.PackedStore.create(handle.weight_files()))
-    return model.eval().requires_grad_(False)
+        yield name, tensor.to(device=device, dtype=tensor_dtype)
 
 
 def parse_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:

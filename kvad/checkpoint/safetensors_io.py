@@ -172,6 +172,11 @@ class ShardedTensors(Mapping[str, Tensor]):
         """Return the mapped content of the safetensors files, by path."""
         return {shard.path: shard.content for shard, _ in self._entries.values() if isinstance(shard, _Shard)}
 
+    def map_files(self) -> None:
+        """Map every file now instead of at its first use; no tensor is read."""
+        for name in self:
+            self[name]
+
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Yield the elements in order, ``READ_CHUNK`` bytes at a time; each chunk overwrites the one before it.
 

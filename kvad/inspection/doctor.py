@@ -11,11 +11,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from kvad import checkpoint, ops, storage
 from kvad import config as cfg
 from kvad import engine as engine_lib
+from kvad import model as model_lib
 from kvad.cache import CacheConfig, offload, sizing
 from kvad.checkpoint import CheckpointHandle, GenerationConfig
 from kvad.config import ModelConfig
@@ -30,6 +33,15 @@ REDOWNLOAD_HINT = "copy or download it again"
 TENSORS_FIT = "the tensors are those of the config"
 
 
+class KernelOptions(NamedTuple):
+    """Options that decide what computes a model."""
+
+    dtype: str | None = None  # of the computation; None: the stored one
+    cache: Mapping[str, Any] = {}  # those of ``LoadOptions`` that concern the cache
+    deterministic: bool = False
+    compile: bool = False
+
+
 class CheckResult(NamedTuple):
     """Result of a check."""
 
@@ -40,13 +52,21 @@ class CheckResult(NamedTuple):
 
 
 def check_checkpoint(
-    where: str | Path, *, fix: bool = False, adapters: Mapping[str, Path] | None = None
+    where: str | Path,
+    *,
+    fix: bool = False,
+    adapters: Mapping[str, Path] | None = None,
+    options: KernelOptions | None = None,
 ) -> Iterator[CheckResult]:
     """Yield the results of all checks; CheckpointError if the path is no checkpoint.
 
     ``fix`` writes the checksums of edited text files into the manifest; ``adapters`` are those that requests choose.
     """
-    folder = checkpoint.folder.locate(checkpoint.hub.resolve_model_path(where))
+    path, options = checkpoint.hub.resolve_model_path(where), options or KernelOptions()
+    if path.is_file():
+        yield from _check_gguf(checkpoint.gguf.GGUFCheckpoint(path), adapters or {}, options)
+        return
+    folder = checkpoint.folder.locate(path)
     yield from _manifest(folder, fix)
     unread = set[str]()
     tensors = yield from _try_check(
@@ -65,12 +85,96 @@ def check_checkpoint(
         yield from _problem_results("finite", broken, "every weight is a finite number", advice)
     if config is not None:
         yield from (result for result in _text_files(config, handle) if result.message not in unread)
-    if config is not None and config.decoder is not None and tensors is not None:
-        yield CheckResult("kernels", True, _kernels(config, tensors))
     if config is not None and tensors is not None:
-        for name, path in (adapters or {}).items():
-            advice = "choose an adapter of this model"
-            yield from _try_check("adapter", advice, partial(_adapter, name, path, handle, _dtype(tensors)), str)
+        yield from _check_engine(handle, adapters or {}, options)
+
+
+def _check_gguf(
+    handle: checkpoint.gguf.GGUFCheckpoint, adapters: Mapping[str, Path], options: KernelOptions
+) -> Iterator[CheckResult]:
+    """Check a GGUF file, which has no checksums."""
+
+    def describe(config: ModelConfig) -> str:
+        count = cfg.parameter_shapes.num_parameters(config)
+        return f"GGUF of {with_article(handle.origin)}, {with_article(config.kind)} of {count:,} parameters"
+
+    config = yield from _try_check("config", REDOWNLOAD_HINT, lambda: handle.config, describe)
+    if config is None:
+        return
+
+    def read() -> list[str]:
+        return [f"{name}: NaN or infinite" for name, tensor in handle.weights() if not bool(tensor.isfinite().all())]
+
+    broken = yield from _try_check("tensors", REDOWNLOAD_HINT, read, lambda _: TENSORS_FIT)
+    if broken is not None:
+        yield from _problem_results("finite", broken, "every weight is a finite number", REDOWNLOAD_HINT)
+    yield from _text_files(config, handle)
+    if broken is not None:
+        yield from _check_engine(handle, adapters, options)
+
+
+def _check_engine(
+    handle: CheckpointHandle, adapters: Mapping[str, Path], options: KernelOptions
+) -> Iterator[CheckResult]:
+    """Describe what computes the model, and check the adapters that requests choose."""
+    try:
+        outline = checkpoint.loader.outline_model(handle, options.dtype)
+    except CheckpointError:  # an earlier check has reported it
+        return
+    engine = _EngineChecks(handle, outline, options)
+    if handle.config.decoder is not None:
+        yield from _try_check("kernels", "choose other options", engine.describe_kernels, str)
+    for name, path in adapters.items():
+        run = partial(engine.describe_adapter, name, path)
+        yield from _try_check("adapter", "choose an adapter of this model", run, str)
+
+
+class _EngineChecks(NamedTuple):
+    """What an engine of a model would compute, and with which kernels."""
+
+    handle: CheckpointHandle
+    outline: checkpoint.loader.ModelOutline
+    options: KernelOptions
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the computation on a CPU."""
+        return _dtype_name(self.outline.model.token_embedding.dtype)
+
+    def cache(self) -> CacheConfig:
+        """Return the cache; raise ConfigError if it is invalid."""
+        return engine_lib.options.resolve_cache(self.handle.config, self.dtype, self.options.cache)
+
+    def support(self, adapters: Mapping[str, Mapping[str, model_lib.lora.LoraFactors]]) -> execution.KernelSupport:
+        """Return what the native kernels would compute."""
+        if self.options.compile:
+            return execution.KernelSupport("the engine has compile=True")
+        model, copied = self.outline
+        deterministic = self.options.deterministic
+        return execution.kernel_support(model, self.cache(), copied, adapters=adapters, deterministic=deterministic)
+
+    def describe_kernels(self) -> str:
+        """Describe what runs the decoder on a CPU and on a GPU; raise ConfigError if it cannot have this cache."""
+        gpu_dtype = self.options.dtype or _dtype_name(self.handle.stored_dtype)
+        gpu = f"on a GPU with Triton, {execution.describe_gpu(self.handle.config, self.cache(), gpu_dtype)}"
+        reason, library = self.support({}).reason, ops.native.load().library
+        if reason or library is None:
+            return f"on a CPU, the decoder runs in PyTorch: {reason}; {gpu}"
+        return f"on a CPU, the decoder runs in the native kernels ({library.variant}); {gpu}"
+
+    def describe_adapter(self, name: str, path: Path) -> str:
+        """Describe what an adapter that requests choose changes; CheckpointError if the model cannot serve it."""
+        adapters = engine_lib.loading.load_adapters(self.handle, {name: path})
+        factors, num_tokens = adapters[name].factors, sizing.memory_plan.DEFAULT_BATCHED_TOKENS
+        ranks = sorted({each.a.shape[0] for each in factors.values()})
+        stored = engine_lib.loading.adapter_bytes(adapters, self.dtype, 0)
+        terms = engine_lib.loading.adapter_bytes(adapters, self.dtype, num_tokens) - stored
+        size = f"rank {', '.join(map(str, ranks))} on {format_count(len(factors), 'layer')}"
+        memory = f"{stored:,} bytes of factors, and at most {terms:,} for a step of {num_tokens:,} tokens"
+        reason, layer = self.support({name: factors})
+        steps = f"steps with it run in PyTorch: {reason or f'the native kernels add no terms to {layer}'}"
+        steps = steps if reason or layer else "steps with it run in the native kernels"
+        return f"{name}: {size}, {memory}; on a CPU, {steps}"
 
 
 def _manifest(folder: Path, fix: bool) -> Iterator[CheckResult]:
@@ -150,43 +254,13 @@ def _problem_results(check: str, problems: list[str], well: str, advice: str) ->
 
 def _headers(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
     files = format_count(len({tensors.file_name(name) for name in tensors}), "file")
-    dtypes = ", ".join(sorted({str(tensors.dtype(name)).removeprefix("torch.") for name in tensors}))
+    dtypes = ", ".join(sorted({_dtype_name(tensors.dtype(name)) for name in tensors}))
     size = format_count(tensors.total_bytes, "byte")
     return f"{format_count(len(tensors), 'tensor')} in {files}, {dtypes}, {size}"
 
 
-def _kernels(config: ModelConfig, tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
-    """Say what runs the decoder on a CPU and on a GPU, with the default cache."""
-    dtype = _dtype(tensors)
-    options = CacheConfig(
-        max_seq_len=config.max_seq_len, dtype=dtype, max_source_len=1 if config.encoder is not None else 0
-    )
-    reason = execution.unsupported_reason(config, options, dtype)
-    library = ops.native.load().library
-    gpu = f"on a GPU with Triton, {execution.describe_gpu(config, options, dtype)}"
-    if reason or library is None:
-        return f"on a CPU, the decoder runs in PyTorch: {reason}; {gpu}"
-    return f"on a CPU, the decoder runs in the native kernels ({library.variant}); {gpu}"
-
-
-def _dtype(tensors: checkpoint.safetensors_io.ShardedTensors) -> str:
-    """Return the dtype of most weights, without those of quantized matrices."""
-    weights = (name for name in tensors if f"{name.rpartition('.')[0]}.data" not in tensors)  # not scales
-    counts = Counter(str(tensors.dtype(name)).removeprefix("torch.") for name in weights)
-    floats = [dtype for dtype, _ in counts.most_common() if dtype.startswith(("float", "bfloat")) and "8" not in dtype]
-    return floats[0] if floats else "float32"
-
-
-def _adapter(name: str, path: Path, handle: CheckpointHandle, dtype: str) -> str:
-    """Say what an adapter that requests choose changes; CheckpointError if the model cannot serve it."""
-    adapters = engine_lib.loading.load_adapters(handle, {name: path})
-    factors, num_tokens = adapters[name].factors, sizing.memory_plan.DEFAULT_BATCHED_TOKENS
-    ranks = sorted({each.a.shape[0] for each in factors.values()})
-    stored = engine_lib.loading.adapter_bytes(adapters, dtype, 0)
-    terms = engine_lib.loading.adapter_bytes(adapters, dtype, num_tokens) - stored
-    size = f"rank {', '.join(map(str, ranks))} on {format_count(len(factors), 'layer')}"
-    memory = f"{stored:,} bytes of factors, and at most {terms:,} for a step of {num_tokens:,} tokens"
-    return f"{name}: {size}, {memory}; on a GPU, steps with it run in PyTorch"
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _text_files(config: ModelConfig, handle: CheckpointHandle) -> Iterator[CheckResult]:

@@ -13,7 +13,8 @@ from kvad.checkpoint.generation_config import GenerationConfig
 from kvad.checkpoint.loader import open_checkpoint
 from kvad.checkpoint.native import save_checkpoint
 from kvad.checkpoint.peft import trainable_linears
-from kvad.model.lora import LoraFactors
+from kvad.llm import LLM
+from kvad.model.lora import LoraFactors, factor_bytes
 from kvad.text.tokenizer import train_tokenizer
 from tests.cli.test_convert import write_hf_folder
 from tests.support.cli_checkpoints import write_model
@@ -74,6 +75,75 @@ def test_doctor_says_what_runs_the_decoder(kvad, hf, native, monkeypatch):
     assert f"the decoder runs in PyTorch: {reason}" in kvad("doctor", native).out
 
 
+def kernels(kvad, *arguments):
+    """Return what runs the decoder on a CPU: "native", or the reason why it is PyTorch."""
+    result = kvad("doctor", *arguments)
+    (line,) = (line for line in result.out.splitlines() if line.split()[1] == "kernels")
+    message = line.partition(";")[0]
+    return "native" if "in the native kernels" in message else message.partition("runs in PyTorch: ")[2]
+
+
+def engine_kernels(folder, **options):
+    """Return the same of an engine that has run a step."""
+    llm = LLM.load(folder, max_seq_len=32, max_num_seqs=1, **options)
+    llm.generate([[5, 6, 7]], max_tokens=2)
+    return llm.engine.runner.native_reason or "native"
+
+
+needs_kernels = pytest.mark.skipif(ops.native.load().library is None, reason=ops.native.load().reason)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_kernels_are_those_of_the_engine_for_every_stored_dtype(kvad, tmp_path, family, dtype):
+    write_hf_folder(tmp_path / "hf", family, dtype=dtype)
+    expected = "weights of float64" if dtype == torch.float64 else "native"
+    assert kernels(kvad, tmp_path / "hf") == engine_kernels(tmp_path / "hf") == expected
+
+
+OPTIONS = {
+    "dtype": ({"dtype": "float64"}, "weights of float64"),
+    "cache": ({"cache_key_dtype": "int8-channel"}, "a cache of int8-channel"),
+    "int8": ({"cache_dtype": "int8"}, "native"),
+    "eviction": ({"policy": "heavy-hitters(8)"}, "an eviction policy reads the attention weights"),
+    "sparse": ({"policy": "quest(8)"}, "a policy reads some blocks only"),
+    "sinks": ({"policy": "sinks(2, 12)"}, "native"),
+    "rope": ({"rope_at": "read"}, "keys are rotated when they are read"),
+    "deterministic": ({"deterministic": True}, "a kernel of PyTorch was chosen"),
+    "endless": ({"endless": True}, "endless: positions are unlimited"),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", OPTIONS)
+def test_kernels_are_those_of_the_engine_with_the_same_options(kvad, hf, name):
+    options, expected = OPTIONS[name]
+    flags = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", value)]
+    flags = [flag for flag in flags if flag is not True]
+    assert kernels(kvad, hf, *flags) == engine_kernels(hf, **options) == expected
+
+
+def test_options_that_the_model_cannot_have(kvad, hf):
+    record = problems(kvad("doctor", hf, "--overflow", "summarize", "--json"))
+    assert "max_seq_len must be below the model's limit" in record["kernels"]
+    assert kvad("doctor", hf, "--policy", "nonsense").code == 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("file_type", ["bfloat16", "q8_0"])
+def test_gguf_file(kvad, hf, tmp_path, file_type):
+    path = tmp_path / "model.gguf"
+    assert kvad("export", hf, path, "--save-dtype", file_type).code == 0
+    result = kvad("doctor", path)
+    assert result.code == 0 and [line.split()[1] for line in result.out.splitlines()] == CHECKS[1:]
+    assert kernels(kvad, path) == engine_kernels(path) == "native"
+    reason = "a cache of int8-channel"
+    assert kernels(kvad, path, "--cache-key-dtype", "int8-channel") == reason
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert kvad("doctor", path).code == 1
+
+
 def test_adapters_that_requests_choose(kvad, native, hf, tmp_path):
     """An adapter of this base is described with the bytes of the plan; one of another base is a problem."""
     base = open_checkpoint(native)
@@ -85,10 +155,13 @@ def test_adapters_that_requests_choose(kvad, native, hf, tmp_path):
     flag = f"sql={tmp_path / 'lora'}"
     result = kvad("doctor", native, "--adapter", flag)
     (line,) = (line for line in result.out.splitlines() if line.split()[1] == "adapter")
-    stored = 4 * sum(each.a.numel() + each.b.numel() for each in factors.values())
+    stored = factor_bytes([factors], "float32", 0)
     assert result.code == 0 and f"sql: rank 2 on {len(names)} layers, {stored:,} bytes of factors" in line
     planned = json.loads(kvad("plan", native, "--adapter", flag, "--bandwidth", 20, "--json").out)["bytes"]["adapters"]
-    assert f"at most {planned - stored:,} for a step of 2,048 tokens; on a GPU, steps with it run in PyTorch" in line
+    assert f"at most {planned - stored:,} for a step of 2,048 tokens; on a CPU, steps with it run in" in line
+    assert line.endswith("the native kernels") == (ops.native.load().library is not None)
+    result = kvad("doctor", native, "--adapter", flag, "--cache-key-dtype", "int8-channel")
+    assert ops.native.load().library is None or "it run in PyTorch: a cache of int8-channel" in result.out
     assert list(problems(kvad("doctor", hf, "--adapter", flag, "--json"))) == ["adapter"]
     for folder, value, message in ((native, tmp_path, "has no name"), (tmp_path / "sessions", flag, "a checkpoint")):
         (tmp_path / "sessions").mkdir(exist_ok=True)

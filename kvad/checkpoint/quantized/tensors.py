@@ -119,6 +119,10 @@ class DequantizedTensors(Mapping[str, Tensor]):
     def dtype(self, name: str) -> torch.dtype:
         return self._dtype if name in self._packed else self._stored.dtype(name)
 
+    def map_files(self) -> None:
+        """Map every file now; no tensor is read."""
+        self._stored.map_files()
+
     def bytes(self, name: str) -> int:
         """Return the size in the file."""
         packed = self._packed.get(name)

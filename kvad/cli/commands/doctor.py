@@ -27,7 +27,7 @@ ADVICE = {
 }
 
 
-class _DoctorOptions(JsonOption):
+class _DoctorOptions(parameters.FormatOptions, parameters.PolicyOptions, parameters.EndlessOption, JsonOption):
     model: Path = argument("MODEL|FOLDER")
     fix: bool = option(
         "Remove leftovers and damaged files of a prefix cache, or accept edited text files of a checkpoint"
@@ -35,25 +35,30 @@ class _DoctorOptions(JsonOption):
     adapter: tuple[str, ...] = option(
         "LoRA adapter that requests choose, as in kvad serve: check it, and say what it changes", metavar="NAME=FOLDER"
     )
+    dtype: parameters.Dtype | None = option("Dtype of the computation [default: as stored]")
+    deterministic: bool = option("Results are independent of the batch")
+    compile: bool = option("The layers are compiled with torch.compile")
     remove_damaged: bool = option("With --fix and a session folder: also remove damaged files")
 
 
 @command("doctor", _DoctorOptions)
 def doctor_command(options: _DoctorOptions) -> None:
-    """Check a kvad checkpoint, a Hugging Face folder, a session folder or a prefix cache folder for damage.
+    """Check a checkpoint of kvad or Hugging Face, a GGUF file, a session folder or a prefix cache folder for damage.
 
     Each check prints one line: `ok`, or `problem` and the remedy. Every byte is read. Exit code 1 if any check fails.
 
     Checkpoint: headers, tensors against the config, weights that are not finite, the tokenizer against the vocabulary,
-    sha256 sums; of each --adapter whether it fits, what runs its steps, and its memory. --fix accepts text files that
-    you edited, such as config.json: their sums are written into the manifest. Folders: files that are whole, damaged,
-    foreign or left by a process that died. --fix removes damaged files and leftovers of a prefix cache (blocks are
-    recomputed), and leftovers of sessions; never foreign files.
+    sha256 sums; what runs the decoder on a CPU and a GPU with the given dtype and cache options; of each --adapter
+    whether it fits, what runs its steps, and its memory. --fix accepts text files that you edited, such as config.json:
+    their sums are written into the manifest. Folders: files that are whole, damaged, foreign or left by a process that
+    died. --fix removes damaged files and leftovers of a prefix cache (blocks are recomputed), and leftovers of
+    sessions; never foreign files.
 
     \b
     kvad doctor runs/demo
     kvad doctor ~/models/llama-3.2-1b --json
     kvad doctor ./Qwen3-0.6B --adapter sql=runs/sql
+    kvad doctor ./Qwen3-0.6B --cache-dtype int8 --policy "sinks(4, 252)"
     kvad doctor ~/.cache/kvad/prefix-cache --fix
     kvad doctor ~/.local/share/kvad/sessions --fix
     """
@@ -72,7 +77,9 @@ def doctor_command(options: _DoctorOptions) -> None:
     elif is_cache_dir:
         checks = map(_text_and_record, inspection.doctor.check_cache_dir(folder, fix=fix))
     else:
-        checks = map(_text_and_record, inspection.doctor.check_checkpoint(folder, fix=fix, adapters=adapters))
+        kernel_options = _kernel_options(options)
+        found = inspection.doctor.check_checkpoint(folder, fix=fix, adapters=adapters, options=kernel_options)
+        checks = map(_text_and_record, found)
     findings = []
     for text, finding in checks:
         findings.append(finding)
@@ -83,6 +90,13 @@ def doctor_command(options: _DoctorOptions) -> None:
     if options.as_json:
         emit_json({"folder" if is_session_dir else "model": folder, "healthy": healthy, "findings": findings})
     exit_with(0 if healthy else 1)
+
+
+def _kernel_options(options: _DoctorOptions) -> inspection.doctor.KernelOptions:
+    """Return the options that decide what computes a model."""
+    fields = parameters.cache_fields(options)
+    fields |= {name: getattr(options, name) for name in ("cache_dtype", "cache_key_dtype", "cache_value_dtype")}
+    return inspection.doctor.KernelOptions(options.dtype, fields, options.deterministic, options.compile)
 
 
 def _text_and_record(finding: inspection.doctor.CheckResult) -> tuple[str, dict[str, Any]]:

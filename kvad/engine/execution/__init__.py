@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from kvad.engine.execution.grammar import GrammarCompiler as GrammarCompiler
     from kvad.engine.execution.model_runner import ManagedCache as ManagedCache
     from kvad.engine.execution.model_runner import ModelRunner as ModelRunner
-    from kvad.engine.execution.native_program import unsupported_reason as unsupported_reason
+    from kvad.engine.execution.native_program import KernelSupport as KernelSupport
+    from kvad.engine.execution.native_program import kernel_support as kernel_support
     from kvad.engine.execution.sampler import NONFINITE_ERROR as NONFINITE_ERROR
     from kvad.engine.execution.sampler import DeviceTokens as DeviceTokens
     from kvad.engine.execution.sampler import pool_outputs as pool_outputs

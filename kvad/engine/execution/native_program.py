@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,7 @@ from kvad import model as model_lib
 from kvad import ops
 from kvad.cache import CacheConfig, build_groups, resolve_for_model
 from kvad.cache.device import KVCache
-from kvad.config import ModelConfig, attention_specs, encoder_attention_specs, encoder_hidden_size
-from kvad.errors import ConfigError
+from kvad.config import attention_specs, encoder_attention_specs, encoder_hidden_size
 from kvad.model import Transformer
 from kvad.model_input import AlibiSlopes, AttentionPattern, CacheProtocol, ModelInput, RelativeBuckets, Rotary
 from kvad.ops import native
@@ -61,7 +60,7 @@ def build_program(
         if type(cache) is not KVCache:
             raise Unsupported(f"the cache is {type(cache).__name__}")
         files = native.FileMappings()
-        _check(model, cache, files)
+        _check(model, cache, lambda tensor: not files.contain(tensor))
         library, reason = native.load()
         if library is None:
             return reason
@@ -72,9 +71,7 @@ def build_program(
             if model.encoder is not None:
                 builders.append(encoder := _EncoderBuilder(model, cache, library, files, adapters))
                 program.encoder = NativeEncoder(encoder, library)
-            for name, layer in model.named_modules():
-                if adapters and adapters.terms(layer) and not any(layer in builder.adapted for builder in builders):
-                    program.unadapted_layer = name
+            program.unadapted_layer = _unadapted_layer(model, builders, adapters)
             return program
 
         num_tensors = len(list(model.parameters())) + len(list(model.buffers()))
@@ -87,26 +84,60 @@ def build_program(
         return str(reason)
 
 
-def unsupported_reason(config: ModelConfig, cache: CacheConfig, dtype: str) -> str:
-    """Return why the kernels cannot compute a model with a cache, without their weights and memory; "" if they can."""
+class KernelSupport(NamedTuple):
+    """What the kernels would compute of a model."""
+
+    reason: str = ""  # why they would not compute it; "" if they would
+    unadapted_layer: str = ""  # a layer whose terms of adapters they would not add; "" if they would add all
+
+
+def kernel_support(
+    model: Transformer,
+    cache: CacheConfig,
+    copied: Collection[str],
+    *,
+    adapters: Mapping[str, Mapping[str, model_lib.lora.LoraFactors]] | None = None,
+    deterministic: bool = False,
+) -> KernelSupport:
+    """Return what the kernels would compute of a model on the meta device with a cache.
+
+    Args:
+        model: The model, with the dtypes that it would be loaded with.
+        cache: The cache.
+        copied: Names of tensors that would not be mapped from a file.
+        adapters: Factors by the name of the layer, by the name of the adapter that requests choose.
+        deterministic: The model and its cache would have batch-invariant kernels.
+
+    Raises:
+        ConfigError: If the cache is invalid for this model.
+    """
     library, reason = native.load()
     if library is None:
-        return reason
-    with torch.device("meta"):
-        model = Transformer(config).to(getattr(torch, dtype))
+        return KernelSupport(reason)
+    dtype = str(model.token_embedding.dtype).removeprefix("torch.")
+    groups = build_groups(attention_specs(model.config), resolve_for_model(model.config, cache), dtype)
+    kernel: ops.attention.Kernel = ops.attention.TileSizes((1,)) if deterministic else "auto"
+    kv_cache = KVCache(groups, device="meta", rope_at=cache.rope_at, exact_rope=cache.endless, kernel=kernel)
+    named = (*model.named_parameters(), *model.named_buffers())
+    copied_tensors, files = {id(tensor) for name, tensor in named if name in copied}, native.FileMappings()
+    adapter_set = model_lib.lora.AdapterSet(model, adapters or {})
     try:
-        groups = build_groups(attention_specs(config), resolve_for_model(config, cache), dtype)
-    except ConfigError as error:
-        return error.message
-    kv_cache = KVCache(groups, device="meta", rope_at=cache.rope_at, exact_rope=cache.endless)
-    try:
-        _check(model, kv_cache, native.FileMappings())
-        _Builder(model, kv_cache, None, native.FileMappings())
+        _check(model, kv_cache, lambda tensor: id(tensor) in copied_tensors)
+        builders = [_Builder(model, kv_cache, None, files, adapter_set)]
         if model.encoder is not None:
-            _EncoderBuilder(model, kv_cache, None, native.FileMappings())
+            builders.append(_EncoderBuilder(model, kv_cache, None, files, adapter_set))
     except Unsupported as unsupported:
-        return str(unsupported)
-    return ""
+        return KernelSupport(str(unsupported))
+    return KernelSupport("", _unadapted_layer(model, builders, adapter_set))
+
+
+def _unadapted_layer(
+    model: Transformer, builders: Sequence[_Builder], adapters: model_lib.lora.AdapterSet | None
+) -> str:
+    """Return the name of a layer whose terms of adapters the operations do not add, or ""."""
+    adapted = {layer for builder in builders for layer in builder.adapted}
+    layers = () if not adapters else model.named_modules()
+    return next((name for name, layer in layers if layer not in adapted and adapters and adapters.terms(layer)), "")
 
 
 def _require(condition: bool, reason: str) -> None:
@@ -114,8 +145,8 @@ def _require(condition: bool, reason: str) -> None:
         raise Unsupported(reason)
 
 
-def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> None:
-    """Check all but the layers."""
+def _check(model: Transformer, cache: KVCache, is_copied: Callable[[Tensor], bool]) -> None:
+    """Check all but the layers; ``is_copied`` returns False for a tensor that is mapped from a file."""
     table = model.token_embedding
     biases = {id(x.selection_bias) for x in model.modules() if isinstance(x, model_lib.layers.MixtureOfExperts)}
     weights = [parameter for parameter in model.parameters() if id(parameter) not in biases]  # which are float32
@@ -124,18 +155,20 @@ def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> No
     _require(table.dtype in native.library.DTYPES, f"weights of {str(table.dtype).removeprefix('torch.')}")
     _require(dtypes == {table.dtype}, "the weights have several dtypes")
     _require(not model._forward_pre_hooks and not model._forward_hooks, "a hook reads the model's input or output")
-    tensors = [x for x in (*model.parameters(), *model.buffers()) if not x.is_meta and x is not table]
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if x is not table]
     is_quantized = getattr(model.head, "output", None) is not None
-    if model.config.tie_embeddings and not is_quantized and not table.is_meta:  # otherwise it is not packed
+    if model.config.tie_embeddings and not is_quantized:  # otherwise it is not packed
         tensors.append(table)
     is_small = sum(x.nbytes for x in tensors) <= MAX_COPIED_BYTES
-    copied = 0 if is_small else sum(x.nbytes for x in tensors if not files.contain(x))
+    copied = 0 if is_small else sum(x.nbytes for x in tensors if is_copied(x))
     _require(copied <= MAX_COPIED_BYTES, "weights that are not mapped from a file would be in memory twice")
     _require(cache.kernel == "auto", "a kernel of PyTorch was chosen")
     _require(cache.attention_hook is None, "an attention hook reads every layer")
     _require(not cache.rope_on_read, "keys are rotated when they are read")
     _require(not cache.exact_rope, "endless: positions are unlimited")
     _require(model.config.max_seq_len < 1 << 24, "positions beyond 2^24")
+    for name in (name for group in cache.groups for name in (group.key_format, group.value_format)):
+        _require(name in native.library.STORE_FORMATS, f"a cache of {name}")
     for group in cache.groups:
         _require(group.eviction_policy is None, "an eviction policy reads the attention weights")
         _require(group.sparse_read_policy is None, "a policy reads some blocks only")
@@ -145,8 +178,6 @@ def _check(model: Transformer, cache: KVCache, files: native.FileMappings) -> No
         _require(not group.spec.is_state, "layers with a recurrent state")
         _require(not group.spec.values_in_keys, "latent attention (MLA)")
         _require(not group.spec.pattern.renumbers_sinks, "a policy renumbers positions")
-        for name in (group.key_format, group.value_format):
-            _require(name in native.library.STORE_FORMATS, f"a cache of {name}")
 
 
 class _Builder:
