@@ -275,7 +275,8 @@ class ModelRunner:
     """Runs scheduled steps on one model and one cache: with the native kernels if they can, else in PyTorch.
 
     ``native``: False always runs in PyTorch; ``compile_layers`` also does, with ``kvad.model.compiled``, and no other
-    kernels. ``native_reason`` says why the kernels are not used, once a step has run.
+    kernels. ``native_reason`` says why the kernels are not used, once a step has run; it is logged unless the caller or
+    float64 asks for PyTorch.
     On a GPU, ``fused`` computes decoders that it can, and ``graphs`` replays decoding steps: at most ``cuda_graphs``
     shapes.
     ``start`` computes a step whose tokens are still on the device; ``execute`` then returns its logits.
@@ -440,6 +441,8 @@ class ModelRunner:
         program = build_program(self.model, self.cache, self._adapters)
         if isinstance(program, str):
             self.native_reason = program
+            if self.device.type == "cpu" and self.model.token_embedding.dtype != torch.float64:
+                LOG.info("PyTorch serves this model: %s", program)
         else:
             self.program = program
             if self._num_tokens is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ PAIRS = pairwise(AXES | {"norm": ("pre", "post", "sandwich"), "cache": ("paged",
 
 
 def logits_of_steps(
-    model: Transformer, cache: dict[str, Any], *, native: bool = True, beams: int = 1
+    model: Transformer, cache: dict[str, Any], *, native: bool = True, beams: int = 1, tokens: int = 8
 ) -> tuple[list[Tensor], str]:
     """Return the logits of every step of five requests, and why they were not computed natively."""
     sizes = {"max_seq_len": 64, "max_num_seqs": 8, "max_source_len": 40 if model.config.encoder else 0}
@@ -62,7 +63,7 @@ def logits_of_steps(
     engine.runner.execute = recorded  # type: ignore[method-assign]
     sources: Sequence[Sequence[int] | None] = SOURCES if model.config.encoder else [None] * len(PROMPTS)
     for prompt, source in zip(PROMPTS, sources, strict=True):
-        params = SamplingParams(max_tokens=8, temperature=0.0, n=beams)
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, n=beams)
         engine.add_request(prompt, params, encoder_token_ids=source)
     while not engine.idle:
         engine.step()
@@ -121,6 +122,25 @@ def test_quantized_weights(bits: int, group_size: int, half: bool, dtype: torch.
     ours, reason = logits_of_steps(model, {})
     theirs, _ = logits_of_steps(model, {}, native=False)
     assert not reason
+    assert difference(ours, theirs) <= (3e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [32, 128, None], ids=["32", "128", "channel"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("variant", native.runnable_variants())
+def test_quantized_weights_on_every_instruction_set(
+    variant: str, bits: int, group_size: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The widths are those of real groups; 640 inputs of a channel are more than a block of integers."""
+    monkeypatch.setattr(ops.native, "load", lambda: native.LoadResult(native.load_variant(variant)))
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "value_dim": 32}
+    config = with_layer(model_config("rope", layers=1), cfg.GatedMLPConfig(640), **sizes)
+    model = build(replace(config, hidden_size=128), dtype=dtype)
+    assert quantize(model, bits, group_size, half=group_size == 128) == 7
+    ours, reason = logits_of_steps(model, {}, tokens=2)
+    theirs, _ = logits_of_steps(model, {}, native=False, tokens=2)
+    assert not reason and len(ours) == 2
     assert difference(ours, theirs) <= (3e-5 if dtype == torch.float32 else 0.05)
 
 
@@ -193,13 +213,14 @@ def test_rows_that_are_not_finite_have_no_best_token(value: float) -> None:
     assert engine.runner.program is not None and chunk.error is not None and "NaN or infinite" in chunk.error
 
 
-def quantize(model: Transformer, bits: int, group_size: int, half: bool) -> int:
-    """Quantize the layers whose width the groups divide; return their number."""
+def quantize(model: Transformer, bits: int, group_size: int | None, half: bool) -> int:
+    """Quantize the layers whose width the groups divide, or (None) by channel; return their number."""
     count = 0
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
-            if type(layer) is Linear and layer.in_features % group_size == 0:
-                matrix = quantize_matrix(layer.weight.detach(), bits, group_size)
+            size = group_size or getattr(layer, "in_features", 0)
+            if type(layer) is Linear and layer.in_features % size == 0:
+                matrix = quantize_matrix(layer.weight.detach(), bits, size)
                 if half:
                     minimum = None if matrix.minimum is None else matrix.minimum.half()
                     matrix = matrix._replace(scale=matrix.scale.half(), minimum=minimum)
@@ -451,6 +472,26 @@ def test_a_changed_weight_and_a_new_hook_are_seen_by_the_next_request() -> None:
     generate()
     assert engine.runner.program is None and "hook" in engine.runner.native_reason
     handle.remove()
+
+
+QUIET: list[dict[str, Any]] = [{"dtype": torch.float64}, {"native": False}, {"dtype": torch.bfloat16}]
+LOGGED: list[tuple[dict[str, Any], str]] = [
+    ({"cache": {"policy": "tova(8)"}}, "an eviction policy reads the attention weights"),
+    ({"library": None}, "the kernels are not built: run python -m kvad.ops.native.build"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), [*((options, "") for options in QUIET), *LOGGED])
+def test_the_reason_for_pytorch_is_logged_once(
+    options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if "library" in options:
+        monkeypatch.setattr(ops.native, "load", native.load.__wrapped__)
+        monkeypatch.setattr(native, "library_path", lambda variant: Path("/absent", variant))
+    model = build(model_config("rope"), dtype=options.get("dtype", torch.float32))
+    with caplog.at_level("INFO", "kvad.engine.execution"):
+        logits_of_steps(model, options.get("cache", {}), native=options.get("native", True), tokens=2)
+    assert caplog.messages == [f"PyTorch serves this model: {reason}"] * bool(reason)
 
 
 @pytest.mark.parametrize(("dtype", "cache"), [(torch.float32, "float32"), (torch.bfloat16, "int8")])
