@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import mmap
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from kvad.ops.native import build, library
 BUILT = library.load().library is not None
 needs_kernels = pytest.mark.skipif(not BUILT, reason=library.load().reason)
 PANEL = library.PANEL
+ROOT = Path(__file__).parents[2]
 
 
 def load_again(monkeypatch: pytest.MonkeyPatch, value: str) -> library.LoadResult:
@@ -85,6 +90,31 @@ def test_without_a_compiler_nothing_is_built(
     assert "no C++ compiler" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("has_compiler", [False, True])
+def test_a_wheel_is_built_with_and_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_compiler: bool
+) -> None:
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path / "kvad" / "ops" / "native"
+    shutil.copytree(build.FOLDER, folder, ignore=shutil.ignore_patterns("*.so", "__pycache__", "tmp*"))
+    compiler = tmp_path / "cc"
+    if has_compiler:
+        compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
+        compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    data: dict[str, Any] = {"pure_python": True, "infer_tag": False, "artifacts": []}
+    module.NativeBuildHook(str(tmp_path), {}, None, None, str(tmp_path), "wheel").initialize("standard", data)
+    names = [f"kvad/ops/native/step-{variant}.so" for variant in build.variants_to_build() if has_compiler]
+    assert data == {"pure_python": not has_compiler, "infer_tag": has_compiler, "artifacts": names}
+    assert sorted(path.name for path in folder.glob("*.so")) == sorted(Path(name).name for name in names)
+    hint = "CPU kernels are not built. python -m kvad.ops.native.build builds them later"
+    assert (hint in capsys.readouterr().err) != has_compiler
+
+
 def test_a_compiler_that_fails_is_reported(
     copied_sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +136,34 @@ def test_the_library_uses_the_threads_of_torch() -> None:
 
 
 # ---------------------------------------------------------------- packed weights
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(70, 9), (5, 1), (1, 6), (3, 40, 7)])
+def test_transposed_matrices_are_packed_as_their_copies(shape: tuple[int, ...]) -> None:
+    found, files = library.load().library, library.FileMappings()
+    matrix = torch.randn(*shape)
+    transposed = torch.cat([matrix.mT.contiguous(), matrix.mT], -1)[..., : shape[-2]].mT  # columns of a wider matrix
+    assert torch.equal(transposed, matrix)
+    packed = [library.PackedWeights().panels(found, [each], files) for each in (transposed, matrix)]
+    assert torch.equal(*packed)
+
+
+@pytest.mark.skipif(not library.SMAPS.is_file(), reason="the system does not say what is mapped")
+def test_the_pages_of_columns_of_a_file_are_given_back(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 22))
+    with (tmp_path / "file").open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    stored = torch.frombuffer(content, dtype=torch.float32).view(1024, 1024)
+    columns = stored.t()[:64]
+
+    def resident() -> int:
+        spans = re.findall(r"^([0-9a-f]+)-\S+ .*\n(?:.*\n)*?Rss: +([0-9]+) kB", library.SMAPS.read_text(), re.MULTILINE)
+        return next(int(rss) for low, rss in spans if int(low, 16) == stored.data_ptr())
+
+    assert float(columns.sum()) == 0 and resident() == 4096
+    library.FileMappings().release(columns)
+    assert resident() <= 8
 
 
 @needs_kernels

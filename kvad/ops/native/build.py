@@ -88,7 +88,8 @@ def build() -> list[Path]:
     """
     compiler = find_compiler()
     if compiler is None:
-        print(f"kvad: no C++ compiler ({', '.join(COMPILERS)}): CPU kernels are not built", file=sys.stderr)
+        hint = "python -m kvad.ops.native.build builds them later"
+        print(f"kvad: no C++ compiler ({', '.join(COMPILERS)}): CPU kernels are not built. {hint}", file=sys.stderr)
         return []
 
     def compile_or_report(variant: str) -> Path | None:
