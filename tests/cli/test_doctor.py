@@ -16,7 +16,7 @@ from kvad.checkpoint.peft import trainable_linears
 from kvad.llm import LLM
 from kvad.model.lora import LoraFactors, factor_bytes
 from kvad.text.tokenizer import train_tokenizer
-from tests.cli.test_convert import write_hf_folder
+from tests.cli.test_convert import CONFIGS, write_hf_folder
 from tests.support.cli_checkpoints import write_model
 from tests.support.random_models import build, model_config
 from tests.support.run_steps import save_step
@@ -100,6 +100,33 @@ def test_kernels_are_those_of_the_engine_for_every_stored_dtype(kvad, tmp_path, 
     write_hf_folder(tmp_path / "hf", family, dtype=dtype)
     expected = "weights of float64" if dtype == torch.float64 else "native"
     assert kernels(kvad, tmp_path / "hf") == engine_kernels(tmp_path / "hf") == expected
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64,
+    "num_local_experts": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize(("family", "dtype"), [("mixtral", torch.float32), ("llama", torch.float16)])
+def test_large_weights_that_are_copied_when_they_are_loaded(kvad, tmp_path, monkeypatch, family, dtype):
+    """Experts are joined and float16 is widened; an import has neither, as the reason says."""
+    monkeypatch.setitem(CONFIGS, "mixtral", MIXTRAL)
+    write_hf_folder(tmp_path / "hf", family, dtype=dtype)
+    assert kernels(kvad, tmp_path / "hf") == engine_kernels(tmp_path / "hf") == "native"
+    monkeypatch.setattr("kvad.engine.execution.native_program.MAX_COPIED_BYTES", 1000)
+    monkeypatch.setattr("kvad.engine.engine.MAX_PACKED_BYTES", 0)  # joined weights are not in the file
+    reason = engine_kernels(tmp_path / "hf")
+    assert kernels(kvad, tmp_path / "hf") == reason and " bytes of weights are not mapped from a file" in reason
+    layer_bytes = 2 * 4 * 3 * 40 * 32 * 4 if family == "mixtral" else 0
+    assert int(reason.split()[0].replace(",", "")) == layer_bytes or family == "llama"
+    assert (
+        "kvad import" in reason
+        and kvad("import", tmp_path / "hf", tmp_path / "out", "--save-dtype", "float32").code == 0
+    )
+    assert kernels(kvad, tmp_path / "out") == engine_kernels(tmp_path / "out") == "native"
 
 
 OPTIONS = {

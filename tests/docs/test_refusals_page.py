@@ -38,9 +38,9 @@ def texts(file: Path) -> set[str]:
     return {re.sub("(… ?)+$", "…", text) for text in found}
 
 
-def listed() -> dict[str, str]:
-    """Return the reason of every message of the page."""
-    rows = re.findall(r"^\| `(.+?)` \| (.*?) \|$", (ROOT / PAGE).read_text(encoding="utf-8"), re.MULTILINE)
+def rows_of(page: str) -> dict[str, str]:
+    """Return the reason of every message of a page."""
+    rows = re.findall(r"^\| `(.+?)` \| (.*?) \|$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
     assert len({message for message, _ in rows}) == len(rows), "a message is listed twice"
     return dict(rows)
 
@@ -54,14 +54,14 @@ def messages() -> dict[str, str]:
 
 
 def test_every_refusal_is_listed_with_its_reason():
-    rows, found = listed(), messages()
+    rows, found = rows_of(PAGE), messages()
     missing = sorted(f"{found[text]}: {text}" for text in found if REFUSAL.search(text) and text not in rows)
     assert not missing, f"add a row with the reason to {PAGE}: {missing}"
     assert [text for text, reason in rows.items() if len(reason.split()) < 4] == []
 
 
 def test_every_row_is_an_error_of_kvad():
-    stale = sorted(set(listed()) - set(messages()))
+    stale = sorted(set(rows_of(PAGE)) - set(messages()))
     assert not stale, f"no error says this any more, remove the row from {PAGE}: {stale}"
 
 

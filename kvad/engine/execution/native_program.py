@@ -161,7 +161,8 @@ def _check(model: Transformer, cache: KVCache, is_copied: Callable[[Tensor], boo
         tensors.append(table)
     is_small = sum(x.nbytes for x in tensors) <= MAX_COPIED_BYTES
     copied = 0 if is_small else sum(x.nbytes for x in tensors if is_copied(x))
-    _require(copied <= MAX_COPIED_BYTES, "weights that are not mapped from a file would be in memory twice")
+    remedy = "kvad import MODEL OUT [--save-dtype DTYPE] writes a folder that is mapped"
+    _require(copied <= MAX_COPIED_BYTES, f"{copied:,} bytes of weights are not mapped from a file: {remedy}")
     _require(cache.kernel == "auto", "a kernel of PyTorch was chosen")
     _require(cache.attention_hook is None, "an attention hook reads every layer")
     _require(not cache.rope_on_read, "keys are rotated when they are read")
@@ -432,7 +433,7 @@ class _Builder:
 
     def _linear(self, layer: nn.Module) -> ops.linear.Linear:
         is_known = type(layer) in (ops.linear.Linear, *QUANTIZED_LAYERS)
-        _require(is_known, f"a layer of the kind {type(layer).__name__}")
+        _require(is_known, _kind("a layer", layer))
         assert isinstance(layer, ops.linear.Linear)
         _require(layer.tiles is None, "batch-invariant products of PyTorch")
         return layer
@@ -447,7 +448,7 @@ class _Builder:
     def _attention(self, index: int, attention: nn.Module, scale: float | None, out: int) -> None:
         """Add the attention of the cache's layer ``index``."""
         is_cross = type(attention) is model_lib.attention.CrossAttention
-        _require(is_cross or type(attention) is model_lib.attention.Attention, f"{type(attention).__name__}")
+        _require(is_cross or type(attention) is model_lib.attention.Attention, _kind("attention", attention))
         assert isinstance(attention, model_lib.attention.Attention)
         spec, heads, kv_heads = attention.spec, attention.heads, attention.kv_heads
         dim, value_dim = attention.head_dim, attention.value_dim
@@ -574,7 +575,7 @@ class _Builder:
 
     def _experts(self, mlp: model_lib.layers.MixtureOfExperts, source: int, scale: float | None, out: int) -> None:
         spec = mlp.spec
-        _require(type(mlp.router) is model_lib.layers.Router, f"a router of the kind {type(mlp.router).__name__}")
+        _require(type(mlp.router) is model_lib.layers.Router, _kind("a router", mlp.router))
         _require(mlp.tiles is None, "batch-invariant products of PyTorch")
         _require(spec.num_experts <= native.library.MAX_EXPERTS, "this many experts")
         _require(spec.swiglu_alpha != 0.0, "a swiglu_alpha of 0")
@@ -634,7 +635,7 @@ class _Builder:
                                  activation=_activation(mlp.activation), in_stride=stride,
                                  out_stride=_padded(half))  # fmt: skip
         else:
-            _require(type(mlp) is model_lib.layers.PlainMLP, f"{type(mlp).__name__}")
+            _require(type(mlp) is model_lib.layers.PlainMLP, _kind("an MLP", mlp))
             assert isinstance(mlp, model_lib.layers.PlainMLP)
             _require(mlp.alpha_p is None, "a learned activation")
             up, size = self._linear(mlp.up), mlp.up.out_features
@@ -658,6 +659,10 @@ def _half_panels(b: Tensor, half: int) -> Tensor:
     size = native.library.PANEL // 2
     halves = nn.functional.pad(b.T, (0, -len(b) % size)).unflatten(1, (-1, size))
     return nn.functional.pad(halves, (size * half, size * (1 - half))).contiguous()
+
+
+def _kind(what: str, module: object) -> str:
+    return f"{what} of the kind {type(module).__name__}"
 
 
 def _matrix(layer: ops.linear.Linear) -> native.library.Matrix:
@@ -728,7 +733,7 @@ class _EncoderBuilder(_Builder):
 
     def _cross_attention(self, index: int, attention: nn.Module | None) -> None:
         """Write the keys and values of the encoder's output to the cache's layer ``index``."""
-        _require(type(attention) is model_lib.attention.CrossAttention, f"{type(attention).__name__}")
+        _require(type(attention) is model_lib.attention.CrossAttention, _kind("attention", attention))
         assert isinstance(attention, model_lib.attention.CrossAttention)
         kv_heads, dim, value_dim = attention.kv_heads, attention.head_dim, attention.value_dim
         layers = [self._linear(attention.k), self._linear(attention.v)]
