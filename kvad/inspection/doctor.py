@@ -130,7 +130,7 @@ def _check_engine(
 
 
 class _EngineChecks(NamedTuple):
-    """What an engine of a model would compute, and with which kernels."""
+    """Checks of an engine of a model with given options, without its weights in memory."""
 
     handle: CheckpointHandle
     outline: checkpoint.loader.ModelOutline

@@ -85,7 +85,7 @@ def build_program(
 
 
 class KernelSupport(NamedTuple):
-    """What the kernels would compute of a model."""
+    """The part of a model that the kernels would compute."""
 
     reason: str = ""  # why they would not compute it; "" if they would
     unadapted_layer: str = ""  # a layer whose terms of adapters they would not add; "" if they would add all
