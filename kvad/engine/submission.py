@@ -35,6 +35,11 @@ class Submission(NamedTuple):
         """The tokens that are counted as the prompt: those of the encoder input, if there is one."""
         return self.prompt_token_ids if self.encoder_token_ids is None else self.encoder_token_ids
 
+    @property
+    def num_sequences(self) -> int:
+        """Number of samples or beams."""
+        return max(self.sampling_params.n, self.sampling_params.num_beams)
+
 
 class SubmissionBuilder:
     """Builds the functions that turn one prompt of a call into a ``Submission``; nothing is queued."""

@@ -40,6 +40,7 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+WITHOUT_QUEUE = frozenset({"/tokenize", "/detokenize", "/attention"})  # routes that are served while the queue is full
 Handler = Callable[[ApiContext, Any, str], Awaitable[Any]]
 
 POST_ROUTES: dict[str, tuple[type[schema.Body], Handler]] = {
@@ -57,7 +58,7 @@ POST_ROUTES: dict[str, tuple[type[schema.Body], Handler]] = {
 def build_app(context: ApiContext) -> ASGIApp:
     """Return the application of a loaded model."""
     routes = [
-        Route(path, _Endpoint(context, kind, handler), methods=["POST"])
+        Route(path, _Endpoint(context, kind, handler, is_queued=path not in WITHOUT_QUEUE), methods=["POST"])
         for path, (kind, handler) in POST_ROUTES.items()
     ]
     getters: dict[str, Callable[..., Any]] = {
@@ -93,8 +94,9 @@ async def _http_error(request: Any, error: Any) -> Response:
 class _Endpoint:
     """Reads and validates a JSON body, calls a handler and sends its result."""
 
-    def __init__(self, context: ApiContext, kind: type[schema.Body], handler: Handler) -> None:
+    def __init__(self, context: ApiContext, kind: type[schema.Body], handler: Handler, *, is_queued: bool) -> None:
         self._context, self._kind, self._handler = context, kind, handler
+        self._check_room = context.check_room if is_queued else context.check_running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context, key = self._context, scope["key"]
@@ -117,7 +119,9 @@ class _Endpoint:
         config = self._context.config
         headers: dict[str, str] = {}
         try:
+            self._check_room()  # before the body takes memory
             data = await read_body(config, scope, receive)
+            self._check_room()  # before texts are encoded and schemas compiled; the exact check is at submission
             is_short = len(data) <= INLINE_BYTES
             body, ignored = self._parse(data) if is_short else await asyncio.to_thread(self._parse, data)
         except ApiError as error:

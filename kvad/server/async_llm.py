@@ -84,7 +84,7 @@ class RequestStream:
         submission: The request; None for a text of an encoder.
         metrics: Counts and times in seconds, set at the end.
         session: Reused tokens of a session's turn, set at the end.
-        started: True once its first chunk has arrived.
+        started: Samples that have sent a chunk.
         max_unread: Largest number of chunks that wait for the reader; beyond it the request fails (0: any number).
     """
 
@@ -92,15 +92,20 @@ class RequestStream:
         self.number, self.submission = number, submission
         self.metrics: RequestMetrics | None = None
         self.session: dict[str, Any] | None = None
-        self.started = False
+        self.started: set[int] = set()
         self.max_unread = 0
         self._llm, self._signal = llm, signal
         self._chunks: list[StreamChunk] = []
         self._error: KvadError | None = None
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences without a chunk; a beam search sends its chunks at the end."""
+        return (1 if self.submission is None else self.submission.num_sequences) - len(self.started)
+
     def add(self, chunk: StreamChunk) -> None:
         self._chunks.append(chunk)
-        self.started = True
+        self.started.add(chunk.sample_index)
         if self.max_unread and len(self._chunks) > self.max_unread:
             self.cancel()
             self._chunks.clear()

@@ -13,12 +13,14 @@ import pytest
 
 from kvad.engine import StreamChunk
 from kvad.engine.scheduling import SamplingParams, StructuredOutput
+from kvad.engine.submission import Submission
 from kvad.errors import RequestError
 from kvad.server import run
 from kvad.server.api import ApiContext, ApiError, generation, panel, schema
-from kvad.server.app import POST_ROUTES, build_app
+from kvad.server.app import POST_ROUTES, WITHOUT_QUEUE, build_app
 from kvad.server.async_llm import AsyncLLM, RequestStream, Signal
 from kvad.server.config import ServerConfig
+from kvad.server.limits import ServerLimits
 from kvad.server.metrics import ServerMetrics
 from kvad.server.sessions import MAX_OPEN, SessionTurns
 from tests.server.conftest import KEYS, LIMITS
@@ -212,6 +214,73 @@ def context_of(**options):
     return ApiContext(NoEngine(), ServerConfig(**options), ServerMetrics("tiny"), "tiny")
 
 
+def waiting_stream(**params):
+    return RequestStream(None, 1, Signal(), Submission([65] * 10, SamplingParams(**params)))
+
+
+def test_samples_and_beams_count_in_the_queue():
+    """A request of n samples is n sequences that wait; those that have begun wait no more."""
+    context, one = context_of(limits=ServerLimits(max_queued_requests=20)), Submission([65], SamplingParams())
+    stream = waiting_stream(n=16, temperature=1.0)
+    generation.check_submissions(context, [stream.submission] * 2)  # an empty queue accepts any number
+    context.llm.streams = [stream]
+    generation.check_submissions(context, [one] * 4)
+    for many in ([one] * 5, [Submission([65], SamplingParams(num_beams=5))], [stream.submission]):
+        with pytest.raises(ApiError, match="has 16 sequences, its limit is 20"):
+            generation.check_submissions(context, many)
+    for sample in range(12):
+        stream.add(StreamChunk(1, sample, text="x"))
+        stream.add(StreamChunk(1, sample, text="x"))
+    generation.check_submissions(context, [stream.submission])
+
+
+QUEUED_BODIES = {
+    "/v1/completions": {"prompt": "x", "structured_outputs": {"regex": "a+"}},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {"type": "json_object"},
+    },
+    "/v1/responses": {"input": "x"},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/translate": {"text": "x"},
+}
+
+
+@pytest.mark.parametrize("limit", ["max_queued_requests", "max_queued_tokens"])
+def test_a_full_queue_refuses_before_any_work(limit):
+    """No template is rendered, no text encoded, no schema compiled: this engine can do none of it.
+
+    The second check is after the body, in whose time the queue may fill.
+    """
+    context = context_of(limits=ServerLimits(**{limit: 1}))
+    app, full, context.llm.call = build_app(context), [waiting_stream()], None
+
+    async def body_of(fields):
+        context.llm.streams = full
+        yield json.dumps(fields).encode()
+
+    async def post():
+        headers = {"content-type": "application/json"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            for streams in (full, ()):
+                for path, fields in QUEUED_BODIES.items():
+                    context.llm.streams = streams
+                    yield await client.post(path, content=body_of(fields), headers=headers)
+            context.llm.streams = full
+            yield await client.post("/detokenize", json={"tokens": [1]})
+            context.draining = True
+            yield await client.post("/detokenize", json={"tokens": [1]})
+
+    async def collect():
+        return [response async for response in post()]
+
+    *refused, served, ending = asyncio.run(collect())
+    assert QUEUED_BODIES.keys() | WITHOUT_QUEUE == POST_ROUTES.keys()
+    for response in refused:
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full"), response.text
+    assert (served.status_code, ending.status_code) == (200, 503) and ending.headers["retry-after"] == "5"
+
+
 def test_ignored_fields_of_any_script_are_named_in_the_header():
     async def post():
         app = build_app(context_of(ignores_unknown_fields=True))
@@ -337,7 +406,7 @@ def test_a_stream_that_nobody_reads_ends(monkeypatch):
     context, cancelled = context_of(), []
     context.llm.submit = lambda submission, session, signal: RequestStream(context.llm, 1, signal, submission)
     context.llm.cancel = cancelled.append
-    submission = SimpleNamespace(sampling_params=SimpleNamespace(n=1, num_beams=1), input_ids=[1])
+    submission = Submission([1], SamplingParams())
     group = generation.RequestGroup(context, [submission])
     (stream,) = group.streams
     for _ in range(10):
@@ -408,7 +477,7 @@ def test_a_request_has_the_same_bytes_fifty_times_under_load(server):
     body = {"prompt": "the same again", "max_tokens": 12, "temperature": 0.9, "seed": 11, "n": 2, "logprobs": 1}
     others = [{"prompt": f"{i} " * (i % 23 + 1), "max_tokens": 5 + 7 * (i % 5), "temperature": 1} for i in range(50)]
     alone = [choice["text"] for choice in server.post("/v1/completions", **body).json()["choices"]]
-    with ThreadPoolExecutor(7) as pool:
+    with ThreadPoolExecutor(6) as pool:  # 12 sequences, the queue's limit
         noise = [pool.submit(server.post, "/v1/completions", **other) for other in others]
         replies = [pool.submit(server.post, "/v1/completions", **body) for _ in range(50)]
         texts = {tuple(choice["text"] for choice in future.result().json()["choices"]) for future in replies}

@@ -69,19 +69,24 @@ class ApiContext:
         message = f"model: {name!r} is not served here: use {names}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """Raise a 429 or 503 if these requests would exceed the queue's limits."""
+    def check_running(self) -> None:
+        """Raise a 503 if the server is shutting down or the engine has ended."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
         if self.llm.failure is not None:
             raise ApiError(503, str(self.llm.failure), code="engine_error", retry_after=5)
-        limits = self.config.limits
-        waiting = [stream.submission for stream in self.llm.streams if not stream.started]
-        queued = sum(len(submission.input_ids) for submission in waiting if submission is not None)
-        if len(waiting) + num_requests > limits.max_queued_requests and waiting:
-            message = f"the queue has {len(waiting)} requests, its limit is {limits.max_queued_requests}: try again"
+
+    def check_room(self, num_sequences: int = 1, num_tokens: int = 1) -> None:
+        """Raise a 429 or 503 if these sequences would exceed the queue's limits; an empty queue accepts any number."""
+        self.check_running()
+        limits, streams = self.config.limits, self.llm.streams
+        waiting = sum(stream.num_waiting for stream in streams)
+        unread = [stream.submission for stream in streams if not stream.started]
+        queued = sum(len(submission.input_ids) for submission in unread if submission is not None)
+        if waiting + num_sequences > limits.max_queued_requests and waiting:
+            message = f"the queue has {waiting} sequences, its limit is {limits.max_queued_requests}: try again"
             raise ApiError(429, message, code="queue_full", retry_after=1)
-        if queued + num_tokens > limits.max_queued_tokens and waiting:
+        if queued + num_tokens > limits.max_queued_tokens and queued:
             message = f"the queue has {queued} prompt tokens, its limit is {limits.max_queued_tokens}: try again"
             raise ApiError(429, message, code="queue_full", retry_after=1)
 
@@ -198,11 +203,11 @@ def split_prompts(context: ApiContext, param: str, prompt: Any) -> list[PromptIn
 def check_submissions(context: ApiContext, submissions: Sequence[Submission]) -> None:
     """Check the numbers of tokens and sequences, and the room in the queue."""
     limits = context.config.limits
-    num_sequences = sum(max(each.sampling_params.n, each.sampling_params.num_beams) for each in submissions)
+    num_sequences = sum(each.num_sequences for each in submissions)
     check_limit("n", num_sequences, limits.max_sequences, "sequences of all prompts")
     for each in submissions:
         check_limit("prompt", len(each.input_ids), limits.max_prompt_tokens, "tokens")
-    context.check_room(len(submissions), sum(len(each.input_ids) for each in submissions))
+    context.check_room(num_sequences, sum(len(each.input_ids) for each in submissions))
 
 
 # ---------------------------------------------------------------- requests that run
