@@ -512,6 +512,17 @@ class Engine:
         for key in [key for key in self._texts if key[0] == request]:
             del self._texts[key]
 
+    def finish_request(self, request: int) -> list[StreamChunk]:
+        """End a request with the tokens so far, as a stop string does, and return its last chunks."""
+        chunks = self.scheduler.finish_sequence(request, None)
+        if states := self.scheduler.pop_finished_states():
+            self.state_keeper.collect(states)
+        return [self._add_text(chunk) for chunk in chunks]
+
+    def num_computed_tokens(self, request: int) -> int:
+        """Return the number of cached tokens of a request's first sample; 0 if it waits or has ended."""
+        return next((seq.num_computed_tokens for seq in self.scheduler.sequences(request)), 0)
+
     @property
     def idle(self) -> bool:
         """True if there is no request to run and no chunk to return."""

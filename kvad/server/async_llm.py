@@ -85,6 +85,7 @@ class RequestStream:
         metrics: Counts and times in seconds, set at the end.
         session: Reused tokens of a session's turn, set at the end.
         started: Samples that have sent a chunk.
+        is_turn: True for a turn of a session.
         max_unread: Largest number of chunks that wait for the reader; beyond it the request fails (0: any number).
     """
 
@@ -93,10 +94,11 @@ class RequestStream:
         self.metrics: RequestMetrics | None = None
         self.session: dict[str, Any] | None = None
         self.started: set[int] = set()
+        self.is_turn = False
         self.max_unread = 0
         self._llm, self._signal = llm, signal
         self._chunks: list[StreamChunk] = []
-        self._error: KvadError | None = None
+        self._error: Exception | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -130,15 +132,16 @@ class RequestStream:
         finally:
             self.cancel()
 
-    def fail(self, error: KvadError) -> None:
-        self._error = error
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error after the chunks that have arrived; later errors are ignored."""
+        self._error = self._error or error
         self._signal.set()
 
     def take(self) -> list[StreamChunk]:
         """Return the chunks that have arrived since the last call.
 
         Raises:
-            KvadError: If the request was refused or the engine's process ended.
+            Exception: Why the request ended: it was refused, the engine's process ended, or ``AsyncLLM.stop_all``.
         """
         if self._error is not None and not self._chunks:
             raise self._error
@@ -411,7 +414,9 @@ class AsyncLLM:
         del message["sampling_params"]
         if session is not None:
             message["session"] = dict(session)
-        return self._open(message, signal or Signal(), submission)
+        stream = self._open(message, signal or Signal(), submission)
+        stream.is_turn = session is not None
+        return stream
 
     def _open(self, message: Message, signal: Signal, submission: Submission | None = None) -> RequestStream:
         number = self._number()
@@ -436,11 +441,23 @@ class AsyncLLM:
         if len(self.request_ids) > MAX_REQUEST_IDS:
             del self.request_ids[next(iter(self.request_ids))]
 
-    def stop_all(self, reason: str) -> None:
-        """Fail all requests and cancel them."""
-        for stream in list(self._streams.values()):
+    async def stop_all(self, error: Exception) -> None:
+        """Fail all requests and cancel them; turns of sessions end with the tokens so far, and are saved first."""
+        streams = list(self._streams.values())
+        turns = [stream for stream in streams if stream.is_turn]
+        self._stop([stream for stream in streams if not stream.is_turn], error)
+        if turns:
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self.call("save_turns")
+            except Exception as problem:
+                LOG.warning("sessions are not saved: %s", problem or type(problem).__name__)
+        self._stop(turns, error)
+
+    def _stop(self, streams: Sequence[RequestStream], error: Exception) -> None:
+        for stream in streams:
             self.cancel(stream)
-            stream.fail(EngineError(reason))
+            stream.fail(error)
 
     async def call(self, operation: str, **arguments: Any) -> Message:
         """Return the engine's reply to another message, such as "stats"."""

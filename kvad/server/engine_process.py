@@ -70,6 +70,7 @@ class EngineProcess:
             "encode": self._encode,
             "embed": self._embed,
             "cancel": self._cancel,
+            "save_turns": self._save_turns,
             "stats": lambda message: stats(self._llm),
             "blocks": self._blocks,
             "attention": self._attention,
@@ -186,6 +187,11 @@ class EngineProcess:
             self._forget_number(request)
             self._samples_left.pop(request)
             self._without_chunk.discard(request)
+
+    def _save_turns(self, message: Message) -> Message:
+        """End all turns of sessions with the tokens so far and save them: the server shuts down."""
+        self._sessions.end_all()
+        return {}
 
     def _forget_number(self, request: int) -> None:
         """Forget the server's number of a request that has ended; ``_blocks`` still names the last ones."""

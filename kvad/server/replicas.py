@@ -139,6 +139,7 @@ class ReplicatedLLM(AsyncLLM):
         """Send a request to the replica of its prefix (``AsyncLLM.submit``)."""
         number = self._number()
         stream = RequestStream(self, number, signal or Signal(), submission)
+        stream.is_turn = session is not None
         salt = f"{submission.adapter} {submission.cache_salt}"
         key = prefix_key(submission.input_ids, self.info["block_size"], salt, session)
         route = {"key": key, "number": number}

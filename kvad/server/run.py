@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvad.errors import UsageError
-from kvad.server.api import ApiContext, ApiError
+from kvad.server.api import ApiContext, ApiError, errors
 from kvad.server.app import build_app
 from kvad.server.async_llm import AsyncLLM
 from kvad.server.config import ServerConfig
@@ -27,6 +27,7 @@ from kvad.server.metrics import ServerMetrics
 
 LOG = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
+LAST_SECONDS = 2.0  # for the last events of requests that the shutdown ends
 MAX_HEAD = 1 << 16  # bytes of a request's line and headers
 CLOSING_TICKS = 100  # of 0.1 s: a closed connection has 10 to 20 s to read the rest
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
@@ -153,8 +154,9 @@ async def _drain(context: ApiContext, stop: _Stop, seconds: float) -> None:
         await asyncio.sleep(POLL_SECONDS)
     if context.active:
         LOG.warning("%d requests are ended because the server shuts down", sum(context.active.values()))
-        context.llm.stop_all("the server is shutting down")
-        while context.active and loop.time() < end + 2.0:
+        await context.llm.stop_all(errors.shutting_down())
+        end = loop.time() + LAST_SECONDS
+        while context.active and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
 
 

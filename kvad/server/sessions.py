@@ -1,10 +1,10 @@
 """Sessions of HTTP requests: the cache of a conversation is saved before the end of each turn is reported.
 
 A request gives the whole text, as for every other request; what the session has of it is not computed again, also
-after a restart of the server. Sessions belong to an API key: the same name of another key is another session. A key's
-files are limited (``SessionLimits``): after a turn, those that were saved longest ago are removed, one by one, so a
-process that dies in between leaves whole files, and the next turn continues. Several processes may share the folder:
-the file of a running turn is locked, and no process removes it.
+after a restart of the server. A shutdown saves running turns with the tokens so far. Sessions belong to an API key: the
+same name of another key is another session. A key's files are limited (``SessionLimits``): after a turn, those that
+were saved longest ago are removed, one by one, so a process that dies in between leaves whole files, and the next turn
+continues. Several processes may share the folder: the file of a running turn is locked, and no process removes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvad import engine as engine_lib
 from kvad.cache import sessions
 from kvad.engine import Session, StreamChunk
 from kvad.engine.scheduling import SamplingParams
-from kvad.errors import RequestError
+from kvad.errors import KvadError, RequestError
 from kvad.llm import LLM
 from kvad.server.limits import SESSION_LIMITS, SessionLimits
 from kvad.storage import REAL_FILE_SYSTEM
@@ -145,6 +145,27 @@ class SessionTurns:
             message = f"session: has {num_bytes:,} bytes, the limit is {self._limits.num_bytes:,}; it is not on disk"
             raise RequestError(message, "Start the server with a larger max_session_bytes.")
         return {"session": {"reused": session.reused, "missed": session.missed}}
+
+    def end_all(self) -> None:
+        """End all turns with the tokens so far and save the sessions; errors are logged.
+
+        Of a prompt that is not computed yet, the computed part is saved. A turn that waits is cancelled.
+        """
+        engine = self._llm.engine
+        for request, turn in list(self._turns.items()):
+            num_computed = engine.num_computed_tokens(request)
+            last_chunks = engine.finish_request(request)
+            if not turn.chunks:
+                turn.handle.token_ids = turn.handle.token_ids[:num_computed]
+            if num_computed:
+                turn.chunks += last_chunks
+            elif not turn.chunks:
+                self.cancel(request)
+        for request in list(self._turns):
+            try:
+                self.end(request)
+            except KvadError as error:
+                LOG.error("a session is not saved: %s", error)
 
     def _remove_oldest(self, newest: Path) -> None:
         """Remove files of a key, those saved longest ago first but not ``newest``, until the limits hold."""

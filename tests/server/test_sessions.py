@@ -8,6 +8,7 @@ import pytest
 
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError
+from kvad.llm import LLM
 from kvad.server.limits import SessionLimits
 from kvad.server.sessions import SessionTurns
 from kvad.storage import REAL_FILE_SYSTEM
@@ -91,6 +92,42 @@ def test_a_session_in_use_is_not_removed(llm, make_turns, take_turn, tmp_path):
     llm.engine.abort_request(request)
     take_turn(turns, "c")
     assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("options", [{"block_size": 16}, {"layout": "contiguous"}], ids=["prefix cache", "state"])
+@pytest.mark.parametrize(("num_steps", "length"), [(12, 300), (1, 3000), (0, 300)], ids=["decode", "prompt", "queue"])
+def test_a_shutdown_saves_running_turns(model, tmp_path, num_steps, length, options):
+    """They end with the tokens so far, and another process continues them as if they had not been interrupted."""
+    prompt = [number % 251 for number in range(length)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+    def tokens_of(turns, request):
+        return [chunk.token_id for chunk in turns._turns[request].chunks if chunk.token_id is not None]
+
+    def start(llm):
+        turns = SessionTurns(llm, tmp_path)
+        llm.client.on_chunk = turns.add_chunk
+        identity = {"name": "talk", "owner": ""}
+        return turns, turns.begin(identity, prompt, None, params, cache_salt="", adapter="")
+
+    with LLM.load(model, max_num_seqs=8, **options) as llm:
+        turns, request = start(llm)
+        for _ in range(num_steps):
+            llm.client.step()
+        tokens = tokens_of(turns, request)
+        turns.end_all()
+        assert llm.engine.idle and not turns._turns
+    assert bool(tokens) == (num_steps > 1) and names(tmp_path) == ["talk"] * (num_steps > 0)
+    with LLM.load(model, max_num_seqs=8, **options) as llm:
+        turns, request = start(llm)
+        while not llm.engine.idle:
+            llm.client.step()
+        continued = tokens_of(turns, request)
+        reused = turns.end(request)["session"]["reused"]
+        llm.client.on_chunk = None
+        expected = llm.generate(prompt, params, cache_salt="other").choices[0].token_ids
+    assert tokens == list(expected[: len(tokens)]) and continued == list(expected)
+    assert reused == 0 if num_steps == 0 else reused == length - 1 if tokens else 16 < reused < length - 1
 
 
 def test_kill_9_leaves_whole_sessions_and_no_lock(make_turns, take_turn, tmp_path):

@@ -25,6 +25,16 @@ def test_sigterm_while_the_model_is_loaded(model):
     assert not any(child.is_running() for child in children)
 
 
+def test_sigterm_saves_the_running_turn_of_a_session(start_server, llm, tmp_path):
+    """Its file has the tokens so far and their cache; ``test_sessions`` continues such a file."""
+    server = start_server("--session-dir", tmp_path, "--shutdown-timeout", 0.1)
+    with open_stream(server, TURN, max_tokens=4000, session="talk"):
+        wait_for_tokens(server, 1)
+        assert server.stop() == 0, server.log
+    session = llm.session("talk", tmp_path / "server" / "public")
+    assert bytes(session.tokens[: len(TURN)]) == TURN.encode() and session.restored > len(TURN)
+
+
 def take_turn(server, text, max_tokens):
     reply = server.complete(text, max_tokens=max_tokens, session="talk", timings=True)
     return reply["choices"][0]["text"], reply["timings"]

@@ -211,9 +211,13 @@ def wait_for_tokens(server: ServerProcess, num_sequences: int) -> None:
 
 
 def check_drain(server: ServerProcess) -> None:
-    """Send SIGTERM while streams run: new requests are refused, short streams end, long ones at the timeout."""
+    """Send SIGTERM while requests run: new ones are refused, short ones end, long ones at the timeout.
+
+    The last of them is not a stream.
+    """
     short = [open_stream(server, f"{i} short", max_tokens=200) for i in range(2)]
     long = [open_stream(server, f"{i} long", max_tokens=4000) for i in range(3)]
+    long.append(open_stream(server, "not a stream", max_tokens=4000, stream=False))
     wait_for_tokens(server, len(long))
     watcher = httpx.Client(base_url=server.url, headers=server.http.headers)
     assert watcher.get("/ready").status_code == 200
@@ -231,8 +235,11 @@ def check_drain(server: ServerProcess) -> None:
     for text in texts[:2]:
         *_, last, done = events_of(text)
         assert last["choices"][0]["finish_reason"] == "length" and done == "[DONE]"
-    for text in texts[2:]:
+    for text in texts[2:5]:
         *_, error, done = events_of(text)
-        assert "shutting down" in error["error"]["message"] and done == "[DONE]"
+        assert error["error"]["code"] == "shutting_down" and done == "[DONE]"
+    head, _, body = texts[5].partition("\r\n\r\n")
+    assert "503 Service Unavailable" in head and "retry-after: 5" in head
+    assert json.loads(body)["error"]["code"] == "shutting_down"
     watcher.close()
     assert server.stop() == 0, server.log

@@ -70,6 +70,11 @@ def from_exception(error: Exception) -> ApiError:
     return ApiError(500, "internal error: the server's log has the reason", code="internal_error")
 
 
+def shutting_down() -> ApiError:
+    """Return the 503 of new requests during a shutdown, and of those that it ends."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+
+
 def invalid(param: str, problem: str) -> ApiError:
     """Return a 400 that names the field: ``invalid("n", "must be at most 16, got 99")``."""
     return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")

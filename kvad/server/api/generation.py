@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvad import engine as engine_lib
 from kvad.engine import StreamChunk
 from kvad.engine.scheduling import StructuredOutput, TokenLogprob
-from kvad.server.api.errors import ApiError, invalid
+from kvad.server.api.errors import ApiError, invalid, shutting_down
 from kvad.server.api.logprobs import TokenTexts
 from kvad.server.api.schema import GenerationBody
 from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, chunk_error
@@ -72,7 +72,7 @@ class ApiContext:
     def check_running(self) -> None:
         """Raise a 503 if the server is shutting down or the engine has ended."""
         if self.draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+            raise shutting_down()
         if self.llm.failure is not None:
             raise ApiError(503, str(self.llm.failure), code="engine_error", retry_after=5)
 
