@@ -24,7 +24,8 @@ EXPOSED_HEADERS = b"retry-after, x-request-id, x-kvad-ignored-fields"  # those t
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    body = json.dumps(value, separators=(",", ":")).encode()
+    """Return the response of a value; bytes are JSON already."""
+    body = value if isinstance(value, bytes) else json.dumps(value, separators=(",", ":")).encode()
     return Response(body, status, dict(headers or {}), "application/json")
 
 

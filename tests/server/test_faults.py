@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from kvad.engine.scheduling import SamplingParams, StructuredOutput
 from kvad.engine.submission import Submission
 from kvad.errors import RequestError
 from kvad.server import run
-from kvad.server.api import ApiContext, ApiError, generation, panel, schema
+from kvad.server.api import ApiContext, ApiError, generation, panel, schema, text_threads
 from kvad.server.app import POST_ROUTES, WITHOUT_QUEUE, build_app
 from kvad.server.async_llm import AsyncLLM, RequestStream, Signal
 from kvad.server.config import ServerConfig
@@ -279,6 +280,56 @@ def test_a_full_queue_refuses_before_any_work(limit):
     for response in refused:
         assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full"), response.text
     assert (served.status_code, ending.status_code) == (200, 503) and ending.headers["retry-after"] == "5"
+
+
+def test_large_texts_wait_in_their_own_bounded_queue(monkeypatch):
+    """Small requests are encoded while large ones wait, those are limited, and cancelled ones are not encoded."""
+    monkeypatch.setattr(text_threads, "LARGE", 1000)
+    context, may_end, encoded = context_of(limits=ServerLimits(max_large_texts=2)), threading.Event(), []
+
+    def encode(text, specials=True):
+        encoded.append(text)
+        assert len(text) < 1000 or may_end.wait(30)
+        return [len(text)]
+
+    def render(messages, **settings):
+        return encode(messages[-1]["content"])
+
+    tokenizer = SimpleNamespace(encode=encode, add_special_tokens=list)
+    context.llm.info["max_len"] = 4096
+    context.llm.require_tokenizer, context.llm.render_chat = lambda: tokenizer, render
+
+    async def main():
+        app = build_app(context)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+
+            async def post(text, *, is_chat=False):
+                body = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+                return await client.post("/tokenize", json=body)
+
+            large = [asyncio.ensure_future(post(letter * 2000)) for letter in "ab"]
+            while len(context.threads._large_calls) < 2:
+                await asyncio.sleep(0)
+            refused = [await post("c" * 2000), await post("c" * 2000, is_chat=True)]
+            small = [(await post("d" * 10)).json(), (await post("e" * 10, is_chat=True)).json()]
+            large[1].cancel()
+            await asyncio.gather(large[1], return_exceptions=True)
+            large[1] = asyncio.ensure_future(post("f" * 2000))
+            while context.threads._large_calls[1].cancelled():
+                await asyncio.sleep(0)
+            may_end.set()
+            return refused, small, [(await each).json() for each in large]
+
+    refused, small, large = asyncio.run(main())
+    assert [each.status_code for each in refused] == [429, 429] and refused[0].headers["retry-after"] == "1"
+    assert [reply["tokens"] for reply in small] == [[10], [10]] and [reply["tokens"] for reply in large] == [[2000]] * 2
+    assert "".join(text[0] for text in encoded) == "adef"
+
+
+@pytest.mark.parametrize("count", [0, 1, text_threads.SLICE, 2 * text_threads.SLICE + 1])
+def test_json_of_large_replies(count):
+    fields = {"count": count, "tokens": list(range(count)), "token_strs": ['a"é'] * count, "other": {"x": [1, None]}}
+    assert json.loads(text_threads.encode_json(fields)) == fields
 
 
 def test_ignored_fields_of_any_script_are_named_in_the_header():

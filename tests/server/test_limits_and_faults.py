@@ -1,5 +1,6 @@
 """Limits of requests, malformed bodies, clients that disappear or are slow, deadlines, isolation of API keys."""
 
+import copy
 import dataclasses
 import json
 import socket
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvad.server.api.text_threads import count_chars
 from kvad.server.limits import ServerLimits
 from tests.server.conftest import KEYS, LIMITS, MAX_SEQS
 from tests.support.server import open_stream, parse_events, reset
@@ -16,6 +18,7 @@ from tests.support.server import open_stream, parse_events, reset
 HUGE = 10**9
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -44,12 +47,24 @@ def chat(**fields):
     return CHAT, {"messages": [USER], "max_tokens": 1, **fields}
 
 
+def filled(size, **fields):
+    """Return a chat whose messages and tools have this many characters; most are in the last object's function."""
+    fields = copy.deepcopy(fields)
+    *_, last = fields.get("tools", fields["messages"])
+    function = last["function"] if "function" in last else last["tool_calls"][0]["function"]
+    function["arguments"] = ""
+    function["arguments"] = "x" * (size - count_chars([fields["messages"], fields.get("tools")]))
+    return chat(**fields)
+
+
 CASES = {  # limit -> the fields that an error may name, and requests with a size
     "max_prompts": ("prompt", lambda n: completion(prompt=["x"] * n),
                     lambda n: ("/v1/embeddings", {"input": ["x"] * n})),
     "max_prompt_tokens": ("prompt", lambda n: completion(prompt=[65] * n), lambda n: completion(prompt="x" * n)),
     "max_prompt_chars": ("prompt", lambda n: ("/tokenize", {"prompt": "x" * n}),
-                         lambda n: ("/tokenize", {"messages": [{"role": "user", "content": "x" * n}]})),
+                         lambda n: ("/tokenize", {"messages": [{"role": "user", "content": "x" * (n - 15)}]}),
+                         lambda n: filled(n, messages=[USER, CALL]),
+                         lambda n: filled(n, messages=[USER], tools=[TOOL])),
     "max_messages": ("messages", lambda n: chat(messages=[USER] * n)),
     "max_n": ("n", lambda n: completion(n=n, temperature=1), lambda n: completion(best_of=n), lambda n: chat(n=n)),
     "max_sequences": ("n", lambda n: completion(prompt=["x"] * min(n, 8), n=n // 8 or 1) if n <= 16 else
@@ -128,7 +143,8 @@ def test_huge_numbers_that_are_possible(server):
 
 def test_every_limit_has_a_test():
     elsewhere = {
-        "max_body_bytes", "max_schema_bytes", "max_queued_requests", "max_queued_tokens", "max_requests_per_key",
+        "max_body_bytes", "max_schema_bytes", "max_queued_requests", "max_queued_tokens", "max_large_texts",
+        "max_requests_per_key",
         "max_sessions", "max_session_bytes", "request_seconds", "header_seconds", "body_seconds",
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(ServerLimits)} == set(CASES) | elsewhere == set(LIMITS)

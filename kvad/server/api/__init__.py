@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvad.server.api import plain_routes as plain_routes
     from kvad.server.api import responses as responses
     from kvad.server.api import schema as schema
+    from kvad.server.api import text_threads as text_threads
     from kvad.server.api.errors import ApiError as ApiError
     from kvad.server.api.generation import ApiContext as ApiContext
     from kvad.server.api.generation import EventStream as EventStream

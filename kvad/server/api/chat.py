@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -65,8 +64,9 @@ async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) 
 async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[RequestGroup, ToolUse | None]:
     """Submit a conversation and return its requests and the use of tools."""
     limits, adapter = context.config.limits, context.check_model(body.model)
+    size = generation.check_chars(context, "messages", [body.messages, body.tools])
     use = ToolUse.of(body.tools, body.tool_choice, limits.max_tools)
-    messages = check_messages(body.messages, limits.max_messages, limits.max_prompt_chars)
+    messages = check_messages(body.messages, limits.max_messages)
     settings: Any = generation.sampling_settings(context, body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None:
@@ -87,7 +87,8 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
     make = context.llm.builder.generation(None, settings)
     shown_tools = body.tools if body.tool_choice != "none" else None
     with naming("messages"):
-        tokens = await asyncio.to_thread(
+        tokens = await context.threads.run(
+            size,
             context.llm.render_chat,
             messages,
             tools=shown_tools,
@@ -99,14 +100,14 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
     return RequestGroup(context, [make(tokens)], session=session, request_id=body.request_id), use
 
 
-def check_messages(messages: Sequence[dict[str, Any]], max_messages: int, max_chars: int) -> list[dict[str, Any]]:
+def check_messages(messages: Sequence[dict[str, Any]], max_messages: int) -> list[dict[str, Any]]:
     """Return the messages with texts instead of lists of text parts.
 
     Raises:
-        ApiError: 400 for too many, too long or incomplete messages, and for parts that are no text.
+        ApiError: 400 for too many or incomplete messages, and for parts that are no text.
     """
     generation.check_limit("messages", len(messages), max_messages, "messages")
-    checked, num_chars = [], 0
+    checked = []
     for index, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(message.get("role"), str):
@@ -120,9 +121,7 @@ def check_messages(messages: Sequence[dict[str, Any]], max_messages: int, max_ch
             message["role"] = "system"
         if isinstance(message.get("tool_calls"), list):
             message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
-        num_chars += len(content) if isinstance(content, str) else 0
         checked.append(message)
-    generation.check_limit("messages", num_chars, max_chars, "characters")
     return checked
 
 

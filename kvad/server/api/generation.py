@@ -18,6 +18,7 @@ from kvad.engine.scheduling import StructuredOutput, TokenLogprob
 from kvad.server.api.errors import ApiError, invalid, shutting_down
 from kvad.server.api.logprobs import TokenTexts
 from kvad.server.api.schema import GenerationBody
+from kvad.server.api.text_threads import TextThreads, count_chars
 from kvad.server.async_llm import AsyncLLM, RequestStream, Signal, chunk_error
 from kvad.server.config import ServerConfig
 from kvad.server.metrics import ServerMetrics
@@ -51,6 +52,7 @@ class ApiContext:
 
     def __post_init__(self) -> None:
         self.token_texts = TokenTexts(self.llm.tokenizer)
+        self.threads = TextThreads(self.config.limits.max_large_texts)
         self._compilers = asyncio.Semaphore(MAX_COMPILATIONS)
 
     @property
@@ -174,6 +176,13 @@ def check_limit(param: str, value: int, limit: int, noun: str) -> None:
     """Raise a 400 if a value exceeds its limit."""
     if value > limit:
         raise invalid(param, f"must be at most {limit:,} {noun}, got {value:,}. This is a limit of the server.")
+
+
+def check_chars(context: ApiContext, param: str, value: Any) -> int:
+    """Return the number of characters of all texts in messages and tools; raise a 400 if there are too many."""
+    size = count_chars(value)
+    check_limit(param, size, context.config.limits.max_prompt_chars, "characters")
+    return size
 
 
 def _logit_bias(entries: Mapping[str, float]) -> dict[int, float]:
@@ -393,9 +402,10 @@ async def build(
     context: ApiContext, make: Callable[[PromptInput], Submission], prompts: Sequence[PromptInput]
 ) -> list[Submission]:
     """Return the submissions of prompts; long ones are encoded in a thread."""
-    if sum(len(prompt) for prompt in prompts) < 2000:
+    size = sum(len(prompt) for prompt in prompts)
+    if size < 2000:
         return [make(prompt) for prompt in prompts]
-    return await asyncio.to_thread(lambda: [make(prompt) for prompt in prompts])
+    return await context.threads.run(size, lambda: [make(prompt) for prompt in prompts])
 
 
 def session_of(body: GenerationBody, key: str, num_sequences: int) -> dict[str, str] | None:

@@ -62,7 +62,7 @@ async def attention(context: ApiContext, body: AttentionBody, key: str) -> dict[
     if context.check_model(body.model):
         raise invalid("model", "attention weights are those of the base model. Omit it.")
     prompts = generation.split_prompts(context, "prompt", body.prompt)
-    tokens = await asyncio.to_thread(context.llm.texts.encode_prompt, prompts[0])
+    tokens = await context.threads.run(len(prompts[0]), context.llm.texts.encode_prompt, prompts[0])
     return await context.llm.call("attention", token_ids=tokens, layer=body.layer)
 
 

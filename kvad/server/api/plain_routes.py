@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from array import array
 from typing import Any
 
-from kvad.server.api import generation
+from kvad.server.api import generation, text_threads
 from kvad.server.api.chat import check_messages
 from kvad.server.api.errors import invalid, naming
 from kvad.server.api.generation import ApiContext, PromptInput, RequestGroup
@@ -47,7 +46,7 @@ async def create_embeddings(context: ApiContext, body: EmbeddingBody, key: str) 
     texts = generation.split_prompts(context, "input", body.input)
     encode = context.llm.texts.encode_embedding
     with naming("input"):
-        inputs = await asyncio.to_thread(lambda: [encode(text) for text in texts])
+        inputs = await context.threads.run(sum(map(len, texts)), lambda: [encode(text) for text in texts])
     num_tokens = sum(map(len, inputs))
     context.check_room(len(inputs), num_tokens)
     vectors = await context.llm.embed_ids(inputs, adapter=adapter, cache_salt=context.salt(key, None))
@@ -70,7 +69,7 @@ def _encode_vector(vector: list[float], form: str) -> list[float] | str:
     return base64.b64encode(values.tobytes()).decode()
 
 
-async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[str, Any]:
+async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[str, Any] | bytes:
     """Answer a request to /tokenize."""
     adapter = context.check_model(body.model)
     limits, llm = context.config.limits, context.llm
@@ -79,21 +78,25 @@ async def tokenize(context: ApiContext, body: TokenizeBody, key: str) -> dict[st
     if body.messages is not None:
         if body.add_special_tokens:
             raise invalid("add_special_tokens", "cannot be combined with messages: the template has special tokens")
-        messages = check_messages(body.messages, limits.max_messages, limits.max_prompt_chars)
+        size = generation.check_chars(context, "messages", body.messages)
+        messages = check_messages(body.messages, limits.max_messages)
         with naming("messages"):
-            tokens = await asyncio.to_thread(llm.render_chat, messages, adapter=adapter)
+            tokens = await context.threads.run(size, llm.render_chat, messages, adapter=adapter)
     else:
         assert body.prompt is not None
-        generation.check_limit("prompt", len(body.prompt), limits.max_prompt_chars, "characters")
+        size = len(body.prompt)
+        generation.check_limit("prompt", size, limits.max_prompt_chars, "characters")
         tokenizer = llm.texts.require_tokenizer()
         # special tokens are parsed, as in other servers: clients find the id of "</s>" so
-        tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, specials=True)
+        tokens = await context.threads.run(size, tokenizer.encode, body.prompt, specials=True)
         if body.add_special_tokens is not False:
             tokens = tokenizer.add_special_tokens(tokens)
     reply: dict[str, Any] = {"count": len(tokens), "max_model_len": llm.info["max_len"], "tokens": tokens}
     if body.return_token_strs:
-        reply["token_strs"] = [context.token_texts(token) for token in tokens]
-    return reply
+        reply["token_strs"] = await context.threads.run(size, lambda: [context.token_texts(token) for token in tokens])
+    if len(tokens) < text_threads.LARGE:
+        return reply
+    return await context.threads.run(len(tokens), text_threads.encode_json, reply)
 
 
 async def detokenize(context: ApiContext, body: DetokenizeBody, key: str) -> dict[str, Any]:
@@ -102,7 +105,8 @@ async def detokenize(context: ApiContext, body: DetokenizeBody, key: str) -> dic
     generation.check_limit("tokens", len(body.tokens), context.config.limits.max_prompt_tokens, "tokens")
     tokenizer = context.llm.texts.require_tokenizer()
     with naming("tokens"):
-        return {"prompt": tokenizer.decode(body.tokens, skip_specials=False)}
+        text = await context.threads.run(len(body.tokens), tokenizer.decode, body.tokens, skip_specials=False)
+    return {"prompt": text}
 
 
 def tokenizer_info(context: ApiContext) -> dict[str, Any]:
