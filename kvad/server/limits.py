@@ -17,6 +17,29 @@ class SessionLimits(NamedTuple):
 
 
 SESSION_LIMITS = SessionLimits()
+MAX_HEAD = 1 << 16  # bytes of a request's line and headers
+
+
+class FixedLimit(NamedTuple):
+    """A limit that is not an option: of a part without settings, or one that no request needs to exceed."""
+
+    name: str
+    value: int
+    status: int
+    text: str
+
+
+FIXED_LIMITS = (  # tests/server/test_limits_and_faults.py compares them with the code that applies them
+    FixedLimit("head_bytes", MAX_HEAD, 431, "bytes of a request's line and headers"),
+    FixedLimit("num_beams", 128, 400, "beams of a search"),
+    FixedLimit("cache_salt", 256, 400, "characters of cache_salt"),
+    FixedLimit("session", 64, 400, "characters of a session's name"),
+    FixedLimit("request_id", 64, 400, "characters of request_id"),
+    FixedLimit("compile_seconds", 1, 400, "seconds of CPU time that compile a schema, a regex or a grammar"),
+    FixedLimit("template_steps", 10_000_000, 400, "lines of Python that a chat template runs"),
+    FixedLimit("template_seconds", 10, 400, "seconds of CPU time of a chat template"),
+    FixedLimit("template_chars", 4 << 20, 400, "characters of a rendered conversation"),
+)
 
 
 def _limit(default: float, status: int | None, text: str) -> Any:
@@ -43,6 +66,7 @@ class ServerLimits:
     max_queued_requests: int = _limit(256, 429, "sequences (samples, beams) that wait for their first token")
     max_queued_tokens: int = _limit(1 << 20, 429, "prompt tokens of waiting requests")
     max_large_texts: int = _limit(8, 429, "texts of 65,536 characters and more that wait to be encoded")
+    max_unread_tokens: int = _limit(1 << 14, 400, "tokens of a stream that its client has not read; it then fails")
     max_requests_per_key: int = _limit(128, 429, "requests of an API key at the same time")
     max_sessions: int = _limit(SESSION_LIMITS.num_files, None, "sessions on disk of an API key; older ones are removed")
     max_session_bytes: int = _limit(SESSION_LIMITS.num_bytes, None, "bytes of their files; older ones are removed")
@@ -61,8 +85,10 @@ class ServerLimits:
         return SessionLimits(self.max_sessions, self.max_session_bytes)
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """Return (name, value, status beyond it, text) of every limit."""
-        return [
+        """Return (name, value, status beyond it, text) of every limit, the fixed ones at the end."""
+        settable = [
             (field.name, f"{getattr(self, field.name):,}", str(field.metadata["status"] or "-"), field.metadata["text"])
             for field in dataclasses.fields(self)
         ]
+        fixed = [(each.name, f"{each.value:,}", str(each.status), f"{each.text} (fixed)") for each in FIXED_LIMITS]
+        return settable + fixed

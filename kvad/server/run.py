@@ -22,13 +22,12 @@ from kvad.server.app import build_app
 from kvad.server.async_llm import AsyncLLM
 from kvad.server.config import ServerConfig
 from kvad.server.guards import json_response
-from kvad.server.limits import ServerLimits
+from kvad.server.limits import MAX_HEAD, ServerLimits
 from kvad.server.metrics import ServerMetrics
 
 LOG = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 LAST_SECONDS = 2.0  # for the last events of requests that the shutdown ends
-MAX_HEAD = 1 << 16  # bytes of a request's line and headers
 CLOSING_TICKS = 100  # of 0.1 s: a closed connection has 10 to 20 s to read the rest
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 

@@ -451,10 +451,9 @@ def test_pages_share_the_state_of_the_cache():
     assert 2 <= calls <= 8 and all(result[0].startswith(b"data: ") for result in results)
 
 
-def test_a_stream_that_nobody_reads_ends(monkeypatch):
+def test_a_stream_that_nobody_reads_ends():
     """Beyond a number of unread tokens the request fails, and its sequence is freed."""
-    monkeypatch.setattr(generation, "MAX_UNREAD", 10)
-    context, cancelled = context_of(), []
+    context, cancelled = context_of(limits=ServerLimits(max_unread_tokens=10)), []
     context.llm.submit = lambda submission, session, signal: RequestStream(context.llm, 1, signal, submission)
     context.llm.cancel = cancelled.append
     submission = Submission([1], SamplingParams())

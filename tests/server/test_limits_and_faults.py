@@ -7,11 +7,16 @@ import socket
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 
+from kvad.engine.execution import grammar
+from kvad.server import run
+from kvad.server.api import ApiError, schema
 from kvad.server.api.text_threads import count_chars
-from kvad.server.limits import ServerLimits
+from kvad.server.limits import FIXED_LIMITS, ServerLimits
+from kvad.text.chat_template import RenderLimits
 from tests.server.conftest import KEYS, LIMITS, MAX_SEQS
 from tests.support.server import open_stream, parse_events, reset
 
@@ -144,10 +149,28 @@ def test_huge_numbers_that_are_possible(server):
 def test_every_limit_has_a_test():
     elsewhere = {
         "max_body_bytes", "max_schema_bytes", "max_queued_requests", "max_queued_tokens", "max_large_texts",
-        "max_requests_per_key",
-        "max_sessions", "max_session_bytes", "request_seconds", "header_seconds", "body_seconds",
+        "max_unread_tokens", "max_requests_per_key", "max_sessions", "max_session_bytes", "request_seconds",
+        "header_seconds", "body_seconds",
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(ServerLimits)} == set(CASES) | elsewhere == set(LIMITS)
+
+
+def test_fixed_limits_are_those_of_the_code():
+    """The table of ``kvad serve --limits`` names them, with the values that the code applies."""
+    values = {limit.name: limit.value for limit in FIXED_LIMITS}
+    render = RenderLimits()
+    assert values["head_bytes"] == run.MAX_HEAD and values["compile_seconds"] == grammar.MAX_COMPILE_SECONDS
+    assert (values["template_steps"], values["template_seconds"]) == (render.steps, render.seconds)
+    assert values["template_chars"] == render.output
+    fields = {name: values[name] for name in ("num_beams", "cache_salt", "session", "request_id")}
+    for name, limit in fields.items():
+        for size in (limit, limit + 1):
+            body = {"prompt": "x", name: size if name == "num_beams" else "x" * size}
+            with pytest.raises(ApiError) if size > limit else nullcontext():
+                schema.validate(schema.CompletionBody, body, ignore_unknown=False)
+    rows = {name: (value, status) for name, value, status, _ in ServerLimits(max_n=5).table()}
+    assert rows["max_n"] == ("5", "400") and rows["head_bytes"] == ("65,536", "431")
+    assert rows.keys() == values.keys() | LIMITS.keys()
 
 
 def test_body_bytes(server):

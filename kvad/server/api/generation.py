@@ -26,7 +26,6 @@ from kvad.server.metrics import ServerMetrics
 PromptInput = engine_lib.requests.PromptInput
 Submission = engine_lib.submission.Submission
 MAX_COMPILATIONS = 4  # of structured outputs in the engine's process at the same time
-MAX_UNREAD = 1 << 14  # tokens of a stream that its client has not read, besides those in the buffers of its connection
 PING_SECONDS = 10.0  # without an event, a comment keeps the connection open
 REFUSAL_SECONDS = 2.0  # a response begins with the first token, or after this time
 # Fields of a body that are fields of SamplingParams, unchanged.
@@ -268,7 +267,7 @@ class RequestGroup:
         try:
             for submission in submissions:
                 stream = context.llm.submit(submission, session=session, signal=self._signal)
-                stream.max_unread = MAX_UNREAD
+                stream.max_unread = context.config.limits.max_unread_tokens
                 if request_id is not None:
                     context.llm.name_request(stream, request_id)
                 self.streams.append(stream)
