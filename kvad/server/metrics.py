@@ -12,6 +12,10 @@ from kvad.engine.scheduling import RequestMetrics
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5)
 
+# Codes of a request's error: other ones are aborts (the client left, a time limit, the shutdown).
+ERRORS = ("engine_error", "numerical_error", "internal_error")
+REFUSED = ("invalid_value",)
+
 
 class ServerMetrics:
     """Counters and histograms of a server, and gauges of its engine."""
@@ -32,11 +36,15 @@ class ServerMetrics:
         }
         self._histograms = histogram
         self._finished = self._counter(
-            "vllm:request_success", "Ended samples by the reason of their end.", "finished_reason"
+            "vllm:request_success", "Ended samples by the reason of their end, also abort and error.", "finished_reason"
+        )
+        self._failures = self._counter(
+            "kvad:request_failures", "Requests that ended early, by the error's code.", "code"
         )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.")
         self._generated_tokens = self._counter("vllm:generation_tokens", "Generated tokens.")
-        self._cached_tokens = self._counter("kvad:cached_prompt_tokens", "Prompt tokens from the prefix cache.")
+        self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens that were not computed.")
         self._preemptions = self._counter("vllm:num_preemptions", "Preempted requests.")
         self._events = self._counter("kvad:stream_chunks", "Chunks of event streams.")
         self._responses = self._counter("kvad:responses", "HTTP responses.", "status")
@@ -57,7 +65,8 @@ class ServerMetrics:
         first = metrics.first_token if metrics.first_token is not None else finished
         self._prompt_tokens.inc(metrics.num_prompt_tokens)
         self._generated_tokens.inc(metrics.num_completion_tokens)
-        self._cached_tokens.inc(metrics.num_cached_tokens)
+        self._queries.inc(metrics.num_prompt_tokens)
+        self._hits.inc(metrics.num_cached_tokens)
         self._preemptions.inc(metrics.num_preemptions)
         histograms = self._histograms
         histograms["e2e_request_latency_seconds"].observe(finished - metrics.arrived)
@@ -70,8 +79,14 @@ class ServerMetrics:
             latency = (finished - first) / (metrics.num_completion_tokens - 1)
             histograms["inter_token_latency_seconds"].observe(latency)
 
-    def observe_finish(self, reason: str) -> None:
-        self._finished.labels(self._model, reason).inc()
+    def observe_finish(self, reason: str, count: int = 1) -> None:
+        self._finished.labels(self._model, reason).inc(count)
+
+    def observe_failure(self, code: str, num_samples: int) -> None:
+        """Add a request that ended before ``num_samples`` of its samples did; one that the engine refused has none."""
+        self._failures.labels(self._model, code).inc()
+        if code not in REFUSED:
+            self.observe_finish("error" if code in ERRORS else "abort", num_samples)
 
     def observe_chunks(self, count: int) -> None:
         self._events.inc(count)
@@ -89,9 +104,6 @@ class ServerMetrics:
                 ("vllm:num_requests_running", "Running sequences.", scheduler["running"]),
                 ("vllm:num_requests_waiting", "Waiting sequences.", scheduler["waiting"]),
                 ("vllm:kv_cache_usage_perc", "Fraction of the pool's blocks in use.", used / total),
-                ("vllm:prefix_cache_queries", "Lookups in the prefix cache.", cache["hits"] + cache["misses"]),
-                ("vllm:prefix_cache_hits", "Lookups that found blocks.", cache["hits"]),
-                ("kvad:prefix_cache_hit_tokens", "Tokens found in the prefix cache.", cache["hit_tokens"]),
                 ("kvad:evicted_blocks", "Blocks evicted from the prefix cache.", sum(cache["evictions"])),
                 ("kvad:draft_tokens", "Draft tokens that the model checked.", scheduler["draft_tokens"]),
                 ("kvad:accepted_tokens", "Draft tokens that were generated.", scheduler["accepted_tokens"]),

@@ -3,21 +3,24 @@
 import asyncio
 import json
 import os
+import re
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from kvad.engine import StreamChunk
-from kvad.engine.scheduling import SamplingParams, StructuredOutput
+from kvad.engine.scheduling import RequestMetrics, SamplingParams, StructuredOutput
 from kvad.engine.submission import Submission
-from kvad.errors import RequestError
+from kvad.errors import EngineError, RequestError
 from kvad.server import run
 from kvad.server.api import ApiContext, ApiError, generation, panel, schema, text_threads
+from kvad.server.api.errors import shutting_down
 from kvad.server.app import POST_ROUTES, WITHOUT_QUEUE, build_app
 from kvad.server.async_llm import AsyncLLM, RequestStream, Signal
 from kvad.server.config import ServerConfig
@@ -467,6 +470,64 @@ def test_a_stream_that_nobody_reads_ends():
     assert cancelled == [stream]
     with pytest.raises(RequestError, match="10 tokens unread"):
         stream.take()
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "reasons"),
+    [
+        ("finish", None, {"stop": 1}),
+        ("cancel", "cancelled", {"stop": 1, "abort": 2}),
+        (shutting_down(), "shutting_down", {"stop": 1, "abort": 2}),
+        (EngineError("the step failed"), "engine_error", {"stop": 1, "error": 2}),
+        ("numerical error", "numerical_error", {"stop": 1, "error": 2}),
+        (RequestError("n: too many"), "invalid_value", {"stop": 1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_requests_that_end_early_are_counted(end, code, reasons):
+    """By the code of the error, and their samples by the reason, as in vLLM; each once."""
+    context = context_of()
+    context.llm.submit = lambda submission, session, signal: RequestStream(context.llm, 1, signal, submission)
+    context.llm.cancel = lambda stream: None
+    group = generation.RequestGroup(context, [Submission([1], SamplingParams(n=3, temperature=1.0))])
+    (stream,) = group.streams
+
+    async def read():
+        stream.add(StreamChunk(1, 0, token_id=5, finish_reason="stop"))
+        samples = await group.next_chunks()
+        context.metrics.observe_finish(samples[0].finish_reason)  # as the routes do
+        if isinstance(end, Exception):
+            stream.fail(end)
+        elif end == "numerical error":
+            stream.add(StreamChunk(1, 1, finish_reason="error", error=end))
+        elif end == "finish":
+            for sample in (1, 2):
+                stream.add(StreamChunk(1, sample, finish_reason="length"))
+        with suppress(Exception):
+            if end != "cancel":
+                await group.next_chunks()
+        group.cancel()
+        group.cancel()
+
+    asyncio.run(read())
+    text = context.metrics.expose(None, 0).decode()
+    failures = dict(re.findall(r'^kvad:request_failures_total{code="(\w+)".*} ([\d.]+)$', text, re.MULTILINE))
+    finished = re.findall(r'^vllm:request_success_total{finished_reason="(\w+)".*} ([\d.]+)$', text, re.MULTILINE)
+    assert failures == ({} if code is None else {code: "1.0"}), text
+    assert {reason: int(float(count)) for reason, count in finished} == reasons
+
+
+def test_the_prefix_cache_is_counted_in_tokens():
+    """With the names and the meaning of vLLM: counters of tokens, not of lookups."""
+    metrics = ServerMetrics("tiny")
+    for cached in (0, 48):
+        metrics.observe_request(RequestMetrics(60, 0.0, num_cached_tokens=cached))
+    text = metrics.expose(None, 0).decode()
+    for line in (
+        'prefix_cache_queries_total{model_name="tiny"} 120.0',
+        'prefix_cache_hits_total{model_name="tiny"} 48.0',
+    ):
+        assert f"vllm:{line}" in text
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvad import engine as engine_lib
 from kvad.engine import StreamChunk
 from kvad.engine.scheduling import StructuredOutput, TokenLogprob
-from kvad.server.api.errors import ApiError, invalid, shutting_down
+from kvad.server.api.errors import ApiError, from_exception, invalid, shutting_down
 from kvad.server.api.logprobs import TokenTexts
 from kvad.server.api.schema import GenerationBody
 from kvad.server.api.text_threads import TextThreads, count_chars
@@ -263,6 +263,8 @@ class RequestGroup:
         check_submissions(context, submissions)
         self.context, self.submissions, self._signal = context, submissions, Signal()
         self._num_tokens = 0  # generated ones that were read
+        self._num_unfinished = sum(each.sampling_params.n for each in submissions)
+        self._failure = "cancelled"  # code of the reason, if samples are unfinished at the end
         self.streams: list[RequestStream] = []
         try:
             for submission in submissions:
@@ -288,8 +290,15 @@ class RequestGroup:
         """Return the chunks that have arrived, by sample; [] at the end, None after a timeout.
 
         Raises:
-            KvadError: If a request was refused, or a sample failed.
+            Exception: If a request was refused, a sample failed, or the server shuts down.
         """
+        try:
+            return await self._next_chunks(timeout)
+        except Exception as error:
+            self._failure = from_exception(error).code or self._failure
+            raise
+
+    async def _next_chunks(self, timeout: float | None) -> list[SampleChunks] | None:
         while True:
             ended = self.ended
             samples: dict[tuple[int, int], list[StreamChunk]] = {}
@@ -299,6 +308,7 @@ class RequestGroup:
                         raise chunk_error(chunk)
                     samples.setdefault((index, chunk.sample_index), []).append(chunk)
                     self._num_tokens += chunk.token_id is not None
+                    self._num_unfinished -= chunk.finish_reason is not None
             if samples or ended:
                 return [SampleChunks(*key, chunks) for key, chunks in samples.items()]
             if not await self._signal.wait(timeout):
@@ -316,9 +326,12 @@ class RequestGroup:
         return results
 
     def cancel(self) -> None:
-        """End the requests that have not ended."""
+        """End the requests that have not ended, and count their samples."""
         for stream in self.streams:
             stream.cancel()
+        if self._num_unfinished > 0:
+            self.context.metrics.observe_failure(self._failure, self._num_unfinished)
+            self._num_unfinished = 0
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts of all ended requests."""
