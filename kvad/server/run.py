@@ -17,7 +17,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvad.errors import UsageError
-from kvad.server.api import ApiContext, ApiError, errors
+from kvad.server import api
+from kvad.server.api import ApiContext, ApiError
 from kvad.server.app import build_app
 from kvad.server.async_llm import AsyncLLM
 from kvad.server.config import ServerConfig
@@ -153,7 +154,7 @@ async def _drain(context: ApiContext, stop: _Stop, seconds: float) -> None:
         await asyncio.sleep(POLL_SECONDS)
     if context.active:
         LOG.warning("%d requests are ended because the server shuts down", sum(context.active.values()))
-        await context.llm.stop_all(errors.shutting_down())
+        await context.llm.stop_all(api.errors.shutting_down())
         end = loop.time() + LAST_SECONDS
         while context.active and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
