@@ -81,7 +81,8 @@ class RequestStream:
     """Chunks of one request as they arrive; after the last one, its metrics.
 
     Attributes:
-        submission: The request; None for a text of an encoder.
+        submission: The request; None for a text that is embedded.
+        num_tokens: Tokens of its prompt, or of the text.
         metrics: Counts and times in seconds, set at the end.
         session: Reused tokens of a session's turn, set at the end.
         started: Samples that have sent a chunk.
@@ -91,6 +92,7 @@ class RequestStream:
 
     def __init__(self, llm: AsyncLLM, number: int, signal: Signal, submission: Submission | None = None) -> None:
         self.number, self.submission = number, submission
+        self.num_tokens = 0 if submission is None else len(submission.input_ids)
         self.metrics: RequestMetrics | None = None
         self.session: dict[str, Any] | None = None
         self.started: set[int] = set()
@@ -421,6 +423,8 @@ class AsyncLLM:
     def _open(self, message: Message, signal: Signal, submission: Submission | None = None) -> RequestStream:
         number = self._number()
         stream = RequestStream(self, number, signal, submission)
+        if submission is None:
+            stream.num_tokens = len(message["token_ids"])
         self._send({"id": number, **message})
         self._add(stream)
         return stream

@@ -82,8 +82,7 @@ class ApiContext:
         self.check_running()
         limits, streams = self.config.limits, self.llm.streams
         waiting = sum(stream.num_waiting for stream in streams)
-        unread = [stream.submission for stream in streams if not stream.started]
-        queued = sum(len(submission.input_ids) for submission in unread if submission is not None)
+        queued = sum(stream.num_tokens for stream in streams if not stream.started)
         if waiting + num_sequences > limits.max_queued_requests and waiting:
             message = f"the queue has {waiting} sequences, its limit is {limits.max_queued_requests}: try again"
             raise ApiError(429, message, code="queue_full", retry_after=1)
