@@ -381,10 +381,10 @@ def test_the_server_is_ready_when_a_request_ends_a_pause():
     async def main():
         llm = AsyncLLM()
         llm._send, llm.last_message = lambda message: None, time.monotonic() - 1000
-        llm._open({"op": "generate"}, Signal())
+        llm._open({"op": "embed", "token_ids": [1]}, Signal())
         assert time.monotonic() - llm.last_message < 10
         llm.last_message = before = time.monotonic() - 1000
-        llm._open({"op": "generate"}, Signal())
+        llm._open({"op": "embed", "token_ids": [1]}, Signal())
         assert llm.last_message == before
 
     asyncio.run(main())

@@ -57,8 +57,9 @@ def filled(size, **fields):
     fields = copy.deepcopy(fields)
     *_, last = fields.get("tools", fields["messages"])
     function = last["function"] if "function" in last else last["tool_calls"][0]["function"]
-    function["arguments"] = ""
-    function["arguments"] = "x" * (size - count_chars([fields["messages"], fields.get("tools")]))
+    name = "description" if "function" in last else "arguments"
+    function[name] = ""
+    function[name] = "x" * (size - count_chars([fields["messages"], fields.get("tools")]))
     return chat(**fields)
 
 

@@ -442,7 +442,7 @@ def _draw_filtered(scores: Tensor, sequences: Sequence[TokenSequence]) -> list[i
 
 
 def _draw_filtered_in_torch(scores: Tensor, sequences: Sequence[TokenSequence]) -> list[int]:
-    """As ``_draw_filtered``; only the best tokens of a sequence are filtered, if its filters drop all others."""
+    """Draw in PyTorch; only the best tokens of a sequence are filtered, if its filters drop all others."""
     counts = [_num_candidates(seq.sampling_params, scores.shape[-1]) for seq in sequences]
     whole, tokens = [i for i, count in enumerate(counts) if not count], dict[int, int]()
     groups = [(count, seq.sampling_params.top_k > 0) for count, seq in zip(counts, sequences, strict=True)]
