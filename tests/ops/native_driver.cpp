@@ -355,11 +355,35 @@ class Program {
   }
 };
 
+// Draw from rows of exactly as many scores as there are tokens; false if a token is impossible.
+bool draws(int index) {
+  const int64_t rows = 3, n = 1 + index * 37 % 2100;
+  uint64_t state = index;
+  const auto random = [&] { return (state = state * 6364136223846793005u + 1442695040888963407u) >> 33; };
+  std::vector<float> scores(rows * n);
+  for (float& score : scores) score = random() % 5 ? float(random() % 4001) / 500 - 4 : index % 2 ? -INFINITY : 1;
+  std::vector<DrawParameters> parameters(rows);
+  for (DrawParameters& each : parameters) {
+    const double top_k = random() % 3 ? 0 : 1 + random() % 60, top_p = random() % 2 ? 1 : 0.001 * (random() % 1000);
+    each = {0.01 + 0.002 * (random() % 1000), top_k, top_p, random() % 2 ? 0 : 0.001 * (random() % 1001), 1e-3 * (random() % 1000)};
+  }
+  std::vector<int64_t> tokens(rows, -2);
+  kvad_draw(scores.data(), rows, n, n, parameters.data(), tokens.data(), 2);
+  for (int64_t row = 0; row < rows; row++) {
+    const float* own = scores.data() + row * n;
+    const bool is_possible = *std::max_element(own, own + n) > -INFINITY;
+    if (is_possible != (tokens[row] >= 0) || tokens[row] >= n) return false;
+    if (is_possible && own[tokens[row]] == -INFINITY) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 // Arguments: the first program, the end of the programs, and the numbers of threads whose bits are compared.
 int main(int count, char** arguments) {
   for (int index = std::atoi(arguments[1]); index < std::atoi(arguments[2]); index++) {
+    if (!draws(index)) return std::printf("program %d: an impossible token\n", index), 1;
     std::vector<char> expected;
     for (int i = 3; i < count; i++) {
       const int threads = std::atoi(arguments[i]);

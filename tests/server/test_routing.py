@@ -97,12 +97,12 @@ def test_embeddings_of_a_replica_have_the_number_of_the_server() -> None:
     class Encoder:
         _next_number = 6
 
-        async def embed_ids(self, inputs: list, *, adapter: str) -> list:
+        async def embed_ids(self, inputs: list, *, adapter: str, cache_salt: str) -> list:
             return inputs
 
     replica = EngineReplica("model", {})
     replica._llm = Encoder()
-    assert asyncio.run(replica.embed({"key": "", "number": 40}, [[1], [2]], "")) == [[1], [2]]
+    assert asyncio.run(replica.embed({"key": "", "number": 40}, [[1], [2]], "", "")) == [[1], [2]]
     reply = rename_requests({"sequences": [{"request": 7}, {"request": 8}]}, replica._numbers)
     assert reply == {"sequences": [{"request": 40}] * 2}
 
