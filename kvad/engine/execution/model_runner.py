@@ -364,9 +364,8 @@ class ModelRunner:
             self._update_kernels()
         program = self._program_for(adapters)
         if program is not None:
-            numbers = None if adapters is None else adapters.numbers
             indices = _pooled_tokens(output, self.device) if output.has_pooling else None
-            logits, self.hidden = program.run(model_input, self.op_seconds, numbers, indices)
+            logits, self.hidden = program.run(model_input, self.op_seconds, adapters, indices)
             return logits
         with torch.inference_mode():
             if adapters is not None or output.has_pooling:  # the other kernels have no hidden states
@@ -472,8 +471,7 @@ class ModelRunner:
         self.cache.apply(allocation.block_ops)
         program = self._program_for(adapters)
         if program is not None and program.encoder is not None:
-            numbers = None if adapters is None else adapters.numbers
-            return program.encoder.encode(encoder_input, numbers), encoder_input
+            return program.encoder.encode(encoder_input, adapters), encoder_input
         model_input = ModelInput(no_tokens, no_tokens, (), no_tokens, encoder_input=encoder_input)
         return self._computed(model_input, self.cache), encoder_input
 

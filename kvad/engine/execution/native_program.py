@@ -822,13 +822,13 @@ class NativeProgram:
         self,
         model_input: ModelInput,
         seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None,
-        adapters: np.ndarray[Any, np.dtype[np.int32]] | None = None,
+        adapters: model_lib.lora.SelectedAdapters | None = None,
         hidden_indices: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Write the new tokens to the cache; return logits [N, V] and, if requested, hidden states [H, E], float32.
 
         ``seconds`` [operations + 1] receives the first thread's time in each operation, then its waiting for others.
-        ``adapters`` [T]: number of each token's adapter, 0: none. ``hidden_indices`` [H]: tokens, in T.
+        ``adapters``: those of the tokens. ``hidden_indices`` [H]: tokens, in T.
         """
         known = self._steps.get(id(model_input))
         if known is None or known.model_input is not model_input:
@@ -858,11 +858,12 @@ class NativeProgram:
         step: native.StepInput,
         width: int,
         seconds: np.ndarray[Any, np.dtype[np.float64]] | None = None,
-        adapters: np.ndarray[Any, np.dtype[np.int32]] | None = None,
+        adapters: model_lib.lora.SelectedAdapters | None = None,
     ) -> Tensor:
         out = torch.empty(step.num_logits, width, dtype=torch.float32)
         step.logits, step.seconds = out.data_ptr(), None if seconds is None else seconds.ctypes.data
-        step.adapters = None if adapters is None else adapters.ctypes.data
+        numbers = None if adapters is None else adapters.numbers  # until the step has run
+        step.adapters = None if numbers is None else numbers.ctypes.data
         self._program.threads = torch.get_num_threads()
         self._library.step(self._program, step)
         return out
@@ -913,7 +914,7 @@ class NativeEncoder(NativeProgram):
         self._patterns, self._own_stores = builder.patterns, builder.own_stores
         self._numbers = max(numbers for _, numbers in builder.own_stores)  # of a token's keys, or values
 
-    def encode(self, encoder_input: ModelInput, adapters: np.ndarray[Any, np.dtype[np.int32]] | None = None) -> Tensor:
+    def encode(self, encoder_input: ModelInput, adapters: model_lib.lora.SelectedAdapters | None = None) -> Tensor:
         """Return the encoder's output [T, E], float32; the keys and values of cross-attention are written.
 
         ``adapters``: as in ``run``.

@@ -16,7 +16,7 @@ struct DrawParameters {
 
 namespace {
 
-constexpr int32_t LAST_KEY = 0x7F800000;  // of infinity; what is not sampled has a larger one
+constexpr int32_t LAST_KEY = 0x7F800000;  // of infinity
 constexpr int64_t PART = 64 * LANES;      // numbers that are summed in float before they are added to a double
 
 struct Row {
@@ -25,26 +25,24 @@ struct Row {
   int64_t padded;
 };
 
+inline F load_scores(const float* p, int64_t n) {  // -inf after the first n, which is never drawn
+  if (n >= LANES) return load(p);
+  F x = all(-INFINITY);
+  for (int64_t i = 0; i < n; i++) x[i] = p[i];
+  return x;
+}
+
 // Write the keys and weights of n scores.
 inline void read_scores(const float* scores, int64_t n, double temperature, const Row& row) {
   F best = all(-INFINITY);
-  for (int64_t i = 0; i < n; i += LANES) {
-    const F x = i + LANES <= n ? load(scores + i) : load_first(scores + i, int(n - i));
-    const F inside = i + LANES <= n ? x : [&] { F y = all(-INFINITY); for (int j = 0; j < n - i; j++) y[j] = x[j]; return y; }();
-    best = larger(best, inside);
-  }
+  for (int64_t i = 0; i < row.padded; i += LANES) best = larger(best, load_scores(scores + i, n - i));
   float top = highest(best);
   if (top == -INFINITY) top = 0;
   const F tau = all(float(temperature) > 1e-30f ? float(temperature) : 1e-30f);
   for (int64_t i = 0; i < row.padded; i += LANES) {
-    const F x = i + LANES <= n ? load(scores + i) : i < n ? load_first(scores + i, int(n - i)) : F{};
-    const F below = (all(top) - x) / tau;
-    I key = as_ints(below);
-    F weight = exponential(-below);
-    for (int64_t j = n - i; j < LANES; j++)
-      if (j >= 0) key[j] = LAST_KEY + 1, weight[j] = 0;
-    *reinterpret_cast<I*>(row.keys + i) = key;
-    store(row.weights + i, weight);
+    const F below = (all(top) - load_scores(scores + i, n - i)) / tau;
+    *reinterpret_cast<I*>(row.keys + i) = as_ints(below);
+    store(row.weights + i, exponential(-below));
   }
 }
 
