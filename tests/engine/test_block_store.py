@@ -484,6 +484,46 @@ def test_a_slow_disk_delays_only_the_request_that_reads(tmp_path, monkeypatch):
     engine.close()
 
 
+def test_a_request_that_runs_alone_after_a_failed_step_loads_before_older_ones(tmp_path, monkeypatch):
+    """Two older ones have loaded their blocks and must wait for it: if it waited for them, nothing would ever run."""
+    first = make_engine(tmp_path)
+    generate(first, PROMPT, PROMPT[1:])
+    first.close()
+    disk = SlowDisk()
+    engine = make_engine(tmp_path, disk=disk, monkeypatch=monkeypatch, max_num_seqs=4)
+    disk.slow = True
+    prompts = [PROMPT[3:], PROMPT, PROMPT[1:], PROMPT[3:20] + PROMPT[:20]]
+    sampling = SamplingParams(max_tokens=9, temperature=0)
+    requests = [engine.add_request(prompt, sampling) for prompt in prompts]
+    outputs = {request: [] for request in requests}
+
+    def step():
+        for chunk in engine.step():
+            outputs[chunk.request].append(chunk.token_id)
+
+    for _ in range(8):
+        step()
+    assert [bool(tokens) for tokens in outputs.values()] == [True, False, False, True], "the others wait for the disk"
+
+    def fail(output):
+        monkeypatch.setattr(engine.runner, "execute", execute)
+        raise RuntimeError("planted")
+
+    execute = engine.runner.execute
+    monkeypatch.setattr(engine.runner, "execute", fail)
+    step()
+    step()  # the first one stores the tokens that it shares with the last one
+    engine.flush_offload()
+    assert engine.block_store._writer.wait(10)
+    unpublish_all(engine.kv_cache_manager)
+    disk.slow = False
+    while not engine.idle:
+        step()
+    assert list(outputs.values()) == uncached_tokens(engine, *prompts, new=9)
+    assert hits(engine).tokens["disk"] == 40 + 36 + 16, "the last one's were loaded too"
+    engine.close()
+
+
 def test_a_request_that_ends_while_its_blocks_load_leaves_nothing(tmp_path, monkeypatch):
     first = make_engine(tmp_path)
     generate(first, PROMPT)

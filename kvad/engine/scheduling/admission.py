@@ -42,13 +42,17 @@ class AdmissionQueue:
         if not self.free_indices or (is_blocked and self.waiting[0].request.beams is None):
             return
         new_seqs: list[TokenSequence] = []
+        oldest: TokenSequence | None = None  # of those that may be admitted
         for seq in list(self.waiting):
             if not self.free_indices:
                 return
             has_encoder_input = seq.request.encoder_input is not None
             if request_id not in (None, seq.request_id) or has_encoder_input != with_encoder_input:
                 continue
-            if not self.is_ready(seq) or not self._is_prefetched(seq):
+            if not self.is_ready(seq):
+                continue
+            oldest = seq if oldest is None else oldest
+            if not self._is_prefetched(seq, is_oldest=seq is oldest):
                 continue
             if not self.try_admit(seq, new_seqs):
                 self.block()
@@ -89,11 +93,11 @@ class AdmissionQueue:
             return True
         return first.state == RUNNING and first.num_computed_tokens >= seq.num_prompt_tokens
 
-    def _is_prefetched(self, seq: TokenSequence) -> bool:
+    def _is_prefetched(self, seq: TokenSequence, *, is_oldest: bool) -> bool:
         """True if the sequence's blocks from the block store are in RAM.
 
         Called when a sequence might be admitted. Few sequences load at once, and only these wait; a sequence that needs
-        nothing from the store passes them.
+        nothing from the store passes them. The oldest is never delayed by others.
         """
         if self._kv_cache_manager.prefix_offload is None or seq.swapped is not None or not seq.token_ids:
             return True
@@ -102,7 +106,6 @@ class AdmissionQueue:
         if seq.prefetch.ready():
             return True
         others = sum(other.prefetch is not None and bool(other.prefetch.handles) for other in self.waiting)
-        is_oldest = seq is self.waiting[0]  # never delayed by others
         if seq.prefetch.started or (others >= MAX_PREFETCHES and not is_oldest):
             return False
         seq.prefetch.start()

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from kvad.config import Pooling
 
 MAX_RECOVERIES = 2  # recomputations of a sequence whose offloaded tokens were lost; then it ends with an error
+MAX_IDLE_ROUNDS = 1000  # in which nothing is admitted, though nothing runs; a failure instead of an endless loop
 MAX_FINISHED_METRICS = 4096  # metrics of ended requests that stay available
 LOG = logging.getLogger(__name__)
 
@@ -264,7 +265,7 @@ class Scheduler:
 
     def _build_step(self) -> SchedulerOutput | None:
         self._accepted.clear()  # not empty after an interrupt
-        can_admit = True
+        can_admit, num_idle_rounds = True, 0
         if self.limits.short_regime_lens:
             self._switch_rope_regimes()
         if self._waiting:
@@ -284,6 +285,7 @@ class Scheduler:
             has_room = can_admit and budget.has_room and self._waiting
             new_items = self._admit(budget, alone) if has_room else []
             items += self._batch_builder.use_rest(oldest, budget)
+            has_items = bool(items or new_items)
             allocation = self._allocate(items, new_items)
             if allocation is not None:
                 return self._build_output(*allocation)
@@ -296,6 +298,9 @@ class Scheduler:
             elif self.preemption.pending:  # nothing else can run
                 self.preemption.wait()
                 self._poll_swaps()
+            elif not has_items:  # what was waited for may have come meanwhile
+                num_idle_rounds += 1
+                assert num_idle_rounds < MAX_IDLE_ROUNDS, "no waiting sequence can be admitted"
 
     def schedule_next(self) -> SchedulerOutput | None:
         """Build the step after the one in flight, whose tokens are not known yet; ``schedule`` returns it next.
