@@ -213,12 +213,13 @@ class Engine:
             sizes = f"{self.model.config.vocab_size} and {model.config.vocab_size}"
             raise ConfigError(f"speculative: the draft model must have the same vocabulary, got sizes {sizes}")
         _fuse_projections(model)
+        vocab_size = self.model.config.vocab_size
         return DraftModel(
             model,
             sizing.draft_cache(model.config, self.cache, str(model.token_embedding.dtype).removeprefix("torch.")),
             num_drafts=num_drafts,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
-            num_tokens=self._num_tokens,
+            num_tokens=vocab_size if self._num_tokens is None else min(self._num_tokens, vocab_size),
             native=self.config.native,
         )
 

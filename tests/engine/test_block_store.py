@@ -524,6 +524,46 @@ def test_a_request_that_runs_alone_after_a_failed_step_loads_before_older_ones(t
     engine.close()
 
 
+@pytest.mark.parametrize("overflow", ["preempt", "stop", "reject"])
+def test_a_request_that_loads_alone_after_a_failed_step_takes_no_room(tmp_path, monkeypatch, overflow):
+    """The other one has been recomputed and waits; it is neither preempted nor ended."""
+    disk = SlowDisk()
+    engine = make_engine(tmp_path, disk=disk, monkeypatch=monkeypatch, num_blocks=60, overflow=overflow)
+    prompts, sampling = [PROMPT, PROMPT[:20] + PROMPT[:20]], SamplingParams(max_tokens=9, temperature=0)
+    requests = [engine.add_request(prompt, sampling) for prompt in prompts]
+    outputs = {request: [] for request in requests}
+
+    def step():
+        for chunk in engine.step():
+            outputs[chunk.request].append(chunk.token_id)
+
+    for _ in range(4):
+        step()
+
+    def fail(output):
+        monkeypatch.setattr(engine.runner, "execute", execute)
+        raise RuntimeError("planted")
+
+    execute = engine.runner.execute
+    monkeypatch.setattr(engine.runner, "execute", fail)
+    step()
+    while len(engine.scheduler._alone) == 2:  # the first one is recomputed
+        step()
+    engine.flush_offload()
+    assert engine.block_store._writer.wait(10)
+    unpublish_all(engine.kv_cache_manager)
+    disk.slow = True
+    for _ in range(3):
+        step()
+    assert len(engine.scheduler._waiting) == 1 and engine.scheduler.stats().running == 1
+    disk.slow = False
+    while not engine.idle:
+        step()
+    assert list(outputs.values()) == uncached_tokens(engine, *prompts, new=9)
+    assert engine.scheduler.stats().preemptions == 0 and hits(engine).tokens["disk"] > 0
+    engine.close()
+
+
 def test_a_request_that_ends_while_its_blocks_load_leaves_nothing(tmp_path, monkeypatch):
     first = make_engine(tmp_path)
     generate(first, PROMPT)

@@ -55,23 +55,27 @@ def test_an_exception_in_a_step_ends_only_its_sequences(
     assert llm.engine.idle and not llm.client._chunk_queues
 
 
+@pytest.mark.parametrize("first", [0, 4, 13])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_failed_step_ends_only_the_request_at_fault(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    """Steps with a sequence of the prompt [1, 2, 3] fail; the other requests are recomputed one after the other."""
-    llm = make()
+def test_a_failed_step_ends_only_the_request_at_fault(monkeypatch: pytest.MonkeyPatch, n: int, first: int) -> None:
+    """Steps with a token of one prompt from position ``first`` on fail: in a chunk of the prompt, or behind it.
+
+    All requests are recomputed one after the other, each to its end.
+    """
+    llm = LLM(build(model_config()), None, replace(CACHE, prefill_chunk_size=4))
     prompts = [[4, 5, 6], [7, 8], [9, 4, 4, 4, 4, 2]]
     expected = [llm.generate(prompt, temperature=0, max_tokens=30).tokens for prompt in prompts]
     execute = llm.engine.runner.execute
 
     def fail(output: SchedulerOutput) -> torch.Tensor:
-        if any(each.sequence.token_ids[:3] == [1, 2, 3] for each in output.scheduled):
+        if any(each.sequence.token_ids[:3] == [1, 2, 3] and each.start >= first for each in output.scheduled):
             raise RuntimeError("now")
         return execute(output)
 
     monkeypatch.setattr(llm.engine.runner, "execute", fail)
     streams = [llm.stream(prompt, temperature=0, max_tokens=30) for prompt in prompts]
     tokens = [[next(stream).token_id] for stream in streams]
-    at_fault = llm.stream([1, 2, 3], temperature=1, max_tokens=12, n=n, seed=1)
+    at_fault = llm.stream([1, 2, 3] * 3 + [1, 2], temperature=1, max_tokens=12, n=n, seed=1)
     with pytest.raises((RuntimeError, EngineError), match="now"):
         list(at_fault)
     for given, stream in zip(tokens, streams, strict=True):

@@ -258,6 +258,48 @@ def repetitive(model: Transformer, cache: CacheConfig = CACHE) -> Case:
     return case
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_draft_model_with_fewer_embeddings_gets_only_tokens_that_it_knows(native: bool) -> None:
+    """Both have the tokenizer's tokens; the padding of their tables differs, and a prompt of ids may contain it."""
+    tokenizer = train_tokenizer("char", ["abcdefgh"])
+    small, large = tokenizer.vocab_size, tokenizer.vocab_size + 40
+    prompts = [[1, 2, small + 39, 3], [1, 2, 3]]
+
+    def outputs(config: EngineConfig) -> tuple[list[Outputs], Engine]:
+        model = build(replace(model_config(), vocab_size=large)).float()
+        engine = Engine(model, replace(CACHE, dtype="float32"), config, tokenizer=tokenizer)
+        requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+        chunks = run_engine(engine)
+        return [[chunk.token_id for chunk in chunks[request]] for request in requests], engine
+
+    draft = build(replace(model_config(), vocab_size=small)).float()
+    expected, _ = outputs(EngineConfig(native=native))
+    actual, engine = outputs(draft_config(draft, native=native))
+    assert actual == expected and engine.scheduler.drafter is not None
+    assert engine.scheduler.stats().draft_tokens > 0, "the other request's"
+    assert engine.scheduler.drafter._knows_tokens(SimpleNamespace(seq_index=0, token_ids=[small])) is False
+
+
+def test_a_draft_model_proposes_only_tokens_that_the_model_has() -> None:
+    tokenizer = train_tokenizer("char", ["abcdefghijklmnopqrstuvwxyz"])
+    model, draft = (build(replace(model_config(), vocab_size=size)).float() for size in (10, tokenizer.vocab_size))
+    engine = Engine(model, replace(CACHE, dtype="float32"), draft_config(draft), tokenizer=tokenizer)
+    proposed: list[int] = []
+    drafter = engine.scheduler.drafter
+    assert isinstance(drafter, DraftModel)
+    propose = drafter.propose
+
+    def recorded(seqs: Sequence[TokenSequence], max_drafts: Sequence[int]) -> list[list[int]]:
+        drafts = propose(seqs, max_drafts)
+        proposed.extend(token for tokens in drafts for token in tokens)
+        return drafts
+
+    drafter.propose = recorded  # type: ignore[method-assign]
+    engine.add_request([1, 2, 3], GREEDY)
+    run_engine(engine)
+    assert proposed and max(proposed) < 10
+
+
 def test_ngrams_change_nothing() -> None:
     case = repetitive(build(model_config()))
     base, engine = case.run(case.engine()), case.engine(speculative=NGRAM)

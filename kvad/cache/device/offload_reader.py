@@ -14,6 +14,7 @@ wrong, because sequences do not attend to each other.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -83,6 +84,7 @@ class OffloadReader:
         tile_bytes = self.plan.staging_bytes // token_offload.NUM_TILES
         self._staging = [np.empty(tile_bytes, np.uint8) for _ in range(token_offload.NUM_TILES)]
         self._thread = IoThread("kvad-offload")
+        weakref.finalize(self, self._thread.finish)
         self._read_ahead: _ReadAhead | None = None
         try:
             if self.folder is not None:

@@ -63,7 +63,7 @@ class DraftModel:
         for seq, limit in zip(seqs, max_drafts, strict=True):
             num_tokens = len(seq.token_ids)
             room = min(self._limits.max_len - num_tokens, self._limits.rope_regime_room(num_tokens))
-            if (count := min(limit, self._num_drafts, room)) > 0:
+            if (count := min(limit, self._num_drafts, room)) > 0 and self._knows_tokens(seq):
                 limits[seq.seq_index] = num_tokens + count
         drafting = [self._follow(seq) for seq in seqs if seq.seq_index in limits]
         while drafting:
@@ -78,6 +78,12 @@ class DraftModel:
         """Free the memory of the cache."""
         self._copies.clear()
         self.kv_cache.release()
+
+    def _knows_tokens(self, seq: TokenSequence) -> bool:
+        """True if the model has an embedding of every token: its table may be shorter than that of the other model."""
+        copied = self._copies.get(seq.seq_index)
+        num_known = 0 if copied is None else max(0, len(copied.token_ids) - self._num_drafts - 1)
+        return max(seq.token_ids[num_known:]) < self.runner.model.config.vocab_size
 
     def _drop_others(self, seqs: Sequence[TokenSequence]) -> None:
         """Drop the copies of sequences that do not decode, or that another one replaced at their index."""

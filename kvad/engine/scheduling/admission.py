@@ -38,8 +38,7 @@ class AdmissionQueue:
 
         They are not running before ``start``, which the caller may call at once.
         """
-        is_blocked = self.running and self._num_frees_when_blocked == self._kv_cache_manager.num_frees
-        if not self.free_indices or (is_blocked and self.waiting[0].request.beams is None):
+        if not self.free_indices or (self.running and self.is_blocked and self.waiting[0].request.beams is None):
             return
         new_seqs: list[TokenSequence] = []
         oldest: TokenSequence | None = None  # of those that may be admitted
@@ -61,6 +60,11 @@ class AdmissionQueue:
             yield seq
             if seq.state == WAITING:
                 new_seqs.append(seq)
+
+    @property
+    def is_blocked(self) -> bool:
+        """True if there is no index, or no block was freed since a sequence did not fit."""
+        return not self.free_indices or self._num_frees_when_blocked == self._kv_cache_manager.num_frees
 
     def block(self) -> None:
         """Admit nothing to a running batch until blocks are freed."""

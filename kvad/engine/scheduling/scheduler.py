@@ -99,7 +99,7 @@ class Scheduler:
         self._next: SchedulerOutput | None = None  # follows the step in flight
         self._pending_chunks: list[StreamChunk] = []  # of sequences that ended outside a step
         self._finished_states: list[FinishedState] = []
-        self._alone: deque[int] = deque()  # requests of a failed step that run one after the other
+        self._alone: deque[list[TokenSequence]] = deque()  # each request's of a failed step, recomputed in turn
         self.drafter: Drafter | None = None
         self._accepted: list[tuple[TokenSequence, tuple[SequenceOutput, ...]]] = []  # not appended yet
         self._arrivals = self._preemptions = self._steps = self._tokens = 0
@@ -270,9 +270,7 @@ class Scheduler:
             self._switch_rope_regimes()
         if self._waiting:
             self._poll_swaps()
-        while self._alone and self._alone[0] not in self._requests:
-            self._alone.popleft()
-        alone = self._alone[0] if self._alone else None
+        alone = self._request_alone()
         while True:
             if can_admit and self._waiting:
                 for seq in self._admission.admit(with_encoder_input=True, request_id=alone):
@@ -289,7 +287,7 @@ class Scheduler:
             allocation = self._allocate(items, new_items)
             if allocation is not None:
                 return self._build_output(*allocation)
-            if self._running:
+            if self._running and (items or self._admission.is_blocked):
                 self._preempt_or_stop(items)
                 # Alone and without shared blocks, a sequence fits, so retry at once. The same holds for waiting beams.
                 can_admit = not items or not self._running
@@ -301,6 +299,12 @@ class Scheduler:
             elif not has_items:  # what was waited for may have come meanwhile
                 num_idle_rounds += 1
                 assert num_idle_rounds < MAX_IDLE_ROUNDS, "no waiting sequence can be admitted"
+
+    def _request_alone(self) -> int | None:
+        """Return the request of a failed step that is recomputed now, while all others wait; None if there is none."""
+        while self._alone and self._alone[0][0].request_id not in self._requests:
+            self._alone.popleft()
+        return self._alone[0][0].request_id if self._alone else None
 
     def schedule_next(self) -> SchedulerOutput | None:
         """Build the step after the one in flight, whose tokens are not known yet; ``schedule`` returns it next.
@@ -462,7 +466,7 @@ class Scheduler:
             return self._update_from_encoder(output.encoder_batch, results)
         assert len(results) == len(output.scheduled), f"{len(results)} results for {len(output.scheduled)} spans"
         self._in_flight = None
-        if self._alone:
+        if self._alone and _are_recomputed(self._alone[0], output):
             self._alone.popleft()
         chunks = self.pop_chunks()
         for (seq, start, count, logit_offsets, is_sampled, drafts), result in zip(
@@ -510,16 +514,18 @@ class Scheduler:
         Returns False, and changes nothing, if there is one request only, or if its tokens cannot be recomputed.
         """
         assert output is self._in_flight, "this output is not in flight"
-        requests = list(dict.fromkeys(scheduled.sequence.request_id for scheduled in output.scheduled))
+        by_request: dict[int, list[TokenSequence]] = {}
+        for scheduled in output.scheduled:
+            by_request.setdefault(scheduled.sequence.request_id, []).append(scheduled.sequence)
         manager = self.kv_cache_manager
-        if len(requests) < 2 or manager.lossy or manager.uses_offload:
+        if len(by_request) < 2 or manager.lossy or manager.uses_offload:
             return False
         self._in_flight = None
         for seq in [scheduled.sequence for scheduled in output.scheduled]:
             if seq.state == RUNNING:  # the beams of a request wait together
                 self._admission.requeue(seq, publish=False)  # the step may not have filled its blocks
                 self.preemption.forget(seq)
-        self._alone = deque(requests)
+        self._alone = deque(by_request.values())
         return True
 
     def append_accepted(self) -> list[StreamChunk]:
@@ -681,6 +687,12 @@ class Scheduler:
         """Assert that every sequence is in one place, and the invariants of indices and blocks."""
         self._admission.check([seq for request in self._requests.values() for seq in request.sequences])
         self.kv_cache_manager.check()
+
+
+def _are_recomputed(seqs: Sequence[TokenSequence], output: SchedulerOutput) -> bool:
+    """Return True if sequences of a failed step have all their tokens again, with this step."""
+    sampled = {id(scheduled.sequence) for scheduled in output.scheduled if scheduled.is_sampled}
+    return all(id(seq) in sampled for seq in seqs if seq.state == RUNNING) and all(seq.state != WAITING for seq in seqs)
 
 
 def _continues(scheduled: ScheduledSequence) -> bool:
