@@ -64,6 +64,8 @@ class Session:
         self._client, self._engine, self._prompt_encoder, self._fs = client, client.engine, prompt_encoder, fs
         self._resolve_sampling, self._model, self._template = resolve_sampling, model, template
         self.state: SequenceState | None = None  # from which the next turn starts
+        self.captures_state = False  # at the end of each turn, so that ``save`` computes nothing
+        self._is_captured = False  # the state is that of the last turn
         self._revisions: dict[Path, str | None] = {}  # of the files that were loaded or saved here
 
     def generate(
@@ -215,7 +217,7 @@ class Session:
     def _keeps_state(self) -> bool:
         """True if a turn's state is captured; else the prefix cache has it, or with token offload it is recomputed."""
         manager = self._engine.kv_cache_manager
-        return not manager.prefix_caching and not manager.uses_offload
+        return (self.captures_state or not manager.prefix_caching) and not manager.uses_offload
 
     def _cache_fingerprint(self, regime: str, salt: str) -> CacheFingerprint:
         fingerprint = self._engine.cache_fingerprint
@@ -300,7 +302,8 @@ class Session:
         """Append a turn's tokens to the session, also of one that was cancelled."""
         metrics, tokenizer = handle.metrics, self._prompt_encoder.tokenizer
         self.reused, self.missed = metrics.num_cached_tokens, metrics.resume_miss_reason
-        if chunks and chunks[-1].finish_reason is not None and self._keeps_state:
+        self._is_captured = bool(chunks) and chunks[-1].finish_reason is not None and self._keeps_state
+        if self._is_captured:
             self.state = self._client.pop_state(handle.request)
         tokens = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
         text = "".join(chunk.text for chunk in chunks)
@@ -315,6 +318,8 @@ class Session:
         state, caches_prefixes = self.state, self._engine.kv_cache_manager.prefix_caching
         is_prefix = state is not None and sessions.state.common_prefix_length(state, self.tokens) == state.length > 0
         if state is not None and is_prefix and (state.length >= len(self.tokens) - 1 or not caches_prefixes):
+            return state
+        if state is not None and self.captures_state and self._is_captured:  # a stop string was cut off the text
             return state
         return self._compute_state(self.tokens, self.source)[0]
 

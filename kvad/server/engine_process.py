@@ -229,7 +229,7 @@ class EngineProcess:
             self._ended.append((number, chunk.request))
 
     def _send_chunks(self) -> None:
-        """Send the chunks, unless others were sent just now; sessions are saved first, which may run further steps."""
+        """Send the chunks, unless others were sent just now; sessions are saved first."""
         while self._chunks:
             now = time.monotonic()
             interval = min(MAX_SEND_SECONDS, SEND_SECONDS * len(self._numbers))
@@ -246,9 +246,10 @@ class EngineProcess:
         end = {"id": number, "metrics": asdict(self._llm.engine.metrics(request))}
         try:
             return {**end, **self._sessions.end(request)}
-        except KvadError as error:  # the disk failed: the output is right, the session is not saved
-            LOG.error("a session is not saved: %s", error)
-            return {**end, "session": {"error": error.message}}
+        except Exception as error:  # the disk failed, for example: the output is right, the session is not saved
+            LOG.error("a session is not saved: %s", error, exc_info=not isinstance(error, KvadError))
+            message = error.message if isinstance(error, KvadError) else f"{type(error).__name__}: {error}"
+            return {**end, "session": {"error": message}}
 
 
 def stats(llm: LLM) -> Message:

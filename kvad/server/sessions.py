@@ -117,6 +117,8 @@ class SessionTurns:
     def end(self, request: int) -> dict[str, Any]:
         """End a turn, if the request is one, save the session and return what is reported of it.
 
+        After an error the session keeps its previous text.
+
         Raises:
             KvadError: If the session cannot be saved, or is larger than the limit.
         """
@@ -124,6 +126,9 @@ class SessionTurns:
         if turn is None:
             return {}
         session, path = turn.session, turn.session.path
+        if turn.chunks and turn.chunks[-1].error is not None:
+            _release(turn)
+            return {}
         try:
             session.end_turn(turn.handle, turn.source, turn.chunks)
             num_bytes = session.save(overwrite=True)
@@ -212,6 +217,7 @@ class SessionTurns:
             folder = self._folder / (hashlib.sha256(owner.encode()).hexdigest()[:16] if owner else "public")
             sessions.directory.session_path(name, folder)
             session = self._llm.session(name, folder, cache_salt=cache_salt, adapter=adapter)
+            session.captures_state = True  # a request for it would wait behind others
             if session.tokens:
                 self._stats.loaded += 1
                 self._add_file(session)

@@ -2,13 +2,17 @@
 
 import os
 import signal
+import socket
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
+import torch
 
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError
 from kvad.llm import LLM
+from kvad.server.engine_process import EngineProcess
 from kvad.server.limits import SessionLimits
 from kvad.server.sessions import SessionTurns
 from kvad.storage import REAL_FILE_SYSTEM
@@ -92,6 +96,54 @@ def test_a_session_in_use_is_not_removed(llm, make_turns, take_turn, tmp_path):
     llm.engine.abort_request(request)
     take_turn(turns, "c")
     assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("length", [0, 2], ids=["length", "stop string"])
+def test_saving_a_turn_waits_for_no_other_request(llm, make_turns, monkeypatch, length):
+    """The state is captured when the turn ends, also if a stop string is cut off its text."""
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    if length:
+        text = llm.generate(PROMPT, params).choices[0].text
+        params = replace(params, stop=(text[length : length + 2],))
+    turns = make_turns()
+    request = turns.begin({"name": "a", "owner": ""}, PROMPT, None, params, cache_salt="", adapter="")
+    while not llm.engine.idle:
+        llm.client.step()
+    monkeypatch.setattr(llm.engine, "add_request", None)
+    turns.end(request)
+    monkeypatch.undo()
+    llm.client.on_chunk = None
+    turns = make_turns()  # of another process
+    assert end(llm, turns, begin(turns, "a", [*PROMPT, *b"?"]))["reused"] == len(PROMPT)
+
+
+def test_a_failed_turn_leaves_the_session_as_it_was(llm, make_turns, take_turn, monkeypatch, tmp_path):
+    turns = make_turns()
+    take_turn(turns, "a")
+    before = (tmp_path / "public" / "a.session").read_bytes()
+    request = begin(turns, "a", [*PROMPT, 1, 2])
+    monkeypatch.setattr(llm.engine.runner, "execute", lambda output: torch.full((1, 300), torch.nan))
+    with suppress(Exception):
+        while not llm.engine.idle:
+            llm.client.step()
+    monkeypatch.undo()
+    llm.client.on_chunk = turns.add_chunk
+    assert turns._turns[request].chunks[-1].error is not None and turns.end(request) == {}
+    assert (tmp_path / "public" / "a.session").read_bytes() == before
+    assert take_turn(turns, "a", tokens=[*PROMPT, 1])["reused"] > 0
+
+
+def test_an_exception_while_a_session_is_saved_is_reported(model, tmp_path, monkeypatch):
+    """Other requests run on: what is not known to be an error of the disk is one of this session, too."""
+    with LLM.load(model) as llm:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process = EngineProcess(llm, ours, SessionTurns(llm, tmp_path))
+            request = llm.engine.add_request(PROMPT, SamplingParams(max_tokens=1))
+            monkeypatch.setattr(process._sessions, "end", lambda request: 1 // 0)
+            assert process._end(7, request)["session"] == {
+                "error": "ZeroDivisionError: integer division or modulo by zero"
+            }
 
 
 @pytest.mark.parametrize("options", [{"block_size": 16}, {"layout": "contiguous"}], ids=["prefix cache", "state"])
