@@ -344,25 +344,23 @@ def test_quantized_products(
 
 @given(cases, counts, sizes, st.integers(1, 5), sizes)
 def test_terms_of_adapters(case: Case, tokens: int, k: int, rank: int, n: int) -> None:
-    """Each token adds the terms of its own adapter, one of two, or none: the second one to the last columns only."""
-    x, weight, numbers = case.numbers(tokens, k), case.numbers(n, k), case.integers(3, tokens).int()
-    first = (n - 1) // PANEL * PANEL
-    factors = [(case.numbers(rank, k, dtype=FLOAT), case.numbers(n - at, rank, dtype=FLOAT), at) for at in (0, first)]
-    adapters, terms = (library.Adapter * 2)(), []
+    """Each token adds the terms of its own adapter, if any: to all columns, to the last, or to the first panel's."""
+    x, weight, numbers = case.numbers(tokens, k), case.numbers(n, k), case.integers(4, tokens).int()
+    spans = [(0, n), ((n - 1) // PANEL * PANEL, n), (0, min(n, PANEL))]
+    adapters, referenced = (library.Adapter * len(spans))(), []
     expected = product(x, weight, None)
     out, size = expected.out.clone(), expected.size.clone()
-    for number, (a, b, at) in enumerate(factors):
+    for number, (low, high) in enumerate(spans):
+        a, b = case.numbers(rank, k, dtype=FLOAT), case.numbers(high - low, rank, dtype=FLOAT)
         columns = fill(b.T, padded(len(b)))
         assert columns is not None
         blocks = columns.unflatten(1, (-1, PANEL)).contiguous()
-        array = (library.LoraTerm * 1)(
-            library.LoraTerm(a.data_ptr(), blocks.data_ptr(), rank, at // PANEL, blocks.shape[1])
-        )
-        adapters[number].terms, adapters[number].num_terms = ctypes.addressof(array), 1
-        terms += [array, blocks]
+        terms = (library.LoraTerm * 1)((a.data_ptr(), blocks.data_ptr(), rank, low // PANEL, blocks.shape[1]))
+        adapters[number].terms, adapters[number].num_terms = ctypes.addressof(terms), 1
+        referenced += [a, blocks, terms]
         rows = numbers == number + 1
-        out[rows, at:] += x[rows].double() @ a.double().T @ b.double().T
-        size[rows, at:] += x[rows].double().abs() @ a.double().abs().T @ b.double().abs().T
+        out[rows, low:high] += x[rows].double() @ a.double().T @ b.double().T
+        size[rows, low:high] += x[rows].double().abs() @ a.double().abs().T @ b.double().abs().T
     program = Program(case, tokens, adapters=numbers)
     source, low, to = program.input(x), program.buffer(padded(rank), FLOAT), program.buffer(padded(n), FLOAT)
     program.op(
@@ -372,7 +370,6 @@ def test_terms_of_adapters(case: Case, tokens: int, k: int, rank: int, n: int) -
                weight=packed(weight, variant=case.variant), adapters=adapters, low=low, low_stride=padded(rank),
                mode=library.OUTPUT_MODES.index("float"))  # fmt: skip
     assert_near(program.read(to, n, FLOAT), out, size, FLOAT)
-    del terms
 
 
 @given(cases, counts, sizes, st.integers(1, 50), st.data())
