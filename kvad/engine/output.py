@@ -28,7 +28,8 @@ class OutputTextStream:
         self, tokenizer: Tokenizer, sampling_params: SamplingParams, stop_tokens: frozenset[int] = frozenset()
     ) -> None:
         self.stop_tokens = stop_tokens
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStringMatcher(sampling_params.stop)
+        self._detokenizer = Detokenizer(tokenizer, visible=sampling_params.visible_special_tokens)
+        self._stops = StopStringMatcher(sampling_params.stop)
         self._min_tokens_left = sampling_params.min_tokens
         self._stopped = False
 

@@ -15,7 +15,7 @@ Only a suffix that is a proper prefix of a stop string is held back.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvad.errors import RequestError
@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """Incremental decoder of one stream: ``push`` each id, then ``flush``, which resets it."""
+    """Incremental decoder of one stream: ``push`` each id, then ``flush``, which resets it.
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_specials: bool = True) -> None:
+    ``visible``: names of special tokens that have text although ``skip_specials`` is true.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_specials: bool = True, visible: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_specials = skip_specials
+        ids = tokenizer.special_tokens.names() if visible else {}
+        self._visible = {ids[name]: name.encode() for name in visible if name in ids}
         self._reset()
 
     def _reset(self) -> None:
@@ -38,7 +43,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Return the text that became certain, often ``""``; raise TokenizerError for an unknown id."""
-        return self._decoder.decode(self._next_bytes(token_id))
+        name = self._visible.get(token_id)
+        return self._decoder.decode(self._next_bytes(token_id) if name is None else name)
 
     def flush(self) -> str:
         """Return the rest: U+FFFD for an incomplete character, else ``""``."""

@@ -30,7 +30,7 @@ from tests.support.random_models import build, pair_config
 LIMIT = 4096
 BLOCK_SIZE = 16
 CALL = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
-MARKS = ("<tool_call>", "</tool_call>", CALL)  # tokens that are text, so that a test can force a call
+MARKS = ("<tool_call>", "</tool_call>", CALL)  # tokens, so that a test can force a call; the first one is special
 CHAT_TEMPLATE = """{%- if messages[0].content == 'bomb' %}{% for i in range(99999) %}{% for j in range(99999) %}
 {%- endfor %}{% endfor %}{% endif -%}
 {%- if tools %}Tools: {% for tool in tools %}{{ tool.function.name }} {% endfor %}{# <tool_call> #}
@@ -45,8 +45,8 @@ def make_tokenizer() -> HFTokenizer:
     backend = Tokenizer(models.BPE({characters[byte]: byte for byte in range(256)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["</s>"])
-    backend.add_tokens(list(MARKS))
+    backend.add_special_tokens(["</s>", MARKS[0]])
+    backend.add_tokens(list(MARKS[1:]))
     return HFTokenizer(backend, {"eos": "</s>"})
 
 

@@ -63,6 +63,7 @@ class SamplingParams:
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     stop: tuple[str, ...] = ()  # strings, matched across token boundaries
     stop_token_ids: tuple[int, ...] = ()  # end a sample and are not part of its text
+    visible_special_tokens: tuple[str, ...] = ()  # names of special tokens that are part of the text; others are not
     ignore_eos: bool = False  # continue past the tokenizer's end tokens
     seed: Annotated[int, cfg.Range(0, MAX_SEED)] | None = None  # None: a random one for each call
     n: SampleCount = 1  # samples
@@ -170,6 +171,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     no_repeat_ngram_size: int
+    visible_special_tokens: Sequence[str]
     forced_bos_token_id: int | None
     forced_eos_token_id: int | None
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None

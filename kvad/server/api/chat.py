@@ -15,7 +15,7 @@ from kvad.server.api.generation import ApiContext, EventStream, RequestGroup, Sa
 from kvad.server.api.logprobs import chat_logprobs
 from kvad.server.api.schema import ChatBody
 from kvad.server.api.structured import constrain, structured_settings
-from kvad.server.api.tools import PLAIN_JSON, ToolCall, ToolCallParser
+from kvad.server.api.tools import PLAIN_JSON, ToolCall, ToolCallParser, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
             raise invalid(body.constraint_name, "cannot be combined with a required tool")
         schema = tools.required_schema(use.tools, use.name)
         settings |= await constrain(context, "tools", {"json_schema": schema})
+    elif use is not None and (form := _tool_format(context, adapter)) is not PLAIN_JSON:
+        settings["visible_special_tokens"] = (form.start, form.end)  # many models mark calls with special tokens
     settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
     make = context.llm.builder.generation(None, settings)
     shown_tools = body.tools if body.tool_choice != "none" else None
@@ -234,6 +236,12 @@ class _Answer:
         return self._group.last_events(self._head("chat.completion.chunk"), self._body)
 
 
+def _tool_format(context: ApiContext, adapter: str) -> ToolFormat:
+    """Return the format in which the model of an adapter, or the base, writes calls."""
+    template = context.llm.chat_templates.find(adapter)
+    return PLAIN_JSON if template is None else tools.find_format(template.templates[template.choose(tools=True)])
+
+
 def make_parser(use: ToolUse | None, group: RequestGroup, is_parallel: bool | None) -> ToolCallParser | None:
     """Return the parser of the calls: of the template's format, or of plain JSON if a call is required.
 
@@ -242,10 +250,7 @@ def make_parser(use: ToolUse | None, group: RequestGroup, is_parallel: bool | No
     if use is None:
         return None
     submission = group.submissions[0]
-    template = group.context.llm.chat_templates.find(submission.adapter)
-    form = PLAIN_JSON
-    if template is not None and not use.is_required:
-        form = tools.find_format(template.templates[template.choose(tools=True)])
+    form = PLAIN_JSON if use.is_required else _tool_format(group.context, submission.adapter)
     is_answer = not use.is_required and submission.sampling_params.structured_output is not None
     if form is PLAIN_JSON and is_answer:
         return None

@@ -678,6 +678,7 @@ def test_every_sampling_field_is_known_to_these_tests() -> None:
     elsewhere = {"max_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "prompt_logprobs", "overflow"}
     elsewhere |= {"length_penalty", "length_penalty_form", "early_stopping", "patience"}  # test_beam_search.py
     elsewhere |= {"num_beam_groups", "diversity_penalty", "structured_output"}  # the last: test_structured_output.py
+    elsewhere |= {"visible_special_tokens"}  # tests/server/test_openai.py
     assert {f.name for f in dataclasses.fields(SamplingParams)} == tested | elsewhere
 
 
