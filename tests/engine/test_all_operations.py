@@ -119,6 +119,10 @@ class AllOperationsMachine(RuleBasedStateMachine):
     def preempt(self, which: int) -> None:
         self.harness.preempt(which)
 
+    @rule(when=st.sampled_from(["before", "after"]))
+    def fail_step(self, when: str) -> None:
+        self.harness.fail_step(when)
+
     @rule()
     def forget(self) -> None:
         self.harness.evict_prefixes()

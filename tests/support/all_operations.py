@@ -104,18 +104,29 @@ def sampling(tokens: int) -> SamplingParams:
 
 
 class LogitsRecorder(ModelRunner):
-    """Runner that passes every sampled position's logits to ``record``."""
+    """Runner that passes every sampled position's logits to ``record``.
+
+    With ``fails`` the next step of several requests fails, "before" or "after" it is computed.
+    """
 
     record: Callable[[int, int, Tensor], None]
+    fails = ""
 
     def execute(self, plan: SchedulerOutput) -> Tensor:
+        self._fail("before", plan)
         logits = super().execute(plan)
+        self._fail("after", plan)
         at = 0
         for work in plan.scheduled:
             at += len(work.logit_offsets)
             if work.is_sampled:
                 self.record(work.sequence.request_id, work.start + work.logit_offsets[-1] + 1, logits[at - 1])
         return logits
+
+    def _fail(self, when: str, plan: SchedulerOutput) -> None:
+        if self.fails == when and len({work.sequence.request_id for work in plan.scheduled}) > 1:
+            self.fails = ""
+            raise RuntimeError("a step fails")
 
 
 def record_logits(engine: Engine, record: Callable[[int, int, Tensor], None]) -> None:
@@ -183,6 +194,7 @@ class OperationHarness:
     live: dict[int, ActiveRequest] = field(default_factory=dict)
     states: list[tuple[Talk, SequenceState]] = field(default_factory=list)
     files: list[tuple[Talk, Path]] = field(default_factory=list)
+    mismatch: Mismatch | None = None
 
     def __post_init__(self) -> None:
         self.setup, self.engine_index = SETUPS[self.name], -1
@@ -288,8 +300,17 @@ class OperationHarness:
         self.live[request] = ActiveRequest(talk, tokens, keep, len(tokens))
         return request
 
+    def fail_step(self, when: str) -> None:
+        """Let the next step of several requests fail, if they can be recomputed: each one continues."""
+        if not (self.engine.kv_cache_manager.lossy or self.uses_offload):
+            self.engine.runner.fails = when
+            self.counts["a step failed"] += 1
+
     def step(self) -> None:
-        for piece in self.engine.step():
+        pieces = self.engine.step()
+        if self.mismatch is not None:  # the engine recomputes the requests of a step that fails
+            raise self.mismatch
+        for piece in pieces:
             if piece.error is not None:
                 raise Mismatch(f"talk {self.live[piece.request].talk} failed: {piece.error}")
             live = self.live.get(piece.request)
@@ -341,7 +362,8 @@ class OperationHarness:
         expected = solo_run(self.name, live.talk)[1][at]
         difference = float((expected - logits).abs().max().nan_to_num(nan=torch.inf))
         if not difference <= EXACT:
-            raise Mismatch(f"talk {live.talk}: logits at {at} differ by {difference:.1e} from the solo run")
+            self.mismatch = Mismatch(f"talk {live.talk}: logits at {at} differ by {difference:.1e} from the solo run")
+            raise self.mismatch
         self.counts["compared"] += 1
 
     def count_engine_stats(self) -> None:
@@ -401,6 +423,8 @@ def run_operations(harness: OperationHarness, num_operations: int) -> OperationH
             harness.evict_prefixes()
         elif draw < 0.406:
             harness.replace_engine()
+        elif draw < 0.43:
+            harness.fail_step("before" if which % 2 else "after")
         else:
             harness.step()
     harness.drain()

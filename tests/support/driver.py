@@ -151,12 +151,16 @@ def tokens_of(chunks: Sequence[StreamChunk], sample: int = 0) -> list[int]:
 
 
 def fill_unowned(engine: Engine, value: float) -> None:
-    """Fill every block that no sequence and no published prefix owns with ``value``, reserved blocks excepted."""
-    kv_cache = engine.kv_cache
-    for group, stores, weights, pool in zip(
-        kv_cache.groups, kv_cache.stores, kv_cache.weights, engine.kv_cache_manager.pools, strict=True
+    """Fill every block that no sequence and no published prefix owns with ``value``.
+
+    Reserved blocks are excepted, and those that the next BlockOps copy out.
+    """
+    kv_cache, manager = engine.kv_cache, engine.kv_cache_manager
+    for index, (group, stores, weights, pool) in enumerate(
+        zip(kv_cache.groups, kv_cache.stores, kv_cache.weights, manager.pools, strict=True)
     ):
-        block_range = range(RESERVED_BLOCKS, group.num_blocks)
+        pending = [blocks for _, swapped in manager._swapped.pending_swap_outs for blocks in swapped[index : index + 1]]
+        block_range = sorted({*range(RESERVED_BLOCKS, group.num_blocks)}.difference(*pending))
         blocks = [block for block in block_range if pool.refs[block] == 0 and pool.prefixes[block] is None]
         for layer, (keys, values) in stores.items():
             others = [each[layer].arrays for each in (weights, kv_cache.states) if layer in each]
