@@ -277,6 +277,18 @@ def test_what_only_looks_like_a_bomb_runs(name: str, engine: Engine) -> None:
     assert sample.error is None and sample.tokens
 
 
+@pytest.mark.parametrize("part", ["[\n", "\n", "[", '"\\', "/\\", '"', "[temperature ", "#", "x[a]\n"])
+def test_attributes_of_rules_are_searched_in_linear_time(part: str) -> None:
+    start = time.process_time()
+    grammar.grammar_source(output(grammar=part * (65536 // len(part))))
+    assert time.process_time() - start < 1
+
+
+def test_texts_comments_and_patterns_are_no_attributes() -> None:
+    lark = 'start[capture]: "[max_tokens=1]" /[ temperature=\\/]/ x // max_tokens=\nx: "\\"max_tokens=" # temperature='
+    assert "temperature=" in grammar.grammar_source(output(grammar=lark))
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -287,6 +299,10 @@ def test_what_only_looks_like_a_bomb_runs(name: str, engine: Engine) -> None:
         ({"grammar": "start: <|eos|>"}, "grammar: a special token has no text and cannot be generated"),
         ({"grammar": 'start: x\nx[temperature=0.5]: "a"'}, "grammar: temperature is not supported in a rule"),
         ({"grammar": "start[capture, max_tokens=2]: /.+/"}, "grammar: max_tokens is not supported in a rule"),
+        (
+            {"grammar": 'start: "\\"" /"/ // "\n x-y[stop="]", max_tokens=2]: /.+/'},
+            "grammar: max_tokens is not supported",
+        ),
         ({"json_schema": {"x-guidance": 3}}, "json_schema: x-guidance: must be an object, got int"),
         ({"json_schema": {"x-guidance": {"foo": 3}}}, "json_schema: unknown field `foo`"),
         (

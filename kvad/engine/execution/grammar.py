@@ -68,7 +68,10 @@ HEADER = '%llguidance {"no_forcing": true}\n'
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"( |\n[ \t]{0,20})?"}
 SPECIAL_MARKER = b"\xff"  # llguidance reads tokens that begin with it, which are not UTF-8, as special tokens
 # Attributes of a Lark rule: a request has one temperature, and a limit of tokens would end a text inside a character.
-_UNSUPPORTED = re.compile(r"^[?!_\w.]*\s*\[[^\]]*\b(temperature|max_tokens)\s*=", re.MULTILINE)
+# Strings, comments and regular expressions match first and whole, open ones too, so that the time is linear.
+_UNSUPPORTED = re.compile(
+    r'"(?:\\.|[^"\\\n])*"?|(?:#|//).*|/(?:\\.|[^/\\])*/?|\b(?P<attribute>temperature|max_tokens)\s*='
+)
 
 
 class Vocabulary:
@@ -332,8 +335,9 @@ def grammar_source(output: StructuredOutput) -> str:
     from llguidance import LLMatcher
 
     if output.kind == "grammar":
-        if (match := _UNSUPPORTED.search(output.source)) is not None:
-            raise RequestError(f"{match[1]} is not supported in a rule", "Set the option of the request.")
+        for match in _UNSUPPORTED.finditer(output.source):
+            if match["attribute"] is not None:
+                raise RequestError(f"{match['attribute']} is not supported in a rule", "Set the option of the request.")
         return json.dumps({"grammars": [{"lark_grammar": f"{output.source}\n{HEADER}"}]})
     if output.kind in ("json_schema", "json_object"):
         schema = json.loads(output.source) if output.source else {"type": "object"}
