@@ -578,12 +578,14 @@ def _keep_only(scores: Tensor, ids: list[int], values: Tensor | float) -> None:
 
 
 def apply_logit_bias(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
-    if not any(seq.sampling_params.logit_bias for seq in sequences):
+    all_biases = [seq.sampling_params.logit_bias for seq in sequences]
+    if not any(all_biases):
         return scores
+    rows = np.repeat(np.arange(len(sequences)), list(map(len, all_biases)))
+    tokens = np.array([token for biases in all_biases for token in biases])
+    values = np.array([value for biases in all_biases for value in biases.values()])
     scores = scores.clone()
-    for i, seq in enumerate(sequences):
-        for token, bias in seq.sampling_params.logit_bias.items():
-            scores[i, token] += bias
+    scores[torch.from_numpy(rows), torch.from_numpy(tokens)] += torch.from_numpy(values).to(scores)
     return scores
 
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf_processors
 
 from kvad.cache.manager import BlockAllocation
@@ -217,6 +218,34 @@ def test_logit_bias_is_added() -> None:
     assert torch.equal(out, expected)
     (chosen,) = sample_tokens(logits_of(1), [job(temperature=0, logit_bias={11: 1000.0})])
     assert chosen.token_id == 11
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_biases_are_added_in_one_operation_with_the_bits_of_one_each() -> None:
+    biases = [{token: 0.1 * token - row / 3 for token in range(row, VOCAB)} for row in range(ROWS)]
+    counts, jobs = [], [job(logit_bias=bias) for bias in biases]
+    for some in (jobs[:1], jobs):
+        scores = logits_of(len(some))
+        with CountOperations() as operations:
+            out = sampler.apply_logit_bias(scores, some)
+        counts.append(operations.count)
+        expected = scores.clone()
+        for row, bias in enumerate(biases[: len(some)]):
+            for token, value in bias.items():
+                expected[row, token] += value
+        assert torch.equal(out, expected)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(
