@@ -48,6 +48,8 @@ MAX_CANDIDATES = 256  # of a sequence with filters; if they keep more, all token
 SPARE = 8  # candidates beyond ``top_k``, for ties with the k-th
 STEP = 16  # the number of candidates is a multiple of it: whole vectors, so that sums have the same bits
 
+HASH_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no power is 0
+
 Words = npt.NDArray[np.uint64]
 
 
@@ -531,10 +533,29 @@ def _banned(seq: TokenSequence) -> set[int]:
         prefix = word[:-1]
         if not prefix or tuple(tokens[-len(prefix) :]) == tuple(prefix):
             banned.add(word[-1])
-    if n := params.no_repeat_ngram_size:  # tokens that would repeat an n-gram (Paulus et al. 2018, sec. 2.5)
-        last, starts = tokens[len(tokens) + 1 - n :], range(len(tokens) + 1 - n)
-        banned |= {tokens[start + n - 1] for start in starts if tokens[start : start + n - 1] == last}
+    if params.no_repeat_ngram_size:
+        banned |= _repeating_tokens(tokens, params.no_repeat_ngram_size)
     return banned
+
+
+def _repeating_tokens(tokens: Sequence[int], n: int) -> set[int]:
+    """Return the tokens that would repeat an n-gram (Paulus et al. 2018, sec. 2.5).
+
+    Only places with the hash of the last n-1 tokens are compared, because a comparison everywhere takes n times as
+    long. The hash of m tokens t is the sum of t[i] * BASE**i, modulo 2**64.
+    """
+    m, repeating = n - 1, set[int]()
+    if len(tokens) < n:
+        return repeating
+    ids = np.array(tokens, dtype=np.uint64)
+    powers = np.cumprod(np.full(len(ids) + 1, HASH_BASE), dtype=np.uint64)
+    sums = np.cumsum(np.append(np.uint64(0), ids * powers[:-1]), dtype=np.uint64)
+    hashes = (sums[m:] - sums[: len(sums) - m]) * powers[: len(sums) - m][::-1]  # as if all began at the last place
+    for start in np.flatnonzero(hashes[:-1] == hashes[-1]).tolist():
+        token = tokens[start + m]
+        if token not in repeating and np.array_equal(ids[start : start + m], ids[len(ids) - m :]):
+            repeating.add(token)
+    return repeating
 
 
 def apply_structured_output(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:

@@ -289,6 +289,41 @@ def test_no_ngram_is_repeated(n: int) -> None:
     assert banned > 0
 
 
+def repeating_tokens_by_hand(tokens: Sequence[int], n: int) -> set[int]:
+    last, starts = tokens[len(tokens) + 1 - n :], range(len(tokens) + 1 - n)
+    return {tokens[start + n - 1] for start in starts if tokens[start : start + n - 1] == last}
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 22))
+def test_tokens_that_repeat_an_ngram_equal_their_definition(tokens: list[int], n: int) -> None:
+    assert sampler._banned(job(tokens, no_repeat_ngram_size=n)) == repeating_tokens_by_hand(tokens, n)
+
+
+def test_equal_hashes_are_not_equal_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "HASH_BASE", np.uint64(1))  # the hash is the sum
+    assert sampler._banned(job([1, 2, 7, 2, 1, 8, 1, 2], no_repeat_ngram_size=3)) == {7}
+
+
+@pytest.mark.parametrize("text", [[7] * 400, [7] * 200 + [3] + [7] * 199, list(range(5)) * 80])
+def test_long_ngrams_are_compared_in_few_places(text: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    class Tokens(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            calls.extend([1] * isinstance(index, slice))
+            return super().__getitem__(index)
+
+    def counted(*args: Any) -> bool:
+        calls.append(1)
+        return array_equal(*args)
+
+    seq, array_equal = job(text, no_repeat_ngram_size=200), np.array_equal
+    seq.token_ids = Tokens(text)
+    monkeypatch.setattr(np, "array_equal", counted)
+    banned = sampler._banned(seq)
+    assert banned == repeating_tokens_by_hand(text, 200) and len(calls) == len(banned)
+
+
 def test_only_allowed_tokens_are_sampled() -> None:
     def allowed(tokens: Sequence[int]) -> list[int]:
         return [tokens[-1], tokens[-1] + 1, VOCAB + 3, -1]  # ids that are none are not allowed either
