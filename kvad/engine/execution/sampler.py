@@ -383,8 +383,8 @@ def _best_candidates(raw: Tensor, scores: Tensor, sequences: Sequence[TokenSeque
         rows = [i for i, each in enumerate(wanted) if each == count]
         best = (x.tolist() for x in top_k(_select(scores, rows), min(count, scores.shape[-1])))
         for i, values, tokens in zip(rows, *best, strict=True):
-            num_top, copies = sequences[i].sampling_params.logprobs, [i] * len(tokens)
-            scored = [] if num_top is None else _score(raw[copies], tokens, [num_top] * len(tokens))
+            num_top = sequences[i].sampling_params.logprobs
+            scored = [] if num_top is None else _score(raw[i : i + 1], tokens, [num_top] * len(tokens))
             candidates = tuple(zip(tokens, values, strict=True))
             outputs[i] = SequenceOutput(tokens[0], candidates=candidates, candidate_logprobs=tuple(scored))
     return [outputs[i] for i in range(len(sequences))]
@@ -418,9 +418,11 @@ def gather_logprobs(logits: Tensor, targets: Sequence[int], top_logprobs: int) -
 
 
 def _score(raw: Tensor, targets: Sequence[int], num_alternatives: Sequence[int]) -> list[TokenLogprob]:
+    """Return log-probabilities of ``targets`` [N] under raw logits [N, V], or [1, V] for all of them."""
     logprobs = raw.log_softmax(dim=-1)
+    top = logprobs.topk(min(max(num_alternatives), raw.shape[-1]), dim=-1)
+    logprobs, values, ids = (x.expand(len(targets), -1) for x in (logprobs, *top))
     target_logprobs = logprobs[range(len(targets)), list(targets)].tolist()
-    values, ids = logprobs.topk(min(max(num_alternatives), raw.shape[-1]), dim=-1)
     alternatives = [list(zip(map(int, i), v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [
         TokenLogprob(token, logprob, tuple(best[:count]))

@@ -408,6 +408,22 @@ def test_which_of_equal_tokens_a_beam_finds_does_not_depend_on_its_neighbors() -
     assert together[0].candidates == alone[0].candidates
 
 
+def test_candidates_of_a_beam_are_scored_by_one_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, num_rows = logits_of(2), list[int]()
+    log_softmax = Tensor.log_softmax
+
+    def counted(scores: Tensor, dim: int) -> Tensor:
+        num_rows.append(len(scores))
+        return log_softmax(scores, dim=dim)
+
+    monkeypatch.setattr(Tensor, "log_softmax", counted)
+    beams = sample_tokens(logits, [job(num_beams=3, logprobs=2), job(number=1, num_beams=4, logprobs=0)])
+    assert num_rows == [2, 1, 1]  # of the scores, and of each beam's candidates
+    for row, num_top, beam in zip(logits, (2, 0), beams, strict=True):
+        tokens = [token for token, _ in beam.candidates]
+        assert list(beam.candidate_logprobs) == gather_logprobs(row.repeat(len(tokens), 1), tokens, num_top)
+
+
 def test_a_beam_without_candidates_is_not_an_error() -> None:
     """It has none, and the other beams continue; the error of a sampled sequence is reported."""
     beam, row = sample_tokens(
