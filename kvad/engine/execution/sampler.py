@@ -103,7 +103,7 @@ def sample_outputs(
             rows.extend(range(stop - num_sampled, stop - num_sampled + 1 + len(drafts)))
             sequences += _with_each_draft(seq, drafts)
         if stop - num_sampled > start:
-            scored[index] = _score_span(output.scheduled[index], logits[start : stop - num_sampled])
+            scored[index] = _score_span(output.scheduled[index], logits[start : stop - num_sampled], num_tokens)
     if best is not None and all(seq.sampling_params.needs_best_only for seq in sequences):
         new_results = [SequenceOutput(best[row]) for row in rows]
     else:
@@ -173,11 +173,11 @@ def _accept_drafts(results: Sequence[SequenceOutput], drafts: Sequence[tuple[int
 
 
 @torch.inference_mode()
-def _score_span(scheduled: ScheduledSequence, logits: Tensor) -> SequenceOutput:
+def _score_span(scheduled: ScheduledSequence, logits: Tensor, num_tokens: int | None) -> SequenceOutput:
     """Score the prompt tokens that follow the span's logits [n, V]."""
     first = scheduled.start + scheduled.logit_offsets[0] + 1
     targets = scheduled.sequence.token_ids[first : first + len(logits)]
-    scores = gather_logprobs(logits, targets, scheduled.sequence.sampling_params.prompt_logprobs or 0)
+    scores = gather_logprobs(logits, targets, scheduled.sequence.sampling_params.prompt_logprobs or 0, num_tokens)
     return SequenceOutput(error=NONFINITE_ERROR) if scores is None else SequenceOutput(prompt_logprobs=tuple(scores))
 
 
@@ -354,7 +354,8 @@ def _choose_tokens(raw: Tensor, scores: Tensor, sequences: Sequence[TokenSequenc
             chosen[i] = token
     requested = [i for i, seq in enumerate(sequences) if seq.sampling_params.logprobs is not None]
     counts = [sequences[i].sampling_params.logprobs or 0 for i in requested]
-    scored = _score(raw[requested], [chosen[i] for i in requested], counts) if requested else []
+    num_tokens = scores.shape[-1]
+    scored = _score(raw[requested], [chosen[i] for i in requested], counts, num_tokens) if requested else []
     logprobs = dict(zip(requested, scored, strict=True))
     return [
         SequenceOutput(token, logprobs.get(i), error=None if is_allowed[i] else NO_ALLOWED_TOKEN)
@@ -384,7 +385,9 @@ def _best_candidates(raw: Tensor, scores: Tensor, sequences: Sequence[TokenSeque
         best = (x.tolist() for x in top_k(_select(scores, rows), min(count, scores.shape[-1])))
         for i, values, tokens in zip(rows, *best, strict=True):
             num_top = sequences[i].sampling_params.logprobs
-            scored = [] if num_top is None else _score(raw[i : i + 1], tokens, [num_top] * len(tokens))
+            scored = []
+            if num_top is not None:
+                scored = _score(raw[i : i + 1], tokens, [num_top] * len(tokens), scores.shape[-1])
             candidates = tuple(zip(tokens, values, strict=True))
             outputs[i] = SequenceOutput(tokens[0], candidates=candidates, candidate_logprobs=tuple(scored))
     return [outputs[i] for i in range(len(sequences))]
@@ -409,18 +412,27 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, torch.where(places < k * SPAN, ids, places - k * SPAN + num_inside)
 
 
-def gather_logprobs(logits: Tensor, targets: Sequence[int], top_logprobs: int) -> list[TokenLogprob] | None:
-    """Return log-probabilities of ``targets`` [N] under logits [N, V]; None if not finite."""
+def gather_logprobs(
+    logits: Tensor, targets: Sequence[int], top_logprobs: int, num_tokens: int | None = None
+) -> list[TokenLogprob] | None:
+    """Return log-probabilities of ``targets`` [N] under logits [N, V]; None if not finite. See ``_score``."""
     raw = logits.float()
     if not all(_finite_rows(raw)):
         return None
-    return _score(raw, targets, [top_logprobs] * len(targets))
+    return _score(raw, targets, [top_logprobs] * len(targets), num_tokens)
 
 
-def _score(raw: Tensor, targets: Sequence[int], num_alternatives: Sequence[int]) -> list[TokenLogprob]:
-    """Return log-probabilities of ``targets`` [N] under raw logits [N, V], or [1, V] for all of them."""
+def _score(
+    raw: Tensor, targets: Sequence[int], num_alternatives: Sequence[int], num_tokens: int | None
+) -> list[TokenLogprob]:
+    """Return log-probabilities of ``targets`` [N] under raw logits [N, V], or [1, V] for all of them.
+
+    They are of all V columns, as in transformers. The alternatives are ids below ``num_tokens`` (None: V), because the
+    columns beyond the tokenizer's vocabulary are padding, which is never sampled.
+    """
     logprobs = raw.log_softmax(dim=-1)
-    top = logprobs.topk(min(max(num_alternatives), raw.shape[-1]), dim=-1)
+    known = logprobs[:, :num_tokens]
+    top = known.topk(min(max(num_alternatives), known.shape[-1]), dim=-1)
     logprobs, values, ids = (x.expand(len(targets), -1) for x in (logprobs, *top))
     target_logprobs = logprobs[range(len(targets)), list(targets)].tolist()
     alternatives = [list(zip(map(int, i), v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]

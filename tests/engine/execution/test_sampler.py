@@ -701,6 +701,21 @@ def test_prompt_scores() -> None:
     assert none is not None and all(s.top_logprobs == () for s in none)
 
 
+def test_alternatives_are_tokens_of_the_tokenizer() -> None:
+    """Rows of the embedding beyond its vocabulary have the best logits here; they count in the softmax only."""
+    scores, num_tokens = logits_of(4), VOCAB - 6
+    scores[:, num_tokens:] += 9
+    options = {"logprobs": VOCAB, "prompt_logprobs": VOCAB}
+    jobs = [job([1, 2], 2, **options), job(**options), job(num_beams=2, logprobs=2)]
+    scheduled = [ScheduledSequence(seq, 0, len(seq.token_ids), range(len(seq.token_ids)), True) for seq in jobs]
+    output = SchedulerOutput(tuple(scheduled), (), BlockAllocation(BlockOps((), ()), (), ()))
+    first, second, beam = sample_outputs(output, scores, num_tokens)
+    found = [*first.prompt_logprobs, first.logprob, second.logprob, beam.candidate_logprobs[0]]
+    for row, score, count in zip(scores, found, (num_tokens, num_tokens, num_tokens, 2), strict=True):
+        values, ids = row.log_softmax(-1)[:num_tokens].topk(count)
+        assert score is not None and score.top_logprobs == tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_nonfinite_logits_fail_only_their_sequence(bad: float, temperature: float) -> None:
