@@ -31,7 +31,7 @@ from kvad import text as text_lib
 from kvad.cache.sizing import MemoryBudget
 from kvad.checkpoint import GenerationConfig
 from kvad.config import ModelConfig
-from kvad.engine import Completion, PromptEncoder, StreamChunk
+from kvad.engine import Completion, PromptEncoder, StreamChunk, scheduling
 from kvad.engine.scheduling import RequestMetrics, SamplingParams
 from kvad.errors import EngineError, KvadError, NumericalError, RequestError
 from kvad.server import wire
@@ -175,10 +175,12 @@ class RequestStream:
 
 
 def chunk_error(chunk: StreamChunk) -> KvadError:
-    """Return the exception of a chunk with an error."""
+    """Return the exception of a chunk with an error; options that leave no token are the client's error."""
     assert chunk.error is not None
-    is_numerical = chunk.error.startswith("numerical")
-    return (NumericalError if is_numerical else EngineError)(f"sample {chunk.sample_index}: {chunk.error}")
+    message = f"sample {chunk.sample_index}: {chunk.error}"
+    if chunk.error in (scheduling.request.NO_ALLOWED_TOKEN, scheduling.request.NO_ALLOWED_BEAM):
+        return RequestError(message, "Omit one of the options that contradict each other.")
+    return NumericalError(message) if chunk.error.startswith("numerical") else EngineError(message)
 
 
 class AsyncLLM:

@@ -16,6 +16,7 @@ import pytest
 
 from kvad.engine import StreamChunk
 from kvad.engine.scheduling import RequestMetrics, SamplingParams, StructuredOutput
+from kvad.engine.scheduling.request import NO_ALLOWED_BEAM, NO_ALLOWED_TOKEN
 from kvad.engine.submission import Submission
 from kvad.errors import EngineError, RequestError
 from kvad.server import run
@@ -480,6 +481,9 @@ def test_a_stream_that_nobody_reads_ends():
         (shutting_down(), "shutting_down", {"stop": 1, "abort": 2}),
         (EngineError("the step failed"), "engine_error", {"stop": 1, "error": 2}),
         ("numerical error", "numerical_error", {"stop": 1, "error": 2}),
+        ("the step failed: every token is banned", "engine_error", {"stop": 1, "error": 2}),
+        (NO_ALLOWED_TOKEN, "invalid_value", {"stop": 1}),
+        (NO_ALLOWED_BEAM, "invalid_value", {"stop": 1}),
         (RequestError("n: too many"), "invalid_value", {"stop": 1}),
     ],
     ids=str,
@@ -498,11 +502,11 @@ def test_requests_that_end_early_are_counted(end, code, reasons):
         context.metrics.observe_finish(samples[0].finish_reason)  # as the routes do
         if isinstance(end, Exception):
             stream.fail(end)
-        elif end == "numerical error":
-            stream.add(StreamChunk(1, 1, finish_reason="error", error=end))
         elif end == "finish":
             for sample in (1, 2):
                 stream.add(StreamChunk(1, sample, finish_reason="length"))
+        elif end != "cancel":
+            stream.add(StreamChunk(1, 1, finish_reason="error", error=end))
         with suppress(Exception):
             if end != "cancel":
                 await group.next_chunks()
@@ -581,6 +585,18 @@ def test_grammars_without_an_end_are_refused(server, value):
     response = server.post("/v1/completions", prompt="x", max_tokens=4, structured_outputs=value)
     assert response.status_code == 400 and response.json()["error"]["param"] == "structured_outputs"
     assert server.complete("x", max_tokens=1)
+
+
+@pytest.mark.parametrize("options", [{"structured_outputs": {"regex": "aaaa"}}, {"num_beams": 2, "max_tokens": 300}])
+def test_options_that_leave_no_token_are_an_error_of_the_request(server, options):
+    """In a stream, too, whose first events have been sent."""
+    fields = {"prompt": "x", "max_tokens": 8, "no_repeat_ngram_size": 1, "ignore_eos": True, **options}
+    response = server.post("/v1/completions", **fields)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "invalid_request_error" and "Omit one" in error["message"]
+    if "num_beams" not in options:
+        *_, event, done = server.post("/v1/completions", stream=True, **fields).text.split("\n\n")[:-1]
+        assert json.loads(event.removeprefix("data: ")) == {"error": error} and done == "data: [DONE]"
 
 
 def test_a_request_has_the_same_bytes_fifty_times_under_load(server):

@@ -73,10 +73,6 @@ def uniform(keys: Sequence[int], samples: Sequence[int], positions: Sequence[int
 
 
 NONFINITE_ERROR = "numerical error: the model's logits are NaN or infinite"
-NO_ALLOWED_TOKEN = (
-    "every token is banned by allowed_tokens_fn, bad_words_ids, logit_bias, min_tokens, no_repeat_ngram_size or "
-    "structured_output"
-)
 
 
 def sample_outputs(
@@ -358,7 +354,7 @@ def _choose_tokens(raw: Tensor, scores: Tensor, sequences: Sequence[TokenSequenc
     scored = _score(raw[requested], [chosen[i] for i in requested], counts, num_tokens) if requested else []
     logprobs = dict(zip(requested, scored, strict=True))
     return [
-        SequenceOutput(token, logprobs.get(i), error=None if is_allowed[i] else NO_ALLOWED_TOKEN)
+        SequenceOutput(token, logprobs.get(i), error=None if is_allowed[i] else scheduling.request.NO_ALLOWED_TOKEN)
         for i, token in enumerate(chosen)
     ]
 

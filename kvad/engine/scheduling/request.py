@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 EncoderOutput = Literal["head", "first", "last", "max", "mean"]  # the head's result, or hidden states pooled
 FinishReason = Literal["stop", "length", "abort", "error"]
+# Errors of a sample whose options contradict each other.
+NO_ALLOWED_TOKEN = (
+    "every token is banned by allowed_tokens_fn, bad_words_ids, logit_bias, min_tokens, no_repeat_ngram_size or "
+    "structured_output"
+)
+NO_ALLOWED_BEAM = "the beams have no allowed continuation"
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 100
 MAX_SEED = 2**64 - 1

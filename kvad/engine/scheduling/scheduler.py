@@ -31,7 +31,14 @@ from kvad.engine.scheduling.batching import BatchBuilder, BatchItem, next_encode
 from kvad.engine.scheduling.beam_search import BeamSearch, DiverseBeamSearch, hypothesis_chunks
 from kvad.engine.scheduling.limits import BlockReservations, LengthLimits, check_beams, check_encoder_input, check_sizes
 from kvad.engine.scheduling.preemption import PreemptionManager, choose_victim, log_full_pool, stops_when_full
-from kvad.engine.scheduling.request import EncoderInput, FinishReason, SamplingParams, SequenceOutput, StreamChunk
+from kvad.engine.scheduling.request import (
+    NO_ALLOWED_BEAM,
+    EncoderInput,
+    FinishReason,
+    SamplingParams,
+    SequenceOutput,
+    StreamChunk,
+)
 from kvad.engine.scheduling.sequence import (
     DONE,
     IDLE,
@@ -637,7 +644,7 @@ class Scheduler:
         assert request.beams is not None
         best = request.beams.best_hypotheses([seq.token_ids for seq in request.live_beams]) if reason is None else []
         if reason is None and len(best) < request.sampling_params.n:
-            best, reason, error = [], "error", "the beams have no allowed continuation"
+            best, reason, error = [], "error", NO_ALLOWED_BEAM
         self._admission.release_idle_beams(request)
         for seq in request.sequences:
             if seq.state == IDLE:

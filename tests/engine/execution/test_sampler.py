@@ -23,7 +23,6 @@ from transformers.generation import logits_process as hf_processors
 from kvad.cache.manager import BlockAllocation
 from kvad.engine.execution import sampler
 from kvad.engine.execution.sampler import (
-    NO_ALLOWED_TOKEN,
     NONFINITE_ERROR,
     SAMPLER_STEPS,
     gather_logprobs,
@@ -31,7 +30,7 @@ from kvad.engine.execution.sampler import (
     sample_tokens,
     uniform,
 )
-from kvad.engine.scheduling.request import EncoderInput, SamplingParams, SequenceOutput
+from kvad.engine.scheduling.request import NO_ALLOWED_TOKEN, EncoderInput, SamplingParams, SequenceOutput
 from kvad.engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, TokenSequence
 from kvad.model_input import BlockOps
 from tests.support.sequences import token_sequence
