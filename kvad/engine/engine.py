@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -36,7 +37,7 @@ from kvad.engine.execution import (
     sample_outputs,
 )
 from kvad.engine.options import EngineConfig
-from kvad.engine.output import OutputTextStream
+from kvad.engine.output import OutputTextStream, ends_with_stop_string
 from kvad.engine.requests import check_request, check_source
 from kvad.engine.resume import ResumePoint, StateKeeper
 from kvad.engine.scheduling import LengthLimits, RequestMetrics, SamplingParams, SequenceOutput, StreamChunk
@@ -542,15 +543,9 @@ class Engine:
 
     def _stop_string_test(self, sampling_params: SamplingParams) -> Callable[[Sequence[int]], bool] | None:
         """Return the function that finds a stop string at the end of a beam's tokens, if one is needed."""
-        tokenizer = self.tokenizer
-        if tokenizer is None or not sampling_params.stop or sampling_params.num_beams == 1:
+        if self.tokenizer is None or not sampling_params.stop or sampling_params.num_beams == 1:
             return None
-
-        def has_stop_string(tokens: Sequence[int]) -> bool:
-            stream = OutputTextStream(tokenizer, sampling_params)
-            return any(stream.push(token)[1] for token in tokens)
-
-        return has_stop_string
+        return partial(ends_with_stop_string, self.tokenizer, sampling_params)
 
     def _stop_tokens(self, sampling_params: SamplingParams, adapter: str) -> frozenset[int]:
         own = self.config.adapters.get(adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,39 @@ class OutputTextStream:
             return ""
         text, stopped = self._stops.push(self._detokenizer.flush())
         return text if stopped is not None else text + self._stops.flush()
+
+
+def ends_with_stop_string(tokenizer: Tokenizer, sampling_params: SamplingParams, tokens: Sequence[int]) -> bool:
+    """Return True if the last generated token completes a stop string, given that no earlier one did.
+
+    The end of the text is decoded, and the whole text only if it is short or its spaces depend on earlier words.
+    """
+    stops, min_tokens = sampling_params.stop, sampling_params.min_tokens
+    if len(tokens) <= min_tokens:
+        return False
+    end = _text_end(tokenizer, tokens, min_tokens, 4 * max(map(len, stops), default=0))
+    if end is None:
+        stream = OutputTextStream(tokenizer, sampling_params)
+        return any(stream.push(token)[1] for token in tokens)
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(end)
+    return any(stop in text for stop in stops)
+
+
+def _text_end(tokenizer: Tokenizer, tokens: Sequence[int], first: int, num_bytes: int) -> bytes | None:
+    """Return the bytes of the last token and at least ``num_bytes`` before it, from the start of a character.
+
+    Returns None if they would begin before token ``first`` or with the text's first characters: there a tokenizer may
+    drop spaces, so the token before them must have other characters.
+    """
+    if not tokenizer.has_token_bytes:
+        return None
+    end, last_size = b"", len(tokenizer.token_bytes(tokens[-1]))
+    for index in range(len(tokens) - 1, max(first, 1) - 1, -1):
+        end = tokenizer.token_bytes(tokens[index]) + end
+        is_start = end[:1] < b"\x80" or end[:1] >= b"\xc0"  # of a character; others are in its middle
+        if len(end) >= num_bytes + last_size and is_start and tokenizer.token_bytes(tokens[index - 1]).strip():
+            return end
+    return None
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,7 @@ class BeamSearch:
         all_candidates.sort()
         considered = all_candidates[: _num_considered(self.num_beams, len(self.stop_tokens))]
         best = [BeamCandidate(parent, token, -cost) for cost, parent, token in considered]
-        stopped = set[BeamCandidate]()
-        if self._has_stop_string is not None:
-            stopped = {child for child in best if self._has_stop_string(self._output(sequences, child))}
-        ended = stopped | {child for child in best if child.token in self.stop_tokens}
+        live, ended, stopped = self._divide(sequences, best)
         for child in best[: self.num_beams] if self._improvable and not self._ends_early() else ():
             if last or child in ended:
                 score, output = child.score / self._penalty(length), self._output(sequences, child)
@@ -116,7 +113,6 @@ class BeamSearch:
                 history = self._history(child, logprobs)
                 self.finished.append(Hypothesis(score, output, reason, history, child in stopped))
         self.finished = sorted(self.finished, key=_descending)[: self._max_hypotheses]
-        live = [child for child in best if child not in ended][: self.num_beams]
         self.chosen_tokens = [child.token for child in live]
         live = [] if last else live
         self.scores = [child.score for child in live]
@@ -125,6 +121,25 @@ class BeamSearch:
             return live
         self._final_sequences = [(*sequences[child.parent], child.token) for child in live]
         return []
+
+    def _divide(
+        self, sequences: Sequence[Sequence[int]], best: Sequence[BeamCandidate]
+    ) -> tuple[list[BeamCandidate], set[BeamCandidate], set[BeamCandidate]]:
+        """Return the continuations that stay live, those that end, and those of them that end with a stop string.
+
+        Only as many are tested as can become live or hypotheses, because a test decodes text.
+        """
+        live, ended, stopped = list[BeamCandidate](), set[BeamCandidate](), set[BeamCandidate]()
+        for rank, child in enumerate(best):
+            if rank >= self.num_beams and len(live) == self.num_beams:
+                break
+            if self._has_stop_string is not None and self._has_stop_string(self._output(sequences, child)):
+                stopped.add(child)
+            if child in stopped or child.token in self.stop_tokens:
+                ended.add(child)
+            else:
+                live.append(child)
+        return live, ended, stopped
 
     def best_hypotheses(self, sequences: Sequence[Sequence[int]]) -> list[Hypothesis]:
         """Return the ``n`` best hypotheses.

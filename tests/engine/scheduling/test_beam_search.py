@@ -282,6 +282,21 @@ def test_a_search_with_stop_strings_equals_transformers(early: bool | str) -> No
     assert stopped > 3
 
 
+def test_stop_strings_are_searched_only_in_texts_that_may_be_chosen() -> None:
+    """Of 34 continuations: those of the two best that end, and the next ones until two live."""
+    tested: list[int] = []
+
+    def ends(tokens: Sequence[int]) -> bool:
+        tested.append(tokens[-1])
+        return tokens[-1] in (5, 7)
+
+    beams = BeamSearch(SamplingParams(num_beams=2, n=2), 1, 9, frozenset(range(100, 116)), ends)
+    tokens = (5, 6, 7, 100, 8, *range(9, 38))
+    children = beams.advance([[1]], [[(token, -1.0 - rank) for rank, token in enumerate(tokens)]])
+    assert tested == [5, 6, 7, 100, 8] and [child.token for child in children] == [6, 8]
+    assert [hypothesis.tokens for hypothesis in beams.finished] == [(5,)]
+
+
 def test_log_probabilities_of_hypotheses_are_the_model_s() -> None:
     for seed, limit in ((0, 12), (1, 12), (2, 4)):
         sampling = SamplingParams(num_beams=3, n=3, stop_token_ids=(3,), logprobs=2, length_penalty=0.0)
