@@ -20,8 +20,9 @@ from kvad.engine.scheduling.request import NO_ALLOWED_BEAM, NO_ALLOWED_TOKEN
 from kvad.engine.submission import Submission
 from kvad.errors import EngineError, RequestError
 from kvad.server import run
-from kvad.server.api import ApiContext, ApiError, generation, panel, schema, text_threads
+from kvad.server.api import ApiContext, ApiError, completions, generation, panel, schema, text_threads
 from kvad.server.api.errors import shutting_down
+from kvad.server.api.logprobs import TokenTexts
 from kvad.server.app import POST_ROUTES, WITHOUT_QUEUE, build_app
 from kvad.server.async_llm import AsyncLLM, RequestStream, Signal
 from kvad.server.config import ServerConfig
@@ -519,6 +520,30 @@ def test_requests_that_end_early_are_counted(end, code, reasons):
     finished = re.findall(r'^vllm:request_success_total{finished_reason="(\w+)".*} ([\d.]+)$', text, re.MULTILINE)
     assert failures == ({} if code is None else {code: "1.0"}), text
     assert {reason: int(float(count)) for reason, count in finished} == reasons
+
+
+def test_a_response_that_cannot_be_built_ends_its_request(monkeypatch):
+    """The request was submitted before; nothing reads its tokens."""
+    context, cancelled = context_of(), []
+    context.llm.submit = lambda submission, session, signal: RequestStream(context.llm, 1, signal, submission)
+    context.llm.cancel = cancelled.append
+    context.llm.builder = SimpleNamespace(generation=lambda params, settings: None)
+
+    async def build(context, make, prompts):
+        return [Submission([1], SamplingParams())]
+
+    monkeypatch.setattr(generation, "build", build)
+    monkeypatch.setattr(completions._Answer, "_prompt_text", lambda self, prompt: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(completions.create_completion(context, schema.CompletionBody(prompt=[1], echo=True), ""))
+    assert len(cancelled) == 1
+
+
+def test_tokens_that_the_tokenizer_lacks_have_names(llm):
+    """A model may have a larger vocabulary, whose ids a client may send and alternatives may contain."""
+    texts, unknown = TokenTexts(llm.tokenizer), llm.tokenizer.vocab_size
+    assert [texts(token) for token in (104, unknown)] == ["h", f"token_id:{unknown}"]
+    assert texts.decode([104, unknown, 105, 256]) == "hi</s>" and TokenTexts(None).decode([1]) == ""
 
 
 def test_the_prefix_cache_is_counted_in_tokens():

@@ -55,7 +55,8 @@ class ToolUse:
 async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) -> dict[str, Any] | EventStream:
     """Answer a request to /v1/chat/completions."""
     group, use = await submit_chat(context, body, key)
-    answer = _Answer(context, body, group, use)
+    with group.cancel_on_error():
+        answer = _Answer(context, body, group, use)
     if body.stream:
         return EventStream(generation.stream_events(group, answer.event, answer.last_events))
     return answer.response(await group.all_chunks())

@@ -42,7 +42,8 @@ async def create_completion(context: ApiContext, body: CompletionBody, key: str)
     submissions = await generation.build(context, context.llm.builder.generation(None, settings), prompts)
     session = generation.session_of(body, key, len(prompts) * best_of)
     group = RequestGroup(context, submissions, session=session, request_id=body.request_id)
-    answer = _Answer(context, body, prompts, group)
+    with group.cancel_on_error():
+        answer = _Answer(context, body, prompts, group)
     if body.stream:
         return EventStream(generation.stream_events(group, answer.event, answer.last_events))
     return answer.response(await group.all_chunks(), best_of)
@@ -75,8 +76,7 @@ class _Answer:
     def _prompt_text(self, prompt: PromptInput) -> str:
         if isinstance(prompt, str):
             return prompt
-        tokenizer = self._context.llm.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(list(prompt), skip_specials=False)
+        return self._context.token_texts.decode(prompt)
 
     # ------------------------------------------------------------ one response
 

@@ -7,8 +7,8 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -265,13 +265,19 @@ class RequestGroup:
         self._num_unfinished = sum(each.sampling_params.n for each in submissions)
         self._failure = "cancelled"  # code of the reason, if samples are unfinished at the end
         self.streams: list[RequestStream] = []
-        try:
+        with self.cancel_on_error():
             for submission in submissions:
                 stream = context.llm.submit(submission, session=session, signal=self._signal)
                 stream.max_unread = context.config.limits.max_unread_tokens
                 if request_id is not None:
                     context.llm.name_request(stream, request_id)
                 self.streams.append(stream)
+
+    @contextmanager
+    def cancel_on_error(self) -> Iterator[None]:
+        """End the requests if the block raises: no response will read them."""
+        try:
+            yield
         except BaseException:
             self.cancel()
             raise

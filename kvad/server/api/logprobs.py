@@ -10,7 +10,10 @@ from kvad.text import Tokenizer
 
 
 class TokenTexts:
-    """Texts of tokens; a token that is no whole text is ``bytes:\\xe2\\x80`` (as in OpenAI's API)."""
+    """Texts of tokens; a token that is no whole text is ``bytes:\\xe2\\x80`` (as in OpenAI's API).
+
+    A token of the model that the tokenizer does not have is ``token_id:300``, and adds nothing to a text.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -30,9 +33,16 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def bytes(self, token: int) -> bytes:
-        if self._tokenizer is None:
+        if self._tokenizer is None or token >= self._tokenizer.vocab_size:
             return f"token_id:{token}".encode()
         return self._tokenizer.token_bytes(token) or self._tokenizer.token_text(token).encode()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, with special ones; "" without a tokenizer."""
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size], skip_specials=False)
 
 
 class CompletionLogprobs:

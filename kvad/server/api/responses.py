@@ -26,7 +26,8 @@ async def create_response(context: ApiContext, body: ResponsesBody, key: str) ->
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "requires stream to be true")
     group, use = await submit_chat(context, _to_chat(body), key)
-    answer = _Answer(context, body, group, make_parser(use, group, body.parallel_tool_calls))
+    with group.cancel_on_error():
+        answer = _Answer(context, body, group, make_parser(use, group, body.parallel_tool_calls))
     if body.stream:
         return EventStream(answer.events())
     chunks = (await group.all_chunks())[0]
