@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvad.errors import UsageError
 from kvad.server import api
@@ -29,6 +29,7 @@ from kvad.server.metrics import ServerMetrics
 LOG = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 LAST_SECONDS = 2.0  # for the last events of requests that the shutdown ends
+MAX_PIPELINED = 8  # requests of a connection that wait; beyond them its end is noticed at the next write only
 CLOSING_TICKS = 100  # of 0.1 s: a closed connection has 10 to 20 s to read the rest
 _UPGRADE = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
@@ -209,6 +210,7 @@ class _Protocol(HttpToolsProtocol):
         super().__init__(*args, **settings)
         self._head, self._in_body, self._body_bytes = bytearray(), False, 0
         self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # uvicorn's ``cycle`` is the last one of the pipelined ones
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -257,6 +259,12 @@ class _Protocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_body, self._body_bytes = True, 0
         super().on_headers_complete()
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:  # the end of a connection that is not read would not be noticed
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         self._stop_timer()
@@ -271,6 +279,9 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "the request is not valid HTTP/1.1")

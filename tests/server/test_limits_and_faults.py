@@ -303,6 +303,16 @@ def test_blocks_of_clients_that_disappear_are_freed(server, close):
     assert state["cache"]["used"] == [0] and "u" not in state["pools"][0]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_with_pipelined_requests_that_disappears(server, stream):
+    connection = open_stream(server, "pipelined", max_tokens=4000, stream=stream)
+    server.wait_for(lambda state: state["sequences"])
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    time.sleep(0.05)
+    reset(connection)
+    server.wait_for(lambda state: not state["sequences"], 1.0)
+
+
 def test_a_queued_client_that_disappears_leaves_the_queue(server):
     """Requests beyond the running ones wait; the ones whose client left are never computed."""
     running = [open_stream(server, f"{i} runs", max_tokens=4000) for i in range(MAX_SEQS)]
