@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvad.errors import UsageError
@@ -195,6 +196,26 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+class _Flow(FlowControl):
+    """uvicorn's control of writing, which aborts the connection of a client that does not read.
+
+    A stream has the same time since its beginning, so it ends before, with an error event.
+    """
+
+    def __init__(self, transport: asyncio.Transport, seconds: float) -> None:
+        super().__init__(transport)
+        self._seconds = seconds
+
+    async def drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().drain()
+        except TimeoutError:
+            LOG.info("a client has not read its responses for %g s", self._seconds)
+            self._transport.abort()
+            await super().drain()  # until the connection is lost
+
+
 class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with limits of a connection: bytes and seconds of heads and bodies.
 
@@ -214,6 +235,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = _Flow(transport, self.limits.request_seconds)
         self._close_after(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:

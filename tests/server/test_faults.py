@@ -143,6 +143,12 @@ class Connection:
     def abort(self):
         self.aborted = True
 
+    def close(self):
+        self.closing = True
+
+    def get_extra_info(self, name):
+        return None
+
 
 def test_connections_that_do_not_close_are_aborted():
     """A client that does not read keeps the last bytes of its response in memory, and its connection."""
@@ -156,6 +162,24 @@ def test_connections_that_do_not_close_are_aborted():
     assert closing.aborted and not late.aborted
     asyncio.run(server.on_tick(2 * run.CLOSING_TICKS))
     assert late.aborted and not opened.aborted
+
+
+def test_a_pipelined_response_that_is_not_read_ends_its_connection():
+    """Its request would count as one of its key for ever."""
+
+    async def main():
+        connection = Connection(False)
+        config = run.uvicorn.Config(build_app(context_of()))
+        kind = type("Protocol", (run._Protocol,), {"limits": ServerLimits(request_seconds=0.01)})
+        protocol = kind(config, run.uvicorn.server.ServerState(), {})
+        protocol.connection_made(connection)
+        connection.abort = lambda: protocol.connection_lost(None)
+        protocol.pause_writing()
+        async with asyncio.timeout(1):
+            await protocol.flow.drain()
+        return connection.closing
+
+    assert asyncio.run(main())
 
 
 # ---------------------------------------------------------------- bodies
