@@ -136,6 +136,16 @@ def test_a_refusal_names_the_field_of_the_client(server, path, fields, param):
     assert named == param and message.startswith(param)
 
 
+def test_arguments_that_are_nested_too_deeply_are_named(server):
+    deep = {"name": "f", "arguments": "[" * 2000}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": deep}]}
+    named, _ = refusal(server, CHAT, {"messages": [USER, message]})
+    assert named == "messages[1].tool_calls[0].function.arguments"
+    item = {"type": "function_call", "call_id": "1", **deep}
+    named, text = refusal(server, RESPONSES, {"input": [USER, item], "instructions": "x"})
+    assert named == "input[1].arguments" and text == "input[1].arguments: nested too deeply"
+
+
 @pytest.fixture
 def translator(tmp_path):
     process = ServerProcess(write_translator(tmp_path / "model"))

@@ -258,6 +258,12 @@ def test_parser_finds_calls_whatever_the_split(name):
             assert parser.num_calls == len(names) and len({call.id for call in calls}) == len(names)
 
 
+@pytest.mark.parametrize("arguments", ["[" * 2000, "[" * 500 + "]" * 500, '{"x": NaN}'])
+def test_arguments_that_are_not_strict_json_are_content(arguments):
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    assert ToolCallParser(FORMATS[0], {"f"}).finish(text) == (text, [])
+
+
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
 def test_without_parallel_calls_the_first_one_is_passed_on(name):
     form = next(each for each in FORMATS if each.name == name)

@@ -123,7 +123,10 @@ def check_messages(messages: Sequence[dict[str, Any]], max_messages: int) -> lis
         if message.get("role") == "developer":
             message["role"] = "system"
         if isinstance(message.get("tool_calls"), list):
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+            message["tool_calls"] = [
+                _with_parsed_arguments(call, f"messages[{index}].tool_calls[{number}]")
+                for number, call in enumerate(message["tool_calls"])
+            ]
         checked.append(message)
     return checked
 
@@ -137,7 +140,7 @@ def _part_text(part: Any, index: int) -> str:
     raise invalid(f"messages[{index}]", f"content parts must be text, got {str(kind)[:80]!r}")
 
 
-def _with_parsed_arguments(call: Any) -> Any:
+def _with_parsed_arguments(call: Any, place: str) -> Any:
     """Return a call of the conversation with its arguments as an object, which templates expect."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -146,6 +149,8 @@ def _with_parsed_arguments(call: Any) -> Any:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     except ValueError:
         return call
+    except RecursionError:
+        raise invalid(f"{place}.function.arguments", "nested too deeply") from None
 
 
 class _Answer:

@@ -239,7 +239,8 @@ class ResponsesBody(Body):
         """Return the fields of this request for the names that errors of the same chat have instead."""
         first = int(self.instructions is not None)  # message of the first item
         items = len(self.input) if isinstance(self.input, list) else 0
-        names = {f"messages[{index + first}]": f"input[{index}]" for index in range(items)}
+        places = {f"messages[{index + first}]": f"input[{index}]" for index in range(items)}
+        names = {f"{message}.tool_calls[0].function": item for message, item in places.items()} | places
         names |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools or ()))}
         return names | {
             "messages[0]": names.get("messages[0]", "instructions"), "messages": "input", "prompt": "input",

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvad import storage
 from kvad.server.api.errors import invalid
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -128,7 +129,7 @@ class ToolCallParser:
 
     def _parse(self, text: str) -> list[ToolCall]:
         try:
-            value = json.loads(text.strip())
+            value = storage.strict_json.loads(text.strip())  # no value that is not JSON, or too deep to be written
         except ValueError:
             return []
         items = value if isinstance(value, list) else [value]
