@@ -12,6 +12,7 @@ other requests nor the engine.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import socket
@@ -21,6 +22,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -107,13 +109,15 @@ class RequestStream:
         """Number of sequences without a chunk; a beam search sends its chunks at the end."""
         return (1 if self.submission is None else self.submission.num_sequences) - len(self.started)
 
-    def add(self, chunk: StreamChunk) -> None:
-        self._chunks.append(chunk)
-        self.started.add(chunk.sample_index)
-        if self.max_unread and len(self._chunks) > self.max_unread:
+    def add(self, *chunks: StreamChunk) -> None:
+        """Add the chunks of one message; those of a beam search arrive at once, before any can be read."""
+        if self.max_unread and len(self._chunks) >= self.max_unread:
             self.cancel()
             self._chunks.clear()
             self.fail(RequestError(f"stream: the client has left {self.max_unread:,} tokens unread", "Read faster."))
+            return
+        self._chunks += chunks
+        self.started.update(chunk.sample_index for chunk in chunks)
         self._signal.set()
 
     def end(self, metrics: RequestMetrics, session: dict[str, Any] | None) -> None:
@@ -512,10 +516,10 @@ class AsyncLLM:
 
     def _on_chunks(self, message: Message) -> None:
         streams = self._streams
-        for fields in message["chunks"]:
-            stream = streams.get(fields[0])
+        for number, chunks in itertools.groupby(message["chunks"], itemgetter(0)):
+            stream = streams.get(number)
             if stream is not None:
-                stream.add(wire.chunk_from_json(fields))
+                stream.add(*map(wire.chunk_from_json, chunks))
         for ended in message.get("ended", ()):
             stream = streams.pop(ended["id"], None)
             if stream is not None:

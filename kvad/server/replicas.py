@@ -157,8 +157,7 @@ class ReplicatedLLM(AsyncLLM):
             async for part in generator:
                 self.last_message = time.monotonic()
                 if isinstance(part, list):
-                    for chunk in part:
-                        stream.add(chunk)
+                    stream.add(*part)
                 else:
                     stream.end(*part)
         except (*RAY_ERRORS, asyncio.CancelledError) as error:

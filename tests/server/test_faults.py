@@ -498,6 +498,24 @@ def test_a_stream_that_nobody_reads_ends():
         stream.take()
 
 
+def test_a_long_beam_search_is_read():
+    """All its chunks arrive in one message."""
+
+    async def main():
+        llm = AsyncLLM()
+        llm._streams[1] = stream = RequestStream(llm, 1, Signal())
+        stream.max_unread, llm._send = 10, lambda message: None
+        chunks = [list(StreamChunk(1, beam, text="x")) for beam in range(11)]
+        llm.on_message({"chunks": chunks})
+        assert len(stream.take()) == 11
+        llm.on_message({"chunks": chunks})
+        llm.on_message({"chunks": chunks[:1]})
+        with pytest.raises(RequestError, match="unread"):
+            stream.take()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("end", "code", "reasons"),
     [
