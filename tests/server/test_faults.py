@@ -569,6 +569,7 @@ def test_a_response_that_cannot_be_built_ends_its_request(monkeypatch):
     context, cancelled = context_of(), []
     context.llm.submit = lambda submission, session, signal: RequestStream(context.llm, 1, signal, submission)
     context.llm.cancel = cancelled.append
+    context.llm.config = SimpleNamespace(kind="decoder")
     context.llm.builder = SimpleNamespace(generation=lambda params, settings: None)
 
     async def build(context, make, prompts):

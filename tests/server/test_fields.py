@@ -164,6 +164,7 @@ def test_refusals_of_translations(translator):
         named, message = refusal(translator, "/v1/translate", fields)
         assert named == param and message.startswith(param)
     assert refusal(translator, COMPLETIONS, {"prompt": ""})[0] == "prompt"
+    assert refusal(translator, COMPLETIONS, {"echo": True, "logprobs": 1})[0] == "echo"
 
 
 @pytest.mark.parametrize("key", ["01", " 1", "1_0", "-1", "", "1" * 50, "\u0661"])

@@ -29,6 +29,8 @@ async def create_completion(context: ApiContext, body: CompletionBody, key: str)
         raise invalid("best_of", f"must be at least n ({body.n}), got {best_of}")
     if best_of > body.n and body.stream:
         raise invalid("best_of", "cannot be combined with stream: the best samples are known at the end")
+    if body.echo and context.llm.config.kind == "encoder-decoder":
+        raise invalid("echo", "is not supported by an encoder-decoder. Omit it.")
     prompts = generation.split_prompts(context, "prompt", body.prompt)
     settings: Any = generation.sampling_settings(context, body, n=best_of)
     settings |= await structured_settings(context, body)
