@@ -58,6 +58,7 @@ class ServerLimits:
     max_n: int = _limit(16, 400, "samples of a prompt (n, best_of)")
     max_sequences: int = _limit(512, 400, "sequences of a request (prompts times samples)")
     max_logprobs: int = _limit(20, 400, "alternatives per token (logprobs, top_logprobs)")
+    max_echo_logprobs: int = _limit(400_000, 400, "values of prompts with echo: tokens x samples x (logprobs + 1)")
     max_stop: int = _limit(16, 400, "stop strings")
     max_stop_chars: int = _limit(256, 400, "characters of a stop string")
     max_logit_bias: int = _limit(1024, 400, "entries of logit_bias")

@@ -359,6 +359,7 @@ def test_large_texts_wait_in_their_own_bounded_queue(monkeypatch):
 def test_json_of_large_replies(count):
     fields = {"count": count, "tokens": list(range(count)), "token_strs": ['a"é'] * count, "other": {"x": [1, None]}}
     assert json.loads(text_threads.encode_json(fields)) == fields
+    assert text_threads.encode_slowly(fields) == json.dumps(fields, separators=(",", ":")).encode()
 
 
 def test_ignored_fields_of_any_script_are_named_in_the_header():

@@ -76,6 +76,8 @@ CASES = {  # limit -> the fields that an error may name, and requests with a siz
     "max_sequences": ("n", lambda n: completion(prompt=["x"] * min(n, 8), n=n // 8 or 1) if n <= 16 else
                       completion(prompt=["x"] * 6, n=3)),
     "max_logprobs": ("logprobs", lambda n: completion(logprobs=n), lambda n: chat(logprobs=True, top_logprobs=n)),
+    "max_echo_logprobs": ("logprobs", lambda n: completion(prompt=[[65] * -(-n // 48)] * 4, n=2, temperature=1,
+                                                           echo=True, logprobs=5)),
     "max_stop": ("stop", lambda n: completion(stop=["y"] * n), lambda n: completion(stop_token_ids=[7] * n)),
     "max_stop_chars": ("stop", lambda n: completion(stop="y" * n)),
     "max_logit_bias": ("logit_bias", lambda n: completion(logit_bias={str(i): 1 for i in range(n)})),

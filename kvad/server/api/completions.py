@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -9,15 +10,19 @@ from typing import Any
 
 from kvad.engine import StreamChunk
 from kvad.engine.scheduling import TokenLogprob
-from kvad.server.api import generation
+from kvad.server.api import generation, text_threads
 from kvad.server.api.errors import invalid
 from kvad.server.api.generation import ApiContext, EventStream, PromptInput, RequestGroup, SampleChunks
 from kvad.server.api.logprobs import CompletionLogprobs
 from kvad.server.api.schema import CompletionBody
 from kvad.server.api.structured import structured_settings
 
+INLINE_VALUES = 1 << 14  # of a response; one with more is written in a thread, between the events of other requests
 
-async def create_completion(context: ApiContext, body: CompletionBody, key: str) -> dict[str, Any] | EventStream:
+
+async def create_completion(
+    context: ApiContext, body: CompletionBody, key: str
+) -> dict[str, Any] | bytes | EventStream:
     """Answer a request to /v1/completions."""
     adapter = context.check_model(body.model)
     limits = context.config.limits
@@ -42,13 +47,20 @@ async def create_completion(context: ApiContext, body: CompletionBody, key: str)
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "must be at least 1 without echo, got 0")
     submissions = await generation.build(context, context.llm.builder.generation(None, settings), prompts)
+    num_echoed, num_values = 0, 1 + (body.logprobs or 0)  # of the prompts, of a token
+    if "prompt_logprobs" in settings:
+        num_echoed = body.n * sum(len(each.input_ids) for each in submissions) * num_values
+        generation.check_limit("logprobs", num_echoed, limits.max_echo_logprobs, "values of all prompts with echo")
     session = generation.session_of(body, key, len(prompts) * best_of)
     group = RequestGroup(context, submissions, session=session, request_id=body.request_id)
     with group.cancel_on_error():
         answer = _Answer(context, body, prompts, group)
     if body.stream:
         return EventStream(generation.stream_events(group, answer.event, answer.last_events))
-    return answer.response(await group.all_chunks(), best_of)
+    chunks = await group.all_chunks()
+    if num_echoed + sum(map(len, chunks)) * num_values > INLINE_VALUES:
+        return await asyncio.to_thread(lambda: text_threads.encode_slowly(answer.response(chunks, best_of)))
+    return answer.response(chunks, best_of)
 
 
 class _Answer:
