@@ -248,7 +248,7 @@ class _Protocol(HttpToolsProtocol):
                     super().data_received(data)
                 return
             start = max(0, len(self._head) - 3)
-            self._head += data
+            self._head += data if self._head else data.lstrip(b"\r\n")  # empty lines before a head keep no connection
             end = self._head.find(b"\r\n\r\n", start) + 4
             if end < 4 or end > MAX_HEAD:
                 self._wait_for_head()

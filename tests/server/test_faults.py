@@ -105,6 +105,7 @@ def test_a_head_has_a_limit(server):
         (GET + b"\r\n", GET, b"X: 1\r\n"),  # of the second one
         (b"\r\n",),
         (GET + b"\r\n", b"\r\n"),
+        (GET + b"\r\n", b"\r\n\r\n"),
         (b"POST /none HTTP/1.1\r\n" + HEAD + b"Content-Length: 9999\r\n\r\n", b"x"),  # the body of a refused request
         (POST + b"Content-Length: 9999\r\n\r\n", b" "),
         (CHUNKED, b"1\r\n \r\n"),
