@@ -150,7 +150,10 @@ def check_key(config: ServerConfig, scope: Scope, headers: Mapping[str, str]) ->
     if kind.lower() == "basic":  # of a browser: the password is the key
         with suppress(ValueError):  # neither base64 nor ASCII nor UTF-8
             text = base64.b64decode(text.strip(), validate=True).decode().partition(":")[2]
-    elif kind.lower() != "bearer":
+    elif kind.lower() == "bearer":
+        with suppress(UnicodeDecodeError):  # headers are read as Latin-1, and clients send UTF-8, or Latin-1
+            text = text.encode("latin-1").decode()
+    else:
         text = ""
     key = config.api_keys.find(text.strip()) if text else None
     if key is not None:

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from kvad.server.api import ApiContext
 from kvad.server.app import build_app
 from kvad.server.config import ApiKeys, ServerConfig
-from kvad.server.guards import OPEN_PATH
+from kvad.server.guards import OPEN_PATH, check_key, request_headers
 from kvad.server.metrics import ServerMetrics
 from tests.server.conftest import KEYS
 
@@ -185,6 +185,15 @@ def test_keys_are_found_by_their_hash():
     keys = ApiKeys.from_texts(list(KEYS))
     assert keys.find(KEYS[0]) != keys.find(KEYS[1]) and keys.find("other") is None and keys.find("") is None
     assert not any(key.encode() in digest for key in KEYS for digest in keys.digests)
+
+
+def test_a_key_of_any_script_is_found_in_utf_8_and_latin_1():
+    key = "schl\u00fcssel-\u00e0"  # its last byte in UTF-8 is a space in Latin-1
+    config = ServerConfig(api_keys=ApiKeys.from_texts([key]))
+    scope = {"raw_path": b"/v1/models", "path": "/v1/models"}
+    for encoding in ("utf-8", "latin-1"):
+        headers = request_headers({"headers": [(b"authorization", f"Bearer {key}".encode(encoding))]})
+        assert check_key(config, scope, headers) == config.api_keys.find(key)
 
 
 def test_salt_of_a_key_is_its_own_unless_prefixes_are_shared():
