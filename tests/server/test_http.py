@@ -155,6 +155,19 @@ def test_echo_without_new_tokens_scores_the_prompt(server, llm):
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(llm.score([104, 105, 33]).logprobs[1:], abs=1e-5)
 
 
+def test_text_offsets_are_places_in_the_text(server):
+    """A character of several tokens adds one to the text, with its last byte."""
+    body = {"prompt": [97, *"😀".encode(), 256, 98], **forced(*"c한d".encode()), "echo": True, "logprobs": 0}
+    (choice,) = server.post("/v1/completions", **body).json()["choices"]
+    assert choice["text"] == "a😀</s>bc한d"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2, 6, 7, 8, 8, 8, 9]
+    streamed = [
+        event["choices"][0]["logprobs"] for event in masked(read_stream(server, "/v1/completions", **body)[1])[:-1]
+    ]
+    offsets = [offset for part in streamed if part for offset in part["text_offset"]]
+    assert offsets == choice["logprobs"]["text_offset"]
+
+
 def test_chat_logprobs(server):
     body = {"messages": HELLO, **forced(*b"ABC"), "logprobs": True}
     (choice,) = server.post("/v1/chat/completions", **body).json()["choices"]

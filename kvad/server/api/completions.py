@@ -70,6 +70,7 @@ class _Answer:
         self, context: ApiContext, body: CompletionBody, prompts: Sequence[PromptInput], group: RequestGroup
     ) -> None:
         self._context, self._body, self._group, self._n = context, body, group, body.n
+        self._prompts = prompts
         self._head = {
             "id": generation.new_id("cmpl", body.request_id), "object": "text_completion", "created": int(time.time()),
             "model": group.model_name,
@@ -121,10 +122,10 @@ class _Answer:
         }
         if self._body.logprobs is not None:
             scores: list[TokenLogprob | None] = [*sample.logprobs]
+            prompt_tokens = self._group.submissions[index].input_ids if self._body.echo else []
             if self._body.echo:
-                prompt_tokens = self._group.submissions[index].input_ids
-                tokens, scores = [*prompt_tokens, *tokens], [None, *prompt_scores, *scores]
-            choice["logprobs"] = CompletionLogprobs(self._context.token_texts).take(tokens, scores)
+                scores = [None, *prompt_scores, *scores]
+            choice["logprobs"] = self._collector(index).take([*prompt_tokens, *tokens], scores, len(prompt_tokens))
         if self._body.return_token_ids:
             choice["prompt_token_ids"] = self._group.submissions[index].input_ids
             choice["token_ids"] = sample.token_ids
@@ -164,13 +165,17 @@ class _Answer:
 
     def _event_logprobs(self, sample: SampleChunks, *, with_prompt: bool) -> dict[str, Any]:
         index = sample.prompt_index
-        collected = self._logprobs.setdefault(sample[:2], CompletionLogprobs(self._context.token_texts))
-        tokens, scores = list[int](), list[TokenLogprob | None]()
+        if sample[:2] not in self._logprobs:
+            self._logprobs[sample[:2]] = self._collector(index)
+        prompt_tokens, scores = list[int](), list[TokenLogprob | None]()
         if with_prompt:
-            tokens += self._group.submissions[index].input_ids
+            prompt_tokens = self._group.submissions[index].input_ids
             scores += [None, *self._prompt_scores.get(index, ())]
-        tokens += [score.token_id for score in sample.logprobs]
-        return collected.take(tokens, [*scores, *sample.logprobs])
+        tokens = [*prompt_tokens, *(score.token_id for score in sample.logprobs)]
+        return self._logprobs[sample[:2]].take(tokens, [*scores, *sample.logprobs], len(prompt_tokens))
+
+    def _collector(self, index: int) -> CompletionLogprobs:
+        return CompletionLogprobs(self._context.token_texts, is_text=isinstance(self._prompts[index], str))
 
     def last_events(self) -> bytes:
         return self._group.last_events(self._head, self._body)
