@@ -142,6 +142,7 @@ class _Endpoint:
     async def _answer(
         self, scope: Scope, receive: Receive, send: Send, body: schema.Body, headers: dict[str, str], deadline: float
     ) -> None:
+        limit = self._context.config.limits.request_seconds
         try:
             async with asyncio.timeout_at(deadline):
                 result = await self._handler(self._context, body, scope["key"])
@@ -150,7 +151,7 @@ class _Endpoint:
                     first = await anext(result.events)  # an error before it has its own status
         except Exception as error:
             converted = errors.rename_fields(_api_error(error, scope), body.field_names())
-            if isinstance(error, TimeoutError) and getattr(body, "timeout", None) is not None:
+            if isinstance(error, TimeoutError) and (getattr(body, "timeout", None) or limit) < limit:
                 converted.status = 408  # what the client asked for is no failure of the server
             await error_response(converted)(scope, receive, send)
             return

@@ -393,6 +393,20 @@ def test_ignored_fields_of_a_stream_are_named_too(monkeypatch):
     assert (response.text, response.headers["x-kvad-ignored-fields"]) == ("data: 1\n\n", "other")
 
 
+@pytest.mark.parametrize(("timeout", "status"), [(0.01, 408), (10, 504), (None, 504)])
+def test_a_timeout_beyond_the_limit_is_the_servers(monkeypatch, timeout, status):
+    async def wait(context, body, key):
+        await asyncio.sleep(10)
+
+    async def post():
+        monkeypatch.setitem(POST_ROUTES, "/detokenize", (schema.DetokenizeBody, wait))
+        app = build_app(context_of(limits=ServerLimits(request_seconds=0.05)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.post("/detokenize", json={"tokens": [1], "timeout": timeout})
+
+    assert asyncio.run(post()).status_code == status
+
+
 def test_attention_is_that_of_the_base_model():
     context = context_of(attention=True)
     context.llm.info["adapters"] = {"sql": "folder"}
