@@ -848,8 +848,8 @@ ENGINE_MUTATIONS = (
     Mutation(
         "logit-bias-of-the-neighbor",
         SAMPLER,
-        "scores[i, token] += bias",
-        "scores[i - 1, token] += bias",
+        "scores[torch.from_numpy(rows), torch.from_numpy(tokens)] +=",
+        "scores[torch.from_numpy(rows) - 1, torch.from_numpy(tokens)] +=",
         T_SAMPLER,
         "logit_bias",
     ),

@@ -177,7 +177,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     no_repeat_ngram_size: int
-    visible_special_tokens: Sequence[str]
+    visible_special_tokens: tuple[str, ...]
     forced_bos_token_id: int | None
     forced_eos_token_id: int | None
     allowed_tokens_fn: Callable[[Sequence[int]], Sequence[int]] | None
