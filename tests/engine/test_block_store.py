@@ -512,6 +512,7 @@ def test_a_request_that_runs_alone_after_a_failed_step_loads_before_older_ones(t
     execute = engine.runner.execute
     monkeypatch.setattr(engine.runner, "execute", fail)
     step()
+    assert engine.block_store._writer.wait(10), "the blocks of the failed step are dropped"
     step()  # the first one stores the tokens that it shares with the last one
     engine.flush_offload()
     assert engine.block_store._writer.wait(10)
@@ -547,6 +548,7 @@ def test_a_request_that_loads_alone_after_a_failed_step_takes_no_room(tmp_path, 
     execute = engine.runner.execute
     monkeypatch.setattr(engine.runner, "execute", fail)
     step()
+    assert engine.block_store._writer.wait(10), "the blocks of the failed step are dropped"
     while len(engine.scheduler._alone) == 2:  # the first one is recomputed
         step()
     engine.flush_offload()
