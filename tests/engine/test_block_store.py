@@ -484,6 +484,30 @@ def test_a_slow_disk_delays_only_the_request_that_reads(tmp_path, monkeypatch):
     engine.close()
 
 
+def submit_together(engine, prompts, sampling):
+    """Return the tokens of each request, and a function that takes a step and adds its tokens to them."""
+    outputs = {engine.add_request(prompt, sampling): [] for prompt in prompts}
+
+    def step():
+        for chunk in engine.step():
+            outputs[chunk.request].append(chunk.token_id)
+
+    return outputs, step
+
+
+def fail_a_step(engine, monkeypatch, step):
+    """Take a step that fails, and wait until its blocks are dropped from the disk."""
+
+    def fail(output):
+        monkeypatch.setattr(engine.runner, "execute", execute)
+        raise RuntimeError("planted")
+
+    execute = engine.runner.execute
+    monkeypatch.setattr(engine.runner, "execute", fail)
+    step()
+    assert engine.block_store._writer.wait(10)
+
+
 def test_a_request_that_runs_alone_after_a_failed_step_loads_before_older_ones(tmp_path, monkeypatch):
     """Two older ones have loaded their blocks and must wait for it: if it waited for them, nothing would ever run."""
     first = make_engine(tmp_path)
@@ -494,25 +518,11 @@ def test_a_request_that_runs_alone_after_a_failed_step_loads_before_older_ones(t
     disk.slow = True
     prompts = [PROMPT[3:], PROMPT, PROMPT[1:], PROMPT[3:20] + PROMPT[:20]]
     sampling = SamplingParams(max_tokens=9, temperature=0)
-    requests = [engine.add_request(prompt, sampling) for prompt in prompts]
-    outputs = {request: [] for request in requests}
-
-    def step():
-        for chunk in engine.step():
-            outputs[chunk.request].append(chunk.token_id)
-
+    outputs, step = submit_together(engine, prompts, sampling)
     for _ in range(8):
         step()
     assert [bool(tokens) for tokens in outputs.values()] == [True, False, False, True], "the others wait for the disk"
-
-    def fail(output):
-        monkeypatch.setattr(engine.runner, "execute", execute)
-        raise RuntimeError("planted")
-
-    execute = engine.runner.execute
-    monkeypatch.setattr(engine.runner, "execute", fail)
-    step()
-    assert engine.block_store._writer.wait(10), "the blocks of the failed step are dropped"
+    fail_a_step(engine, monkeypatch, step)
     step()  # the first one stores the tokens that it shares with the last one
     engine.flush_offload()
     assert engine.block_store._writer.wait(10)
@@ -531,24 +541,10 @@ def test_a_request_that_loads_alone_after_a_failed_step_takes_no_room(tmp_path, 
     disk = SlowDisk()
     engine = make_engine(tmp_path, disk=disk, monkeypatch=monkeypatch, num_blocks=60, overflow=overflow)
     prompts, sampling = [PROMPT, PROMPT[:20] + PROMPT[:20]], SamplingParams(max_tokens=9, temperature=0)
-    requests = [engine.add_request(prompt, sampling) for prompt in prompts]
-    outputs = {request: [] for request in requests}
-
-    def step():
-        for chunk in engine.step():
-            outputs[chunk.request].append(chunk.token_id)
-
+    outputs, step = submit_together(engine, prompts, sampling)
     for _ in range(4):
         step()
-
-    def fail(output):
-        monkeypatch.setattr(engine.runner, "execute", execute)
-        raise RuntimeError("planted")
-
-    execute = engine.runner.execute
-    monkeypatch.setattr(engine.runner, "execute", fail)
-    step()
-    assert engine.block_store._writer.wait(10), "the blocks of the failed step are dropped"
+    fail_a_step(engine, monkeypatch, step)
     while len(engine.scheduler._alone) == 2:  # the first one is recomputed
         step()
     engine.flush_offload()
