@@ -200,6 +200,7 @@ class Session:
         self._revisions[path] = metadata.get("revision")
         state = replace(state, adapter=self.adapter)  # the fingerprint has that of its factors
         self.tokens, self.state, self.restored = list(loaded_session.history), state, state.length
+        self._is_captured = False
         self.source = None if state.encoder_tokens is None else list(state.encoder_tokens)
         self.seed, self.created = metadata.get("seed"), str(metadata.get("created", self.created))
         self.draw_salt, self._drawn = int(metadata.get("draw_salt", 0)), list(self.tokens)
