@@ -44,7 +44,7 @@ def test_every_variant_of_this_machine_can_be_chosen(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [("off", "KVAD_NATIVE=off"), ("sse9", "must be off or one of avx512-bf16, avx512, avx2, portable")],
+    [("off", "KVAD_NATIVE=off"), ("sse9", "must be off or one of amx, avx512-bf16, avx512, avx2, portable")],
 )
 def test_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, value: str, reason: str) -> None:
     result = load_again(monkeypatch, value)

@@ -85,7 +85,7 @@ template <class T> void write_result(const Op& op, int head, Part part, const fl
   for (int d = 0; d < op.value_dim; d += LANES) store_first(out + d, load(from + d) * factor, op.value_dim - d);
 }
 
-constexpr int BLOCK_QUERIES = 20 * ROWS;  // queries that read a chunk together
+constexpr int BLOCK_QUERIES = 20 * REGISTER_ROWS;  // queries that read a chunk together
 
 template <class W> struct AttentionMemory {  // of one thread
   typedef typename W::T T;
@@ -113,6 +113,15 @@ template <class W> struct AttentionMemory {  // of one thread
   }
 };
 
+// True if keys and values are computed with as integers, whose sums fit into 32 bits.
+inline bool uses_words(const Op& op) {
+  auto is_packed = [](const Store& store) { return store.format == STORE_INT8 || store.format == STORE_INT4; };
+  return op.type == TYPE_BFLOAT && is_packed(*op.keys) && is_packed(*op.values) && op.head_dim <= 512;
+}
+inline int queries_together(const Op& op) {
+  return op.type == TYPE_BFLOAT && !uses_words(op) ? BFloat::TOGETHER : Words::TOGETHER;
+}
+
 // A sub-batch is attended in one of two ways, with equal results. If there are many queries, a unit of work is a block of
 // queries of one sequence and kv head, and reads all chunks. Else a unit is one chunk, and a second pass merges them.
 struct Layout {
@@ -121,19 +130,13 @@ struct Layout {
   Layout(const Op& op, const SubBatch& batch, int threads)
       : groups(op.heads / op.kv_heads), queries(batch.num_new * groups), chunks((batch.slots + CHUNK - 1) / CHUNK),
         blocks((queries + BLOCK_QUERIES - 1) / BLOCK_QUERIES), value_dim(round_up(op.value_dim, PANEL)) {
-    by_chunk = queries <= ROWS && chunks > 1 && batch.num_seqs * op.kv_heads < 8 * threads;
+    by_chunk = queries <= queries_together(op) && chunks > 1 && batch.num_seqs * op.kv_heads < 8 * threads;
   }
   int64_t record() const { return value_dim + 16; }  // floats: Part, then the output
   int64_t record_bytes(const Op& op, const SubBatch& batch) const {
     return by_chunk ? batch.num_seqs * batch.num_new * op.heads * chunks * record() * 4 : 0;
   }
 };
-
-// True if keys and values are computed with as integers, whose sums fit into 32 bits.
-inline bool uses_words(const Op& op) {
-  auto is_packed = [](const Store& store) { return store.format == STORE_INT8 || store.format == STORE_INT4; };
-  return op.type == TYPE_BFLOAT && is_packed(*op.keys) && is_packed(*op.values) && op.head_dim <= 512;
-}
 
 // W: of queries and output; C: of the products with keys and values, W or Words.
 template <class W, class C> class Attention {
@@ -203,7 +206,7 @@ template <class W, class C> class Attention {
   // True if ``queries`` queries of a unit read the cache's blocks; more of them read an arranged copy.
   static bool reads_blocks(int64_t queries) {
 #ifdef __AVX512F__
-    return queries <= ROWS;
+    return queries <= REGISTER_ROWS && C::TOGETHER == REGISTER_ROWS;
 #else
     return false;
 #endif
@@ -253,8 +256,8 @@ template <class W, class C> class Attention {
         else if (next < units) announce(batch, next / (op.kv_heads * layout.blocks), next / layout.blocks % op.kv_heads, 0);
         else memory.chunk.next_first = memory.chunk.next_slots = 0;
         if (!open(batch, seq, kv, chunk, n)) continue;
-        for (int from = 0; from < n; from += ROWS) {
-          const int m = n - from < ROWS ? n - from : ROWS;
+        for (int from = 0; from < n; from += C::TOGETHER) {
+          const int m = n - from < C::TOGETHER ? n - from : C::TOGETHER;
           attend_rows(kv, from, m, n, parts);
           for (int i = 0; i < m; i++)
             merge(totals[from + i], memory.totals + (from + i) * dim, parts[i], memory.out + i * dim, int(dim));

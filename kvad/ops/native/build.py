@@ -19,9 +19,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "step.cpp"
+AVX512_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512")
 # By preference. The flags of each instruction set; "portable" runs on any machine of the architecture.
 VARIANTS = {
-    "avx512-bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
+    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "avx512-bf16": AVX512_BF16,
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "avx2": ("-march=x86-64-v3",),
     "portable": (),

@@ -225,8 +225,8 @@ template <class W> class Mixture {
         next = run.team.ticket.fetch_add(1, std::memory_order_relaxed);
         for (int64_t panel = span * SPAN; panel < panels && panel < (span + 1) * SPAN; panel++) {
           const T* w = static_cast<const T*>(weights) + (e * panels + panel) * PANEL * k;
-          for (int64_t pair = low; pair < high; pair += ROWS)
-            compute(e, panel, pair, int(high - pair < ROWS ? high - pair : ROWS), w);
+          for (int64_t pair = low; pair < high; pair += W::TOGETHER)
+            compute(e, panel, pair, int(high - pair < W::TOGETHER ? high - pair : W::TOGETHER), w);
         }
       }
     }

@@ -43,7 +43,8 @@ STORE_FORMATS = ("float32", "bfloat16", "float16", "int8", "int4", "fp8-e4m3", "
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh")
 OUTPUT_MODES = ("float", "add", "gated", "activated", "logits")
 NORMS = ("none", "rms", "layer")
-LEVELS = {"avx512-bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}  # that a machine must reach (kvad_cpu_level)
+# What a machine must reach (kvad_cpu_level).
+LEVELS = {"amx": 4, "avx512-bf16": 3, "avx512": 2, "avx2": 1, "portable": 0}
 SMAPS = Path("/proc/self/smaps")
 UNCHANGED = re.compile(  # a file's lines: addresses, then names and values
     r"^([0-9a-f]+)-([0-9a-f]+) (?:\S+ +){4}/.*\n(?:(?!Anonymous|VmFlags)[A-Z].*\n)*Anonymous: +0 kB$", re.MULTILINE

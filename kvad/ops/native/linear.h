@@ -42,17 +42,17 @@ template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
   const T* x = run.buffer<T>(op.in) + op.in_offset;
   const T* w = static_cast<const T*>(op.weight);
   const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL;
-  const int64_t passes = (rows + ROWS - 1) / ROWS, steps = op.k / W::STEP;  // of 64 * PANEL / LANES bytes
+  const int64_t passes = (rows + W::TOGETHER - 1) / W::TOGETHER, steps = op.k / W::STEP;  // of 64 * PANEL / LANES bytes
   alignas(64) F acc[ROWS][2];
   for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
-    for (int64_t row = 0; row < rows; row += ROWS) {
-      const int m = rows - row < ROWS ? int(rows - row) : ROWS;
+    for (int64_t row = 0; row < rows; row += W::TOGETHER) {
+      const int m = rows - row < W::TOGETHER ? int(rows - row) : W::TOGETHER;
       Ahead ahead;
       ahead.panel = rows > 1 && passes == 1;
       // The passes after the first one would not use the memory.
       if (passes > 1 && panel + 1 < run.high(panels)) {
         ahead.every = passes / 2 < steps ? passes / 2 : steps;
-        ahead.at = reinterpret_cast<const char*>(w + (panel + 1) * size) + row / ROWS * (steps / ahead.every) * 64;
+        ahead.at = reinterpret_cast<const char*>(w + (panel + 1) * size) + row / W::TOGETHER * (steps / ahead.every) * 64;
       }
       multiply<W>(m, w + panel * size, x + row * op.in_stride, op.in_stride, op.k, acc, ahead);
       finish<W>(run, op, panel, row, m, acc);

@@ -14,10 +14,16 @@ constexpr int PANEL = 32;   // rows of a weight that are stored together
 constexpr int CHUNK = 256;  // slots that attention reads at a time; its results are merged in order
 constexpr int MAX_HEAD_DIM = 1024;
 #if defined(__AVX512F__)
-constexpr int ROWS = 12;  // tokens that a panel is multiplied by at a time: what the registers hold
+constexpr int REGISTER_ROWS = 12;  // tokens that a panel is multiplied by at a time: what the registers hold
 #else
-constexpr int ROWS = 3;
+constexpr int REGISTER_ROWS = 3;
 #endif
+#if defined(__AMX_BF16__)
+constexpr int TILE_ROWS = 32;  // the same in bfloat16
+#else
+constexpr int TILE_ROWS = REGISTER_ROWS;
+#endif
+constexpr int ROWS = TILE_ROWS;  // of either, at most
 
 typedef float F __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t I __attribute__((vector_size(64), aligned(4), may_alias));
@@ -203,10 +209,11 @@ inline F activate(int kind, F x) {
   }
 }
 
-// Number types of weights, activations and products. A step is what one multiply-add of a lane reads.
+// Number types of weights, activations and products. A step is what one multiply-add of a lane reads; TOGETHER tokens
+// are multiplied by a panel at a time.
 struct BFloat {
   typedef bf16 T;
-  static constexpr int STEP = 2;
+  static constexpr int STEP = 2, TOGETHER = TILE_ROWS;
   static constexpr bool IS_INTEGER = false;
   static V dot(V acc, VI w, const T* x) {
 #ifdef __AVX512BF16__
@@ -222,7 +229,7 @@ struct BFloat {
 };
 struct Float {
   typedef float T;
-  static constexpr int STEP = 1;
+  static constexpr int STEP = 1, TOGETHER = REGISTER_ROWS;
   static constexpr bool IS_INTEGER = false;
   static V dot(V acc, VI w, const T* x) { return acc + (V)w * *x; }
 };
@@ -254,7 +261,7 @@ inline VI dot_bytes(VI sum, VI w, const void* x) {  // sum + four unsigned numbe
 // 16-bit integers: the sums are integers of 32 bits, in the bits of V.
 struct Words {
   typedef uint16_t T;
-  static constexpr int STEP = 2;
+  static constexpr int STEP = 2, TOGETHER = REGISTER_ROWS;
   static constexpr bool IS_INTEGER = true;
   static V dot(V acc, VI w, const T* x) { return (V)dot_pairs((VI)acc, w, x); }
 };

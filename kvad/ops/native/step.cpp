@@ -3,6 +3,11 @@
 // What a token gets does not depend on the other tokens of the step or on the number of threads: every product is summed
 // over its inputs in order, and attention reads chunks of CHUNK slots that are merged in order.
 #include <cstdlib>
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -106,13 +111,26 @@ void run_thread(const Model& model, const Step& step, const Sizes& memory, Team&
   if (step.best) find_best(run, model.ops[model.num_ops - 1].n);
 }
 
+// True if the processor has AMX with bfloat16 and Linux lets this process use it.
+bool has_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  unsigned int a, b, c, d;
+  constexpr unsigned int TILES = 1 << 24, BFLOAT_TILES = 1 << 22;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & TILES) || !(d & BFLOAT_TILES)) return false;
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 extern "C" {
 
 const char* kvad_source_hash() { return KVAD_SOURCE_HASH; }
 
-// The instruction sets of this machine: 1 AVX2, 2 AVX-512, 3 with bfloat16 and VNNI.
+// The instruction sets of this machine: 1 AVX2, 2 AVX-512, 3 with bfloat16 and VNNI, 4 with AMX.
 int kvad_cpu_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -120,7 +138,8 @@ int kvad_cpu_level() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512) return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) return has_tiles() ? 4 : 3;
+  if (avx512) return 2;
   return avx2;
 #else
   return 0;
@@ -194,6 +213,7 @@ int kvad_step(Model* model, const Step* step) {
     const unsigned int control = _mm_getcsr();
     _mm_setcsr(control | 0x8040);  // denormal numbers are zero
 #endif
+    const TileScope scope;
     run_thread(*model, *step, memory, team, thread);
 #if defined(__x86_64__)
     _mm_setcsr(control);

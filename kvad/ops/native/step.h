@@ -3,7 +3,7 @@
 #include <atomic>
 #include <sched.h>
 
-#include "simd.h"
+#include "tiles.h"
 
 extern "C" {
 
