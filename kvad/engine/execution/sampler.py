@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -250,7 +251,7 @@ def _mark_complete(results: dict[int, SequenceOutput], sequences: Sequence[Token
 def _rows_on_device(logits: Tensor, sequences: Sequence[TokenSequence]) -> list[int]:
     """Return the rows of logits [N, V] whose tokens ``DeviceTokens`` chooses. A row depends on no other sequence."""
     can_draw, all_params = ops.gpu.can_draw(logits), [seq.sampling_params for seq in sequences]
-    return [i for i, p in enumerate(all_params) if p.needs_best_only or (can_draw and p.needs_token_only)]
+    return [i for i, p in enumerate(all_params) if not p.needs_host and (can_draw or p.greedy)]
 
 
 def sample_on_device(output: SchedulerOutput, logits: Tensor, num_tokens: int | None = None) -> DeviceTokens | None:
@@ -267,25 +268,67 @@ class DeviceTokens:
     ``token_ids`` [N] are on the device. On a GPU nothing is waited for but in ``wait``.
     """
 
+    @torch.inference_mode()
     def __init__(self, logits: Tensor, sequences: Sequence[TokenSequence], num_tokens: int | None = None) -> None:
         num_tokens = logits.shape[-1] if num_tokens is None else num_tokens
-        if all(seq.sampling_params.needs_best_only for seq in sequences):
-            chosen = ops.gpu.best_tokens(logits, num_tokens)
+        scores = logits
+        if any(seq.sampling_params.edits_scores for seq in sequences):
+            raw = edited = logits.float()
+            for step in EDIT_STEPS:
+                edited = step(edited, sequences)
+            scores = logits if edited is raw else edited.clamp(min=LOWEST)  # infinity would be an error of the row
+        if all(seq.sampling_params.greedy for seq in sequences):
+            chosen = ops.gpu.best_tokens(scores, num_tokens)
         else:
-            parameters = torch.tensor(_draw_parameters(sequences), dtype=torch.float64, pin_memory=logits.is_cuda)
-            chosen = ops.gpu.draw_tokens(logits, parameters.to(logits.device, non_blocking=True), num_tokens)
-        self.token_ids, self._copy, self._copied = chosen[:, 0], chosen, None
-        if chosen.is_cuda:
-            self._copy = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True).copy_(chosen, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            parameters = _to_device(np.array(_draw_parameters(sequences)), logits.device)
+            chosen = ops.gpu.draw_tokens(scores, parameters, num_tokens)
+        self.token_ids = chosen[:, 0]
+        if scores is not logits:
+            chosen[:, 1] = ops.gpu.best_tokens(logits, num_tokens)[:, 1]
+            chosen = torch.cat((chosen, scores.gather(1, chosen[:, :1]) > LOWEST), dim=1)
+        all_counts = [seq.sampling_params.logprobs for seq in sequences]
+        self._rows = [i for i, count in enumerate(all_counts) if count is not None]
+        self._num_alternatives = [count for count in all_counts if count is not None]
+        results: tuple[Tensor, ...] = (chosen,)
+        if self._rows:
+            raw, targets = _select(logits, self._rows).float(), _select(self.token_ids, self._rows)
+            results += _logprobs(raw, targets, max(self._num_alternatives), num_tokens)
+        self._copies = [_to_host(result) for result in results]
+        self._copied = torch.cuda.Event() if logits.is_cuda else None
+        if self._copied is not None:
             self._copied.record()
 
     def wait(self) -> list[SequenceOutput]:
-        """Return the tokens; a row that is not finite is an error."""
+        """Return the tokens; a row that is not finite is an error, and so is one without an allowed token."""
         if self._copied is not None:
             self._copied.synchronize()
-        chosen = self._copy.tolist()
-        return [SequenceOutput(token, error=None if is_finite else NONFINITE_ERROR) for token, is_finite in chosen]
+        chosen, *scored = (copy.tolist() for copy in self._copies)
+        results = [
+            SequenceOutput(token, error=None if is_finite and all(is_allowed) else _error_of_row(is_finite))
+            for token, is_finite, *is_allowed in chosen
+        ]
+        if self._rows:
+            logprobs = _to_logprobs([chosen[row][0] for row in self._rows], scored, self._num_alternatives)
+            for row, logprob in zip(self._rows, logprobs, strict=True):
+                results[row] = results[row]._replace(logprob=logprob)
+        return results
+
+
+def _error_of_row(is_finite: int) -> str:
+    return scheduling.request.NO_ALLOWED_TOKEN if is_finite else NONFINITE_ERROR
+
+
+def _to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Return numbers on a device, for which the host does not wait."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor of the host; if it comes from a GPU, what is recorded next in its stream must be waited for."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _draw_parameters(sequences: Sequence[TokenSequence]) -> list[tuple[float, ...]]:
@@ -337,8 +380,8 @@ def _finite_rows(raw: Tensor) -> list[bool]:
 
 
 def _select(x: Tensor, rows: list[int]) -> Tensor:
-    """Return the given rows, in ascending order, of [N, V]; without a copy if they are all rows."""
-    return x if len(rows) == len(x) else x[rows]
+    """Return the given rows, in ascending order, of [N, ...]; without a copy if they are all rows."""
+    return x if len(rows) == len(x) else x.index_select(0, _to_device(np.array(rows, np.int64), x.device))
 
 
 def _choose_tokens(raw: Tensor, scores: Tensor, sequences: Sequence[TokenSequence]) -> list[SequenceOutput]:
@@ -426,15 +469,29 @@ def _score(
     They are of all V columns, as in transformers. The alternatives are ids below ``num_tokens`` (None: V), because the
     columns beyond the tokenizer's vocabulary are padding, which is never sampled.
     """
+    chosen = torch.tensor(targets, device=raw.device)
+    scored = _logprobs(raw, chosen, max(num_alternatives), num_tokens)
+    return _to_logprobs(targets, [x.tolist() for x in scored], num_alternatives)
+
+
+def _logprobs(
+    raw: Tensor, targets: Tensor, num_alternatives: int, num_tokens: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of ``targets`` [N], and those [N, k] and the ids [N, k] of the best tokens."""
     logprobs = raw.log_softmax(dim=-1)
     known = logprobs[:, :num_tokens]
-    top = known.topk(min(max(num_alternatives), known.shape[-1]), dim=-1)
+    top = known.topk(min(num_alternatives, known.shape[-1]), dim=-1)
     logprobs, values, ids = (x.expand(len(targets), -1) for x in (logprobs, *top))
-    target_logprobs = logprobs[range(len(targets)), list(targets)].tolist()
-    alternatives = [list(zip(map(int, i), v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), values, ids
+
+
+def _to_logprobs(
+    targets: Sequence[int], scored: Sequence[list[Any]], num_alternatives: Sequence[int]
+) -> list[TokenLogprob]:
+    """Return the results of ``_logprobs``, as lists, for each target with as many alternatives as it needs."""
     return [
-        TokenLogprob(token, logprob, tuple(best[:count]))
-        for token, logprob, best, count in zip(targets, target_logprobs, alternatives, num_alternatives, strict=True)
+        TokenLogprob(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, logprob, values, ids, count in zip(targets, *scored, num_alternatives, strict=True)
     ]
 
 
@@ -523,7 +580,7 @@ def apply_bans(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     if banned is None:
         return scores
     scores = scores.clone()
-    scores[banned] = -math.inf
+    scores[tuple(_to_device(np.array(index), scores.device) for index in banned)] = -math.inf
     return scores
 
 
@@ -615,8 +672,9 @@ def apply_logit_bias(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tens
     rows = np.repeat(np.arange(len(sequences)), list(map(len, all_biases)))
     tokens = np.array([token for biases in all_biases for token in biases])
     values = np.array([value for biases in all_biases for value in biases.values()])
+    index = _to_device(rows, scores.device), _to_device(tokens, scores.device)
     scores = scores.clone()
-    scores[torch.from_numpy(rows), torch.from_numpy(tokens)] += torch.from_numpy(values).to(scores)
+    scores[index] += _to_device(values, scores.device).to(scores.dtype)
     return scores
 
 
@@ -631,14 +689,16 @@ def apply_penalties(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tenso
     penalized = [i for i, values in enumerate(penalties) if values != (1.0, 0.0, 0.0)]
     if not penalized:
         return scores
-    scores = scores.clone()
-    for i in penalized:
-        params, tokens = sequences[i].sampling_params, torch.tensor(sequences[i].token_ids, device=scores.device)
-        ids, penalty = tokens.unique(), params.repetition_penalty
-        old_scores = scores[i, ids]
-        scores[i, ids] = torch.where(old_scores > 0, old_scores / penalty, old_scores * penalty)
-        output, counts = tokens[sequences[i].num_prompt_tokens :].unique(return_counts=True)
-        scores[i, output] -= params.presence_penalty + params.frequency_penalty * counts.to(scores.dtype)
+    counted = [sequences[i].count_tokens() for i in penalized]
+    sizes = [len(counts.tokens) for counts in counted]
+    index = np.repeat(penalized, sizes), np.concatenate([np.array(counts.tokens) for counts in counted])
+    generated = np.concatenate([np.array(counts.generated, np.float32) for counts in counted])
+    values = np.array([penalties[i] for i in penalized], np.float32)
+    repetition, presence, frequency = np.repeat(values, sizes, axis=0).T
+    amount = np.where(generated > 0, presence + frequency * generated, np.float32(0))
+    rows, tokens, factor, subtracted = (_to_device(x, scores.device) for x in (*index, repetition, amount))
+    scores, old = scores.clone(), scores[rows, tokens]
+    scores[rows, tokens] = torch.where(old > 0, old / factor, old * factor) - subtracted
     return scores
 
 

@@ -130,10 +130,15 @@ class SamplingParams:
         return any((*bans, self.logit_bias, penalties != (1.0, 0.0, 0.0))) or forced != (None, None, None, None)
 
     @cached_property
+    def needs_host(self) -> bool:
+        """True if the host chooses the next token: of a beam, with typical-p, a forced one, one that a mask allows."""
+        forced = self.forced_bos_token_id, self.forced_eos_token_id, self.allowed_tokens_fn, self.structured_output
+        return self.num_beams > 1 or forced != (None, None, None, None) or (not self.greedy and self.typical_p < 1)
+
+    @cached_property
     def needs_token_only(self) -> bool:
         """True if the best token is all that is needed, or one drawn after temperature, top-k, top-p and min-p."""
-        is_single = self.num_beams == 1 and self.logprobs is None and not self.edits_scores
-        return is_single and (self.greedy or self.typical_p >= 1)
+        return not self.needs_host and self.logprobs is None and not self.edits_scores
 
     @cached_property
     def needs_best_only(self) -> bool:

@@ -705,5 +705,5 @@ def _are_recomputed(seqs: Sequence[TokenSequence], output: SchedulerOutput) -> b
 def _continues(scheduled: ScheduledSequence) -> bool:
     """Return True if a sequence of a step decodes one more token, unless the token of this step ends it."""
     seq = scheduled.sequence
-    is_alone = not scheduled.draft_token_ids and seq.request.beams is None and seq.request.adapter == 0
+    is_alone = not scheduled.draft_token_ids and seq.request.beams is None
     return is_alone and scheduled.is_sampled and seq.state == RUNNING and len(seq.token_ids) + 1 < seq.max_len

@@ -6,6 +6,7 @@ Plain values, changed by the scheduler only. Integers only: no torch.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -88,6 +89,30 @@ def regime_root(prefix_root: bytes, rope_regime: int) -> bytes:
     return prefix_root + bytes(rope_regime)  # as many zero bytes
 
 
+class TokenCounts:
+    """Distinct tokens of a sequence, in the order of their first places, and how often each was generated."""
+
+    def __init__(self) -> None:
+        self.tokens, self.generated = array("q"), array("q")
+        self.num_counted = 0  # tokens of the sequence
+        self._index: dict[int, int] = {}  # of each token in ``tokens``
+
+    def add(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Count the tokens that were appended since the last call."""
+        for token in token_ids[self.num_counted :]:
+            index = self._index.setdefault(token, len(self.tokens))
+            if index == len(self.tokens):
+                self.tokens.append(token)
+                self.generated.append(0)
+            self.generated[index] += self.num_counted >= num_prompt_tokens
+            self.num_counted += 1
+
+    def copy(self) -> TokenCounts:
+        counts = copy(self)
+        counts.tokens, counts.generated, counts._index = self.tokens[:], self.generated[:], dict(self._index)
+        return counts
+
+
 @dataclass(slots=True, eq=False)
 class TokenSequence:
     """One sample of one request: prompt and generated tokens, the first ``num_computed_tokens`` of them cached."""
@@ -120,6 +145,7 @@ class TokenSequence:
     draft_token_ids: tuple[int, ...] = ()  # proposed next tokens, for its next step only
     draw_hash: blake2b | None = None  # with the first ``num_hashed_tokens`` tokens
     num_hashed_tokens: int = 0
+    token_counts: TokenCounts | None = None  # of the first tokens, for penalties
     grammar_state: GrammarState | None = field(init=False)  # of its structured output; the sampler's
     pooled_states: PooledStates | None = None  # of its computed tokens; the engine's
 
@@ -155,11 +181,20 @@ class TokenSequence:
         self.num_hashed_tokens = len(self.token_ids)
         return int.from_bytes(self.draw_hash.digest(), "little")
 
+    def count_tokens(self) -> TokenCounts:
+        """Return the counts of all tokens so far. Of a beam, whose tokens are replaced, all are counted again."""
+        counts = self.token_counts
+        if counts is None or counts.num_counted > len(self.token_ids) or self.request.beams is not None:
+            counts = self.token_counts = TokenCounts()
+        counts.add(self.token_ids, self.num_prompt_tokens)
+        return counts
+
     def with_drafts(self, draft_token_ids: Sequence[int]) -> TokenSequence:
         """Return a copy, for the sampler, in which these drafts are accepted."""
         seq = copy(self)
         seq.token_ids = [*self.token_ids, *draft_token_ids]
         seq.draw_hash = None if self.draw_hash is None else self.draw_hash.copy()
+        seq.token_counts = None if self.token_counts is None else self.token_counts.copy()
         seq.grammar_state = None if self.grammar_state is None else self.grammar_state.copy()
         return seq
 

@@ -15,11 +15,12 @@ from kvad.engine.engine import Engine
 from kvad.engine.execution.cuda_graphs import BatchShape, GraphCache, decoding_bucket, num_seqs_bucket
 from kvad.engine.execution.fused_decoder import describe_gpu
 from kvad.engine.execution.sampler import DeviceTokens, sample_outputs, sample_tokens
-from kvad.engine.options import EngineConfig
+from kvad.engine.options import EngineConfig, ServedAdapter
 from kvad.engine.scheduling.request import SamplingParams
 from kvad.engine.scheduling.sequence import SchedulerOutput
 from kvad.errors import ConfigError
 from kvad.model_input import PADDING_BLOCK, BlockOps, SubBatch
+from tests.engine.test_adapters import random_factors
 from tests.support.host_recorder import HostRecorder
 from tests.support.random_models import build, model_config
 from tests.support.sequences import token_sequence
@@ -30,14 +31,14 @@ NUM_TOKENS = 9 if HAS_GPU else 5  # the interpreter is slow
 PROMPTS = ((1, 5, 2, 8, 4, 4, 7), (3, 3), (9, 1, 1, 6, 2, 8, 5, 3, 2, 1, 7), (4,), (2, 6))[: 5 if HAS_GPU else 3]
 
 
-def make_engine(graphs=0, dtype=torch.float32, **kinds):
+def make_engine(graphs=0, dtype=torch.float32, adapters=None, **kinds):
     torch.manual_seed(0)
     model = build(model_config(**kinds)).to(dtype)
     if HAS_GPU:
         model = model.cuda()
     name = str(dtype).removeprefix("torch.")
     cache = CacheConfig(dtype=name, max_num_seqs=8, max_seq_len=64, block_size=4, prefill_chunk_size=8)
-    engine = Engine(model, cache, EngineConfig(native=False, cuda_graphs=graphs))
+    engine = Engine(model, cache, EngineConfig(native=False, cuda_graphs=graphs, adapters=adapters or {}))
     if graphs and not HAS_GPU:
         engine.runner.graphs = GraphCache(engine.runner._forward, graphs, HostRecorder())
     return engine
@@ -47,7 +48,11 @@ def tokens(engine, *samplings):
     """Return the tokens of all prompts, greedy or with these options in turn."""
     choices = itertools.cycle(samplings or [{"temperature": 0}])
     options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 3}
-    numbers = [engine.add_request(list(prompt), SamplingParams(**options | next(choices))) for prompt in PROMPTS]
+    adapters = itertools.cycle(["", *engine.adapters.names])
+    numbers = [
+        engine.add_request(list(prompt), SamplingParams(**options | next(choices)), adapter=next(adapters))
+        for prompt in PROMPTS
+    ]
     outputs = {number: [] for number in numbers}
     while not engine.idle:
         for chunk in engine.step():
@@ -100,12 +105,51 @@ def test_tokens_equal_those_of_pytorch(interpreter, expected, kinds, graphs):
 @pytest.mark.gpu
 @needs_triton
 def test_drawn_tokens_equal_those_of_pytorch(interpreter, monkeypatch):
-    samplings = {"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 9}
+    samplings = (
+        {"temperature": 1.0, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"top_k": 9},
+    )
     engine = make_engine(graphs=8)
     drawn = tokens(engine, *samplings)
     assert engine.runner.graphs.num_recorded > 0
     monkeypatch.setenv("KVAD_TRITON", "off")
     assert tokens(make_engine(), *samplings) == drawn
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="torch finds no CUDA device")
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["recorded", "adapters"])
+def test_the_next_step_starts_before_the_device_has_computed_this_one(monkeypatch, with_adapters):
+    """PyTorch raises an error where the host waits for the device."""
+    adapters = {
+        "a": ServedAdapter(random_factors(model_config(), 2)),
+        "b": ServedAdapter(random_factors(model_config(), 3)),
+    }
+    engine = make_engine(graphs=8, dtype=torch.bfloat16, adapters=adapters if with_adapters else None)
+    samplings = (
+        {"temperature": 1.0, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"top_k": 9, "logit_bias": {3: 1.0}, "logprobs": 0},
+        {"temperature": 0.0, "bad_words_ids": ((3,),)},
+    )
+    for _ in range(2):  # compiles and records
+        expected = tokens(engine, *samplings)
+    run_ahead, started = engine._run_ahead, []
+
+    def watched(*arguments):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return run_ahead(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            started.append(engine.scheduler._next is not None)
+
+    monkeypatch.setattr(engine, "_run_ahead", watched)
+    assert tokens(engine, *samplings) == expected
+    assert sum(started) >= NUM_TOKENS - 3
 
 
 DRAWS = (
@@ -120,13 +164,17 @@ DRAWS = (
     {"temperature": 0.9, "top_k": 20, "top_p": 0.7, "min_p": 0.02},
     {"temperature": 1e-6},
     {"temperature": 0.0},
-    {"temperature": 1.0, "logprobs": 1},  # the host chooses this one
+    {"temperature": 1.0, "logprobs": 1},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "logprobs": 3},
+    {"temperature": 1.0, "top_k": 5, "logit_bias": {7: 2.5, 60: -4.0}},
+    {"temperature": 1.5, "top_p": 0.8, "presence_penalty": 1.0},
+    {"temperature": 1.0, "bad_words_ids": tuple((token,) for token in range(3, 60)), "min_p": 0.01},
 )
 
 
 def draws(logits, seed, choose):
     sequences = [token_sequence(SamplingParams(**options, seed=seed), (1, 2), 2, i) for i, options in enumerate(DRAWS)]
-    return [output.token_id for output in choose(logits, sequences, logits.shape[1] - 3)]
+    return choose(logits, sequences, logits.shape[1] - 3)
 
 
 @pytest.mark.gpu
@@ -140,12 +188,15 @@ def test_draws_equal_those_of_the_host(interpreter, dtype, vocab):
         logits = (3 * torch.randn(len(DRAWS), vocab, generator=generator)).to(dtype)  # bfloat16: many are equal
         logits[:, -1] = 100.0  # padding of the embedding
         expected = draws(logits, seed, sample_tokens)
-        chosen = (
-            sample_tokens
-            if HAS_GPU
-            else lambda x, seqs, n: [*DeviceTokens(x[:-1], seqs[:-1], n).wait(), *sample_tokens(x[-1:], seqs[-1:], n)]
-        )
-        assert draws(logits.to(device), seed, chosen) == expected, seed
+        outputs = draws(logits.to(device), seed, lambda *arguments: DeviceTokens(*arguments).wait())
+        assert [output.token_id for output in outputs] == [output.token_id for output in expected], seed
+        for output, other in zip(outputs, expected, strict=True):
+            assert (output.logprob is None) == (other.logprob is None)
+            if other.logprob is not None:
+                values, others = (
+                    [value for _, value in score.top_logprobs] for score in (output.logprob, other.logprob)
+                )
+                assert [output.logprob.logprob, *values] == pytest.approx([other.logprob.logprob, *others], abs=1e-4)
 
 
 @pytest.mark.gpu
@@ -156,6 +207,22 @@ def test_a_row_that_is_not_finite_is_an_error_of_its_own(interpreter):
     sequences = [token_sequence(SamplingParams(seed=1), (1, 2), 2, i) for i in range(4)]
     outputs = DeviceTokens(logits, sequences, 66).wait()
     assert [output.error is None for output in outputs] == [True, False, False, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=needs_triton)])
+def test_errors_of_rows_with_bans_are_those_of_the_host(interpreter, temperature):
+    logits = torch.randn(4, 70)
+    logits[1, 69], logits[2, 3] = torch.nan, -torch.inf
+    words = [((1,),), ((1,),), ((3,),), tuple((token,) for token in range(66))]  # of the last row all are banned
+    sequences = [
+        token_sequence(SamplingParams(temperature=temperature, seed=1, bad_words_ids=banned), (1, 2), 2, i)
+        for i, banned in enumerate(words)
+    ]
+    expected = [output.error for output in sample_tokens(logits, sequences, 66)]
+    outputs = DeviceTokens(logits.to("cuda" if HAS_GPU else "cpu"), sequences, 66).wait()
+    assert [output.error for output in outputs] == expected
+    assert [error is None for error in expected] == [True, False, False, False]
 
 
 def shape(*sub_batches, widths=None, num_logits=None, groups=1):

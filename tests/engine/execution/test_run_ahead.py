@@ -8,19 +8,20 @@ import torch
 from kvad.cache.config import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.engine.execution.cuda_graphs import GraphCache
-from kvad.engine.options import EngineConfig
+from kvad.engine.options import EngineConfig, ServedAdapter
 from kvad.engine.scheduling.request import SamplingParams
+from tests.engine.test_adapters import random_factors
 from tests.support.host_recorder import HostRecorder
 from tests.support.random_models import build, model_config
 
 VOCAB = 60
 
 
-def make_engine(*, runs_ahead, heads="gqa", **cache):
+def make_engine(*, runs_ahead, heads="gqa", adapters=None, **cache):
     torch.manual_seed(0)
     options = {"dtype": "float64", "max_num_seqs": 4, "max_seq_len": 64, "block_size": 4, "prefill_chunk_size": 8}
     model = build(model_config(heads=heads)).double()
-    engine = Engine(model, CacheConfig(**options | cache), EngineConfig(native=False))
+    engine = Engine(model, CacheConfig(**options | cache), EngineConfig(native=False, adapters=adapters or {}))
     if runs_ahead:
         engine.runner.graphs = GraphCache(engine.runner._forward, 8, HostRecorder())
     return engine
@@ -51,30 +52,48 @@ class Counted:
         runner._compute, runner.start, runner.execute = counted_compute, counted_start, counted_execute
 
 
-def run(engine, seed, num_requests=14):
-    """Serve requests that arrive, stop and are aborted at random; return their tokens and reasons by request."""
+EDITS = (
+    {},
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 0.7, "frequency_penalty": 0.3},
+    {"logit_bias": {3: 2.5, 9: -4.0}},
+    {"min_tokens": 9, "bad_words_ids": ((5,), (7, 8))},
+    {"no_repeat_ngram_size": 2},
+)
+
+
+def options_of(choice, name):
+    """Return random options of a request whose steps start early."""
+    options = dict(choice.choice(EDITS)) if name == "edits" else {}
+    if name and choice.random() < 0.5:
+        options["logprobs"] = choice.randrange(4)
+    return options
+
+
+def run(engine, seed, num_requests=14, name=""):
+    """Serve requests that arrive, stop and are aborted at random; return what each gets, by request."""
     choice = random.Random(seed)
     requests = []
     for _ in range(num_requests):
         prompt = [choice.randrange(VOCAB) for _ in range(choice.randrange(1, 20))]
         stops = tuple(choice.sample(range(VOCAB), 2))
-        greedy = choice.random() < 0.9
-        sampling = SamplingParams(
-            temperature=0 if greedy else 1.0, seed=7, max_tokens=choice.randrange(1, 40), stop_token_ids=stops
-        )
-        requests.append((choice.randrange(12), prompt, sampling))
+        greedy = bool(name) or choice.random() < 0.9  # without triton the host draws
+        options = {"temperature": 0 if greedy else 1.0, "seed": 7, "stop_token_ids": stops}
+        options |= {"max_tokens": choice.randrange(9 if name else 1, 40), **options_of(choice, name)}
+        adapter = choice.choice(["", *engine.adapters.names])
+        requests.append((choice.randrange(12), prompt, SamplingParams(**options), adapter))
     requests.sort(key=lambda request: request[0])
     outputs, waiting, aborted, arrivals = {}, list(enumerate(requests)), set(), 0
     numbers = {}
     while waiting or not engine.idle:
         while waiting and (waiting[0][1][0] <= arrivals or engine.idle):
-            index, (_, prompt, sampling) = waiting.pop(0)
-            numbers[engine.add_request(prompt, sampling)] = index
+            index, (_, prompt, sampling, adapter) = waiting.pop(0)
+            numbers[engine.add_request(prompt, sampling, adapter=adapter)] = index
             outputs[index] = []
         for chunk in engine.step():
             assert chunk.error is None, chunk.error
             index = numbers[chunk.request]
-            outputs[index].append((chunk.token_id, chunk.finish_reason))
+            outputs[index].append((chunk.token_id, chunk.finish_reason, chunk.logprob))
             if index % 5 == 3 and len(outputs[index]) == 3 and index not in aborted:
                 aborted.add(index)
                 engine.abort_request(chunk.request)
@@ -93,6 +112,36 @@ def test_outputs_are_those_of_steps_one_after_the_other(cache, heads, seed):
     assert run(engine, seed) == expected
     assert counts.used > 3 and (engine.scheduler.stats().preemptions > 0) == bool(cache)
     assert counts.used >= counts.started - 2  # a step is dropped only when all its sequences have ended
+
+
+@pytest.mark.parametrize("cache", [{}, {"num_blocks": 18}], ids=["room", "preemption"])
+@pytest.mark.parametrize("name", ["logprobs", "edits"])
+def test_scored_and_edited_outputs_are_those_of_steps_one_after_the_other(cache, name):
+    expected = run(make_engine(runs_ahead=False, **cache), 5, name=name)
+    assert any(logprob is not None for output in expected for _, _, logprob in output)
+    engine = make_engine(runs_ahead=True, **cache)
+    counts = Counted(engine)
+    assert run(engine, 5, name=name) == expected
+    assert counts.used > 12
+
+
+def test_outputs_of_adapters_are_those_of_steps_one_after_the_other():
+    config = model_config(heads="gqa")
+    adapters = {name: ServedAdapter(random_factors(config, rank)) for name, rank in (("a", 2), ("b", 3))}
+    expected = run(make_engine(runs_ahead=False, adapters=adapters), 2)
+    engine = make_engine(runs_ahead=True, adapters=adapters)
+    counts = Counted(engine)
+    assert run(engine, 2) == expected
+    assert counts.used > 12
+
+
+@pytest.mark.parametrize("options", [{"frequency_penalty": 2.0}, {"repetition_penalty": 3.0}, {"logprobs": 2}])
+def test_a_lone_sequence_starts_each_step_early(options):
+    engine = make_engine(runs_ahead=True)
+    counts = Counted(engine)
+    (tokens,) = prompts_of(engine, (1, 2, 3), max_tokens=12, **options)
+    assert (counts.computed, counts.started, counts.used) == (12, 11, 11)
+    assert [tokens] == prompts_of(make_engine(runs_ahead=False), (1, 2, 3), max_tokens=12, **options)
 
 
 def prompts_of(engine, *prompts, **options):

@@ -30,6 +30,7 @@ from kvad.engine.execution.sampler import (
     sample_tokens,
     uniform,
 )
+from kvad.engine.scheduling.beam_search import BeamSearch
 from kvad.engine.scheduling.request import NO_ALLOWED_TOKEN, EncoderInput, SamplingParams, SequenceOutput
 from kvad.engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, TokenSequence
 from kvad.model_input import BlockOps
@@ -206,6 +207,22 @@ def test_all_three_penalties_at_once() -> None:
         count = TOKENS[3:].count(token)
         expected -= (0.5 if count else 0.0) + 0.3 * count
         assert mine[token] == pytest.approx(expected, abs=1e-5)
+
+
+def test_tokens_are_counted_as_they_are_appended() -> None:
+    def counts(seq: TokenSequence) -> dict[int, int]:
+        counted = seq.count_tokens()
+        return dict(zip(counted.tokens, counted.generated, strict=True))
+
+    seq = job([5, 7, 7], 2, frequency_penalty=0.5)
+    assert counts(seq) == {5: 0, 7: 1}
+    draft = seq.with_drafts([8])
+    assert counts(draft) == {5: 0, 7: 1, 8: 1}
+    seq.token_ids.append(7)
+    assert counts(seq) == {5: 0, 7: 2}
+    seq.request.beams = BeamSearch(SamplingParams(num_beams=2), 2, 9, frozenset(), None)
+    seq.token_ids = [5, 7, 2, 2]  # of another beam
+    assert counts(seq) == {5: 0, 7: 0, 2: 2}
 
 
 def test_logit_bias_is_added() -> None:
