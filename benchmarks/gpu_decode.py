@@ -13,7 +13,9 @@ Weights are random, bfloat16, and made on the GPU; kvad and transformers have th
 included; ``of_copy`` is bytes of weights and cache read per second over the copy's bytes (read and written) per second;
 ``ms_in_order`` is the time of a step that does not start before the tokens of the one before are known.
 ``batch``: 64 sequences with 2,048 tokens of context, decode only. ``prefill``: TFLOP/s of products with the weights and
-of attention. ``sampling``: steps that draw tokens on the GPU, and with the filters of PyTorch.
+of attention. ``sampling``: steps that draw tokens on the GPU, and with the filters of PyTorch. ``options``: steps of 64
+sequences with log-probabilities, penalties, biases and bans, in ms: started early; in order; in order with PyTorch on
+the GPU, for which the host waits several times.
 ``transformers`` and ``transformers_batch``: the same with transformers (static cache and torch.compile
 for one sequence; for 64 its default cache without compilation, and a static one).
 """
@@ -59,7 +61,16 @@ class Shape(NamedTuple):
 
 
 SHAPES = {"8b": Shape(), "1b": Shape(16, 2048, 8192), "tiny": Shape(2, 64, 96, 4, 2, 500, 128, 3, 24, 64, 6)}
-PARTS = ("limits", "decode", "batch", "prefill", "sampling", "transformers", "transformers_batch")
+PARTS = ("limits", "decode", "batch", "prefill", "sampling", "options", "transformers", "transformers_batch")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "logprobs 0": {"logprobs": 0},
+    "logprobs 5": {"logprobs": 5},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+    "300 biases": {"logit_bias": {token: token / 100 - 1 for token in range(300)}},
+    "min_tokens": {"min_tokens": 4, "stop_token_ids": (7,)},
+    "drawn, penalties, logprobs 5": {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "logprobs": 5},
+}
 PROMPT = 128
 
 
@@ -68,6 +79,7 @@ class Bench:
         self.shape, self.device, self.cache = shape, torch.device(device), cache
         self.copy_rate = self.gemm_rate = float("nan")
         self.tokens: list[int] = []  # of the first context
+        self.in_order_tokens: list[list[int]] = []
         self._model: Transformer | None = None
 
     def sync(self) -> None:
@@ -159,10 +171,10 @@ class Bench:
                 tokens[chunk.request].append(chunk.token_id)
         return times[8:] if len(times) > 16 else times, list(tokens.values())
 
-    def in_order_ms(self, engine: Engine, rows: int, length: int, new: int) -> float:
+    def in_order_ms(self, engine: Engine, rows: int, length: int, new: int, **options: Any) -> float:
         """Return the median of steps that do not start before the tokens of the one before are known."""
         engine.scheduler.schedule_next = lambda: None  # type: ignore[method-assign]
-        times, _ = self.decode_steps(engine, rows, length, new)
+        times, self.in_order_tokens = self.decode_steps(engine, rows, length, new, **options)
         del engine.scheduler.schedule_next
         return statistics.median(times) * 1e3
 
@@ -249,6 +261,30 @@ class Bench:
                 "tokens_s": rows * length / seconds,
                 "seconds": times,
             }
+        return result
+
+    def options(self) -> dict[str, Any]:
+        """Return milliseconds of a step with each of OPTIONS: early, in order, in order with PyTorch."""
+        shape, result, rows_on_device = self.shape, dict[str, Any](), sampler._rows_on_device
+        for length in (PROMPT, shape.context) if shape.layers > 2 else (16,):
+            cases = OPTIONS if length < shape.context else {name: OPTIONS[name] for name in ("greedy", "penalties")}
+            engine, new = self.engine(shape.rows, length + 64, 8192 if shape.layers > 2 else 32), min(shape.new, 40)
+            self.decode_steps(engine, shape.rows, length, min(new, 20))  # compiles and records
+            for name, options in cases.items():
+                times, tokens = self.decode_steps(engine, shape.rows, length, new, seed=1, **options)
+                in_order = self.in_order_ms(engine, shape.rows, length, new, seed=1, **options)
+                numbers = {"early": statistics.median(times) * 1e3, "in_order": in_order}
+                numbers["equal_tokens"] = tokens == self.in_order_tokens
+                if length == PROMPT:
+                    sampler._rows_on_device = lambda _, seqs: [  # type: ignore[assignment]
+                        i for i, seq in enumerate(seqs) if seq.sampling_params.needs_best_only
+                    ]
+                    times, _ = self.decode_steps(engine, shape.rows, length, new, seed=1, **options)
+                    numbers["pytorch"] = statistics.median(times) * 1e3
+                    sampler._rows_on_device = rows_on_device
+                result[f"{length} {name}"] = numbers
+                emit("options", {length: {name: numbers}})
+            engine.close()
         return result
 
     def hf_model(self) -> Any:
