@@ -15,7 +15,8 @@ included; ``of_copy`` is bytes of weights and cache read per second over the cop
 ``batch``: 64 sequences with 2,048 tokens of context, decode only. ``prefill``: TFLOP/s of products with the weights and
 of attention. ``sampling``: steps that draw tokens on the GPU, and with the filters of PyTorch. ``options``: steps of 64
 sequences with log-probabilities, penalties, biases and bans, in ms: started early; in order; in order with PyTorch on
-the GPU, for which the host waits several times.
+the GPU, for which the host waits several times. ``swaps``: steps of 64 sequences while every fourth step one of 2,048
+tokens goes to the host and another one comes back: none, in a stream of their own, in the stream of the steps.
 ``transformers`` and ``transformers_batch``: the same with transformers (static cache and torch.compile
 for one sequence; for 64 its default cache without compilation, and a static one).
 """
@@ -61,7 +62,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {"8b": Shape(), "1b": Shape(16, 2048, 8192), "tiny": Shape(2, 64, 96, 4, 2, 500, 128, 3, 24, 64, 6)}
-PARTS = ("limits", "decode", "batch", "prefill", "sampling", "options", "transformers", "transformers_batch")
+PARTS = ("limits", "decode", "batch", "prefill", "sampling", "options", "swaps", "transformers", "transformers_batch")
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "logprobs 0": {"logprobs": 0},
@@ -151,9 +152,18 @@ class Bench:
         return {"copy_gb_s": self.copy_rate / 1e9, "sum_gb_s": size / read / 1e9, "gemm_tflops": self.gemm_rate / 1e12}
 
     def decode_steps(
-        self, engine: Engine, rows: int, length: int, new: int, **options: Any
+        self,
+        engine: Engine,
+        rows: int,
+        length: int,
+        new: int,
+        between: Callable[[int], None] = lambda _: None,
+        **options: Any,
     ) -> tuple[list[float], list[list[int]]]:
-        """Prefill, then return the seconds between the ends of steps that decode all rows, and the tokens of each."""
+        """Prefill, then return the seconds between the ends of steps that decode all rows, and the tokens of each.
+
+        ``between`` is called with the number of steps so far, and is part of the next one's time.
+        """
         generator = torch.Generator().manual_seed(1)
         sampling = SamplingParams(**{"temperature": 0, **options}, max_tokens=new, ignore_eos=True)
         prompts = torch.randint(self.shape.vocab, (rows, length), generator=generator).tolist()
@@ -163,12 +173,15 @@ class Bench:
         while not engine.idle:
             chunks = engine.step()
             end = time.perf_counter()
-            if len(chunks) == rows and all(tokens.values()):  # every step waits for its tokens
+            is_counted = len(chunks) == rows and all(tokens.values())
+            if is_counted:  # every step waits for its tokens
                 times.append(end - start)
             start = end
             for chunk in chunks:
                 assert chunk.error is None, chunk.error
                 tokens[chunk.request].append(chunk.token_id)
+            if is_counted:
+                between(len(times) - 1)
         return times[8:] if len(times) > 16 else times, list(tokens.values())
 
     def in_order_ms(self, engine: Engine, rows: int, length: int, new: int, **options: Any) -> float:
@@ -268,7 +281,8 @@ class Bench:
         shape, result, rows_on_device = self.shape, dict[str, Any](), sampler._rows_on_device
         for length in (PROMPT, shape.context) if shape.layers > 2 else (16,):
             cases = OPTIONS if length < shape.context else {name: OPTIONS[name] for name in ("greedy", "penalties")}
-            engine, new = self.engine(shape.rows, length + 64, 8192 if shape.layers > 2 else 32), min(shape.new, 40)
+            engine = self.engine(shape.rows, length + 64, 8192 if shape.layers > 2 else 32)
+            new = min(shape.new, 40 if length == PROMPT else 64)
             self.decode_steps(engine, shape.rows, length, min(new, 20))  # compiles and records
             for name, options in cases.items():
                 times, tokens = self.decode_steps(engine, shape.rows, length, new, seed=1, **options)
@@ -285,6 +299,50 @@ class Bench:
                 result[f"{length} {name}"] = numbers
                 emit("options", {length: {name: numbers}})
             engine.close()
+        return result
+
+    def swaps(self) -> dict[str, Any]:
+        """Return milliseconds of a step while copies of sequences run, in three ways; means, because steps differ."""
+        shape, result = self.shape, dict[str, Any]()
+        length, new = (shape.context, 96) if shape.layers > 2 else (16, 40)
+        engine = self.engine(shape.rows + 2, length + 128, 8192 if shape.layers > 2 else 32)
+        copier, copies, seconds = engine.kv_cache.copier, dict[int, list[Tensor]](), list[tuple[str, float]]()
+        block_size = engine.kv_cache.groups[0].block_size
+        copier.on_copied = lambda direction, nbytes, elapsed: seconds.append((direction, nbytes / elapsed / 1e9))
+        stream = copier.stream
+
+        def selections() -> Any:
+            free = [block for block, refs in enumerate(engine.kv_cache_manager.pools[0].refs) if refs == 0]
+            return engine.kv_cache.iter_arrays([free[-(length // block_size) :]])
+
+        @torch.inference_mode()
+        def swap(step: int) -> None:
+            if step % 4 == 0:
+                copies[step] = copier.copy_out(step, selections())
+            elif step % 4 == 2 and step >= 8:
+                copier.prefetch(step - 8 - step % 4, copies[step - 8 - step % 4])
+            elif step % 4 == 3 and step >= 8:
+                key = step - 8 - step % 4
+                copier.copy_in(key, selections(), copies.pop(key))
+
+        self.decode_steps(engine, shape.rows, length, 24, swap)  # compiles, records, pins host memory
+        tokens = None
+        for name in ("none", "own_stream", "stream_of_the_steps"):
+            copies.clear()
+            seconds.clear()
+            if stream is not None:
+                stream.has_room = lambda nbytes, name=name: name == "own_stream"  # type: ignore[method-assign]
+            between = (lambda _: None) if name == "none" else swap
+            times, found = self.decode_steps(engine, shape.rows, length, new, between)
+            tokens = found if tokens is None else tokens
+            result[name] = {"mean_ms": statistics.mean(times) * 1e3, "median_ms": statistics.median(times) * 1e3,
+                            "max_ms": max(times) * 1e3, "equal_tokens": found == tokens}  # fmt: skip
+            for direction in {direction for direction, _ in seconds}:
+                rates = [rate for each, rate in seconds if each == direction]
+                result[name][f"{direction}_gb_s"] = statistics.median(rates)
+            emit("swaps", {name: result[name]})
+        result["bytes"] = sum(selection.array[selection.blocks].nbytes for selection in selections())
+        engine.close()
         return result
 
     def hf_model(self) -> Any:

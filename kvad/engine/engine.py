@@ -136,6 +136,7 @@ class Engine:
             self.preemption = self._build_preemption()
             resources.callback(self.preemption.close)
             self.kv_cache.copier.on_copied = self.preemption.on_copied
+            self.preemption.prefetch_copy = self.kv_cache.prefetch_swapped
             self.scheduler = scheduling.Scheduler(
                 self.kv_cache_manager,
                 max_num_seqs=cache.max_num_seqs,

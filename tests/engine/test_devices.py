@@ -6,6 +6,8 @@ All runs are in float64 and greedy, so tokens are equal on every device.
 import pytest
 import torch
 
+from kvad.cache.device.host_copy import HostCopier
+from kvad.cache.device.tensors import ArrayBlocks
 from kvad.errors import ConfigError
 from kvad.llm import LLM
 from tests.support.cli_checkpoints import write_model
@@ -64,6 +66,37 @@ def test_lossy_sequences_are_swapped(model, device, tmp_path, to_disk):
         assert generate(llm) == expected
         stats = llm.engine.preemption.stats()
     assert (stats.to_disk if to_disk else stats.to_ram) > 0 and not stats.recomputed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason=NO_GPU)
+@pytest.mark.parametrize("prefetched", [False, True])
+@pytest.mark.parametrize("room", [True, False], ids=["own stream", "stream of the steps"])
+def test_copies_are_complete_before_they_are_used(monkeypatch, room, prefetched):
+    """The copies' stream is slowed down, so that what does not wait for it is wrong."""
+    copier = HostCopier(torch.device("cuda"))
+    monkeypatch.setattr(copier.stream, "has_room", lambda nbytes: room)
+    arrays = [torch.randn(32, 4, 16, width, device="cuda") for width in (64, 1)]
+    blocks = torch.tensor([3, 9, 4], device="cuda")
+    expected = [array[blocks].cpu() for array in arrays]
+
+    def slow_down():
+        with torch.cuda.stream(copier.stream._stream):
+            torch.cuda._sleep(200_000_000)
+
+    slow_down()
+    copies = copier.copy_out(1, [ArrayBlocks("", array, blocks) for array in arrays])
+    for array in arrays:
+        array.fill_(torch.nan)  # as the next step may
+    if prefetched:
+        copier.prefetch(1, copies)
+    slow_down()
+    targets = torch.tensor([7, 30, 2], device="cuda")
+    copier.copy_in(1, [ArrayBlocks("", array, targets) for array in arrays], copies)
+    for array, values, copy in zip(arrays, expected, copies, strict=True):
+        assert torch.equal(array[targets].cpu(), values)
+        copier.wait(1)
+        assert copy.is_pinned() and torch.equal(copy, values)
 
 
 def test_tokens_are_offloaded(model, device, expected):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -100,6 +103,84 @@ def test_a_preempted_sequence_equals_its_solo_run(kind: str, way: str, tmp_path:
         assert stats.to_ram + stats.to_disk == run.preemptions
     assert (stats.swap_space.read > 0) == (way == "disk") and stats.num_lost == 0
     assert not list_temp_paths(tmp_path)
+
+
+class LateStream:
+    """Stands in for a GPU's stream: copies are made, in their order, when one of them is waited for."""
+
+    def __init__(self, room: bool = True) -> None:
+        self.room, self.num_runs = room, 0
+        self._late: list[Callable[[], None]] = []
+        self._lock = Lock()
+
+    def run(self, copy: Callable[[], None], tensors: Sequence[torch.Tensor]) -> LateCopies:
+        self.num_runs += 1
+        with self._lock:
+            self._late.append(copy)
+        return LateCopies(self, copy)
+
+    def before_next_step(self, completion: LateCopies) -> None:
+        completion.synchronize()
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.room
+
+    def run_up_to(self, copy: Callable[[], None]) -> None:
+        with self._lock, torch.inference_mode():
+            while copy in self._late:
+                self._late.pop(0)()
+
+    def is_complete(self, copy: Callable[[], None]) -> bool:
+        return copy not in self._late
+
+
+class LateCopies(NamedTuple):
+    stream: LateStream
+    copy: Callable[[], None]
+
+    def is_complete(self) -> bool:
+        return self.stream.is_complete(self.copy)
+
+    def synchronize(self) -> None:
+        self.stream.run_up_to(self.copy)
+
+    def seconds(self) -> float:
+        return 1e-3
+
+
+@pytest.fixture
+def late_streams(monkeypatch: pytest.MonkeyPatch) -> list[LateStream]:
+    """The streams of the engines that are built from here on."""
+    streams, init = list[LateStream](), HostCopier.__init__
+
+    def with_stream(copier: HostCopier, device: torch.device) -> None:
+        init(copier, device)
+        copier.stream = LateStream()
+        streams.append(copier.stream)
+
+    monkeypatch.setattr(HostCopier, "__init__", with_stream)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    return streams
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["beside", "in the steps' stream"])
+@pytest.mark.parametrize("way", ["memory", "disk"])
+@pytest.mark.parametrize("kind", ["full", "int8", "tiered"])
+def test_copies_that_are_late_change_nothing(
+    kind: str, way: str, room: bool, tmp_path: Path, late_streams: list[LateStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LateStream, "has_room", lambda self, nbytes: room)
+    prefetched, prefetch = list[int](), HostCopier.prefetch
+
+    def counted(self: HostCopier, key: int, copies: Sequence[torch.Tensor]) -> None:
+        prefetch(self, key, copies)
+        prefetched.extend(self._staged)
+
+    monkeypatch.setattr(HostCopier, "prefetch", counted)
+    run, largest = run_of(kind, way, tmp_path)
+    assert run.preemptions > 0 and run.swaps.recomputed == 0 and largest <= EXACT
+    assert late_streams[0].num_runs > run.preemptions
+    assert bool(prefetched) == room
 
 
 def tokens_of(

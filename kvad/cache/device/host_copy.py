@@ -1,8 +1,9 @@
 """Host copies: swapped sequences, transfers to and from the block store, and sequences by slot.
 
-On a GPU, copies are pinned and asynchronous: the device stream orders them before later writes to the blocks and after
-earlier ones, and ``HostCopier.wait`` must precede reading a copy on the host. On a CPU a copy is complete when the
-call returns.
+On a GPU, copies are pinned and move in a stream of their own, while the next steps are computed. Blocks are gathered
+into other memory of the device first, so that they may be written at once; a copy that returns is complete before it is
+written into its blocks. Without room for a sequence beside the pool, it moves in the stream of the steps, array by
+array. ``HostCopier.wait`` must precede reading a copy on the host. On a CPU a copy is complete when the call returns.
 
 A transfer to the block store is one byte buffer per block and group: the arrays that ``KVCache.iter_arrays`` names,
 concatenated: positions, then each layer's keys, values, scales and metadata. Formats are not interpreted, so a loaded
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -44,71 +45,168 @@ BlockTransfer = Sequence[tuple[int, BlockIndex]]  # (copy id, blocks per group)
 CopyCallback = Callable[[Literal["out", "in"], int, float], None]
 
 
-class _PendingCopy(NamedTuple):
-    """An asynchronous copy with its timing events."""
+class CopyCompletion(Protocol):
+    """The end of copies that a stream runs."""
 
-    nbytes: int
-    started: torch.cuda.Event
-    ended: torch.cuda.Event
+    def is_complete(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def seconds(self) -> float:
+        """Return how long the copies took, once they are complete."""
+        ...
+
+
+class CopyStream(Protocol):
+    """Runs copies beside the stream of the steps."""
+
+    def run(self, copy: Callable[[], None], tensors: Sequence[Tensor]) -> CopyCompletion:
+        """Run copies from or to device ``tensors`` after all that the stream of the steps was given so far."""
+        ...
+
+    def before_next_step(self, completion: CopyCompletion) -> None:
+        """Let what the stream of the steps is given from now on run after these copies."""
+        ...
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return True if the device has room for ``nbytes`` that are not planned."""
+        ...
+
+
+class _CudaCompletion:
+    def __init__(self, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        self._started, self.ended = started, ended
+
+    def is_complete(self) -> bool:
+        return bool(self.ended.query())
+
+    def synchronize(self) -> None:
+        self.ended.synchronize()
+
+    def seconds(self) -> float:
+        return float(self._started.elapsed_time(self.ended)) / 1e3
+
+
+class _CudaCopyStream:
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def run(self, copy: Callable[[], None], tensors: Sequence[Tensor]) -> _CudaCompletion:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream):
+            started.record()
+            copy()
+            ended.record()
+        for tensor in tensors:  # their memory is not reused before
+            tensor.record_stream(self._stream)
+        return _CudaCompletion(started, ended)
+
+    def before_next_step(self, completion: CopyCompletion) -> None:
+        assert isinstance(completion, _CudaCompletion)
+        torch.cuda.current_stream(self._device).wait_event(completion.ended)
+
+    def has_room(self, nbytes: int) -> bool:
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return 2 * nbytes <= torch.cuda.mem_get_info(self._device)[0] + cached
 
 
 class HostCopier:
-    """Copies blocks between a device and the host; ``on_copied`` receives bytes and seconds."""
+    """Copies blocks between a device and the host; ``on_copied`` receives bytes and seconds.
+
+    ``stream`` is None on a CPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_copied: CopyCallback = lambda *_: None
-        self._cuda = device.type == "cuda"
-        self._pending: dict[tuple[Literal["out", "in"], int], _PendingCopy] = {}
+        self._device = device
+        self.stream: CopyStream | None = _CudaCopyStream(device) if device.type == "cuda" else None
+        # Bytes of the copies that the stream runs; 0: they are not measured.
+        self._pending: dict[tuple[Literal["out", "in"], int], tuple[int, CopyCompletion]] = {}
+        self._staged: dict[int, tuple[list[Tensor], CopyCompletion]] = {}  # on the device: at most one sequence
 
     def copy_out(self, key: int, selections: Iterable[ArrayBlocks]) -> list[Tensor]:
         """Copy blocks to contiguous host tensors; call ``wait`` before reading them."""
         self._report_finished()
-        started = _record_event() if self._cuda else perf_counter()
-        copies = []
-        for selection in selections:
-            blocks = selection.array[selection.blocks]
-            if self._cuda:
-                host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
-                copies.append(host.copy_(blocks, non_blocking=True))
-            else:
-                copies.append(blocks.cpu().contiguous())
-        self._finish("out", key, copies, started)
+        if self.stream is None:
+            start = perf_counter()
+            copies = [selection.array[selection.blocks].cpu().contiguous() for selection in selections]
+            self.on_copied("out", _num_bytes(copies), perf_counter() - start)
+            return copies
+        selections = list(selections)
+        copies = [_pinned(selection) for selection in selections]
+        num_bytes = _num_bytes(copies)
+        if self.stream.has_room(num_bytes):
+            blocks = [selection.array[selection.blocks] for selection in selections]
+            self._pending["out", key] = num_bytes, self.stream.run(lambda: _copy(blocks, copies), blocks)
+        else:
+            for selection, copy in zip(selections, copies, strict=True):
+                copy.copy_(selection.array[selection.blocks], non_blocking=True)
+            self._pending["out", key] = 0, self.stream.run(lambda: None, ())
         return copies
+
+    def prefetch(self, key: int, copies: Sequence[Tensor]) -> None:
+        """Start the way back of pinned copies into memory of the device, if there is room and no other copy on it."""
+        if self.stream is None or self._staged or not copies[0].is_pinned():
+            return
+        if self.stream.has_room(_num_bytes(copies)):
+            self._staged[key] = self._stage(copies)
+
+    def drop(self, key: int) -> None:
+        """Drop what ``prefetch`` has moved."""
+        self._staged.pop(key, None)
 
     def copy_in(self, key: int, selections: Iterable[ArrayBlocks], copies: Sequence[Tensor]) -> None:
         """Copy host tensors into as many blocks."""
         self._report_finished()
-        started = _record_event() if self._cuda else perf_counter()
-        for selection, copy in zip(selections, copies, strict=True):
-            selection.array[selection.blocks] = copy.to(selection.array.device, non_blocking=True)
-        self._finish("in", key, copies, started)
+        if self.stream is None:
+            start = perf_counter()
+            for selection, copy in zip(selections, copies, strict=True):
+                selection.array[selection.blocks] = copy.to(selection.array.device)
+            self.on_copied("in", _num_bytes(copies), perf_counter() - start)
+            return
+        num_bytes, staged = _num_bytes(copies), self._staged.pop(key, None)
+        if staged is None and self.stream.has_room(num_bytes):
+            staged = self._stage(copies)
+        values, completion = (copies, self.stream.run(lambda: None, ())) if staged is None else staged
+        self.stream.before_next_step(completion)
+        for selection, value in zip(selections, values, strict=True):
+            selection.array[selection.blocks] = value.to(selection.array.device, non_blocking=True)
+        if staged is not None:
+            self._pending["in", key] = num_bytes, completion
 
     def wait(self, key: int) -> None:
         """Wait for the copy out of ``key``. Thread-safe."""
         pending = self._pending.get(("out", key))
         if pending is not None:
-            pending.ended.synchronize()
+            pending[1].synchronize()
 
-    def _finish(
-        self, direction: Literal["out", "in"], key: int, copies: Sequence[Tensor], started: float | torch.cuda.Event
-    ) -> None:
-        nbytes = sum(copy.nbytes for copy in copies)
-        if isinstance(started, float):
-            self.on_copied(direction, nbytes, perf_counter() - started)
-        else:
-            self._pending[direction, key] = _PendingCopy(nbytes, started, _record_event())
+    def _stage(self, copies: Sequence[Tensor]) -> tuple[list[Tensor], CopyCompletion]:
+        assert self.stream is not None
+        staged = [torch.empty(copy.shape, dtype=copy.dtype, device=self._device) for copy in copies]
+        return staged, self.stream.run(lambda: _copy(copies, staged), staged)
 
     def _report_finished(self) -> None:
-        for name, pending in list(self._pending.items()):
-            if pending.ended.query():
+        for name, (nbytes, completion) in list(self._pending.items()):
+            if completion.is_complete():
                 del self._pending[name]
-                self.on_copied(name[0], pending.nbytes, pending.started.elapsed_time(pending.ended) / 1e3)
+                if nbytes:
+                    self.on_copied(name[0], nbytes, completion.seconds())
 
 
-def _record_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def _num_bytes(copies: Sequence[Tensor]) -> int:
+    return sum(copy.nbytes for copy in copies)
+
+
+def _pinned(selection: ArrayBlocks) -> Tensor:
+    """Return host memory for the blocks of an array."""
+    array = selection.array
+    return torch.empty((len(selection.blocks), *array.shape[1:]), dtype=array.dtype, pin_memory=array.is_cuda)
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

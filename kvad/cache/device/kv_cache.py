@@ -200,6 +200,13 @@ class KVCache:
                 self.host_store.cancel(copy_id)
         for key in (*(key for key, _ in block_ops.swap_in), *block_ops.drop_swapped):
             self.swapped.pop(key, None)
+            self.copier.drop(key)
+
+    def prefetch_swapped(self, key: int) -> None:
+        """Start moving a swapped sequence to the device, because it returns next."""
+        swapped = self.swapped.get(key)
+        if isinstance(swapped, list):
+            self.copier.prefetch(key, swapped)
 
     def _swap(self, block_ops: BlockOps) -> None:
         for key, blocks in block_ops.swap_out:
@@ -212,12 +219,14 @@ class KVCache:
                 swapped.restore(self, blocks)
         for key in block_ops.drop_swapped:
             self.swapped.pop(key, None)
+            self.copier.drop(key)
 
     def iter_arrays(self, blocks: Sequence[Sequence[int]]) -> Iterator[ArrayBlocks]:
         """Yield every raw array of the groups with a sequence's blocks of it; groups beyond ``blocks`` are left out."""
         groups = zip(self.positions, self._arrays, blocks, strict=False)
         for group_index, (positions, layers, ids) in enumerate(groups):
-            block_ids = torch.tensor(ids, dtype=torch.int64, device=positions.device)
+            block_ids = torch.tensor(ids, dtype=torch.int64, pin_memory=positions.is_cuda)
+            block_ids = block_ids.to(positions.device, non_blocking=True)
             yield ArrayBlocks(f"{group_index}.positions", positions, block_ids)
             for layer, arrays_by_kind in layers.items():
                 for kind, arrays in arrays_by_kind.items():

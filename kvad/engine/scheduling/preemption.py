@@ -148,6 +148,8 @@ class PreemptionManager:
         self._stats = PreemptionStats()
         # Called for every sequence that is preempted or restored.
         self.preemption_hook: Callable[[TokenSequence, PreemptionRecord], None] | None = None
+        # Called with the key of a copy in RAM that returns next.
+        self.prefetch_copy: Callable[[int], None] = lambda _: None
         if swap_space is not None:
             swap_space.on_copied = self.on_copied
 
@@ -215,7 +217,12 @@ class PreemptionManager:
 
     def prefetch(self, seq: TokenSequence) -> None:
         """Start loading the copy of the sequence that is admitted next."""
-        if self.swap_space is None or seq.swapped is None or self.swap_space.record(seq.swapped.key).state != "on-disk":
+        if self.swap_space is None or seq.swapped is None:
+            return
+        state = self.swap_space.record(seq.swapped.key).state
+        if state in ("in-ram", "writing"):
+            self.prefetch_copy(seq.swapped.key)
+        if state != "on-disk":
             return
         if self._is_cached_by_now(seq):
             self.forget(seq)

@@ -320,7 +320,9 @@ class Scheduler:
         """
         output = self._in_flight
         assert output is not None and self._next is None, "schedule_next is called once while a step is in flight"
-        can_admit = bool(self._waiting) and len(self._running) < self._admission.max_num_seqs
+        if self._waiting:
+            self._poll_swaps()
+        can_admit = bool(self._waiting) and not self._admission.is_blocked
         if can_admit or self._alone or self.drafter is not None or len(output.scheduled) != len(self._running):
             return None
         if self.limits.short_regime_lens or not all(map(_continues, output.scheduled)):

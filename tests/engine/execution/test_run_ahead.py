@@ -11,17 +11,22 @@ from kvad.engine.execution.cuda_graphs import GraphCache
 from kvad.engine.options import EngineConfig, ServedAdapter
 from kvad.engine.scheduling.request import SamplingParams
 from tests.engine.test_adapters import random_factors
+from tests.engine.test_swap import FixedChoice, LateStream
 from tests.support.host_recorder import HostRecorder
 from tests.support.random_models import build, model_config
 
 VOCAB = 60
 
 
-def make_engine(*, runs_ahead, heads="gqa", adapters=None, **cache):
+def make_engine(*, runs_ahead, heads="gqa", adapters=None, swaps=True, **cache):
     torch.manual_seed(0)
     options = {"dtype": "float64", "max_num_seqs": 4, "max_seq_len": 64, "block_size": 4, "prefill_chunk_size": 8}
     model = build(model_config(heads=heads)).double()
-    engine = Engine(model, CacheConfig(**options | cache), EngineConfig(native=False, adapters=adapters or {}))
+    engine = Engine(
+        model,
+        CacheConfig(**options | cache),
+        EngineConfig(native=False, adapters=adapters or {}, cost_model=FixedChoice(swaps)),
+    )
     if runs_ahead:
         engine.runner.graphs = GraphCache(engine.runner._forward, 8, HostRecorder())
     return engine
@@ -31,7 +36,7 @@ class Counted:
     """Counts the steps that are computed, those that start early, and those that use what was started."""
 
     def __init__(self, engine):
-        self.computed = self.started = self.used = 0
+        self.computed = self.started = self.used = self.beside_waiting = 0
         runner = engine.runner
         compute, start, execute = runner._compute, runner.start, runner.execute
 
@@ -41,6 +46,7 @@ class Counted:
 
         def counted_start(*arguments):
             self.started += 1
+            self.beside_waiting += bool(engine.scheduler.stats().waiting)
             return start(*arguments)
 
         def counted_execute(output):
@@ -123,6 +129,22 @@ def test_scored_and_edited_outputs_are_those_of_steps_one_after_the_other(cache,
     counts = Counted(engine)
     assert run(engine, 5, name=name) == expected
     assert counts.used > 12
+
+
+@pytest.mark.parametrize("swap_space", [None, 1 << 20], ids=["computed", "swapped"])
+def test_steps_start_early_while_others_wait_for_blocks(swap_space, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    expected = run(make_engine(runs_ahead=False), 1)
+    engine = make_engine(runs_ahead=True, num_blocks=18, swap_space=swap_space)
+    engine.kv_cache.copier.stream = LateStream()
+    counts = Counted(engine)
+    assert run(engine, 1) == expected
+    stats = engine.preemption.stats()
+    assert (
+        counts.beside_waiting > 5
+        and (stats.to_ram > 0) == bool(swap_space)
+        and (stats.recomputed > 0) != bool(swap_space)
+    )
 
 
 def test_outputs_of_adapters_are_those_of_steps_one_after_the_other():
