@@ -225,7 +225,7 @@ class KVCache:
         """Yield every raw array of the groups with a sequence's blocks of it; groups beyond ``blocks`` are left out."""
         groups = zip(self.positions, self._arrays, blocks, strict=False)
         for group_index, (positions, layers, ids) in enumerate(groups):
-            block_ids = torch.tensor(ids, dtype=torch.int64, pin_memory=positions.is_cuda)
+            block_ids = torch.tensor(ids, dtype=torch.int64, pin_memory=positions.is_cuda and len(ids) > 0)
             block_ids = block_ids.to(positions.device, non_blocking=True)
             yield ArrayBlocks(f"{group_index}.positions", positions, block_ids)
             for layer, arrays_by_kind in layers.items():
