@@ -580,9 +580,8 @@ def apply_bans(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     banned = _banned_entries(scores, sequences)
     if banned is None:
         return scores
-    scores = scores.clone()
-    scores[tuple(_to_device(np.array(index), scores.device) for index in banned)] = -math.inf
-    return scores
+    index = [_to_device(np.array(each), scores.device) for each in banned]
+    return scores.index_put(index, scores.new_full((), -math.inf))  # a number would be sent with a wait
 
 
 def _banned_entries(scores: Tensor, sequences: Sequence[TokenSequence]) -> tuple[list[int], list[int]] | None:
