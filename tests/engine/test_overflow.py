@@ -177,6 +177,17 @@ def test_a_single_sequence_is_admitted_whatever_the_watermark() -> None:
     assert run.tokens[1] == [1] * 3
 
 
+def test_preempted_beams_are_admitted_whatever_the_watermark() -> None:
+    """Each holds four of ten blocks, of which an admission beside another request leaves five free."""
+    sizes = {"block_size": 4, "max_num_seqs": 2, "max_seq_len": 40, "num_blocks": 10}
+    harness = SchedulerHarness(Setup((FULL,), CacheConfig(**sizes, watermark=0.5, enable_prefix_caching=False), 64))
+    harness.add([1, 2, 0], SamplingParams(num_beams=2, max_tokens=16), stop_tokens=frozenset())
+    for _ in range(12):
+        harness.step()
+    assert harness.scheduler.preempt(0)
+    harness.drain(100)
+
+
 def test_the_peak_counts_blocks_in_use_at_once() -> None:
     run = fake_run(9)
     run.add(1, 4, max_tokens=5)

@@ -147,7 +147,10 @@ class AdmissionQueue:
         pending_needs: list[tuple[int, int]] = []
         if any(self._kv_cache_manager.watermark_blocks):
             pending_needs = [(other.seq_index, len(other.token_ids)) for other in others]
-        if others and not self._kv_cache_manager.can_allocate(seq_index, len(seq.token_ids), pending_needs):
+        # The beams of a search advance together: without other requests, they need no free blocks beside theirs.
+        is_search_alone = seq.request.beams is not None and all(other.request is seq.request for other in others)
+        has_room = not others or is_search_alone
+        if not (has_room or self._kv_cache_manager.can_allocate(seq_index, len(seq.token_ids), pending_needs)):
             self.release(seq, has_index=False)
             return False
         heapq.heappop(self.free_indices)
