@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvad.cache.config import CONTINUING_MODES, OVERFLOW_MODES, CacheConfig, resolve_for_model
+from kvad.cache.config import CONTINUING_MODES, OVERFLOW_MODES, CacheConfig, OverflowMode, resolve_for_model
 from kvad.cache.sizing.fits import find_fits
 from kvad.cache.sizing.memory_plan import plan_memory
 from kvad.engine import Engine
@@ -186,6 +186,19 @@ def test_preempted_beams_are_admitted_whatever_the_watermark() -> None:
         harness.step()
     assert harness.scheduler.preempt(0)
     harness.drain(100)
+
+
+@pytest.mark.parametrize("overflow", ["stop", "reject"])
+def test_no_sequence_ends_for_one_that_is_computed_alone(overflow: OverflowMode) -> None:
+    """Each holds three of eight blocks, of which an admission leaves four free; then a step fails."""
+    run = fake_run(8, watermark=0.5)
+    run.add(1, 4, max_tokens=12, overflow=overflow)
+    run.add(2, 4, max_tokens=12)
+    for _ in range(7):
+        run.step()
+    assert run.scheduler.retry_alone(run.output())
+    run.run()
+    assert run.num_tokens() == {1: 12, 2: 12} and set(run.ends.values()) == {("length", "max_tokens")}
 
 
 def test_the_peak_counts_blocks_in_use_at_once() -> None:

@@ -333,8 +333,8 @@ class PreemptionManager:
 
 def choose_victim(
     running: Sequence[TokenSequence], items: Sequence[BatchItem], kv_cache_manager: KVCacheManager
-) -> TokenSequence:
-    """Return the youngest sequence that may be preempted when the pool is full.
+) -> TokenSequence | None:
+    """Return the youngest sequence that may be preempted when the pool is full; None if all have reserved blocks.
 
     A sequence in mode "stop" is chosen, to end, only if it cannot grow, or if one with reserved blocks cannot grow.
     """
@@ -344,8 +344,8 @@ def choose_victim(
         if seq.overflow != "preempt" and kv_cache_manager.needs_blocks(seq.seq_index, num_new_tokens)
     }
     candidates = [seq for seq in reversed(running) if seq.overflow != "reject"]
-    assert candidates, "sequences with reserved blocks have none"
-    return next((seq for seq in candidates if not stops_when_full(seq) or id(seq) in growing), candidates[0])
+    growing_or_preempted = (seq for seq in candidates if not stops_when_full(seq) or id(seq) in growing)
+    return next(growing_or_preempted, candidates[0] if candidates else None)
 
 
 def stops_when_full(seq: TokenSequence) -> bool:

@@ -277,8 +277,8 @@ class Scheduler:
             self._switch_rope_regimes()
         if self._waiting:
             self._poll_swaps()
-        alone = self._request_alone()
         while True:
+            alone = self._request_alone()
             if can_admit and self._waiting:
                 for seq in self._admission.admit(with_encoder_input=True, request_id=alone):
                     self._admission.start(seq, self._clock())  # an uncached input is encoded next
@@ -423,9 +423,13 @@ class Scheduler:
     def _preempt_or_stop(self, items: Sequence[BatchItem]) -> None:
         """Preempt the youngest sequence that may be preempted, or end it with its output so far."""
         seq = choose_victim(self._running, items, self.kv_cache_manager)
-        if not stops_when_full(seq):
+        if seq is not None and not stops_when_full(seq):
             self._preempt(seq)
             return
+        if not items and self._alone:  # no other sequence ends for the one that was to be computed alone
+            self._alone.popleft()
+            return
+        assert seq is not None, "sequences with reserved blocks have none"
         log_full_pool("a sequence is ended", seq, self.kv_cache_manager.stats())
         is_beam = seq.request.beams is not None
         chunks = self._end_beams(seq.request, limit="pool") if is_beam else [self._end(seq, "length", limit="pool")]
