@@ -7,6 +7,7 @@ offset. Outputs of a model in float64 are compared chunk by chunk with those of 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from kvad.engine.scheduling import (
     StructuredOutput,
     TokenSequence,
 )
+from kvad.engine.scheduling.preemption import SwapCostModel
 from kvad.engine.scheduling.speculation import Drafter, DraftGate, NgramDrafter
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
@@ -187,6 +189,26 @@ def test_drafts_change_nothing_in_any_cache(name: str) -> None:
     engine = case_of(build(model_config()), replace(CACHE, **CACHES[name])).compare()
     assert accepted_and_rejected(engine)
     assert ("tight" in name) <= (engine.scheduler.stats().preemptions > 0)
+
+
+def test_a_restored_sequence_reads_no_rejected_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quest's bounds of the last block have them until it is written again, which may be after a swap."""
+    monkeypatch.setattr(SwapCostModel, "swap_is_cheaper", lambda *_, **__: True)
+    case = Case(build(model_config()), replace(CACHE, policy="quest(8)", swap_space=1 << 20))
+    case.add(prompts(3)[0], SamplingParams(temperature=0, max_tokens=24, logprobs=0))
+    base = case.run(case.engine())
+    engine = case.drafting(MixedDrafter(outputs_of(base), wrong=0.7))
+    step, numbers = engine.step, itertools.count()
+
+    def step_and_preempt() -> list[StreamChunk]:
+        chunks = step()
+        if next(numbers) % 2:  # after a step with drafts: a waiting sequence gets none
+            engine.scheduler.preempt(0)
+        return chunks
+
+    monkeypatch.setattr(engine, "step", step_and_preempt)
+    assert_equal(base, case.run(engine), 1e-9)
+    assert engine.preemption.stats().to_ram and accepted_and_rejected(engine)
 
 
 MODELS = (

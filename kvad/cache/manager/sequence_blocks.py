@@ -353,7 +353,7 @@ class SwappedSequences:
         if any(len(record.blocks) > pool.num_available for record, pool in pairs):
             return None
         sequence.republish = sequence.root is not None
-        sequence.num_written, sequence.fast_path_start = sequence.length, NEVER
+        sequence.num_written, sequence.fast_path_start = max(sequence.num_written, sequence.length), NEVER
         for record, pool in pairs:
             record.blocks = [pool.allocate() for _ in record.blocks]
         self.pending_swap_ins[seq_index] = PendingSwapIn(swapped, _block_ids(sequence))
