@@ -162,7 +162,7 @@ def check_beams(sampling_params: SamplingParams, limit: int, manager: KVCacheMan
     if num_beams > max_num_seqs:
         message = f"num_beams: must be at most max_num_seqs ({max_num_seqs}), got {num_beams}"
         raise RequestError(message, "Request fewer beams.")
-    if not manager.has_capacity(num_beams, limit):
+    if not manager.has_capacity(num_beams, limit - 1):  # the last token is sampled, never stored
         raise RequestError(
             f"the cache has no room for {num_beams} beams of {limit} tokens",
             "Request fewer beams or tokens, or give the cache more blocks.",

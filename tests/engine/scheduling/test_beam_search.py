@@ -685,6 +685,16 @@ def test_searches_that_do_not_fit_are_rejected(options: dict[str, Any], words: s
     assert engine.idle
 
 
+def test_a_search_may_fill_the_pool() -> None:
+    """Two beams of 9 tokens, of which 8 are stored, need 2 blocks each."""
+    searches = []
+    for num_blocks in (4, 40):
+        engine = Engine(model_of("decoder-alibi-gqa"), cache_of(num_blocks=num_blocks))
+        number = engine.add_request(text(4, 1), SamplingParams(num_beams=2, n=2, max_tokens=5))
+        searches.append(hypotheses(run(engine)[number], 2))
+    assert same(*searches)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
