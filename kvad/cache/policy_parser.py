@@ -47,12 +47,25 @@ class PerLayerPolicy(CachePolicy):
     def for_layer(self, layer: int) -> CachePolicy:
         return next((policy for first, last, policy in self.layers if first <= layer <= last), self.default)
 
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ConfigError if a policy with layers applies to none of a model with ``num_layers``."""
+        numbers = set(range(num_layers))
+        for named in self.layers:
+            first, last, _ = named
+            if not any(first <= layer <= last for layer in numbers):
+                raise ConfigError(
+                    f"cache.policy: {_with_layers(*named)!r} applies to no layer",
+                    f"Layers are 0-{num_layers - 1}; the first policy that names a layer applies.",
+                )
+            numbers = {layer for layer in numbers if not first <= layer <= last}
+
     def __str__(self) -> str:
-        layers = []
-        for first, last, policy in self.layers:
-            end = "" if first == last else "-" if last >= UNBOUNDED else f"-{last}"
-            layers.append(f"{first}{end}: {policy}")
-        return "; ".join([*layers, str(self.default)])
+        return "; ".join([*(_with_layers(*named) for named in self.layers), str(self.default)])
+
+
+def _with_layers(first: int, last: int, policy: CachePolicy) -> str:
+    end = "" if first == last else "-" if last >= UNBOUNDED else f"-{last}"
+    return f"{first}{end}: {policy}"
 
 
 @dataclass(frozen=True)
@@ -95,9 +108,12 @@ def restrict_specs(
 ) -> tuple[AttentionSpec, ...]:
     """Restrict the specs of a model's layers to a policy; cross-attention and states are unchanged.
 
-    ``renumber`` is ``renumber_positions`` of ``kvad.model_input.AttentionPattern``.
+    ``renumber`` is ``renumber_positions`` of ``kvad.model_input.AttentionPattern``. Raises ConfigError if a part of the
+    policy applies to no layer.
     """
     restricted = []
+    if isinstance(policy, PerLayerPolicy):
+        policy.check_layers(sum(not spec.is_cross_attention for spec in specs))
     for layer, spec in enumerate(specs):
         if not spec.is_cross_attention and not spec.is_state:
             spec = policy.for_layer(layer).restrict(spec, block_size)

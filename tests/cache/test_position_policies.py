@@ -229,6 +229,9 @@ FREQUENCIES = r"scaling gives each sequence other frequencies.*cache\.rope_at='r
         ("rope-dynamic", SUMMARIES, True, "dynamic scaling gives each sequence other frequencies"),
         ("rope-dynamic", SUMMARIES, False, FREQUENCIES),
         ("rope-longrope", SUMMARIES, False, FREQUENCIES),
+        ("rope", "9: window(8)", False, r"'9: window\(8\)' applies to no layer"),
+        ("rope", "1-0: window(8); 0: full", False, r"'1-0: window\(8\)' applies to no layer"),
+        ("rope", "0-: full; 0: window(8)", False, r"'0: window\(8\)' applies to no layer"),
     ],
 )
 def test_unsupported_models_are_refused(position: str, policy: str, endless: bool, message: str) -> None:
