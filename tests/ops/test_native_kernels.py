@@ -65,7 +65,7 @@ cases = st.builds(
     st.sampled_from(library.DTYPES),
     st.integers(0, 1 << 32).map(lambda seed: torch.Generator().manual_seed(seed)),
 )
-sizes, counts = st.integers(1, 100), st.integers(1, 30)
+sizes, counts = st.integers(1, 100), st.one_of(st.integers(1, 30), st.sampled_from([33, 50]))
 
 
 class Program:
@@ -340,6 +340,33 @@ def test_quantized_products(
     rows = padded(n)
     check_product(program, known, panels, mode, data, k=k, bias=fill(bias, rows), bits=bits, quantized_group=group,
                   half_scales=matrix.scale.dtype is torch.float16, activation_bits=8 if rounded else 0)  # fmt: skip
+
+
+@given(
+    cases,
+    st.sampled_from([2, 14, 33, 70]),
+    st.sampled_from([(2, 2), (30, 30), (96, 32), (64, 64), (600, 600)]),
+    sizes,
+    st.sampled_from([0, 4, 8]),
+    st.booleans(),
+)
+def test_a_row_has_the_same_product_among_others(
+    case: Case, tokens: int, shape: tuple[int, int], n: int, bits: int, rounded: bool
+) -> None:
+    (k, group), weight = shape, case.numbers(n, shape[0], dtype=FLOAT if bits else None)
+    matrix = quantize_matrix(weight, bits, group) if bits else weight
+    fields = {"bits": bits, "quantized_group": group, "activation_bits": 8 if rounded else 0} if bits else {}
+    panels, x = packed(matrix, variant=case.variant), case.numbers(tokens, k)
+
+    def rows(x: Tensor) -> Tensor:
+        program = Program(case, len(x))
+        source, out = program.input(x), program.buffer(padded(n), FLOAT)
+        program.op("linear", input=source, out=out, in_stride=padded(k), out_stride=padded(n), n=padded(n), k=k,
+                   weight=panels, **fields)  # fmt: skip
+        return program.read(out, n, FLOAT)
+
+    for few in (1, tokens // 2):
+        assert torch.equal(rows(x[:few]), rows(x)[:few])
 
 
 @given(cases, counts, sizes, st.integers(1, 5), sizes)

@@ -22,7 +22,7 @@ SOURCE = FOLDER / "step.cpp"
 AVX512_BF16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512")
 # By preference. The flags of each instruction set; "portable" runs on any machine of the architecture.
 VARIANTS = {
-    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512-bf16": AVX512_BF16,
     "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "avx2": ("-march=x86-64-v3",),

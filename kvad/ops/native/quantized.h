@@ -45,10 +45,11 @@ template <> inline void read_pairs<4>(const uint8_t* p, VI (&pairs)[2]) {
 // What activations are converted to: a product multiplies a register of weights by INPUTS / PRODUCTS of them.
 struct WordInputs {
   typedef int16_t T;  // in the order of pairs
-  static constexpr int PRODUCTS = 2, TOGETHER = ROWS < 8 ? ROWS : 8;  // tokens that a panel is multiplied by at a time
+  static constexpr int PRODUCTS = 2, TOGETHER = REGISTER_ROWS < 8 ? REGISTER_ROWS : 8;  // tokens that a panel is multiplied by at a time
   template <int BITS> static void read(const uint8_t* p, VI (&w)[PRODUCTS]) { read_pairs<BITS>(p, w); }
   static VI dot(VI sum, VI w, const T* x) { return dot_pairs(sum, w, x); }
-  static void put(I numbers, int n, T* to) {
+  static void put(I numbers, int n, T* group, int64_t at, int64_t) {
+    T* to = group + at;
 #if defined(__AVX512F__)
     const __m512i order = _mm512_set_epi32(15, 13, 14, 12, 11, 9, 10, 8, 7, 5, 6, 4, 3, 1, 2, 0);
     const __m256i words = _mm512_cvtepi32_epi16(_mm512_permutexvar_epi32(order, (__m512i)numbers));
@@ -67,13 +68,28 @@ struct ByteInputs {  // weights are unsigned: int8 is raised by 128, which the s
     w[0] = (x | x << 4) & 0x0f0f0f0f;
   }
   static VI dot(VI sum, VI w, const T* x) { return dot_bytes(sum, w, x); }
-  static void put(I numbers, int n, T* to) {
+  static void put(I numbers, int n, T* group, int64_t at, int64_t) { put_bytes(numbers, n, group + at); }
+  static void put_bytes(I numbers, int n, int8_t* to) {
     const __mmask16 mask = n >= LANES ? 0xffff : __mmask16((1u << n) - 1);
     _mm_mask_storeu_epi8(to, mask, _mm512_cvtepi32_epi8((__m512i)numbers));
   }
 };
 #else
 typedef WordInputs ByteInputs;
+#endif
+#ifdef KVAD_TILES
+// Bytes, or words as their high bytes and then their low ones, of each group.
+template <class X> struct TileInputs {
+  typedef typename X::T T;
+  static constexpr int PRODUCTS = X::PRODUCTS, TOGETHER = TILE_ROWS;
+  static void put(I numbers, int n, T* group, int64_t at, int64_t padded) {
+    int8_t* bytes = reinterpret_cast<int8_t*>(group) + at;
+    ByteInputs::put_bytes(sizeof(T) == 2 ? numbers >> 8 : numbers, n, bytes);
+    if (sizeof(T) == 2) ByteInputs::put_bytes(numbers, n, bytes + padded);
+  }
+};
+// True if many rows are multiplied by tiles, with the sums of the others.
+inline bool uses_tiles(const Op& op, int64_t rows) { return rows > REGISTER_ROWS && op.quantized_group % 32 == 0; }
 #endif
 
 inline F load_scales(const uint8_t* p, int i, bool half) {
@@ -109,7 +125,7 @@ template <class X> struct IntegerRows {
       for (int64_t i = padded - INPUTS; i < padded; i++) to[i] = 0;
       for (int64_t low = 0; low < group; low += block, scale++, total++) {
         const int n = int(group - low < block ? group - low : block);
-        const auto put = [&](I numbers, int i) { X::put(numbers, n - i, to + low + i); };
+        const auto put = [&](I numbers, int i) { X::put(numbers, n - i, to, low + i, padded); };
         const Integers integers = to_integers(from + low, n, largest_of(from + low, n), highest, put);
         *scale = integers.scale;  // NaN or infinity makes all products NaN
         if (X::PRODUCTS == 1 && op.bits == 8) {
@@ -125,7 +141,8 @@ template <class X> struct IntegerRows {
 
 // Multiply M rows, from ``row``, by a panel.
 template <int BITS, class X, int M>
-void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& rows, int64_t row, F (&acc)[ROWS][2]) {
+void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& rows, int64_t row,
+                       std::integral_constant<int, M>, F (&acc)[ROWS][2]) {
   const int64_t count = rows.count(op), stride = rows.k, scale_bytes = PANEL * (op.half_scales ? 2 : 4);
   const typename X::T* x = rows.x + row * stride;
   const float *scales = rows.scales + row * count, *sums = rows.sums + row * count;
@@ -175,6 +192,84 @@ void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<X>& row
     }
   }
 }
+
+#ifdef KVAD_TILES
+// Add ``N`` blocks' sums of m rows, times their scales, to those of a panel.
+template <int BITS, bool IS_SPLIT, int N>
+void add_blocks(int m, const I (*high)[ROWS][2], const I (*low)[ROWS][2], const F (*scale)[2], const F (*minimum)[2],
+                const float* scales, const float* sums, int64_t count, F (&acc)[ROWS][2]) {
+  for (int i = 0; i < m; i++)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      F total = acc[i][half];
+#pragma GCC unroll 4
+      for (int b = 0; b < N; b++) {
+        const I sum = IS_SPLIT ? (high[b][i][half] << 8) + low[b][i][half] : high[b][i][half];
+        total += (F)_mm512_cvtepi32_ps((__m512i)sum) * (scale[b][half] * scales[i * count + b]);
+        if (BITS == 4) total += minimum[b][half] * sums[i * count + b];
+      }
+      acc[i][half] = total;
+    }
+}
+
+// Multiply m rows, from ``row``, by a panel, with the same sums.
+template <int BITS, class X>
+void multiply_integers(const Op& op, const uint8_t* w, const IntegerRows<TileInputs<X>>& rows, int64_t row, int m,
+                       F (&acc)[ROWS][2]) {
+  constexpr bool IS_SPLIT = sizeof(typename X::T) == 2;
+  constexpr int SPAN = IS_SPLIT ? 2 : 4;  // blocks whose sums are added together
+  const int64_t count = rows.count(op), row_bytes = rows.k * sizeof(typename X::T);
+  const int64_t scale_bytes = PANEL * (op.half_scales ? 2 : 4);
+  const char* x = reinterpret_cast<const char*>(rows.x) + row * row_bytes;
+  const float *scales = rows.scales + row * count, *sums = rows.sums + row * count;
+  const int depth = rows.group % 64 ? 32 : 64;
+  alignas(64) I high[SPAN][ROWS][2], low[IS_SPLIT ? SPAN : 1][ROWS][2];
+  alignas(64) F scale[SPAN][2], minimum[SPAN][2];
+  alignas(64) uint8_t unpacked[BITS == 4 ? BLOCK * PANEL : 1];
+  for (int i = 0; i < m; i++) acc[i][0] = acc[i][1] = F{};
+  configure_tiles(m, depth);
+  const uint8_t* group_scales = w;
+  int64_t at = 0;  // in the group
+  for (int64_t block = 0; block < count; block += SPAN, scales += SPAN, sums += SPAN) {
+    const int span = int(count - block < SPAN ? count - block : SPAN);
+    for (int b = 0; b < span; b++) {
+      if (at == 0) group_scales = w, w += scale_bytes * (BITS == 4 ? 2 : 1);
+      for (int half = 0; half < 2; half++) {
+        scale[b][half] = load_scales(group_scales, half * LANES, op.half_scales);
+        if (BITS == 4) minimum[b][half] = load_scales(group_scales + scale_bytes, half * LANES, op.half_scales);
+      }
+      const int n = int(rows.group - at < rows.block ? rows.group - at : rows.block), bytes = n * PANEL * BITS / 8;
+      for (int line = 0; line < bytes; line += 64) __builtin_prefetch(w + Ahead::BYTES + line, 0, 2);
+      const uint8_t* weights = w;
+      if constexpr (BITS == 4) {
+        for (int i = 0; i < bytes; i += 32) {
+          VI part[1];
+          ByteInputs::read<4>(w + i, part);
+          _mm512_store_si512(unpacked + 2 * i, (__m512i)part[0]);
+        }
+        weights = unpacked;
+      }
+      const auto multiply = [&](auto kind, const char* from, I(&out)[ROWS][2]) {
+        clear_tiles();
+        for (int i = 0; i < n; i += depth) add_tiles<kind.value>(m, weights + i * PANEL, from + i, row_bytes);
+        store_tiles(m, out);
+      };
+      multiply(std::integral_constant<TileProduct, SIGNED_BYTES>(), x + at, high[b]);
+      if constexpr (IS_SPLIT)
+        multiply(std::integral_constant<TileProduct, UNSIGNED_BYTES>(), x + rows.padded + at, low[b]);
+      w += bytes, at += n;
+      if (at == rows.group) at = 0, x += rows.group * sizeof(typename X::T);
+    }
+    if (span == SPAN) {
+      add_blocks<BITS, IS_SPLIT, SPAN>(m, high, low, scale, minimum, scales, sums, count, acc);
+    } else {
+      for (int b = 0; b < span; b++)
+        add_blocks<BITS, IS_SPLIT, 1>(m, high + b, low + (IS_SPLIT ? b : 0), scale + b, minimum + b, scales + b, sums + b,
+                                      count, acc);
+    }
+  }
+}
+#endif
 
 // Multiply M rows of float32 x [M, stride] by a panel; sums [M, groups] of x are what minima are multiplied by.
 template <int BITS, int M>
@@ -227,7 +322,8 @@ void multiply_panels(const Run& run, const Op& op, int64_t first, int64_t end, P
       const int64_t row = first + (end - first) * part / parts;
       const int m = int(first + (end - first) * (part + 1) / parts - row);
       const uint8_t* w = static_cast<const uint8_t*>(op.weight) + panel * size;
-      switch (m) {
+      if constexpr (TOGETHER > REGISTER_ROWS) product(m, w, row, acc);
+      else switch (m) {
 #define CASE(n)                                                                                              \
   case n:                                                                                                    \
     if constexpr (n <= TOGETHER) product(std::integral_constant<int, n>(), w, row, acc);                     \
@@ -254,12 +350,18 @@ template <class W, class X, int BITS> void integer_linear(const Run& run, const 
       integers.convert(op, row, x + (first + row) * op.in_stride);
     if (shared) run.team.wait();
     multiply_panels<W, X::TOGETHER>(run, op, first, end, [&](auto m, const uint8_t* w, int64_t row, F(&acc)[ROWS][2]) {
-      multiply_integers<BITS, X, m.value>(op, w, integers, row - first, acc);
+      multiply_integers<BITS>(op, w, integers, row - first, m, acc);
     });
   }
 }
 
 template <class W, int BITS> void quantized_linear(const Run& run, const Op& op, int64_t rows) {
+#ifdef KVAD_TILES
+  if (uses_integers(op) && uses_tiles(op, rows)) {
+    if (op.activation_bits) return integer_linear<W, TileInputs<ByteInputs>, BITS>(run, op, rows);
+    return integer_linear<W, TileInputs<WordInputs>, BITS>(run, op, rows);
+  }
+#endif
   if (op.activation_bits) return integer_linear<W, ByteInputs, BITS>(run, op, rows);
   if constexpr (sizeof(typename W::T) == 2) {
     integer_linear<W, WordInputs, BITS>(run, op, rows);

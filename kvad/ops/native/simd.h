@@ -18,7 +18,8 @@ constexpr int REGISTER_ROWS = 12;  // tokens that a panel is multiplied by at a 
 #else
 constexpr int REGISTER_ROWS = 3;
 #endif
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define KVAD_TILES
 constexpr int TILE_ROWS = 32;  // the same in bfloat16
 #else
 constexpr int TILE_ROWS = REGISTER_ROWS;

@@ -111,12 +111,12 @@ void run_thread(const Model& model, const Step& step, const Sizes& memory, Team&
   if (step.best) find_best(run, model.ops[model.num_ops - 1].n);
 }
 
-// True if the processor has AMX with bfloat16 and Linux lets this process use it.
+// True if the processor has AMX and Linux lets this process use it.
 bool has_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned int a, b, c, d;
-  constexpr unsigned int TILES = 1 << 24, BFLOAT_TILES = 1 << 22;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & TILES) || !(d & BFLOAT_TILES)) return false;
+  constexpr unsigned int TILES = 1 << 24, BFLOAT_TILES = 1 << 22, BYTE_TILES = 1 << 25;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) == 0 || (d & BFLOAT_TILES) == 0 || (d & BYTE_TILES) == 0) return false;
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #else

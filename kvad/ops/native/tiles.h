@@ -4,7 +4,7 @@
 
 namespace {
 
-#if defined(__AMX_BF16__)
+#ifdef KVAD_TILES
 // GCC does not know that the instructions for tiles read memory: complete what was written to it.
 inline void publish(const void* p) { __asm__ volatile("" ::"r"(p) : "memory"); }
 
@@ -14,7 +14,7 @@ struct TileConfig {
   uint8_t rows[16];
 };
 
-inline thread_local int tile_rows = 0;  // of x that the tiles are configured for
+inline thread_local int tile_rows = 0, tile_depth = 0;  // that the tiles are configured for
 
 // The configuration that a thread had before, oneDNN's for example, is restored at the end.
 struct TileScope {
@@ -27,31 +27,56 @@ struct TileScope {
 };
 
 // Tiles 0 and 1 are the sums of the first 16 rows and each half of a panel, 2 and 3 those of the other rows; 4 and 5
-// are rows of x, 6 and 7 halves of a panel.
-inline void configure_tiles(int rows) {
-  if (rows == tile_rows) return;
+// are rows of x, 6 and 7 halves of a panel. ``depth``: bytes of a row that are multiplied at a time.
+inline void configure_tiles(int rows, int depth) {
+  if (rows == tile_rows && depth == tile_depth) return;
   alignas(64) TileConfig config = {};
   config.palette = 1;
   const int first = rows < 16 ? rows : 16, second = rows <= 16 ? 1 : rows - 16;  // a tile has a row
-  const int counts[8] = {first, first, second, second, first, second, 16, 16};
-  for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(counts[i]), config.bytes[i] = 64;
+  const int counts[8] = {first, first, second, second, first, second, depth / 4, depth / 4};
+  for (int i = 0; i < 8; i++) config.rows[i] = uint8_t(counts[i]), config.bytes[i] = i == 4 || i == 5 ? depth : 64;
   publish(&config);
   _tile_loadconfig(&config);
-  tile_rows = rows;
+  tile_rows = rows, tile_depth = depth;
 }
 
-// Add the products of 32 numbers of each row by those of a panel.
-inline void add_tiles(int rows, const bf16* w, const bf16* x, int64_t stride) {
+enum TileProduct { BFLOATS, SIGNED_BYTES, UNSIGNED_BYTES };  // of x; weights are bfloat16 or signed bytes
+
+// Add the products of ``depth`` bytes of each row by those of a panel, whose rows have steps of 4 bytes.
+template <TileProduct KIND> inline void add_tiles(int rows, const void* w, const void* x, int64_t row_bytes) {
+#define KVAD_PRODUCT(sum, a, b)                                   \
+  if constexpr (KIND == BFLOATS) _tile_dpbf16ps(sum, a, b);       \
+  else if constexpr (KIND == SIGNED_BYTES) _tile_dpbssd(sum, a, b); \
+  else _tile_dpbusd(sum, a, b)
+  const char *panel = static_cast<const char*>(w), *from = static_cast<const char*>(x);
   publish(x);
-  _tile_loadd(6, w, 4 * PANEL);
-  _tile_loadd(7, w + PANEL, 4 * PANEL);
-  _tile_loadd(4, x, stride * 2);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_dpbf16ps(1, 4, 7);
+  _tile_loadd(6, panel, 4 * PANEL);
+  _tile_loadd(7, panel + 4 * LANES, 4 * PANEL);
+  _tile_loadd(4, from, row_bytes);
+  KVAD_PRODUCT(0, 4, 6);
+  KVAD_PRODUCT(1, 4, 7);
   if (rows <= 16) return;
-  _tile_loadd(5, x + 16 * stride, stride * 2);
-  _tile_dpbf16ps(2, 5, 6);
-  _tile_dpbf16ps(3, 5, 7);
+  _tile_loadd(5, from + 16 * row_bytes, row_bytes);
+  KVAD_PRODUCT(2, 5, 6);
+  KVAD_PRODUCT(3, 5, 7);
+#undef KVAD_PRODUCT
+}
+
+inline void clear_tiles() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// Write the sums as [rows, PANEL] numbers of 4 bytes.
+inline void store_tiles(int rows, void* out) {
+  char* to = static_cast<char*>(out);
+  _tile_stored(0, to, 4 * PANEL);
+  _tile_stored(1, to + 4 * LANES, 4 * PANEL);
+  if (rows <= 16) return;
+  _tile_stored(2, to + 16 * 4 * PANEL, 4 * PANEL);
+  _tile_stored(3, to + 16 * 4 * PANEL + 4 * LANES, 4 * PANEL);
 }
 
 // Each number is the sum of those of every 32 inputs, in order; which rows are multiplied together does not matter.
@@ -59,11 +84,8 @@ template <>
 inline void multiply<BFloat>(int rows, const bf16* w, const bf16* x, int64_t stride, int64_t k, F (&acc)[ROWS][2],
                              Ahead ahead) {
   constexpr int64_t DEPTH = 32;
-  configure_tiles(rows);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  configure_tiles(rows, 2 * DEPTH);
+  clear_tiles();
   int64_t i = 0, steps = 0;
   for (; i + DEPTH <= k; i += DEPTH, w += DEPTH * PANEL) {
     if (ahead.at)
@@ -72,19 +94,15 @@ inline void multiply<BFloat>(int rows, const bf16* w, const bf16* x, int64_t str
     if (ahead.panel)
       for (int64_t line = 0; line < DEPTH * PANEL * 2; line += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(w) + Ahead::BYTES + line, 0, 2);
-    add_tiles(rows, w, x + i, stride);
+    add_tiles<BFLOATS>(rows, w, x + i, 2 * stride);
   }
   if (i < k) {
     alignas(64) bf16 last_w[DEPTH * PANEL] = {}, last_x[ROWS * DEPTH] = {};
     std::memcpy(last_w, w, (k - i) * PANEL * 2);
     for (int row = 0; row < rows; row++) std::memcpy(last_x + row * DEPTH, x + row * stride + i, (k - i) * 2);
-    add_tiles(rows, last_w, last_x, DEPTH);
+    add_tiles<BFLOATS>(rows, last_w, last_x, 2 * DEPTH);
   }
-  _tile_stored(0, acc, sizeof acc[0]);
-  _tile_stored(1, &acc[0][1], sizeof acc[0]);
-  if (rows <= 16) return;
-  _tile_stored(2, acc[16], sizeof acc[0]);
-  _tile_stored(3, &acc[16][1], sizeof acc[0]);
+  store_tiles(rows, acc);
 }
 #else
 struct TileScope {};
