@@ -265,8 +265,10 @@ void read_keys(const Op& op, const Group& group, int64_t kv, int tile, const Chu
 // Arrange all keys and values.
 template <class W> void arrange_chunk(const Op& op, const Group& group, int64_t kv, Chunk<W>& chunk) {
   const int words = int(round_up(op.head_dim, 2)) / W::STEP, value_dim = int(round_up(op.value_dim, PANEL));
+  const ReadAhead<W> ahead(op, group, kv, chunk);
   for (int tile = 0; tile < chunk.count; tile += LANES) {
     const typename W::T* rows[LANES];
+    for (int i = 0; i < LANES; i++) ahead.with_keys(tile + i), ahead.with_values(tile + i);
     read_keys(op, group, kv, tile, chunk, rows);
     int32_t* out = reinterpret_cast<int32_t*>(chunk.keys) + int64_t(tile / PANEL) * words * PANEL + tile % PANEL;
     transpose_words<PANEL>(reinterpret_cast<const int32_t* const*>(rows), words, out);
