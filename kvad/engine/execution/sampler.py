@@ -580,7 +580,7 @@ def apply_bans(scores: Tensor, sequences: Sequence[TokenSequence]) -> Tensor:
     banned = _banned_entries(scores, sequences)
     if banned is None:
         return scores
-    index = [_to_device(np.array(each), scores.device) for each in banned]
+    index = tuple(_to_device(np.array(each), scores.device) for each in banned)
     return scores.index_put(index, scores.new_full((), -math.inf))  # a number would be sent with a wait
 
 
