@@ -36,7 +36,8 @@ def test_outputs_equal_the_reference(case: tuple[str, str]) -> None:
     model = golden.model()
     for run in RUNS:
         outputs, expected = golden.outputs(run, model), golden.expected(run)
-        torch.testing.assert_close(outputs, expected)
+        # Sums of float32 round differently on other processors: 1.4e-5 between a Xeon and the references' EPYC.
+        torch.testing.assert_close(outputs, expected, rtol=1.3e-6, atol=3e-5)
         assert divergence(outputs, expected) <= 1e-9
         if f"{run}/pooler_output" in golden.arrays:
             torch.testing.assert_close(golden.pooled(run, model), golden.tensor(f"{run}/pooler_output"))
