@@ -205,8 +205,7 @@ class SelectedAdapters:
     def _indices(self, indices: list[int]) -> slice | Tensor:
         if indices[-1] - indices[0] == len(indices) - 1:
             return slice(indices[0], indices[-1] + 1)
-        rows = torch.tensor(indices)  # the host does not wait for the copy
-        return rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
+        return ops.gpu.to_device(torch.tensor(indices), self._device)
 
     def add(self, layer: nn.Module, x: Tensor, out: Tensor) -> Tensor:
         """Add the terms for ``layer``, given its input x [T, in], to ``out`` [T, out] in place."""

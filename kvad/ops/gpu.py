@@ -134,6 +134,13 @@ def best_tokens(logits: Tensor, num_tokens: int) -> Tensor:
     return torch.stack((logits[:, :num_tokens].argmax(dim=-1), is_finite.long()), dim=-1)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device; the host does not wait for a GPU, which may still run the step before."""
+    if device.type == "cuda" and values.numel():
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 def can_draw(logits: Tensor) -> bool:
     """Return True if ``draw_tokens`` takes these logits."""
     return not unavailable_reason(logits.device) and logits.dtype in DTYPES

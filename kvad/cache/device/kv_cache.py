@@ -225,8 +225,7 @@ class KVCache:
         """Yield every raw array of the groups with a sequence's blocks of it; groups beyond ``blocks`` are left out."""
         groups = zip(self.positions, self._arrays, blocks, strict=False)
         for group_index, (positions, layers, ids) in enumerate(groups):
-            block_ids = torch.tensor(ids, dtype=torch.int64, pin_memory=positions.is_cuda and len(ids) > 0)
-            block_ids = block_ids.to(positions.device, non_blocking=True)
+            block_ids = ops.gpu.to_device(torch.tensor(ids, dtype=torch.int64), positions.device)
             yield ArrayBlocks(f"{group_index}.positions", positions, block_ids)
             for layer, arrays_by_kind in layers.items():
                 for kind, arrays in arrays_by_kind.items():
@@ -344,8 +343,7 @@ class KVCache:
     def clear(self, group_index: int, block_ids: Sequence[int]) -> None:
         """Clear newly allocated blocks of a group that takes tokens or an encoder input."""
         positions = self.positions[group_index]
-        blocks = torch.tensor(block_ids, dtype=torch.int64, pin_memory=positions.is_cuda)
-        blocks = blocks.to(positions.device, non_blocking=True)  # the step before may be running
+        blocks = ops.gpu.to_device(torch.tensor(block_ids, dtype=torch.int64), positions.device)
         positions.index_fill_(0, blocks, -1)
         for arrays_by_kind in self._arrays[group_index].values():
             for arrays in arrays_by_kind.values():

@@ -319,10 +319,7 @@ def _error_of_row(is_finite: int) -> str:
 
 
 def _to_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Return numbers on a device, for which the host does not wait."""
-    tensor = torch.from_numpy(values)
-    tensor = tensor.pin_memory() if device.type == "cuda" and len(values) else tensor
-    return tensor.to(device, non_blocking=True)
+    return ops.gpu.to_device(torch.from_numpy(values), device)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

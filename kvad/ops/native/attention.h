@@ -203,7 +203,7 @@ template <class W, class C> class Attention {
     memory.chunk.next_first = chunk * CHUNK, memory.chunk.next_slots = batch.slots;
   }
 
-  // True if ``queries`` queries of a unit read the cache's blocks; more of them read an arranged copy.
+  // True if ``queries`` queries of a unit read the cache's blocks; more of them, and tiles, read an arranged copy.
   static bool reads_blocks(int64_t queries) {
 #ifdef __AVX512F__
     return queries <= REGISTER_ROWS && C::TOGETHER == REGISTER_ROWS;

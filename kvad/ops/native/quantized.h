@@ -42,10 +42,11 @@ template <> inline void read_pairs<4>(const uint8_t* p, VI (&pairs)[2]) {
   pairs[0] = x & 0xf000f, pairs[1] = (x >> 4) & 0xf000f;
 }
 
-// What activations are converted to: a product multiplies a register of weights by INPUTS / PRODUCTS of them.
+// What activations are converted to: a product multiplies a register of weights by INPUTS / PRODUCTS of them, and a panel
+// is multiplied by TOGETHER tokens at a time.
 struct WordInputs {
   typedef int16_t T;  // in the order of pairs
-  static constexpr int PRODUCTS = 2, TOGETHER = REGISTER_ROWS < 8 ? REGISTER_ROWS : 8;  // tokens that a panel is multiplied by at a time
+  static constexpr int PRODUCTS = 2, TOGETHER = REGISTER_ROWS < 8 ? REGISTER_ROWS : 8;
   template <int BITS> static void read(const uint8_t* p, VI (&w)[PRODUCTS]) { read_pairs<BITS>(p, w); }
   static VI dot(VI sum, VI w, const T* x) { return dot_pairs(sum, w, x); }
   static void put(I numbers, int n, T* group, int64_t at, int64_t) {

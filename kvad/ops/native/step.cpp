@@ -115,8 +115,8 @@ void run_thread(const Model& model, const Step& step, const Sizes& memory, Team&
 bool has_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned int a, b, c, d;
-  constexpr unsigned int TILES = 1 << 24, BFLOAT_TILES = 1 << 22, BYTE_TILES = 1 << 25;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) == 0 || (d & BFLOAT_TILES) == 0 || (d & BYTE_TILES) == 0) return false;
+  constexpr unsigned int TILES = 1 << 24 | 1 << 22 | 1 << 25;  // AMX-TILE, AMX-BF16, AMX-INT8
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) != TILES) return false;
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #else
