@@ -37,26 +37,53 @@ inline void finish(const Run& run, const Op& op, int64_t panel, int64_t row, int
   }
 }
 
+// Parts of a product, for the L2 cache: rows whose inputs stay in it while panels pass. Tiles also divide many inputs, and
+// keep the sums of some panels.
+template <class W> struct Blocks {
+  static constexpr int64_t BYTES = 768 << 10, INPUTS = 2048, PANELS = 8;
+  int64_t rows, inputs, panels;
+  Blocks(const Op& op, int64_t num_rows) : inputs(op.k), panels((op.n + PANEL - 1) / PANEL) {
+    const int64_t parts = W::TOGETHER > REGISTER_ROWS && num_rows > W::TOGETHER ? (op.k + INPUTS - 1) / INPUTS : 1;
+    if (parts > 1) inputs = round_up((op.k + parts - 1) / parts, TILE_DEPTH), panels = PANELS;
+    const int64_t passes = BYTES / (inputs * int64_t(sizeof(typename W::T)) * W::TOGETHER);
+    rows = smaller(round_up(num_rows, W::TOGETHER), (passes ? passes : 1) * W::TOGETHER);
+  }
+  bool keeps_sums(const Op& op) const { return inputs < op.k; }
+  int64_t bytes(const Op& op) const { return keeps_sums(op) ? panels * rows * PANEL * 4 : 0; }
+};
+
 template <class W> void linear(const Run& run, const Op& op, int64_t rows) {
   typedef typename W::T T;
   const T* x = run.buffer<T>(op.in) + op.in_offset;
   const T* w = static_cast<const T*>(op.weight);
-  const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL;
-  const int64_t passes = (rows + W::TOGETHER - 1) / W::TOGETHER, steps = op.k / W::STEP;  // of 64 * PANEL / LANES bytes
-  alignas(64) F acc[ROWS][2];
-  for (int64_t panel = run.low(panels); panel < run.high(panels); panel++)
-    for (int64_t row = 0; row < rows; row += W::TOGETHER) {
-      const int m = rows - row < W::TOGETHER ? int(rows - row) : W::TOGETHER;
-      Ahead ahead;
-      ahead.panel = rows > 1 && passes == 1;
-      // The passes after the first one would not use the memory.
-      if (passes > 1 && panel + 1 < run.high(panels)) {
-        ahead.every = passes / 2 < steps ? passes / 2 : steps;
-        ahead.at = reinterpret_cast<const char*>(w + (panel + 1) * size) + row / W::TOGETHER * (steps / ahead.every) * 64;
+  const int64_t panels = (op.n + PANEL - 1) / PANEL, size = int64_t(op.k) * PANEL, high = run.high(panels);
+  const Blocks<W> blocks(op, rows);
+  alignas(64) F own[ROWS][2];
+  for (int64_t first = 0; first < rows; first += blocks.rows) {
+    const int64_t end = smaller(first + blocks.rows, rows), passes = (end - first + W::TOGETHER - 1) / W::TOGETHER;
+    for (int64_t group = run.low(panels); group < high; group += blocks.panels) {
+      const int64_t last = smaller(group + blocks.panels, high);
+      for (int64_t from = 0; from < op.k; from += blocks.inputs) {
+        const int64_t k = smaller(blocks.inputs, op.k - from), steps = k / W::STEP;  // of 64 * PANEL / LANES bytes
+        for (int64_t panel = group; panel < last; panel++)
+          for (int64_t row = first; row < end; row += W::TOGETHER) {
+            const int m = int(smaller(end - row, int64_t(W::TOGETHER)));
+            Ahead ahead;
+            ahead.panel = rows > 1 && passes == 1;
+            // The passes after the first one would not use the memory.
+            if (passes > 1 && panel + 1 < last) {
+              const int64_t pass = (row - first) / W::TOGETHER;
+              ahead.every = smaller(passes / 2, steps);
+              ahead.at = reinterpret_cast<const char*>(w + (panel + 1) * size + from * PANEL) + pass * (steps / ahead.every) * 64;
+            }
+            char* sums = run.own + ((panel - group) * blocks.rows + row - first) * PANEL * 4;
+            auto& acc = blocks.keeps_sums(op) ? *reinterpret_cast<F(*)[ROWS][2]>(sums) : own;
+            multiply<W>(m, w + panel * size + from * PANEL, x + row * op.in_stride + from, op.in_stride, k, acc, ahead, from > 0);
+            if (from + k == op.k) finish<W>(run, op, panel, row, m, acc);
+          }
       }
-      multiply<W>(m, w + panel * size, x + row * op.in_stride, op.in_stride, op.k, acc, ahead);
-      finish<W>(run, op, panel, row, m, acc);
     }
+  }
 }
 
 // The best logit of some columns of a row, the first of equal ones; index -1 if one is not finite.

@@ -24,6 +24,7 @@ constexpr int TILE_ROWS = 32;  // the same in bfloat16
 #else
 constexpr int TILE_ROWS = REGISTER_ROWS;
 #endif
+constexpr int TILE_DEPTH = 32;  // bfloat16 inputs of a step of tiles
 constexpr int ROWS = TILE_ROWS;  // of either, at most
 
 typedef float F __attribute__((vector_size(64), aligned(4), may_alias));
@@ -47,6 +48,7 @@ inline void store(float* p, F x) { *reinterpret_cast<F*>(p) = x; }
 inline F all(float x) { return F{} + x; }
 inline F as_floats(I x) { return reinterpret_cast<F&>(x); }
 inline I as_ints(F x) { return reinterpret_cast<I&>(x); }
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline F larger(F a, F b) { return a > b ? a : b; }
 inline F smaller(F a, F b) { return a < b ? a : b; }
 
@@ -337,9 +339,10 @@ inline void multiply_rows(const typename W::T* w, const typename W::T* x, int64_
   for (int m = 0; m < M; m++)
     for (int part = 0; part < PARTS; part++) reinterpret_cast<V*>(acc[m])[part] = a[m][part];
 }
+// ``continues``: add to the sums of the inputs before these, which only tiles do.
 template <class W>
 inline void multiply(int rows, const typename W::T* w, const typename W::T* x, int64_t stride, int64_t k,
-                     F (&acc)[ROWS][2], Ahead ahead = {}) {
+                     F (&acc)[ROWS][2], Ahead ahead = {}, bool continues = false) {
   switch (rows) {
 #define CASE(n) case n: return multiply_rows<W, n>(w, x, stride, k, acc, ahead);
     CASE(1) CASE(2) CASE(3)

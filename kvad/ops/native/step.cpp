@@ -3,6 +3,9 @@
 // What a token gets does not depend on the other tokens of the step or on the number of threads: every product is summed
 // over its inputs in order, and attention reads chunks of CHUNK slots that are merged in order.
 #include <cstdlib>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -63,6 +66,10 @@ Sizes sizes(const Model& model, const Step& step, int threads) {
       const int64_t all = shared ? quantized_bytes(op, step.tokens) : 0;
       const int64_t own = quantized_bytes(op, shared ? FEW_ROWS : step.tokens);
       result.own = own > result.own ? own : result.own, result.shared = all > result.shared ? all : result.shared;
+    }
+    if (op.kind == OP_LINEAR && !op.bits && op.type == TYPE_BFLOAT) {
+      const int64_t bytes = Blocks<BFloat>(op, step.tokens).bytes(op);
+      result.own = bytes > result.own ? bytes : result.own;
     }
     if (op.kind == OP_EXPERTS) {
       const int64_t bytes = op.type == TYPE_BFLOAT ? ExpertsMemory<BFloat>(op, step.tokens, nullptr).bytes
@@ -197,6 +204,9 @@ int kvad_step(Model* model, const Step* step) {
     kvad_free(model);
     model->scratch = static_cast<char*>(std::aligned_alloc(4096, needed));
     if (!model->scratch) return 1;
+#ifdef __linux__
+    if (needed > RETAINED_BYTES) madvise(model->scratch, needed, MADV_HUGEPAGE);  // fewer page faults and TLB misses
+#endif
     model->scratch_bytes = needed;
     model->peak_bytes = needed > model->peak_bytes ? needed : model->peak_bytes;
   }

@@ -69,6 +69,16 @@ inline void clear_tiles() {
   _tile_zero(3);
 }
 
+inline void load_tiles(int rows, const void* in) {
+  const char* from = static_cast<const char*>(in);
+  publish(in);
+  _tile_loadd(0, from, 4 * PANEL);
+  _tile_loadd(1, from + 4 * LANES, 4 * PANEL);
+  if (rows <= 16) return;
+  _tile_loadd(2, from + 16 * 4 * PANEL, 4 * PANEL);
+  _tile_loadd(3, from + 16 * 4 * PANEL + 4 * LANES, 4 * PANEL);
+}
+
 // Write the sums as [rows, PANEL] numbers of 4 bytes.
 inline void store_tiles(int rows, void* out) {
   char* to = static_cast<char*>(out);
@@ -82,25 +92,25 @@ inline void store_tiles(int rows, void* out) {
 // Each number is the sum of those of every 32 inputs, in order; which rows are multiplied together does not matter.
 template <>
 inline void multiply<BFloat>(int rows, const bf16* w, const bf16* x, int64_t stride, int64_t k, F (&acc)[ROWS][2],
-                             Ahead ahead) {
-  constexpr int64_t DEPTH = 32;
-  configure_tiles(rows, 2 * DEPTH);
-  clear_tiles();
+                             Ahead ahead, bool continues) {
+  configure_tiles(rows, 2 * TILE_DEPTH);
+  if (continues) load_tiles(rows, acc);
+  else clear_tiles();
   int64_t i = 0, steps = 0;
-  for (; i + DEPTH <= k; i += DEPTH, w += DEPTH * PANEL) {
+  for (; i + TILE_DEPTH <= k; i += TILE_DEPTH, w += TILE_DEPTH * PANEL) {
     if (ahead.at)
-      for (steps += DEPTH / BFloat::STEP; steps >= ahead.every; steps -= ahead.every, ahead.at += 64)
+      for (steps += TILE_DEPTH / BFloat::STEP; steps >= ahead.every; steps -= ahead.every, ahead.at += 64)
         __builtin_prefetch(ahead.at, 0, 2);
     if (ahead.panel)
-      for (int64_t line = 0; line < DEPTH * PANEL * 2; line += 64)
+      for (int64_t line = 0; line < TILE_DEPTH * PANEL * 2; line += 64)
         __builtin_prefetch(reinterpret_cast<const char*>(w) + Ahead::BYTES + line, 0, 2);
     add_tiles<BFLOATS>(rows, w, x + i, 2 * stride);
   }
   if (i < k) {
-    alignas(64) bf16 last_w[DEPTH * PANEL] = {}, last_x[ROWS * DEPTH] = {};
+    alignas(64) bf16 last_w[TILE_DEPTH * PANEL] = {}, last_x[ROWS * TILE_DEPTH] = {};
     std::memcpy(last_w, w, (k - i) * PANEL * 2);
-    for (int row = 0; row < rows; row++) std::memcpy(last_x + row * DEPTH, x + row * stride + i, (k - i) * 2);
-    add_tiles<BFLOATS>(rows, last_w, last_x, 2 * DEPTH);
+    for (int row = 0; row < rows; row++) std::memcpy(last_x + row * TILE_DEPTH, x + row * stride + i, (k - i) * 2);
+    add_tiles<BFLOATS>(rows, last_w, last_x, 2 * TILE_DEPTH);
   }
   store_tiles(rows, acc);
 }
