@@ -156,7 +156,7 @@ class _Endpoint:
             await error_response(converted)(scope, receive, send)
             return
         if isinstance(result, EventStream):
-            await send_events(scope, send, first, result.events, deadline, headers)
+            await send_events(scope, send, first, result.events, deadline, headers, body.field_names())
         else:
             await json_response(result, headers=headers)(scope, receive, send)
 
@@ -175,8 +175,12 @@ async def send_events(
     events: AsyncIterator[bytes],
     deadline: float | None,
     headers: Mapping[str, str],
+    names: Mapping[str, str],
 ) -> None:
-    """Send events as they come; an error becomes an event, and the stream ends."""
+    """Send events as they come; an error becomes an event, and the stream ends.
+
+    ``names``: those that errors have instead of the names of the request's fields (``errors.rename_fields``).
+    """
     await send(
         {
             "type": "http.response.start",
@@ -198,7 +202,8 @@ async def send_events(
                 async for data in rest:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            last = generation.event(_api_error(error, scope).body()) + generation.DONE
+            converted = errors.rename_fields(_api_error(error, scope), names)
+            last = generation.event(converted.body()) + generation.DONE
     with suppress(TimeoutError):  # of a client that reads nothing, which would keep its place for ever
         async with asyncio.timeout(LAST_SECONDS):
             await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -252,7 +257,9 @@ class _Getter:
             await Response(media_type="text/event-stream")(scope, receive, send)
         elif isinstance(result, EventStream):
             with suppress(ConnectionError):
-                await generation.cancel_on_disconnect(receive, send_events(scope, send, b"", result.events, None, {}))
+                await generation.cancel_on_disconnect(
+                    receive, send_events(scope, send, b"", result.events, None, {}, {})
+                )
         else:
             await (result if isinstance(result, Response) else json_response(result))(scope, receive, send)
 

@@ -178,10 +178,19 @@ class RequestStream:
         self._llm.cancel(self)
 
 
+_FORM_ERROR = "sampling failed: structured_output: "  # of ``sampler`` and ``grammar``
+
+
 def chunk_error(chunk: StreamChunk) -> KvadError:
-    """Return the exception of a chunk with an error; options that leave no token are the client's error."""
+    """Return the exception of a chunk with an error.
+
+    Options that leave no token, and a structured output whose text exceeds a limit, are the client's error.
+    """
     assert chunk.error is not None
     message = f"sample {chunk.sample_index}: {chunk.error}"
+    if chunk.error.startswith(_FORM_ERROR):
+        problem = chunk.error.removeprefix(_FORM_ERROR)
+        return RequestError(f"structured_output: sample {chunk.sample_index}: {problem}", "Use a simpler form.")
     if chunk.error in (scheduling.request.NO_ALLOWED_TOKEN, scheduling.request.NO_ALLOWED_BEAM):
         return RequestError(message, "Omit one of the options that contradict each other.")
     return NumericalError(message) if chunk.error.startswith("numerical") else EngineError(message)

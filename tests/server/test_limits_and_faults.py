@@ -200,6 +200,24 @@ def test_schema_bytes(server):
     assert f"{limit:,} bytes" in error_of(response)["message"]
 
 
+def test_a_text_beyond_a_limit_of_its_grammar_is_the_error_of_its_request(server):
+    """Each letter adds expressions to the lexer; after about 110 there are too many. Neighbors are not affected."""
+    fields = {"structured_outputs": {"regex": "([a-z]{1,90}){1,90}"}, "ignore_eos": True, "max_tokens": 300}
+    alone = server.complete("a neighbor", max_tokens=150)["choices"]
+    with ThreadPoolExecutor(1) as pool:
+        neighbor = pool.submit(server.complete, "a neighbor", max_tokens=150)
+        response = server.post(COMPLETIONS, prompt="x", **fields)
+        assert neighbor.result()["choices"] == alone
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert (error["type"], error["param"]) == ("invalid_request_error", "structured_outputs")
+    assert f"limit step_lexer_fuel of {grammar.LIMITS['step_lexer_fuel']:,}" in error["message"]
+    body = {"messages": [USER], **fields, "stream": True}
+    first, *_, last, done = parse_events(server.post(CHAT, **body).text)
+    assert first["choices"][0]["delta"]["content"] and done == "[DONE]"
+    assert last == {"error": error}
+
+
 # ---------------------------------------------------------------- malformed requests
 
 MALFORMED = {

@@ -62,6 +62,13 @@ LIMITS: dict[str, Any] = {
     "max_items_in_row": 10_000,  # an object with N optional properties has 4N in one
     "verbose_errors": False,  # no state of the parser in messages
 }
+# Parts of llguidance's messages, and the limits that were exceeded.
+LIMIT_ERRORS = {
+    "too many expressions": "step_lexer_fuel",
+    "too many states": "max_lexer_states",
+    "Too many items": "step_max_items",
+    "items; max is": "max_items_in_row",
+}
 # Without it llguidance allows only its own choice of tokens for text that the grammar forces.
 HEADER = '%llguidance {"no_forcing": true}\n'
 # Between tokens of JSON: nothing, a space, or a line break with up to 20 spaces, so that no text is endless space.
@@ -380,6 +387,8 @@ def describe_error(error: str) -> str:
         return NO_TOKEN
     if "missing special token prefix" in error:
         return "a special token has no text and cannot be generated"
+    if name := next((name for text, name in LIMIT_ERRORS.items() if text in error), ""):
+        return f"the text or its form is too complex: it exceeds the limit {name} of {LIMITS[name]:,}"
     lines = [line for line in error.splitlines() if line.strip() and line != "<non-verbose/>"]
     line = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "cannot be compiled")
     line = line.removeprefix("error: ")

@@ -245,7 +245,8 @@ class ResponsesBody(Body):
         return names | {
             "messages[0]": names.get("messages[0]", "instructions"), "messages": "input", "prompt": "input",
             "response_format.json_schema": "text.format", "response_format": "text.format",
-            "structured_output": "text.format", "max_completion_tokens": "max_output_tokens",
+            "structured_output": "text.format" if self.text and self.text.get("format") else "tools",
+            "max_completion_tokens": "max_output_tokens",
         }  # fmt: skip
 
 
