@@ -262,7 +262,7 @@ class Engine:
         self._check_options(sampling_params, draw_salt, uses_states=resume is not None or keep_state)
         request = self._next_request
         output, stop_tokens = sampling_params.structured_output, self._stop_tokens(sampling_params, adapter)
-        grammar = None if output is None else self.grammars.compile(output)
+        grammar = None if output is None else self.grammars.compile(output, sampling_params.visible_special_tokens)
         texts = self._text_streams(request, sampling_params, stop_tokens)
         prefix_root = self._root(cache_salt, encoder_token_ids, adapter)
         identity = prefix_root, encoder_token_ids, cache_salt, adapter

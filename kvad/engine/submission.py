@@ -144,9 +144,9 @@ class RequestSubmitter(SubmissionBuilder):
 
         def submit(prompt: PromptInput) -> RequestHandle:
             submission = build(prompt)
-            output = submission.sampling_params.structured_output
-            if output is not None:  # compiled and cached now, because no step can run while a request is added
-                self._client.engine.grammars.compile(output)
+            params = submission.sampling_params
+            if params.structured_output is not None:  # cached now: no step can run while a request is added
+                self._client.engine.grammars.compile(params.structured_output, params.visible_special_tokens)
             tokens = submission.prompt_token_ids if scores else submission.input_ids
             queue = partial(self._client.engine.add_request, **submission._asdict())
             return self._client.submit(queue, submission.sampling_params, tokens)

@@ -174,7 +174,8 @@ class EngineProcess:
         """Compile a structured output in a thread, so that the running sequences do not wait for it."""
 
         def compile_now(message: Message) -> Message:
-            self._llm.engine.grammars.compile(StructuredOutput.from_json(message["structured_output"]))
+            output = StructuredOutput.from_json(message["structured_output"])
+            self._llm.engine.grammars.compile(output, message["visible_special_tokens"])
             return {}
 
         self._compilers.submit(self._answer, message, compile_now)

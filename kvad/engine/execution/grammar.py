@@ -9,8 +9,9 @@ WordPiece), so the vocabulary given to llguidance has a second entry for each to
 
     "▁the" (id 7) is b" the" inside a text and b"the" at its start: entries 7 and, say, 32000
 
-Special tokens have no text and are never allowed, except end tokens where the grammar may end. The last entry stands
-for "the grammar may end here"; which tokens end a sample is a matter of its request, not of the grammar.
+Special tokens have no text and are never allowed, except end tokens where the grammar may end, and those that the
+request makes visible, whose text is their name. The last entry stands for "the grammar may end here"; which tokens end
+a sample is a matter of its request, not of the grammar.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
@@ -82,9 +84,12 @@ _UNSUPPORTED = re.compile(
 
 
 class Vocabulary:
-    """The texts of a tokenizer's tokens as llguidance's vocabulary, and which of its entries are tokens with text."""
+    """The texts of a tokenizer's tokens as llguidance's vocabulary, and which of its entries are tokens with text.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Entries of the same tokenizer have the same numbers, whatever special tokens (ids and texts) are ``visible``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, visible: Mapping[int, bytes] = MappingProxyType({})) -> None:
         from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 
         texts = [_text_bytes(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
@@ -94,6 +99,8 @@ class Vocabulary:
             if text != texts[token]:
                 self.first_entries[token] = len(entries)
                 entries.append(text)
+        for token, text in visible.items():
+            entries[token] = text
         self.size, self.end_entry = len(texts), len(entries)
         self.tokenizer: LLTokenizer = LLTokenizer(TokenizerWrapper(_Entries([*entries, b""])))
         self.num_words = self.end_entry // 32 + 1
@@ -283,21 +290,28 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
-        self._vocabulary: Vocabulary | None = None
-        self._cache: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
+        self._vocabularies: dict[tuple[str, ...], Vocabulary] = {}
+        self._cache: OrderedDict[tuple[StructuredOutput, tuple[str, ...]], CompiledGrammar] = OrderedDict()
 
-    def compile(self, output: StructuredOutput) -> CompiledGrammar:
+    def compile(self, output: StructuredOutput, visible_special_tokens: Iterable[str] = ()) -> CompiledGrammar:
         """Return the compiled grammar.
+
+        Args:
+            output: The form of the text.
+            visible_special_tokens: Names of special tokens that are part of the text.
 
         Raises:
             UsageError: If llguidance is not installed.
             RequestError: If the tokenizer has no fixed text per token, or the output is invalid or exceeds a limit.
         """
+        names = {} if self._tokenizer is None else self._tokenizer.special_tokens.names()
+        visible = tuple(sorted(names.keys() & visible_special_tokens))
+        key = output, visible
         with self._lock:
-            if output in self._cache:
-                self._cache.move_to_end(output)
-                return self._cache[output]
-            vocabulary = self._open_vocabulary()
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+            vocabulary = self._open_vocabulary(visible)
         try:
             source = grammar_source(output)
             if error := _check_in_process(source):
@@ -306,25 +320,27 @@ class GrammarCompiler:
         except RequestError as error:
             raise RequestError(f"structured_output: {output.kind}: {error.message}", error.hint) from None
         with self._lock:
-            self._cache[output] = grammar
+            self._cache[key] = grammar
             while len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
         return grammar
 
-    def _open_vocabulary(self) -> Vocabulary:
+    def _open_vocabulary(self, visible: tuple[str, ...]) -> Vocabulary:
         if self._tokenizer is None:
             raise RequestError("structured_output: requires a tokenizer, and this model has none")
         if not self._tokenizer.has_token_bytes:
             raise RequestError(
                 f"structured_output: the text of a token of this {self._tokenizer.kind} tokenizer varies"
             )
-        if self._vocabulary is None:
+        if visible not in self._vocabularies:
+            names = self._tokenizer.special_tokens.names()
             try:
-                self._vocabulary = Vocabulary(self._tokenizer)
+                vocabulary = Vocabulary(self._tokenizer, {names[name]: name.encode() for name in visible})
             except ImportError:
                 hint = "Run pip install 'kvad[structured]'."
                 raise UsageError("structured_output: requires the package llguidance", hint) from None
-        return self._vocabulary
+            self._vocabularies[visible] = vocabulary
+        return self._vocabularies[visible]
 
     def _with_large_stack(self, function: Callable[[], T]) -> T:
         with ThreadPoolExecutor(1) as pool:

@@ -90,7 +90,7 @@ class ApiContext:
             message = f"the queue has {queued} prompt tokens, its limit is {limits.max_queued_tokens}: try again"
             raise ApiError(429, message, code="queue_full", retry_after=1)
 
-    async def compile(self, output: StructuredOutput) -> None:
+    async def compile(self, output: StructuredOutput, visible_special_tokens: Sequence[str] = ()) -> None:
         """Compile a structured output in the engine's process.
 
         A request that has ended leaves the queue, so that what still runs is bounded.
@@ -99,7 +99,8 @@ class ApiContext:
             RequestError: If it cannot be compiled.
         """
         await self._compilers.acquire()
-        call = asyncio.ensure_future(self.llm.call("compile", structured_output=output.to_json()))
+        fields = {"structured_output": output.to_json(), "visible_special_tokens": list(visible_special_tokens)}
+        call = asyncio.ensure_future(self.llm.call("compile", **fields))
         call.add_done_callback(self._end_compilation)
         await asyncio.shield(call)
 

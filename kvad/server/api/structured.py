@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from kvad.engine.scheduling import StructuredOutput
@@ -31,8 +32,12 @@ async def structured_settings(context: ApiContext, body: GenerationBody) -> dict
     return await constrain(context, "structured_outputs", given)
 
 
-async def constrain(context: ApiContext, param: str, constraint: dict[str, Any]) -> dict[str, Any]:
+async def constrain(
+    context: ApiContext, param: str, constraint: dict[str, Any], visible_special_tokens: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the option of the engine for a constraint such as ``{"json_schema": {...}}``.
+
+    ``visible_special_tokens``: names of special tokens that are part of the text.
 
     Raises:
         ApiError: 400 that names ``param``.
@@ -40,7 +45,7 @@ async def constrain(context: ApiContext, param: str, constraint: dict[str, Any])
     check_limit(param, len(json.dumps(constraint)), context.config.limits.max_schema_bytes, "bytes")
     try:
         output = StructuredOutput.from_json(constraint)
-        await context.compile(output)
+        await context.compile(output, visible_special_tokens)
     except RequestError as error:
         message = str(error).removeprefix("structured_output: ")
         raise ApiError(400, f"{param}: {message}", param=param, code="invalid_value") from None
