@@ -12,7 +12,7 @@ LIMITS = {
     "max_body_bytes": 60_000, "max_prompts": 8, "max_prompt_tokens": 600, "max_prompt_chars": 4000, "max_messages": 6,
     "max_n": 4, "max_sequences": 16, "max_logprobs": 5, "max_echo_logprobs": 24_000,
     "max_stop": 4, "max_stop_chars": 32, "max_logit_bias": 16,
-    "max_tools": 3, "max_schema_bytes": 1000, "max_queued_requests": 12, "max_queued_tokens": 3000,
+    "max_tools": 3, "max_schema_bytes": 1500, "max_queued_requests": 12, "max_queued_tokens": 3000,
     "max_large_texts": 2, "max_unread_tokens": 5000,
     "max_requests_per_key": 12, "max_sessions": 5, "max_session_bytes": 200_000,
     "request_seconds": 20.0, "header_seconds": 0.5, "body_seconds": 0.5,

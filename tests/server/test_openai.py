@@ -1,20 +1,15 @@
 """The unmodified ``openai`` package against the server: its parsers, its exceptions, its retries."""
 
 import asyncio
-import itertools
 import json
 import math
 import threading
 import time
-from types import SimpleNamespace
 from typing import Literal
 
 import pydantic
 import pytest
 
-from kvad.engine.scheduling import StructuredOutput
-from kvad.server.api.chat import ToolUse, make_parser
-from kvad.server.api.tools import FORMATS, PLAIN_JSON, ToolCallParser, find_format, required_schema
 from tests.server.conftest import KEYS, LIMITS
 from tests.support.server import CALL, forced, open_stream
 
@@ -171,7 +166,7 @@ def test_required_tool_call(client, choice):
 
 
 def test_required_call_of_a_tool_with_definitions(client):
-    """References of the parameters are valid inside the schema of the call, also of one of several tools."""
+    """References of the parameters are those of its own schema, also of one of several tools."""
 
     class Point(pydantic.BaseModel):
         axis: Literal["x", "y"]
@@ -180,9 +175,9 @@ def test_required_call_of_a_tool_with_definitions(client):
         start: Point
         end: Point
 
-    body = {"model": "tiny", "messages": HELLO, "tool_choice": "required", "temperature": 0.8, "seed": 4}
+    body = {"messages": HELLO, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0.8, "seed": 4}
     for tools in ([openai.pydantic_function_tool(Line)], [openai.pydantic_function_tool(Line), *TOOLS]):
-        choice = client.chat.completions.create(**body, tools=tools).choices[0]
+        choice = client.chat.completions.create(model="tiny", **body, tools=tools).choices[0]
         (call,) = choice.message.tool_calls
         if call.function.name == "Line":
             assert Line.model_validate_json(call.function.arguments)
@@ -190,111 +185,11 @@ def test_required_call_of_a_tool_with_definitions(client):
             assert len(tools) == 2
 
 
-def test_references_of_tools_are_moved():
-    tree = {"properties": {"enum": {"$ref": "#"}, "b": {"$ref": "#/$defs/B"}}, "$defs": {"B": {"const": {"$ref": "#"}}}}
-    tools = [{"function": {"name": name, "parameters": tree}} for name in "fg"]
-    arguments = required_schema(tools, None)["anyOf"][1]["properties"]["arguments"]
-    place = "#/anyOf/1/properties/arguments"
-    assert arguments["properties"] == {"enum": {"$ref": place}, "b": {"$ref": f"{place}/$defs/B"}}
-    assert arguments["$defs"] == tree["$defs"], "a constant is data"
-    arguments = required_schema(tools, "f")["properties"]["arguments"]
-    assert arguments["properties"]["b"] == {"$ref": "#/properties/arguments/$defs/B"}
-    own = {"$id": "https://x.test/f", "properties": {"a": {"$ref": "#"}}}
-    schema = required_schema([{"function": {"name": "f", "parameters": own}}], "f")
-    assert schema["properties"]["arguments"] == own
-
-
 def test_bad_schema_is_a_bad_request(client):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": 5}}}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=HELLO, response_format=form)
     assert caught.value.param == "response_format"
-
-
-# ---------------------------------------------------------------- formats of tool calls
-
-PLAIN, LIST = '{"name": "f", "arguments": {"a": 1}}', '[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]'
-OTHER = '{"name": "Alice", "age": 30}'
-TEXTS = {  # format -> texts with their content and names of calls
-    "hermes": [
-        (f"Hi. <tool_call>{PLAIN}</tool_call>", "Hi.", ["f"]),
-        (f"<tool_call>\n{PLAIN}\n</tool_call>\n<tool_call>{PLAIN}</tool_call>", "", ["f", "f"]),
-        ("a < b, <tool_cat> and <tool_", "a < b, <tool_cat> and <tool_", []),
-        (f"<tool_call>{PLAIN}", "", ["f"]),
-        ("so <tool_call>{broken", "so <tool_call>{broken", []),
-        ("so <tool_call>{broken}</tool_call> it is", "so <tool_call>{broken}</tool_call> it is", []),
-        (f"<tool_call>{OTHER}</tool_call>!", f"<tool_call>{OTHER}</tool_call>!", []),
-    ],
-    "mistral": [
-        (f"[TOOL_CALLS]{LIST}", "", ["f", "g"]),
-        (f"Well [TOOL_CALLS] {LIST}", "Well", ["f", "g"]),
-        ("[TOOL] is [TOOL_CALLS] not", "[TOOL] is [TOOL_CALLS] not", []),
-        (f"[TOOL_CALLS][{PLAIN}, {OTHER}]", f"[TOOL_CALLS][{PLAIN}, {OTHER}]", []),
-    ],
-    "granite": [(f"<|tool_call|>{LIST}", "", ["f", "g"])],
-    "json": [
-        (PLAIN, "", ["f"]),
-        (f"\n {PLAIN} ", "", ["f"]),
-        (f"Use {PLAIN}", f"Use {PLAIN}", []),
-        ('{"x": 1}', '{"x": 1}', []),
-        (OTHER, OTHER, []),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_parser_finds_calls_whatever_the_split(name):
-    """Every text in one piece, in single characters, and in every pair of pieces has the same content and calls."""
-    form = next(each for each in (*FORMATS, PLAIN_JSON) if each.name == name)
-    for text, content, names in TEXTS[name]:
-        splits = [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
-        splits += [[text[:a], text[a:b], text[b:]] for a, b in itertools.combinations(range(1, len(text)), 2)][::7]
-        for pieces in splits:
-            parser = ToolCallParser(form, {"f", "g"})
-            results = [*(parser.push(piece) for piece in pieces), parser.finish("")]
-            calls = [call for _, found in results for call in found]
-            assert [call.name for call in calls] == names, pieces
-            assert "".join(part for part, _ in results).strip() == content, pieces
-            assert parser.num_calls == len(names) and len({call.id for call in calls}) == len(names)
-
-
-@pytest.mark.parametrize("arguments", ["[" * 2000, "[" * 500 + "]" * 500, '{"x": NaN}'])
-def test_arguments_that_are_not_strict_json_are_content(arguments):
-    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-    assert ToolCallParser(FORMATS[0], {"f"}).finish(text) == (text, [])
-
-
-@pytest.mark.parametrize("name", ["hermes", "mistral"])
-def test_without_parallel_calls_the_first_one_is_passed_on(name):
-    form = next(each for each in FORMATS if each.name == name)
-    text = (
-        f"<tool_call>{PLAIN}</tool_call><tool_call>{PLAIN}</tool_call>" if name == "hermes" else f"[TOOL_CALLS]{LIST}"
-    )
-    parser = ToolCallParser(form, {"f", "g"}, is_parallel=False)
-    content, calls = parser.finish(text)
-    assert (content, [call.name for call in calls], parser.num_calls) == ("", ["f"], 1)
-
-
-def test_a_structured_answer_is_no_call():
-    """Without marks of calls, JSON of the client's schema is content; with marks, calls are still found."""
-
-    def parser(text, structured_output, *, is_required=False):
-        template = SimpleNamespace(templates={"default": text}, choose=lambda tools: "default")
-        llm = SimpleNamespace(chat_templates=SimpleNamespace(find=lambda adapter: template))
-        params = SimpleNamespace(structured_output=structured_output)
-        group = SimpleNamespace(
-            context=SimpleNamespace(llm=llm), submissions=[SimpleNamespace(adapter="", sampling_params=params)]
-        )
-        return make_parser(ToolUse(TOOLS, is_required=is_required), group, None)
-
-    output = StructuredOutput("json_object")
-    assert parser("{{ x }}", output) is None
-    assert parser("{{ x }}", None).finish(CALL)[1] and parser("{{ x }}", output, is_required=True).finish(CALL)[1]
-    assert parser("<tool_call>", output).finish(f"<tool_call>{CALL}</tool_call>")[1]
-
-
-def test_format_follows_from_the_template():
-    assert find_format("{{ '[TOOL_CALLS]' }}").name == "mistral" and find_format("{{ x }}") is PLAIN_JSON
 
 
 # ---------------------------------------------------------------- other routes
@@ -341,7 +236,9 @@ def test_a_streamed_response_without_text_has_no_message(client):
     parameters = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
     tool = {"type": "function", "name": "f", "parameters": {**parameters, "additionalProperties": False}}
     body = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 200}
-    events = list(client.responses.create(**body, tools=[tool], tool_choice="required", stream=True))
+    events = list(
+        client.responses.create(**body, tools=[tool], tool_choice={"type": "function", "name": "f"}, stream=True)
+    )
     check_items(events, ["function_call"])
 
 

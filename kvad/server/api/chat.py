@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvad.engine import StreamChunk
-from kvad.server.api import generation, tools
+from kvad.server.api import generation, tool_formats, tools
 from kvad.server.api.errors import invalid, naming
 from kvad.server.api.generation import ApiContext, EventStream, RequestGroup, SampleChunks
 from kvad.server.api.logprobs import chat_logprobs
 from kvad.server.api.schema import ChatBody
 from kvad.server.api.structured import constrain, structured_settings
-from kvad.server.api.tools import PLAIN_JSON, ToolCall, ToolCallParser, ToolFormat
+from kvad.server.api.tool_formats import PLAIN_JSON, ToolCall, ToolFormat
+from kvad.server.api.tools import ToolCallParser
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,22 @@ class ToolUse:
     tools: list[dict[str, Any]]
     is_required: bool = False
     name: str | None = None  # the function that must be called
+    form: ToolFormat = PLAIN_JSON
+    is_parallel: bool = True
+
+    def grammar(self) -> str | None:
+        """Return the grammar of the answer; None if no call is required."""
+        if not self.is_required:
+            return None
+        is_parallel = self.is_parallel and self.name is None
+        return tool_formats.call_grammar(
+            self.form, self.tools, is_required=self.is_required, is_parallel=is_parallel, name=self.name
+        )
+
+    def parser(self) -> ToolCallParser:
+        """Return the parser of the calls of one sample."""
+        functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
+        return ToolCallParser(self.form, functions, is_parallel=self.is_parallel)
 
     @staticmethod
     def of(given: list[dict[str, Any]] | None, choice: Any, limit: int) -> ToolUse | None:
@@ -63,11 +80,14 @@ async def create_chat_completion(context: ApiContext, body: ChatBody, key: str) 
 
 
 async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[RequestGroup, ToolUse | None]:
-    """Submit a conversation and return its requests and the use of tools."""
+    """Submit a conversation and return its requests and the use of tools; None: all text is content."""
     limits, adapter = context.config.limits, context.check_model(body.model)
     size = generation.check_chars(context, "messages", [body.messages, body.tools])
     use = ToolUse.of(body.tools, body.tool_choice, limits.max_tools)
-    messages = check_messages(body.messages, limits.max_messages)
+    with naming("messages"):
+        source = _template_source(context, adapter)
+    has_objects = not tool_formats.has_text_arguments(source)
+    messages = check_messages(body.messages, limits.max_messages, parses_arguments=has_objects)
     settings: Any = generation.sampling_settings(context, body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None:
@@ -79,13 +99,17 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
     if body.logprobs:
         settings["logprobs"] = body.top_logprobs or 0
     settings |= await structured_settings(context, body)
-    if use is not None and use.is_required:
-        if "structured_output" in settings:
+    if use is not None:
+        form, is_parallel = tool_formats.find_format(source), body.parallel_tool_calls is not False
+        use = replace(use, form=form, is_parallel=is_parallel)
+        if "structured_output" not in settings:
+            settings["visible_special_tokens"] = form.all_marks
+            if (lark := use.grammar()) is not None:
+                settings |= await constrain(context, "tools", {"grammar": lark}, form.all_marks)
+        elif use.is_required:
             raise invalid(body.constraint_name, "cannot be combined with a required tool")
-        schema = tools.required_schema(use.tools, use.name)
-        settings |= await constrain(context, "tools", {"json_schema": schema})
-    elif use is not None and (form := _tool_format(context, adapter)) is not PLAIN_JSON:
-        settings["visible_special_tokens"] = (form.start, form.end)  # many models mark calls with special tokens
+        elif form is PLAIN_JSON:  # the text is JSON of a schema that is no call's
+            use = None
     settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
     make = context.llm.builder.generation(None, settings)
     shown_tools = body.tools if body.tool_choice != "none" else None
@@ -103,8 +127,12 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
     return RequestGroup(context, [make(tokens)], session=session, request_id=body.request_id), use
 
 
-def check_messages(messages: Sequence[dict[str, Any]], max_messages: int) -> list[dict[str, Any]]:
-    """Return the messages with texts instead of lists of text parts.
+def check_messages(
+    messages: Sequence[dict[str, Any]], max_messages: int, *, parses_arguments: bool = True
+) -> list[dict[str, Any]]:
+    """Return the messages with texts instead of lists of text parts, and arguments of calls as objects.
+
+    ``parses_arguments`` False: arguments remain text.
 
     Raises:
         ApiError: 400 for too many or incomplete messages, and for parts that are no text.
@@ -122,7 +150,7 @@ def check_messages(messages: Sequence[dict[str, Any]], max_messages: int) -> lis
         message = {**message, "content": content} if "content" in message else dict(message)
         if message.get("role") == "developer":
             message["role"] = "system"
-        if isinstance(message.get("tool_calls"), list):
+        if parses_arguments and isinstance(message.get("tool_calls"), list):
             message["tool_calls"] = [
                 _with_parsed_arguments(call, f"messages[{index}].tool_calls[{number}]")
                 for number, call in enumerate(message["tool_calls"])
@@ -159,7 +187,7 @@ class _Answer:
     def __init__(self, context: ApiContext, body: ChatBody, group: RequestGroup, use: ToolUse | None) -> None:
         self._context, self._body, self._group = context, body, group
         self._id, self._created = generation.new_id("chatcmpl", body.request_id), int(time.time())
-        self._parsers = [make_parser(use, group, body.parallel_tool_calls) for _ in range(body.n)]
+        self._parsers = [None if use is None else use.parser() for _ in range(body.n)]
         self._started: set[int] = set()
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -242,23 +270,7 @@ class _Answer:
         return self._group.last_events(self._head("chat.completion.chunk"), self._body)
 
 
-def _tool_format(context: ApiContext, adapter: str) -> ToolFormat:
-    """Return the format in which the model of an adapter, or the base, writes calls."""
+def _template_source(context: ApiContext, adapter: str) -> str:
+    """Return the chat template of an adapter, or the base, for requests with tools; "" if there is none."""
     template = context.llm.chat_templates.find(adapter)
-    return PLAIN_JSON if template is None else tools.find_format(template.templates[template.choose(tools=True)])
-
-
-def make_parser(use: ToolUse | None, group: RequestGroup, is_parallel: bool | None) -> ToolCallParser | None:
-    """Return the parser of the calls: of the template's format, or of plain JSON if a call is required.
-
-    None: all text is content, because no tool may be called, or the text is JSON of a schema that is no call's.
-    """
-    if use is None:
-        return None
-    submission = group.submissions[0]
-    form = PLAIN_JSON if use.is_required else _tool_format(group.context, submission.adapter)
-    is_answer = not use.is_required and submission.sampling_params.structured_output is not None
-    if form is PLAIN_JSON and is_answer:
-        return None
-    names = {tool["function"]["name"] for tool in use.tools}
-    return ToolCallParser(form, names, is_parallel=is_parallel is not False)
+    return "" if template is None else template.templates[template.choose(tools=True)]

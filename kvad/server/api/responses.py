@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from kvad.server.api import generation
-from kvad.server.api.chat import make_parser, submit_chat
+from kvad.server.api.chat import submit_chat
 from kvad.server.api.errors import invalid
 from kvad.server.api.generation import ApiContext, EventStream, RequestGroup
 from kvad.server.api.schema import ChatBody, ResponsesBody, validate
-from kvad.server.api.tools import ToolCall, ToolCallParser
+from kvad.server.api.tool_formats import ToolCall
+from kvad.server.api.tools import ToolCallParser
 
 # Type of an item -> its fields; contents and outputs may also be lists of parts.
 ITEM_TEXTS = {
@@ -27,7 +28,7 @@ async def create_response(context: ApiContext, body: ResponsesBody, key: str) ->
         raise invalid("stream_options", "requires stream to be true")
     group, use = await submit_chat(context, _to_chat(body), key)
     with group.cancel_on_error():
-        answer = _Answer(context, body, group, make_parser(use, group, body.parallel_tool_calls))
+        answer = _Answer(context, body, group, None if use is None else use.parser())
     if body.stream:
         return EventStream(answer.events())
     chunks = (await group.all_chunks())[0]
@@ -48,6 +49,7 @@ def _to_chat(body: ResponsesBody) -> ChatBody:
         "model": body.model, "messages": messages, "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature, "top_p": body.top_p, "tools": _to_tools(body.tools),
         "tool_choice": _to_choice(body.tool_choice), "response_format": _to_format(body.text),
+        "parallel_tool_calls": body.parallel_tool_calls,
     }  # fmt: skip
     chat, _ = validate(ChatBody, fields, ignore_unknown=True)  # unknown fields were refused, unless they are ignored
     return chat
