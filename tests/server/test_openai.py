@@ -165,6 +165,20 @@ def test_required_tool_call(client, choice):
     assert call.function.name == "get_weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
 
 
+def test_strict_call_that_the_model_chooses(client):
+    """A random model writes free text; after the mark, which a bias makes likely, it writes a call of the schema."""
+    parameters = {**SCHEMA, "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters, "strict": True}}]
+    body = {"messages": HELLO, "tools": tools, "parallel_tool_calls": False, "temperature": 0.8, "seed": 4}
+    answer = client.chat.completions.create(model="tiny", **body, logit_bias={str(START): 100}).choices[0]
+    (call,) = answer.message.tool_calls
+    assert answer.finish_reason == "tool_calls" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    text = arguments(*b"OK", STOP)
+    with client.chat.completions.stream(model="tiny", messages=HELLO, tools=tools, **text) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert (final.finish_reason, final.message.content) == ("stop", "OK")
+
+
 def test_required_call_of_a_tool_with_definitions(client):
     """References of the parameters are those of its own schema, also of one of several tools."""
 
@@ -240,6 +254,19 @@ def test_a_streamed_response_without_text_has_no_message(client):
         client.responses.create(**body, tools=[tool], tool_choice={"type": "function", "name": "f"}, stream=True)
     )
     check_items(events, ["function_call"])
+
+
+def test_functions_of_responses_are_strict_by_default(client):
+    """So a schema with a keyword that no grammar has is refused, unless strict is false."""
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
+    body = {"model": "tiny", "input": "hello", "max_output_tokens": 1}
+    with pytest.raises(openai.BadRequestError, match=r"- tools: failed to compile JSON schema: .*not") as caught:
+        client.responses.create(**body, tools=[tool])
+    assert caught.value.param == "tools"
+    assert client.responses.create(**body, tools=[{**tool, "strict": False}]).output
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**body, tools=[{**tool, "strict": "yes"}])
+    assert caught.value.param == "tools[0].strict"
 
 
 def check_items(events, types):

@@ -111,6 +111,7 @@ TEXTS = {  # format -> texts with their content and names of calls
         (PLAIN, "", ["f"]),
         (f"\n {PLAIN} ", "", ["f"]),
         (PLAIN.replace("arguments", "parameters"), "", ["f"]),
+        (f"\x85{PLAIN}", PLAIN, []),  # no white space of JSON
         (f"Use {PLAIN}", f"Use {PLAIN}", []),
         ('{"x": 1}', '{"x": 1}', []),
         (OTHER, OTHER, []),
@@ -171,6 +172,7 @@ def test_without_parallel_calls_the_first_one_is_passed_on(name):
         ({"type": ["string", "null"]}, "null", None),
         ({"type": ["string", "null"]}, "5", "5"),
         ({"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string"}]}, "5", 5),
+        ({"type": ["number", "string"]}, "5", 5),
         ({"enum": ["5", "6"]}, "5", "5"),
         ({"const": 5}, "5", 5),
         ({"type": "array"}, '["a"]', ["a"]),
@@ -362,13 +364,24 @@ def test_a_required_or_strict_schema_that_tags_cannot_express_is_refused():
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         assert call_grammar(form, [tool], is_required=True, is_parallel=True)
         tool["function"]["strict"] = True
-        with pytest.raises(ApiError, match=f"^tools\\[0\\].function.parameters: {keyword} .*cannot be enforced"):
+        with pytest.raises(ApiError, match=rf"^tools\[0\].function.parameters.*: {keyword} is not supported"):
             call_grammar(form, [tool], is_required=False, is_parallel=True)
     assert call_grammar(FORMS["hermes"], [tool], is_required=False, is_parallel=True)
 
 
+def test_strict_calls_of_a_format_that_is_not_read_are_refused():
+    form = find_format("{{ '<|channel|>commentary to=functions.' + call.name }}")
+    assert call_grammar(form, [F], is_required=True, is_parallel=True)
+    with pytest.raises(ApiError, match=r"^tools: strict is not supported with this model"):
+        ToolUse([F], form=form).grammar()
+    assert ToolUse([G], form=form).grammar() is None
+
+
 def test_a_grammar_is_used_for_required_and_strict_calls_only():
-    assert ToolUse([G]).grammar() is None
+    assert ToolUse([G]).grammar() is None and ToolUse([G, F]).grammar() is not None
     assert ToolUse([G], is_required=True).grammar() is not None
+    lenient = {"type": "function", "function": {**F["function"], "name": "h", "strict": False}}
+    strict, mixed = ToolUse([F]).grammar(), ToolUse([G, lenient, F]).grammar()
+    assert '\\"h\\"' in mixed and mixed.count("city") == strict.count("city")
     named = ToolUse([F, G], is_required=True, name="g", form=FORMS["hermes"]).grammar()
     assert '\\"g\\"' in named and '\\"f\\"' not in named and "(ws" not in named.splitlines()[0]

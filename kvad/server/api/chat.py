@@ -30,8 +30,8 @@ class ToolUse:
     is_parallel: bool = True
 
     def grammar(self) -> str | None:
-        """Return the grammar of the answer; None if no call is required."""
-        if not self.is_required:
+        """Return the grammar of the answer; None if no call is required and no function is strict."""
+        if not self.is_required and not any(tool["function"].get("strict") is True for tool in self.tools):
             return None
         is_parallel = self.is_parallel and self.name is None
         return tool_formats.call_grammar(
@@ -108,7 +108,7 @@ async def submit_chat(context: ApiContext, body: ChatBody, key: str) -> tuple[Re
                 settings |= await constrain(context, "tools", {"grammar": lark}, form.all_marks)
         elif use.is_required:
             raise invalid(body.constraint_name, "cannot be combined with a required tool")
-        elif form is PLAIN_JSON:  # the text is JSON of a schema that is no call's
+        elif not form.start:  # the text is JSON of a schema that is no call's
             use = None
     settings |= {"cache_salt": context.salt(key, body.cache_salt), "adapter": adapter}
     make = context.llm.builder.generation(None, settings)

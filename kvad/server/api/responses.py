@@ -73,15 +73,19 @@ def _to_message(item: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _to_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return tools whose fields are under ``function``, as in the chat API."""
+    """Return tools whose fields are under ``function``, as in the chat API, where they are not strict by default."""
     if tools is None:
         return None
-    names = ("name", "description", "parameters", "strict")
+    names = ("name", "description", "parameters")
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise invalid(f"tools[{index}]", f"type must be function, got {str(tool.get('type'))[:80]!r}")
     return [
-        {"type": tool.get("type"), "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+        {
+            "type": tool.get("type"),
+            "function": {name: tool[name] for name in names if tool.get(name) is not None}
+            | {"strict": True if tool.get("strict") is None else tool["strict"]},
+        }
         for tool in tools
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from kvad.errors import RequestError
 from kvad.server.api.errors import ApiError, invalid
 from kvad.server.api.generation import ApiContext, check_limit
 from kvad.server.api.schema import GenerationBody
+
+_PLACE = re.compile(r"^grammar: (at \d+\(\d+\): )?")
 
 
 async def structured_settings(context: ApiContext, body: GenerationBody) -> dict[str, Any]:
@@ -48,6 +51,8 @@ async def constrain(
         await context.compile(output, visible_special_tokens)
     except RequestError as error:
         message = str(error).removeprefix("structured_output: ")
+        if param == "tools":  # the grammar is not the client's
+            message = _PLACE.sub("", message)
         raise ApiError(400, f"{param}: {message}", param=param, code="invalid_value") from None
     return {"structured_output": output}
 

@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ MAX_REFERENCES = 32  # "$ref" to "$ref"
 # Keywords of a schema that permit all texts, and those of a list of parameters that can be written as tags.
 _ANNOTATIONS = frozenset(("type", "title", "description", "default", "examples", "deprecated"))
 _OBJECT_KEYWORDS = _ANNOTATIONS | {"properties", "required", "additionalProperties", "$defs", "definitions", "$schema"}
-_HINT = "Leave it out, or set strict to false."
+_NO_JSON = "is not supported in a strict function whose model writes no JSON. Leave it out, or set strict to false."
 _ANY_KEY = '" /[^<>\\n]{1,64}/ "'  # in place of a name inside a literal
 _SPACE = r" |\n[ \t]{0,20}"  # bounded, so that no text is endless space
 _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # templates of Qwen write values with str()
@@ -157,7 +157,7 @@ def _values(schema: Schema) -> list[Any] | None:
 
 
 class Tags(NamedTuple):
-    """How a parameter is written in formats whose arguments are not JSON."""
+    """Texts around the value of a parameter, in formats whose arguments are not JSON."""
 
     before: str  # Lark expression before the value, with the field ``key``
     opening: str  # the last part of it that is the same for all keys
@@ -167,7 +167,7 @@ class Tags(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """Marks, reader and grammar of one way to write calls.
 
     Attributes:
         name: vLLM's name of the parser.
@@ -209,11 +209,15 @@ class ToolFormat:
         """True if another call may follow an end mark without a start mark."""
         return bool(self.close) or (self.end == self.start != "")
 
-    def is_in_value(self, text: str) -> bool:
-        """Return True if a call that starts with this text ends inside a value, where a mark has no meaning."""
+    def is_in_value(self, text: str, in_value: bool) -> bool:
+        """Return True if a part of a call ends inside a value, where a mark has no meaning.
+
+        ``in_value``: the text before it ends inside a value.
+        """
         if self.tags is None:
-            return _ESCAPED.sub("", text).count('"') % 2 == 1
-        return text.rfind(self.tags.opening) > text.rfind(self.tags.end)
+            return (_ESCAPED.sub("", text).count('"') + in_value) % 2 == 1
+        opening, end = text.rfind(self.tags.opening), text.rfind(self.tags.end)
+        return in_value if opening == end else opening > end
 
 
 _JSON = (
@@ -295,9 +299,15 @@ FORMATS = (
 PLAIN_JSON = ToolFormat("llama3_json", (), "", "", read_json, _JSON, opening="")
 
 
+# Marks of calls that are not read: gpt-oss, LFM2, Gemma 4, MiniMax M2, Kimi K2. Required calls are plain JSON.
+UNREAD_MARKS = ("<|channel|>", "<|tool_call_start|>", "<|tool_call>", "<minimax:tool_call>", "<|tool_call_begin|>")
+UNREAD = replace(PLAIN_JSON, name="unread")
+
+
 def find_format(template: str) -> ToolFormat:
     """Return the format that a chat template writes; plain JSON if it has the marks of none."""
-    return next((each for each in FORMATS if all(sign in template for sign in each.signs)), PLAIN_JSON)
+    other = UNREAD if any(mark in template for mark in UNREAD_MARKS) else PLAIN_JSON
+    return next((each for each in FORMATS if all(sign in template for sign in each.signs)), other)
 
 
 def has_text_arguments(template: str) -> bool:
@@ -322,8 +332,12 @@ def call_grammar(
         name: The function that must be called; None: any.
 
     Raises:
-        ApiError: 400 for a strict schema that cannot be enforced, because the format has no JSON.
+        ApiError: 400 for a strict schema that cannot be enforced, because the format has no JSON or is not read.
     """
+    if form is UNREAD and not is_required:
+        raise invalid(
+            "tools", "strict is not supported with this model, whose tool calls are not read. Set it to false."
+        )
     lines, calls = list[str](), list[str]()
     for index, tool in enumerate(tools):
         function = tool["function"]
@@ -373,7 +387,7 @@ def _tagged_arguments(rule: str, tags: Tags, schema: Schema, tool: int | None) -
     param = f"tools[{tool}].function.parameters"
     others, properties = set(schema) - _OBJECT_KEYWORDS, _properties(schema)
     if tool is not None and others:
-        raise invalid(param, f"{sorted(others)[0]} cannot be enforced in this model's format of calls. {_HINT}")
+        raise invalid(param, f"{min(others)} {_NO_JSON}")
     if others or not properties:
         is_closed = not others and schema.get("additionalProperties") is False
         return [f'{rule}: ""' if is_closed else f"{rule}: ({tags.before.format(key=_ANY_KEY)} text_value ws)*"]
@@ -391,8 +405,7 @@ def _tagged_arguments(rule: str, tags: Tags, schema: Schema, tool: int | None) -
                 has_text = True
             else:
                 keyword = min(set(leaf) - _ANNOTATIONS)
-                problem = f"{keyword} of the text {key!r} cannot be enforced in this model's format of calls. {_HINT}"
-                raise invalid(param, problem)
+                raise invalid(f"{param}.properties.{key}", f"{keyword} {_NO_JSON}")
         value = "text_value" if has_text else f"({' | '.join(values)}) {_literal(tags.after)}"
         lines.append(f"{rule}_{index}: {tags.before.format(key=_literal(key)[1:-1])} {value} ws")
         items.append(f"{rule}_{index}" + ("" if key in schema.get("required", ()) else "?"))

@@ -13,6 +13,7 @@ from typing import Any
 from kvad.server.api.errors import invalid
 from kvad.server.api.tool_formats import Functions, ToolCall, ToolFormat
 
+_SPACE = " \t\r\n"  # of JSON
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -29,6 +30,12 @@ class ToolCallParser:
         self._form, self._functions, self._is_parallel = form, functions, is_parallel
         self._pending = ""  # text that may belong to a call
         self._opening = ""  # white space and mark before a call, which are content only if the call is invalid
+        marks = [re.escape(mark) for mark in (form.end, form.close) if mark]
+        self._marks = re.compile("|".join(marks)) if marks else None  # that end a call
+        self._next = self._checked = (
+            0  # positions in the pending text: of the search, and after the last mark in a value
+        )
+        self._in_value = False  # the call so far ends inside a value
         self._inside = False
         self._has_content = False
         self.num_calls = 0
@@ -47,7 +54,7 @@ class ToolCallParser:
             before, found = ("", []) if is_close else self._read(inner, end)
             content, calls = content + before, calls + found
             self._inside = self._form.continues and end != self._form.close
-        self._has_content = self._has_content or bool(content.strip())
+        self._has_content = self._has_content or bool(content.strip(_SPACE))
         return content, calls
 
     def _split_before_start(self) -> str:
@@ -57,7 +64,7 @@ class ToolCallParser:
         """
         start, pending = self._form.start, self._pending
         if not start:
-            stripped = pending.lstrip(" \t\r\n")
+            stripped = pending.lstrip(_SPACE)
             if self._has_content or (stripped and not stripped.startswith("{")):
                 self._pending = ""
                 return pending
@@ -74,10 +81,15 @@ class ToolCallParser:
         return content
 
     def _find_end(self) -> re.Match[str] | None:
-        """Return the first mark in the text that ends a call."""
-        marks = "|".join(re.escape(mark) for mark in (self._form.end, self._form.close) if mark)
-        found = re.finditer(marks, self._pending) if marks else ()
-        return next((match for match in found if not self._form.is_in_value(self._pending[: match.start()])), None)
+        """Return the first mark in the text that ends a call; no text is searched twice."""
+        while self._marks is not None and (match := self._marks.search(self._pending, self._next)):
+            self._in_value = self._form.is_in_value(self._pending[self._checked : match.start()], self._in_value)
+            self._next = self._checked = match.end()
+            if not self._in_value:
+                self._next = self._checked = 0
+                return match
+        self._next = max(self._next, len(self._pending) - max(len(self._form.end), len(self._form.close)))
+        return None
 
     def _read(self, text: str, end: str) -> tuple[str, list[ToolCall]]:
         """Return the calls in the text of a call; the text and its marks as content if there is none."""
@@ -118,5 +130,7 @@ def check_tools(tools: list[dict[str, Any]]) -> list[str]:
             raise invalid(f"tools[{index}].function.name", "must be 1 to 64 letters, digits, '_', '.' or '-'")
         if not isinstance(parameters, dict):
             raise invalid(f"tools[{index}].function.parameters", "must be a JSON schema")
+        if function.get("strict") not in (None, False, True):
+            raise invalid(f"tools[{index}].function.strict", "must be true or false")
         names.append(name)
     return names
