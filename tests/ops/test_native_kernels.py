@@ -358,15 +358,29 @@ def test_a_row_has_the_same_product_among_others(
     fields = {"bits": bits, "quantized_group": group, "activation_bits": 8 if rounded else 0} if bits else {}
     panels, x = packed(matrix, variant=case.variant), case.numbers(tokens, k)
 
-    def rows(x: Tensor) -> Tensor:
-        program = Program(case, len(x))
-        source, out = program.input(x), program.buffer(padded(n), FLOAT)
-        program.op("linear", input=source, out=out, in_stride=padded(k), out_stride=padded(n), n=padded(n), k=k,
-                   weight=panels, **fields)  # fmt: skip
-        return program.read(out, n, FLOAT)
-
     for few in (1, tokens // 2):
-        assert torch.equal(rows(x[:few]), rows(x)[:few])
+        assert torch.equal(linear(case, x[:few], panels, n, **fields), linear(case, x, panels, n, **fields)[:few])
+
+
+def linear(case: Case, x: Tensor, panels: Tensor, n: int, **fields: Any) -> Tensor:
+    """Return the product of x and packed weights of n rows."""
+    program, k = Program(case, len(x)), x.shape[1]
+    source, out = program.input(x), program.buffer(padded(n), FLOAT)
+    program.op("linear", input=source, out=out, in_stride=padded(k), out_stride=padded(n), n=padded(n), k=k,
+               weight=panels, **fields)  # fmt: skip
+    return program.read(out, n, FLOAT)
+
+
+@pytest.mark.parametrize("variant", LIBRARIES)
+@pytest.mark.parametrize("dtype", library.DTYPES, ids=str)
+def test_a_product_in_parts_of_rows_and_inputs(variant: str, dtype: torch.dtype) -> None:
+    case = Case(variant, 2, dtype, torch.Generator().manual_seed(1))
+    x, weight = case.numbers(300, 4100), case.numbers(600, 4100)
+    panels, known = packed(weight, variant=variant), product(x, weight, None)
+    result = linear(case, x, panels, 600)
+    assert_near(result, known.out, known.size, FLOAT)
+    for few in (1, 40, 260):
+        assert torch.equal(linear(case, x[:few], panels, 600), result[:few])
 
 
 @given(cases, counts, sizes, st.integers(1, 5), sizes)
