@@ -256,14 +256,14 @@ def test_a_streamed_response_without_text_has_no_message(client):
     check_items(events, ["function_call"])
 
 
-def test_functions_of_responses_are_strict_by_default(client):
-    """So a schema with a keyword that no grammar has is refused, unless strict is false."""
+def test_strict_functions_of_responses(client):
+    """A schema with a keyword that no grammar has is refused if the function is strict."""
     tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
     body = {"model": "tiny", "input": "hello", "max_output_tokens": 1}
     with pytest.raises(openai.BadRequestError, match=r"- tools: failed to compile JSON schema: .*not") as caught:
-        client.responses.create(**body, tools=[tool])
+        client.responses.create(**body, tools=[{**tool, "strict": True}])
     assert caught.value.param == "tools"
-    assert client.responses.create(**body, tools=[{**tool, "strict": False}]).output
+    assert client.responses.create(**body, tools=[tool]).output
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**body, tools=[{**tool, "strict": "yes"}])
     assert caught.value.param == "tools[0].strict"

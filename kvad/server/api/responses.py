@@ -73,19 +73,15 @@ def _to_message(item: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _to_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Return tools whose fields are under ``function``, as in the chat API, where they are not strict by default."""
+    """Return tools whose fields are under ``function``, as in the chat API."""
     if tools is None:
         return None
-    names = ("name", "description", "parameters")
+    names = ("name", "description", "parameters", "strict")
     for index, tool in enumerate(tools):
         if tool.get("type") != "function":
             raise invalid(f"tools[{index}]", f"type must be function, got {str(tool.get('type'))[:80]!r}")
     return [
-        {
-            "type": tool.get("type"),
-            "function": {name: tool[name] for name in names if tool.get(name) is not None}
-            | {"strict": True if tool.get("strict") is None else tool["strict"]},
-        }
+        {"type": tool.get("type"), "function": {name: tool[name] for name in names if tool.get(name) is not None}}
         for tool in tools
     ]
 
