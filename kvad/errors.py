@@ -125,6 +125,16 @@ def format_count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def format_bytes(num_bytes: float) -> str:
+    """Format a size: ``3221225472`` -> ``3.00 GiB``; below 1 KiB in bytes."""
+    if abs(num_bytes) < 1024:
+        return f"{num_bytes:.0f} B"
+    size, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1023.995 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.2f} {units[0]}"
+
+
 def with_article(noun: str) -> str:
     """Add the indefinite article: ``a decoder``, ``an encoder``."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

@@ -83,16 +83,6 @@ def json_line(result: object) -> str:
     return json.dumps(storage.strict_json.plain_value(result), ensure_ascii=False, allow_nan=False)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Format a size: ``3221225472`` -> ``3.00 GiB``; below 1 KiB in bytes."""
-    if abs(num_bytes) < 1024:
-        return f"{num_bytes:.0f} B"
-    size, units = num_bytes / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while abs(size) >= 1023.995 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.2f} {units[0]}"
-
-
 def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0, -1)) -> list[str]:
     """Align the columns of a table: to the left those in ``left`` (-1 is the last), else to the right."""
     columns = len(rows[0])

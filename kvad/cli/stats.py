@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 from kvad import cache as cache_lib
 from kvad import storage
 from kvad.cache import group_bytes
-from kvad.cli.output import format_bytes
 from kvad.config import attention_specs
-from kvad.errors import format_count
+from kvad.errors import format_bytes, format_count
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -23,7 +23,7 @@ from kvad import config as config_lib
 from kvad.cache import CacheConfig, CacheGroup, resolve_for_model, sizing
 from kvad.cache.sizing import GroupPlan, MemoryPlan, plan_memory
 from kvad.config import AttentionSpec, ModelConfig, attention_specs
-from kvad.errors import ConfigError, UsageError, format_count, suggest, with_article
+from kvad.errors import ConfigError, UsageError, format_bytes, format_count, suggest, with_article
 from kvad.parallel import Mesh, RankPlan, plan_ranks
 from kvad.planning.fit import FitTable, weights_shortfall
 from kvad.planning.known_models import known_model, published_dtype
@@ -84,11 +84,7 @@ class PlanReport:
     def __repr__(self) -> str:
         plan = self.plan
         sizes = {"weights": plan.weights, "cache": plan.pool, "total": plan.total, "available": self.available}
-        texts = [
-            f"{name} {size / 2**30:,.2f} GiB" if size >= 2**30 else f"{name} {size / 2**20:.1f} MiB"
-            for name, size in sizes.items()
-            if size is not None
-        ]
+        texts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
         verdict = "does not fit" if self.is_too_large else "fits"
         return f"PlanReport({self.name!r}: {', '.join(texts)}: {verdict})"
 

@@ -30,7 +30,7 @@ from kvad.cache.sizing import check_policy, plan_memory
 from kvad.config import ModelConfig, attention_specs
 from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling import SamplingParams
-from kvad.errors import ConfigError, EngineError, KvadError, MemoryPlanError, UsageError
+from kvad.errors import ConfigError, EngineError, KvadError, MemoryPlanError, UsageError, format_bytes
 from kvad.model import Transformer
 from kvad.text import Tokenizer
 from kvad.verify.reference_model import SLICE
@@ -343,8 +343,9 @@ def require_verify_memory(
     assert available is not None
     candidates = range(1, min(options.num_seqs, MAX_SEQS))
     fit = bisect.bisect_right(candidates, available, key=lambda rows: sum(_needs(config, prompts, chosen, rows, dtype)))
-    parts = f"logits of the reference and the caches {_size(logits)}, weights, cache and activations {_size(rest)}"
-    needed = f"verifying takes about {_size(logits + rest)} ({parts}) and {_size(available)} is available"
+    parts = f"{format_bytes(logits)}, weights, cache and activations {format_bytes(rest)}"
+    needed = f"verifying takes about {format_bytes(logits + rest)} (logits of the reference and the caches {parts})"
+    needed += f" and {format_bytes(available)} is available"
     hint = f"what would fit: --num-prompts {fit}"
     if not fit:
         hint = "not even one prompt fits: use fewer --max-tokens, or a smaller model"
@@ -392,10 +393,6 @@ def _needs(
         layer = double // config.stack.num_layers + SLICE * config.hidden_size * 8
         rest = max(rest, plan.total + (double if options.structure and dtype != "float64" else layer))
     return logits, rest
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def first_loss_length(groups: Sequence[CacheGroup]) -> int | None:

@@ -89,7 +89,7 @@ def test_memory_below_one_block(kvad, model):
     for command in (f"generate {model} a", f"chat {model}"):
         result = kvad(f"{command} --memory 1KiB", stdin=b"")
         assert result.code == 2 and result.err.count("kvad: error: memory: 1 sequence of ") == 1
-        assert "1.0 KiB is allowed (--memory)" in result.err and not result.out
+        assert "1.00 KiB is allowed (--memory)" in result.err and not result.out
     result = kvad(f"verify {model} --memory 1KiB")
     assert result.code == 2 and "kvad: error: memory: --num-prompts 5: verifying takes " in result.err
 

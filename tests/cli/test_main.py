@@ -16,7 +16,16 @@ import pytest
 from kvad import __version__
 from kvad.cli import main as cli_main
 from kvad.cli import output, parameters
-from kvad.errors import CheckpointError, EngineError, KvadError, MemoryPlanError, NetworkError, SaveError, UsageError
+from kvad.errors import (
+    CheckpointError,
+    EngineError,
+    KvadError,
+    MemoryPlanError,
+    NetworkError,
+    SaveError,
+    UsageError,
+    format_bytes,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -298,7 +307,7 @@ def test_parse_bytes_refuses(text):
 
 
 def test_format_bytes():
-    shown = [output.format_bytes(size) for size in (0, 1023, 1024, 3_221_225_472, 2**20 - 1, 5 * 2**40)]
+    shown = [format_bytes(size) for size in (0, 1023, 1024, 3_221_225_472, 2**20 - 1, 5 * 2**40)]
     assert shown == ["0 B", "1023 B", "1.00 KiB", "3.00 GiB", "1.00 MiB", "5.00 TiB"]
 
 

@@ -1095,6 +1095,6 @@ def test_load_that_does_not_fit_is_refused_early(tmp_path, monkeypatch):
     monkeypatch.setattr("kvad.engine.loading.available_bytes", lambda: 2 * 2**20)
     with pytest.raises(MemoryPlanError) as caught:
         kvad.llm.LLM.load(folder, max_num_seqs=2000, max_seq_len=64)
-    for text in ("2,000 sequences of 64 tokens need", "2.0 MiB is available"):
+    for text in ("2,000 sequences of 64 tokens need", "2.00 MiB is available"):
         assert text in caught.value.message
     assert "what would fit: 1 sequence of 64 tokens" in caught.value.hint

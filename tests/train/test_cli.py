@@ -204,7 +204,7 @@ def test_the_batch_that_would_fit_is_named(corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(sizing, "available_bytes", lambda: 3_000_000)
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch-size", "5000")
-    assert code == 1 and "2.9 MiB is available" in stderr
+    assert code == 1 and "2.86 MiB is available" in stderr
     batch = stderr.partition("This fits: --batch-size ")[2].split()[0]
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch-size", batch, "--steps", "1")
     assert code == 0 and int(batch) > 1, stderr

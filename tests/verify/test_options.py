@@ -133,7 +133,7 @@ def test_options_reach_every_engine(run, engines, summarizer):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (("--memory", "1MiB"), 2, "and 1.0 MiB is available"),
+        (("--memory", "1MiB"), 2, "and 1.00 MiB is available"),
         (("--device", "cuda:99"), 2, "cuda:99"),
         (("--adapter", "nowhere"), 2, "nowhere"),
         (("--summarizer", "nowhere"), 2, "nowhere"),

@@ -241,7 +241,7 @@ def test_too_many_prompts_are_refused_before_anything_is_built(checkpoint, capsy
         assert main(["verify", checkpoint, "--num-prompts", number]) in (1, 2)
     *_, error, hint = capsys.readouterr().err.splitlines()
     assert error.startswith("kvad: error: --num-prompts 100000: verifying takes about ")
-    assert error.endswith("and 64.0 MiB is available")
+    assert error.endswith("and 64.00 MiB is available")
     assert hint.startswith("kvad: hint: what would fit: --num-prompts ")
 
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from kvad.cache.config import NUM_SINKS, CacheConfig, resolve_for_model
 from kvad.cache.sizing.memory_plan import MemoryPlan, plan_with
-from kvad.errors import ConfigError, MemoryPlanError, format_count
+from kvad.errors import ConfigError, MemoryPlanError, format_bytes, format_count
 
 MAX_PLANNED_SEQS = 4096  # upper bound of the search
 MAX_DEFAULT_SEQS = 256  # running sequences, if their number is not given
@@ -181,15 +181,15 @@ def require_memory(plan: MemoryPlan, available: int | None, limit: str = "is ava
     sources = f" and encoder inputs of {plan.cache.max_source_len:,}" if plan.config.encoder_input is not None else ""
     model = plan.weights + plan.adapters + plan.summarizer
     parts = model, plan.pool + plan.offload.host_bytes, plan.scratch + plan.activations
-    weights, cache, work = map(_format_bytes, parts)
+    weights, cache, work = map(format_bytes, parts)
     block_store = plan.cache.prefix_cache_host_bytes
-    stored = f", block store {_format_bytes(block_store)}" if block_store else ""
+    stored = f", block store {format_bytes(block_store)}" if block_store else ""
     num_seqs = format_count(plan.cache.max_num_seqs, "sequence")
     verb = "needs" if plan.cache.max_num_seqs == 1 else "need"
     message = (
         f"{num_seqs} of {plan.cache.max_seq_len:,} tokens{sources} {verb} "
-        f"{_format_bytes(plan.total)} (weights {weights}, cache {cache}, work {work}{stored}) "
-        f"and {_format_bytes(available)} {limit}"
+        f"{format_bytes(plan.total)} (weights {weights}, cache {cache}, work {work}{stored}) "
+        f"and {format_bytes(available)} {limit}"
     )
     raise MemoryPlanError(message, _advice(plan, available))
 
@@ -200,7 +200,7 @@ def _advice(plan: MemoryPlan, available: int) -> str:
         if plan.cache.prefix_cache_host_bytes > available:
             return "Use a smaller --prefix-cache-ram."
         min_bytes = plan.total - plan.pool - plan.scratch
-        hint = f"no sequence fits: without a cache {_format_bytes(min_bytes)} are needed; use a smaller model or dtype"
+        hint = f"no sequence fits: without a cache {format_bytes(min_bytes)} are needed; use a smaller model or dtype"
         return "; or ".join([hint, *_smaller_options(plan, available)])
     same_length = [fit for fit in fits if fit.max_seq_len == plan.cache.max_seq_len][-1:]
     same_num_seqs = [fit for fit in fits if fit.num_seqs <= plan.cache.max_num_seqs][-1:]
@@ -219,14 +219,14 @@ def _smaller_options(plan: MemoryPlan, available: int) -> list[str]:
     for name in ("bfloat16", "int8", "int4"):
         total = _fits_with(plan, replace(cache, dtype=name, key_dtype=None, value_dtype=None), available)
         if total is not None and available < plan.total:
-            options.append(f"all of it as {name} ({_format_bytes(total)})")
+            options.append(f"all of it as {name} ({format_bytes(total)})")
             break
     quarter = cache.max_seq_len // 4
     if cache.policy == "full" and quarter >= 64:
         sinks = f"sinks({NUM_SINKS}, {quarter - NUM_SINKS})"
         total = _fits_with(plan, replace(cache, policy=sinks, num_blocks=None), available)
         if total is not None:
-            options.append(f"all of it under {sinks} ({_format_bytes(total)})")
+            options.append(f"all of it under {sinks} ({format_bytes(total)})")
     return options
 
 
@@ -288,12 +288,6 @@ def binary_search_max(high: int, holds: Callable[[int], bool]) -> int:
     ``holds`` must be true up to a point and false after it.
     """
     return bisect.bisect_left(range(1, high + 1), True, key=lambda n: not holds(n))
-
-
-def _format_bytes(num_bytes: int) -> str:
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 // 10 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:

@@ -31,7 +31,7 @@ from kvad.cli.parameters import (
     model_fields,
     open_llm,
 )
-from kvad.errors import UsageError
+from kvad.errors import UsageError, format_bytes
 from kvad.text import Tokenizer
 from kvad.train import sources
 
@@ -401,8 +401,7 @@ def profile_lines(result: benchmarks.step_profile.StepProfile) -> list[str]:
         (name, f"{value:.3f} ms", f"{value / result.step_ms:.1%}", "engine" if name in engine else "model")
         for name, value in parts
     ]
-    size = output.format_bytes
-    read = f"{size(result.weight_bytes)} of weights and {size(result.cache_bytes)} of cache"
+    read = f"{format_bytes(result.weight_bytes)} of weights and {format_bytes(result.cache_bytes)} of cache"
     speed = f"{result.step_ms:.2f} ms (slowest run {result.slowest_ms:.2f}), {result.tokens_per_second:.1f} tokens/s"
     rate = f"at {result.bandwidth / 1e9:.1f} GB/s take {result.roofline_ms:.2f} ms"
     return [
@@ -421,8 +420,8 @@ COUNT_COLUMNS: dict[str, str | Callable[[benchmarks.cache_speed.FlopCount], str]
     "new tokens": "{.tokens}",
     "GFLOP": lambda count: f"{count.cached.flops / 1e9:.2f}",
     "recomputed": lambda count: f"{count.recomputed.flops / 1e9:.2f}",
-    "cache read": lambda count: output.format_bytes(count.cached.bytes_read),
-    "all bytes": lambda count: output.format_bytes(count.cached.bytes),
+    "cache read": lambda count: format_bytes(count.cached.bytes_read),
+    "all bytes": lambda count: format_bytes(count.cached.bytes),
     "attention": "{0.gain.attention:.1f}x",
     "2N/3": "{0.formula.attention:.1f}",
     "projections": "{0.gain.projections:.1f}x",

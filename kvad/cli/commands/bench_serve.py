@@ -15,7 +15,7 @@ from kvad import benchmarks
 from kvad.cli import output
 from kvad.cli.fields import Options, argument, command, option
 from kvad.cli.parameters import KEY_VARIABLE, JsonOption
-from kvad.errors import UsageError, format_count
+from kvad.errors import UsageError, format_bytes, format_count
 
 NAMES = {
     "ttft": "time to first token", "tpot": "time per token", "itl": "between two events", "e2el": "whole request",
@@ -143,7 +143,7 @@ def serve_lines(record: dict[str, Any]) -> list[str]:
     if record["request_goodput"] is not None:
         lines.append(f"goodput: {record['request_goodput']:.2f} requests/s")
     if "server_rss_max" in record:
-        start, most = (output.format_bytes(record[f"server_rss_{name}"]) for name in ("start", "max"))
+        start, most = (format_bytes(record[f"server_rss_{name}"]) for name in ("start", "max"))
         lines.append(f"memory of the server: {start} at the start, at most {most}")
     if "outputs_checked" in record:
         lines.append(f"{record['outputs_equal']} of {record['outputs_checked']} texts are the same alone")

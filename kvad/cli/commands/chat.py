@@ -25,9 +25,9 @@ from kvad.cli.chat_input import ChatInput, read_turns
 from kvad.cli.commands.generate import note_empty
 from kvad.cli.fields import command, option
 from kvad.cli.line_batches import open_for_command
-from kvad.cli.output import format_bytes, note, print_error
+from kvad.cli.output import note, print_error
 from kvad.cli.stats import RunMeter, RunStats, cache_line, describe_evicted, describe_limit, group_use, stats_lines
-from kvad.errors import KvadError, RequestError, StorageError, UsageError, format_count, suggest
+from kvad.errors import KvadError, RequestError, StorageError, UsageError, format_bytes, format_count, suggest
 from kvad.text import ids_of_text
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from kvad import config as config_lib
 from kvad.cache import CacheConfig, sizing
 from kvad.cli.fields import argument, command, option
 from kvad.cli.line_batches import model_capabilities
-from kvad.cli.output import ProgressLine, format_bytes, print_result, program_path
+from kvad.cli.output import ProgressLine, print_result, program_path
 from kvad.cli.parameters import Dtype, JsonOption, ModelArgument
-from kvad.errors import UsageError, format_count, with_article
+from kvad.errors import UsageError, format_bytes, format_count, with_article
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ import click
 from kvad import api, checkpoint, datasets, text
 from kvad import model as model_lib
 from kvad.cli.fields import CommandGroup, argument, command, option
-from kvad.cli.output import console, format_bytes, note, print_error, print_result
+from kvad.cli.output import console, note, print_error, print_result
 from kvad.cli.parameters import COUNT, JsonOption, PairFiles
 from kvad.cli.run_parameters import PAIRS_HELP, CorpusOptions, merge_options, name_corpus
-from kvad.errors import CheckpointError, DataError, UsageError, format_count
+from kvad.errors import CheckpointError, DataError, UsageError, format_bytes, format_count
 from kvad.train import loop, monitoring, setup
 from kvad.train.config import DataConfig, RunConfig, read_toml
 from kvad.train.sources import PairPaths

@@ -22,9 +22,9 @@ from kvad import benchmarks, checkpoint, datasets
 from kvad.cli.commands.bench import bench_lines, write_results
 from kvad.cli.commands.train import draw_loss_curve
 from kvad.cli.fields import command, option
-from kvad.cli.output import console, emit_json, exit_with, format_bytes, format_table, print_error, program_path
+from kvad.cli.output import console, emit_json, exit_with, format_table, print_error, program_path
 from kvad.cli.parameters import JsonOption, open_llm
-from kvad.errors import UsageError
+from kvad.errors import UsageError, format_bytes
 from kvad.train import loop, monitoring
 from kvad.train.config import DataConfig, OptimConfig, RunConfig, TokenizerConfig, TrainConfig
 

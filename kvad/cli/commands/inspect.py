@@ -22,9 +22,9 @@ from kvad.cli import parameters
 from kvad.cli.commands.plan import memory_lines, request_lines
 from kvad.cli.commands.session import read_session_header, with_saved_options
 from kvad.cli.fields import command, flag_of, given_fields, is_given, option
-from kvad.cli.output import format_bytes, format_table, json_line, note, print_result
+from kvad.cli.output import format_table, json_line, note, print_result
 from kvad.engine.scheduling import SamplingParams
-from kvad.errors import RequestError, UsageError, format_count
+from kvad.errors import RequestError, UsageError, format_bytes, format_count
 from kvad.train.config import RunConfig
 
 MAX_TOKENS = 32

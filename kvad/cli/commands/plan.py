@@ -20,9 +20,9 @@ from kvad.cache import resolve_for_model, sizing
 from kvad.cache.sizing import MemoryPlan
 from kvad.cli import parameters
 from kvad.cli.fields import argument, command, flag_of, option
-from kvad.cli.output import format_bytes, format_records, format_table, print_result
+from kvad.cli.output import format_records, format_table, print_result
 from kvad.config import attention_specs
-from kvad.errors import UsageError, format_count, suggest
+from kvad.errors import UsageError, format_bytes, format_count, suggest
 from kvad.planning import PlanReport
 
 

@@ -14,9 +14,9 @@ import click
 
 from kvad import evaluation, inspection
 from kvad.cli.fields import Options, argument, command, option
-from kvad.cli.output import draw_figures, format_bytes, format_optional, format_table, print_result
+from kvad.cli.output import draw_figures, format_optional, format_table, print_result
 from kvad.cli.parameters import JsonOption
-from kvad.errors import UsageError
+from kvad.errors import UsageError, format_bytes
 
 MAX_COLUMN = 28  # columns of a value in the table
 FIGURE_HELP = "File for the figure: PNG, SVG or PDF"

@@ -18,7 +18,7 @@ from kvad import checkpoint, engine, storage
 from kvad.cache import offload, sessions
 from kvad.cache.offload import DiskBlockStore, PinnedPrefix
 from kvad.cli.fields import CommandGroup, Options, argument, command, option
-from kvad.cli.output import emit_json, exit_with, format_bytes, format_table, note, print_error, print_result
+from kvad.cli.output import emit_json, exit_with, format_table, note, print_error, print_result
 from kvad.cli.parameters import (
     CacheFlags,
     InterruptFlag,
@@ -33,7 +33,7 @@ from kvad.cli.parameters import (
     load_tokenizer_of,
     open_llm,
 )
-from kvad.errors import KvadError, RequestError, SaveError, StorageError, UsageError, format_count
+from kvad.errors import KvadError, RequestError, SaveError, StorageError, UsageError, format_bytes, format_count
 
 CacheFlagsT = TypeVar("CacheFlagsT", bound=CacheFlags)
 MAX_SHOWN_TOKENS = 32  # tokens shown from the end of a session

@@ -22,7 +22,7 @@ from kvad.cli.fields import argument, command, option
 from kvad.cli.line_batches import model_capabilities
 from kvad.cli.parameters import COUNT, JsonOption
 from kvad.cli.run_parameters import CorpusOptions, merge_options, name_corpus
-from kvad.errors import UsageError, format_count
+from kvad.errors import UsageError, format_bytes, format_count
 from kvad.train import loop, monitoring, setup
 from kvad.train.config import OptimConfig, RunConfig, TrainConfig, apply_overrides, read_toml
 
@@ -214,7 +214,7 @@ def training_plan_text(plan: loop.TrainingPlan) -> list[str]:
         corpus = f"{format_count(plan.train_tokens, 'token')} to train on, {held_out}"
     rows = ("" if plan.accumulate == 1 else f"{plan.accumulate} x ") + format_count(plan.batch, "row")
     flops = "FLOPs not counted" if plan.step_flops is None else f"{_flops(plan.step_flops)} forward and backward"
-    num_checkpoints, size = plan.num_checkpoints + 1, output.format_bytes((plan.num_checkpoints + 1) * plan.checkpoint)
+    num_checkpoints, size = plan.num_checkpoints + 1, format_bytes((plan.num_checkpoints + 1) * plan.checkpoint)
     lines = {
         "model": f"{plan.kind}, objective {plan.objective}: {format_count(plan.parameters, 'parameter')}, {share}",
         "memory": _memory(plan),
@@ -223,7 +223,7 @@ def training_plan_text(plan: loop.TrainingPlan) -> list[str]:
         "run": _run_settings(plan),
         "measured": _measured(plan),
         "time": _time(plan),
-        "disk": f"{output.format_bytes(plan.checkpoint)} a checkpoint (and the tokenizer); "
+        "disk": f"{format_bytes(plan.checkpoint)} a checkpoint (and the tokenizer); "
         f"up to {num_checkpoints} of them, {size}, while one is written",
     }
     return [f"{name:<10}{text}" for name, text in lines.items()]
@@ -232,11 +232,9 @@ def training_plan_text(plan: loop.TrainingPlan) -> list[str]:
 def _memory(plan: loop.TrainingPlan) -> str:
     if plan.memory is None:
         return "not planned for a summarizer"
-    parts = ", ".join(f"{name} {output.format_bytes(size)}" for name, size in plan.memory.items())
-    available = (
-        "available memory unknown" if plan.available is None else f"{output.format_bytes(plan.available)} available"
-    )
-    text = f"at least {output.format_bytes(plan.bytes or 0)} ({parts}); {available}"
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.memory.items())
+    available = "available memory unknown" if plan.available is None else f"{format_bytes(plan.available)} available"
+    text = f"at least {format_bytes(plan.bytes or 0)} ({parts}); {available}"
     if plan.device != "cpu":
         text += f" on the host; {plan.device} memory is not planned"
     if plan.fits is None or plan.fits >= plan.batch:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvad.errors import format_count
+from kvad.errors import format_bytes, format_count
 from kvad.train.monitoring import callbacks
 
 if TYPE_CHECKING:
@@ -209,9 +209,9 @@ class ConsoleDashboard(PlainProgress):
         if last.mfu is not None:
             speed.append(f"{last.mfu:.1%} MFU")
         if last.memory is not None:
-            speed.append(_memory(last.memory))
+            speed.append(format_bytes(last.memory))
         if last.memory_peak is not None:
-            speed.append(f"at most {_memory(last.memory_peak)}")
+            speed.append(f"at most {format_bytes(last.memory_peak)}")
         speed += self.expert_text()
         return ["   ".join(losses), "   ".join(speed)]
 
@@ -222,7 +222,3 @@ class ConsoleDashboard(PlainProgress):
         if start.minutes is not None:
             shares.append(last.elapsed / (60 * start.minutes))
         return min(1.0, max(shares, default=0.0))
-
-
-def _memory(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

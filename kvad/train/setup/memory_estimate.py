@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 from kvad import config as cfg
 from kvad.config import ModelConfig, attention_dims, embedding_size
-from kvad.errors import MemoryPlanError, format_count
+from kvad.errors import MemoryPlanError, format_bytes, format_count
 from kvad.train.config import RunConfig
 
 LOGIT_CHUNK_ELEMENTS = 1 << 24  # as in ops/cross_entropy.py, which imports torch; a test compares them
@@ -138,10 +138,10 @@ class MemoryEstimate:
         nothing_fits = (
             "Not even --batch-size 1 fits. Lower --seq-len or --gradient-accumulation-steps, or use a smaller model."
         )
-        need, state = (human_readable_bytes(size) for size in (self.total(train.batch_size), self.state))
+        need, state = (format_bytes(size) for size in (self.total(train.batch_size), self.state))
         raise MemoryPlanError(
             f"training on {self._rows} needs about {need} (weights, gradients and moments {state}) "
-            f"and {human_readable_bytes(available)} is available",
+            f"and {format_bytes(available)} is available",
             hint if fits else nothing_fits,
         )
 
@@ -157,7 +157,7 @@ class MemoryEstimate:
         """
         train = self.run.train
         planned = self.parts(train.batch_size)
-        parts = ", ".join(f"{name} {human_readable_bytes(size)}" for name, size in planned.items() if size)
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in planned.items() if size)
         options = {
             "a lower train.batch_size (for more rows per step: train.gradient_accumulation_steps)": train.batch_size
             > 1,
@@ -167,8 +167,7 @@ class MemoryEstimate:
             "train.async_save=false": train.async_save,
         }
         return MemoryPlanError(
-            f"out of memory {where}, with {self._rows}; "
-            f"estimated were {human_readable_bytes(sum(planned.values()))}: {parts}",
+            f"out of memory {where}, with {self._rows}; estimated were {format_bytes(sum(planned.values()))}: {parts}",
             f"{status}; to use less memory: {', '.join(option for option, helps in options.items() if helps)}",
         )
 
@@ -221,8 +220,3 @@ def translate_oom(make_error: Callable[[], MemoryPlanError]) -> Iterator[None]:
         if not (isinstance(error, MemoryError) or is_torch_oom or "not enough memory" in text):
             raise
         raise make_error() from error
-
-
-def human_readable_bytes(num_bytes: int) -> str:
-    """Format bytes, such as ``12.5 MiB``."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

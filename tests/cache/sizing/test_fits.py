@@ -78,7 +78,7 @@ def test_given_sizes_that_do_not_fit_are_refused(fields, hint):
 def test_memory_below_one_block():
     with pytest.raises(ConfigError) as caught:
         load_plan("qwen3-0.6b", budget=MemoryBudget(1 << 20))
-    assert caught.value.exit_code == 2 and "1.0 MiB is allowed (--memory)" in caught.value.message
+    assert caught.value.exit_code == 2 and "1.00 MiB is allowed (--memory)" in caught.value.message
 
 
 def test_memory_of_the_user():

@@ -217,7 +217,7 @@ def test_out_of_memory_in_a_step_states_the_estimate(corpus, tmp_path, run_confi
 
     with pytest.raises(MemoryPlanError, match=r"out of memory in step 8, with 4 rows of 32 tokens") as caught:
         train_model(run_config(), [corpus], tmp_path / "run", callbacks=[Hungry()])
-    assert "weights 0.1 MiB" in caught.value.message and "a lower train.batch_size" in caught.value.hint
+    assert "weights 92.75 KiB" in caught.value.message and "a lower train.batch_size" in caught.value.hint
     assert open_folder(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 

@@ -68,7 +68,7 @@ def test_dashboard_lines():
     first, second = board.lines()
     smooth = (0.9 * 3 + 2) / 1.9
     assert first == f"loss  {smooth:.3f}   raw 2.000   validation 1.902, best 1.899   acc 44.1%"
-    assert second == ("rate  4.1e-04   grad_norm 0.9   23,400 tokens/s   12.3% MFU   412 MiB   at most 3.00 GiB")
+    assert second == ("rate  4.1e-04   grad_norm 0.9   23,400 tokens/s   12.3% MFU   412.00 MiB   at most 3.00 GiB")
     console = Console(file=io.StringIO(), width=120, force_terminal=False)
     console.print(board.render())
     shown = console.file.getvalue().splitlines()

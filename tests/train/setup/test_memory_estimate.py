@@ -149,7 +149,7 @@ def test_the_largest_fitting_micro_batch_is_named(most):
     with pytest.raises(MemoryPlanError, match=rf"This fits: --batch-size {most} ") as caught:
         MemoryEstimate(config, of_batch(1000), 5000).require(have)
     assert "training on 1,000 rows of 64 tokens at a time needs about" in caught.value.message
-    assert "MiB is available" in caught.value.message and caught.value.exit_code == 1
+    assert "KiB is available" in caught.value.message and caught.value.exit_code == 1
     MemoryEstimate(config, of_batch(1000), 5000).require(None)  # unknown
 
 
@@ -171,7 +171,7 @@ def test_out_of_memory_states_the_estimate_and_options():
     config = CONFIGS["plain"]
     error = MemoryEstimate(config, RUN, 5000).out_of_memory("in step 7", "there is no checkpoint yet")
     assert "out of memory in step 7, with 4 rows of 64 tokens at a time; estimated were" in error.message
-    for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
+    for name in ("weights 19.53 KiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
         assert name in error.message
     memory_options = ("train.batch_size", "data.seq_len", "activation_checkpointing=true", "train.precision=bf16")
     assert all(option in error.hint for option in (*memory_options, "async_save=false"))
