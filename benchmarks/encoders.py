@@ -27,7 +27,7 @@ from kvad.cache.config import CacheConfig
 from kvad.checkpoint.loader import load_model
 from kvad.engine import Engine, EngineConfig
 from kvad.engine.scheduling.request import SamplingParams
-from kvad.verify.replay import run_uncached
+from kvad.model import NoCache, whole_sequences
 
 
 def alternate(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
@@ -117,11 +117,12 @@ def translate(folder: Path, repeats: int, batch_size: int, length: int, beams: i
         reference_model.generate(ids, attention_mask=torch.ones_like(ids))
 
     def without_cache() -> None:
-        target = [32000]
-        source = ids[0].tolist()
+        target, no_cache = [32000], NoCache(model.config)
+        source = whole_sequences([ids[0].tolist()], ids.device)
         with torch.inference_mode():
             for _ in range(new):
-                target.append(int(run_uncached(model, target, source=source)[-1].argmax()))
+                step = whole_sequences([target], ids.device, last_only=True)._replace(encoder_input=source)
+                target.append(int(model.logits(model(step, no_cache), step.logit_indices).argmax()))
 
     sides: dict[str, Callable[[], Any]] = {"kvad": run_kvad, "transformers": transformers}
     fast = ctranslate2(reference_model, ids.tolist(), beams, new, folder / "ct2")

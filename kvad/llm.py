@@ -29,7 +29,7 @@ from kvad.checkpoint import CheckpointHandle, GenerationConfig, open_checkpoint
 from kvad.engine import Completion, Engine, EngineConfig, ForwardTrace, PromptEncoder, Session, StreamChunk
 from kvad.engine.scheduling import SamplingOptions, SamplingParams, SpeculativeConfig
 from kvad.errors import RequestError
-from kvad.model import NoCache, Transformer
+from kvad.model import NoCache, Transformer, whole_sequences
 from kvad.model_input import ModelInput
 from kvad.text import Tokenizer
 
@@ -469,5 +469,5 @@ class LLM:
 
     def _model_input(self, ids: Sequence[int], adapter: str) -> ModelInput:
         adapters = self.engine.adapters
-        model_input = engine_lib.encoder_tasks.text_input(ids, self.engine.device)
+        model_input = whole_sequences([ids], self.engine.device)
         return model_input._replace(adapters=adapters.select([(adapters.number(adapter), len(ids))]))

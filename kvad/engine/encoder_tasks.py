@@ -18,18 +18,9 @@ from kvad.engine.client import EngineClient, RequestHandle
 from kvad.engine.requests import EncodedPair, PromptEncoder, PromptInput, normalize_prompts, supported_tasks
 from kvad.engine.scheduling import SamplingParams
 from kvad.errors import RequestError, suggest
-from kvad.model_input import ModelInput, SubBatch
 
 T = TypeVar("T")
 EmbedPooling = Literal["mean", "first", "last", "max", "head"]
-
-
-def text_input(ids: Sequence[int], device: torch.device) -> ModelInput:
-    """Return the model input of one whole text, with logits at every token."""
-    tokens = torch.tensor(ids, dtype=torch.int64, device=device)
-    positions = torch.arange(len(ids), device=device)
-    sub_batch = SubBatch(1, len(ids), len(ids))
-    return ModelInput(tokens, positions, (sub_batch,), positions, seq_lens=torch.full_like(positions, len(ids)))
 
 
 class EncoderTasks:

@@ -12,8 +12,7 @@ import torch
 
 from kvad import text as text_lib
 from kvad.errors import DataError
-from kvad.model import NoCache, Transformer
-from kvad.model_input import ModelInput, SubBatch
+from kvad.model import NoCache, Transformer, whole_sequences
 from kvad.text import Tokenizer
 from kvad.train import data, objectives, sources
 from kvad.train.config import ObjectiveConfig
@@ -64,11 +63,10 @@ def compare_weights(
     no_cache = NoCache(before.config)
     for window in windows:
         ids = torch.from_numpy(window)
-        indices = torch.arange(len(ids))
-        model_input = ModelInput(ids, indices, (SubBatch(1, len(ids), len(ids)),), indices[:-1])
+        model_input = whole_sequences([window.tolist()], ids.device)
+        indices = model_input.logit_indices[:-1]
         scores = [
-            model.logits(model(model_input, no_cache), indices[:-1]).double().log_softmax(-1)
-            for model in (before, *changed)
+            model.logits(model(model_input, no_cache), indices).double().log_softmax(-1) for model in (before, *changed)
         ]
         for index, each in enumerate(scores):
             losses[index] -= float(each.gather(1, ids[1:, None]).sum())

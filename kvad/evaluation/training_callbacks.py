@@ -118,12 +118,13 @@ def _compare_cached(
     )
     build = verify.reference_model.reference_model
     exact, plain = build(model, torch.float64), build(model)
-    replayed = verify.replay.replay_streams(model, cache, rows)
+    with verify.replay.ReplayEngine(model, cache, rows) as replay:
+        replay.run_all()
     sequences = [verify.reference_model.WholeSequence(row.prompt, row.source) for row in rows]
     no_cache = NoCache(model.config, kernel="reference")
     reference = verify.references.compute_reference(exact, plain, sequences, no_cache)
     return (
-        verify.references.compare_logits(replayed, reference.logits, tie_below=0.0),
+        verify.references.compare_logits(replay.result, reference.logits, tie_below=0.0),
         reference.scale,
         reference.tolerance,
     )

@@ -12,12 +12,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvad import engine
 from kvad.config import attention_specs
 from kvad.engine import AttentionMap
 from kvad.errors import RequestError
 from kvad.llm import LLM
-from kvad.model import NoCache
+from kvad.model import NoCache, whole_sequences
 from kvad.text import Tokenizer
 from kvad.train.monitoring import greedy_decode
 
@@ -34,7 +33,7 @@ def encoder_decoder_maps(
     assert config.encoder is not None
     source = llm.encode(text)
     device = model.token_embedding.device
-    read = engine.encoder_tasks.text_input(source, device)
+    read = whole_sequences([source], device)
     words = None if llm.tokenizer is None else llm.tokenizer.source_tokenizer or llm.tokenizer
     pieces = _pieces(source, words)
     encoder: dict[int, Tensor] = {}  # layer -> [H, L, S]
@@ -46,7 +45,7 @@ def encoder_decoder_maps(
         ids = llm.texts.encode_target(target) if target is not None else _answer(llm, source)
         target_pieces = _pieces(ids, llm.tokenizer)
         cache = NoCache(config, attention_hook=lambda trace: decoder.update({trace.layer: trace.weights[0].float()}))
-        model(engine.encoder_tasks.text_input(ids, device)._replace(encoder_input=read), cache)
+        model(whole_sequences([ids], device)._replace(encoder_input=read), cache)
     elif target is not None:
         raise RequestError("an encoder reads no target", "leave --target out")
     sides = {

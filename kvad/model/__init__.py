@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvad.model import transformer as transformer
     from kvad.model.heads import PooledStates as PooledStates
     from kvad.model.no_cache import NoCache as NoCache
+    from kvad.model.no_cache import whole_sequences as whole_sequences
     from kvad.model.summarizer import Summarizer as Summarizer
     from kvad.model.transformer import Transformer as Transformer
 

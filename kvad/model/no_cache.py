@@ -6,7 +6,8 @@ for the same forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,23 @@ from kvad.model_input import (
     SubBatch,
     TokenPositions,
 )
+
+
+def whole_sequences(token_ids: Sequence[Sequence[int]], device: torch.device, *, last_only: bool = False) -> ModelInput:
+    """Build the input of whole sequences, a sub-batch each, with logits at every token or (``last_only``) the last."""
+    lengths = [len(tokens) for tokens in token_ids]
+
+    def flat(lists: Iterable[Iterable[int]]) -> Tensor:
+        return torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int64, device=device)
+
+    ends = list(itertools.accumulate(lengths))
+    return ModelInput(
+        token_ids=flat(token_ids),
+        positions=flat(map(range, lengths)),
+        sub_batches=tuple(SubBatch(1, length, length) for length in lengths),
+        logit_indices=flat([(end - 1 for end in ends)] if last_only else [range(sum(lengths))]),
+        seq_lens=flat([length] * length for length in lengths),
+    )
 
 
 class NoCache:

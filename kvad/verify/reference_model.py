@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from kvad import model as model_lib
 from kvad import ops
-from kvad.model import Transformer
-from kvad.model_input import CacheProtocol, ModelInput, SubBatch
+from kvad.model import Transformer, whole_sequences
+from kvad.model_input import CacheProtocol
 
 SLICE = 1 << 13  # rows of the output matrix that are converted at a time
 
@@ -59,25 +59,15 @@ class ReferenceModel(Transformer):
         self, sequences: Sequence[WholeSequence], cache: CacheProtocol, *, last_only: bool = False
     ) -> list[Tensor]:
         """Compute [T, V] of each sequence (``last_only``: [1, V]), all in one pass over the weights."""
-        model_input = self._whole_input([each.tokens for each in sequences])
+        device = self.token_embedding.device
+        model_input = whole_sequences([each.tokens for each in sequences], device, last_only=last_only)
         sources = [each.source for each in sequences if each.source is not None]
         if sources:
-            model_input = model_input._replace(encoder_input=self._whole_input(sources))
-        ends = torch.tensor([len(each.tokens) for each in sequences], device=model_input.positions.device).cumsum(0)
-        indices = ends - 1 if last_only else model_input.logit_indices
+            model_input = model_input._replace(encoder_input=whole_sequences(sources, device))
         # Kernels for inference are not used while gradients are recorded; no weight requires one.
         with torch.enable_grad():
-            logits = self.logits(self(model_input, cache), indices).cpu()
+            logits = self.logits(self(model_input, cache), model_input.logit_indices).cpu()
         return list(logits.split([1 if last_only else len(each.tokens) for each in sequences]))
-
-    def _whole_input(self, rows: Sequence[Sequence[int]]) -> ModelInput:
-        device = self.token_embedding.device
-        token_ids = torch.tensor([token for tokens in rows for token in tokens], dtype=torch.int64, device=device)
-        positions = torch.cat([torch.arange(len(tokens), device=device) for tokens in rows])
-        seq_lens = torch.cat([torch.full((len(tokens),), len(tokens), device=device) for tokens in rows])
-        sub_batches = tuple(SubBatch(1, len(tokens), len(tokens)) for tokens in rows)
-        indices = torch.arange(len(token_ids), device=device)
-        return ModelInput(token_ids, positions, sub_batches, indices, seq_lens=seq_lens)
 
 
 def reference_model(model: Transformer, dtype: torch.dtype | None = None) -> ReferenceModel:

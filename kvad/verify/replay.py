@@ -23,8 +23,8 @@ from kvad.engine import Engine, EngineConfig, scheduling
 from kvad.engine.execution import ManagedCache, ModelRunner
 from kvad.engine.scheduling import SamplingParams, ScheduledSequence, SchedulerOutput, TokenSequence
 from kvad.errors import EngineError
-from kvad.model import NoCache, Transformer
-from kvad.model_input import CacheProtocol, ModelInput, SubBatch
+from kvad.model import Transformer
+from kvad.model_input import ModelInput
 from kvad.verify.report import MismatchFinding
 
 SequenceKey = tuple[int, int]  # (stream, sample)
@@ -410,43 +410,3 @@ class _ReplayRunner(ModelRunner):
     def encode(self, encoder_batch: scheduling.sequence.EncoderBatch) -> tuple[Tensor, ModelInput]:
         self.replay.result.counts.encoded += len(encoder_batch.sequences)
         return super().encode(encoder_batch)
-
-
-def replay_streams(
-    model: Transformer,
-    cache: CacheConfig,
-    streams: Sequence[ReplayStream],
-    config: EngineConfig | None = None,
-    *,
-    squeezes: int = 0,
-) -> ReplayResult:
-    """Run ``streams`` to their end and return the logits of every computed position.
-
-    Args:
-        squeezes: Number of preemptions to force, in addition to those of a small pool (``cache.num_blocks``).
-    """
-    with ReplayEngine(model, cache, streams, config) as replay:
-        replay.run_all(squeezes=squeezes)
-        return replay.result
-
-
-@torch.inference_mode()
-def run_uncached(
-    model: Transformer,
-    tokens: Sequence[int],
-    kv_cache: CacheProtocol | None = None,
-    source: Sequence[int] | None = None,
-) -> Tensor:
-    """Compute [T, V], the logits of a whole sequence without a cache."""
-    model_input = run_whole_sequence(model, tokens)
-    if source is not None:
-        model_input = model_input._replace(encoder_input=run_whole_sequence(model, source))
-    return model.logits(model(model_input, kv_cache or NoCache(model.config)), model_input.logit_indices)
-
-
-def run_whole_sequence(model: Transformer, tokens: Sequence[int]) -> ModelInput:
-    """Build the input of one whole sequence, with logits at every position."""
-    token_ids = torch.tensor(tokens, dtype=torch.int64, device=model.token_embedding.device)
-    positions = torch.arange(len(tokens), device=token_ids.device)
-    seq_lens = torch.full_like(positions, len(tokens))
-    return ModelInput(token_ids, positions, (SubBatch(1, len(tokens), len(tokens)),), positions, seq_lens=seq_lens)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kvad import cache as cache_lib
 from kvad import ops
-from kvad.model import NoCache
+from kvad.model import NoCache, whole_sequences
 from kvad.model_input import Rotary
 from kvad.verify.mismatch import AttentionCall, Mismatch, RecordingCache
 from kvad.verify.reference_model import ReferenceModel
-from kvad.verify.replay import SequenceKey, run_whole_sequence
+from kvad.verify.replay import SequenceKey
 from kvad.verify.report import UNKNOWN_FAULT
 
 SHIFTS = tuple(d for d in range(-16, 17) if d)
@@ -433,7 +433,7 @@ class _FirstCall(BaseException):
 
 def _first_queries(model: ReferenceModel, tokens: Sequence[int], start: int) -> Tensor | None:
     """Return raw q [L, H, D] of layer 0 for ``tokens`` at ``start ..``, or None if the model has no such positions."""
-    model_input = run_whole_sequence(model, tokens)
+    model_input = whole_sequences([tokens], model.token_embedding.device)
     model_input = model_input._replace(positions=model_input.positions + start)
 
     def stop(call: AttentionCall) -> None:

@@ -21,13 +21,13 @@ from kvad.checkpoint.export import import_hf, write_merged
 from kvad.checkpoint.folder import read_json
 from kvad.checkpoint.loader import load_model, load_weights, open_checkpoint
 from kvad.checkpoint.peft import find_targets, match_targets, mergeable_linears, trainable_linears
-from kvad.engine.encoder_tasks import text_input
 from kvad.errors import CheckpointError, ConfigError
 from kvad.llm import LLM
+from kvad.model import whole_sequences
 from kvad.model.lora import AdapterSet, LoraFactors, merge_weight, unsupported_layer
 from kvad.model.no_cache import NoCache
-from kvad.verify.replay import run_uncached
 from tests.hf_parity import adapters, checkpoint
+from tests.support.uncached import run_uncached
 
 SETTINGS = {"use_rslora": False, "dropout": 0.0}
 
@@ -97,7 +97,7 @@ def test_the_terms_of_all_layers_equal_merged_weights(case, tmp_path):
     factors = random_factors({name: shapes[name] for name in names}, 0.05)
     outputs = []
     for used in (None, AdapterSet(model, {"x": factors}).select([(1, 7)]), None):
-        step = text_input([3, 4, 5, 6, 7, 8, 9], torch.device("cpu"))._replace(adapters=used)
+        step = whole_sequences([[3, 4, 5, 6, 7, 8, 9]], torch.device("cpu"))._replace(adapters=used)
         if opened.config.kind == "encoder-decoder":
             step = step._replace(encoder_input=step)
         with torch.inference_mode():

@@ -23,8 +23,8 @@ from kvad.config.layers import (
 from kvad.config.model import ModelConfig
 from kvad.errors import CheckpointError, RequestError
 from kvad.llm import LLM
+from kvad.model import whole_sequences
 from kvad.model.transformer import Transformer
-from kvad.verify.replay import run_whole_sequence
 
 
 def folder_of(path: Path, kinds: list[str], pooling: dict[str, Any]) -> Path:
@@ -118,7 +118,7 @@ def test_embed_pools_by_checkpoint_and_by_option() -> None:
     model = Transformer(config).eval()
     ids = [[3, 4, 5], [7, 8], [9, 1, 2, 3, 4]]
     with torch.inference_mode():
-        hidden = [model.encode(run_whole_sequence(model, row)) for row in ids]
+        hidden = [model.encode(whole_sequences([row], torch.device("cpu"))) for row in ids]
     mean = torch.stack([each.mean(0) for each in hidden])
     generation = GenerationConfig(pooling="mean", normalize=True)
     with LLM(model, None, CacheConfig(max_seq_len=24, max_num_seqs=2), generation=generation) as llm:

@@ -12,10 +12,10 @@ from torch import Tensor
 from kvad.cache.config import CacheConfig
 from kvad.config.model import ModelConfig
 from kvad.engine import Engine, EngineConfig
-from kvad.engine.encoder_tasks import text_input
 from kvad.engine.options import ServedAdapter
 from kvad.engine.scheduling.request import SamplingParams, StreamChunk
 from kvad.errors import RequestError
+from kvad.model import whole_sequences
 from kvad.model.heads import pool_hidden
 from kvad.model.lora import merge_weight
 from kvad.model.no_cache import NoCache
@@ -36,7 +36,7 @@ def engine_of(model: Transformer, *, config: EngineConfig | None = None, **cache
 
 
 def expected(model: Transformer, text: Sequence[int], pooling: Any) -> Tensor:
-    step = text_input(text, torch.device("cpu"))
+    step = whole_sequences([text], torch.device("cpu"))
     with torch.inference_mode():
         return pool_hidden(model(step, NoCache(model.config)), step.sub_batches, pooling)[0]
 

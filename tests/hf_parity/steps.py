@@ -25,14 +25,15 @@ from kvad.checkpoint.loader import load_model
 from kvad.config.model import ModelConfig
 from kvad.config.serialization import to_dict
 from kvad.llm import LLM
+from kvad.model import whole_sequences
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config.run import RunConfig
 from kvad.train.loop.run import train_model
-from kvad.verify.replay import run_uncached, run_whole_sequence
 from tests.support.random_models import build
 from tests.support.run_steps import save_step
 from tests.support.trained_models import T5, configs
+from tests.support.uncached import run_uncached
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -92,7 +93,7 @@ def save_encoder(config: ModelConfig, run: Path) -> Path:
 def logits_of(model: Transformer) -> Tensor:
     """Return the logits [T, V] of the uncached model."""
     if model.config.kind == "encoder":
-        read = run_whole_sequence(model, IDS)
+        read = whole_sequences([IDS], model.token_embedding.device)
         return model.logits(model.encode(read), read.logit_indices)
     return run_uncached(model, IDS, source=SOURCE if model.config.kind == "encoder-decoder" else None)
 

@@ -18,10 +18,10 @@ from kvad.inspection import checkpoint as checkpoint_lib
 from kvad.inspection.attention_plot import AttentionMap, attention_to_json, attention_to_text
 from kvad.inspection.checkpoint import AttentionSummary, outline_values, summarize_checkpoint
 from kvad.llm import LLM
+from kvad.model import whole_sequences
 from kvad.model.no_cache import NoCache
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.config import RunConfig
-from kvad.verify.replay import run_whole_sequence
 from tests.cli.test_main import assert_loads_no_torch
 from tests.hf_parity import checkpoint as references
 from tests.support.lab_models import CONFIGS, ENCODERS, EVERY, PAIRS, tiny, write_checkpoint, write_foreign
@@ -378,8 +378,8 @@ def test_cross_attention_weights_by_hand(tmp_path):
     with LLM.load(folder, max_num_seqs=1, max_seq_len=16) as llm, torch.no_grad():
         attention, inputs = llm.model.decoder.layers[0].cross_attention, []
         attention.register_forward_hook(lambda module, given, output: inputs.append(given[0]))
-        source = run_whole_sequence(llm.model, llm.encode("fox"))
-        target = run_whole_sequence(llm.model, llm.texts.encode_target("q"))
+        source = whole_sequences([llm.encode("fox")], llm.engine.device)
+        target = whole_sequences([llm.texts.encode_target("q")], llm.engine.device)
         llm.model(target._replace(encoder_input=source), NoCache(config))
         num_heads = config.decoder.layer_types["L"].cross_attention.num_heads
         q = attention.q(inputs[0]).unflatten(-1, (num_heads, -1))[:, 0]

@@ -16,9 +16,9 @@ from kvad.ops import attention, linear
 from kvad.ops.linear import PackedLinear
 from kvad.verify import scenario
 from kvad.verify.reference_model import WholeSequence, reference_model
-from kvad.verify.replay import run_uncached
 from kvad.verify.run import verify
 from tests.support.random_models import build, model_config, pair_config
+from tests.support.uncached import run_uncached
 from tests.support.verify_models import FLAGS, OPTIONS, random_model, run_verify, tiny_model
 
 ENCODINGS = ("none", "learned", "sinusoidal", "rope", "alibi", "t5")

@@ -16,11 +16,12 @@ from kvad.errors import EngineError, MemoryPlanError, UsageError
 from kvad.text.simple_tokenizers import ByteTokenizer
 from kvad.verify import references, scenario
 from kvad.verify.references import compare_logits, derive_tolerance
-from kvad.verify.replay import ReplayResult, ReplayStream, ScenarioCounts, replay_streams, run_uncached
+from kvad.verify.replay import ReplayEngine, ReplayResult, ReplayStream, ScenarioCounts
 from kvad.verify.report import EXACT
 from kvad.verify.run import verify
 from kvad.verify.scenario import ScenarioOptions, build_prompts
 from tests.cli.test_main import assert_loads_no_torch
+from tests.support.uncached import run_uncached
 from tests.support.verify_models import FLAGS, OPTIONS, run_verify, tiny_model
 
 # ---------------------------------------------------------------- verdicts
@@ -200,7 +201,9 @@ def test_replay_equals_the_uncached_model(layout):
     streams.append(ReplayStream((*long[:20], 50), ((9,) * 10,), after=0))
     sizes = {"block_size": 4, "max_num_seqs": 4, "max_seq_len": 36, "prefill_chunk_size": 7}
     cache = CacheConfig(layout=layout, dtype="float64", num_blocks=18 if layout == "paged" else None, **sizes)
-    result = replay_streams(model, cache, streams, squeezes=1)
+    with ReplayEngine(model, cache, streams) as replay:
+        replay.run_all(squeezes=1)
+    result = replay.result
     assert result.counts.preemptions and result.counts.forks == 1
     for number, stream in enumerate(streams):
         for sample in range(len(stream.forced_tokens)):

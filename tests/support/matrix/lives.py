@@ -28,7 +28,7 @@ from kvad.model.no_cache import NoCache
 from kvad.model.transformer import Transformer
 from kvad.parallel.mesh import Mesh, check_cache_fits_mesh, check_model_fits_mesh
 from kvad.verify.references import QuantizedNoCache
-from kvad.verify.replay import ReplayResult, ReplayStream, run_uncached
+from kvad.verify.replay import ReplayResult, ReplayStream
 from kvad.verify.round_trips import run_round_trip
 from kvad.verify.scenario import first_loss_length
 from tests.support.covering_array import pairwise
@@ -37,6 +37,7 @@ from tests.support.matrix.cells import ENCODINGS, CellResult, cache_fields, conf
 from tests.support.mesh_cases import pair, shaped
 from tests.support.mesh_worker import Case, run_rank, spawn
 from tests.support.random_models import build
+from tests.support.uncached import run_uncached
 
 
 class Column(NamedTuple):

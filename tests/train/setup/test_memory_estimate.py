@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvad.config import AttentionConfig, GatedDeltaConfig
-from kvad.errors import MemoryPlanError
+from kvad.errors import MemoryPlanError, format_bytes
 from kvad.model.transformer import Transformer
 from kvad.ops import cross_entropy
 from kvad.train.config.presets import MODEL_PRESETS
@@ -149,7 +149,7 @@ def test_the_largest_fitting_micro_batch_is_named(most):
     with pytest.raises(MemoryPlanError, match=rf"This fits: --batch-size {most} ") as caught:
         MemoryEstimate(config, of_batch(1000), 5000).require(have)
     assert "training on 1,000 rows of 64 tokens at a time needs about" in caught.value.message
-    assert "KiB is available" in caught.value.message and caught.value.exit_code == 1
+    assert f"and {format_bytes(have)} is available" in caught.value.message and caught.value.exit_code == 1
     MemoryEstimate(config, of_batch(1000), 5000).require(None)  # unknown
 
 
