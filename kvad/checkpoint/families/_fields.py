@@ -226,7 +226,7 @@ def rope(
         return read_rope(fields, max_seq_len=max_seq_len, partial_rotary_factor=partial, **options)
 
     def write(position: object, config: ModelConfig) -> dict[str, Any]:
-        layers = (config.stack.layer_config(index) for index in range(config.stack.num_layers))
+        layers = config.stack.layer_configs
         others = (layer.attention.position for layer in layers if layer.attention.position is not None)
         content = rope_fields(position or next(others, absent), partial=partial is not None)
         scaling = content["rope_scaling"]
@@ -421,7 +421,11 @@ def write_table(table: FieldTable, config: ModelConfig, stack: cfg.StackConfig |
     parts: dict[str, Any] = {"attention": attention, "mlp": layer.mlp, "norm": layer.norm}
     parts |= {"stack": stack, "embedding": config.embedding, "head": config.head, "dropout": config.dropout}
     values = {f"{part}.{name}": value for part, fields in parts.items() for name, value in vars(fields).items()}
-    values |= vars(config)
+    return write_fields(table, {**values, **vars(config)}, config)
+
+
+def write_fields(table: FieldTable, values: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of ``values``, which are kvad's by name; those that are missing are left out."""
     content: dict[str, Any] = {}
     for name, entry in table.items():
         if isinstance(entry, HFField) and name in values:

@@ -6,20 +6,27 @@ The first layers are dense, the others have experts and an MLP for all tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from kvad import config as cfg
 from kvad.checkpoint.conversion import HFConfigReader
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
-from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
-from kvad.checkpoint.families.experts import expert_rules, read_mlp_types
+from kvad.checkpoint.families._hf_class import HFClass, decoder_family
+from kvad.checkpoint.families.experts import (
+    EXPERTS,
+    FIRST_DENSE,
+    MLP_TYPES,
+    SIGMOID_ROUTER,
+    expert_rules,
+    first_experts,
+    shared_experts,
+    sparse_layers,
+)
 from kvad.config import ModelConfig
 
 _LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _HEADS = ("attention.num_kv_heads", "attention.head_dim")  # determined by the latent
-_NO_EXPERTS = cfg.MoEConfig(1, 1, 1)  # written for a model without experts, whose layers are all dense
 
 
 def _read_latent(fields: HFConfigReader) -> cfg.LatentConfig:
@@ -49,67 +56,41 @@ def _write_rope(position: object, config: ModelConfig) -> dict[str, Any]:
     return {**hf.rope_fields(position), "rope_interleave": hf.require_rope(position).interleaved}
 
 
-def _read_v2_experts(fields: HFConfigReader) -> dict[str, Any]:
-    groups = {"greedy": (1, 1), "group_limited_greedy": ("n_group", "topk_group")}
-    names = fields.choice("topk_method", groups, "greedy")
-    num_groups, per_token = (fields.integer(name) if isinstance(name, str) else name for name in names)
-    return {"renormalize": False, "num_groups": num_groups, "num_groups_per_token": per_token}
+_V3_EXPERTS: hf.FieldTable = {
+    **EXPERTS,
+    **SIGMOID_ROUTER,
+    "num_experts": hf.integer("n_routed_experts"),
+    "renormalize": hf.flag("norm_topk_prob", True),
+    "routed_scale": hf.number("routed_scaling_factor"),
+    "num_groups": hf.integer("n_group", default=8),
+    "num_groups_per_token": hf.integer("topk_group", default=4),
+    "shared_size": shared_experts("n_shared_experts"),
+}
 
 
-def _write_v2_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    method = "greedy" if experts.num_groups == 1 else "group_limited_greedy"
+def _v2_groups(name: str) -> hf.HFField:
+    """Build a number of groups, which the method "greedy" does not have."""
+    methods = {"greedy": False, "group_limited_greedy": True}
+
+    def read(fields: HFConfigReader) -> int:
+        return fields.integer(name) if fields.choice("topk_method", methods, "greedy") else 1
+
+    return hf.HFField(read, lambda number, config: {name: number})
+
+
+def _write_v2_method(renormalize: bool, config: ModelConfig) -> dict[str, Any]:
+    method = "greedy" if first_experts(config).num_groups == 1 else "group_limited_greedy"
     return {"topk_method": method, "norm_topk_prob": False}
 
 
-def _read_v3_experts(fields: HFConfigReader) -> dict[str, Any]:
-    return {
-        "router": "sigmoid",
-        "selection_bias": True,
-        "renormalize": fields.flag("norm_topk_prob", True),
-        "num_groups": fields.integer("n_group", default=8),
-        "num_groups_per_token": fields.integer("topk_group", default=4),
-    }
-
-
-def _write_v3_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    return {"norm_topk_prob": experts.renormalize}
-
-
-def _read_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
-    """Return layer types D (dense) and E (experts); the first ``first_k_dense_replace`` layers are dense."""
-    layers, size = fields.integer("num_hidden_layers"), fields.integer("moe_intermediate_size")
-    read = _read_v2_experts if fields.model_type == "deepseek_v2" else _read_v3_experts
-    experts = cfg.MoEConfig(
-        size,
-        fields.integer("n_routed_experts"),
-        fields.integer("num_experts_per_tok"),
-        getattr(layer.mlp, "activation", "silu"),
-        routed_scale=fields.number("routed_scaling_factor"),
-        shared_size=size * fields.integer("n_shared_experts"),
-        **read(fields),
-    )
-    is_sparse = read_mlp_types(fields)
-    sparse = cfg.LayerConfig(layer.attention, experts, layer.norm)
-    return {"D": layer, "E": sparse}, "".join("DE"[is_sparse(index)] for index in range(layers))
-
-
-def _write_layers(config: ModelConfig) -> dict[str, Any]:
-    mlps = [layer.mlp for layer in config.stack.layer_configs]
-    experts = next((mlp for mlp in mlps if isinstance(mlp, cfg.MoEConfig)), _NO_EXPERTS)
-    dense = next((mlp for mlp in mlps if not isinstance(mlp, cfg.MoEConfig)), experts)
-    write = _write_v3_experts if _choose(config) == "deepseek_v3" else _write_v2_experts
-    return {
-        "first_k_dense_replace": sum(not isinstance(mlp, cfg.MoEConfig) for mlp in mlps),
-        "intermediate_size": dense.intermediate_size,
-        "moe_intermediate_size": experts.intermediate_size,
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "n_shared_experts": (experts.shared_size or 0) // experts.intermediate_size or 1,
-        "routed_scaling_factor": experts.routed_scale,
-        "n_group": experts.num_groups,
-        "topk_group": experts.num_groups_per_token,
-        **write(experts),
-    }
+_V2_EXPERTS: hf.FieldTable = {
+    **_V3_EXPERTS,
+    "router": "softmax",
+    "selection_bias": False,
+    "renormalize": hf.HFField(lambda fields: False, _write_v2_method),
+    "num_groups": _v2_groups("n_group"),
+    "num_groups_per_token": _v2_groups("topk_group"),
+}
 
 
 def _choose(config: ModelConfig) -> str:
@@ -183,7 +164,7 @@ _V2 = HFClass(
         "routed_scaling_factor": 1.0,
     },
     check=_check_v2,
-    layer_types=LayerTypes(_read_layers, _write_layers),
+    layer_types=sparse_layers(_V2_EXPERTS, FIRST_DENSE),
     layer_rules=expert_rules("gate", "gate.e_score_correction_bias", "shared_experts"),
     # Of V3's last layers, which predict further tokens; transformers ignores them too.
     ignored=(r".*rotary_emb\.inv_freq", r"layers\.61\..*"),
@@ -203,15 +184,8 @@ _V3 = _V2.variant(
         "routed_scaling_factor": 2.5,
     },
     check=_check_v3,
+    layer_types=sparse_layers(_V3_EXPERTS, FIRST_DENSE),
 )
-
-
-def _write_glm_layers(config: ModelConfig) -> dict[str, Any]:
-    content, layers = _write_layers(config), config.stack.layer_configs
-    del content["first_k_dense_replace"]
-    types = ["sparse" if isinstance(layer.mlp, cfg.MoEConfig) else "dense" for layer in layers]
-    return {**content, "mlp_layer_types": types}
-
 
 # Zhipu AI 2025.  DeepSeek-V3 with a list of the layers that have experts.
 _GLM = _V3.variant(
@@ -232,7 +206,7 @@ _GLM = _V3.variant(
         "n_group": 1,
         "topk_group": 1,
     },
-    layer_types=LayerTypes(_read_layers, _write_glm_layers),
+    layer_types=sparse_layers(_V3_EXPERTS, MLP_TYPES),
 )
 
 # Tencent 2025.  DeepSeek-V3 without experts.

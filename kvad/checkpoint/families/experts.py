@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,6 @@ from kvad.errors import CheckpointError
 _MLP = {part: f"{part}_proj" for part in ("gate", "up", "down")}
 _ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
 _DROPOUT = hf.dropouts(attention="attention_dropout")
-_NO_EXPERTS = cfg.MoEConfig(1, 1, 1, shared_size=1)  # written for a model whose layers are all dense
 _JOINED = TensorTransform(  # [experts, 2 hidden, in]: gate, then up
     lambda tensors, shapes: [part.contiguous() for part in tensors[0].chunk(2, dim=1)],
     lambda tensors, shapes: [torch.cat(list(tensors), dim=1)],
@@ -31,39 +30,51 @@ _ROW = TensorTransform(  # [experts] stored as [1, experts]
 )
 
 
-def sparse_layers(
-    read_experts: Callable[[HFConfigReader, str], cfg.MoEConfig],
-    read_is_sparse: Callable[[HFConfigReader], Callable[[int], bool]],
-    write_experts: Callable[[cfg.MoEConfig], dict[str, Any]],
-    write_is_sparse: Callable[[list[bool]], dict[str, Any]],
-) -> LayerTypes:
-    """Build layer types D (dense, the class's table) and E (experts).
+class ExpertPlaces(NamedTuple):
+    """Fields that state which layers have experts."""
 
-    Args:
-        read_experts: Fields and the activation -> experts.
-        read_is_sparse: Fields -> a function of a layer's index, True if it has experts.
-        write_experts: Experts -> fields.
-        write_is_sparse: A flag per layer -> fields.
-    """
+    read: Callable[[HFConfigReader], Callable[[int], bool]]  # fields -> function of a layer's index
+    write: Callable[[list[bool]], dict[str, Any]]  # a flag per layer -> fields
+
+
+def sparse_layers(experts: hf.FieldTable, places: ExpertPlaces) -> LayerTypes:
+    """Build layer types D (dense, the class's table) and E (experts; ``experts`` names the fields of MoEConfig)."""
 
     def read(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
         assert isinstance(layer.mlp, cfg.GatedMLPConfig)
-        is_sparse = read_is_sparse(fields)
+        is_sparse = places.read(fields)
         pattern = "".join("DE"[is_sparse(index)] for index in range(fields.integer("num_hidden_layers")))
-        return {"D": layer, "E": replace(layer, mlp=read_experts(fields, layer.mlp.activation))}, pattern
+        mlp = cfg.MoEConfig(**{"activation": layer.mlp.activation, **hf.read_table(experts, fields)[""]})
+        return {"D": layer, "E": replace(layer, mlp=mlp)}, pattern
 
     def write(config: ModelConfig) -> dict[str, Any]:
         mlps = [layer.mlp for layer in config.stack.layer_configs]
-        experts = next((mlp for mlp in mlps if isinstance(mlp, cfg.MoEConfig)), _NO_EXPERTS)
-        dense = next((mlp for mlp in mlps if isinstance(mlp, cfg.GatedMLPConfig)), experts)
+        sparse = first_experts(config)
+        dense = next((mlp for mlp in mlps if isinstance(mlp, cfg.GatedMLPConfig)), sparse)
         return {
             "intermediate_size": dense.intermediate_size,
-            "moe_intermediate_size": experts.intermediate_size,
-            **write_experts(experts),
-            **write_is_sparse([isinstance(mlp, cfg.MoEConfig) for mlp in mlps]),
+            **hf.write_fields(experts, vars(sparse), config),
+            **places.write([isinstance(mlp, cfg.MoEConfig) for mlp in mlps]),
         }
 
     return LayerTypes(read, write)
+
+
+def first_experts(config: ModelConfig) -> cfg.MoEConfig:
+    """Return the experts of the first layer that has some; a placeholder if all layers are dense."""
+    mlps = (layer.mlp for layer in config.stack.layer_configs)
+    return next((mlp for mlp in mlps if isinstance(mlp, cfg.MoEConfig)), cfg.MoEConfig(1, 1, 1, shared_size=1))
+
+
+def shared_experts(name: str, *, required: bool = True) -> hf.HFField:
+    """Build the size of the MLP that all tokens use, from its number of experts; 0 is none, unless ``required``."""
+
+    def read(fields: HFConfigReader) -> int | None:
+        if (number := fields.integer(name)) < 1 and required:
+            raise fields.error(f"{name}: must be at least 1, got {number}")
+        return fields.integer("moe_intermediate_size") * number or None
+
+    return hf.HFField(read, lambda size, config: {name: (size or 0) // first_experts(config).intermediate_size})
 
 
 def expert_rules(gate: str, selection_bias: str, shared: str, shared_gate: str = "") -> base.LayerRules:
@@ -90,22 +101,18 @@ def expert_rules(gate: str, selection_bias: str, shared: str, shared_gate: str =
     return rules
 
 
-def read_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
-    return cfg.MoEConfig(
-        fields.integer("moe_intermediate_size"),
-        fields.integer("num_local_experts", "num_experts"),
-        fields.integer("num_experts_per_tok"),
-        activation,  # type: ignore[arg-type]
-        renormalize=fields.flag("norm_topk_prob"),
-    )
-
-
-def write_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    return {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "norm_topk_prob": experts.renormalize,
-    }
+EXPERTS: hf.FieldTable = {
+    "intermediate_size": hf.integer("moe_intermediate_size"),
+    "num_experts": hf.integer("num_local_experts", "num_experts", write_as="num_experts"),
+    "num_experts_per_token": hf.integer("num_experts_per_tok"),
+    "renormalize": hf.flag("norm_topk_prob"),
+}
+SIGMOID_ROUTER: hf.FieldTable = {  # DeepSeek-V3's
+    "router": "sigmoid",
+    "selection_bias": True,
+    "num_groups": hf.integer("n_group", default=1),
+    "num_groups_per_token": hf.integer("topk_group", default=1),
+}
 
 
 def read_mlp_types(fields: HFConfigReader) -> Callable[[int], bool]:
@@ -117,6 +124,13 @@ def read_mlp_types(fields: HFConfigReader) -> Callable[[int], bool]:
     return lambda index: types[index] == "sparse"
 
 
+MLP_TYPES = ExpertPlaces(
+    read_mlp_types, lambda is_sparse: {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in is_sparse]}
+)
+# The same, but written as the number of dense layers, which are the first ones.
+FIRST_DENSE = ExpertPlaces(read_mlp_types, lambda is_sparse: {"first_k_dense_replace": is_sparse.count(False)})
+
+
 # ---------------------------------------------------------------- Qwen2-MoE
 
 
@@ -126,28 +140,26 @@ def _check_qwen2_moe(fields: HFConfigReader) -> None:
     fields.require_one_of("layer_types", full, reason="Windows are read for dense Qwen models.")
 
 
-def _read_qwen2_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
-    return replace(
-        read_experts(fields, activation),
-        shared_size=fields.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
-
-
-def _write_qwen2_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    return {**write_experts(experts), "shared_expert_intermediate_size": experts.shared_size or 1}
-
-
-def read_qwen2_places(fields: HFConfigReader) -> Callable[[int], bool]:
+def _read_qwen2_places(fields: HFConfigReader) -> Callable[[int], bool]:
     dense, step = fields.get("mlp_only_layers", []), fields.integer("decoder_sparse_step", default=1)
     return lambda index: index not in dense and (index + 1) % step == 0
 
 
-def write_qwen2_places(is_sparse: list[bool]) -> dict[str, Any]:
-    return {"mlp_only_layers": [index for index, sparse in enumerate(is_sparse) if not sparse]}
-
-
-QWEN2_LAYERS = sparse_layers(_read_qwen2_experts, read_qwen2_places, _write_qwen2_experts, write_qwen2_places)
+QWEN2_PLACES = ExpertPlaces(
+    _read_qwen2_places,
+    lambda is_sparse: {"mlp_only_layers": [index for index, sparse in enumerate(is_sparse) if not sparse]},
+)
+QWEN2_LAYERS = sparse_layers(
+    {
+        **EXPERTS,
+        "shared_size": hf.HFField(
+            lambda fields: fields.integer("shared_expert_intermediate_size"),
+            lambda size, config: {"shared_expert_intermediate_size": size or 1},
+        ),
+        "shared_gate": True,
+    },
+    QWEN2_PLACES,
+)
 
 # Qwen 1.5 and 2 (Yang et al. 2024).  Experts of all tokens beside the chosen ones, times a sigmoid.
 _QWEN2_MOE = HFClass(
@@ -174,44 +186,18 @@ _QWEN2_MOE = HFClass(
 # ---------------------------------------------------------------- GLM-4.5, dots.llm1: the router of DeepSeek-V3
 
 
-def _read_glm_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
-    size, num_shared = fields.integer("moe_intermediate_size"), fields.integer("n_shared_experts")
-    if num_shared < 1:
-        raise fields.error(f"n_shared_experts: must be at least 1, got {num_shared}")
-    return cfg.MoEConfig(
-        size,
-        fields.integer("num_local_experts", "n_routed_experts"),
-        fields.integer("num_experts_per_tok"),
-        activation,  # type: ignore[arg-type]
-        router="sigmoid",
-        selection_bias=True,
-        renormalize=fields.flag("norm_topk_prob", fields.model_type == "glm4_moe"),
-        routed_scale=fields.number("routed_scaling_factor", default=1.0),
-        num_groups=fields.integer("n_group", default=1),
-        num_groups_per_token=fields.integer("topk_group", default=1),
-        shared_size=size * num_shared,
-    )
-
-
-def _write_glm_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "norm_topk_prob": experts.renormalize,
-        "routed_scaling_factor": experts.routed_scale,
-        "n_group": experts.num_groups,
-        "topk_group": experts.num_groups_per_token,
-        "n_shared_experts": (experts.shared_size or 0) // experts.intermediate_size,
-    }
+_GLM_EXPERTS: hf.FieldTable = {
+    **EXPERTS,
+    **SIGMOID_ROUTER,
+    "num_experts": hf.integer("num_local_experts", "n_routed_experts", write_as="n_routed_experts"),
+    "routed_scale": hf.number("routed_scaling_factor", 1.0),
+    "shared_size": shared_experts("n_shared_experts"),
+}
 
 
 def _read_glm_places(fields: HFConfigReader) -> Callable[[int], bool]:
     dense = fields.integer("first_k_dense_replace")
     return lambda index: index >= dense
-
-
-def _write_glm_places(is_sparse: list[bool]) -> dict[str, Any]:
-    return {"first_k_dense_replace": is_sparse.count(False)}
 
 
 # Zhipu 2025, GLM-4.5.  Dense layers first; q and k are optionally normalized; partial RoPE.
@@ -235,9 +221,10 @@ _GLM4_MOE = HFClass(
         "num_experts_per_tok": 8,
         "n_shared_experts": 1,
         "n_routed_experts": 128,
+        "norm_topk_prob": True,
         "first_k_dense_replace": 1,
     },
-    layer_types=sparse_layers(_read_glm_experts, _read_glm_places, _write_glm_experts, _write_glm_places),
+    layer_types=sparse_layers(_GLM_EXPERTS, FIRST_DENSE._replace(read=_read_glm_places)),
     layer_rules=expert_rules("gate", "gate.e_score_correction_bias", "shared_experts"),
     # Of the last layers of GLM-4.5 and its Air, which predict further tokens; transformers ignores them too.
     ignored=(r".*rotary_emb\.inv_freq", r"layers\.(46|92)\..*"),
@@ -303,25 +290,14 @@ _DOTS1 = _GLM4_MOE.variant(
 # ---------------------------------------------------------------- ERNIE 4.5
 
 
-def _read_ernie_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
-    size = fields.integer("moe_intermediate_size")
-    return cfg.MoEConfig(
-        size,
-        fields.integer("num_experts", "moe_num_experts"),
-        fields.integer("num_experts_per_tok", "moe_k"),
-        activation,  # type: ignore[arg-type]
-        fields.flag("use_bias"),
-        selection_bias=True,
-        shared_size=size * fields.integer("moe_num_shared_experts") or None,
-    )
-
-
-def _write_ernie_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    return {
-        "moe_num_experts": experts.num_experts,
-        "moe_k": experts.num_experts_per_token,
-        "moe_num_shared_experts": (experts.shared_size or 0) // experts.intermediate_size,
-    }
+_ERNIE_EXPERTS: hf.FieldTable = {
+    "intermediate_size": hf.integer("moe_intermediate_size"),
+    "num_experts": hf.integer("num_experts", "moe_num_experts", write_as="moe_num_experts"),
+    "num_experts_per_token": hf.integer("num_experts_per_tok", "moe_k", write_as="moe_k"),
+    "bias": hf.HFField(lambda fields: fields.flag("use_bias")),
+    "selection_bias": True,
+    "shared_size": shared_experts("moe_num_shared_experts", required=False),
+}
 
 
 def _read_ernie_places(fields: HFConfigReader) -> Callable[[int], bool]:
@@ -364,7 +340,7 @@ _ERNIE_MOE = HFClass(
         "moe_layer_interval": 1,
     },
     check=lambda fields: fields.require_one_of("use_bias", False, reason="Biases of experts are not read."),
-    layer_types=sparse_layers(_read_ernie_experts, _read_ernie_places, _write_ernie_experts, _write_ernie_places),
+    layer_types=sparse_layers(_ERNIE_EXPERTS, ExpertPlaces(_read_ernie_places, _write_ernie_places)),
     layer_rules=expert_rules("gate", "moe_statics.e_score_correction_bias", "shared_experts"),
     ignored=(r".*rotary_emb\.inv_freq", r".*mtp.*"),
     name_variants={"mlp.moe_statics.e_score_correction_bias": "mlp.gate.moe_statics.e_score_correction_bias"},

@@ -13,6 +13,7 @@ from kvad.checkpoint.conversion import HFConfigReader, TensorRule, TensorTransfo
 from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
+from kvad.checkpoint.families.experts import EXPERTS, ExpertPlaces, sparse_layers
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 
@@ -130,40 +131,35 @@ _LFM2_MLP = {"mlp.gate": "feed_forward.w1", "mlp.up": "feed_forward.w3", "mlp.do
 _WITH_EXPERTS = {"A": "E", "C": "F"}  # letters of layer types, dense and with experts
 
 
-def _read_lfm2_moe_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
-    types, letters = _read_lfm2_layers(fields, layer)
-    experts = cfg.MoEConfig(
-        fields.integer("moe_intermediate_size"),
-        fields.integer("num_experts"),
-        fields.integer("num_experts_per_tok"),
-        router="sigmoid",
-        renormalize=fields.flag("norm_topk_prob", True),
-        routed_scale=fields.number("routed_scaling_factor", default=1.0),
-        selection_bias=fields.flag("use_expert_bias", True),
-    )
+def _read_lfm2_places(fields: HFConfigReader) -> Callable[[int], bool]:
     dense = fields.integer("num_dense_layers")
-    sparse = {other: replace(types[letter], mlp=experts) for letter, other in _WITH_EXPERTS.items()}
-    pattern = letters[:dense] + "".join(_WITH_EXPERTS[letter] for letter in letters[dense:])
-    return {**types, **sparse}, pattern
+    return lambda index: index >= dense
+
+
+_LFM2_EXPERTS = sparse_layers(
+    {
+        **EXPERTS,
+        "num_experts": hf.integer("num_experts"),
+        "router": "sigmoid",
+        "renormalize": hf.flag("norm_topk_prob", True),
+        "routed_scale": hf.number("routed_scaling_factor", 1.0),
+        "selection_bias": hf.flag("use_expert_bias", True),
+    },
+    ExpertPlaces(_read_lfm2_places, lambda is_sparse: {"num_dense_layers": is_sparse.count(False)}),
+)
+
+
+def _read_lfm2_moe_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
+    (types, letters), (mlps, places) = _read_lfm2_layers(fields, layer), _LFM2_EXPERTS.read(fields, layer)
+    sparse = {other: replace(types[letter], mlp=mlps["E"].mlp) for letter, other in _WITH_EXPERTS.items()}
+    pairs = zip(letters, places, strict=True)
+    return {**types, **sparse}, "".join(_WITH_EXPERTS[letter] if place == "E" else letter for letter, place in pairs)
 
 
 def _write_lfm2_moe_layers(config: ModelConfig) -> dict[str, Any]:
-    mlps = [layer.mlp for layer in config.stack.layer_configs]
-    experts = next((mlp for mlp in mlps if isinstance(mlp, cfg.MoEConfig)), None)
-    if experts is None:
+    if not any(isinstance(layer.mlp, cfg.MoEConfig) for layer in config.stack.layer_configs):
         raise CheckpointError("no layer has experts")
-    dense = [mlp.intermediate_size for mlp in mlps if not isinstance(mlp, cfg.MoEConfig)]
-    return {
-        **_write_lfm2_layers(config),
-        "intermediate_size": (dense or [experts.intermediate_size])[0],
-        "moe_intermediate_size": experts.intermediate_size,
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_experts_per_token,
-        "norm_topk_prob": experts.renormalize,
-        "routed_scaling_factor": experts.routed_scale,
-        "use_expert_bias": experts.selection_bias,
-        "num_dense_layers": len(dense),
-    }
+    return {**_write_lfm2_layers(config), **_LFM2_EXPERTS.write(config)}
 
 
 def _lfm2_moe_rules(config: ModelConfig, kvad_prefix: str, hf_prefix: str) -> Iterator[TensorRule]:

@@ -12,7 +12,6 @@ from kvad.checkpoint.families import _fields as hf
 from kvad.checkpoint.families import _hf_class as base
 from kvad.checkpoint.families import experts
 from kvad.checkpoint.families._hf_class import HFClass, LayerTypes, decoder_family
-from kvad.checkpoint.families.experts import write_experts
 from kvad.config import ModelConfig
 
 _ATTENTION = {name: base.LAYER[name] for name in base.LAYER if not name.startswith("mlp.")}
@@ -20,10 +19,6 @@ _NORMED = {**_ATTENTION, **base.QK_NORM}
 _DROPOUT = hf.dropouts(attention="attention_dropout")
 _DENSE = {"G": "D", "L": "W"}  # layer types of full attention and of a window, with experts -> without
 _FIELDS: hf.FieldTable = {**base.SIZES, **_DROPOUT, "attention.position": hf.rope(), "attention.qk_norm": "head"}
-
-
-def _write_types(is_sparse: list[bool]) -> dict[str, Any]:
-    return {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in is_sparse]}
 
 
 def _mixed_layers(
@@ -66,9 +61,7 @@ _QWEN3_MOE = HFClass(
         "num_experts_per_tok": 8,
     },
     check=_check_qwen3,
-    layer_types=experts.sparse_layers(
-        experts.read_experts, experts.read_qwen2_places, write_experts, experts.write_qwen2_places
-    ),
+    layer_types=experts.sparse_layers(experts.EXPERTS, experts.QWEN2_PLACES),
     layer_rules=experts.expert_rules("gate", "", ""),
     constants={"pad_token_id": None, "decoder_sparse_step": 1, "use_sliding_window": False},
 )
@@ -113,9 +106,7 @@ _MELLUM = _QWEN3_MOE.variant(
     },
     check=None,
     layer_types=_mixed_layers(
-        _read_mellum_windows,
-        experts.sparse_layers(experts.read_experts, experts.read_mlp_types, write_experts, _write_types),
-        _write_mellum_rope,
+        _read_mellum_windows, experts.sparse_layers(experts.EXPERTS, experts.MLP_TYPES), _write_mellum_rope
     ),
     constants={"pad_token_id": None},
     ignored=(r".*rotary_emb\.inv_freq", r"mtp\..*"),  # layers that predict further tokens
@@ -125,34 +116,27 @@ _MELLUM = _QWEN3_MOE.variant(
 # ---------------------------------------------------------------- K-EXAONE, Hunyuan 3
 
 
-def _read_sigmoid_experts(fields: HFConfigReader, activation: str) -> cfg.MoEConfig:
-    read = experts.read_experts(fields, activation)
-    return replace(
-        read,
-        router="sigmoid",
-        selection_bias=True,
-        renormalize=fields.flag("norm_topk_prob", True),
-        routed_scale=fields.number("router_scaling_factor", default=fields.number("routed_scaling_factor")),
-        num_groups=fields.integer("n_group", default=1),
-        num_groups_per_token=fields.integer("topk_group", default=1),
-        shared_size=read.intermediate_size * fields.integer("num_shared_experts"),
+def _routed_scale(name: str) -> hf.HFField:
+    """Build the factor of the experts' weights, written as ``name``."""
+    return hf.HFField(
+        lambda fields: fields.number("router_scaling_factor", default=fields.number("routed_scaling_factor")),
+        lambda scale, config: {name: scale},
     )
 
 
-def _write_exaone_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    return {
-        **write_experts(experts),
-        "routed_scaling_factor": experts.routed_scale,
-        "n_group": experts.num_groups,
-        "topk_group": experts.num_groups_per_token,
-        "num_shared_experts": (experts.shared_size or 0) // experts.intermediate_size,
-    }
-
-
-def _write_hunyuan_experts(experts: cfg.MoEConfig) -> dict[str, Any]:
-    content = _write_exaone_experts(experts)
-    names = ("num_experts", "num_experts_per_tok", "num_shared_experts")
-    return {**{name: content[name] for name in names}, "router_scaling_factor": experts.routed_scale}
+_EXAONE_EXPERTS: hf.FieldTable = {
+    **experts.EXPERTS,
+    **experts.SIGMOID_ROUTER,
+    "renormalize": hf.flag("norm_topk_prob", True),
+    "routed_scale": _routed_scale("routed_scaling_factor"),
+    "shared_size": experts.shared_experts("num_shared_experts"),
+}
+_HUNYUAN_EXPERTS: hf.FieldTable = {
+    **_EXAONE_EXPERTS,
+    # Read, but not written: the class has no such fields.
+    **{name: hf.HFField(_EXAONE_EXPERTS[name].read) for name in ("renormalize", "num_groups", "num_groups_per_token")},
+    "routed_scale": _routed_scale("router_scaling_factor"),
+}
 
 
 def _read_exaone_windows(fields: HFConfigReader, layer: cfg.LayerConfig) -> tuple[Mapping[str, cfg.LayerConfig], str]:
@@ -181,9 +165,7 @@ _EXAONE_MOE = HFClass(
         "sliding_window_pattern": 4,
     },
     layer_types=_mixed_layers(
-        _read_exaone_windows,
-        experts.sparse_layers(_read_sigmoid_experts, experts.read_mlp_types, _write_exaone_experts, _write_types),
-        lambda config: {},
+        _read_exaone_windows, experts.sparse_layers(_EXAONE_EXPERTS, experts.MLP_TYPES), lambda config: {}
     ),
     layer_rules=experts.expert_rules("gate", "e_score_correction_bias", "shared_experts"),
     ignored=(r".*rotary_emb\.inv_freq", r"mtp.*"),
@@ -211,9 +193,7 @@ _HUNYUAN3 = HFClass(
         "routed_scaling_factor": 2.826,
     },
     check=lambda fields: fields.require_one_of("mlp_bias", False, reason="transformers' class ignores it."),
-    layer_types=experts.sparse_layers(
-        _read_sigmoid_experts, experts.read_mlp_types, _write_hunyuan_experts, _write_types
-    ),
+    layer_types=experts.sparse_layers(_HUNYUAN_EXPERTS, experts.MLP_TYPES),
     layer_rules=experts.expert_rules("router.gate", "expert_bias", "shared_mlp"),
     ignored=(r".*rotary_emb\.inv_freq", r"layers\.80\..*"),
     name_variants={

@@ -78,7 +78,7 @@ def _read_smollm3_layers(fields: HFConfigReader, layer: cfg.LayerConfig) -> tupl
 
 
 def _write_smollm3_layers(config: ModelConfig) -> dict[str, Any]:
-    layers = [config.stack.layer_config(index) for index in range(config.stack.num_layers)]
+    layers = config.stack.layer_configs
     content = base.write_layer_types(config)
     return {
         "no_rope_layers": [int(layer.attention.position is not None) for layer in layers],
@@ -128,7 +128,7 @@ def _read_olmo3_rope(fields: HFConfigReader) -> cfg.RopeConfig:
 
 
 def _write_olmo3_rope(_: object, config: ModelConfig) -> dict[str, Any]:
-    layers = [config.stack.layer_config(index).attention for index in range(config.stack.num_layers)]
+    layers = [layer.attention for layer in config.stack.layer_configs]
     content = hf.rope_fields(next((layer for layer in layers if layer.window is None), layers[0]).position)
     full = content["rope_parameters"]
     unscaled = {"rope_type": "default", "rope_theta": full["rope_theta"]}
@@ -266,7 +266,7 @@ _COHERE2 = _COHERE.variant(
 
 
 def _choose_cohere(config: ModelConfig) -> str:
-    attentions = [config.stack.layer_config(index).attention for index in range(config.stack.num_layers)]
+    attentions = [layer.attention for layer in config.stack.layer_configs]
     has_windows = any(attention.window is not None for attention in attentions)
     return "cohere2" if has_windows or attentions[0].position is None else "cohere"
 
