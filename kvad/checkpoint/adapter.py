@@ -179,9 +179,7 @@ def open_adapter(path: Path) -> StoredAdapter:
         metadata = read_json(folder / METADATA_FILE)
         folder_lib.check_format(folder / METADATA_FILE, metadata, FORMAT, "kvad train --init MODEL --lora-rank RANK")
         if (folder / folder_lib.MANIFEST).exists():  # absent if PEFT's save_pretrained wrote next to adapter.json
-            for name, entry in folder_lib.read_manifest(folder, TENSORS).items():
-                is_training = name.startswith(f"{folder_lib.TRAINING}/")  # compared when the run is resumed
-                folder_lib.check_file(folder / name, entry, "size" if is_training else "sha256")
+            folder_lib.check_all_but_training(folder, TENSORS)
     content = read_json(folder / ADAPTER_CONFIG)
     peft.check_peft_config(content, str(folder / ADAPTER_CONFIG))
     return StoredAdapter(folder, content, metadata)

@@ -571,10 +571,13 @@ class Family:
             raise CheckpointError(prefix + error.message) from error
         except (AssertionError, AttributeError, KeyError, TypeError) as error:  # a model of another kind
             raise CheckpointError(f"{name} cannot express this {config.kind}: {error}") from error
-        fields, read_back_fields = canonical_config(config), canonical_config(read_back)
-        for part in {**fields, **read_back_fields}:
-            value, read_back_value = fields.get(part), read_back_fields.get(part)
-            if value != read_back_value:
-                difference = f"{part} is {value!r}, would become {read_back_value!r}"
-                raise CheckpointError(f"{name} cannot express this model: {difference}")
+        for difference in config_differences(config, read_back).values():
+            raise CheckpointError(f"{name} cannot express this model: {difference}")
         return content
+
+
+def config_differences(config: ModelConfig, read_back: ModelConfig) -> dict[str, str]:
+    """Describe the parts of a written config that are read back otherwise, by their dotted names."""
+    fields, others = canonical_config(config), canonical_config(read_back)
+    values = {part: (fields.get(part), others.get(part)) for part in {**fields, **others}}
+    return {part: f"{part} is {a!r}, would become {b!r}" for part, (a, b) in values.items() if a != b}

@@ -337,6 +337,15 @@ def check_all(path: Path) -> None:
         check_file(path / name, entry, "sha256")
 
 
+def check_all_but_training(path: Path, tensors: str) -> None:
+    """Compare the files of an adapter or a summarizer, but only the sizes of the training state's.
+
+    ``tensors`` is a file that the manifest must list. The training state is compared when the run is resumed.
+    """
+    for name, entry in read_manifest(path, tensors).items():
+        check_file(path / name, entry, "size" if name.startswith(f"{TRAINING}/") else "sha256")
+
+
 def accept_edit(path: Path, name: str) -> None:
     """Write the checksum of an edited text file into the manifest of its folder."""
     content = read_json(path / MANIFEST)
@@ -396,8 +405,7 @@ def read_summarizer_folder(path: Path) -> tuple[Path, dict[str, Any]]:
         reason = "no such folder" if not path.exists() else f"it has no {SUMMARIZER_FILE}"
         hint = "Train one with kvad train --objective summarizer."
         raise CheckpointError(f"{path} is not a summarizer: {reason}", hint)
-    for name, entry in read_manifest(folder, SUMMARIZER_TENSORS).items():
-        check_file(folder / name, entry, "size" if name.startswith(f"{TRAINING}/") else "sha256")
+    check_all_but_training(folder, SUMMARIZER_TENSORS)
     content = read_json(folder / SUMMARIZER_FILE)
     check_format(folder / SUMMARIZER_FILE, content, SUMMARIZER_FORMAT, "kvad train --objective summarizer")
     for key, value_type in (("model", str), ("ratio", int), ("hidden_size", int)):

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -124,7 +125,22 @@ class _PickleShard:
         into[:] = raw.numpy().data
 
 
-class ShardedTensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """Base of mappings whose tensors are read when they are used; ``_entries`` has their names."""
+
+    _entries: Mapping[str, Any]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+
+class ShardedTensors(LazyTensors):
     """Tensors of a folder or a file by name, in the order of the files.
 
     A tensor's bytes are read when they are used.  Unknown names raise KeyError.
@@ -142,15 +158,6 @@ class ShardedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         shard, entry = self._entries[name]
         return shard.view(entry)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name][1].shape

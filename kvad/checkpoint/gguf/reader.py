@@ -25,6 +25,7 @@ from kvad.checkpoint.gguf.architectures import find_architecture
 from kvad.checkpoint.gguf.metadata import DIVISORS, Architecture, FileContents, Packing, config_json
 from kvad.checkpoint.handle import converted, quantizable
 from kvad.checkpoint.hf_layout import HFCheckpoint
+from kvad.checkpoint.safetensors_io import LazyTensors
 from kvad.errors import CheckpointError
 from kvad.text import Tokenizer, load_tokenizer
 
@@ -174,25 +175,17 @@ def _keeps_rows(rule: TensorRule) -> bool:
     return is_plain and len(rule.hf_names) == 1 and all(len(shape) == 2 for shape in rule.shapes)
 
 
-class _PartlyRead(Mapping[str, Tensor]):
+class _PartlyRead(LazyTensors):
     """Tensors of which some are not read, only their shapes."""
 
     def __init__(self, tensors: GGUFTensors, unread: Container[str]) -> None:
-        self._tensors, self._unread = tensors, unread
+        self._entries: GGUFTensors = tensors
+        self._unread = unread
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._unread:
-            return torch.empty(self._tensors.shape(name), device="meta")
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+            return torch.empty(self._entries.shape(name), device="meta")
+        return self._entries[name]
 
 
 def _shortest(value: float) -> float:
@@ -200,12 +193,12 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-class RawTensors(Mapping[str, Tensor]):
+class RawTensors(LazyTensors):
     """Tensors of a GGUF file by its own names, dequantized."""
 
     def __init__(self, path: Path, reader: gguf.GGUFReader) -> None:
         self.path = path
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._entries = {tensor.name: tensor for tensor in reader.tensors}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.part(name)
@@ -214,7 +207,7 @@ class RawTensors(Mapping[str, Tensor]):
         """Return a tensor, or one expert's part of it; no other part is dequantized."""
         from gguf import quants
 
-        tensor = self._tensors[name]
+        tensor = self._entries[name]
         plain = _PLAIN.get(tensor.tensor_type.name)
         try:
             data = tensor.data if expert is None else tensor.data[expert]
@@ -236,11 +229,11 @@ class RawTensors(Mapping[str, Tensor]):
 
     def kind(self, name: str) -> str:
         """Return the type of a tensor."""
-        return str(self._tensors[name].tensor_type.name)
+        return str(self._entries[name].tensor_type.name)
 
     def blocks(self, name: str, content: mmap.mmap) -> Tensor | None:
         """Return the blocks [out, blocks of a row, bytes] of a matrix, mapped, or None if its format is another one."""
-        tensor, known = self._tensors[name], ops.block_matrix.BLOCK_FORMATS.get(self.kind(name))
+        tensor, known = self._entries[name], ops.block_matrix.BLOCK_FORMATS.get(self.kind(name))
         if known is None or len(tensor.shape) != 2 or int(tensor.shape[0]) % known.size:
             return None
         rows, width = self.shape(name)
@@ -253,26 +246,17 @@ class RawTensors(Mapping[str, Tensor]):
             raise self._nonfinite(name)
         return blocks
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return tuple(int(size) for size in reversed(self._entries[name].shape))
 
     def dtype(self, name: str) -> torch.dtype:
-        return _PLAIN.get(self._tensors[name].tensor_type.name, torch.bfloat16)
+        return _PLAIN.get(self._entries[name].tensor_type.name, torch.bfloat16)
 
     def bytes(self, name: str) -> int:
-        return int(self._tensors[name].n_bytes)
+        return int(self._entries[name].n_bytes)
 
 
-class GGUFTensors(Mapping[str, Tensor]):
+class GGUFTensors(LazyTensors):
     """Tensors of a GGUF file by Hugging Face's names, in its layout; one without such a name has its own."""
 
     def __init__(self, checkpoint: GGUFCheckpoint) -> None:
@@ -283,27 +267,27 @@ class GGUFTensors(Mapping[str, Tensor]):
         locate = tensor_locator(checkpoint.architecture, num_layers, self._content, self._raw)
         hf_names = [name for rule in family.tensor_rules(config) for name in rule.hf_names]
         locations = {name: locate(name) for name in (*hf_names, *(family.head or ()))}
-        self._locations = {
+        self._entries: dict[str, TensorLocation] = {
             name: location
             for name, location in locations.items()
             if location is not None and all(part in self._raw for part in location.names)
         }
-        experts = Counter(each.names[0] for each in self._locations.values() if each.expert is not None)
+        experts = Counter(each.names[0] for each in self._entries.values() if each.expert is not None)
         for part, count in experts.items():
             if self._raw.shape(part)[0] != count:
                 message = f"tensor {part} has {self._raw.shape(part)[0]} experts, the config {count}"
                 raise CheckpointError(f"{checkpoint.path}: {message}")
-        used = {part for location in self._locations.values() for part in location.names}
+        used = {part for location in self._entries.values() for part in location.names}
         has_more = bool(self._content.get("num_nextn_predict_layers"))  # layers that predict further tokens
         others = (name for name in self._raw if name not in used and name not in DIVISORS)
-        self._locations |= {
+        self._entries |= {
             name: TensorLocation((name,))
             for name in others
             if not (has_more and (block := _BLOCK.match(name)) and int(block["layer"]) >= num_layers)
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        location = self._locations[name]
+        location = self._entries[name]
         parts = [self._raw.part(part, location.expert) for part in location.names]
         if location.packing is not None:
             return location.packing.read(parts)
@@ -311,7 +295,7 @@ class GGUFTensors(Mapping[str, Tensor]):
 
     def block_matrix(self, name: str) -> ops.block_matrix.BlockMatrix | None:
         """Return a matrix in a block format with the rows of Hugging Face's, or None if it is no such matrix."""
-        location = self._locations.get(name)
+        location = self._entries.get(name)
         if location is None or location.packing is not None or location.expert is not None:
             return None
         raw_name = location.names[0]
@@ -329,17 +313,8 @@ class GGUFTensors(Mapping[str, Tensor]):
         kind = self._raw.kind(raw_name)
         return ops.block_matrix.BlockMatrix(blocks, None if is_sorted else order[:, 0].contiguous(), kind)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._locations)
-
-    def __len__(self) -> int:
-        return len(self._locations)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._locations
-
     def shape(self, name: str) -> tuple[int, ...]:
-        location = self._locations[name]
+        location = self._entries[name]
         parts = [torch.empty(self._raw.shape(part), device="meta") for part in location.names]
         if location.packing is not None:
             return tuple(location.packing.read(parts).shape)
@@ -347,10 +322,10 @@ class GGUFTensors(Mapping[str, Tensor]):
         return tuple(self._architecture.convert(location.names[0], part, self._content).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._raw.dtype(self._locations[name].names[0])
+        return self._raw.dtype(self._entries[name].names[0])
 
     def bytes(self, name: str) -> int:
-        location = self._locations[name]
+        location = self._entries[name]
         num_experts = 1 if location.expert is None else self._raw.shape(location.names[0])[0]
         return sum(map(self._raw.bytes, location.names)) // num_experts
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvad import config as config_lib
 from kvad import storage
-from kvad.checkpoint.conversion import HFConfigReader, write_tensors
+from kvad.checkpoint.conversion import HFConfigReader, config_differences, write_tensors
 from kvad.checkpoint.gguf import tokenizer
 from kvad.checkpoint.gguf.architectures import ARCHITECTURES
 from kvad.checkpoint.gguf.metadata import (
@@ -97,13 +95,9 @@ def _tensors(handle: CheckpointHandle, layout: HFLayout, architecture: Architect
         else:
             assert location.expert == len(experts.setdefault(name, [])), hf_name
             experts[name].append(tensor)
-            if len(experts[name]) == _num_experts(architecture, layout.content):
+            if len(experts[name]) == layout.content[architecture.keys["expert_count"]]:
                 yield name, torch.stack(experts.pop(name))
     assert not experts, list(experts)
-
-
-def _num_experts(architecture: Architecture, content: Mapping[str, Any]) -> int:
-    return int(content[architecture.keys["expert_count"]])
 
 
 def _check_read_back(
@@ -123,12 +117,10 @@ def _check_read_back(
     content["vocab_size"] = handle.config.vocab_size
     if divisors:
         content["rope_scaling"] = layout.content["rope_scaling"]
-    read_back = config_lib.canonical_config(layout.family.read(HFConfigReader(content, "GGUF")))
-    fields = config_lib.canonical_config(handle.config)
-    for part in {**fields, **read_back}:
-        value = fields.get(part)
-        if read_back.get(part) != value and not part.startswith("dropout."):  # used in training only
-            raise inexpressible(architecture.name, f"{part} is {value!r}, would become {read_back.get(part)!r}")
+    read_back = layout.family.read(HFConfigReader(content, "GGUF"))
+    for part, difference in config_differences(handle.config, read_back).items():
+        if not part.startswith("dropout."):  # used in training only
+            raise inexpressible(architecture.name, difference)
 
 
 def _add(writer: Any, name: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvad.checkpoint.quantized.layouts import LAYOUTS, Layout, LayoutError, is_quantized_dtype
 from kvad.checkpoint.quantized.scheme import QuantizationScheme
-from kvad.checkpoint.safetensors_io import ShardedTensors
+from kvad.checkpoint.safetensors_io import LazyTensors, ShardedTensors
 from kvad.errors import CheckpointError
 
 # Scales of activations and of the cache, which kvad does not quantize by a file's numbers.
@@ -26,7 +26,7 @@ class _Packed(NamedTuple):
     names: Mapping[str, str]  # suffix -> name in the file
 
 
-class DequantizedTensors(Mapping[str, Tensor]):
+class DequantizedTensors(LazyTensors):
     """Tensors of a folder by name; quantized ones are float32 when they are read.
 
     Args:
@@ -40,18 +40,16 @@ class DequantizedTensors(Mapping[str, Tensor]):
         self, stored: ShardedTensors, scheme: QuantizationScheme, dtype: torch.dtype, expected: Collection[str]
     ) -> None:
         self.path, self._stored, self._scheme, self._dtype = stored.path, stored, scheme, dtype
-        self._packed: dict[str, _Packed] = {}
-        for name in stored:
-            packed = self._find(name)
-            if packed is not None:
-                self._packed[f"{packed.module}{packed.layout.name}"] = packed
-        parts = {name for packed in self._packed.values() for name in packed.names.values()}
+        packed = [found for found in map(self._find, stored) if found is not None]
+        parts = {name for each in packed for name in each.names.values()}
         names = (name for name in stored if name not in parts and name.rpartition(".")[2] not in _DROPPED)
-        self._plain = dict.fromkeys(names)
-        for packed in self._packed.values():
-            bias = f"{packed.module}.bias"
-            if bias in stored and not any(name.endswith(bias) or bias.endswith(name) for name in expected):
-                self._drop_zeros(bias)
+        self._entries: dict[str, _Packed | None] = dict.fromkeys(names)  # None: stored under this name
+        for each in packed:
+            bias = f"{each.module}.bias"
+            is_expected = any(name.endswith(bias) or bias.endswith(name) for name in expected)
+            if bias in stored and not is_expected and not stored[bias].any():
+                del self._entries[bias]
+            self._entries[f"{each.module}{each.layout.name}"] = each
 
     def _find(self, name: str) -> _Packed | None:
         """Return the matrix whose first part is this tensor, or None."""
@@ -75,15 +73,9 @@ class DequantizedTensors(Mapping[str, Tensor]):
             return _Packed(module, layout, present)
         return None
 
-    def _drop_zeros(self, name: str) -> None:
-        if not self._stored[name].any():
-            del self._plain[name]
-
     def __getitem__(self, name: str) -> Tensor:
-        packed = self._packed.get(name)
+        packed = self._entries[name]
         if packed is None:
-            if name not in self:
-                raise KeyError(name)
             return self._stored[name]
         parts = {suffix: self._stored[part] for suffix, part in packed.names.items()}
         try:
@@ -95,19 +87,9 @@ class DequantizedTensors(Mapping[str, Tensor]):
         reason = str(error).partition("\n")[0]
         return CheckpointError(f"{self.path}: {packed.module} cannot be dequantized: {reason}", _HINT)
 
-    def __iter__(self) -> Iterator[str]:
-        yield from self._plain
-        yield from self._packed
-
-    def __len__(self) -> int:
-        return len(self._plain) + len(self._packed)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._packed or name in self._plain
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a matrix; only its ``weight_shape``, if any, is read."""
-        packed = self._packed.get(name)
+        packed = self._entries[name]
         if packed is None:
             return self._stored.shape(name)
         parts = {suffix: self._stored[part] for suffix, part in packed.names.items()}
@@ -117,7 +99,7 @@ class DequantizedTensors(Mapping[str, Tensor]):
             raise self._error(packed, error) from error
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._dtype if name in self._packed else self._stored.dtype(name)
+        return self._stored.dtype(name) if self._entries[name] is None else self._dtype
 
     def map_files(self) -> None:
         """Map every file now; no tensor is read."""
@@ -125,5 +107,5 @@ class DequantizedTensors(Mapping[str, Tensor]):
 
     def bytes(self, name: str) -> int:
         """Return the size in the file."""
-        packed = self._packed.get(name)
+        packed = self._entries[name]
         return sum(map(self._stored.bytes, (name,) if packed is None else packed.names.values()))
