@@ -10,19 +10,18 @@ Special tokens are never created by accident: text that spells ``<|endofdoc|>`` 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from kvad.errors import SaveError, TokenizerError, suggest
+from kvad import storage
+from kvad.errors import TokenizerError, suggest
 
 FILE_NAME = "tokenizer.json"
 NAMES = {"separator": "<|endofdoc|>", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>", "unk": "<|unk|>"}
@@ -214,7 +213,7 @@ class Tokenizer(ABC):
         """Content of the tokenizer's file."""
 
     def save(self, folder: Path) -> None:
-        write_text(Path(folder) / FILE_NAME, self.file_text)
+        storage.atomic.write_bytes(Path(folder) / FILE_NAME, self.file_text.encode())
 
     def fingerprint(self) -> str:
         """Return the SHA-256 (hex) of everything that determines ids and text."""
@@ -287,19 +286,3 @@ def split_text(text: str, limit: int = MAX_PIECE_CHARS) -> Iterator[str]:
         yield text[start : match.end()]
         start = match.end()
     yield text[start:] if start else text
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; on an error the old file is unchanged."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):  # the error that prevented writing may prevent this too
-            temporary.unlink(missing_ok=True)
-        raise SaveError(f"cannot write {path}: {error.strerror}") from error

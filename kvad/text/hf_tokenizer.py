@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvad import storage
 from kvad.errors import TokenizerError
 from kvad.text.base import (
     ENCODER_NAMES,
@@ -36,7 +37,6 @@ from kvad.text.base import (
     check_token_id,
     split_text,
     standard_specials,
-    write_text,
 )
 from kvad.text.hf_config import CONFIG_NAME, ROLES_KEY, SPECIAL_ROLES, TokenizerSettings
 from kvad.text.post_processor import configure_post_processor, read_post_processor, write_post_processor
@@ -284,7 +284,8 @@ class HFTokenizer(Tokenizer):
             end = next((names[token] for token in self.special_tokens.end_ids), None)
             missing = {name: end for name in ("eos_token", "pad_token") if end is not None and not roles.get(name)}
             config |= {**missing, ROLES_KEY: roles} if missing else {}
-        write_text(Path(folder) / CONFIG_NAME, json.dumps(config, ensure_ascii=False, indent=1) + "\n")
+        content = json.dumps(config, ensure_ascii=False, indent=1) + "\n"
+        storage.atomic.write_bytes(Path(folder) / CONFIG_NAME, content.encode())
 
     def fingerprint(self) -> str:
         roles = {role: getattr(self.special_tokens, role) for role in NAMES}  # other roles change neither text nor ids

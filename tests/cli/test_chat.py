@@ -169,7 +169,7 @@ def test_failed_save_keeps_previous_file(chat, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     result = chat("hi", f"/save {path} --overwrite", "more")
-    assert result.code == 0 and "cannot write" in result.err and path.read_text("utf-8") == old
+    assert result.code == 0 and "cannot save" in result.err and path.read_text("utf-8") == old
     assert os.listdir(tmp_path) == ["path.json"] and result.out.count("\n") >= 2
 
 

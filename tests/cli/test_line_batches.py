@@ -427,7 +427,7 @@ def test_no_vectors_and_invalid_outputs(kvad, encoders, tmp_path):
     for flags, message in (
         (("--format", "npy"), "--format npy needs --out FILE"),
         (("--format", "npy", "--json"), "--json and --format npy exclude each other"),
-        (("--out", tmp_path / "absent" / "v.npy"), "cannot write"),
+        (("--out", tmp_path / "v.npy" / "v.npy"), "cannot save"),
         (("--out", tmp_path / "v.csv"), "--out: no format has the suffix '.csv'. Name it v.npy or v.jsonl"),
         (("--prompt-name", "query"), "unknown prompt 'query'"),
     ):

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, TypeVar
@@ -23,7 +21,7 @@ from kvad.cli.output import exit_with, json_line
 from kvad.cli.parameters import load_fields, open_llm
 from kvad.engine import scheduling
 from kvad.engine.scheduling import SamplingParams
-from kvad.errors import RequestError, SaveError, UsageError
+from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from kvad.checkpoint import CheckpointHandle
@@ -341,7 +339,7 @@ def embed_command(options: _EmbedOptions) -> None:
 
     if out is None:
         exit_with(_answer("embed", options, task))
-    with _replacing(out) as file:
+    with storage.atomic.new_file(out) as temporary, temporary.open("wb") as file:
         if form == "npy":
             with _Matrix(file) as matrix:
                 code = _answer("embed", options, task, matrix.show)
@@ -381,21 +379,6 @@ class _Matrix:
             header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({self._rows}, {self._width}), }}"
             self._file.seek(0)
             self._file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.ljust(117).encode() + b"\n")
-
-
-@contextmanager
-def _replacing(out: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces ``out`` when the block ends without an error."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-        temporary.replace(out)
-    except OSError as error:
-        raise SaveError(f"cannot write {out}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _answer(

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 from click.core import ParameterSource
 
-from kvad import benchmarks, checkpoint, datasets, inspection, planning
-from kvad import text as text_lib
+from kvad import benchmarks, checkpoint, datasets, inspection, planning, storage
 from kvad.cli import output
 from kvad.cli.commands.bench_serve import serve_bench_command
 from kvad.cli.fields import CommandGroup, Options, command, given_fields, option
@@ -341,8 +340,9 @@ def _print(
 
 
 def _write_json(result: object, lines: Iterable[object], out: Path) -> None:
-    text_lib.base.write_text(out.with_suffix(".json"), output.json_line(result) + "\n")
-    text_lib.base.write_text(out.with_suffix(".jsonl"), "".join(f"{output.json_line(line)}\n" for line in lines))
+    for suffix, values in ((".json", [result]), (".jsonl", lines)):
+        text = "".join(f"{output.json_line(value)}\n" for value in values)
+        storage.atomic.write_bytes(out.with_suffix(suffix), text.encode())
 
 
 def _image_paths(stem: Path) -> list[Path]:
@@ -469,7 +469,7 @@ def format_streaming(result: benchmarks.streaming_perplexity.StreamingResult) ->
 
 def _write_quality(result: benchmarks.cache_quality.QualityResult, out: Path) -> list[Path]:
     """Write ``cache-quality.json``, the curves of perplexity and recall, and the heat maps of needle recall."""
-    text_lib.base.write_text(out / "cache-quality.json", output.json_line(result) + "\n")
+    storage.atomic.write_bytes(out / "cache-quality.json", f"{output.json_line(result)}\n".encode())
     return output.draw_figures(lambda: list(_draw_all(result, out)))
 
 

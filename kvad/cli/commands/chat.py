@@ -347,7 +347,8 @@ class _Chat:
             kind = "session " if path is None else ""
             raise UsageError(f"{kind}{name} exists", f"/save {name} --overwrite replaces it")
         if path is not None:
-            text_lib.base.write_text(path, json.dumps(self._content(), ensure_ascii=False, indent=1) + "\n")
+            text = json.dumps(self._content(), ensure_ascii=False, indent=1)
+            storage.atomic.write_bytes(path, f"{text}\n".encode())
         if self.turns and not offloads:
             last = self.turns[-1]
             self.session.tokens = self.dialogue.prompt(self.turns[:-1], last.user_text, last.user_ids)

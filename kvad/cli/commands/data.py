@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import click
 
-from kvad import api, checkpoint, datasets, text
+from kvad import api, checkpoint, datasets, storage
 from kvad import model as model_lib
 from kvad.cli.fields import CommandGroup, argument, command, option
 from kvad.cli.output import console, note, print_error, print_result
@@ -270,7 +270,7 @@ def create_lookup(options: _LookupOptions) -> None:
         )
     _check_free(folder)
     texts, path = list(datasets.synthetic.episodes(num_words, max_words, options.seed)), folder / "texts.txt"
-    text.base.write_text(path, "\n".join(texts) + "\n")
+    storage.atomic.write_bytes(path, ("\n".join(texts) + "\n").encode())
     size = path.stat().st_size
     record = {"folder": folder, "texts": len(texts), "bytes": size, "words": num_words, "seed": options.seed}
     print_result(options.as_json, record, f"{path}: {len(texts):,} texts, {format_bytes(size)}")
@@ -332,7 +332,8 @@ def _write_task(name: str, options: _PairTaskOptions) -> None:
     _check_free(folder)
     task = datasets.synthetic.SYNTHETIC_TASKS[name]
     for part in task.parts:
-        text.base.write_text(folder / f"{part.name}.tsv", "".join(f"{a}\t{b}\n" for a, b in task.pairs(part, seed)))
+        content = "".join(f"{a}\t{b}\n" for a, b in task.pairs(part, seed))
+        storage.atomic.write_bytes(folder / f"{part.name}.tsv", content.encode())
     counts = {part.name: part.num_pairs for part in task.parts}
     lines = [f"{folder / part}.tsv: {pairs:,} pairs" for part, pairs in counts.items()]
     print_result(options.as_json, {"folder": folder, "pairs": counts, "seed": seed}, lines)
