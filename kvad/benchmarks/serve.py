@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import random
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from kvad.benchmarks.http_client import HttpClient, HttpError
 from kvad.errors import DataError, UsageError
@@ -178,21 +179,10 @@ def summarize(name: str, values: Sequence[float]) -> dict[str, float]:
     """Return mean, median, standard deviation and percentiles in milliseconds; {} without values."""
     if not values:
         return {}
-    ordered = sorted(value * 1e3 for value in values)
-    result = {
-        f"mean_{name}_ms": statistics.fmean(ordered),
-        f"median_{name}_ms": statistics.median(ordered),
-        f"std_{name}_ms": statistics.pstdev(ordered),
-    }
-    return result | {f"p{q}_{name}_ms": percentile(ordered, q) for q in PERCENTILES}
-
-
-def percentile(ordered: Sequence[float], q: float) -> float:
-    """Return a percentile of sorted values, interpolated as numpy's default."""
-    place = (len(ordered) - 1) * q / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    times = np.asarray(values) * 1e3
+    numbers = {"mean": times.mean(), "median": np.median(times), "std": times.std()}
+    numbers |= {f"p{q}": np.percentile(times, q) for q in PERCENTILES}
+    return {f"{number}_{name}_ms": float(value) for number, value in numbers.items()}
 
 
 def max_concurrent(records: Sequence[RequestRecord]) -> int:
